@@ -1,0 +1,1 @@
+"""Types and arithmetic without any dependency on torch: geometry, layout, keys, sizes, errors."""

@@ -1,0 +1,259 @@
+"""Everything a cache can be told, from Python keywords or a TOML file, checked in one place.
+
+What is not said is chosen so: the device pool takes 25% of the device's memory (2 GiB where layers
+compute on the CPU), a host tier may grow to 25% of the machine's memory (none where layers compute
+on the CPU: the pool lies there already), and nothing is written to disk.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from flowkv.core.errors import ConfigError, FlowKVError
+from flowkv.core.layout import CODECS
+from flowkv.core.sizes import LOCAL_KINDS, Place, parse_place, parse_size
+
+ENVIRONMENT = "FLOWKV_CONFIG"
+DEFAULT_GPU_SIZE = "25%"
+DEFAULT_CPU_POOL_SIZE = "2GiB"
+DEFAULT_HOST_SIZE = "25%"
+DEFAULT_DISK_SIZE = "10%"
+_STACK_FIELDS = ("gpu", "host", "disk")
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Configuration of a cache. `load_config` also checks types; constructing checks values only.
+
+    Attributes:
+        gpu: Size of the device pool; default 25% of the device's memory, 2 GiB on the CPU.
+        host: Most memory of the host tier; default 25% of the machine's memory, grown as needed,
+            and no host tier where the layers compute on the CPU. 0 for none.
+        disk: Directory of the disk tier, with its size ("./kv:200GiB"; default 10% of the file
+            system); default no disk tier.
+        tiers: The whole stack, fastest first, instead of `gpu`, `host` and `disk`. A device pool is
+            always there, listed or not; other places only if listed.
+        codec: How sealed pages are encoded.
+        policy: Name of the policy that chooses what each tier keeps.
+        page_size: Tokens per page, a multiple of 8 between 8 and 256.
+        tenant: Tenant of requests that name none. Tenants never share pages.
+        namespace: Replaces the model's own identity; two caches with equal namespaces share pages.
+        secret: Up to 64 bytes as hex that go into every key, so that keys cannot be guessed from
+            known text; "" for none.
+        exclusive: Refuse a store directory that another process writes, instead of reading it only.
+        durability: "sync" flushes every written page to the medium; "none" leaves that to the
+            operating system, and a power cut loses the latest pages.
+        write_back: Write filled pages down the tiers in the background, before they are evicted.
+        max_rows: Most sequences in one step.
+        load_deadline_s: Longest wait for a page before it is computed instead.
+    """
+
+    gpu: int | str | None = None
+    host: int | str | None = None
+    disk: str | None = None
+    tiers: tuple[str, ...] | None = None
+    codec: str = "raw"
+    policy: str = "auto"
+    page_size: int = 64
+    tenant: str = ""
+    namespace: str = ""
+    secret: str = ""
+    exclusive: bool = False
+    durability: Literal["none", "sync"] = "none"
+    write_back: bool = True
+    max_rows: int = 256
+    load_deadline_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.tiers is not None:
+            given = [name for name in _STACK_FIELDS if getattr(self, name) is not None]
+            if given:
+                raise _at("tiers", f"given beside `{given[0]}`", "Give either one, not both")
+        if self.codec not in CODECS:
+            raise _at(
+                "codec", f"codec {self.codec!r} is unknown", f"Use one of {', '.join(CODECS)}"
+            )
+        if not self.policy:
+            raise _at("policy", "the name is empty", 'Use "auto" or a name of the catalogue')
+        if not 8 <= self.page_size <= 256 or self.page_size % 8:
+            raise _at(
+                "page_size",
+                f"{self.page_size} tokens cannot be a page",
+                "Use a multiple of 8 between 8 and 256",
+            )
+        if self.max_rows < 1:
+            raise _at("max_rows", f"{self.max_rows} rows", "Use at least 1")
+        if not 0 < self.load_deadline_s < float("inf"):
+            raise _at("load_deadline_s", f"{self.load_deadline_s} seconds", "Use a positive time")
+        if self.durability not in ("none", "sync"):
+            raise _at("durability", f"{self.durability!r} is unknown", "Use none or sync")
+        if not re.fullmatch(r"([0-9a-fA-F]{2}){0,64}", self.secret):
+            raise _at("secret", "the value is not hex, or too long", "Use up to 128 hex digits")
+        if self.tiers is not None:  # given as a list, it could not be hashed
+            msgspec.structs.force_setattr(self, "tiers", tuple(self.tiers))
+        self.places()
+
+    def __repr__(self) -> str:
+        """All fields that differ from their defaults; the secret is never shown."""
+        shown = []
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                value = "..." if field.name == "secret" else value
+                shown.append(f"{field.name}={value!r}")
+        return f"Config({', '.join(shown)})"
+
+    @property
+    def secret_bytes(self) -> bytes:
+        """The secret for `tenant_salt`."""
+        return bytes.fromhex(self.secret)
+
+    def places(self, *, on_cpu: bool = False) -> list[Place]:
+        """The stack of places, fastest first; the first is the device pool, every one has a size.
+
+        Only remote places may have the size "", which is without limit.
+
+        Args:
+            on_cpu: Whether the layers compute on the CPU, where defaults differ.
+
+        Raises:
+            ConfigError: A place is none, is named twice, or lies above a faster one.
+        """
+        if self.tiers is not None:
+            stack = _listed(self.tiers)
+        else:
+            stack = self._from_fields(on_cpu)
+        if not stack or stack[0].kind != "gpu":
+            stack.insert(0, Place("gpu"))
+        default = {
+            "gpu": DEFAULT_CPU_POOL_SIZE if on_cpu else DEFAULT_GPU_SIZE,
+            "host": DEFAULT_HOST_SIZE,
+            "disk": DEFAULT_DISK_SIZE,
+        }
+        return [Place(p.kind, p.path, p.size or default.get(p.kind, "")) for p in stack]
+
+    def _from_fields(self, on_cpu: bool) -> list[Place]:
+        stack = []
+        for kind, size in (("gpu", self.gpu), ("host", self.host)):
+            if size is None:
+                if kind == "gpu" or not on_cpu:
+                    stack.append(Place(kind))
+                continue
+            with _Blame(kind):
+                n_bytes = parse_size(size, total_bytes=1 << 62)
+                if n_bytes:
+                    stack.append(Place(kind, size=str(size)))
+                elif kind == "gpu":
+                    raise ConfigError("a device pool of no bytes", "Give it at least a few pages")
+        if self.disk is not None:
+            if "://" in self.disk:
+                problem = f"{self.disk!r} is no directory"
+                raise _at("disk", problem, f'Write tiers=[..., "{self.disk}"] instead')
+            with _Blame("disk"):
+                stack.append(parse_place("disk:" + self.disk.removeprefix("disk:")))
+        return stack
+
+
+def load_config(path: str | os.PathLike[str] | None = None, **overrides: object) -> Config:
+    """Configuration from a TOML file, with keywords laid over it.
+
+    Args:
+        path: A TOML file whose top level holds fields of `Config`; default the file named by the
+            environment variable FLOWKV_CONFIG, or none.
+        **overrides: Fields that replace the file's. None leaves the file's (or the default) value.
+            `tiers` displaces `gpu`, `host` and `disk` of the file, and each of those its `tiers`.
+
+    Raises:
+        ConfigError: The file cannot be read, or a field is unknown, of a wrong type or value. The
+            message names the field, such as `$.tiers[1]`.
+    """
+    path = path or os.environ.get(ENVIRONMENT) or None
+    fields: dict[str, Any] = {}
+    if path is not None:
+        fields = _read_toml(Path(path))
+        _convert(fields, where=f"{path}: ")  # so that a fault of the file is blamed on the file
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if "tiers" in given:
+        displaced = set(_STACK_FIELDS)
+    else:
+        displaced = {"tiers"} if given.keys() & set(_STACK_FIELDS) else set()
+    kept = {name: value for name, value in fields.items() if name not in displaced}
+    return _convert(kept | given)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.expanduser().open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(
+            f"the configuration file {path} cannot be read ({reason})",
+            f"Correct the path, or unset {ENVIRONMENT}",
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML ({error})", "Correct that line") from error
+
+
+def _convert(fields: Mapping[str, Any], where: str = "") -> Config:
+    known = Config.__struct_fields__
+    for name in fields:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            remedy = f"Did you mean `$.{close[0]}`" if close else f"Fields are {', '.join(known)}"
+            raise ConfigError(f"{where}`$.{name}` is not a field", remedy)
+    try:
+        return msgspec.convert(dict(fields), Config)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):  # raised by __post_init__
+            cause = error.__cause__
+            raise ConfigError(where + cause.problem, cause.remedy) from None
+        problem, _, place = str(error).partition(" - at ")
+        raise ConfigError(
+            f"{where}{place or '`$`'}: {problem[:1].lower()}{problem[1:]}",
+            "See help(Config) for what the field takes",
+        ) from None
+
+
+def _listed(tiers: tuple[str, ...]) -> list[Place]:
+    stack: list[Place] = []
+    ranks = {kind: rank for rank, kind in enumerate(LOCAL_KINDS)}
+    for i, text in enumerate(tiers):
+        with _Blame(f"tiers[{i}]"):
+            place = parse_place(text)
+            for above in stack:
+                same_path = os.path.normpath(above.path) == os.path.normpath(place.path)
+                if same_path and above.kind == place.kind:
+                    raise ConfigError(f"place {text!r} is named twice", "Name it once")
+            if stack and ranks.get(place.kind, 3) < ranks.get(stack[-1].kind, 3):
+                raise ConfigError(
+                    f"place {text!r} lies below the slower {str(stack[-1])!r}",
+                    "List gpu, host, disks and remote stores in this order",
+                )
+            stack.append(place)
+    return stack
+
+
+def _at(field: str, problem: str, remedy: str) -> ConfigError:
+    return ConfigError(f"`$.{field}`: {problem}", remedy)
+
+
+class _Blame:
+    """Names the field in an error that is raised below."""
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, FlowKVError):
+            raise _at(self.field, error.problem, error.remedy) from None

@@ -1,0 +1,67 @@
+"""Errors of FlowKV. Every message ends with what to do next."""
+
+from __future__ import annotations
+
+
+class FlowKVError(Exception):
+    """Base of all errors raised on purpose by FlowKV.
+
+    Args:
+        problem: What is wrong, one sentence without a full stop.
+        remedy: What the user does next, one sentence without a full stop.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}. {remedy}.")
+        self.problem, self.remedy = problem, remedy
+
+    def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, str]]:
+        return type(self), (self.problem, self.remedy)
+
+
+class ConfigError(FlowKVError, ValueError):
+    """A configuration field, size or place is wrong."""
+
+
+class GeometryError(FlowKVError, ValueError):
+    """Tensors, layers or devices do not fit the geometry of the cache."""
+
+
+class TokenError(FlowKVError, ValueError):
+    """Token ids are out of range or do not fit the sequence."""
+
+
+class CapacityError(FlowKVError, MemoryError):
+    """A request does not fit the pages, rows or bytes that are there."""
+
+
+class StateError(FlowKVError, RuntimeError):
+    """An object is used after it was closed, or in the wrong order or thread."""
+
+
+class StoreError(FlowKVError, OSError):
+    """A store directory or tier cannot be used."""
+
+    def __str__(self) -> str:  # OSError formats two arguments as "[Errno ...]"
+        return f"{self.problem}. {self.remedy}."
+
+
+class NonFiniteError(FlowKVError, ArithmeticError):
+    """Keys or values hold NaN or infinity and may not be stored."""
+
+
+class UnsupportedModelError(FlowKVError, TypeError):
+    """A model (or an input of it) cannot be served from pages."""
+
+
+class MissingDependencyError(FlowKVError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(
+            f"{feature} needs an optional dependency", f"pip install 'flowkv[{extra}]'"
+        )
+        self.feature, self.extra = feature, extra
+
+    def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, str]]:
+        return type(self), (self.feature, self.extra)

@@ -1,0 +1,80 @@
+"""What every test gets: fixed seeds, poisoned empty tensors, one torch thread per worker."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+POISON_LIMIT_BYTES = 64 << 20
+
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("deep", max_examples=2000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("ci")  # another one: pytest --hypothesis-profile deep
+
+
+def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a maker of uninitialised tensors so that its floats are NaN, never lucky zeros."""
+
+    @functools.wraps(make)
+    def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        if (
+            tensor.is_floating_point()
+            and tensor.device.type != "meta"
+            and tensor.element_size() > 0
+            and tensor.nbytes <= POISON_LIMIT_BYTES
+            and tensor.dtype != torch.float4_e2m1fn_x2  # fill_ does not know it
+        ):
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
+        return tensor
+
+    return wrapper
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tame the thread pools before any model runs: workers share the machine's few cores."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU on a machine that has none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none on this machine")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nan_poison() -> object:
+    """Make reading memory that nobody wrote show up as NaN in the answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned(torch.empty))
+        patch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+        patch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Start every test from the same random state, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
