@@ -182,7 +182,7 @@ def _disk(rest: str, text: str) -> Place:
         )
     if size:
         _checked_size(size, text)
-    if not path or path.endswith(":") or (_SIZE.fullmatch(path) and not size):
+    if not path or (not size and (path.endswith(":") or _SIZE.fullmatch(path))):
         raise ConfigError(f"place {text!r} names no directory", "Write disk:./kv:200GiB")
     if "\0" in path:
         raise ConfigError(f"place {text!r} holds a zero byte", "Write an ordinary path")

@@ -1,0 +1,1 @@
+"""What happens, told once: events on one bus, metrics counted from them, reports to read."""

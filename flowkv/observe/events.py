@@ -1,0 +1,205 @@
+"""The one bus: everything worth knowing is an event, and metrics, traces and tests only listen.
+
+Events carry counts, not contents: token ids, texts and tensors never travel on the bus.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+_log = logging.getLogger("flowkv")
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event", gc=False):
+    """Base of all events; subscribing to it is subscribing to everything."""
+
+
+class Published(Event, frozen=True, kw_only=True):
+    """Full pages became known to the index: from now on others can find them."""
+
+    group: int
+    pages: int
+    tokens: int
+    tenant: str = ""
+
+
+class Hit(Event, frozen=True, kw_only=True):
+    """Part of a prompt was found in a tier; one event per request and tier."""
+
+    tier: str
+    tokens: int
+    n_bytes: int
+    tenant: str = ""
+
+
+class Miss(Event, frozen=True, kw_only=True):
+    """Part of a prompt was found nowhere and is computed."""
+
+    tokens: int
+    tenant: str = ""
+
+
+class Restored(Event, frozen=True, kw_only=True):
+    """Pages of a prompt were loaded, verified and are ready to be attended to."""
+
+    tier: str
+    tokens: int
+    n_bytes: int
+    seconds: float
+
+
+class Stored(Event, frozen=True, kw_only=True):
+    """Pages were written to a tier."""
+
+    tier: str
+    pages: int
+    n_bytes: int
+    seconds: float = 0.0
+
+
+class Evicted(Event, frozen=True, kw_only=True):
+    """Pages were given up by a tier; `reason` is "space", "lease" or "close"."""
+
+    tier: str
+    pages: int
+    n_bytes: int
+    reason: str = "space"
+
+
+class Promoted(Event, frozen=True, kw_only=True):
+    """Pages were copied to a faster tier."""
+
+    source: str
+    tier: str
+    pages: int
+    n_bytes: int
+
+
+class Demoted(Event, frozen=True, kw_only=True):
+    """Pages were moved to a slower tier to make room."""
+
+    source: str
+    tier: str
+    pages: int
+    n_bytes: int
+
+
+class Failed(Event, frozen=True, kw_only=True):
+    """A tier did not do what it was asked; the pages are treated as missing."""
+
+    tier: str
+    operation: str
+    reason: str
+    items: int = 1
+
+
+class Quarantined(Event, frozen=True, kw_only=True):
+    """A stored page failed its check; it is never used again."""
+
+    tier: str
+    key: bytes
+    reason: str
+
+
+class StepPlanned(Event, frozen=True, kw_only=True):
+    """A forward pass over a ragged batch was planned."""
+
+    rows: int
+    new_tokens: int
+    context_tokens: int
+
+
+class Warned(Event, frozen=True, kw_only=True):
+    """Something the user should know; `code` is stable, `message` ends with what to do."""
+
+    code: str
+    message: str
+
+
+class Subscription:
+    """A callback on a bus, until `close()` or the end of its `with` block."""
+
+    __slots__ = ("_bus", "_failed", "callback", "types")
+
+    def __init__(
+        self, bus: Bus, callback: Callable[[Any], object], types: tuple[type[Event], ...]
+    ) -> None:
+        self._bus, self.callback, self.types = bus, callback, types
+        self._failed = False
+
+    def close(self) -> None:
+        """Ends it. A call already running on another thread still finishes."""
+        self._bus._remove(self)
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _deliver(self, event: Event) -> None:
+        try:
+            self.callback(event)
+        except Exception:  # a listener may be wrong, but it must not take serving down with it
+            if not self._failed:
+                self._failed = True
+                _log.exception(
+                    "a subscriber failed on %s; its further failures are not logged",
+                    type(event).__name__,
+                )
+
+
+class Bus:
+    """Delivers events to subscribers, on the emitter's thread and in order of subscription.
+
+    Thread-safe. Without a subscriber, `emit` is one dictionary look-up; where building the event
+    costs more than that, ask `wants` first. A callback should be quick and must not block.
+    """
+
+    __slots__ = ("_lock", "_routes", "_subscriptions")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._subscriptions: tuple[Subscription, ...] = ()
+        # Event type -> its subscriptions; replaced whole on change, so that readers need no lock.
+        self._routes: dict[type[Event], tuple[Subscription, ...]] = {}
+
+    def subscribe(self, callback: Callable[[Any], object], *types: type[Event]) -> Subscription:
+        """Calls `callback` with every event of `types` and their subclasses; none means all.
+
+        Exceptions of the callback are logged once and otherwise ignored.
+        """
+        subscription = Subscription(self, callback, types or (Event,))
+        with self._lock:
+            self._subscriptions = (*self._subscriptions, subscription)
+            self._routes = {}
+        return subscription
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether anyone listens to events of exactly this type."""
+        route = self._routes.get(kind)
+        return bool(self._route(kind) if route is None else route)
+
+    def emit(self, event: Event) -> None:
+        """Delivers `event`; returns when every subscriber has been called."""
+        route = self._routes.get(type(event))
+        if route is None:
+            route = self._route(type(event))
+        for subscription in route:
+            subscription._deliver(event)
+
+    def _route(self, kind: type[Event]) -> tuple[Subscription, ...]:
+        with self._lock:
+            route = tuple(s for s in self._subscriptions if issubclass(kind, s.types))
+            self._routes[kind] = route
+        return route
+
+    def _remove(self, subscription: Subscription) -> None:
+        with self._lock:
+            self._subscriptions = tuple(s for s in self._subscriptions if s is not subscription)
+            self._routes = {}

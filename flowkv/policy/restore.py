@@ -1,0 +1,40 @@
+"""Load or recompute: a load happens only where the measured rates say that it helps (DESIGN D7)."""
+
+from __future__ import annotations
+
+_WEIGHT = 0.3
+_MARGIN = 1.0
+
+
+class LoadGate:
+    """Running estimates of load and compute rates, and the decision that follows from them.
+
+    Nothing is refused before both rates were measured once: the first load measures.
+    """
+
+    def __init__(self) -> None:
+        self._load_s_per_byte: dict[str, float] = {}
+        self._compute_s_per_token = 0.0
+
+    def loaded(self, tier: str, n_bytes: int, seconds: float) -> None:
+        """A load of `n_bytes` from `tier` took `seconds`."""
+        if n_bytes > 0:
+            fresh = seconds / n_bytes
+            known = self._load_s_per_byte.get(tier, fresh)
+            self._load_s_per_byte[tier] = known + _WEIGHT * (fresh - known)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A forward pass over `tokens` new tokens took `seconds`."""
+        if tokens > 0:
+            fresh = seconds / tokens
+            known = self._compute_s_per_token or fresh
+            self._compute_s_per_token = known + _WEIGHT * (fresh - known)
+
+    def load_s(self, n_bytes: dict[str, int]) -> float:
+        """Expected seconds to load so many bytes from each tier; 0 where nothing is known."""
+        return sum(n * self._load_s_per_byte.get(tier, 0.0) for tier, n in n_bytes.items())
+
+    def worth(self, n_bytes: dict[str, int], tokens: int) -> bool:
+        """Whether loading these bytes beats computing `tokens` tokens."""
+        compute_s = self._compute_s_per_token * tokens
+        return not compute_s or self.load_s(n_bytes) <= compute_s * _MARGIN

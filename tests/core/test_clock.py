@@ -1,0 +1,25 @@
+"""Clocks never go backwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowkv.core.clock import ManualClock, SystemClock
+
+
+def test_manual_clock_moves_when_told() -> None:
+    clock = ManualClock(5)
+    assert clock.now_ns() == clock.now_ns() == 5
+    clock.advance(ns=3, s=1.5)
+    assert clock.now_ns() == 1_500_000_008
+    clock.advance(ns=-3, s=1.0)
+    assert clock.now_ns() == 2_500_000_005
+    with pytest.raises(ValueError, match="backwards"):
+        clock.advance(s=-1e-9)
+    assert clock.now_ns() == 2_500_000_005
+
+
+def test_system_clock_is_monotonic() -> None:
+    clock = SystemClock()
+    times = [clock.now_ns() for _ in range(1000)]
+    assert times == sorted(times)

@@ -1,0 +1,157 @@
+"""Configuration: one meaning per field, and errors that name the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowkv.core.config import ENVIRONMENT, Config, load_config
+from flowkv.core.errors import ConfigError
+from flowkv.core.sizes import Place
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "flowkv.toml"
+    path.write_text(text)
+    return path
+
+
+def stack(config: Config, *, on_cpu: bool = False) -> list[str]:
+    return [str(place) for place in config.places(on_cpu=on_cpu)]
+
+
+def test_default_stack() -> None:
+    assert load_config() == Config()
+    assert stack(Config()) == ["gpu:25%", "host:25%"]
+    assert stack(Config(), on_cpu=True) == ["gpu:2GiB"]
+
+
+def test_fields_make_a_stack() -> None:
+    config = Config(gpu="8GiB", host=1 << 30, disk="./kv:200GiB")
+    assert stack(config) == ["gpu:8GiB", "host:1073741824", "disk:./kv:200GiB"]
+    assert stack(config) == stack(config, on_cpu=True)
+    assert stack(Config(host=0, disk="kv")) == ["gpu:25%", "disk:kv:10%"]
+    assert Config(disk="disk:./kv:1GiB").places()[-1] == Place("disk", "./kv", "1GiB")
+
+
+def test_tiers_are_the_stack() -> None:
+    tiers = ["gpu:8GiB", "host:32GiB", "disk:/nvme/kv:200GiB", "/hdd/kv:4TiB", "s3://bucket/kv"]
+    config = load_config(tiers=tiers)
+    assert stack(config) == [*tiers[:3], "disk:/hdd/kv:4TiB", tiers[4]]
+    assert stack(Config(tiers=("disk:./kv:1GiB",))) == ["gpu:25%", "disk:./kv:1GiB"]
+    assert stack(Config(tiers=())) == ["gpu:25%"]
+    assert stack(Config(tiers=("host", "disk:./kv"))) == ["gpu:25%", "host:25%", "disk:./kv:10%"]
+
+
+def test_a_list_of_tiers_can_be_hashed() -> None:
+    assert hash(Config(tiers=["gpu"])) == hash(Config(tiers=("gpu",)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pag_size": 64}, r"`\$\.pag_size` is not a field\. Did you mean `\$\.page_size`\."),
+        ({"zzz": 64}, r"`\$\.zzz` is not a field\. Fields are gpu, host"),
+        ({"page_size": "64"}, r"`\$\.page_size`: expected `int`, got `str`"),
+        ({"page_size": 64.0}, r"`\$\.page_size`: .*`int`"),
+        ({"page_size": 12}, r"`\$\.page_size`: .*multiple of 8"),
+        ({"page_size": 512}, r"`\$\.page_size`"),
+        ({"exclusive": 1}, r"`\$\.exclusive`: expected `bool`"),
+        ({"gpu": 1.5}, r"`\$\.gpu`: expected"),
+        ({"gpu": "8G"}, r"`\$\.gpu`: .*8GiB"),
+        ({"gpu": 0}, r"`\$\.gpu`: .*no bytes"),
+        ({"host": "much"}, r"`\$\.host`: 'much' is not a size"),
+        ({"disk": "200GiB"}, r"`\$\.disk`: .*names no directory"),
+        ({"disk": "s3://b/kv"}, r"`\$\.disk`: .*tiers="),
+        ({"tiers": "gpu"}, r"`\$\.tiers`: expected `array"),
+        ({"tiers": ["gpu", 5]}, r"`\$\.tiers\[1\]`: expected `str`, got `int`"),
+        ({"tiers": ["gpu", "hots:3GiB"]}, r"`\$\.tiers\[1\]`: .*Did you mean host:3GiB"),
+        ({"tiers": ["./kv", "host"]}, r"`\$\.tiers\[1\]`: .*lies below the slower 'disk:./kv'"),
+        ({"tiers": ["s3://b", "./kv"]}, r"`\$\.tiers\[1\]`: .*in this order"),
+        ({"tiers": ["./kv", "kv/../kv/:5GiB"]}, r"`\$\.tiers\[1\]`: .*named twice"),
+        ({"tiers": ["gpu", "gpu:1GiB"]}, r"`\$\.tiers\[1\]`: .*named twice"),
+        ({"tiers": ["gpu"], "host": 5}, r"`\$\.tiers`: given beside `host`"),
+        ({"codec": "kv9"}, r"`\$\.codec`: .*raw, kv8"),
+        ({"policy": ""}, r"`\$\.policy`"),
+        ({"durability": "fsync"}, r"`\$\.durability`: invalid enum value 'fsync'"),
+        ({"max_rows": 0}, r"`\$\.max_rows`"),
+        ({"load_deadline_s": 0}, r"`\$\.load_deadline_s`"),
+        ({"load_deadline_s": float("inf")}, r"`\$\.load_deadline_s`"),
+        ({"load_deadline_s": float("nan")}, r"`\$\.load_deadline_s`"),
+        ({"secret": "xyz"}, r"`\$\.secret`: "),
+        ({"secret": "abc"}, r"`\$\.secret`: "),
+        ({"secret": "ab" * 65}, r"`\$\.secret`: "),
+    ],
+)
+def test_bad_fields_are_named(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(**fields)
+
+
+def test_toml_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 'gpu = "8GiB"\ndisk = "./kv:1GiB"\npage_size = 128\nexclusive = true\n')
+    expected = Config(gpu="8GiB", disk="./kv:1GiB", page_size=128, exclusive=True)
+    assert load_config(path) == load_config(str(path)) == expected
+    assert load_config(path, page_size=16, gpu=None) == Config(
+        gpu="8GiB", disk="./kv:1GiB", page_size=16, exclusive=True
+    )
+
+
+def test_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, str(write(tmp_path, 'tenant = "alice"\n')))
+    assert load_config() == Config(tenant="alice")
+    assert load_config(tenant="bob").tenant == "bob"
+    other = tmp_path / "other.toml"
+    other.write_text('tenant = "carol"\n')
+    assert load_config(other).tenant == "carol"  # what is said in code outweighs the environment
+    monkeypatch.setenv(ENVIRONMENT, "")
+    assert load_config() == Config()
+
+
+def test_keywords_displace_the_files_stack(tmp_path: Path) -> None:
+    listed = write(tmp_path, 'tiers = ["gpu:1GiB", "./kv:1GiB"]\ncodec = "kv8"\n')
+    assert load_config(listed, host="2GiB") == Config(host="2GiB", codec="kv8")
+    fields = write(tmp_path, 'gpu = "1GiB"\nhost = "1GiB"\n')
+    assert load_config(fields, tiers=["gpu:2GiB"]) == Config(tiers=("gpu:2GiB",))
+    assert load_config(fields, gpu="2GiB") == Config(gpu="2GiB", host="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('pag_size = 1\ntenant = "a"\n', r"flowkv\.toml: `\$\.pag_size` is not a field"),
+        ('tiers = ["gpu", 1]\n', r"flowkv\.toml: `\$\.tiers\[1\]`: expected `str`"),
+        ('tiers = ["gpu", "x"]\n', r"flowkv\.toml: `\$\.tiers\[1\]`: place 'x'"),
+        ("[cache]\ngpu = 1\n", r"flowkv\.toml: `\$\.cache` is not a field"),
+        ("gpu = \n", r"flowkv\.toml is not TOML .*line 1"),
+    ],
+)
+def test_faults_of_a_file_name_the_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read .*unset FLOWKV_CONFIG"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b'tenant = "\xe9"\n')
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config(path)
+
+
+def test_the_secret_is_never_shown() -> None:
+    config = load_config(secret="00fF", page_size=128)
+    assert config.secret_bytes == b"\x00\xff"
+    assert repr(config) == str(config) == "Config(page_size=128, secret='...')"
+    with pytest.raises(ConfigError) as caught:
+        load_config(secret="topsecret!")
+    assert "topsecret" not in str(caught.value)

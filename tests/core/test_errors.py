@@ -1,0 +1,58 @@
+"""Errors survive pickling and copying, and end with what to do next."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from flowkv.core import errors
+from flowkv.core.errors import FlowKVError, MissingDependencyError, StoreError
+
+PLAIN = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type)
+    and issubclass(kind, FlowKVError)
+    and kind is not MissingDependencyError
+]
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_message_and_round_trips(kind: type[FlowKVError]) -> None:
+    error = kind("the pool is full", "Close a sequence")
+    for other in (error, pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(other) is kind
+        assert str(other) == "the pool is full. Close a sequence."
+        assert (other.problem, other.remedy) == ("the pool is full", "Close a sequence")
+
+
+def test_missing_dependency_names_the_extra() -> None:
+    error = MissingDependencyError("attach()", "hf")
+    for other in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert isinstance(other, ImportError)
+        assert str(other) == ("attach() needs an optional dependency. pip install 'flowkv[hf]'.")
+        assert (other.feature, other.extra) == ("attach()", "hf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (errors.ConfigError, ValueError),
+        (errors.CapacityError, MemoryError),
+        (errors.StateError, RuntimeError),
+        (StoreError, OSError),
+        (errors.NonFiniteError, ArithmeticError),
+        (errors.UnsupportedModelError, TypeError),
+    ],
+)
+def test_errors_are_also_builtin_errors(kind: type[FlowKVError], builtin: type) -> None:
+    with pytest.raises(builtin):
+        raise kind("p", "r")
+
+
+def test_a_store_error_has_no_errno() -> None:
+    with pytest.raises(StoreError) as caught:
+        raise StoreError("the directory is locked", "Close the other process")
+    assert not isinstance(caught.value.errno, int)
