@@ -1,0 +1,345 @@
+"""Page kernels on the CPU against plain torch: pytest-benchmark groups, one for each operation.
+
+    python -m pytest bench/bench_kernels.py                          # all groups
+    python -m pytest bench/bench_kernels.py -k ratio -s              # decode against torch, A B A B
+    python -m pytest bench/bench_kernels.py -k crossover -s          # numba against torch, by T
+
+Every case compares its answer with torch's before it is timed. The ratios are medians of the ratios
+of neighbouring calls, since machines are shared and noisy; their 10th and 90th percentiles are
+printed beside them. All threads that torch uses are used by both sides.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import timeit
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from flowkv.core.geometry import Geometry
+from flowkv.core.layout import PageLayout, page_layout
+from flowkv.kernels import (
+    Pages,
+    Ragged,
+    append,
+    copy_pages,
+    cpu_attention,
+    gather_dense,
+    gather_pages,
+    merge,
+    paged_attention,
+    scatter_pages,
+)
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def benched(op: str) -> pytest.MarkDecorator:
+    """The group of an operation; a test looks for one in every row of the kernels' registry."""
+    return pytest.mark.benchmark(group=op, min_rounds=5, max_time=2.0, warmup=True)
+
+
+class Case(NamedTuple):
+    """Rows of a decode step and the shape of their cache."""
+
+    lengths: tuple[int, ...]
+    kv_heads: int = 8
+    group: int = 4
+    dim: int = 128
+    value_dim: int = 128
+    dtype: str = "float32"
+    page_size: int = 64
+    new: int = 1
+    window: int | None = None
+
+
+DECODE = {
+    "8 x 4k float32": Case((4096,) * 8),
+    "8 x 4k bfloat16": Case((4096,) * 8, dtype="bfloat16"),
+    "8 x 4k float16": Case((4096,) * 8, dtype="float16"),
+    "1 x 32k bfloat16": Case((32768,), dtype="bfloat16"),
+    "ragged 64..16k bfloat16": Case((64, 16384, 300, 2048, 1000, 5000), dtype="bfloat16"),
+    "8 x 4k window 512 bfloat16": Case((4096,) * 8, dtype="bfloat16", window=512),
+    "8 x 1k MHA float32": Case((1024,) * 8, group=1, kv_heads=16, dim=64, value_dim=64),
+    "4 x 4k latent bfloat16": Case((4096,) * 4, 1, 16, 576, 512, dtype="bfloat16"),
+}
+
+
+class Setting(NamedTuple):
+    """A pool filled with noise, a step over it, and the same step as tensors that torch can use."""
+
+    pages: Pages
+    batch: Ragged
+    q: torch.Tensor
+    case: Case
+
+
+@cache
+def setting(case: Case) -> Setting:
+    rng = torch.Generator().manual_seed(0)
+    dtype, size = getattr(torch, case.dtype), case.page_size
+    geometry = Geometry.uniform(
+        layers=1,
+        kv_heads=case.kv_heads,
+        head_dim=case.dim,
+        value_dim=case.value_dim,
+        dtype=case.dtype,
+        page_size=size,
+    )
+    layout = page_layout(geometry.groups[0], size)
+    counts = [-(-n // size) for n in case.lengths]
+    places = torch.randperm(sum(counts), generator=rng).int() * layout.granules
+    table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
+    for line, own in zip(table, places.split(counts), strict=True):
+        line[: len(own)] = own
+    item = dtype.itemsize
+    arena = torch.randn(sum(counts) * layout.page_bytes // item, generator=rng, dtype=torch.float32)
+    pages = Pages(arena.to(dtype).view(torch.uint8), layout, 0)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    starts = torch.arange(len(counts) + 1, dtype=torch.int32) * case.new
+    rows = torch.arange(len(counts), dtype=torch.int32)
+    batch = Ragged(table, rows, lengths, starts, case.new, max(case.lengths))
+    heads = case.kv_heads * case.group
+    q = torch.randn(case.new * len(counts), heads, case.dim, generator=rng).to(dtype)
+    return Setting(pages, batch, q, case)
+
+
+def torch_gather(pages: Pages, table: torch.Tensor) -> Tensors:
+    """K and V `[B, Hk, pages * P, D]` by fancy indexing: what a cache without kernels does."""
+    layout, dtype = pages.layout, getattr(torch, pages.layout.dtype)
+    item = dtype.itemsize
+    frames = pages.arena.view(dtype).view(-1, layout.page_bytes // item)
+    chosen = frames[(table // layout.granules).long()]  # [B, pages, page]
+    runs = chosen[..., : layout.stripe_bytes // item].unflatten(-1, (layout.kv_heads, -1))
+
+    def part(offset_bytes: int, dim: int) -> torch.Tensor:
+        flat = runs[..., offset_bytes // item :][..., : layout.page_size * dim]
+        return flat.unflatten(-1, (layout.page_size, dim)).transpose(1, 2).flatten(2, 3)
+
+    return part(0, layout.head_dim), part(layout.v_offset_bytes, layout.value_dim)
+
+
+def torch_decode(scene: Setting, grouped: bool = False) -> torch.Tensor:
+    """Gather, then fused attention; rows of unequal length one by one, as without padding.
+
+    `grouped` passes the query heads of a KV head as if they were query tokens, which spares torch
+    the copies of K and V that `enable_gqa` makes; few models are written that way.
+    """
+    pages, batch, q, case = scene
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    same = len(set(case.lengths)) == 1
+    outs = []
+    for rows in [slice(None)] if same else [slice(b, b + 1) for b in range(len(case.lengths))]:
+        length = case.lengths[0] if same else case.lengths[rows.start]
+        first = 0 if case.window is None else (length - case.window) // case.page_size
+        last = -(-length // case.page_size)
+        k, v = torch_gather(pages, batch.table[rows, first:last])
+        low = 0 if case.window is None else length - case.window - first * case.page_size
+        k, v = (x[:, :, low : length - first * case.page_size] for x in (k, v))
+        if grouped:
+            outs.append(sdpa(q[rows].unflatten(1, (case.kv_heads, -1)), k, v).flatten(1, 2))
+        else:
+            outs.append(sdpa(q[rows][:, :, None], k, v, enable_gqa=True)[:, :, 0])
+    return torch.cat(outs)
+
+
+def ours(scene: Setting) -> torch.Tensor:
+    return paged_attention(scene.q, scene.pages, scene.batch, window=scene.case.window)
+
+
+def near(got: Tensors, expected: Tensors) -> None:
+    for a, b in zip(got, expected, strict=True):
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[b.dtype]
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def percentiles(values: list[float]) -> str:
+    low, *_, high = statistics.quantiles(values, n=10)
+    return f"{statistics.median(values):.1f}x (10 % {low:.1f}x, 90 % {high:.1f}x)"
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+SIDES: dict[str, Callable[[Setting], torch.Tensor]] = {
+    "flowkv": ours,
+    "torch": torch_decode,
+    "torch, grouped": partial(torch_decode, grouped=True),
+}
+
+
+@benched("paged_attention")
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", DECODE)
+def test_decode(benchmark: Any, name: str, side: str) -> None:
+    scene = setting(DECODE[name])
+    near((ours(scene),), (torch_decode(scene),))
+    benchmark(SIDES[side], scene)
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_decode_ratio(name: str) -> None:
+    """Ours against torch's, call by call."""
+    scene = setting(DECODE[name])
+    near((ours(scene),), (torch_decode(scene),))
+    rounds = [[timed(partial(call, scene)) for call in SIDES.values()] for _ in range(9)]
+    layout = scene.pages.layout
+    seen = sum(min(n, scene.case.window or n) for n in scene.case.lengths)
+    gigabytes = seen * layout.kv_heads * (layout.head_dim + layout.value_dim) / 1e9
+    gigabytes *= 4 if scene.case.dtype == "float32" else 2
+    best = min(a for a, _, _ in rounds)
+    print(
+        f"\n{name}, {torch.get_num_threads()} threads:"
+        f" {best * 1e3:.2f} ms at best, {gigabytes / best:.1f} GB/s of K and V\n"
+        f"    {percentiles([b / a for a, b, _ in rounds])} faster than torch,"
+        f" {percentiles([c / a for a, _, c in rounds])} than torch grouped"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_crossover(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From how many new tokens on torch beats numba (`cpu_attention.FEW_NEW`)."""
+    for heads, group, dim, length in ((8, 4, 128, 4096), (8, 1, 64, 1024), (2, 8, 128, 2048)):
+        line = []
+        for new in (2, 4, 8, 16, 24, 32, 64):
+            scene = setting(Case((length,), heads, group, dim, dim, dtype, new=new))
+            times = []
+            for few in (1000, 0):
+                limits = dict.fromkeys(cpu_attention.FEW_NEW, few)
+                monkeypatch.setattr(cpu_attention, "FEW_NEW", limits)
+                ours(scene)
+                times.append(min(timed(partial(ours, scene)) for _ in range(5)))
+            line.append(f"T={new} {times[0] / times[1]:.2f}")
+        print(f"\n{dtype} {heads}x{group}x{dim} over {length}, numba / torch: " + "  ".join(line))
+
+
+def test_call_overhead() -> None:
+    """What a call costs when there is next to nothing to do."""
+    scene = setting(Case((20,), 2, 2, 16, 16, page_size=8))
+    k = scene.q[:, :2]
+    calls: dict[str, Callable[[], object]] = {
+        "paged_attention": lambda: ours(scene),
+        "append": lambda: append(k, k, scene.pages, scene.batch),
+        "gather_dense": lambda: gather_dense(scene.pages, scene.batch, 20),
+    }
+    for name, call in calls.items():
+        call()
+        best = min(timeit.repeat(call, number=200, repeat=10)) / 200
+        print(f"\n{name}: {best * 1e6:.1f} us a call")
+
+
+@benched("append")
+@pytest.mark.parametrize("side", ["flowkv", "torch"])
+@pytest.mark.parametrize("new", [1, 512])
+def test_append(benchmark: Any, side: str, new: int) -> None:
+    scene = setting(Case((1024,) * 8, dtype="bfloat16", new=new))
+    pages, batch, case = scene.pages, scene.batch, scene.case
+    layout: PageLayout = pages.layout
+    k, v = torch.randn(2, 8 * new, layout.kv_heads, layout.head_dim).to(torch.bfloat16).unbind()
+    runs = pages.arena.view(torch.bfloat16).view(-1, layout.page_bytes // 2)
+    runs = runs[:, : layout.stripe_bytes // 2].unflatten(1, (layout.kv_heads, 2, 64, -1))
+    position = torch.arange(1024 - new, 1024).repeat(8)
+    page = batch.table[torch.arange(8).repeat_interleave(new), position // 64] // layout.granules
+
+    def with_torch() -> None:
+        runs[page.long(), :, 0, position % 64] = k
+        runs[page.long(), :, 1, position % 64] = v
+
+    append(k, v, pages, batch)
+    dense, _ = gather_dense(pages, batch, case.new)
+    assert torch.equal(dense.transpose(1, 2).flatten(0, 1), k)
+    benchmark(with_torch if side == "torch" else lambda: append(k, v, pages, batch))
+
+
+@benched("gather_dense")
+@pytest.mark.parametrize("side", ["flowkv", "torch", "memcpy"])
+def test_gather_dense(benchmark: Any, side: str) -> None:
+    """`memcpy` copies as many bytes from one tensor to a new one: the floor."""
+    scene = setting(DECODE["8 x 4k bfloat16"])
+    pages, table = scene.pages, scene.batch.table
+    got, expected = gather_dense(pages, scene.batch, 4096), torch_gather(pages, table)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    del got, expected
+    calls = {
+        "flowkv": lambda: gather_dense(pages, scene.batch, 4096),
+        "torch": lambda: torch_gather(pages, table),
+        "memcpy": pages.arena.clone,
+    }
+    benchmark(calls[side])
+
+
+@benched("merge")
+@pytest.mark.parametrize("side", ["flowkv", "torch"])
+def test_merge(benchmark: Any, side: str) -> None:
+    outs, lses = torch.randn(4, 64, 32, 128), torch.randn(4, 64, 32)
+    parts = list(zip(outs, lses, strict=True))
+
+    def with_torch() -> Tensors:
+        total = torch.logsumexp(lses, 0)
+        return (torch.exp(lses - total)[..., None] * outs).sum(0), total
+
+    near(merge(parts), with_torch())
+    benchmark(with_torch if side == "torch" else lambda: merge(parts))
+
+
+PAGES, GRANULES = 256, 16
+
+
+def page_lists() -> Tensors:
+    arena = torch.randint(0, 256, (2 * PAGES * GRANULES * 4096,), dtype=torch.uint8)
+    places = torch.randperm(2 * PAGES, generator=torch.Generator().manual_seed(0))
+    return arena, places[:PAGES], places[PAGES:]
+
+
+@benched("copy_pages")
+@pytest.mark.parametrize("side", ["flowkv", "torch"])
+def test_copy_pages(benchmark: Any, side: str) -> None:
+    arena, source, target = page_lists()
+    frames = arena.view(2 * PAGES, -1)
+    lists = [(GRANULES * x).int() for x in (source, target)]
+
+    def with_torch() -> None:
+        frames[target] = frames[source]
+
+    copy_pages(arena, *lists, GRANULES)
+    assert torch.equal(frames[target], frames[source])
+    benchmark(with_torch if side == "torch" else lambda: copy_pages(arena, *lists, GRANULES))
+
+
+@benched("gather_pages")
+@pytest.mark.parametrize("side", ["flowkv", "torch"])
+def test_gather_pages(benchmark: Any, side: str) -> None:
+    arena, source, _ = page_lists()
+    frames, out = arena.view(2 * PAGES, -1), torch.empty(PAGES, GRANULES * 4096, dtype=torch.uint8)
+    places = (GRANULES * source).int()
+    gather_pages(arena, places, GRANULES, out)
+    assert torch.equal(out, frames[source])
+    calls = {
+        "flowkv": lambda: gather_pages(arena, places, GRANULES, out),
+        "torch": lambda: torch.index_select(frames, 0, source, out=out),
+    }
+    benchmark(calls[side])
+
+
+@benched("scatter_pages")
+@pytest.mark.parametrize("side", ["flowkv", "torch"])
+def test_scatter_pages(benchmark: Any, side: str) -> None:
+    arena, _, target = page_lists()
+    frames = arena.view(2 * PAGES, -1)
+    data = torch.randint(0, 256, (PAGES, GRANULES * 4096), dtype=torch.uint8)
+    places = (GRANULES * target).int()
+    scatter_pages(arena, places, GRANULES, data)
+    assert torch.equal(frames[target], data)
+    calls = {
+        "flowkv": lambda: scatter_pages(arena, places, GRANULES, data),
+        "torch": lambda: frames.index_copy_(0, target, data),
+    }
+    benchmark(calls[side])

@@ -1,0 +1,47 @@
+"""Page kernels: Triton for GPUs, numba for CPUs, and a torch oracle that both are held to.
+
+Importing this package imports neither Triton nor numba; a backend is loaded by its first call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Pages": "operands",
+    "Ragged": "operands",
+    "append": "dispatch",
+    "checking": "bounds",
+    "copy_pages": "dispatch",
+    "gather_dense": "dispatch",
+    "gather_pages": "dispatch",
+    "merge": "dispatch",
+    "paged_attention": "dispatch",
+    "scatter_pages": "dispatch",
+}
+
+__all__ = [
+    "Pages",
+    "Ragged",
+    "append",
+    "checking",
+    "copy_pages",
+    "gather_dense",
+    "gather_pages",
+    "merge",
+    "paged_attention",
+    "scatter_pages",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,179 @@
+"""Checks before a kernel reads memory: cheap ones always, page by page while debugging.
+
+Kernels address memory through page tables and check nothing themselves. These functions look at
+dtypes, devices and shapes, in about a microsecond; inside `checking()` every granule that a call
+may touch is compared with the arena as well, which reads the tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from flowkv.core.errors import GeometryError
+from flowkv.core.layout import GRANULE_BYTES
+from flowkv.kernels.operands import Pages, Ragged
+
+_depth = 0
+
+
+@contextmanager
+def checking() -> Iterator[None]:
+    """Check page tables against the arena in every kernel call made inside (all threads)."""
+    global _depth  # noqa: PLW0603 - a counter, so that nested uses end in the right order
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def _need(condition: bool, problem: str, remedy: str) -> None:
+    if not condition:
+        raise GeometryError(problem, remedy)
+
+
+def check_packed(name: str, x: torch.Tensor, pages: Pages, heads: int, dim: int) -> None:
+    """Check a packed `[N, heads, dim]` tensor against the arena's device.
+
+    Raises:
+        GeometryError: Another shape or device.
+    """
+    if x.dim() != 3 or x.shape[1] != heads or x.shape[2] != dim:
+        raise GeometryError(
+            f"{name} has shape {tuple(x.shape)}",
+            f"Pass all rows' new tokens packed as [N, {heads}, {dim}]",
+        )
+    if x.device != pages.arena.device:
+        raise GeometryError(
+            f"{name} lies on {x.device}, its pages on {pages.arena.device}",
+            "Give each device's layers a group, and a pool, of their own",
+        )
+
+
+def check_arena(arena: torch.Tensor) -> None:
+    """Check that an arena is contiguous bytes, a whole number of granules.
+
+    Raises:
+        GeometryError: It is not.
+    """
+    if (
+        arena.dtype is not torch.uint8
+        or arena.dim() != 1
+        or arena.numel() % GRANULE_BYTES
+        or not arena.is_contiguous()
+    ):
+        raise GeometryError(
+            f"the arena is {arena.dtype} {tuple(arena.shape)}",
+            "Allocate one contiguous uint8 tensor of a whole number of 4096-byte granules",
+        )
+
+
+def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = False) -> None:
+    """Check a batch against the pages and, if given, the number of packed tokens.
+
+    Raises:
+        GeometryError: A wrong dtype, device, shape, or (while `checking`) a page outside the arena.
+    """
+    arena, layout, layer = pages
+    check_arena(arena)
+    if not 0 <= layer < layout.layers:
+        raise GeometryError(
+            f"layer {layer} of a group of {layout.layers}",
+            "Count layers within their group, from 0",
+        )
+    count = batch.rows.shape[0]
+    if batch.lengths.shape[0] != count or batch.starts.shape[0] != count + 1:
+        raise GeometryError(
+            f"{count} rows, {batch.lengths.shape[0]} lengths, {batch.starts.shape[0]} starts",
+            "Give every row one length, and starts one element more",
+        )
+    for name in ("table", "rows", "lengths", "starts"):
+        x = getattr(batch, name)
+        if x.dtype is not torch.int32 or x.device != arena.device or x.stride(-1) != 1:
+            raise GeometryError(
+                f"{name} is {x.dtype} on {x.device} with strides {x.stride()}",
+                f"Make it torch.int32 on {arena.device}, neighbours in its last dimension",
+            )
+    if _depth:
+        _check_pages(pages, batch, tokens, writes)
+
+
+def check_granules(arena: torch.Tensor, granules: int, **lists: torch.Tensor) -> None:
+    """Check lists of starting granules of pages of `granules` granules.
+
+    Raises:
+        GeometryError: A wrong dtype or device, or (while `checking`) a page outside the arena.
+    """
+    check_arena(arena)
+    for name, x in lists.items():
+        if x.dtype is not torch.int32 or x.dim() != 1 or x.device != arena.device:
+            raise GeometryError(
+                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}",
+                f"Make it a torch.int32 vector on {arena.device}",
+            )
+        if _depth and x.numel():
+            last = arena.numel() // GRANULE_BYTES - granules
+            low, high = int(x.min()), int(x.max())
+            _need(
+                low >= 0 and high <= last,
+                f"{name} holds granules {low} to {high}, pages begin at 0 to {last}",
+                "Take granules from the pool that owns this arena",
+            )
+
+
+def check_staging(name: str, x: torch.Tensor, arena: torch.Tensor, n: int, granules: int) -> None:
+    """Check a staging tensor, uint8 `[n, granules * 4096]` contiguous, beside its arena.
+
+    Raises:
+        GeometryError: It is another shape, dtype, layout or device.
+    """
+    width = granules * GRANULE_BYTES
+    if (
+        x.dtype is not torch.uint8
+        or x.shape != (n, width)
+        or not x.is_contiguous()
+        or x.device != arena.device
+    ):
+        raise GeometryError(
+            f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}",
+            f"Make it contiguous torch.uint8 [{n}, {width}] on {arena.device}",
+        )
+
+
+def _check_pages(pages: Pages, batch: Ragged, tokens: int | None, writes: bool) -> None:
+    layout = pages.layout
+    last = pages.arena.numel() // GRANULE_BYTES - layout.granules
+    starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
+    news = [b - a for a, b in itertools.pairwise(starts)]
+    _need(
+        starts[0] == 0 and min(news, default=0) >= 0 and tokens in (None, starts[-1]),
+        f"starts are {starts} for {tokens} packed tokens",
+        "Let starts rise from 0 to the number of new tokens",
+    )
+    _need(
+        batch.most_new >= max(news, default=0) and batch.most_length >= max(lengths, default=0),
+        f"most_new={batch.most_new}, most_length={batch.most_length} are exceeded",
+        "Plan the step again after a row has grown",
+    )
+    for row, length, new in zip(batch.rows.tolist(), lengths, news, strict=True):
+        _need(
+            new <= length <= batch.table.shape[1] * layout.page_size,
+            f"a row of {length} tokens, {new} of them new, in {batch.table.shape[1]} pages",
+            "Give the row a page for every token before the step",
+        )
+        _need(
+            0 <= row < batch.table.shape[0],
+            f"row {row} of a table of {batch.table.shape[0]} lines",
+            "Pass the line of the table that belongs to the row",
+        )
+        line = batch.table[row, : -(-length // layout.page_size)].tolist()
+        written = line[(length - new) // layout.page_size :] if writes and new else []
+        _need(
+            all(-1 <= g <= last for g in line) and min(written, default=0) >= 0,
+            f"row {row} names granules {line}, pages begin at 0 to {last}",
+            "Allocate the row's pages from the pool that owns this arena",
+        )

@@ -1,0 +1,112 @@
+"""Attention of the numba twin: few new tokens a row in numba, many in torch.
+
+As in `cpu`, tensors become addresses without any view of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowkv.kernels import cpu_entries as entries
+from flowkv.kernels.cpu import DTYPES, LEAST_ELEMENTS, LIKE, dense_rows
+from flowkv.kernels.cpu_attend import DIM_V, MOST_ROWS, OWNERS, SLOTS
+from flowkv.kernels.cpu_pool import slices, spread
+from flowkv.kernels.cpu_prefill import Packed, Switches, attend_long
+from flowkv.kernels.operands import Pages, Ragged
+
+FEW_NEW = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 8}
+"""Up to so many new tokens a row attends in numba, beyond in torch, by q's dtype.
+
+Where the two meet on a core with AVX-512 and AMX, for 1 to 8 query heads per KV head, 512 to 4096
+tokens of context and head dims of 64 and 128: at 16 to 32 new tokens in float32, at 6 to 14 in
+bfloat16, whose products AMX takes (`bench/bench_kernels.py`, group "crossover").
+"""
+_ALL = 1 << 40
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pages: Pages,
+    batch: Ragged,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of the new tokens over their rows' pages; see `dispatch.paged_attention`."""
+    arena, layout, layer = pages
+    dtype = q.dtype
+    if dtype is not torch.float32 and dtype is not DTYPES[layout.dtype]:
+        q = q.float()  # so that numba compiles for few pairs of types
+    q = dense_rows(q)
+    tokens, heads, dim = q.shape
+    out = torch.empty(tokens, heads, layout.value_dim, dtype=q.dtype)
+    lse = torch.empty(tokens, heads, dtype=torch.float32) if return_lse else None
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
+    group, few = heads // layout.kv_heads, FEW_NEW[q.dtype]
+    most = min(batch.most_new, few)
+    a = np.array(
+        [
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            arena.data_ptr() + layer * layout.stripe_stride_bytes,
+            batch.table.data_ptr(),
+            batch.table.stride(0),
+            batch.rows.data_ptr(),
+            batch.lengths.data_ptr(),
+            batch.starts.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            0,
+            0,
+            batch.rows.shape[0],
+            group,
+            layout.kv_heads,
+            dim,
+            layout.value_dim,
+            layout.page_size,
+            2 if layout.dtype != "float32" else 4,
+            layout.run_bytes,
+            layout.v_offset_bytes,
+            _ALL if window is None else window,
+            most,
+            max(most * group, 1),
+        ],
+        dtype=np.int64,
+    )
+    seen = batch.most_length if window is None else min(batch.most_length, window + most)
+    work = len(batch.rows) * layout.kv_heads * seen * (dim + layout.value_dim)
+    likes = LIKE[q.dtype], LIKE[DTYPES[layout.dtype]]
+    factors = float(scale), float(softcap or 0.0)
+    parts = slices(work * max(1, most * group // 4), LEAST_ELEMENTS)
+    if parts == 1:
+        entries.attend(a, likes, factors, 0, 1)
+    else:
+        _attend_parts(a, likes, factors, parts)
+    if batch.most_new > few:
+        switches = Switches(scale, window, softcap, sinks, few)
+        attend_long(Packed(q, out, lse), pages, batch, switches)
+    if out.dtype is not dtype:
+        out = out.to(dtype)
+    return out if lse is None else (out, lse)
+
+
+def _attend_parts(
+    a: np.ndarray,
+    likes: tuple[Any, Any],
+    factors: tuple[float, float],
+    parts: int,
+) -> None:
+    slots = np.empty(2 * parts * a[MOST_ROWS] * (a[DIM_V] + 2), np.float32)
+    owners = np.full(2 * parts, -1, np.int64)
+    a[SLOTS], a[OWNERS] = slots.ctypes.data, owners.ctypes.data
+    spread(lambda i: entries.attend(a, likes, factors, i, parts), parts)
+    entries.combine(a, likes[0], parts)

@@ -1,0 +1,257 @@
+"""The kernel operations: check the operands, choose the backend, run.
+
+CUDA tensors go to Triton; float32, bfloat16 and float16 on the CPU to numba; anything else to the
+torch oracle. `backend=` overrides the choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from flowkv.core.errors import GeometryError
+from flowkv.kernels import bounds
+from flowkv.kernels.operands import Pages, Ragged
+from flowkv.kernels.registry import ANY, resolve
+
+_CPU_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_CPU_PAGES = frozenset({"float32", "bfloat16", "float16"})
+
+
+def choose(device: torch.device, *dtypes: torch.dtype, page_dtype: str | None = None) -> str:
+    """The backend that serves tensors of these dtypes on this device."""
+    if device.type == "cuda":
+        return "triton"
+    fits = all(dtype in _CPU_DTYPES for dtype in dtypes)
+    if device.type == "cpu" and fits and (page_dtype is None or page_dtype in _CPU_PAGES):
+        return "cpu"
+    return "reference"
+
+
+def append(
+    k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragged, *, backend: str | None = None
+) -> None:
+    """Write new tokens into the open pages.
+
+    Token j of row b goes to position `lengths[b] - T_b + j`, whose page must be present.
+
+    Args:
+        k: `[N, Hk, D]`, packed by tokens, of any floating dtype.
+        v: `[N, Hk, Dv]`.
+        pages: One layer of the pages, raw.
+        batch: Which tokens of which rows.
+        backend: "reference", "cpu" or "triton"; default by device.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend or codec.
+    """
+    layout = pages.layout
+    bounds.check_packed("k", k, pages, layout.kv_heads, layout.head_dim)
+    bounds.check_packed("v", v, pages, layout.kv_heads, layout.value_dim)
+    bounds.check_batch(pages, batch, k.shape[0], writes=True)
+    backend = backend or choose(k.device, k.dtype, v.dtype, page_dtype=layout.dtype)
+    resolve("append", layout.codec, backend)(k, v, pages, batch)
+
+
+def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one call
+    q: torch.Tensor,
+    pages: Pages,
+    batch: Ragged,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of each row's new tokens over the row's pages, where they lie.
+
+    The keys and values of the new tokens are read from the pages too: `append` them first. Pages
+    that no new token of the row sees through `window` are never read.
+
+    Args:
+        q: `[N, Hq, D]`, packed by tokens; Hq is a multiple of Hk.
+        pages: One layer of the pages.
+        batch: Which tokens of which rows; rows may have no new tokens.
+        scale: Of the logits; default 1 / sqrt(D).
+        window: Tokens that a token sees, itself included; default all before it.
+        softcap: c in `c * tanh(s / c)` on scaled logits.
+        sinks: `[Hq]`, logits that join each softmax's denominator.
+        return_lse: Return the natural-log normaliser too, the sink included, for `merge`.
+        backend: "reference", "cpu" or "triton"; default by device and dtype.
+
+    Returns:
+        `[N, Hq, Dv]` in q's dtype; with `return_lse` also float32 `[N, Hq]`.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend or codec.
+    """
+    layout = pages.layout
+    heads = q.shape[1] if q.dim() == 3 else 0
+    bounds.check_packed("q", q, pages, heads, layout.head_dim)
+    bounds.check_batch(pages, batch, q.shape[0])
+    if heads % layout.kv_heads:
+        raise GeometryError(
+            f"{heads} query heads over {layout.kv_heads} KV heads",
+            "Query heads must be a multiple of KV heads",
+        )
+    if sinks is not None and (sinks.shape != (heads,) or sinks.device != q.device):
+        raise GeometryError(
+            f"sinks are {tuple(sinks.shape)} on {sinks.device}",
+            f"Pass one logit per query head, [{heads}] on {q.device}",
+        )
+    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+        raise GeometryError(
+            f"window={window}, softcap={softcap}", "Pass positive values, or None for neither"
+        )
+    backend = backend or choose(q.device, q.dtype, page_dtype=layout.dtype)
+    return resolve("paged_attention", layout.codec, backend)(
+        q,
+        pages,
+        batch,
+        scale=1.0 / math.sqrt(layout.head_dim) if scale is None else scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
+
+
+def merge(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of disjoint sets of tokens, exactly, from its parts.
+
+    Args:
+        parts: One or more `(o [N, Hq, Dv], lse float32 [N, Hq])`; -inf marks a part without tokens.
+        backend: "reference", "cpu" or "triton"; default by device and dtype.
+
+    Returns:
+        `(o, lse)` of the union, in the dtype of the first part.
+
+    Raises:
+        GeometryError: No parts, or parts of different shapes.
+        ConfigError: No such backend.
+    """
+    if not parts:
+        raise GeometryError("there are no parts to merge", "Pass at least one (o, lse) pair")
+    first = parts[0][0]
+    for o, lse in parts:
+        if o.shape != first.shape or lse.shape != o.shape[:2] or o.dtype != first.dtype:
+            raise GeometryError(
+                f"a part is {o.dtype} {tuple(o.shape)} with lse {tuple(lse.shape)}, "
+                f"the first {first.dtype} {tuple(first.shape)}",
+                "Merge parts of the same query tokens and heads",
+            )
+    backend = backend or choose(first.device, first.dtype)
+    return resolve("merge", ANY, backend)(parts)
+
+
+def gather_dense(
+    pages: Pages, batch: Ragged, columns: int, *, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last `columns` tokens of each row, dense, for models that do not attend through pages.
+
+    Args:
+        pages: One layer of the pages.
+        batch: Which rows; their new tokens count like the others.
+        columns: Tokens per row of the result.
+        backend: "reference", "cpu" or "triton"; default by device and dtype.
+
+    Returns:
+        k `[B, Hk, columns, D]` and v `[B, Hk, columns, Dv]`, right-aligned: a row's last token lies
+        in the last column; zeros before a row begins and where a page is absent.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend or codec.
+    """
+    bounds.check_batch(pages, batch, None)
+    backend = backend or choose(pages.arena.device, page_dtype=pages.layout.dtype)
+    return resolve("gather_dense", pages.layout.codec, backend)(pages, batch, columns)
+
+
+def copy_pages(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    granules: int,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Copy pages within the arena; no target may overlap another target or a source.
+
+    Args:
+        arena: uint8 `[bytes]`.
+        source: int32 `[n]`, granules at which the pages begin.
+        target: int32 `[n]`, granules at which their copies begin.
+        granules: Granules of a page (`PageLayout.granules`).
+        backend: "reference", "cpu" or "triton"; default by device.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend.
+    """
+    bounds.check_granules(arena, granules, source=source, target=target)
+    if source.shape != target.shape:
+        raise GeometryError(
+            f"{len(source)} sources, {len(target)} targets", "Pass a target for every source"
+        )
+    resolve("copy_pages", ANY, backend or choose(arena.device))(arena, source, target, granules)
+
+
+def gather_pages(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    granules: int,
+    out: torch.Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Copy pages of the arena side by side into a staging tensor.
+
+    Args:
+        arena: uint8 `[bytes]`.
+        source: int32 `[n]`, granules at which the pages begin.
+        granules: Granules of a page.
+        out: uint8 `[n, granules * 4096]`, contiguous.
+        backend: "reference", "cpu" or "triton"; default by device.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend.
+    """
+    bounds.check_granules(arena, granules, source=source)
+    bounds.check_staging("out", out, arena, len(source), granules)
+    resolve("gather_pages", ANY, backend or choose(arena.device))(arena, source, granules, out)
+
+
+def scatter_pages(
+    arena: torch.Tensor,
+    target: torch.Tensor,
+    granules: int,
+    data: torch.Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Copy the lines of a staging tensor to pages of the arena.
+
+    Args:
+        arena: uint8 `[bytes]`.
+        target: int32 `[n]`, granules at which the pages begin; no two overlap.
+        granules: Granules of a page.
+        data: uint8 `[n, granules * 4096]`, contiguous.
+        backend: "reference", "cpu" or "triton"; default by device.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend.
+    """
+    bounds.check_granules(arena, granules, target=target)
+    bounds.check_staging("data", data, arena, len(target), granules)
+    resolve("scatter_pages", ANY, backend or choose(arena.device))(arena, target, granules, data)

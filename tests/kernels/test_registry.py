@@ -1,0 +1,123 @@
+"""Every operation has an oracle, a numba twin, a Triton kernel and a bench."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowkv import kernels
+from flowkv.core.errors import ConfigError
+from flowkv.kernels import dispatch, registry
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES = sorted(registry.IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize(("op", "codec"), ENTRIES)
+def test_oracle_twin_and_kernel(op: str, codec: str) -> None:
+    targets = registry.IMPLEMENTATIONS[op, codec]
+    assert {"reference", "cpu", "triton"} <= set(targets)
+    public = list(inspect.signature(getattr(dispatch, op)).parameters)
+    public.remove("backend")
+    for backend, target in targets.items():
+        module, _, name = target.partition(":")
+        if backend == "triton":  # read, not imported: an interpreter without Triton does it too
+            path = ROOT / (module.replace(".", "/") + ".py")
+            functions = {
+                node.name: [a.arg for a in [*node.args.args, *node.args.kwonlyargs]]
+                for node in ast.parse(path.read_text()).body
+                if isinstance(node, ast.FunctionDef)
+            }
+            assert functions[name] == public
+        else:
+            function = registry.resolve(op, codec, backend)
+            assert list(inspect.signature(function).parameters) == public
+
+
+def test_every_operation_is_public_and_benched() -> None:
+    assert set(registry.operations()) <= set(kernels.__all__)
+    path = ROOT / "bench" / "bench_kernels.py"
+    groups = {
+        node.args[0].value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "benched"
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert groups == set(registry.operations())
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no kernel for codec 'zip'.*raw"):
+        registry.resolve("append", "zip", "cpu")
+    with pytest.raises(ConfigError, match="Use one of reference, cpu, triton"):
+        registry.resolve("append", "raw", "cuda")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        kernels.nothing  # noqa: B018 - looking it up is the test
+    assert dir(kernels) == sorted(kernels.__all__)
+
+
+def test_a_missing_backend_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = ("merge", registry.ANY)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, key, {"triton": "flowkv.kernels.nowhere:merge"})
+    registry.resolve.cache_clear()
+    with pytest.raises(ConfigError, match="backend='reference'"):
+        registry.resolve(*key, "triton")
+    with pytest.raises(ConfigError, match="has no 'cpu' kernel"):
+        registry.resolve(*key, "cpu")
+    monkeypatch.undo()
+    registry.resolve.cache_clear()
+
+
+def test_choice_of_backend() -> None:
+    cpu = torch.device("cpu")
+    assert dispatch.choose(torch.device("cuda:1"), torch.float64) == "triton"
+    assert dispatch.choose(cpu, torch.float16, page_dtype="bfloat16") == "cpu"
+    assert dispatch.choose(cpu, torch.float64, page_dtype="float32") == "reference"
+    assert dispatch.choose(cpu, torch.float32, page_dtype="float64") == "reference"
+    assert dispatch.choose(torch.device("meta"), torch.float32) == "reference"
+
+
+def test_import_is_lazy() -> None:
+    program = (
+        "import sys, flowkv.kernels\n"
+        "from flowkv.kernels import Pages, merge, paged_attention, checking\n"
+        "print(*(m for m in ('numba', 'triton', 'llvmlite') if m in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == ""
+    assert importlib.util.find_spec("flowkv.kernels.cpu") is not None
+
+
+def test_without_a_directory_for_machine_code_the_kernels_still_work() -> None:
+    from flowkv.kernels import cpu, cpu_entries
+
+    kept = cpu_entries.move_pages
+    arena = torch.arange(4 * 4096).to(torch.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_entries, "move_pages", cpu_entries._entries(1, cache=False)[-1])
+        assert cpu_entries.move_pages is not kept
+        cpu.copy_pages(arena, torch.tensor([1]).int(), torch.tensor([3]).int(), 1)
+    assert torch.equal(arena[-4096:], arena[4096:8192])
+
+
+def test_machine_code_is_kept_under_the_digest_of_all_sources() -> None:
+    """A change in any kernel file must change the constant that the cached entries close over."""
+    from flowkv.kernels import cpu_entries
+
+    stamps = {
+        cell.cell_contents
+        for name in ("attend", "combine", "merge", "append", "gather_dense", "move_pages")
+        for cell in getattr(cpu_entries, name).py_func.__closure__
+        if isinstance(cell.cell_contents, int)
+    }
+    assert len(stamps) == 1 and stamps.pop() > 1
