@@ -38,7 +38,8 @@ def traits(device: torch.device) -> Traits:
     if device.type != "cuda":
         return Traits(9, 4, 227 << 10)
     found = torch.cuda.get_device_properties(device)
-    return Traits(found.major, found.multi_processor_count, found.shared_memory_per_block_optin)
+    shared_bytes = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    return Traits(found.major, found.multi_processor_count, shared_bytes)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

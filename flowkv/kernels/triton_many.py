@@ -6,7 +6,7 @@ without masks. A short suffix over a long prefix has too few blocks to fill a de
 cuts the pages of each block into chunks, whose partials are merged.
 """
 
-# ruff: noqa: PLR0913, PLR0917
+# ruff: noqa: PLR0913, PLR0915, PLR0917
 
 from __future__ import annotations
 
@@ -142,6 +142,7 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_o
         tl.store(p_lse + o_o, b_lse, mask=m_r)
         b_acc = b_acc / b_some[:, None]
     else:
+        b_l = tl.where(m_r, b_l, 1.0)  # rows behind the last new token may have seen nothing
         if SINKS:
             b_sink = tl.load(p_sinks + o_head, mask=m_r, other=0.0).to(tl.float32) * LOG2E
             b_top = tl.maximum(b_m, b_sink)

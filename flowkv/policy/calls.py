@@ -11,7 +11,6 @@ files in `__pycache__` (the tests do so).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from flowkv.policy.order import (
     BIRTHS,
@@ -29,6 +28,8 @@ from flowkv.policy.order import (
     drop,
     expire,
     fold,
+    inner,
+    kernel,
     link,
     parent_of,
     pull,
@@ -37,7 +38,7 @@ from flowkv.policy.order import (
 )
 
 
-@njit(cache=True)
+@inner
 def room_for(capacity: int, slots: Array) -> int:
     """0 if all slots fit, the capacity that would do, or -1 for a number that is no slot."""
     top = -1
@@ -48,7 +49,7 @@ def room_for(capacity: int, slots: Array) -> int:
     return top + 1 if top >= capacity else 0
 
 
-@njit(cache=True)
+@inner
 def live_parent(nodes: Array, s: int, p: int) -> int:
     """`p` where it may become the parent of `s`, else -1: resident, not expired, not below `s`."""
     if p < 0 or p >= len(nodes) or nodes[p].birth == 0 or nodes[p].live < 0:
@@ -61,7 +62,7 @@ def live_parent(nodes: Array, s: int, p: int) -> int:
     return p if p != s else -1
 
 
-@njit(cache=True)
+@inner
 def settle(
     nodes: Array, heaps: Array, place: Array, state: Array, s: int, birth: tuple[int, ...]
 ) -> None:
@@ -83,7 +84,7 @@ def settle(
         push(nodes, heaps, place, state, DUES, s)
 
 
-@njit(cache=True)
+@kernel
 def insert(
     nodes: Array,
     heaps: Array,
@@ -118,7 +119,7 @@ def insert(
     return 0
 
 
-@njit(cache=True)
+@kernel
 def access(nodes: Array, heaps: Array, place: Array, state: Array, slots: Array, now: int) -> None:
     """Renews what is resident and not expired; nothing revives an expired block but `insert`."""
     now = expire(nodes, heaps, place, state, now)
@@ -135,7 +136,7 @@ def access(nodes: Array, heaps: Array, place: Array, state: Array, slots: Array,
         touch(nodes, heaps, place, state, s, new)
 
 
-@njit(cache=True)
+@kernel
 def remove(nodes: Array, heaps: Array, place: Array, state: Array, slots: Array) -> None:
     """Drops what is resident."""
     for s in slots:
@@ -143,12 +144,14 @@ def remove(nodes: Array, heaps: Array, place: Array, state: Array, slots: Array)
             drop(nodes, heaps, place, state, s)
 
 
-@njit(cache=True)
-def guard(nodes: Array, place: Array, protected: Array) -> int:
-    """Marks the protected slots and all above them; returns how many that are."""
+@inner
+def guard(nodes: Array, heaps: Array, place: Array, state: Array, protected: Array) -> int:
+    """Marks the protected slots and all above them, hides the leaves; returns how many they are."""
     blocked = 0
     for s in protected:
         q = s if 0 <= s < len(nodes) and nodes[s].birth != 0 else -1
+        if q >= 0:
+            pull(heaps, place, state, LEAVES, s)
         while q >= 0 and place[GUARD, q] == 0:
             place[GUARD, q] = 1
             blocked += 1
@@ -156,17 +159,19 @@ def guard(nodes: Array, place: Array, protected: Array) -> int:
     return blocked
 
 
-@njit(cache=True)
-def unguard(nodes: Array, place: Array, protected: Array) -> None:
-    """Takes the marks of `guard` away; none of the marked was evicted in between."""
+@inner
+def unguard(nodes: Array, heaps: Array, place: Array, state: Array, protected: Array) -> None:
+    """Takes back what `guard` did; none of the marked was evicted in between."""
     for s in protected:
         q = s if 0 <= s < len(nodes) and nodes[s].birth != 0 else -1
+        if q >= 0 and nodes[q].kids == 0 and place[LEAVES, q] < 0:
+            push(nodes, heaps, place, state, LEAVES, s)
         while q >= 0 and place[GUARD, q] == 1:
             place[GUARD, q] = 0
             q = parent_of(nodes, q)
 
 
-@njit(cache=True)
+@kernel
 def evict(
     nodes: Array,
     heaps: Array,
@@ -182,42 +187,35 @@ def evict(
     whether it will do is known before the first victim is taken: nothing has to be put back.
     """
     now = expire(nodes, heaps, place, state, now)
-    blocked = guard(nodes, place, protected)
+    blocked = guard(nodes, heaps, place, state, protected)
     enough = state[COUNT] - blocked >= len(victims)
-    aside = np.empty(blocked, np.int64)
-    n_aside, taken = 0, 0
-    while enough and taken < len(victims):
-        s = heaps[LEAVES, 0, 1] & LOW
-        if place[GUARD, s] == 1:
-            pull(heaps, place, state, LEAVES, s)
-            aside[n_aside] = s
-            n_aside += 1
-            continue
-        victims[taken] = s
-        taken += 1
-        drop(nodes, heaps, place, state, s)
-        expire(nodes, heaps, place, state, now)  # what only this child kept alive
-    for i in range(n_aside):
-        push(nodes, heaps, place, state, LEAVES, aside[i])
-    unguard(nodes, place, protected)
-    fold(state, taken if enough else -1)
-    for i in range(taken):
-        fold(state, victims[i])
+    fold(state, len(victims) if enough else -1)
+    if enough:
+        for i in range(len(victims)):
+            s = heaps[LEAVES, 0, 1] & LOW
+            victims[i] = s
+            fold(state, s)
+            drop(nodes, heaps, place, state, s)
+            expire(nodes, heaps, place, state, now)  # what only this child kept alive
+    unguard(nodes, heaps, place, state, protected)
     return bool(enough)
 
 
-@njit(cache=True)
-def expired(nodes: Array, heaps: Array, place: Array, state: Array, now: int) -> Array:
-    """All that has run out, ascending, found in time proportional to their number.
+@kernel
+def tick(nodes: Array, heaps: Array, place: Array, state: Array, now: int) -> int:
+    """Moves the clock; returns how many blocks have run out."""
+    expire(nodes, heaps, place, state, now)
+    return int(state[EXPIRED])
+
+
+@kernel
+def list_expired(nodes: Array, heaps: Array, place: Array, state: Array, out: Array) -> None:
+    """Fills `out` with the `state[EXPIRED]` blocks that have run out, in time proportional to it.
 
     Expired leaves are the top of the heap, a subtree of it; the others lie above expired leaves.
     """
-    expire(nodes, heaps, place, state, now)
-    out = np.empty(state[EXPIRED], np.int64)
-    found, read = 0, 0
-    if state[EXPIRED] > 0:
-        out[0] = 0
-        found = 1
+    out[0] = 0
+    found, read = 1, 0
     while read < found:  # a queue of heap positions, turned into slots as it is read
         i = out[read]
         out[read] = heaps[LEAVES, i, 1] & LOW
@@ -236,8 +234,11 @@ def expired(nodes: Array, heaps: Array, place: Array, state: Array, now: int) ->
             found += 1
     for s in out:
         place[GUARD, s] = 0
-    out.sort()
-    fold(state, len(out))
-    for s in out:
+
+
+@kernel
+def record(state: Array, answer: Array) -> None:
+    """Rolls an answer into the digest."""
+    fold(state, len(answer))
+    for s in answer:
         fold(state, s)
-    return out

@@ -130,7 +130,13 @@ class LeafOrder:
 
     def expired(self, now_ns: int) -> Slots:
         """See `Policy.expired`. Ascending; they stay until removed, evicted or inserted again."""
-        out: Slots = calls.expired(*self._arrays, self._state, now_ns)
+        count = calls.tick(*self._arrays, self._state, now_ns)
+        if count == 0:
+            return np.empty(0, np.int64)
+        out = np.empty(count, np.int64)
+        calls.list_expired(*self._arrays, self._state, out)
+        out.sort()
+        calls.record(self._state, out)
         return out
 
     def priority(self, slot: int) -> float:
@@ -146,7 +152,7 @@ class LeafOrder:
         return births
 
     def digest(self) -> int:
-        """64-bit rolling hash of all answers of `evict` and `expired`."""
+        """64-bit rolling hash of the answers of `evict` and of `expired`, where it names any."""
         return int(self._state[DIGEST]) & 0xFFFF_FFFF_FFFF_FFFF
 
     def __len__(self) -> int:

@@ -13,8 +13,16 @@ class LfuTtl(LeafOrder):
 
     *Frequency.* An access counts 1 and halves every `tau_s` seconds: c <- 1 + c * 2^(-dt/tau), the
     "combined recency and frequency" of LRFU (Lee et al., IEEE ToC 2001), kept as one static integer
-    key. tau -> 0 is LRU, large tau is LFU. On published traces a half-life of 30 s served agents
-    best and 600 s chat; 120 s lies between.
+    key. tau -> 0 is LRU, large tau is LFU. The count of a block that comes back after eviction
+    begins anew. Prefix hit ratio in replays of published traces, at 1 % of all blocks:
+
+    | trace | LRU | tau 15 s | tau 120 s |
+    |---|---|---|---|
+    | coding agents | .494 | .537 | .460 |
+    | chat | .052 | .053 | .061 |
+    | short agent runs | .489 | .476 | .469 |
+
+    So the default is short; a half-life that does not fit costs more than a fitting one earns.
 
     *Leases.* A block expires at min(last access + lease, birth + max age) of its class, a parent
     not before its resident children. Expired blocks are reclaimed before any live one; no access

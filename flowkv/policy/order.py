@@ -20,13 +20,21 @@ the removal of a parent makes roots of its children without visiting them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.core.options import DefaultOptions
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+
+# Counting references to the arrays would cost five times the work itself. Nothing compiled here
+# makes or returns an array, so numba is asked to leave it out, where it knows how.
+LEAN = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
+kernel = njit(cache=True, error_model="numpy", **LEAN)
+inner = njit(cache=True, error_model="numpy", forceinline=True, **LEAN)
 
 NODE = np.dtype(
     [
@@ -57,28 +65,30 @@ STATE_SIZE = 8
 
 LN2 = 0.6931471805599453
 TWO_OVER_LN2 = 2.8853900817779268
+EXP = tuple(1.0 / math.factorial(k) for k in range(13, -1, -1))  # e^x, highest power first
+ATANH = tuple(1.0 / k for k in range(33, 0, -2))  # atanh(s) / s in s^2
 
 
-@njit(cache=True)
+@inner
 def softplus2(y: float) -> float:
     """log2(1 + 2^-y) for y >= 0, to about 2 ulp, from correctly rounded operations only."""
     if y >= 62.0:
         return 0.0
     whole = int(y + 0.5)
     x = (whole - y) * LN2  # 2^-y = e^x / 2^whole, |x| <= 0.35
-    e = 1.0
-    for k in range(14, 0, -1):
-        e = 1.0 + e * x / k
+    e = 0.0
+    for c in EXP:
+        e = e * x + c
     z = e / (1 << whole)
     s = z / (2.0 + z)  # log(1 + z) = 2 atanh(s), s <= 1/3
     s2 = s * s
     total = 0.0
-    for k in range(35, 0, -2):
-        total = total * s2 + 1.0 / k
+    for c in ATANH:
+        total = total * s2 + c
     return TWO_OVER_LN2 * s * total
 
 
-@njit(cache=True)
+@inner
 def aged(key: int, now: int, tau: int) -> int:
     """The key after an access at `now`."""
     if tau == 0:
@@ -87,7 +97,7 @@ def aged(key: int, now: int, tau: int) -> int:
     return max(key, now) + gain
 
 
-@njit(cache=True)
+@inner
 def sift_up(heap: Array, place: Array, i: int) -> None:
     """Moves entry `i` of a heap towards the top until its parent is no greater."""
     key, tie = heap[i, 0], heap[i, 1]
@@ -102,7 +112,7 @@ def sift_up(heap: Array, place: Array, i: int) -> None:
     place[tie & LOW] = i
 
 
-@njit(cache=True)
+@inner
 def sift_down(heap: Array, place: Array, size: int, i: int) -> None:
     """Moves entry `i` of a heap away from the top until its children are no smaller."""
     key, tie = heap[i, 0], heap[i, 1]
@@ -124,7 +134,7 @@ def sift_down(heap: Array, place: Array, size: int, i: int) -> None:
     place[tie & LOW] = i
 
 
-@njit(cache=True)
+@inner
 def write(nodes: Array, heaps: Array, which: int, i: int, s: int) -> None:
     """Entry `i` of a heap becomes `s`. Ties: the deeper first, then the smaller slot."""
     if which == LEAVES:
@@ -135,7 +145,7 @@ def write(nodes: Array, heaps: Array, which: int, i: int, s: int) -> None:
         heaps[which, i, 1] = s
 
 
-@njit(cache=True)
+@inner
 def push(nodes: Array, heaps: Array, place: Array, state: Array, which: int, s: int) -> None:
     """Enters a slot into one of the two heaps."""
     i = state[which]
@@ -144,7 +154,7 @@ def push(nodes: Array, heaps: Array, place: Array, state: Array, which: int, s: 
     sift_up(heaps[which], place[which], i)
 
 
-@njit(cache=True)
+@inner
 def pull(heaps: Array, place: Array, state: Array, which: int, s: int) -> None:
     """Takes a slot out of one of the two heaps, if it is there."""
     i = place[which, s]
@@ -161,7 +171,7 @@ def pull(heaps: Array, place: Array, state: Array, which: int, s: int) -> None:
     sift_down(heap, place[which], last, i)
 
 
-@njit(cache=True)
+@inner
 def succeed(nodes: Array, heaps: Array, place: Array, state: Array, old: int, new: int) -> None:
     """`new` becomes a leaf where `old`, its child or its parent, was one.
 
@@ -174,7 +184,7 @@ def succeed(nodes: Array, heaps: Array, place: Array, state: Array, old: int, ne
     sift_down(heaps[LEAVES], place[LEAVES], state[LEAVES], place[LEAVES, new])
 
 
-@njit(cache=True)
+@inner
 def parent_of(nodes: Array, s: int) -> int:
     """The resident parent of a slot, or -1."""
     p = nodes[s].parent
@@ -183,7 +193,7 @@ def parent_of(nodes: Array, s: int) -> int:
     return -1
 
 
-@njit(cache=True)
+@inner
 def lose_live_kid(nodes: Array, heaps: Array, place: Array, state: Array, p: int) -> None:
     """A child of `p` left or expired: with the last one, its own lease begins to matter."""
     nodes[p].live -= 1
@@ -191,7 +201,7 @@ def lose_live_kid(nodes: Array, heaps: Array, place: Array, state: Array, p: int
         push(nodes, heaps, place, state, DUES, p)
 
 
-@njit(cache=True)
+@inner
 def drop(nodes: Array, heaps: Array, place: Array, state: Array, s: int) -> None:
     """Ends the residence of a slot; its children, if any, become roots."""
     pull(heaps, place, state, DUES, s)
@@ -202,18 +212,17 @@ def drop(nodes: Array, heaps: Array, place: Array, state: Array, s: int) -> None
         lose_live_kid(nodes, heaps, place, state, p)
     if p >= 0:
         nodes[p].kids -= 1
-    orphaned = p >= 0 and nodes[p].kids == 0
-    if orphaned and place[LEAVES, s] >= 0:
-        succeed(nodes, heaps, place, state, s, p)
-    elif orphaned:
-        push(nodes, heaps, place, state, LEAVES, p)
-    else:
+    if p < 0 or nodes[p].kids > 0 or place[GUARD, p] == 1:  # the guarded stay out of the heap
         pull(heaps, place, state, LEAVES, s)
+    elif place[LEAVES, s] >= 0:
+        succeed(nodes, heaps, place, state, s, p)
+    else:
+        push(nodes, heaps, place, state, LEAVES, p)
     nodes[s].birth = 0
     state[COUNT] -= 1
 
 
-@njit(cache=True)
+@inner
 def link(nodes: Array, heaps: Array, place: Array, state: Array, s: int, p: int) -> None:
     """Makes `p` the parent of the live slot `s`."""
     nodes[s].parent = p
@@ -227,7 +236,7 @@ def link(nodes: Array, heaps: Array, place: Array, state: Array, s: int, p: int)
     pull(heaps, place, state, LEAVES, p)
 
 
-@njit(cache=True)
+@inner
 def expire(nodes: Array, heaps: Array, place: Array, state: Array, now: int) -> int:
     """Moves the clock, marks what has run out by then, and returns the (clamped) time.
 
@@ -251,7 +260,7 @@ def expire(nodes: Array, heaps: Array, place: Array, state: Array, now: int) -> 
     return now
 
 
-@njit(cache=True)
+@inner
 def touch(nodes: Array, heaps: Array, place: Array, state: Array, s: int, key: int) -> None:
     """Gives a live slot its new key and renews its lease; both only ever grow."""
     node = nodes[s]
@@ -268,7 +277,7 @@ def touch(nodes: Array, heaps: Array, place: Array, state: Array, s: int, key: i
             sift_down(heaps[DUES], place[DUES], state[DUES], i)
 
 
-@njit(cache=True)
+@inner
 def fold(state: Array, value: int) -> None:
     """Rolls one number into the digest (one round of SplitMix64's finaliser)."""
     x = np.uint64(state[DIGEST]) ^ np.uint64(value)

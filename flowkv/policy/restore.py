@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 _WEIGHT = 0.3
-_MARGIN = 1.0
+_DOUBT = 0.95
 
 
 class LoadGate:
     """Running estimates of load and compute rates, and the decision that follows from them.
 
-    Nothing is refused before both rates were measured once: the first load measures.
+    Nothing is refused before both rates were measured once: the first load measures. Every refusal
+    makes the tiers that it would have used look a little faster, so that they are measured again
+    now and then: a first load that was slow, on a cold disk say, is not held against them for ever.
     """
 
     def __init__(self) -> None:
@@ -37,4 +39,8 @@ class LoadGate:
     def worth(self, n_bytes: dict[str, int], tokens: int) -> bool:
         """Whether loading these bytes beats computing `tokens` tokens."""
         compute_s = self._compute_s_per_token * tokens
-        return not compute_s or self.load_s(n_bytes) <= compute_s * _MARGIN
+        if not compute_s or self.load_s(n_bytes) <= compute_s:
+            return True
+        for tier in n_bytes.keys() & self._load_s_per_byte.keys():
+            self._load_s_per_byte[tier] *= _DOUBT
+        return False

@@ -1,4 +1,4 @@
-"""`check_policy` passes what is right and finds what is wrong: the shipped policies, and mutants."""
+"""`check_policy` passes what is right (the shipped policies) and finds what is wrong (mutants)."""
 
 from __future__ import annotations
 

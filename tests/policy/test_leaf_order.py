@@ -104,7 +104,7 @@ def test_takes_any_vector_of_integers(policy):
     policy.access(3, range(5))
     assert policy.resident() == [0, 1, 2, 4]
     assert policy.evict(4, 1, frozenset({np.int64(7)})).tolist() == [4]
-    assert policy.evict(4, 1, {2: "a dict"}.keys()) is None
+    assert policy.evict(4, 1, {2: "a dict"}) is None
     assert policy.admit(5, ids(8, 9)).tolist() == [True, True]
 
 
@@ -194,5 +194,5 @@ def test_built_in_leases():
     assert policy.expired(60 * S).tolist() == [4, 9]
     assert policy.expired(1800 * S).tolist() == [2, 3, 4, 9]
     assert policy.expired(10**18).tolist() == [2, 3, 4, 9]
-    with pytest.raises(ConfigError, match="no lease class 'x'.*turn_end"):
+    with pytest.raises(ConfigError, match=r"no lease class 'x'.*turn_end"):
         chain(policy, 0, 7, lease="x")

@@ -1,0 +1,93 @@
+"""FlowKV: a key/value cache for any PyTorch model; paged, tiered, shared and persistent.
+
+    kv = flowkv.attach(model, disk="./kv:20GiB")     # Hugging Face: nothing else changes
+    model.generate(**inputs)                         # prompts seen before are restored
+
+Importing this package does no work: every name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowkv import kernels as kernels
+    from flowkv import testing as testing
+    from flowkv.core.config import Config as Config
+    from flowkv.core.errors import FlowKVError as FlowKVError
+    from flowkv.core.geometry import Geometry as Geometry
+    from flowkv.core.geometry import LayerGroup as LayerGroup
+    from flowkv.core.keys import Namespace as Namespace
+    from flowkv.core.keys import Salt as Salt
+    from flowkv.hooks.attention import attention as attention
+    from flowkv.hooks.attention import intercept as intercept
+    from flowkv.hooks.huggingface import attach as attach
+    from flowkv.hooks.huggingface import verify as verify
+    from flowkv.policy.base import Policy as Policy
+    from flowkv.runtime.batch import Step as Step
+    from flowkv.runtime.cache import KV as KV
+    from flowkv.runtime.sequence import Sequence as Sequence
+    from flowkv.tiers.base import Tier as Tier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KV",
+    "Config",
+    "FlowKVError",
+    "Geometry",
+    "LayerGroup",
+    "Namespace",
+    "Policy",
+    "Salt",
+    "Sequence",
+    "Step",
+    "Tier",
+    "attach",
+    "attention",
+    "intercept",
+    "kernels",
+    "testing",
+    "verify",
+]
+
+_HOMES = {
+    "KV": "flowkv.runtime.cache",
+    "Config": "flowkv.core.config",
+    "FlowKVError": "flowkv.core.errors",
+    "Geometry": "flowkv.core.geometry",
+    "LayerGroup": "flowkv.core.geometry",
+    "Namespace": "flowkv.core.keys",
+    "Policy": "flowkv.policy.base",
+    "Salt": "flowkv.core.keys",
+    "Sequence": "flowkv.runtime.sequence",
+    "Step": "flowkv.runtime.batch",
+    "Tier": "flowkv.tiers.base",
+    "attach": "flowkv.hooks.huggingface",
+    "attention": "flowkv.hooks.attention",
+    "intercept": "flowkv.hooks.attention",
+    "kernels": "flowkv.kernels",
+    "testing": "flowkv.testing",
+    "verify": "flowkv.hooks.huggingface",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'flowkv' has no attribute {name!r}")
+    module = importlib.import_module(home)
+    value = module if home == f"flowkv.{name}" else getattr(module, name)
+    globals()[name] = value
+    if name == "KV":
+        module.cache_door = _open_cache
+    return value
+
+
+def _open_cache(kv: Any, *args: Any, **inputs: Any) -> Any:
+    return importlib.import_module("flowkv.hooks.huggingface").make_cache(kv, *args, **inputs)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

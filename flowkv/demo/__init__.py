@@ -1,0 +1,1 @@
+"""The demonstration: one process fills a store and exits, another one answers from it."""

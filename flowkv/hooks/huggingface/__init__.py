@@ -1,0 +1,19 @@
+"""The door for Hugging Face models; the only package that knows transformers."""
+
+from __future__ import annotations
+
+from flowkv.core.errors import MissingDependencyError
+
+try:
+    import transformers as _transformers
+except ImportError as error:
+    raise MissingDependencyError("flowkv.attach", "hf") from error
+
+from flowkv.hooks.huggingface.attach import attach, make_cache
+from flowkv.hooks.huggingface.verify import Report, verify
+from flowkv.runtime import cache as _runtime
+
+__all__ = ["Report", "attach", "make_cache", "verify"]
+
+_runtime.cache_door = make_cache
+del _transformers, _runtime

@@ -1,0 +1,112 @@
+"""Opens one sequence per row of a batch so that all rows begin at the same column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Items
+from typing import Any, NamedTuple
+
+from flowkv.core.errors import StateError
+from flowkv.hooks.huggingface.fill import Fill
+from flowkv.hooks.huggingface.inputs import Prompt
+from flowkv.hooks.huggingface.rows import close_all
+from flowkv.runtime.cache import KV
+from flowkv.runtime.sequence import Sequence
+
+_ROUNDS = 3
+
+
+class Admitted(NamedTuple):
+    """Rows with their known prefixes in place.
+
+    Attributes:
+        seqs: One per row.
+        base: Columns that need no computing, the same for all rows.
+        states: One per row, for recurrent layers; None without.
+    """
+
+    seqs: list[Sequence]
+    base: int
+    states: list[Mapping[str, Any]] | None
+
+
+class Wish(NamedTuple):
+    """What may be reused.
+
+    Attributes:
+        most: Most columns.
+        tenant: Whose pages; None for the cache's own tenant.
+        stateful: Recurrent layers: only where all rows have a state.
+        fill: What fills placeholders, which cannot be cut anywhere.
+    """
+
+    most: int
+    tenant: str | None = None
+    stateful: bool = False
+    fill: Fill | None = None
+
+
+def admit(kv: KV, prompts: Items[Prompt], wish: Wish) -> Admitted:
+    """Opens the rows. One past length serves the whole batch: the shortest known one, in columns.
+
+    Raises:
+        CapacityError: Too many sequences are open.
+    """
+    most, pads = wish.most, [prompt.pad for prompt in prompts]
+    if wish.stateful and any(pads):
+        most = 0  # states of padded rows depend on the padding of their batch
+    for _ in range(_ROUNDS):
+        seqs = _open(kv, prompts, most, wish)
+        if not any(seq.length for seq in seqs):
+            return Admitted(seqs, 0, None)
+        base = min(pad + seq.length for pad, seq in zip(pads, seqs, strict=True))
+        cut = base if wish.fill is None else wish.fill.cut(base, pads)
+        if cut == base and _align(kv, prompts, seqs, base, wish):
+            states = [seq.state for seq in seqs if seq.state is not None]
+            if not wish.stateful:
+                return Admitted(seqs, base, None)
+            if len(states) == len(seqs):
+                return Admitted(seqs, base, states)
+        most = cut if cut < base or wish.stateful else 0
+        close_all(seqs)
+    return Admitted(_open(kv, prompts, 0, wish), 0, None)
+
+
+def _open(kv: KV, prompts: Items[Prompt], most: int, wish: Wish) -> list[Sequence]:
+    seqs: list[Sequence] = []
+    slack = 0 if wish.stateful else kv.page_size - 1  # a row is cut within a page, if need be
+    limit = most
+    try:
+        for prompt in prompts:
+            tokens = min(most, limit + slack) - prompt.pad
+            seq = kv.open(
+                prompt.tokens,
+                tenant=wish.tenant,
+                salts=prompt.salts,
+                limit=max(tokens, 0),
+                reuse=tokens > 0,
+                state=wish.stateful,
+            )
+            seqs.append(seq)
+            limit = min(limit, prompt.pad + seq.length)
+    except BaseException:
+        close_all(seqs)
+        raise
+    return seqs
+
+
+def _align(
+    kv: KV, prompts: Items[Prompt], seqs: list[Sequence], base: int, wish: Wish
+) -> bool:
+    """Cuts every row to column `base`; False if a sliding window or a state does not allow it."""
+    for prompt, seq in zip(prompts, seqs, strict=True):
+        length = max(base - prompt.pad, 0)
+        if seq.length > length:
+            if wish.stateful:
+                return False
+            try:
+                kv.truncate(seq, length)
+            except StateError:
+                return False
+            seq.note(prompt.tokens[length:])
+            seq.reused = length
+    return True

@@ -1,0 +1,196 @@
+"""`attach`: one line gives a Hugging Face model a FlowKV cache."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Literal
+
+import torch
+
+from flowkv.core.errors import ConfigError, StateError, UnsupportedModelError
+from flowkv.hooks.huggingface.cache import PagedCache
+from flowkv.hooks.huggingface.door import Door
+from flowkv.hooks.huggingface.identity import Identity
+from flowkv.hooks.huggingface.inputs import Call, Names
+from flowkv.hooks.huggingface.plan import plan_geometry
+from flowkv.hooks.huggingface.probe import native_continues, paged_agrees, probe
+from flowkv.hooks.huggingface.admission import Wish, admit
+from flowkv.hooks.huggingface.rows import Rows
+from flowkv.hooks.huggingface.switch import Switch
+from flowkv.hooks.huggingface.versions import PreTrainedModel
+from flowkv.runtime.cache import KV
+
+Reads = Literal["auto", "dense"]
+
+_LOCK = threading.Lock()
+_ATTACHED: weakref.WeakKeyDictionary[torch.nn.Module, Door] = weakref.WeakKeyDictionary()
+_DOORS: weakref.WeakKeyDictionary[KV, Door] = weakref.WeakKeyDictionary()
+
+
+def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
+    """Gives a model a cache. `model.generate(...)` and everything else stay as they are.
+
+    Prompts that begin like earlier ones, of this process or (with a disk) of another, are not
+    computed again. In fp32 with `codec="raw"` the tokens are those of the model's own cache. What
+    cannot be served (see `flowkv.verify`) is left to the model's own cache, with one warning.
+
+    Args:
+        model: A transformers model; of an adapter-wrapped model, its base is taken.
+        reads: "auto" reads pages where they lie, wherever the model's attention allows it; "dense"
+            gathers K and V for the model's own attention.
+        **config: Fields of `flowkv.Config`, `tiers=` and `policy=` as `flowkv.KV` takes them.
+
+    Returns:
+        The cache. `kv.detach()` leaves the model as it was.
+
+    Raises:
+        ConfigError: A field is unknown, or `model` is no transformers model.
+        StateError: The model has a cache already.
+        StoreError: A directory cannot be used.
+
+    Example:
+        >>> kv = flowkv.attach(model, disk="./kv:20GiB")  # doctest: +SKIP
+        >>> model.generate(**inputs)
+    """
+    model = _base(model)
+    with _LOCK:
+        if model in _ATTACHED:
+            raise StateError("the model has a FlowKV cache already", "Call kv.detach() before")
+        kv = KV(**config)
+        try:
+            door = install(model, kv, reads=reads)
+        except UnsupportedModelError as error:
+            kv.warn("unsupported", f"FlowKV leaves the model to its own cache: {error}")
+            return kv
+        except BaseException:
+            kv.close()
+            raise
+        _ATTACHED[model] = door
+        kv.on_detach(lambda: _forget(weakref.ref(model)))
+        return kv
+
+
+def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
+    """Probes a model, binds the cache to it, and hangs the door.
+
+    Raises:
+        UnsupportedModelError: The model cannot be served from pages.
+    """
+    switch = Switch(model)
+    in_pages = reads == "auto" and not switch.reason
+    found = probe(model, kv.page_size, in_pages=in_pages)
+    identity = Identity(model, kv.config.namespace)
+    kv.bind(found.plan.geometry, identity.namespace)
+    door = Door(model, kv, found.plan, identity)
+    door.note = "" if in_pages else switch.reason or "reads='dense' was asked for"
+    if in_pages:
+        switch.on()
+    door.hang()
+    try:
+        _settle(model, kv, found, door, switch)
+    except BaseException:
+        door.unhang()
+        switch.off()
+        raise
+    _DOORS[kv] = door
+    kv.on_detach(switch.off)
+    kv.on_detach(door.unhang)
+    return door
+
+
+def _settle(model: Any, kv: KV, found: Any, door: Door, switch: Switch) -> None:
+    """Tests pages on the model and takes back what does not hold."""
+    if paged_agrees(model, kv, found, door):
+        return
+    with door.aside():
+        door.continues = native_continues(model, found)
+    if door.continues and any(placed.in_pages for placed in found.plan.placed.values()):
+        switch.off()
+        for placed in found.plan.placed.values():
+            placed.in_pages = False
+        door.note = "its attention computes otherwise than it says"
+        if paged_agrees(model, kv, found, door):
+            return
+    raise UnsupportedModelError(
+        f"{type(model).__name__} does not continue from a cache as it answers in one pass"
+        if not door.continues
+        else f"{type(model).__name__} does not answer the same through pages",
+        "Use the model without FlowKV",
+    )
+
+
+def make_cache(kv: KV, *args: Any, tenant: str | None = None, **inputs: Any) -> PagedCache:
+    """`KV.cache`: a cache for one call, `generate(**inputs, past_key_values=kv.cache(**inputs))`.
+
+    With an attached model this does what happens by itself, for a tenant of choice. Without one it
+    reads known prefixes for any model that fits the geometry, and publishes what the prompt's own
+    full pages hold; generated tokens are not seen and not published.
+
+    Args:
+        kv: The cache.
+        *args: `input_ids`, if not by name.
+        tenant: Whose pages may be used and made; default the cache's own tenant.
+        **inputs: What `generate` is given.
+
+    Raises:
+        ConfigError: Nothing says what the model looks like.
+        StateError: The prompt cannot be named by its token ids.
+    """
+    door = _DOORS.get(kv)
+    if args:
+        inputs = {(door.names.ids if door else "input_ids"): args[0], **inputs}
+    if door is not None and door.hung:
+        cache = door.open(inputs, tenant)
+        cache.tenant = tenant
+        return cache
+    if kv.geometry is None:
+        raise ConfigError(
+            "the cache does not know its model",
+            "Call flowkv.attach(model), or pass a geometry to KV(...)",
+        )
+    return _unattached(kv, inputs, tenant)
+
+
+def _unattached(kv: KV, inputs: dict[str, Any], tenant: str | None) -> PagedCache:
+    assert kv.geometry is not None
+    call = Call(Names(("logits_to_keep",), False, {}), inputs)
+    more = call.problem or call.modal or call.condition or call.types
+    pads = None if more else call.pads()
+    if pads is None:
+        raise StateError(
+            "no cache for this prompt: "
+            + (call.problem or "it has more than token ids and left padding"),
+            "Call flowkv.attach(model) and generate, or generate without past_key_values",
+        )
+    plan = plan_geometry(kv.geometry)
+    # `generate` makes positions from the mask, which count a row's own tokens.
+    prompts = [prompt._replace(salts=[]) for prompt in call.prompts(pads)[0]]
+    found = admit(kv, prompts, Wish(call.columns - 1, tenant))
+    rows = Rows(kv, found.seqs, pads, found.base, layers=len(plan.placed))
+    rows.promised = call.columns
+    cache = PagedCache(rows, plan)
+    cache.tenant = tenant
+    return cache
+
+
+def _base(model: Any) -> Any:
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"{type(model).__name__} is no transformers model",
+            "For your own model use flowkv.KV(geometry) and flowkv.attention",
+        )
+    return model
+
+
+def _forget(model: weakref.ref[Any]) -> None:
+    held = model()
+    if held is not None:
+        _ATTACHED.pop(held, None)
+
+
+def door_of(model: Any) -> Door | None:
+    """The door of an attached model."""
+    return _ATTACHED.get(model)

@@ -1,0 +1,356 @@
+"""The door between one model and one cache: what happens before and after each of its forwards."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowkv.core.errors import CapacityError, StateError
+from flowkv.hooks.huggingface.admission import Admitted, Wish, admit
+from flowkv.hooks.huggingface.cache import PagedCache
+from flowkv.hooks.huggingface.identity import Identity
+from flowkv.hooks.huggingface.inputs import Call, Names, Prompt, positions_usual
+from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
+from flowkv.hooks.huggingface.rows import Rows
+from flowkv.hooks.huggingface.fill import Fill
+from flowkv.hooks.huggingface.switch import decoder_of
+from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
+from flowkv.runtime.cache import KV
+
+_PUBLISH_CHECK_BYTES = 4 << 20
+"""Weights up to this size are read again before pages are published, not only for a new cache."""
+
+
+class Door:
+    """Serves the forwards of one model from one cache. Thread-safe: all state is per cache.
+
+    Args:
+        model: The model, held weakly.
+        kv: The cache.
+        plan: The model's layers.
+        identity: Who the model is.
+
+    Attributes:
+        continues: The model goes on correctly from a cached prefix; otherwise nothing is reused.
+        note: Why layers are read dense, "" if they are not.
+    """
+
+    def __init__(self, model: torch.nn.Module, kv: KV, plan: ModelPlan, identity: Identity) -> None:
+        self._model = weakref.ref(model)
+        self.kv, self.plan, self.identity = kv, plan, identity
+        self.names = Names.of(model)
+        self.continues = True
+        self.note = ""
+        self._lock, self._aside = threading.RLock(), threading.local()
+        self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
+        self._handles: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
+        return self  # the hooks of a copied model find that it is not theirs
+
+    def __reduce__(self) -> Any:
+        raise StateError("an attached model cannot be pickled", "Call kv.detach() before")
+
+    # ---- on and off
+
+    def hang(self) -> None:
+        """Puts the hooks on the model."""
+        model = self._model()
+        assert model is not None
+        self._handles = [
+            model.register_forward_pre_hook(self.before, with_kwargs=True),
+            model.register_forward_hook(self.after, with_kwargs=True),
+        ]
+
+    @property
+    def hung(self) -> bool:
+        """Whether the hooks are on the model."""
+        return bool(self._handles)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Lets this thread's forwards pass."""
+        self._aside.on = True
+        try:
+            yield
+        finally:
+            self._aside.on = False
+
+    def unhang(self) -> None:
+        """Takes them off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ---- hooks
+
+    def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
+        if module is not self._model() or torch.compiler.is_compiling():
+            return None
+        if getattr(self._aside, "on", False):
+            return None
+        if args:
+            given = dict(zip(self.names.parameters, args, strict=False)) | given
+        cache = _own(given.get("past_key_values"))
+        if isinstance(cache, PagedCache):
+            return (), self.go_on(cache, given, training=module.training)
+        if not self.kv.closed and self._may_start(module, cache, given):
+            return (), self.start(cache, given)
+        return None
+
+    def after(self, module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
+        """After a forward: what it wrote is kept, full pages are published."""
+        cache = _own(given.get("past_key_values"))
+        if module is self._model() and isinstance(cache, PagedCache):
+            cache.finish()
+
+    def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
+        """Whether a forward begins a cache that nobody else has plans for."""
+        if type(cache) is not DynamicCache or module.training or given.get("use_cache") is False:
+            return False
+        if getattr(cache, "offloading", False) or getattr(cache, "_is_user_defined", False):
+            return False
+        keep = given.get("logits_to_keep", 0)
+        if "logits_to_keep" in self.names.parameters and not (isinstance(keep, int) and keep > 0):
+            return False  # all logits are wanted: no generation
+        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            return False
+        if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+            return False
+        whole = given["past_key_values"]
+        if whole is not cache and whole.cross_attention_cache.get_seq_length():
+            return False
+        count = configured_layers(module.config)
+        return self.plan.matches(cache.layers, count) and not cache.get_seq_length()
+
+    # ---- the first forward of a cache
+
+    def start(self, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """Turns a fresh cache into a paged one in place; returns the arguments still to compute."""
+        call = Call(self.names, given)
+        pads = None if call.problem else call.pads()
+        problem = call.problem
+        if not problem and pads is None:
+            problem = "its mask is more than left padding"
+        elif not problem and not positions_usual(call.positions, pads or []):
+            problem = "its positions do not count a row's tokens from 0"
+        if problem:
+            self._refuse(problem)
+            return given
+        assert pads is not None
+        try:
+            found, fill = self._admit(call, pads, call.columns - call.keep, reuse=call.skippable)
+        except CapacityError as error:
+            self._refuse(error.problem)
+            return given
+        except TypeError as error:
+            self._refuse(str(error))
+            return given
+        paged = PagedCache.take_over(cache, *self._rows(found, call, pads), self)
+        self._enter(paged, found, call)
+        given = call.skip(found.base, fill.rest(found.base, pads))
+        return self._step(paged, Call(self.names, given))
+
+    def open(self, given: dict[str, Any], tenant: str | None) -> PagedCache:
+        """A paged cache for a prompt that is about to be given to `generate`.
+
+        Raises:
+            StateError: The prompt cannot be named by its token ids.
+        """
+        call = Call(self.names, given)
+        pads = None if call.problem else call.pads()
+        if pads is None:
+            raise StateError(
+                f"no cache for this prompt: {call.problem or 'its mask is more than left padding'}",
+                "Call generate without past_key_values",
+            )
+        found, _ = self._admit(call, pads, call.columns - 1, tenant=tenant)
+        paged = PagedCache(*self._rows(found, call, pads), self)
+        self._enter(paged, found, call)
+        return paged
+
+    def _admit(
+        self,
+        call: Call,
+        pads: list[int],
+        most: int,
+        *,
+        tenant: str | None = None,
+        reuse: bool = True,
+    ) -> tuple[Admitted, Fill]:
+        self.refresh()
+        self._save_states()
+        switch = self.identity.switch
+        if not reuse or not self.continues or (switch is not None and call.columns >= switch):
+            most = 0
+        prompts, fill = call.prompts(pads)
+        wish = Wish(max(most, 0), tenant, self.plan.stateful, fill)
+        return admit(self.kv, prompts, wish), fill
+
+    def _rows(self, found: Admitted, call: Call, pads: list[int]) -> tuple[Rows, ModelPlan]:
+        rows = Rows(
+            self.kv,
+            found.seqs,
+            pads,
+            found.base,
+            layers=len(self.plan.placed),
+            trusted=self.trusted,
+        )
+        rows.by_column = call.positions is None and any(pads)
+        rows.switch = self.identity.switch
+        if self.plan.stateful and any(pads):
+            rows.go_blind()
+        return rows, self.plan
+
+    def _enter(self, cache: PagedCache, found: Admitted, call: Call) -> None:
+        cache.options = {} if self.names.encoder else call.condition
+        if cache.recurrent is not None:
+            if found.states is not None and not cache.recurrent.restore(found.states):
+                raise StateError(
+                    "a saved state does not fit the model", "Call kv.invalidate(), then try again"
+                )
+            self._live.add(cache)
+
+    def _save_states(self) -> None:
+        """Keeps the states of caches that are done but still held by somebody."""
+        for cache in list(self._live):
+            if cache.recurrent is not None and cache.rows.step is None:
+                cache.recurrent.save()
+
+    # ---- later forwards
+
+    def go_on(self, cache: PagedCache, given: dict[str, Any], *, training: bool) -> dict[str, Any]:
+        """Begins a forward over a cache that is paged already; returns its arguments."""
+        rows = cache.rows
+        rows.alive()
+        rows.abandon()
+        call = Call(self.names, given)
+        if call.columns == 0:
+            return given
+        have = len(rows.seqs)
+        rows.expand(call.rows)
+        if len(rows.seqs) != have or rows.forwards == 0:
+            cache.follow()
+        # A cache made beforehand knows its images from `kv.cache(...)`, nobody else's.
+        filled = bool(rows.forwards == 0 and call.modal and not call.problem)
+        if training or not (filled or call.continues) or self._options_changed(cache, call):
+            rows.go_blind()
+        elif not rows.padded_by(call.mask, rows.base + call.columns):
+            rows.go_blind()
+        if filled:
+            pads = rows.pads.tolist()
+            fill = Fill([seq.tokens for seq in rows.seqs], call.modal, self.names.placeholders)
+            call = Call(self.names, call.skip(0, fill.rest(rows.base, pads)))
+        if rows.forwards and rows.prefilling and not rows.blind:
+            rows.prefilling = call.columns >= self.kv.page_size
+            if rows.prefilling:
+                call = Call(self.names, self._extend(cache, call))
+        return self._step(cache, call)
+
+    def _options_changed(self, cache: PagedCache, call: Call) -> bool:
+        return not self.names.encoder and call.condition != cache.options
+
+    def _step(self, cache: PagedCache, call: Call) -> dict[str, Any]:
+        rows = cache.rows
+        rows.wants_weights = call.wants_weights
+        if call.ids is None:
+            rows.go_blind()
+        else:
+            rows.note(call.ids, call.positions)
+        try:
+            rows.begin(call.columns)
+        except CapacityError as error:
+            self._refuse(error.problem)
+            cache.give_up()
+        return call.given
+
+    def _extend(self, cache: PagedCache, call: Call) -> dict[str, Any]:
+        """Chunked prefill shows its prompt bit by bit: looks again whether more of it is known."""
+        rows = cache.rows
+        if not call.skippable or call.ids is None or call.ids.shape[0] != len(rows.seqs):
+            return call.given
+        rows.flush()
+        if rows.blind or not rows.usual(rows.base, call.positions):
+            return call.given
+        ids, prompts = call.ids.cpu().numpy().astype(np.uint32), []
+        for row, (seq, pad) in enumerate(zip(rows.seqs, rows.pads.tolist(), strict=True)):
+            known = seq.tokens[: max(rows.base - pad, 0)]
+            fresh = ids[row, max(pad - rows.base, 0) :]
+            prompts.append(Prompt(np.concatenate([known, fresh]), pad, list(seq.salts)))
+        most = rows.base + call.columns - call.keep
+        try:
+            found = admit(self.kv, prompts, Wish(most, cache.tenant, self.plan.stateful))
+        except CapacityError:
+            return call.given
+        gained = found.base - rows.base
+        if gained <= 0:
+            for seq in found.seqs:
+                seq.close()
+            return call.given
+        for seq in rows.seqs:
+            seq.close()
+        rows.seqs[:] = found.seqs
+        rows.base = rows.total = found.base
+        if cache.recurrent is not None and found.states is not None:
+            cache.recurrent.restore(found.states)
+        cache.follow()
+        return call.skip(gained)
+
+    # ---- identity
+
+    def refresh(self) -> None:
+        """Notices a changed model, and from then on names its pages otherwise."""
+        model = self._model()
+        if model is None:
+            return
+        with self._lock:
+            if self.identity.same(model):
+                if self.identity.same_content():
+                    return
+                # Written to behind torch's back: what was computed since is named wrongly.
+                self.kv.invalidate()
+            if self.identity.moved(model):
+                self._replan(model)
+            self.identity.read(model)
+            self.kv.bind(self.plan.geometry, self.identity.namespace)
+
+    def _replan(self, model: torch.nn.Module) -> None:
+        from flowkv.hooks.huggingface.probe import probe
+
+        in_pages = any(placed.in_pages for placed in self.plan.placed.values())
+        with self.aside():
+            self.plan = probe(model, self.kv.page_size, in_pages=in_pages).plan
+
+    def trusted(self, rows: Rows) -> bool:
+        """Whether the model still is what the pages of these rows will be named after."""
+        model = self._model()
+        if model is None or not self.identity.same(model):
+            return False
+        if rows.forwards == 0 or self.identity.n_bytes > _PUBLISH_CHECK_BYTES:
+            return True
+        return self.identity.same_content()
+
+    def _refuse(self, problem: str) -> None:
+        self.kv.warn(
+            f"native: {problem}",
+            f"FlowKV leaves this call to the model's own cache: {problem}. The result is the same, "
+            "nothing is reused.",
+        )
+
+    @property
+    def decoder(self) -> torch.nn.Module | None:
+        """The part of the model whose layers use the cache."""
+        model = self._model()
+        return None if model is None else decoder_of(model)
+
+
+def _own(cache: Any) -> Any:
+    """The decoder's own cache of an encoder-decoder pair; any other cache unchanged."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -1,0 +1,227 @@
+"""Loads a causal language model with its tokenizer, and says plainly why it could not.
+
+Only the command line and the demo need this; a program brings its own model to `flowkv.attach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flowkv.core.errors import (
+    CapacityError,
+    ConfigError,
+    FlowKVError,
+    MissingDependencyError,
+    UnsupportedModelError,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+_UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout"}
+
+
+class Loaded(NamedTuple):
+    """A model ready to generate.
+
+    Attributes:
+        model: In evaluation mode, on its device.
+        encode: Text to token ids, with what the tokenizer puts before them.
+        decode: Token ids to text, without special tokens.
+    """
+
+    model: Any
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def load_model(
+    path_or_id: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str | None = None,
+) -> Loaded:
+    """Loads a folder, or a model of the Hugging Face hub. Code from a hub is never run.
+
+    A folder without a tokenizer whose vocabulary has 256 entries speaks bytes, like the model that
+    ships with FlowKV.
+
+    Args:
+        path_or_id: A folder in the Hugging Face format, or an id such as "Qwen/Qwen3-0.6B".
+        dtype: Of weights and cache: a torch dtype or "float32", "bfloat16", "float16".
+        device: Where it computes; default the GPU if there is one, else the CPU.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+        ConfigError: It is not there, cannot be fetched or read, or has no tokenizer.
+        UnsupportedModelError: It is no causal language model that transformers knows.
+        CapacityError: It does not fit on the device.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingDependencyError("loading a Hugging Face model", "hf")
+    name = os.fspath(path_or_id)
+    folder = _folder(name)
+    dtype = _dtype(dtype)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = str(folder) if folder else name
+    with _explained(name), _quiet(folder is not None):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        encode, decode = _tokenizer(source, folder, config)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, trust_remote_code=False
+        )
+        model = model.eval().to(device)
+    return Loaded(model, encode, decode)
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype {dtype!r} is unknown", f"Use one of {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    return dtype
+
+
+def _folder(name: str) -> Path | None:
+    """The local folder that is meant; None if it is an id of the hub."""
+    path = Path(name).expanduser()
+    if not name.strip():
+        raise ConfigError("the name of the model is empty", "Give a folder or an id of the hub")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"folder {name} holds no config.json",
+                "Give the folder that model.save_pretrained(...) wrote",
+            )
+        return path
+    if path.exists():
+        raise ConfigError(f"{name} is a file", "Give the folder that holds config.json")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"there is no folder {name}", "Correct the path of the model")
+    return None
+
+
+def _tokenizer(
+    source: str, folder: Path | None, config: Any
+) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
+    if folder and not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        if getattr(config, "vocab_size", None) == 256:
+            return _bytes_of, _text_of
+        raise ConfigError(
+            f"folder {source} holds no tokenizer",
+            "Save it beside the model: tokenizer.save_pretrained(folder)",
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (ValueError, ImportError, AttributeError) as error:  # needs a package, or is damaged
+        raise ConfigError(
+            f"the tokenizer of {source} cannot be loaded ({_first_line(error)})",
+            "Install what it asks for, or save it again with tokenizer.save_pretrained(folder)",
+        ) from error
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    return encode, decode
+
+
+def _bytes_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def _text_of(ids: Sequence[int]) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _quiet(quiet: bool) -> Iterator[None]:
+    """Hides the progress bar of reading local weights; a download keeps its own."""
+    from transformers.utils import logging
+
+    hide = quiet and logging.is_progress_bar_enabled()
+    if hide:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turns what transformers raises into an error that says what to do."""
+    try:
+        yield
+    except FlowKVError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"model {name} does not fit on the device", "Use a smaller dtype or another device"
+        ) from error
+    except Exception as error:
+        raise _explanation(name, error) from error
+
+
+def _explanation(name: str, error: Exception) -> FlowKVError:
+    kinds = {type(link).__name__ for link in _chain(error)}
+    if "GatedRepoError" in kinds:
+        return ConfigError(
+            f"model {name} is gated", "Ask for access on its page, then run: hf auth login"
+        )
+    if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
+        return ConfigError(
+            f"the Hugging Face hub has no model {name!r}",
+            "Correct its id, or give the path of a folder",
+        )
+    if kinds & _UNREACHABLE:
+        return ConfigError(
+            f"model {name!r} is not on this machine and the hub cannot be reached",
+            "Connect to the network and unset HF_HUB_OFFLINE, or give the path of a folder",
+        )
+    reason = _first_line(error)
+    if "trust_remote_code" in str(error) or "custom code" in str(error):
+        return UnsupportedModelError(
+            f"model {name} needs code from its repository, which is not run here",
+            "Load it in your own program and call flowkv.attach(model)",
+        )
+    known = ("model type", "model_type", "configuration class")
+    if isinstance(error, ValueError) and any(words in str(error) for words in known):
+        return UnsupportedModelError(
+            f"{name} is no causal language model that transformers knows ({reason})",
+            "Use another model or a newer transformers",
+        )
+    return ConfigError(
+        f"model {name} cannot be loaded ({reason})", "Download or save it again, or use another"
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}".rstrip(": .")

@@ -1,0 +1,166 @@
+"""Learns a model's geometry from a few tokens, and tests that pages give what its own cache gives.
+
+The geometry comes from the native cache after one short forward (DESIGN D15). Then the same tokens
+run through pages, in several forwards. That makes a list of supported models unnecessary: a model
+whose attention is not what it seems is read dense, and one that does not go on from a cached prefix
+at all never has anything reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+from flowkv.core.errors import FlowKVError, UnsupportedModelError
+from flowkv.hooks.huggingface.cache import PagedCache
+from flowkv.hooks.huggingface.inputs import Names
+from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers, place_layers, read_layers
+from flowkv.hooks.huggingface.rows import Rows
+from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
+from flowkv.runtime.cache import KV
+
+_PARTS = (7, 4, 1)
+_TOLERANCE = {torch.float64: 1e-2, torch.float32: 1e-2}
+_HALF_TOLERANCE = 0.2
+"""Relative L2 distance of logits; a wrong mask or key is off by about 1, another order by 1e-6."""
+
+
+class Probe(NamedTuple):
+    """What a short forward showed.
+
+    Attributes:
+        plan: The layers.
+        ids: `[1, T]` the tokens.
+        logits: What the model answered with its own cache.
+    """
+
+    plan: ModelPlan
+    ids: torch.Tensor
+    logits: torch.Tensor
+
+
+def probe(model: Any, page_size: int, *, in_pages: bool) -> Probe:
+    """Runs a few tokens through a model with its own cache.
+
+    Args:
+        model: The model.
+        page_size: Tokens per page.
+        in_pages: FlowKV's attention may read its layers in pages.
+
+    Raises:
+        UnsupportedModelError: It cannot be run so, or its layers cannot be paged.
+    """
+    specs = read_layers(model.config)
+    names = Names.of(model)
+    try:
+        with _quiet(model):
+            cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+            ids = _tokens(model, names)
+            logits = _forward(model, names, ids, cache)
+    except FlowKVError:
+        raise
+    except Exception as error:  # whatever the model raises: it cannot be probed
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot run a few tokens by themselves "
+            f"({type(error).__name__}: {error})",
+            "Use the model without FlowKV",
+        ) from error
+    if len(cache.layers) != len(specs):
+        raise UnsupportedModelError(
+            f"its cache has {len(cache.layers)} layers, its configuration {len(specs)}",
+            "Use the model without FlowKV",
+        )
+    plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages)
+    plan.count = configured_layers(model.config)
+    return Probe(plan, ids, logits)
+
+
+def native_continues(model: Any, found: Probe) -> bool:
+    """Whether the model with its own cache answers in several forwards what it does in one."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    try:
+        with _quiet(model):
+            return _close(_in_parts(model, found.ids, cache), found.logits)
+    except Exception:  # some models accept single tokens only
+        return False
+
+
+def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
+    """Whether the model answers the same through pages; its hooks must hang."""
+    seq = kv.open(found.ids[0], reuse=False)
+    rows = Rows(kv, [seq], [0], 0, layers=len(door.plan.placed))
+    rows.go_blind()
+    cache = PagedCache(rows, door.plan, door)
+    try:
+        with _quiet(model):
+            return _close(_in_parts(model, found.ids, cache), found.logits)
+    except Exception:
+        return False
+    finally:
+        rows.close()
+
+
+def _in_parts(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    names, parts = Names.of(model), []
+    whole = _pair(names, cache)
+    for part in ids.split(_PARTS, dim=1):
+        parts.append(_forward(model, names, part, whole))
+    return torch.cat(parts, dim=1)
+
+
+def _pair(names: Names, cache: Any) -> Any:
+    return EncoderDecoderCache(cache, DynamicCache()) if names.encoder else cache
+
+
+def _forward(model: Any, names: Names, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    given: dict[str, Any] = {names.ids: ids, "use_cache": True}
+    given["past_key_values"] = (
+        cache if isinstance(cache, EncoderDecoderCache) else _pair(names, cache)
+    )
+    if names.encoder:
+        width = getattr(model.config, "d_model", None) or model.config.hidden_size
+        ramp = torch.linspace(-1, 1, 4 * width, device=ids.device).view(1, 4, width)
+        given["encoder_outputs"] = BaseModelOutput(last_hidden_state=ramp.to(model.dtype))
+    out = model(**given)
+    logits = out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
+    return logits.detach().float()  # type: ignore[no-any-return]
+
+
+def _tokens(model: Any, names: Names) -> torch.Tensor:
+    """Different, ordinary token ids."""
+    config = model.config.get_text_config(decoder=True)
+    special = {
+        value
+        for source in (config, model.config)
+        for name, value in vars(source).items()
+        if name.endswith("_token_id") and isinstance(value, int)
+    }
+    size = int(config.vocab_size)
+    ordinary = (n for n in range(size) if n not in special and n not in names.placeholders.values())
+    pool = [n for n, _ in zip(ordinary, range(64), strict=False)]
+    ids = [pool[(7 * i + 3) % len(pool)] for i in range(sum(_PARTS))]
+    weight = model.get_input_embeddings().weight
+    return torch.tensor([ids], device=weight.device)
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    distance = (found - wanted).norm() / wanted.norm().clamp_min(1e-9)
+    return bool(distance <= _TOLERANCE[torch.float32])
+
+
+@contextmanager
+def _quiet(model: Any) -> Iterator[None]:
+    """Inference, and afterwards every module in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()] if model.training else []
+    try:
+        if modes:
+            model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

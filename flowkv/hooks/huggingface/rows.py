@@ -1,0 +1,329 @@
+"""The sequences behind one cache, one per batch row, and the step they are in.
+
+transformers sees a batch as columns: a left-padded rectangle in which every row has the same past
+length. Pages hold rows without their padding, so column c of a row is token `c - pad`. This object
+translates, and remembers which token ids were computed, so that filled pages can be published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Items
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.core.errors import StateError
+from flowkv.kernels.operands import Pages, Ragged
+from flowkv.runtime.batch import Step
+from flowkv.runtime.cache import KV
+from flowkv.runtime.sequence import Sequence
+
+
+class Rows:
+    """Rows of one cache. Layers and the cache refer to it; it refers to neither, so that a cache is
+    released as soon as nobody holds it.
+
+    Attributes:
+        kv: Where the pages are.
+        seqs: One sequence per row; mutated in place, finalizers hold the list.
+        base: Columns that are in the cache.
+        total: Columns when the step is over.
+        new: Columns of the step, T.
+        step: The step under way, or None.
+        updated: Layers that the step has reached.
+        forwards: Forwards that are over.
+        wants_weights: The caller asked for attention weights, which pages do not give.
+        blind: Something the cache does not know went into K and V: nothing is published any more.
+        by_column: Positions count columns, padding included: the model was given none.
+        prefilling: Every forward so far was as long as a page.
+        promised: Columns of a prompt whose ids no hook will show, of a model not attached.
+        switch: Length from which positions are encoded otherwise, if there is one.
+
+    Args:
+        kv: Where the pages are.
+        seqs: One sequence per row.
+        pads: Padding columns of each row.
+        base: Columns that are in the sequences.
+        layers: How many layers take part in a step.
+        trusted: Says of these rows whether the model is still what it was; asked before pages are
+            published.
+    """
+
+    def __init__(
+        self,
+        kv: KV,
+        seqs: Items[Sequence],
+        pads: Items[int],
+        base: int,
+        *,
+        layers: int,
+        trusted: Callable[[Rows], bool] = lambda _: True,
+    ) -> None:
+        self.kv, self.seqs, self.base, self.layers = kv, list(seqs), base, layers
+        self.trusted = trusted
+        self.total, self.new, self.updated = base, 0, 0
+        self.forwards = 0
+        self.step: Step | None = None
+        self.driven = False  # by layers: no hook says when a forward begins and ends
+        self.wants_weights = self.blind = self.by_column = False
+        self.prefilling = True
+        self.switch: int | None = None
+        self.promised = 0
+        self._index: torch.Tensor | None = None
+        self._notes: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
+        self._pad(pads)
+
+    def _pad(self, pads: Items[int]) -> None:
+        self.pads = np.asarray(pads, np.int64)
+        self.most_pad = int(self.pads.max(initial=0))
+        self._one = np.ones(len(self.seqs), np.int64)
+        self._left: torch.Tensor | None = None
+
+    # ---- a step
+
+    def begin(self, new: int, *, driven: bool = False) -> None:
+        """Plans the next forward, over `new` columns.
+
+        Args:
+            new: Columns.
+            driven: Layers call this themselves, since no hook does.
+
+        Raises:
+            CapacityError: The pages do not fit; the rows are as before.
+        """
+        self.abandon()
+        total = self.base + new
+        if driven and not (total <= self.promised or self.base >= self.promised > 0):
+            self.go_blind()
+        if self.switch is not None and total >= self.switch:
+            self.go_blind()
+        if self.base >= self.most_pad:
+            counts, ragged = self._one * new, False
+        else:
+            counts = (total - self.pads).clip(0, new)
+            ragged = bool((counts < new).any())
+        self.step = self.kv.plan(self.seqs, counts)
+        self.new, self.total, self.updated, self.driven = new, total, 0, driven
+        self._index = self._real(counts) if ragged else None
+
+    def _real(self, counts: NDArray[np.int64]) -> torch.Tensor:
+        found = [np.arange((b + 1) * self.new - n, (b + 1) * self.new) for b, n in enumerate(counts)]
+        return torch.from_numpy(np.concatenate(found))
+
+    def finish(self) -> None:
+        """The forward is over: pages that are full are published."""
+        step, self.step = self.step, None
+        if step is None:
+            return
+        if self.updated != self.layers:
+            self.go_blind()  # a layer was skipped: its part of the new pages is not written
+        size = self.kv.page_size
+        after, before = self.total - self.pads, self.base - self.pads
+        if not self.blind and (after // size > before.clip(0) // size).any():
+            self.flush()
+            if not self.blind and not self.trusted(self):
+                self.go_blind()
+        step.commit()
+        self.base = self.total
+        self.forwards += 1
+
+    def abandon(self) -> None:
+        """The forward did not finish: the rows are as before it."""
+        step, self.step = self.step, None
+        if step is not None:
+            step.rollback()
+            self.total = self.base
+            self._notes = [note for note in self._notes if note[0] < self.base]
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, H, T, D]` as the kernels want it, `[N, H, D]`: row after row, without padding."""
+        if self.new == 1 and self._index is None:
+            return x.select(2, 0)
+        batch, heads, new, dim = x.shape
+        flat = x.transpose(1, 2).reshape(batch * new, heads, dim)
+        return flat if self._index is None else flat[self._moved_index(x.device)]
+
+    def unpack(self, y: torch.Tensor) -> torch.Tensor:
+        """The kernels' `[N, H, D]` as `[B, T, H, D]`, zeros at padding."""
+        shape = (len(self.seqs), self.new, *y.shape[1:])
+        if self._index is None:
+            return y.view(shape)
+        out = y.new_zeros(shape[0] * shape[1], *y.shape[1:])
+        out[self._moved_index(y.device)] = y
+        return out.view(shape)
+
+    def _moved_index(self, device: torch.device) -> torch.Tensor:
+        assert self._index is not None
+        if self._index.device != device:
+            self._index = self._index.to(device)
+        return self._index
+
+    def reading(self, layer: int, group: int) -> tuple[Pages, Ragged]:
+        """What is in the cache now, outside a step."""
+        step = self.kv.plan(self.seqs, self._one * 0)
+        try:
+            return step.pages(layer), step.batch(group)
+        finally:
+            step.rollback()
+
+    # ---- what is known about the tokens
+
+    def note(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """Remembers the ids of the columns that begin at `base`; read when a page fills.
+
+        Args:
+            ids: `[B, T]`.
+            positions: What the model was told, `[..., T]`, or None.
+        """
+        if not self.blind:
+            copies = ids.detach().clone(), None if positions is None else positions.detach().clone()
+            self._notes.append((self.base, *copies))
+            if self.base < self._known_columns():
+                self.flush()  # a prompt is known ahead: compare before it is believed
+
+    def _known_columns(self) -> int:
+        return max((len(s.tokens) + p for s, p in zip(self.seqs, self.pads, strict=True)), default=0)
+
+    def flush(self) -> None:
+        """Tells the sequences the ids noted so far; goes blind if their positions are unusual."""
+        notes, self._notes = self._notes, []
+        if not notes or self.blind:
+            return
+        low = notes[0][0]
+        ids = torch.cat([note[1] for note in notes], dim=1).cpu().numpy()
+        if not all(self.usual(at, positions) for at, _, positions in notes):
+            self.go_blind()
+            return
+        for row, (seq, pad) in enumerate(zip(self.seqs, self.pads.tolist(), strict=True)):
+            first = max(low - pad, 0)  # the token that the first real one of these columns is
+            fresh = ids[row, max(pad - low, 0) :]
+            if len(seq.tokens) < first:
+                self.go_blind()
+                return
+            known = seq.tokens[first : first + len(fresh)]
+            if not np.array_equal(known, fresh[: len(known)]):
+                # Another text than the cache was opened for. What is computed stays true.
+                if first < seq.length:
+                    self.go_blind()
+                    return
+                self.kv.truncate(seq, seq.length)
+                seq.note(fresh[seq.length - first :])
+            elif len(fresh) > len(known):
+                seq.note(fresh[len(known) :])
+
+    def usual(self, low: int, positions: torch.Tensor | None) -> bool:
+        """Whether positions count the row's own tokens, as every reuse relies on."""
+        if positions is None:
+            return self.most_pad == 0 or self.by_column
+        if self.by_column and self.most_pad:
+            return False
+        columns = torch.arange(low, low + positions.shape[-1], device=positions.device)
+        if self.most_pad <= low and not self.most_pad:
+            return bool((positions == columns).all())
+        wanted = columns - torch.from_numpy(self.pads).to(positions.device)[:, None]
+        return bool(((positions == wanted) | (wanted < 0)).all())
+
+    def go_blind(self) -> None:
+        """Publishes nothing more: K and V depend on something that keys do not say."""
+        self.blind = True
+        self._notes.clear()
+        for seq in self.seqs:
+            seq.publishable = False
+
+    def padded_by(self, mask: torch.Tensor | None, columns: int) -> bool:
+        """Whether a 2D mask (1 = token) of `columns` columns is exactly the rows' left padding."""
+        if mask is None:
+            return True
+        if not isinstance(mask, torch.Tensor) or mask.shape != (len(self.seqs), columns):
+            return False
+        left = self._left
+        if left is None or left.shape[1] < columns or left.device != mask.device:
+            every = torch.arange(2 * columns, device=mask.device)
+            left = self._left = every >= torch.from_numpy(self.pads).to(mask.device)[:, None]
+        seen = mask if mask.dtype is torch.bool else mask != 0
+        return torch.equal(seen, left[:, :columns])
+
+    # ---- what generation does to a cache
+
+    def expand(self, rows: int) -> None:
+        """Repeats each row, as `generate` does with its inputs for beams, if `rows` asks for it."""
+        have = len(self.seqs)
+        if have and rows != have and rows % have == 0:
+            self.select([index for index in range(have) for _ in range(rows // have)])
+
+    def crop(self, columns: int) -> None:
+        """Takes the last `columns` columns back."""
+        self.abandon()
+        self.flush()
+        self.base = self.total = max(self.base - columns, 0)
+        for seq, pad in zip(self.seqs, self.pads.tolist(), strict=True):
+            length = max(self.base - pad, 0)
+            if length < seq.length or length < len(seq.tokens):
+                self.kv.truncate(seq, length)
+
+    def select(self, indices: Items[int]) -> None:
+        """Makes row `indices[i]` the new row i; rows share pages until one of them writes."""
+        self.abandon()
+        if list(indices) == list(range(len(self.seqs))):
+            return
+        self.flush()
+        old, taken = list(self.seqs), set[int]()
+        fresh: list[Sequence] = []
+        try:
+            for index in indices:
+                fresh.append(self.kv.fork(old[index]) if index in taken else old[index])
+                taken.add(index)
+        except BaseException:
+            close_all([seq for seq in fresh if seq not in old])
+            raise
+        self.seqs[:] = fresh
+        for index, seq in enumerate(old):
+            if index not in taken:
+                seq.close()
+        self._pad([int(self.pads[index]) for index in indices])
+
+    def fork(self) -> Rows:
+        """An independent copy."""
+        self.abandon()
+        self.flush()
+        seqs: list[Sequence] = []
+        try:
+            for seq in self.seqs:
+                seqs.append(self.kv.fork(seq))
+        except BaseException:
+            for seq in seqs:
+                seq.close()
+            raise
+        twin = Rows(
+            self.kv, seqs, self.pads.tolist(), self.base, layers=self.layers, trusted=self.trusted
+        )
+        twin.blind, twin.by_column, twin.promised = self.blind, self.by_column, self.promised
+        twin.prefilling, twin.switch, twin.forwards = self.prefilling, self.switch, self.forwards
+        return twin
+
+    def close(self) -> None:
+        """Releases the pages."""
+        if not self.kv.closed:
+            self.abandon()
+        close_all(self.seqs)
+
+    def alive(self) -> None:
+        """Raises if the KV that held the rows is closed.
+
+        Raises:
+            StateError: It is.
+        """
+        if self.kv.closed or any(seq.closed for seq in self.seqs):
+            raise StateError(
+                "the FlowKV cache behind these past_key_values is closed",
+                "Start a new generation without them",
+            )
+
+
+def close_all(seqs: list[Sequence], *_: Any) -> None:
+    """Closes sequences; a finalizer of caches."""
+    for seq in seqs:
+        seq.close()
+    seqs.clear()

@@ -1,0 +1,1 @@
+"""Measuring protocols, shared by the command line, the demo and `bench/`."""

@@ -1,0 +1,135 @@
+"""The protocol of generation: time to the first token (TTFT) and per further token (TPOT).
+
+A streamer stamps the clocks whenever `generate` hands it tokens. The first hand-over is the prompt
+itself; TTFT ends with the second, TPOT is the mean gap between the rest. `generate` moves tokens to
+the CPU before it hands them over, so that a GPU has finished what is stamped.
+
+Warm up with another prompt first, or compilers and allocators are measured; interleave what is
+compared, and compare medians.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flowkv.core.errors import ConfigError
+
+
+class Stamps:
+    """Streamer of Hugging Face's `generate` that notes when each token came.
+
+    Attributes:
+        wall_s: `time.perf_counter` at each hand-over, the prompt's first.
+        cpu_s: `time.thread_time` at each hand-over: CPU time of the calling thread only.
+    """
+
+    def __init__(self) -> None:
+        self.wall_s: list[float] = []
+        self.cpu_s: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by `generate` with the prompt, then with the new token of each row."""
+        self.wall_s.append(time.perf_counter())
+        self.cpu_s.append(time.thread_time())
+
+    def end(self) -> None:
+        """Called by `generate` when it is done."""
+
+
+class Timing(NamedTuple):
+    """One call of `generate`.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt, all rows together.
+        answers: New tokens of each row.
+        ttft_s: From the call to the first new token.
+        ttft_cpu_s: CPU time of the calling thread meanwhile; threads of a library are not in it.
+        tpot_s: Mean time per further token; 0 if there was none.
+    """
+
+    prompt_tokens: int
+    answers: list[list[int]]
+    ttft_s: float
+    ttft_cpu_s: float
+    tpot_s: float
+
+
+def timed_generate(
+    model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **options: Any
+) -> Timing:
+    """Generates greedily and notes the times.
+
+    Args:
+        model: A Hugging Face causal language model, with or without FlowKV attached.
+        prompts: One row or more, all of the same length.
+        max_new_tokens: Most new tokens of a row, at least 1.
+        **options: Further arguments of `generate`.
+
+    Raises:
+        ConfigError: A prompt is empty, or their lengths differ.
+    """
+    if len({len(prompt) for prompt in prompts}) != 1 or not prompts[0]:
+        raise ConfigError(
+            "prompts of one timed call are empty or differ in length",
+            "Pass non-empty rows of equal length, or one call per prompt",
+        )
+    ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+    stamps = Stamps()
+    wall, cpu = time.perf_counter(), time.thread_time()
+    done = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=stamps,
+        **options,
+    )
+    first, last, gaps = stamps.wall_s[1], stamps.wall_s[-1], len(stamps.wall_s) - 2
+    return Timing(
+        prompt_tokens=ids.numel(),
+        answers=done[:, ids.shape[1] :].tolist(),
+        ttft_s=first - wall,
+        ttft_cpu_s=stamps.cpu_s[1] - cpu,
+        tpot_s=(last - first) / gaps if gaps else 0.0,
+    )
+
+
+class Reuse(NamedTuple):
+    """What a cache reused, as its counters say; the difference of two is what lay between them.
+
+    Attributes:
+        seen: Tokens of prompts.
+        reused: Those that were not computed.
+        loaded_bytes: Read from tiers below the device, by kind of tier.
+    """
+
+    seen: int
+    reused: int
+    loaded_bytes: dict[str, int]
+
+    @classmethod
+    def of(cls, kv: Any) -> Reuse:
+        """The counters of a `KV` now."""
+        stats = kv.stats()
+        loaded: dict[str, int] = {}
+        for tier in stats["tiers"].values():
+            loaded[tier["kind"]] = loaded.get(tier["kind"], 0) + tier["loaded_bytes"]
+        return cls(stats["tokens_seen"], stats["tokens_reused"], loaded)
+
+    def since(self, before: Reuse) -> Reuse:
+        """What was reused since `before`."""
+        loaded = {k: n - before.loaded_bytes.get(k, 0) for k, n in self.loaded_bytes.items()}
+        return Reuse(self.seen - before.seen, self.reused - before.reused, loaded)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens that were not computed."""
+        return self.reused / self.seen if self.seen else 0.0
+
+
+NOTHING = Reuse(0, 0, {})
+"""Before the first request, or without a cache."""

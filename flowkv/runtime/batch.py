@@ -1,0 +1,204 @@
+"""Steps: one forward pass over ragged rows, planned once, read by every layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from contextvars import ContextVar, Token
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv import kernels
+from flowkv.core.errors import StateError
+from flowkv.core.geometry import LayerGroup
+from flowkv.kernels.operands import Pages, Ragged
+from flowkv.runtime.planner import Planner
+from flowkv.runtime.sequence import Sequence
+
+CURRENT: ContextVar[Step | None] = ContextVar("flowkv_step", default=None)
+"""The step that this thread's `flowkv.attention` belongs to."""
+
+
+class Step:
+    """One forward over rows of different lengths. Made by `KV.step`, `KV.prefill` or `KV.plan`.
+
+    As a context manager it makes `flowkv.attention` read and write pages, commits at the end, and
+    rolls back if the block raises. A step that is dropped unfinished is rolled back too.
+
+    Attributes:
+        seqs: The rows.
+        counts: int64 `[B]`: new tokens T of each row.
+        tokens: int64 `[1, N]`: the new token ids, packed row after row; None for `KV.plan`.
+    """
+
+    _open = False  # until everything is reserved
+
+    def __init__(self, planner: Planner, seqs: Items[Sequence], counts: NDArray[np.int64]) -> None:
+        self.seqs, self.counts = list(seqs), counts
+        self.tokens: torch.Tensor | None = None
+        self._planner = planner
+        self._started_s = time.perf_counter()
+        self._token: Token[Step | None] | None = None
+        self._batches: dict[int, Ragged] = {}
+        self._noted: list[tuple[Sequence, int]] = []
+        self._touched: set[int] = set()
+        self._starts = np.zeros(len(self.seqs) + 1, np.int32)
+        np.cumsum(counts, out=self._starts[1:])
+        self._rows, self._before, self._grown = planner.reserve(self.seqs, counts)
+        self._open = True
+
+    def give(self, tokens: Items[NDArray[np.uint32]]) -> None:
+        """Tells the step its token ids; what the sequences do not know yet is noted in them."""
+        for seq, length, ids in zip(self.seqs, self._before.tolist(), tokens, strict=True):
+            known = len(seq.tokens)
+            if length <= known < length + len(ids):  # else a gap would shift all that follows
+                self._noted.append((seq, known))
+                seq.note(ids[known - length :])
+        packed = np.concatenate([*tokens, np.empty(0, np.uint32)]).astype(np.int64)
+        self.tokens = torch.from_numpy(packed).unsqueeze(0)
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layer groups of the geometry."""
+        return self._planner.geometry.groups
+
+    @property
+    def open(self) -> bool:
+        """Whether it is neither committed nor rolled back."""
+        return self._open
+
+    def dtype(self, layer: int) -> torch.dtype:
+        """What a layer's K and V are kept in.
+
+        Raises:
+            GeometryError: No group holds the layer.
+        """
+        name = self.groups[self._planner.locate(layer)[0]].dtype
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 `[1, N]`: position of each new token in its sequence."""
+        offsets = np.repeat(self._before - self._starts[:-1], self.counts)
+        return torch.from_numpy(offsets + np.arange(self._starts[-1])).unsqueeze(0)
+
+    def batch(self, group: int = 0) -> Ragged:
+        """What the kernels need to know about the rows, on the group's device."""
+        found = self._batches.get(group)
+        if found is None:
+            found = self._batches[group] = self._planner.ragged(
+                group, self._rows, self._before + self.counts, self._starts
+            )
+        return found
+
+    def pages(self, layer: int) -> Pages:
+        """The pages of a model layer.
+
+        Raises:
+            GeometryError: No group holds the layer.
+        """
+        pages = self._planner.pages(layer)
+        self._touched.add(layer)
+        return pages
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Writes the new K and V of a layer into pages and attends over them.
+
+        Args:
+            layer: Index of the layer, as listed in the geometry.
+            q: Packed queries `[N, Hq, D]`.
+            k: Packed new keys `[N, Hk, D]`.
+            v: Packed new values `[N, Hk, Dv]`.
+            scale: Of the logits; default `D ** -0.5`.
+            softcap: `tanh(logit / softcap) * softcap`, if given.
+            sinks: `[Hq]` extra logits that join the denominator, if given.
+
+        Returns:
+            `[N, Hq, Dv]` in the dtype of `q`.
+
+        Raises:
+            GeometryError: Shapes, dtypes or devices do not fit, or no group holds the layer.
+            StateError: The step is over.
+        """
+        if not self._open:
+            raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
+        group, _ = self._planner.locate(layer)
+        batch, pages = self.batch(group), self.pages(layer)
+        kernels.append(k, v, pages, batch)
+        out: torch.Tensor = kernels.paged_attention(
+            q,
+            pages,
+            batch,
+            scale=scale,
+            window=self._planner.window(group),
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return out
+
+    def commit(self) -> None:
+        """The new tokens are written: lengths advance, and full pages are published.
+
+        Raises:
+            StateError: The step was given token ids, and the model left layers out: what is in
+                their pages is not theirs. The step is rolled back.
+        """
+        if not self._open:
+            return
+        missed = self._planner.layers - self._touched
+        if missed and self.tokens is not None and self.tokens.numel():
+            self.rollback()
+            raise StateError(
+                f"the model gave no keys and values for layers {sorted(missed)} of a step",
+                "Call flowkv.attention(..., layer=i), or scaled_dot_product_attention with "
+                "is_causal=True inside flowkv.intercept(), in every layer of the geometry",
+            )
+        self._open = False
+        self._planner.commit(self.seqs, self._rows, self._before, self.counts)
+        self._measure()
+
+    def rollback(self) -> None:
+        """Forgets the step: lengths, tokens and pages are as before it."""
+        if self._open:
+            self._open = False
+            self._planner.undo(self._rows, self._grown)
+            for seq, known in self._noted:
+                seq.forget_tokens(known)
+
+    def _measure(self) -> None:
+        # Decoding says nothing about the rate at which a prompt is computed.
+        if int(self.counts.max(initial=0)) >= self._planner.page_size:
+            seconds = time.perf_counter() - self._started_s
+            self._planner.measured(int(self._starts[-1]), seconds)
+
+    def __del__(self) -> None:
+        if self._open:
+            self._planner.guard.defer(self.rollback)
+
+    def __enter__(self) -> Step:
+        self._token = CURRENT.set(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._token is not None:
+            with suppress(ValueError):  # a generator may be closed in another context
+                CURRENT.reset(self._token)
+            self._token = None
+        if kind is None:
+            self.commit()
+        else:
+            self.rollback()

@@ -1,0 +1,189 @@
+"""Which model a cache serves: its geometry and namespace, and what is built for them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from flowkv.core.clock import Clock, SystemClock
+from flowkv.core.config import load_config
+from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.geometry import Geometry
+from flowkv.core.keys import Namespace
+from flowkv.observe.events import Bus, Warned
+from flowkv.observe.metrics import Metrics
+from flowkv.policy import make_policy
+from flowkv.policy.base import Policy
+from flowkv.policy.restore import LoadGate
+from flowkv.runtime.guard import Guard
+from flowkv.runtime.planner import Planner
+from flowkv.runtime.restore import Restorer
+from flowkv.runtime.sequence import Sequence
+from flowkv.runtime.snapshots import Snapshots
+from flowkv.runtime.stack import open_pools, open_tiers
+from flowkv.runtime.store import Store
+from flowkv.runtime.tables import Tables
+from flowkv.tiers.base import Tier
+
+
+class Binding:
+    """A cache's configuration, and the pools, tables and tiers of the model that it serves.
+
+    Args:
+        geometry: The model's layer groups; None if it is learned later.
+        namespace: Name of the model and its weights.
+        config: TOML file with further fields.
+        tiers: The stack, fastest first.
+        policy: Name in the catalogue, or a callable that makes a `Policy` for each place.
+        clock: Time for the policies.
+        fields: Further fields of `flowkv.core.config.Config`.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry | None,
+        *,
+        namespace: str | Namespace,
+        config: str | os.PathLike[str] | None,
+        tiers: Iterable[str | Tier] | None,
+        policy: str | Callable[[], Policy] | None,
+        clock: Clock | None,
+        fields: dict[str, Any],
+    ) -> None:
+        stack = list(tiers) if tiers is not None else None
+        if stack is not None:
+            fields["tiers"] = tuple(tier for tier in stack if isinstance(tier, str))
+        if isinstance(policy, str):
+            fields["policy"] = policy
+        self.config = load_config(config, **fields)
+        self._given = [tier for tier in stack or () if not isinstance(tier, str)]
+        self._make_policy = policy if callable(policy) else lambda: make_policy(self.config.policy)
+        self.clock, self.bus = clock or SystemClock(), Bus()
+        self.metrics = Metrics(self.bus)
+        self.lock, self.closed, self._pid = Guard(), False, os.getpid()
+        self.gate = LoadGate()
+        self.namespace = b""
+        self._warned: set[str] = set()
+        self._detach: list[Callable[[], None]] = []
+        self._tiers: list[Tier] = []
+        self._open: dict[int, Sequence] = {}
+        self.planner: Planner | None = None
+        if geometry is not None:
+            name = namespace or self.config.namespace
+            self._need_name(bool(name), geometry)
+            self.bind(geometry, name if isinstance(name, Namespace) else Namespace(model=name))
+
+    def _need_name(self, named: bool, geometry: Geometry) -> None:
+        places = self.config.places(on_cpu=_on_cpu(geometry))
+        lasting = any(place.kind not in ("gpu", "host") for place in places)
+        if not named and (lasting or any(tier.kind != "host" for tier in self._given)):
+            raise ConfigError(
+                "a cache with a lasting tier has no namespace",
+                'Name the model and its weights: KV(geometry, namespace="my-model@3", ...)',
+            )
+
+    # ---- identity
+
+    def bind(self, geometry: Geometry, namespace: Namespace) -> None:
+        """Says which model this cache serves from now on.
+
+        Sequences that are open keep their pages, but what they compute is not published any more.
+        A new geometry gets fresh pools; the tiers stay.
+
+        Raises:
+            CapacityError: The device pool is too small for the geometry.
+            StateError: The cache is closed.
+        """
+        with self.lock:
+            self._alive()
+            if self.planner is None or geometry != self.planner.geometry:
+                self._build(geometry)
+            exact = msgspec.structs.replace(namespace, geometry=geometry.fingerprint().hex())
+            self.namespace = exact.digest()
+
+    def _build(self, geometry: Geometry) -> None:
+        pools = open_pools(geometry, self.config)
+        if self.planner is None:
+            self._tiers = open_tiers(self.config, self._given, self.clock, on_cpu=_on_cpu(geometry))
+        else:  # the old store must neither read nor write the tiers any more
+            self.planner.store.mover.flush(self.config.load_deadline_s)
+            self.planner.store.detach_tiers()
+        store = Store(
+            geometry,
+            pools,
+            self._tiers,
+            policies=lambda _kind: self._make_policy(),
+            clock=self.clock,
+            bus=self.bus,
+            config=self.config,
+        )
+        tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
+        self.planner = Planner(store, tables, self.lock, self.gate.computed)
+        self.planner.publisher.allowed = self._may_publish
+        self.planner.publisher.on_non_finite = self._non_finite
+        self.restorer = Restorer(self.planner, self.gate, self.bus)
+        self.snapshots = Snapshots(self.restorer)
+
+    def _may_publish(self, seq: Sequence) -> bool:
+        return seq.publishable and seq.namespace == self.namespace
+
+    def _non_finite(self, group: int, page: int) -> None:
+        self.warn(
+            "non-finite",
+            f"Page {page} of layer group {group} holds NaN or infinity and is neither shared nor "
+            "stored. Check the model's dtype and inputs.",
+        )
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """What it was bound to; None before."""
+        return self.planner.geometry if self.planner else None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.planner.page_size if self.planner else self.config.page_size
+
+    # ---- life
+
+    def warn(self, code: str, message: str) -> None:
+        """Warns once per `code`."""
+        if code not in self._warned:
+            self._warned.add(code)
+            self.bus.emit(Warned(code=code, message=message))
+            warnings.warn(message, stacklevel=3)
+
+    def on_detach(self, callback: Callable[[], None]) -> None:
+        """Registers what `detach` does."""
+        self._detach.append(callback)
+
+    def detach(self) -> None:
+        """Takes the cache off the model it is attached to; the model is as before."""
+        while self._detach:
+            self._detach.pop()()
+
+    def _alive(self) -> None:
+        if self.closed:
+            raise StateError("the cache is closed", "Open a new one")
+        if os.getpid() != self._pid:
+            raise StateError(
+                "the cache was opened by the parent process", "Open another one in this process"
+            )
+
+    def _bound(self) -> Planner:
+        self._alive()
+        if self.planner is None:
+            raise StateError(
+                "the cache does not know its model yet",
+                "Call flowkv.attach(model), or pass a geometry to KV(...)",
+            )
+        return self.planner
+
+
+def _on_cpu(geometry: Geometry) -> bool:
+    return all(torch.device(group.device).type != "cuda" for group in geometry.groups)

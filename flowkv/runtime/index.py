@@ -1,0 +1,168 @@
+"""The prefix index: which blocks are known, by chain key.
+
+A chain key names a whole prefix, so the radix tree over prefixes is a dictionary of keys with
+links to the keys above: following a prompt is one look-up per page, and no two tenants or models
+can meet (their keys differ from the root on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.core.errors import StateError
+
+
+class Block:
+    """A known page or state: its identity, and where it lies now.
+
+    Attributes:
+        slot: Small integer that policies order by; reused after `PrefixIndex.forget`.
+        key: Chain key.
+        parent: Chain key above it.
+        group: Layer group.
+        kind: "page" or "state".
+        page: Granule in the device pool, -1 if it is not there.
+        tiers: Bit i is set while tier i of the stack holds it.
+        fidelity: Lossiest codec index among itself and its ancestors (DESIGN D6).
+        holds: Open sequences that use the device page.
+        kept: Reasons, beside holds, for which no policy may take it from anywhere.
+        moving: Stores of it that are under way.
+        pinned: `KV.pin` protects it.
+        gone: The index no longer knows it; only open sequences still use its page.
+        n_bytes: Bytes of a state's body, an upper bound after a restart; 0 for pages.
+        tail: Tokens of a state behind its parent page.
+        tokens: Ids it covers where this process knows them; for `KV.explain` and `KV.forget`.
+        tenant: Tenant salt.
+        namespace: Namespace digest.
+    """
+
+    __slots__ = (
+        "fidelity",
+        "gone",
+        "group",
+        "holds",
+        "kept",
+        "key",
+        "kind",
+        "moving",
+        "n_bytes",
+        "namespace",
+        "page",
+        "parent",
+        "pinned",
+        "slot",
+        "tail",
+        "tenant",
+        "tiers",
+        "tokens",
+    )
+
+    def __init__(self, slot: int, key: bytes, parent: bytes, group: int, kind: str) -> None:
+        self.slot, self.key, self.parent, self.group, self.kind = slot, key, parent, group, kind
+        self.page, self.tiers, self.fidelity = -1, 0, 0
+        self.holds = self.kept = self.moving = 0
+        self.pinned = self.gone = False
+        self.n_bytes = self.tail = 0
+        self.tokens: NDArray[np.uint32] | None = None
+        self.tenant = self.namespace = b""
+
+    @property
+    def somewhere(self) -> bool:
+        """Whether the device or a tier holds it."""
+        return self.page >= 0 or self.tiers != 0
+
+
+class PrefixIndex:
+    """All known blocks. Callers hold the KV lock."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, Block] = {}
+        self._slots: list[Block | None] = []
+        self._free: list[int] = []
+        # The tree by keys. A forgotten block between known ones stays as a *hole*, an entry of
+        # `_holes` that says what lies above it, so that nothing below it is lost to `below`.
+        self._children: dict[bytes, dict[bytes, None]] = {}
+        self._holes: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(list(self._by_key.values()))
+
+    def find(self, key: bytes) -> Block | None:
+        """The block of this key."""
+        return self._by_key.get(key)
+
+    def at(self, slot: int) -> Block:
+        """The block of this slot.
+
+        Raises:
+            StateError: The slot is not in use.
+        """
+        block = self._slots[slot]
+        if block is None:
+            raise StateError(f"slot {slot} is not in use", "Report this as a bug")
+        return block
+
+    def slot(self, key: bytes) -> int:
+        """The slot of a key, -1 if it is not known."""
+        block = self._by_key.get(key)
+        return block.slot if block else -1
+
+    def publish(self, key: bytes, parent: bytes, group: int, kind: str = "page") -> Block:
+        """The block of this key, made if it is new."""
+        block = self._by_key.get(key)
+        if block is not None:
+            return block
+        slot = self._free.pop() if self._free else len(self._slots)
+        block = Block(slot, key, parent, group, kind)
+        if slot == len(self._slots):
+            self._slots.append(block)
+        else:
+            self._slots[slot] = block
+        self._by_key[key] = block
+        self._holes.pop(key, None)
+        self._children.setdefault(parent, {})[key] = None
+        return block
+
+    def forget(self, block: Block) -> None:
+        """Removes a block; what lies below it stays known."""
+        block.gone = True
+        del self._by_key[block.key]
+        self._slots[block.slot] = None
+        self._free.append(block.slot)
+        if block.key in self._children:
+            self._holes[block.key] = block.parent
+        else:
+            self._unlink(block.key, block.parent)
+
+    def children(self, key: bytes) -> list[Block]:
+        """Known blocks directly below a key; `ROOT` is above all first pages."""
+        found = map(self._by_key.get, self._children.get(key, ()))
+        return [block for block in found if block is not None]
+
+    def below(self, key: bytes) -> list[Block]:
+        """Known blocks below a key, all the way down."""
+        found, keys = [], [*self._children.get(key, ())]
+        while keys:
+            below = keys.pop()
+            keys += self._children.get(below, ())
+            block = self._by_key.get(below)
+            if block is not None:
+                found.append(block)
+        return found
+
+    def _unlink(self, key: bytes, parent: bytes) -> None:
+        siblings = self._children[parent]
+        del siblings[key]
+        while not siblings:
+            del self._children[parent]
+            if parent not in self._holes:
+                return
+            key, parent = parent, self._holes.pop(parent)
+            siblings = self._children[parent]
+            del siblings[key]

@@ -1,0 +1,147 @@
+"""The sequences of a cache: opened with what is known of them, forked, cut, set aside, closed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.core.keys import KeyChain, Salt, as_tokens, tenant_salt
+from flowkv.runtime import swap
+from flowkv.runtime.binding import Binding
+from flowkv.runtime.planner import Planner
+from flowkv.runtime.sequence import Sequence
+
+Tokens = Items[int] | NDArray[np.generic] | torch.Tensor
+
+
+class Opening(Binding):
+    """Opens and closes sequences.
+
+    Attributes:
+        tokens_seen: Tokens of all prompts opened.
+        tokens_reused: Those of them that needed no computing.
+    """
+
+    tokens_seen = tokens_reused = 0
+
+    def open(
+        self,
+        tokens: Tokens,
+        *,
+        tenant: str | None = None,
+        salts: Items[Salt] = (),
+        limit: int | None = None,
+        reuse: bool = True,
+        state: bool = False,
+    ) -> Sequence:
+        """Starts a sequence with its known prefix in place.
+
+        Args:
+            tokens: The prompt.
+            tenant: Whose pages may be used and made; default the cache's own tenant.
+            salts: What K and V depend on beside the tokens, such as images.
+            limit: Most tokens to reuse; default all but the last, which must run to give logits.
+            reuse: False computes everything anew; pages are published all the same.
+            state: The model has recurrent layers: reuse only where a state was saved.
+
+        Returns:
+            A sequence whose `length` tokens need no computing.
+
+        Raises:
+            TokenError: Not a flat sequence of ids in [0, 2**32).
+            CapacityError: Too many sequences are open.
+        """
+        ids = as_tokens(plain(tokens))
+        with self.lock:
+            planner = self._bound()
+            planner.store.mover.drain()
+            seq = self._sequence(planner, tenant, salts)
+            try:
+                seq.note(ids)
+                most = len(ids) - 1 if limit is None else min(limit, len(ids))
+                if reuse and most > 0:
+                    source = self.snapshots if state else self.restorer
+                    seq.reused = source.restore(seq, most)
+            except BaseException:
+                self._close(seq)
+                raise
+            self.tokens_seen += len(ids)
+            self.tokens_reused += seq.reused
+            return seq
+
+    def _sequence(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
+        """A sequence with a line of its own."""
+        seq = self._lineless(planner, tenant, salts)
+        seq.row = planner.tables.open_row()
+        self._open[id(seq)] = seq
+        return seq
+
+    def _lineless(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
+        """A sequence that can look things up, and hold nothing."""
+        name = self.config.tenant if tenant is None else tenant
+        salt = tenant_salt(name, self.config.secret_bytes)
+        groups = range(len(planner.geometry.groups))
+        return Sequence(
+            planner.tables.nowhere,
+            [KeyChain(self.namespace, salt, g, planner.page_size) for g in groups],
+            tenant=salt,
+            namespace=self.namespace,
+            salts=salts,
+            close=self._end,
+            planner=planner,
+        )
+
+    def _end(self, seq: Sequence) -> None:
+        # Possibly in a finalizer, in the middle of anything: it may have to wait (see Guard).
+        self.lock.defer(lambda: self._close(seq))
+
+    def _close(self, seq: Sequence) -> None:
+        if not seq.closed:
+            seq.closed, seq.suspended = True, None
+            del self._open[id(seq)]
+            seq.planner.release(seq)
+
+    def fork(self, seq: Sequence) -> Sequence:
+        """A second sequence with the same past; pages are shared until one of them writes.
+
+        Raises:
+            CapacityError: Too many sequences are open.
+            StateError: The sequence is closed, suspended or in a step.
+        """
+        with self.lock:
+            self._alive()
+            child = self._sequence(seq.planner, None, seq.salts)
+            child.tenant, child.namespace, child.chains = seq.tenant, seq.namespace, seq.chains
+            try:
+                seq.planner.fork(seq, child)
+            except BaseException:
+                self._close(child)
+                raise
+            return child
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Drops the tokens of a sequence from position `length` on."""
+        seq.planner.truncate(seq, length)
+
+    def suspend(self, seq: Sequence) -> int:
+        """Moves a sequence's pages to host memory; returns the bytes. `resume` brings them back."""
+        with self.lock:
+            return swap.suspend(seq.planner, seq)
+
+    def resume(self, seq: Sequence) -> None:
+        """Brings a suspended sequence back, bit for bit.
+
+        Raises:
+            CapacityError: It does not fit now; it stays suspended.
+        """
+        with self.lock:
+            swap.resume(seq.planner, seq)
+            seq.planner.publish(seq)  # shared again with whoever computed the same meanwhile
+
+
+def plain(tokens: Tokens) -> Items[int] | NDArray[np.generic]:
+    """Token ids as something that is no tensor."""
+    return tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens

@@ -1,0 +1,191 @@
+"""Plans steps: reserves their pages, commits or undoes them, and tells kernels where pages lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.core.errors import GeometryError, StateError
+from flowkv.kernels.operands import Pages, Ragged
+from flowkv.observe.events import StepPlanned
+from flowkv.runtime.guard import Guard
+from flowkv.runtime.lines import Lines
+from flowkv.runtime.publisher import Publisher
+from flowkv.runtime.sequence import Sequence
+from flowkv.runtime.store import Store
+from flowkv.runtime.tables import READY, STEPPING, Tables
+
+
+class Planner(Lines):
+    """Steps over the lines of sequences.
+
+    Args:
+        store: Blocks and pools.
+        tables: Lines of all sequences.
+        guard: The KV lock; every public method takes it.
+        measured: Told the tokens and seconds of each committed step.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tables: Tables,
+        guard: Guard,
+        measured: Callable[[int, float], None],
+    ) -> None:
+        super().__init__(store, tables, guard)
+        self.measured = measured
+        self.publisher = Publisher(store, tables)
+        self._places = {
+            layer: (g, i)
+            for g, group in enumerate(self.geometry.groups)
+            for i, layer in enumerate(group.layers)
+        }
+        self._pages = {
+            layer: Pages(store.pool(g).arena, store.layouts[g], i)
+            for layer, (g, i) in self._places.items()
+        }
+
+    # ---- what a step reads
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """All model layers with pages."""
+        return frozenset(self._pages)
+
+    def locate(self, layer: int) -> tuple[int, int]:
+        """(group, position within it) of a model layer.
+
+        Raises:
+            GeometryError: No group holds the layer.
+        """
+        return self._places.get(layer) or self.geometry.locate(layer)
+
+    def pages(self, layer: int) -> Pages:
+        """The pages of a model layer.
+
+        Raises:
+            GeometryError: No group holds the layer.
+        """
+        self.locate(layer)
+        return self._pages[layer]
+
+    def ragged(
+        self,
+        group: int,
+        rows: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+        starts: NDArray[np.int32],
+    ) -> Ragged:
+        """The kernels' view of some rows."""
+        with self.guard:
+            table = self.tables.table(group)
+        host = (rows, lengths.astype(np.int32), starts)
+        line, length, start = (torch.from_numpy(part).to(table.device) for part in host)
+        most_new = int(np.diff(starts).max(initial=0))
+        return Ragged(table, line, length, start, most_new, int(lengths.max(initial=0)))
+
+    # ---- a step
+
+    def reserve(
+        self, seqs: Items[Sequence], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[Sequence, int]]]:
+        """Makes room for new tokens: pages, and copies of tails that are shared.
+
+        Until `commit` or `undo`, nothing moves or frees the pages of these sequences.
+
+        Returns:
+            Lines, lengths before the step, and (sequence, pages before) of those that grew.
+
+        Raises:
+            CapacityError: The pages do not fit.
+            GeometryError: Rows and counts do not fit.
+            StateError: A sequence is closed, suspended, in a step, or another cache's.
+        """
+        with self.guard:
+            rows = self._rows(seqs, counts)
+            size, tables = self.page_size, self.tables
+            before = tables.lengths[rows]
+            shared = tables.shared[rows] & (counts > 0)
+            for b in np.flatnonzero(shared).tolist():
+                self._own_tail(seqs[b], int(before[b]))
+            have = -(-before // size)
+            wanted = -(-(before + counts) // size) - have
+            grown = np.flatnonzero(wanted).tolist()
+            if grown:
+                tables.reserve(int((have + wanted).max()))
+                self._grow([seqs[b] for b in grown], have[grown].tolist(), wanted[grown].tolist())
+            tables.state[rows] = STEPPING
+            if self.store.bus.wants(StepPlanned):
+                new, context = int(counts.sum()), int(before.sum())
+                planned = StepPlanned(rows=len(rows), new_tokens=new, context_tokens=context)
+                self.store.bus.emit(planned)
+            return rows, before, [(seqs[b], int(have[b])) for b in grown]
+
+    def commit(
+        self,
+        seqs: Items[Sequence],
+        rows: NDArray[np.int32],
+        before: NDArray[np.int64],
+        counts: NDArray[np.int64],
+    ) -> None:
+        """Advances lengths, publishes pages that became full, drops pages behind windows."""
+        with self.guard:
+            after = before + counts
+            self.tables.lengths[rows] = after
+            try:
+                full = after // self.page_size > before // self.page_size
+                for b in np.flatnonzero(full).tolist():
+                    self.publish(seqs[b])
+                    self._drop_behind(seqs[b], int(after[b]))
+            finally:
+                self._end(rows)
+            self.store.mover.drain()
+
+    def undo(self, rows: NDArray[np.int32], grown: Items[tuple[Sequence, int]]) -> None:
+        """Gives back the pages of a step that did not happen."""
+        with self.guard:
+            for seq, have in grown:
+                self._cut(seq, have)
+            self._end(rows)
+
+    def publish(self, seq: Sequence) -> None:
+        """Makes the sequence's full pages with known tokens known to the index."""
+        with self.guard:
+            self.publisher.publish(seq)
+
+    def _end(self, rows: NDArray[np.int32]) -> None:
+        self.tables.state[rows] = READY
+        leaving, self._leaving = self._leaving, []
+        for seq in leaving:
+            self.release(seq)
+
+    def _rows(self, seqs: Items[Sequence], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+        if len(seqs) != len(counts) or (counts < 0).any():
+            raise GeometryError(
+                f"{len(seqs)} rows with {len(counts)} counts of new tokens",
+                "Give each row its new tokens, none of them negative",
+            )
+        if any(seq.planner is not self for seq in seqs):
+            raise StateError(
+                "the sequences of a step belong to different models or caches",
+                "Step each model's sequences on their own",
+            )
+        rows = [seq.row for seq in seqs]
+        if (self.tables.state[rows] != READY).any():
+            for seq in seqs:
+                self.idle(seq)
+        if len(set(rows)) != len(rows):
+            raise StateError("a sequence is in the step twice", "Fork it to have two rows")
+        return np.array(rows, np.int32)
+
+    def _grow(self, seqs: list[Sequence], have: list[int], wanted: list[int]) -> None:
+        pages = self.allocate([sum(wanted)] * len(self.geometry.groups))
+        for g, fresh in enumerate(pages):
+            for seq, first, count in zip(seqs, have, wanted, strict=True):
+                for page_no in range(first, first + count):
+                    self._place(seq, g, page_no, fresh.pop())

@@ -1,0 +1,92 @@
+"""Makes full pages known: checked, named by their chain key, shared from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flowkv.observe.events import Published
+from flowkv.runtime.sequence import Sequence
+from flowkv.runtime.store import Store
+from flowkv.runtime.tables import Tables
+
+
+class Publisher:
+    """Publishes pages of sequences. Callers hold the KV lock.
+
+    Args:
+        store: Where the pages become known.
+        tables: Lines of all sequences.
+
+    Attributes:
+        allowed: Whether a sequence's pages may become known.
+        on_non_finite: Told (group, page) that holds NaN or infinity.
+    """
+
+    def __init__(self, store: Store, tables: Tables) -> None:
+        self.store, self.tables = store, tables
+        self.page_size = store.geometry.page_size
+        self.allowed: Callable[[Sequence], bool] = lambda seq: seq.publishable
+        self.on_non_finite: Callable[[int, int], None] = lambda group, page: None
+
+    def publish(self, seq: Sequence) -> None:
+        """Makes the sequence's full pages with known tokens known to the index."""
+        full = min(seq.length, len(seq.tokens)) // self.page_size
+        for g, blocks in enumerate(seq.blocks):
+            start = max(seq.published[g], seq.first_page[g])
+            if start >= full or not self.allowed(seq):
+                continue
+            fresh = 0
+            for page_no in range(start, full):
+                if blocks[page_no] is None:
+                    fresh += self._publish(seq, g, page_no)
+                if not seq.publishable:
+                    return
+            seq.published[g] = full
+            if fresh:
+                tokens = fresh * self.page_size
+                self.store.bus.emit(Published(group=g, pages=fresh, tokens=tokens))
+
+    def _publish(self, seq: Sequence, group: int, page_no: int) -> bool:
+        """Whether that made a page known which was not on the device before."""
+        store, pool = self.store, self.store.pool(group)
+        page = int(self.tables.pages[group][seq.row, page_no])
+        key = seq.key(group, page_no)
+        block = store.index.find(key)
+        if block is not None and block.page >= 0:
+            store.hold(block)
+            pool.release(page)
+            self.tables.pages[group][seq.row, page_no] = block.page
+            self.tables.touch()
+            seq.blocks[group][page_no] = block
+            return False
+        if not self._sound(group, page):
+            seq.publishable = False
+            self.on_non_finite(group, page_no)
+            return False
+        block = store.index.publish(key, seq.parent_key(group, page_no), group)
+        first = page_no * self.page_size
+        block.tokens = seq.tokens[first : first + self.page_size].copy()
+        block.tenant, block.namespace = seq.tenant, seq.namespace
+        block.fidelity = max(seq.fidelity, store.fidelity)
+        store.publish(block, page)
+        store.hold(block)
+        seq.blocks[group][page_no] = block
+        store.write_down(block)
+        return True
+
+    def _sound(self, group: int, page: int) -> bool:
+        """Whether a page holds finite numbers only; blanks what lies between its stripes."""
+        layout = self.store.layouts[group]
+        raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
+        stripes = raw.view(layout.layers, layout.stripe_stride_bytes)
+        # Padding holds whatever the page held before, for another group or tenant.
+        stripes[:, layout.stripe_bytes :].zero_()
+        return finite(stripes[:, : layout.stripe_bytes].view(getattr(torch, layout.dtype)))
+
+
+def finite(values: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity."""
+    # A finite sum proves that all summands are finite, at memory speed; overflow asks again.
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())

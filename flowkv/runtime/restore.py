@@ -1,0 +1,185 @@
+"""Finds the longest known prefix of a prompt and puts it into a sequence's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flowkv.observe.events import Bus, Hit, Miss, Restored
+from flowkv.policy.restore import LoadGate
+from flowkv.runtime.index import Block
+from flowkv.runtime.loader import fetch
+from flowkv.runtime.planner import Planner
+from flowkv.runtime.sequence import Sequence
+
+
+class Restorer:
+    """Restores prefixes. Callers hold the KV lock.
+
+    Args:
+        planner: Tables and store.
+        gate: Decides whether loading helps.
+        bus: Where hits and misses go.
+    """
+
+    def __init__(self, planner: Planner, gate: LoadGate, bus: Bus) -> None:
+        self.planner, self.store, self.tables = planner, planner.store, planner.tables
+        self.gate, self.bus = gate, bus
+        self.page_size = planner.page_size
+
+    # ---- what is known
+
+    def match(self, seq: Sequence, limit_pages: int) -> int:
+        """Pages of the longest prefix that is known in every group, at most `limit_pages`.
+
+        Full groups need all pages; sliding groups only those that the window still reaches (D12).
+        """
+        pages, groups = limit_pages, range(len(seq.blocks))
+        for g in groups:
+            if self.planner.window(g) is None:
+                pages = self._run(seq, g, pages)
+        sliding = [g for g in groups if self.planner.window(g) is not None]
+        runs = {g: self._runs(seq, g, pages) for g in sliding}
+        while pages and any(runs[g][pages] < pages - self.first(g, pages) for g in sliding):
+            pages -= 1
+        return pages
+
+    def first(self, group: int, pages: int) -> int:
+        """First page that a query right behind `pages` pages can still see."""
+        window = self.planner.window(group)
+        if window is None:
+            return 0
+        return max(0, pages * self.page_size - window + 1) // self.page_size
+
+    def find(self, seq: Sequence, group: int, page: int) -> Block | None:
+        """The block of a page of a prompt, if it lies somewhere."""
+        return self.store.find(seq.key(group, page))
+
+    def _run(self, seq: Sequence, group: int, limit: int) -> int:
+        """Known pages from the first one on."""
+        for asked in (False, True):
+            page = 0
+            while page < limit and self.find(seq, group, page) is not None:
+                page += 1
+            if page == limit or asked:
+                break
+            self._discover(seq, group, page, limit)
+        return page
+
+    def _runs(self, seq: Sequence, group: int, limit: int) -> list[int]:
+        """For each number of pages, how many known ones lie right before it."""
+        self._discover(seq, group, 0, limit)
+        runs = [0]
+        for page in range(limit):
+            runs.append(runs[-1] + 1 if self.find(seq, group, page) is not None else 0)
+        return runs
+
+    def _discover(self, seq: Sequence, group: int, first: int, limit: int) -> None:
+        keys = [seq.key(group, page) for page in range(first, limit)]
+        if keys:
+            self.store.discover(
+                keys,
+                group=group,
+                parent=seq.parent_key(group, first),
+                tenant=seq.tenant,
+                namespace=seq.namespace,
+            )
+
+    # ---- attaching it
+
+    def restore(self, seq: Sequence, limit: int) -> int:
+        """Attaches a known prefix of at most `limit` tokens to a fresh sequence.
+
+        Returns:
+            Tokens attached.
+        """
+        self.store.expire()
+        tokens, loaded = self.attach(seq, max(0, limit) // self.page_size)
+        self.report(tokens, loaded, limit)
+        return tokens
+
+    def attach(self, seq: Sequence, limit_pages: int) -> tuple[int, int]:
+        """Attaches the longest prefix that is known, worth loading and really there.
+
+        Returns:
+            Tokens attached, and how many of them were loaded.
+        """
+        wanted = limit_pages
+        while pages := self.match(seq, wanted):
+            blocks = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
+            absent = [block for group in blocks for block in group if block.page < 0]
+            first = min(self._first_absent(g, pages, group) for g, group in enumerate(blocks))
+            if self._worth(absent, pages - first) and self._bring(blocks, absent):
+                self._attach(seq, blocks, pages)
+                return pages * self.page_size, (pages - first) * self.page_size
+            # What is not on the device now is not worth loading, or could not be loaded.
+            wanted = min(self._first_absent(g, pages, group) for g, group in enumerate(blocks))
+            wanted = min(wanted, pages - 1)
+        return 0, 0
+
+    def report(self, tokens: int, loaded: int, limit: int) -> None:
+        """Says on the bus what was found."""
+        if tokens > loaded:
+            self.bus.emit(Hit(tier="device", tokens=tokens - loaded, n_bytes=0))
+        if tokens < limit:
+            self.bus.emit(Miss(tokens=limit - tokens))
+
+    def _blocks(self, seq: Sequence, group: int, pages: int) -> list[Block]:
+        found = (self.find(seq, group, page) for page in range(self.first(group, pages), pages))
+        return [block for block in found if block is not None]
+
+    def _first_absent(self, group: int, pages: int, blocks: list[Block]) -> int:
+        first = pages - len(blocks)
+        return next((first + i for i, block in enumerate(blocks) if block.page < 0), pages)
+
+    def _worth(self, absent: list[Block], pages: int) -> bool:
+        n_bytes: dict[str, int] = {}
+        for block in absent:
+            tier = self.store.place(block)
+            n_bytes[tier] = n_bytes.get(tier, 0) + self.store.layouts[block.group].page_bytes
+        return not absent or self.gate.worth(n_bytes, pages * self.page_size)
+
+    def _bring(self, blocks: list[list[Block]], absent: list[Block]) -> bool:
+        """Holds all blocks, the absent ones loaded; False, and none is held, if one is missing."""
+        held = [block for group in blocks for block in group if block.page >= 0]
+        for block in held:
+            self.store.hold(block)
+        for block in absent:
+            self.store.keep(block)
+        try:
+            self._load(absent)
+        finally:
+            for block in absent:
+                self.store.unkeep(block)
+        arrived = [block for block in absent if block.page >= 0]
+        if len(arrived) < len(absent):
+            for block in (*held, *arrived):
+                self.store.drop(block)
+        return len(arrived) == len(absent)
+
+    def _load(self, absent: Iterable[Block]) -> None:
+        for tier, (pages, n_bytes, seconds) in fetch(self.store, absent).items():
+            if n_bytes:
+                tokens = pages * self.page_size
+                self.gate.loaded(tier, n_bytes, seconds)
+                self.bus.emit(Hit(tier=tier, tokens=tokens, n_bytes=n_bytes))
+                self.bus.emit(Restored(tier=tier, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
+
+    def _attach(self, seq: Sequence, blocks: list[list[Block]], pages: int) -> None:
+        self.tables.reserve(pages)
+        for g, group in enumerate(blocks):
+            first = pages - len(group)
+            seq.blocks[g] = [None] * first + list(group)
+            seq.first_page[g], seq.published[g] = first, pages
+            self.tables.pages[g][seq.row, first:pages] = [block.page for block in group]
+            seq.fidelity = max([seq.fidelity, *(block.fidelity for block in group)])
+            self.store.touch(group)
+        self.tables.touch()
+        self.tables.lengths[seq.row] = pages * self.page_size
+
+    # ---- erasing
+
+    def known(self, seq: Sequence) -> list[Block]:
+        """Known blocks of a prompt's pages, in every group."""
+        pages = range(len(seq.tokens) // self.page_size)
+        found = [self.find(seq, g, page) for g in range(len(seq.blocks)) for page in pages]
+        return [block for block in found if block is not None]

@@ -1,0 +1,127 @@
+"""One open sequence: its tokens, its line in the block tables, and the blocks it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
+
+if TYPE_CHECKING:
+    from flowkv.runtime.index import Block
+    from flowkv.runtime.planner import Planner
+
+State = Mapping[str, Any]
+"""A snapshot of recurrent layers: named tensors, numbers, strings and tuples of them."""
+
+
+class Sequence:
+    """A row of a batch, as `KV.open` returns it. Close it when it is done.
+
+    Attributes:
+        row: Its line in the block tables.
+        tenant: Tenant salt.
+        namespace: Namespace digest that its keys belong to.
+        salts: What K and V depend on beside the tokens.
+        reused: Tokens that were known when it was opened.
+        state: Snapshot restored with the prefix, for hybrid models; None otherwise.
+        closed: True after `close`.
+        planner: What its pages belong to.
+    """
+
+    def __init__(
+        self,
+        row: int,
+        chains: Items[KeyChain],
+        *,
+        tenant: bytes,
+        namespace: bytes,
+        salts: Items[Salt],
+        close: Callable[[Sequence], None],
+        planner: Planner,
+    ) -> None:
+        self.row, self.tenant, self.namespace = row, tenant, namespace
+        self.salts, self.chains = list(salts), list(chains)
+        self.state: State | None = None
+        self.reused, self.closed = 0, False
+        self._close, self.planner = close, planner
+        self._tokens, self._known = np.zeros(64, np.uint32), 0
+        # Per group: the block of each page, None while the page is private to this sequence.
+        self.blocks: list[list[Block | None]] = [[] for _ in chains]
+        # Per group: pages before this one were dropped behind the window.
+        self.first_page: list[int] = [0] * len(chains)
+        # Per group: pages before this one are published, or never will be.
+        self.published: list[int] = [0] * len(chains)
+        # Per group: keys of the leading full pages, as far as they are computed.
+        self._keys: list[list[bytes]] = [[] for _ in chains]
+        self.suspended: list[list[torch.Tensor | None]] | None = None
+        # Highest fidelity index (lossiest codec) among the pages it was built on (DESIGN D6).
+        self.fidelity = 0
+        self.publishable = True
+
+    @property
+    def length(self) -> int:
+        """Tokens whose K and V are in pages; 0 once it is closed."""
+        return int(self.planner.tables.lengths[self.row])
+
+    @property
+    def tokens(self) -> NDArray[np.uint32]:
+        """All token ids known so far, uint32; may be longer than `length`."""
+        return self._tokens[: self._known]
+
+    def note(self, tokens: Items[int] | NDArray[np.generic]) -> None:
+        """Appends token ids that follow the known ones."""
+        fresh = as_tokens(tokens)
+        need = self._known + len(fresh)
+        if need > len(self._tokens):
+            grown = np.zeros(max(need, 2 * len(self._tokens)), np.uint32)
+            grown[: self._known] = self.tokens
+            self._tokens = grown
+        self._tokens[self._known : need] = fresh
+        self._known = need
+
+    def forget_tokens(self, known: int) -> None:
+        """Drops token ids from position `known` on."""
+        self._known = min(self._known, known)
+        for keys, chain in zip(self._keys, self.chains, strict=True):
+            del keys[self._known // chain.page_size :]
+
+    def key(self, group: int, page: int) -> bytes:
+        """Chain key of a full page whose tokens are known."""
+        keys = self._keys[group]
+        if page >= len(keys):
+            chain, known = self.chains[group], (page + 1) * self.chains[group].page_size
+            parent = keys[-1] if keys else ROOT
+            keys += chain.pages(self._tokens[:known], self.salts, start=len(keys), parent=parent)
+        return keys[page]
+
+    def parent_key(self, group: int, page: int) -> bytes:
+        """Chain key above a page."""
+        return self.key(group, page - 1) if page else ROOT
+
+    def copy_onto(self, other: Sequence) -> None:
+        """Gives `other`, freshly opened, what this one knows about tokens and keys."""
+        other.note(self.tokens)
+        other._keys = [list(keys) for keys in self._keys]
+        other.first_page, other.published = list(self.first_page), list(self.published)
+        other.reused, other.state = self.reused, self.state
+        other.fidelity, other.publishable = self.fidelity, self.publishable
+
+    def close(self) -> None:
+        """Releases its pages; published ones stay known. Safe to call again, and in a finalizer."""
+        self._close(self)
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.length} tokens, {self.reused} reused"
+        return f"<flowkv.Sequence row {self.row}: {state}>"

@@ -1,0 +1,44 @@
+"""What `KV.stats` reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowkv.runtime.opening import Opening
+
+
+def statistics(kv: Opening) -> dict[str, Any]:
+    """Plain numbers about a cache, ready for JSON. Callers hold the KV lock."""
+    seen, reused = kv.tokens_seen, kv.tokens_reused
+    report: dict[str, Any] = {
+        "tokens_seen": seen,
+        "tokens_reused": reused,
+        "hit_rate": reused / seen if seen else 0.0,
+        "sequences": len(kv._open),
+        "blocks": 0,
+        "devices": {},
+        "tiers": {},
+        "events": kv.metrics.snapshot(),
+    }
+    if kv.planner is None:
+        return report
+    store = kv.planner.store
+    report["blocks"] = len(store.index)
+    for device, pool in store.pools.items():
+        report["devices"][device] = {
+            "used_bytes": pool.used_bytes(),
+            "capacity_bytes": pool.capacity_bytes(),
+            "fragmentation": pool.fragmentation(),
+        }
+    for number, tier in enumerate(store.tiers):
+        report["tiers"][tier.name] = {
+            "kind": tier.kind,
+            "writable": tier.writable,
+            "used_bytes": tier.used_bytes(),
+            "capacity_bytes": tier.capacity_bytes,
+            "blocks": sum(block.tiers >> number & 1 for block in store.index),
+            "loaded_bytes": store.loaded_bytes.get(tier.name, 0),
+            "stored_bytes": store.stored_bytes.get(tier.name, 0),
+            "refused": store.refused.get(tier.name, 0),
+        }
+    return report

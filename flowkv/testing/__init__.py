@@ -1,0 +1,34 @@
+"""Conformance checks to run on your own `Policy` or `Tier`, and tiers that misbehave on purpose.
+
+Needs `hypothesis` (`pip install 'flowkv[dev]'`), which is imported only when a check is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowkv.testing.policies import check_policy as check_policy
+    from flowkv.testing.tiers import FlakyTier as FlakyTier
+    from flowkv.testing.tiers import MemoryTier as MemoryTier
+    from flowkv.testing.tiers import check_tier as check_tier
+
+_PLACES = {
+    "FlakyTier": "flowkv.testing.tiers",
+    "MemoryTier": "flowkv.testing.tiers",
+    "check_policy": "flowkv.testing.policies",
+    "check_tier": "flowkv.testing.tiers",
+}
+
+__all__ = ["FlakyTier", "MemoryTier", "check_policy", "check_tier"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,269 @@
+"""Tiers to test with: the simplest correct one, one that fails on purpose, the check of yours."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from flowkv.core.clock import Clock, SystemClock
+from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store, Tier
+from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, describe, verify
+
+Wish = TypeVar("Wish", Load, Store)
+
+
+class MemoryTier:
+    """The simplest correct tier: a dict of frames. Read it to learn what a tier owes its user.
+
+    Args:
+        capacity_bytes: Most bytes of bodies.
+        name: Shown in statistics.
+    """
+
+    kind = "host"
+    writable = True
+
+    def __init__(self, capacity_bytes: int = 1 << 30, *, name: str = "memory") -> None:
+        self.name, self.capacity_bytes = name, capacity_bytes
+        self.frames: dict[bytes, tuple[Header, bytes]] = {}
+        self._answers: list[Completion] = []
+        self._jobs = 0
+        self._lock = threading.RLock()
+
+    def used_bytes(self) -> int:
+        """Bytes of all bodies."""
+        with self._lock:
+            return sum(len(body) for _, body in self.frames.values())
+
+    def frame_bytes(self, body_bytes: int) -> int:
+        """Only the body counts."""
+        return body_bytes
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are there."""
+        return [key in self.frames for key in keys]
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        """Answers at once."""
+        return self._answer([self._load(item) for item in items])
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        """Answers at once."""
+        return self._answer([self._store(item) for item in items])
+
+    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+        """Never waits: whatever was submitted has been answered."""
+        with self._lock:
+            answers, self._answers = self._answers, []
+            return answers
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forgets frames."""
+        return sum(self.frames.pop(key, None) is not None for key in keys)
+
+    def scan(self) -> Iterator[Entry]:
+        """All frames, oldest store first."""
+        for key, (header, body) in list(self.frames.items()):
+            yield Entry(key, header.info, len(body))
+
+    def close(self) -> None:
+        """Forgets everything."""
+        self.frames.clear()
+
+    def _answer(self, answers: list[Completion]) -> int:
+        with self._lock:
+            self._jobs += 1
+            self._answers += [
+                answer._replace(job=self._jobs, item=item) for item, answer in enumerate(answers)
+            ]
+            return self._jobs
+
+    def _load(self, item: Load) -> Completion:
+        if item.key not in self.frames:
+            return Completion(0, 0, item.key, Outcome.MISS)
+        header, body = self.frames[item.key]
+        try:
+            accept(header, item.key, item.layout, item.fidelity)
+            verify(header, body)
+        except BadFrame as error:
+            return Completion(0, 0, item.key, Outcome.MISS, error.reason)
+        item.target.cast("B")[: len(body)] = body
+        return Completion(0, 0, item.key, Outcome.HIT, "", header.info, len(body))
+
+    def _store(self, item: Store) -> Completion:
+        size = item.body.nbytes
+        with self._lock:
+            if item.key not in self.frames:
+                try:
+                    count_stripes(item.key, item.info, size)
+                except BadFrame as error:
+                    return Completion(0, 0, item.key, Outcome.FAILED, error.reason)
+                if self.used_bytes() + size > self.capacity_bytes:
+                    return Completion(0, 0, item.key, Outcome.FAILED, "full")
+                self.frames[item.key] = describe(item.key, item.info, item.body), bytes(item.body)
+            return Completion(0, 0, item.key, Outcome.STORED, "", None, size)
+
+
+class Faults(NamedTuple):
+    """How often a `FlakyTier` misbehaves; probabilities per item.
+
+    Attributes:
+        fail: Answered `FAILED` with reason "injected", nothing done.
+        lose: The frame is gone before the load: a `MISS`.
+        flip: A bit of the loaded body is flipped: a `MISS` with reason "digest", the damaged bytes
+            are in the target, and the frame is gone.
+        latency_s: Answers become visible after a uniform random time up to this.
+    """
+
+    fail: float = 0.0
+    lose: float = 0.0
+    flip: float = 0.0
+    latency_s: float = 0.0
+
+
+SOME_FAULTS = Faults(fail=0.1, lose=0.05, flip=0.05)
+
+
+class FlakyTier:
+    """Wraps a tier and makes it fail in every way a tier may, and in no other.
+
+    Put it below whatever uses tiers: a reader that looks at a target without a `HIT`, waits without
+    an end, or believes `contains`, will be found.
+
+    Args:
+        inner: The tier that does the work.
+        seed: Equal seeds and equal calls give equal faults.
+        faults: What happens how often.
+        clock: Source of time, for the latency.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        seed: int,
+        faults: Faults = SOME_FAULTS,
+        clock: Clock | None = None,
+    ) -> None:
+        self.inner, self.faults = inner, faults
+        self.name, self.kind = f"flaky {inner.name}", inner.kind
+        self.capacity_bytes, self.writable = inner.capacity_bytes, inner.writable
+        self._random, self._clock = random.Random(seed), clock or SystemClock()
+        self._lock = threading.Lock()
+        self._jobs = 0
+        self._wishes: dict[int, tuple[int, int, list[tuple[int, Load | Store]]]] = {}
+        self._held: list[tuple[int, Completion]] = []
+
+    def used_bytes(self) -> int:
+        """What the inner tier says."""
+        return self.inner.used_bytes()
+
+    def frame_bytes(self, body_bytes: int) -> int:
+        """What the inner tier says."""
+        return self.inner.frame_bytes(body_bytes)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """What the inner tier says; a load may still miss."""
+        return self.inner.contains(keys)
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        """Loads some, loses some, fails some."""
+        with self._lock:
+            self.inner.delete([item.key for item in items if self._happens(self.faults.lose)])
+            return self._submit(items, self.inner.submit_load, deadline_s)
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        """Stores some, fails some."""
+        with self._lock:
+            return self._submit(items, self.inner.submit_store, deadline_s)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+        """Answers whose time has come."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            wait_s = 0.0 if self._held else max(0.0, end_s - time.monotonic())
+            fresh = self.inner.poll(min(wait_s, 0.01))
+            with self._lock:
+                self._held += [self._translate(answer) for answer in fresh]
+                now_ns = self._clock.now_ns()
+                ready = [answer for due_ns, answer in self._held if due_ns <= now_ns]
+                self._held = [held for held in self._held if held[0] > now_ns]
+            if ready or time.monotonic() >= end_s:
+                return ready
+            time.sleep(0.0005)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Deletes reliably."""
+        return self.inner.delete(keys)
+
+    def scan(self) -> Iterator[Entry]:
+        """What the inner tier holds."""
+        return self.inner.scan()
+
+    def close(self) -> None:
+        """Closes the inner tier."""
+        self.inner.close()
+
+    def _happens(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def _due_ns(self, deadline_ns: int) -> int:
+        late_ns = round(self._random.random() * self.faults.latency_s * 1e9)
+        return min(self._clock.now_ns() + late_ns, deadline_ns)
+
+    def _submit(self, items: Sequence[Wish], submit: Callable[..., int], deadline_s: float) -> int:
+        self._jobs += 1
+        deadline_ns = self._clock.now_ns() + round(deadline_s * 1e9)
+        passed: list[tuple[int, Load | Store]] = []
+        for index, item in enumerate(items):
+            if self._happens(self.faults.fail):
+                failed = Completion(self._jobs, index, item.key, Outcome.FAILED, "injected")
+                self._held.append((self._due_ns(deadline_ns), failed))
+            else:
+                passed.append((index, item))
+        if passed:
+            inner_job = submit([item for _, item in passed], deadline_s=deadline_s)
+            self._wishes[inner_job] = self._jobs, deadline_ns, passed
+        return self._jobs
+
+    def _translate(self, answer: Completion) -> tuple[int, Completion]:
+        job, deadline_ns, passed = self._wishes[answer.job]
+        index, item = passed[answer.item]
+        answer = answer._replace(job=job, item=index)
+        if answer.outcome is Outcome.HIT and self._happens(self.faults.flip):
+            assert isinstance(item, Load)
+            bit = self._random.randrange(8 * answer.n_bytes)
+            item.target.cast("B")[bit // 8] ^= 1 << bit % 8
+            self.inner.delete([answer.key])
+            answer = answer._replace(outcome=Outcome.MISS, reason="digest", info=None, n_bytes=0)
+        return self._due_ns(deadline_ns), answer
+
+
+def check_tier(
+    factory: Callable[[int], Tier],
+    *,
+    reopen: Callable[[Tier], Tier] | None = None,
+    lossy: bool = False,
+    capacity_bytes: int = 4 << 20,
+) -> None:
+    """Drives a tier through random calls and compares it with a dict; needs `hypothesis`.
+
+    Checked: every item is answered once and in time; a `HIT` has exactly the bytes and the
+    description that were stored first; another layout or a fidelity above the accepted one is a
+    `MISS` that says so; deleted frames stay away; `scan` and `contains` agree; the capacity holds;
+    a frame for which there is room is stored; after `reopen` everything is still there.
+
+    Args:
+        factory: Makes an empty tier of a capacity in bytes.
+        reopen: Closes a tier and opens it again, where frames should survive that.
+        lossy: The tier may fail and lose frames (never lie), as `FlakyTier` does.
+        capacity_bytes: Capacity to test with; about fifty frames should fit.
+
+    Raises:
+        AssertionError: The tier broke the protocol; the message has the calls that led there.
+    """
+    from flowkv.testing.tier_machine import run
+
+    run(factory, reopen=reopen, lossy=lossy, capacity_bytes=capacity_bytes)

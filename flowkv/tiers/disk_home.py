@@ -1,0 +1,262 @@
+"""A disk tier's directory: who owns it, what it is, and what must not be touched.
+
+    superblock.json   what made it: format, sizes, store id        written by rename, with a crc32
+    lock              held (flock) by the one process that writes; holds its process id
+    journal           which frame lies where                       `disk_journal`
+    slab-<granules>   the frames                                   `disk_slab`
+    aside-<n>         a store of another format, moved out of the way and never deleted
+
+The directory is 0700 and its files 0600; no link is followed, and no name in it comes from a key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+import warnings
+import weakref
+import zlib
+from pathlib import Path
+
+import msgspec
+
+from flowkv.core.errors import StoreError
+from flowkv.core.layout import GRANULE_BYTES
+from flowkv.tiers.disk_files import FileIO, read_fully, write_fully
+from flowkv.tiers.disk_journal import PAGE_BYTES, RECORD_BYTES, peek_store_id
+
+FORMAT = 1
+SUPERBLOCK, LOCK, JOURNAL = "superblock.json", "lock", "journal"
+_OURS = re.compile(r"superblock\.json(\.tmp)?|lock|journal(\.tmp)?|slab-\d{8}|aside-\d+")
+_MOST_BYTES = 1 << 16
+_TRIES, _PAUSE_S = 4, 0.01
+
+
+class Superblock(msgspec.Struct, kw_only=True):
+    """What made the store. Fields may be added; `store` and `format` stay in every format."""
+
+    store: str
+    format: int
+    store_id: str = ""
+    created_by: str = ""
+    granule_bytes: int = GRANULE_BYTES
+    journal_page_bytes: int = PAGE_BYTES
+    record_bytes: int = RECORD_BYTES
+    capacity_bytes: int = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether this version reads and writes such a store."""
+        sizes = self.granule_bytes, self.journal_page_bytes, self.record_bytes
+        return self.format == FORMAT and sizes == (GRANULE_BYTES, PAGE_BYTES, RECORD_BYTES)
+
+
+def read_superblock(files: FileIO, directory: Path) -> Superblock | None:
+    """The superblock, or None if there is none or it is damaged.
+
+    Raises:
+        OSError: It is there and cannot be read.
+    """
+    try:
+        fd = files.open(str(directory / SUPERBLOCK), write=False)
+    except FileNotFoundError:
+        return None
+    try:
+        data = memoryview(bytearray(min(files.size(fd), _MOST_BYTES)))
+        text = bytes(data[: read_fully(files, fd, data, 0)])
+    finally:
+        files.close(fd)
+    body, _, check = text.rstrip(b"\n").rpartition(b"\n")
+    if check != b"%08x" % zlib.crc32(body):
+        return None
+    try:
+        superblock = msgspec.json.decode(body, type=Superblock)
+        return superblock if superblock.store == "flowkv" else None
+    except msgspec.DecodeError:
+        return None
+
+
+def write_superblock(files: FileIO, directory: Path, superblock: Superblock) -> None:
+    """Writes the superblock, atomically."""
+    body = msgspec.json.format(msgspec.json.encode(superblock))
+    temporary = str(directory / f"{SUPERBLOCK}.tmp")
+    fd = files.open(temporary, write=True)
+    try:
+        files.truncate(fd, 0)
+        write_fully(files, fd, [body + b"\n%08x\n" % zlib.crc32(body)], 0)
+        files.sync(fd)
+    finally:
+        files.close(fd)
+    files.replace(temporary, str(directory / SUPERBLOCK))
+
+
+class Home:
+    """A directory, opened by its owner or by a reader.
+
+    Args:
+        files: File operations.
+        directory: Made if it is not there.
+        capacity_bytes: Noted in the superblock.
+        exclusive: Refuse to be a mere reader.
+
+    Attributes:
+        path: The directory.
+        owner: Whether this object holds the lock.
+        superblock: What the directory says; None while its owner is still making it, or if this
+            version cannot read it.
+        found: Whether the superblock was there before.
+
+    Raises:
+        StoreError: The directory cannot be used; the message says what to do.
+    """
+
+    def __init__(
+        self, files: FileIO, directory: str, capacity_bytes: int, *, exclusive: bool
+    ) -> None:
+        if not directory:
+            raise StoreError("a disk tier has no path", "Give it a directory of its own")
+        # absolute: slab files are opened when they are needed, and programs change directory
+        self.path, self._files = Path(directory).expanduser().absolute(), files
+        self.superblock: Superblock | None = None
+        self.found = False
+        self._lock_fd = -1
+        try:
+            self._prepare()
+            self.owner = self._claim()
+            if not self.owner and exclusive:
+                raise StoreError(
+                    f"another process owns {self.path}",
+                    "Close it there, choose another directory, or open without exclusive=True",
+                )
+            self._identify(capacity_bytes)
+        except StoreError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise StoreError(
+                f"directory {self.path} cannot be used ({error.strerror})",
+                "Choose a directory on a local disk that this user may write to",
+            ) from error
+        os.register_at_fork(after_in_child=_Forget(self))
+
+    def look_again(self) -> Superblock | None:
+        """Lets a reader that was faster than the owner see the superblock."""
+        there = read_superblock(self._files, self.path)
+        if there is not None and there.known:
+            self.superblock = there
+        return self.superblock
+
+    def close(self) -> None:
+        """Gives up ownership."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _prepare(self) -> None:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.stat(self.path).st_mode & stat.S_IWOTH:
+            raise StoreError(
+                f"everybody may write to {self.path}", f"Run chmod 700 {self.path}, or use another"
+            )
+        names = os.listdir(self.path)
+        foreign = [name for name in names if not _OURS.fullmatch(name)]
+        if foreign and SUPERBLOCK not in names:
+            raise StoreError(
+                f"directory {self.path} holds other files, such as {min(foreign)!r}",
+                "Choose an empty directory or one that does not exist yet",
+            )
+
+    def _claim(self) -> bool:
+        self._lock_fd = self._files.open(str(self.path / LOCK), write=True)
+        for attempt in range(_TRIES):  # `inspect` holds the lock for an instant
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(self._lock_fd, 0)
+                os.pwrite(self._lock_fd, b"%d\n" % os.getpid(), 0)
+                return True
+            except BlockingIOError:
+                if attempt + 1 < _TRIES:
+                    time.sleep(_PAUSE_S)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+        return False
+
+    def _identify(self, capacity_bytes: int) -> None:
+        there = read_superblock(self._files, self.path)
+        self.found = there is not None
+        if there is not None and not there.known:
+            self._refuse_format(there)
+            there = None
+        elif there is None and self.owner:
+            old = peek_store_id(self._files, str(self.path / JOURNAL))
+            there = self._new_superblock(old)
+        elif there is None:
+            return
+        if self.owner and (
+            there is None or not self.found or there.capacity_bytes != capacity_bytes
+        ):
+            there = there or self._new_superblock(None)
+            there.capacity_bytes = capacity_bytes
+            write_superblock(self._files, self.path, there)
+        self.superblock = there
+
+    def _new_superblock(self, store_id: bytes | None) -> Superblock:
+        return Superblock(
+            store="flowkv",
+            format=FORMAT,
+            store_id=(store_id or secrets.token_bytes(16)).hex(),
+            created_by="flowkv",
+        )
+
+    def _refuse_format(self, there: Superblock) -> None:
+        if not self.owner:
+            self._warn(f"{self.path} has format {there.format}, this version reads {FORMAT}: empty")
+            return
+        number = 1
+        while (aside := self.path / f"aside-{number}").exists():
+            number += 1
+        aside.mkdir(mode=0o700)
+        for name in os.listdir(self.path):
+            if _OURS.fullmatch(name) and name != LOCK and not name.startswith("aside-"):
+                self._files.replace(str(self.path / name), str(aside / name))
+        self._warn(
+            f"{self.path} has format {there.format}, this version reads {FORMAT}: starting empty."
+            f" The old store was moved to {aside.name}; delete it when no other version needs it."
+        )
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, UserWarning, stacklevel=5)
+
+
+class _Forget:
+    """Closes a child's copy of the lock: else the directory stays owned while the child lives."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = weakref.ref(home)
+
+    def __call__(self) -> None:
+        home = self._home()
+        if home is not None:
+            with contextlib.suppress(OSError):
+                home.close()
+
+
+def owned(directory: Path) -> bool:
+    """Whether a living process owns the directory; does not disturb it."""
+    try:
+        fd = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

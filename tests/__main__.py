@@ -1,0 +1,48 @@
+"""Everything that must hold before a change lands: `python -m tests [pytest arguments]`.
+
+Style, import contracts, types, then the tests (documentation snippets are among them). Each stage
+is timed; the first that fails ends the run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+STAGES = {
+    "style": [sys.executable, "-m", "ruff", "check"],
+    "format": [sys.executable, "-m", "ruff", "format", "--check"],
+    "contracts": [str(SCRIPTS / "lint-imports"), "--no-logo"],
+    "types": [sys.executable, "-m", "mypy"],
+}
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+
+
+def run(name: str, command: list[str], quiet: bool) -> None:
+    """Run one stage; a quiet one shows what it printed only if it fails."""
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=quiet, text=True, check=False)
+    verdict = "ok" if done.returncode == 0 else "FAILED"
+    if quiet and done.returncode:
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr, flush=True)
+    print(f"{name:<10} {verdict:<6} {time.monotonic() - start:7.1f} s", flush=True)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def main(arguments: list[str]) -> None:
+    """Run all stages in order, the cheap ones first."""
+    start = time.monotonic()
+    for name, command in STAGES.items():
+        run(name, command, quiet=True)
+    run("tests", [*PYTEST, *arguments], quiet=False)
+    print(f"{'all':<10} {'ok':<6} {time.monotonic() - start:7.1f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

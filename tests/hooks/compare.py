@@ -1,0 +1,46 @@
+"""Runs `generate` with and without a cache of ours and compares what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import flowkv
+
+
+def generate(model: torch.nn.Module, new_tokens: int = 20, **inputs: Any) -> Any:
+    """Greedy unless told otherwise; returns sequences and logits."""
+    options = dict(
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return model.generate(**{**options, **inputs})
+
+
+def assert_same(ours: Any, theirs: Any, tolerance: float = 2e-4) -> None:
+    """Equal tokens, and logits equal up to the order of additions."""
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+        spread = b.abs().max().clamp_min(1.0)
+        worst = float(((a - b).abs() / spread).max())
+        assert worst < tolerance, f"logits differ by {worst} at step {step}"
+
+
+@contextmanager
+def attached(model: torch.nn.Module, **options: Any) -> Iterator[flowkv.KV]:
+    """`flowkv.attach` for the length of a block, with small pages unless told otherwise."""
+    kv = flowkv.attach(model, **{"gpu": "64MiB", "page_size": 16, **options})
+    try:
+        yield kv
+    finally:
+        kv.close()
+
+
+def reused(kv: flowkv.KV) -> int:
+    """Tokens that did not have to be computed so far."""
+    return int(kv.stats()["tokens_reused"])

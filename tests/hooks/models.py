@@ -1,0 +1,226 @@
+"""Tiny random models of the architectures that the tests cover, sharpened so that tokens vary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import transformers
+
+SMALL = dict(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+GROUPED = SMALL | dict(head_dim=16)
+
+
+def _llama() -> torch.nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+
+
+def _mistral() -> torch.nn.Module:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED, sliding_window=24))
+
+
+def _qwen3() -> torch.nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED))
+
+
+def _gemma3() -> torch.nn.Module:
+    config = transformers.Gemma3TextConfig(
+        **GROUPED,
+        sliding_window=24,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def _gpt_oss() -> torch.nn.Module:
+    config = transformers.GptOssConfig(
+        **GROUPED,
+        sliding_window=24,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
+def _deepseek_v3() -> torch.nn.Module:
+    config = transformers.DeepseekV3Config(
+        **SMALL | dict(num_key_value_heads=4),
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def _falcon() -> torch.nn.Module:
+    config = transformers.FalconConfig(
+        vocab_size=256,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    return transformers.FalconForCausalLM(config)
+
+
+def _bloom() -> torch.nn.Module:
+    config = transformers.BloomConfig(
+        vocab_size=256,
+        hidden_size=64,
+        n_layer=4,
+        n_head=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    return transformers.BloomForCausalLM(config)
+
+
+def _falcon_h1() -> torch.nn.Module:
+    config = transformers.FalconH1Config(
+        **GROUPED,
+        mamba_d_ssm=128,
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_chunk_size=16,
+    )
+    return transformers.FalconH1ForCausalLM(config)
+
+
+def _qwen3_next() -> torch.nn.Module:
+    config = transformers.Qwen3NextConfig(
+        **GROUPED,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+def whisper() -> torch.nn.Module:
+    """A speech model: its decoder's K and V depend on the encoder's input."""
+    config = transformers.WhisperConfig(
+        vocab_size=256,
+        num_mel_bins=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        d_model=64,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_source_positions=50,
+        max_target_positions=256,
+        decoder_start_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        bos_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    return _ready(transformers.WhisperForConditionalGeneration, config, factor=32.0, embeddings=1.0)
+
+
+IMAGE_TOKEN, IMAGE_PATCHES = 255, 4
+
+
+def llava() -> torch.nn.Module:
+    """A vision-language model whose images take `IMAGE_PATCHES` placeholder tokens."""
+    text = transformers.LlamaConfig(**GROUPED)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=28,
+        patch_size=14,
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=IMAGE_TOKEN,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+    )
+    return _ready(transformers.LlavaForConditionalGeneration, config)
+
+
+def _ready(
+    kind: Callable[..., torch.nn.Module], config: object, **scales: float
+) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return sharpen(kind(config), **scales)
+
+
+def sharpen(
+    model: torch.nn.Module, *, factor: float = 4.0, embeddings: float = 4.0
+) -> torch.nn.Module:
+    """Scales the weights up, or a random model repeats one token whatever its cache holds."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(embeddings if "embed" in name else factor)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    model.generation_config.cache_implementation = None
+    return model.float().eval()
+
+
+_CAUSAL = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen3": _qwen3,
+    "gemma3": _gemma3,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek_v3,
+    "falcon": _falcon,
+    "bloom": _bloom,
+}
+_HYBRID = {"falcon_h1": _falcon_h1, "qwen3_next": _qwen3_next}
+CAUSAL, HYBRID = sorted(_CAUSAL), sorted(_HYBRID)
+
+
+def causal(name: str) -> torch.nn.Module:
+    """A decoder-only model by its architecture's name."""
+    torch.manual_seed(0)
+    tied = dict(factor=8.0, embeddings=1.0) if name == "bloom" else {}
+    return sharpen((_CAUSAL | _HYBRID)[name](), **tied)
+
+
+def prompt(length: int, seed: int = 1) -> torch.Tensor:
+    """Random token ids `[1, length]` without specials."""
+    return torch.randint(5, 250, (1, length), generator=torch.Generator().manual_seed(seed))

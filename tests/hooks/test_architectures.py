@@ -1,0 +1,142 @@
+"""Plain `generate` after `attach` gives the model's own tokens, whatever its architecture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GenerationMixin
+
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+
+
+@pytest.mark.parametrize("name", models.CAUSAL)
+def test_two_turns_of_a_chat(name: str) -> None:
+    model, prompt = models.causal(name), models.prompt(70)
+    first = generate(model, input_ids=prompt)
+    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
+    second = generate(model, input_ids=longer)
+    assert len(set(first.sequences[0, 70:].tolist())) > 2, "the model says one thing: no test"
+    with attached(model) as kv:
+        assert_same(generate(model, input_ids=prompt), first)
+        assert reused(kv) == 0
+        assert_same(generate(model, input_ids=longer), second)
+        assert reused(kv) == 80, "the first turn's full pages, 5 of 16 tokens"
+        assert_same(generate(model, input_ids=longer), second)
+        assert reused(kv) == 80 + 96
+    assert_same(generate(model, input_ids=longer), second)
+
+
+@pytest.mark.parametrize("name", models.CAUSAL)
+def test_ragged_batch(name: str) -> None:
+    model = models.causal(name)
+    ids = torch.cat([models.prompt(60, seed=seed) for seed in (1, 2, 3)])
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 13, 37)):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    inputs = dict(input_ids=ids, attention_mask=mask)
+    theirs = generate(model, **inputs)
+    with attached(model) as kv:
+        assert_same(generate(model, **inputs), theirs)
+        assert_same(generate(model, **inputs), theirs)
+        assert reused(kv) > 0
+
+
+@pytest.mark.parametrize("name", models.HYBRID)
+def test_hybrid_models_go_on_from_a_saved_state(name: str) -> None:
+    model, prompt = models.causal(name), models.prompt(70)
+    first = generate(model, input_ids=prompt)
+    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
+    second = generate(model, input_ids=longer)
+    with attached(model) as kv:
+        assert_same(generate(model, input_ids=prompt), first)
+        assert_same(generate(model, input_ids=longer), second)
+        assert reused(kv) == 89, "all but the last token of the first turn, which was never fed"
+        assert_same(generate(model, input_ids=prompt), first)
+
+
+def test_a_hybrid_state_survives_a_restart(tmp_path) -> None:
+    model, prompt = models.causal("falcon_h1"), models.prompt(70)
+    first = generate(model, input_ids=prompt)
+    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
+    second = generate(model, input_ids=longer)
+    with attached(model, disk=f"{tmp_path}/kv:64MiB"):
+        assert_same(generate(model, input_ids=prompt), first)
+    with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
+        assert_same(generate(model, input_ids=longer), second)
+        assert reused(kv) == 89
+
+
+def test_speech_model() -> None:
+    model = models.whisper()
+    audio = torch.randn(2, 16, 100, generator=torch.Generator().manual_seed(1))
+    text = models.prompt(40).repeat(2, 1)
+
+    def run(features: torch.Tensor, **options: object) -> object:
+        # The model's own generate cuts audio into windows; the loop below it is what we serve.
+        inputs = dict(input_features=features, decoder_input_ids=text)
+        return generate(_Plain(model), **inputs, **options)
+
+    theirs, beams, other = run(audio), run(audio, num_beams=3), run(audio.flip(0))
+    assert len(set(theirs.sequences[0, 40:].tolist())) > 2
+    assert not torch.equal(theirs.sequences, other.sequences), "audio does not matter: no test"
+    with attached(model):
+        assert_same(run(audio), theirs)
+        assert torch.equal(run(audio, num_beams=3).sequences, beams.sequences)
+        assert_same(run(audio.flip(0)), other)
+        assert_same(run(audio), theirs)
+
+
+class _Plain:
+    """The model with the generation loop that all models share."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def generate(self, **inputs: object) -> object:
+        return GenerationMixin.generate(self.model, **inputs)
+
+
+class TestImages:
+    """Placeholders are the same tokens for every image: only the pixels tell prompts apart."""
+
+    def inputs(self, image: torch.Tensor, length: int = 60) -> dict[str, torch.Tensor]:
+        ids = models.prompt(length)
+        ids[0, 20 : 20 + models.IMAGE_PATCHES] = models.IMAGE_TOKEN
+        return dict(input_ids=ids, pixel_values=image)
+
+    def images(self) -> tuple[torch.Tensor, torch.Tensor]:
+        seeded = torch.Generator().manual_seed(3)
+        return tuple(torch.randn(1, 3, 28, 28, generator=seeded) * 3 for _ in range(2))
+
+    def test_two_images_never_share_a_page(self) -> None:
+        model, (cat, dog) = models.llava(), self.images()
+        with_cat = generate(model, **self.inputs(cat))
+        with_dog = generate(model, **self.inputs(dog))
+        assert not torch.equal(with_cat.logits[0], with_dog.logits[0])
+        with attached(model) as kv:
+            assert_same(generate(model, **self.inputs(cat)), with_cat)
+            assert_same(generate(model, **self.inputs(dog)), with_dog)
+            assert reused(kv) <= 16, "only the page before the image"
+            assert_same(generate(model, **self.inputs(cat)), with_cat)
+            assert_same(generate(model, **self.inputs(dog)), with_dog)
+
+    def test_a_reused_image_is_not_computed_again(self) -> None:
+        model, (cat, _) = models.llava(), self.images()
+        first = generate(model, **self.inputs(cat))
+        longer = torch.cat([first.sequences, models.prompt(12, seed=5)], 1)
+        again = dict(input_ids=longer, pixel_values=cat)
+        second = generate(model, **again)
+        with attached(model) as kv:
+            assert_same(generate(model, **self.inputs(cat)), first)
+            before = reused(kv)
+            assert_same(generate(model, **again), second)
+            assert reused(kv) - before >= 64
+
+    def test_text_after_an_image_prompt_does_not_match_text_alone(self) -> None:
+        model, (cat, _) = models.llava(), self.images()
+        plain = dict(input_ids=models.prompt(60))
+        alone = generate(model, **plain)
+        with attached(model):
+            generate(model, **self.inputs(cat))
+            assert_same(generate(model, **plain), alone)

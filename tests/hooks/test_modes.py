@@ -1,0 +1,168 @@
+"""Every way of generating gives the model's own tokens, reading pages and with prefixes reused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fixture_model import load_tiny, stdlib_text
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+
+SUBJECTS = ["tiny", "gemma3", "deepseek_v3", "gpt_oss"]
+
+
+def subject(name: str) -> torch.nn.Module:
+    if name != "tiny":
+        return models.causal(name)
+    model = load_tiny()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def source_text(length: int, skip: int = 0) -> torch.Tensor:
+    text = stdlib_text(skip + length)[skip:].replace(b"\0", b"\n")
+    return torch.tensor([list(text)])
+
+
+def padded() -> dict[str, torch.Tensor]:
+    ids = torch.cat([source_text(90, skip) for skip in (0, 1000, 3000)])
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((41, 0, 7)):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": dict(num_beams=4),
+    "beams-returned": dict(num_beams=4, num_return_sequences=3),
+    "prompt-lookup": dict(prompt_lookup_num_tokens=4),
+    "chunked-prefill": dict(prefill_chunk_size=32),
+    "no-logits-wanted": dict(output_logits=False),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_one_row(name: str, mode: str) -> None:
+    model, inputs = subject(name), dict(input_ids=source_text(100), **MODES[mode])
+    theirs = generate(model, **inputs)
+    with attached(model):
+        for _ in range(2):
+            ours = generate(model, **inputs)
+            assert torch.equal(ours.sequences, theirs.sequences)
+    after = generate(model, **inputs)
+    assert torch.equal(after.sequences, theirs.sequences), "detach leaves the model as it was"
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams", "beams-returned"])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_left_padded_rows(name: str, mode: str) -> None:
+    model, inputs = subject(name), dict(**padded(), **MODES[mode])
+    theirs = generate(model, **inputs)
+    with attached(model) as kv:
+        for _ in range(2):
+            assert torch.equal(generate(model, **inputs).sequences, theirs.sequences)
+        assert reused(kv) > 0
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_sampling_several_continuations(name: str) -> None:
+    model = subject(name)
+    inputs = dict(input_ids=source_text(80), do_sample=True, num_return_sequences=3)
+    torch.manual_seed(5)
+    theirs = generate(model, **inputs)
+    with attached(model):
+        for _ in range(2):
+            torch.manual_seed(5)
+            assert torch.equal(generate(model, **inputs).sequences, theirs.sequences)
+
+
+@pytest.mark.parametrize("name", ["tiny", "gemma3"])
+def test_assisted_decoding(name: str) -> None:
+    model, draft = subject(name), models.causal("llama")
+    inputs = dict(input_ids=source_text(100), assistant_model=draft)
+    theirs = generate(model, 30, **inputs)
+    with attached(model):
+        for _ in range(2):
+            assert torch.equal(generate(model, 30, **inputs).sequences, theirs.sequences)
+
+
+@pytest.mark.parametrize("name", ["tiny", "gemma3"])
+def test_output_attentions_are_the_models_own(name: str) -> None:
+    model = subject(name)
+    model.set_attn_implementation("eager")
+    inputs = dict(input_ids=source_text(60), output_attentions=True)
+    theirs = generate(model, 6, **inputs)
+    with attached(model):
+        for _ in range(2):
+            ours = generate(model, 6, **inputs)
+            assert torch.equal(ours.sequences, theirs.sequences)
+            for a, b in zip(ours.attentions, theirs.attentions, strict=True):
+                for one, other in zip(a, b, strict=True):
+                    assert one.shape == other.shape
+                    assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_hidden_states_are_complete() -> None:
+    model, inputs = subject("tiny"), dict(input_ids=source_text(60), output_hidden_states=True)
+    theirs = generate(model, 4, **inputs)
+    with attached(model):
+        generate(model, 4, input_ids=source_text(60))
+        ours = generate(model, 4, **inputs)
+        assert ours.hidden_states[0][0].shape == theirs.hidden_states[0][0].shape
+
+
+def test_a_token_that_looks_like_padding_inside_a_prompt() -> None:
+    model, ids = subject("tiny"), source_text(80)
+    ids[0, 40] = 0
+    theirs = generate(model, input_ids=ids)
+    with attached(model), pytest.warns(UserWarning, match="model's own cache") as warned:
+        for _ in range(2):
+            assert torch.equal(generate(model, input_ids=ids).sequences, theirs.sequences)
+    assert len(warned) == 1, "one warning, however often it happens"
+
+
+def test_embeddings_instead_of_tokens() -> None:
+    model = subject("tiny")
+    with torch.no_grad():
+        given = dict(inputs_embeds=model.get_input_embeddings()(source_text(50)))
+    theirs = generate(model, **given)
+    with attached(model) as kv, pytest.warns(UserWarning, match="embeddings") as warned:
+        for _ in range(2):
+            assert torch.equal(generate(model, **given).sequences, theirs.sequences)
+        assert reused(kv) == 0
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_stays_within_its_bound(dtype: torch.dtype) -> None:
+    """Documented in docs/explain/exactness.md: relative to the largest logit."""
+    model = load_tiny(dtype).eval()
+    bound = 0.05 if dtype is torch.bfloat16 else 0.01
+    ids = source_text(100)
+    with torch.no_grad():
+        theirs = model(ids, use_cache=True).logits
+        with attached(model):
+            for _ in range(2):
+                ours = generate(model, 1, input_ids=ids).logits[0]
+                worst = (ours - theirs[:, -1]).abs().max() / theirs[:, -1].abs().max()
+                assert float(worst) < bound
+
+
+def test_explicit_cache_for_one_call() -> None:
+    model, ids = subject("tiny"), source_text(120)
+    theirs = generate(model, input_ids=ids)
+    with attached(model) as kv:
+        for _ in range(2):
+            cache = kv.cache(input_ids=ids, tenant="alice")
+            ours = generate(model, input_ids=ids, past_key_values=cache)
+            assert_same(ours, theirs)
+        assert reused(kv) == 112
+        cache = kv.cache(input_ids=ids, tenant="bob")
+        assert_same(generate(model, input_ids=ids, past_key_values=cache), theirs)
+        assert reused(kv) == 112, "another tenant's pages are never used"

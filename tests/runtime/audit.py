@@ -1,0 +1,112 @@
+"""Adds everything up: pages, references, residency, and what policies believe about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from flowkv import KV
+from flowkv.runtime.pool import PagePool
+from flowkv.runtime.store import Store
+
+
+def audit_pool(pool: PagePool) -> None:
+    """Every granule is in exactly one place: a page in use, a free page, or a free slab."""
+    owner: dict[int, str] = {}
+
+    def claim(first: int, granules: int, who: str) -> None:
+        for granule in range(first, first + granules):
+            assert granule not in owner, f"granule {granule}: {who} and {owner[granule]}"
+            owner[granule] = who
+
+    used = 0
+    for number, slab in enumerate(pool._slabs):
+        first = number * pool.slab_granules
+        if slab is None:
+            assert number in pool._free_slabs
+            claim(first, pool.slab_granules, "free slab")
+            continue
+        assert slab.first == first and number not in pool._free_slabs
+        assert slab.used > 0, "an empty slab belongs to no size"
+        assert bool(slab.free) == (number in pool._partial.get(slab.granules, {}))
+        for page in slab.free:
+            claim(page, slab.granules, "free page")
+            assert pool.references(page) == 0
+        for page in pool._pages_of(slab):
+            claim(page, slab.granules, "used page")
+            assert pool.references(page) > 0
+            used += slab.granules
+    assert len(set(pool._free_slabs)) == len(pool._free_slabs)
+    assert used * 4096 == pool.used_bytes()
+    assert set(pool.live()) == {page for page, count in pool._refs.items() if count > 0}
+    for granules, vacant in pool._vacant.items():
+        assert vacant == sum(len(pool._slab(n).free) for n in pool._partial.get(granules, ()))
+
+
+def audit(kv: KV) -> None:
+    """Checks a cache whose sequences are in no step."""
+    assert kv.planner is not None
+    store, tables = kv.planner.store, kv.planner.tables
+    refs = {device: Counter[int]() for device in store.pools}
+    holds: Counter[int] = Counter()
+    for seq in kv._open.values():
+        for g, blocks in enumerate(seq.blocks):
+            line = tables.pages[g][seq.row].tolist()
+            assert all(page == -1 for page in line[len(blocks) :])
+            for page, block in zip(line, blocks, strict=False):
+                if page >= 0:
+                    refs[store.device(g)][page] += 1
+                if block is not None:
+                    assert block.page == page >= 0
+                    holds[id(block)] += 1
+    for block in [*store.index, *store._ghosts]:
+        assert block.holds == holds.pop(id(block), 0)
+        assert block.gone == (block in store._ghosts)
+        if block.page >= 0 and not block.gone:
+            refs[store.device(block.group)][block.page] += 1
+    assert not holds
+    for (device, page), count in store._lent.items():
+        refs[device][page] += count
+    for device, pool in store.pools.items():
+        assert dict(refs[device]) == pool._refs
+        audit_pool(pool)
+    audit_residency(store)
+    audit_index(store)
+
+
+def audit_residency(store: Store) -> None:
+    """Policies know what lies where; what may not leave is protected; nothing lies nowhere."""
+    for device, policy in store.device_policies.items():
+        there = [b.slot for b in store.index if b.page >= 0 and store.device(b.group) == device]
+        assert sorted(policy.resident()) == sorted(there)
+    for number, policy in enumerate(store.tier_policies):
+        there = [block.slot for block in store.index if block.tiers >> number & 1]
+        assert sorted(policy.resident()) == sorted(there)
+    assert set(store._held) == {b.slot for b in store.index if b.holds or b.kept}
+    assert set(store._fixed) == {b.slot for b in store.index if b.moving or b.kept}
+    for block in store.index:
+        assert block.somewhere or block.moving, "a block lies nowhere and is still known"
+        assert block.kept == block.pinned
+        assert store.index.at(block.slot) is block
+
+
+def audit_index(store: Store) -> None:
+    """The tree has every known block exactly once, and no dead branches."""
+    index = store.index
+    linked = [key for children in index._children.values() for key in children]
+    assert len(linked) == len(set(linked))
+    assert set(linked) == {*index._by_key, *index._holes}
+    for key in index._holes:
+        assert index._children[key] and key not in index._by_key
+    assert all(index._children.values())
+    assert sorted(index._free) == [i for i, block in enumerate(index._slots) if block is None]
+
+
+def audit_empty(kv: KV) -> None:
+    """Nothing is left: no page, no block, no line."""
+    audit(kv)
+    assert kv.planner is not None and not kv._open
+    store = kv.planner.store
+    assert len(store.index) == 0 and not store._lent and not store._ghosts
+    assert not store.index._children and not store.index._holes
+    assert all(pool.used_bytes() == 0 for pool in store.pools.values())
+    assert sorted(kv.planner.tables._free) == list(range(kv.planner.tables.max_rows))

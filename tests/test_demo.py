@@ -1,0 +1,179 @@
+"""The demo: its prompts, what its figures amount to, and the whole of it, small."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from flowkv import cli
+from flowkv.core.errors import ConfigError
+from flowkv.demo import run
+from flowkv.demo.records import Findings, Plan, Sample
+from flowkv.demo.summary import summarise
+from flowkv.demo.workload import Case, Sizes, build_workload
+from flowkv.tiers.inspect import Inspection
+
+SMALL = Sizes(context=384, turns=3, rows=2, answer=8)
+
+
+def encode(text: str) -> list[int]:
+    """Bytes after a token that begins every text, as many tokenizers have one."""
+    return [256, *text.encode()]
+
+
+# ---- prompts
+
+
+def test_prompts_have_their_sizes() -> None:
+    work = build_workload(encode, SMALL)
+    talk = len(work.opening) + sum(len(q) + SMALL.answer for q in work.questions)
+    assert talk == SMALL.context
+    assert len(work.questions) == SMALL.turns - 1
+    assert {len(row) for row in work.batch} == {SMALL.shared + SMALL.ending}
+    assert [len(rows[0]) for rows in work.warm_up] == [SMALL.context, len(work.batch[0])]
+
+
+def test_only_the_batch_shares_its_beginning() -> None:
+    work = build_workload(encode, SMALL)
+    first, second = work.batch
+    assert first[: SMALL.shared] == second[: SMALL.shared]
+    assert first[SMALL.shared :] != second[SMALL.shared :]
+    starts = [work.opening, work.batch[0], *(rows[0] for rows in work.warm_up)]
+    assert len({tuple(start[:64]) for start in starts}) == len(starts)
+
+
+def test_no_text_begins_in_the_middle() -> None:
+    work = build_workload(encode, SMALL)
+    parts = [work.opening, *work.questions, *work.batch]
+    assert not any(256 in part for part in parts)
+
+
+def test_prompts_are_the_same_in_both_processes() -> None:
+    assert build_workload(encode, SMALL) == build_workload(encode, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "complaint"),
+    [
+        (Sizes(context=4096, answer=24), 4096, "--context 4072"),
+        (Sizes(context=64, turns=9, answer=24), None, "too short for 9 turns"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes: Sizes, most: int | None, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        build_workload(encode, sizes, most_tokens=most)
+
+
+# ---- figures
+
+
+def sample(way: str, case: str, ttft_s: float, **fields: object) -> Sample:
+    return Sample(way=way, case=case, ttft_s=ttft_s, ttft_cpu_s=ttft_s, tpot_s=0.01, **fields)
+
+
+def findings(second: list[Sample]) -> tuple[Findings, Findings]:
+    """What two processes could have found, on a conversation of one turn and a batch."""
+    cases = [Case("talk", [[1, 2, 3, 4]], [[5]]), Case("batch", [[1, 2]] * 2, [[3], [3]])]
+    machine = {"device": "cpu", "pid": 1}
+    tiers = {"devices": {"cpu": {"used_bytes": 10}}, "tiers": {"disk": {"used_bytes": 7}}}
+    first = [sample("cold", case.name, t) for case in cases for t in (3.0, 1.0, 2.0)]
+    stored = Findings(samples=first, tiers=tiers, machine=machine, cases=cases)
+    return stored, Findings(samples=second, tiers=tiers, machine={**machine, "pid": 2})
+
+
+def test_figures_are_medians_of_the_right_samples() -> None:
+    disk = {"seen": 4, "reused": 3, "loaded_bytes": {"disk": 100}}
+    second = [sample("recompute", "talk", 2.0), sample("disk", "talk", 0.5, **disk)]
+    second += [sample("disk", "talk", 0.25, **disk), sample("disk", "batch", 0.1, **disk)]
+    summary = summarise(Plan(model="m", store=""), *findings(second))
+    assert summary.ttft_cold_s == 2.0
+    assert summary.ttft_restored_s == 0.375
+    assert summary.cases[0].speedup == pytest.approx(2.0 / 0.375)
+    assert (summary.tokens_reused, summary.hit_rate) == (6, 0.75), "asked once, not twice"
+    assert summary.restored_from == {"disk": 200}
+    assert summary.tokens_identical
+    assert math.isnan(summary.ttft_again_s), "what was not measured is no figure"
+
+
+def test_one_wrong_token_is_told() -> None:
+    summary = summarise(
+        Plan(model="m", store=""), *findings([sample("disk", "batch", 0.1, identical=False)])
+    )
+    assert not summary.tokens_identical
+    assert [case.identical for case in summary.cases] == [True, False]
+
+
+# ---- the whole of it
+
+WORDS = [
+    *("--context", "448", "--turns", "2", "--rows", "2"),
+    *("--max-new-tokens", "8", "--repeats", "1", "--threads", "1"),
+]
+
+
+def test_second_process_answers_from_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, store = tmp_path / "report.html", tmp_path / "kv"
+    words = ["demo", "--json", "--store", f"{store}:256MiB", "--report", str(report), *WORDS]
+    status = cli.main(words)
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    found = json.loads(out)
+    assert out.count("\n") == 1
+    assert found["tokens_identical"] is True
+    assert found["tokens_reused"] > 448 and 0.5 < found["hit_rate"] < 1
+    assert found["restored_from"]["disk"] > 0
+    assert found["ttft_cold_s"] > 0 and found["ttft_restored_s"] > 0
+    assert found["device"] and found["store_was_new"]
+    first, second = found["processes"]
+    assert len({first, second, os.getpid()}) == 3
+    assert Path(found["store"]) == store and store.is_dir()
+    page = Path(found["report"]).read_text()
+    assert found["report"] == str(report)
+    assert "measured" in page and "Tokens identical" in page
+    assert "Time to the first token" in err, "people read on standard error"
+
+
+def test_wrong_tokens_fail_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = findings([sample("disk", "talk", 0.1, identical=False)])
+    machine = {"device_name": "x", "threads": 1, "dtype": "float32", "parameters": 1, "python": ""}
+    wrong[1].machine |= {**machine, "flowkv": "", "torch": ""}
+    phases = iter(wrong)
+    monkeypatch.setattr(run, "_phase", lambda *_, **__: next(phases))
+    monkeypatch.setattr(run, "inspect", lambda _directory: Inspection(format=1))
+    assert cli.main(["demo", "--report", str(tmp_path / "r.html")]) == 1
+    assert "Some answers differ" in capsys.readouterr().out
+
+
+def test_what_a_process_cannot_do_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, report = str(tmp_path / "none"), str(tmp_path / "r.html")
+    assert cli.main(["demo", "--model", model, "--report", report, *WORDS]) == 2
+    err = capsys.readouterr().err
+    assert f"there is no folder {model}" in err and "Traceback" not in err
+
+
+def test_reports_need_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--report", str(tmp_path / "none" / "r.html")]) == 2
+    assert "--report" in capsys.readouterr().err
+
+
+def test_temporary_directories_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.tempfile, "tempdir", str(tmp_path))
+    with run._directories("", keep=False) as (work, store):
+        assert work.is_dir() and Path(store).is_dir()
+    assert not list(tmp_path.iterdir())
+    with run._directories("", keep=True) as (_, store):
+        pass
+    assert list(tmp_path.iterdir()) == [Path(store)]
+    with run._directories(str(tmp_path / "mine"), keep=False) as (_, store):
+        (tmp_path / "mine").mkdir()
+    assert (tmp_path / "mine").is_dir()

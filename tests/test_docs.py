@@ -1,0 +1,90 @@
+"""The documentation's Python runs: every page is one program, block after block.
+
+A block fenced as ```` ```python ```` is executed, all blocks of a page in one namespace. One fenced
+as ```` ```python { .no-run } ```` needs what a test machine has not (a big model, a server, a GPU);
+it must still compile.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<ticks>```+) *python\b(?P<info>[^\n`]*)\n"
+    r"(?P<code>.*?)^(?P=indent)(?P=ticks) *$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of Python, and where its first line stands in its page."""
+
+    page: Path
+    line: int
+    runs: bool
+    code: str
+
+    def compiled(self) -> object:
+        """Return the block's code object, with the line numbers of the page."""
+        tree = ast.increment_lineno(ast.parse(self.code, str(self.page)), self.line - 1)
+        return compile(tree, str(self.page), "exec")
+
+
+def blocks(page: Path, text: str) -> list[Block]:
+    """Return the page's Python blocks, freed from the indentation of lists and tabs."""
+    return [
+        Block(
+            page=page,
+            line=text.count("\n", 0, match.start("code")) + 1,
+            runs=not re.search(r"\bno-run\b", match["info"]),
+            code=re.sub(rf"^{match['indent']}", "", match["code"], flags=re.MULTILINE),
+        )
+        for match in FENCE.finditer(text)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__docs__"}
+    for block in blocks(page, page.read_text()):
+        code = block.compiled()
+        if block.runs:
+            exec(code, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(p.relative_to(ROOT / "docs").as_posix() for p in PAGES[1:])
+
+
+def test_collector_sees_blocks() -> None:
+    text = (
+        "a\n\n```python\nx = 1\n```\n\n"
+        "- b\n\n  ```python { .no-run }\n  y = (\n      2)\n  ```\n"
+        "```bash\nz\n```\n"
+    )
+    first, second = blocks(ROOT / "page.md", text)
+    assert (first.line, first.runs, first.code) == (4, True, "x = 1\n")
+    assert (second.line, second.runs, second.code) == (10, False, "y = (\n    2)\n")
+
+
+def test_collector_reports_page_and_line() -> None:
+    (block,) = blocks(ROOT / "page.md", "\n\n```python\nok = 1\n1 / 0\n```\n")
+    with pytest.raises(ZeroDivisionError) as failure:
+        exec(block.compiled())
+    assert failure.traceback[-1].lineno + 1 == 5

@@ -1,0 +1,122 @@
+"""The rules of the house that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import flowkv
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "flowkv"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 400
+
+# Bloom the model, not Bloom the filter.
+MODEL_NAME = re.compile(
+    r"(?<![a-z])(llama|qwen|gemma|mistral|deepseek|falcon|bloom(?![ _-]?filter)"
+    r"|whisper|llava|gpt_?oss)",
+    re.IGNORECASE,
+)
+MAY_NAME_MODELS = ("hooks", "data", "demo", "demo.py")
+
+UNSAFE_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "pd.read_pickle"}
+
+
+def name(path: Path) -> str:
+    """Return a short, stable id for a source file."""
+    return path.relative_to(ROOT).as_posix()
+
+
+each_source = pytest.mark.parametrize("source", SOURCES, ids=name)
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Return the top-level names of all modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@each_source
+def test_file_holds_one_idea(source: Path) -> None:
+    lines = source.read_text().count("\n")
+    assert lines <= MAX_LINES, f"{lines} lines: split it where the second idea begins"
+    assert source.stem not in {"utils", "util", "helpers", "misc", "common"}, (
+        "name the file after the noun it is about"
+    )
+
+
+@each_source
+def test_models_are_named_only_at_their_door(source: Path) -> None:
+    if source.relative_to(PACKAGE).parts[0] in MAY_NAME_MODELS:
+        return
+    for number, line in enumerate(source.read_text().splitlines(), 1):
+        assert not MODEL_NAME.search(line), f"{name(source)}:{number} names a model: {line.strip()}"
+
+
+@each_source
+def test_no_bytes_are_trusted(source: Path) -> None:
+    tree = ast.parse(source.read_text())
+    assert not imported(tree) & UNSAFE_MODULES
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in UNSAFE_CALLS, f"{name(source)}:{node.lineno} calls {called}"
+            loose = [k for k in node.keywords if k.arg == "allow_pickle"]
+            assert all(getattr(k.value, "value", True) is False for k in loose)
+
+
+@each_source
+def test_pure_rooms_need_no_tensors(source: Path) -> None:
+    """The import contracts say it for whole graphs; this names the file."""
+    if source.relative_to(PACKAGE).parts[0] in {"core", "policy", "sim"}:
+        assert not imported(ast.parse(source.read_text())) & {"torch", "triton"}
+
+
+def test_public_names() -> None:
+    public = flowkv.__all__
+    assert list(public) == sorted(set(public)), "__all__ is sorted, each name once"
+    assert not [n for n in public if not hasattr(flowkv, n)]
+    assert set(public) <= set(dir(flowkv))
+
+
+def test_import_does_no_work() -> None:
+    heavy = ["transformers", "numba", "triton", "torch._dynamo", "torch._inductor", "rich"]
+    program = f"import sys, flowkv; print(*(m for m in {heavy} if m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_public_packages_say_what_they_are() -> None:
+    for init in PACKAGE.rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(init.read_text())), f"{name(init)} has no docstring"
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_dev_extra_and_dev_group_are_one_list() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    groups = project["dependency-groups"]
+    extra = project["project"]["optional-dependencies"]["dev"]
+    assert sorted(extra) == sorted(["flowkv[hf,cli]", *groups["lint"], *groups["test"]])
+
+
+def test_readme_commands_are_single_lines() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for marker in ("demo-command", "test-command"):
+        (command,) = re.findall(rf"<!-- {marker} -->\n+```[a-z]*\n(.*?)\n```", readme, re.DOTALL)
+        assert "\n" not in command
+        assert "constraints.txt" in command

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowkv.core.layout import CODECS, GRANULE_BYTES
+from flowkv.tiers.frame import (
+    KINDS,
+    MAX_STRIPES,
+    BadFrame,
+    accept,
+    decode_header,
+    encode_header,
+    header_bytes,
+    most_header_bytes,
+    pack_header,
+    verify,
+    verify_stripe,
+)
+
+from .frames import LAYOUT, body_of, info_of, key_of
+
+U32 = st.integers(0, 2**32 - 1)
+
+
+def frame(stripes: int = 3, step: int = GRANULE_BYTES, **changes: object) -> tuple[bytes, bytes]:
+    body = body_of("frame", stripes * step)
+    return encode_header(key_of("frame"), info_of(step, **changes), body), body
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    codec=st.integers(0, len(CODECS) - 1),
+    numbers=st.tuples(U32, U32, U32, U32),
+    world=st.integers(1, 2**32 - 1),
+    stripes=st.sampled_from((1, 2, 240, 241, 496, 497)),
+    odd=st.integers(1, 9000),
+)
+def test_round_trip(
+    kind: str,
+    codec: int,
+    numbers: tuple[int, int, int, int],
+    world: int,
+    stripes: int,
+    odd: int,
+) -> None:
+    step = odd if stripes == 1 else GRANULE_BYTES
+    group, tokens, start, stop = numbers
+    info = info_of(step, kind=kind, codec=codec, fidelity=len(CODECS) - 1)._replace(
+        group=group, tokens=tokens, rank=world - 1, world=world, head_start=start, head_stop=stop
+    )
+    body = body_of(odd, step * stripes)
+    data = encode_header(key_of(odd), info, body)
+    assert len(data) == header_bytes(stripes) <= most_header_bytes(len(body))
+    header = decode_header(data + body)
+    assert (header.key, header.info, header.body_bytes) == (key_of(odd), info, len(body))
+    assert pack_header(header) == data
+    verify(header, body)
+
+
+def test_every_bit_of_a_header_counts() -> None:
+    data, _ = frame()
+    for at in range(len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << bit
+            with pytest.raises(BadFrame):
+                decode_header(flipped)
+
+
+def test_every_bit_of_an_overflowing_header_counts() -> None:
+    data, _ = frame(stripes=300)
+    assert len(data) == 2 * GRANULE_BYTES
+    rng = random.Random(1)
+    for _ in range(2000):
+        flipped = bytearray(data)
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        with pytest.raises(BadFrame):
+            decode_header(flipped)
+
+
+def test_bits_of_a_body_count() -> None:
+    data, body = frame()
+    header, rng = decode_header(data), random.Random(2)
+    for _ in range(3000):
+        bit = rng.randrange(8 * len(body))
+        flipped = bytearray(body)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(BadFrame) as caught:
+            verify(header, flipped)
+        assert caught.value.reason == "digest"
+
+
+def test_every_bit_of_a_small_body_counts() -> None:
+    data, body = frame(stripes=1, step=37)
+    header = decode_header(data)
+    for bit in range(8 * 37):
+        flipped = bytearray(body)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(BadFrame):
+            verify(header, flipped)
+
+
+def test_stripes_cannot_change_places() -> None:
+    data, body = frame()
+    header, first, second = decode_header(data), body[:4096], body[4096:8192]
+    with pytest.raises(BadFrame):
+        verify(header, second + first + body[8192:])
+    verify_stripe(header, 1, second)
+    with pytest.raises(BadFrame):
+        verify_stripe(header, 1, first)
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("kind", "state"),
+        ("codec", 1),
+        ("fidelity", 2),
+        ("layout", bytes(16)),
+        ("parent", bytes(32)),
+        ("namespace", bytes(32)),
+        ("tenant", bytes(32)),
+        ("group", 2),
+        ("tokens", 63),
+        ("rank", 2),
+        ("world", 5),
+        ("head_start", 1),
+        ("head_stop", 3),
+    ],
+)
+def test_every_field_is_part_of_the_frame(change: str, value: object) -> None:
+    """Digest and field together: a spliced field, without a new digest, is found."""
+    good, _ = frame(fidelity=1)
+    other, _ = frame(**{"fidelity": 1, change: value})
+    at = [i for i in range(len(good)) if good[i] != other[i] and not 16 <= i < 32]
+    assert at
+    spliced = bytearray(good)
+    for i in at:
+        spliced[i] = other[i]
+    with pytest.raises(BadFrame, match="digest"):
+        decode_header(spliced)
+    assert decode_header(other).info != decode_header(good).info
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "letter"},
+        {"codec": len(CODECS), "fidelity": len(CODECS)},
+        {"codec": 2, "fidelity": 1},
+        {"codec": -1},
+        {"layout": b"short"},
+        {"parent": b""},
+        {"namespace": bytes(33)},
+        {"tenant": bytes(31)},
+        {"group": -1},
+        {"tokens": 2**32},
+        {"rank": 4},
+        {"stripe_bytes": 0},
+        {"stripe_bytes": 4095},
+        {"stripe_bytes": 2048},
+    ],
+)
+def test_unsound_descriptions_are_refused(changes: dict[str, object]) -> None:
+    info = info_of(4096)._replace(**changes)
+    with pytest.raises(BadFrame) as caught:
+        encode_header(key_of("x"), info, bytes(8192))
+    assert caught.value.reason == "invalid"
+
+
+def test_empty_bodies_and_short_keys_are_refused() -> None:
+    for key, body in ((key_of("x"), b""), (b"short", bytes(4096))):
+        with pytest.raises(BadFrame):
+            encode_header(key, info_of(4096), body)
+
+
+def test_bytes_that_are_no_frame() -> None:
+    data, _ = frame(stripes=300)
+    reasons = []
+    for bad in (
+        b"",
+        data[:4095],
+        data[:4096],
+        bytes(4096),
+        b"FKVFRAME" + b"\2\0" + data[10:],
+        data[:10] + b"\xff\xff" + data[12:],
+        data[:10] + b"\0\0" + data[12:],
+        data[:10] + b"\1\0" + data[12:],
+    ):
+        with pytest.raises(BadFrame) as caught:
+            decode_header(bad)
+        reasons.append(caught.value.reason)
+    assert reasons == [
+        *("truncated", "truncated", "truncated"),
+        *("foreign", "version", "foreign", "foreign", "digest"),
+    ]
+
+
+@given(st.binary(max_size=5000))
+def test_noise_is_no_frame(data: bytes) -> None:
+    for prefix in (b"", b"FKVFRAME\1\0\1\0"):
+        with pytest.raises(BadFrame):
+            decode_header(prefix + data)
+
+
+def test_a_body_of_another_length() -> None:
+    data, body = frame()
+    with pytest.raises(BadFrame, match="12287 bytes of a body of 12288"):
+        verify(decode_header(data), body[:-1])
+
+
+@pytest.mark.parametrize(
+    ("key", "layout", "fidelity", "reason"),
+    [
+        (key_of("other"), LAYOUT, 4, "key"),
+        (key_of("frame"), bytes(16), 4, "layout"),
+        (key_of("frame"), LAYOUT, 1, "fidelity"),
+    ],
+)
+def test_accept(key: bytes, layout: bytes, fidelity: int, reason: str) -> None:
+    header = decode_header(frame(fidelity=2)[0])
+    accept(header, key_of("frame"), LAYOUT, 2)
+    with pytest.raises(BadFrame) as caught:
+        accept(header, key, layout, fidelity)
+    assert caught.value.reason == reason
+
+
+def test_headers_are_bounded() -> None:
+    assert header_bytes(MAX_STRIPES) < 2 << 20
+    assert [header_bytes(n) // 4096 for n in (1, 240, 241, 496, 497)] == [1, 1, 2, 2, 3]
+
+
+def test_the_error_can_be_copied() -> None:
+    error = copy.copy(BadFrame("digest", "the header does not match"))
+    assert (error.reason, str(error)) == (
+        "digest",
+        "the header does not match. Treat the frame as absent.",
+    )

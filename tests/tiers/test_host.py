@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import select
+import threading
+
+import pytest
+
+from flowkv.core.clock import ManualClock
+from flowkv.core.errors import ConfigError, StateError
+from flowkv.tiers.base import Load, Outcome, Store, Tier
+from flowkv.tiers.host import HostTier
+
+from .frames import (
+    LAYOUT,
+    answers,
+    body_of,
+    get,
+    hits,
+    info_of,
+    key_of,
+    outcomes,
+    put,
+    stored,
+)
+
+
+def test_is_a_tier() -> None:
+    assert isinstance(HostTier(1 << 20), Tier)
+
+
+def test_bodies_are_copied() -> None:
+    tier, body = HostTier(1 << 20), bytearray(body_of("a"))
+    answers(tier, tier.submit_store([Store(key_of("a"), info_of(8192), memoryview(body))]), 1)
+    body[:] = bytes(len(body))
+    assert hits(tier, ["a"]) == 1
+
+
+def test_rotten_memory_is_a_miss() -> None:
+    tier = HostTier(1 << 20)
+    stored(tier, ["a", "b"])
+    header, body = tier._frames[key_of("a")]
+    rotten = bytearray(body)
+    rotten[5000] ^= 8
+    tier._frames[key_of("a")] = header, bytes(rotten)
+    target = bytearray(8192)
+    job = tier.submit_load([Load(key_of("a"), memoryview(target), LAYOUT, 0)])
+    assert outcomes(answers(tier, job, 1)) == [("miss", "digest")]
+    assert target == bytes(8192)
+    assert outcomes(get(tier, ["a", "b"])) == [("miss", ""), ("hit", "")]
+    assert tier.corrupt == 1
+
+
+def test_full() -> None:
+    tier = HostTier(4 * HostTier(1).frame_bytes(8192))
+    done = put(tier, range(5))
+    assert outcomes(done) == [("stored", "")] * 4 + [("failed", "full")]
+    assert tier.used_bytes() <= tier.capacity_bytes
+    assert tier.delete([key_of(0), key_of("nobody")]) == 1
+    assert outcomes(put(tier, [4])) == [("stored", "")]
+
+
+def test_a_late_item_is_not_started() -> None:
+    class Slow(ManualClock):
+        def now_ns(self) -> int:
+            self.advance(s=1)
+            return super().now_ns()
+
+    tier = HostTier(1 << 20, clock=Slow())
+    items = [Store(key_of(n), info_of(8192), memoryview(body_of(n))) for n in range(4)]
+    done = answers(tier, tier.submit_store(items, deadline_s=3.5), 4)
+    assert outcomes(done) == [("stored", "")] * 2 + [("failed", "deadline")] * 2
+
+
+def test_targets_that_do_not_fit() -> None:
+    tier = HostTier(1 << 20)
+    stored(tier, ["a"])
+    for target in (memoryview(bytearray(8191)), memoryview(bytes(8192))):
+        job = tier.submit_load([Load(key_of("a"), target, LAYOUT, 0)])
+        assert outcomes(answers(tier, job, 1)) == [("failed", "target")]
+
+
+def test_unsound_stores_fail() -> None:
+    tier = HostTier(1 << 20)
+    assert outcomes(put(tier, ["a"], stripe_bytes=100)) == [("failed", "invalid")]
+    assert tier.used_bytes() == 0
+
+
+def test_the_descriptor_follows_the_answers() -> None:
+    tier = HostTier(1 << 20)
+    tier.submit_load([Load(key_of("a"), memoryview(bytearray(1)), LAYOUT, 0)])
+    fd = tier.fileno()
+    assert select.select([fd], [], [], 0)[0]
+    tier.poll()
+    assert not select.select([fd], [], [], 0)[0]
+    tier.submit_load([Load(key_of("a"), memoryview(bytearray(1)), LAYOUT, 0)])
+    assert select.select([fd], [], [], 0)[0]
+    tier.close()
+
+
+def test_threads() -> None:
+    tier, done = HostTier(64 * 10_000), []
+
+    def work(seed: int) -> None:
+        for n in range(100):
+            name = (seed * 7 + n) % 20
+            item = Store(key_of(name), info_of(8192), memoryview(body_of(name)))
+            tier.submit_store([item])
+            target = memoryview(bytearray(8192))
+            tier.submit_load([Load(key_of(name), target, LAYOUT, 0)])
+            tier.delete([key_of(name + 1)])
+            done.extend(tier.poll())
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done += tier.poll()
+    assert len(done) == 800
+    assert {answer.outcome for answer in done} <= {Outcome.STORED, Outcome.HIT, Outcome.MISS}
+    assert tier.used_bytes() == sum(entry.n_bytes for entry in tier.scan())
+
+
+def test_closed() -> None:
+    tier = HostTier(1 << 20)
+    stored(tier, ["a"])
+    tier.close()
+    assert tier.contains([key_of("a")]) == [False]
+    with pytest.raises(StateError, match="closed"):
+        put(tier, ["a"])
+
+
+def test_needs_room() -> None:
+    with pytest.raises(ConfigError):
+        HostTier(0)

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from flowkv.core.clock import ManualClock, SystemClock
+from flowkv.tiers.base import Completion, Load, Outcome, Store
+from flowkv.tiers.worker import Item, Staging, Workers
+
+from .frames import LAYOUT, info_of, key_of
+
+
+def nothing(*args: object) -> None:
+    pass
+
+
+def workers(
+    load: Callable[[Item, Staging], None] = nothing,
+    store: Callable[[list[Item]], None] = nothing,
+    **changes: object,
+) -> Workers:
+    options = {"threads": 1, "batch": 4, "queue_bytes": 1 << 20} | changes
+    clock = options.pop("clock", SystemClock())
+    return Workers("test", load, store, clock, **options)
+
+
+def wish(name: object, size: int = 100) -> Load:
+    return Load(key_of(name), memoryview(bytearray(size)), LAYOUT)
+
+
+def body(name: object, size: int = 100) -> Store:
+    return Store(key_of(name), info_of(size), memoryview(bytes(size)))
+
+
+def collect(pool: Workers, count: int) -> list[Completion]:
+    found: list[Completion] = []
+    end = time.monotonic() + 20
+    while len(found) < count:
+        assert time.monotonic() < end
+        found += pool.poll(0.1)
+    return found
+
+
+def test_a_thread_survives_its_work() -> None:
+    def broken(item: Item, staging: Staging) -> None:
+        if item.index == 0:
+            raise ValueError("oh")
+        if item.index == 1:
+            raise MemoryError
+        if item.index == 3:
+            pool.answer(item, Outcome.MISS)
+
+    pool = workers(broken)
+    pool.submit([wish(n) for n in range(4)], 10)
+    assert [(a.outcome, a.reason) for a in collect(pool, 4)] == [
+        (Outcome.FAILED, "ValueError: oh"),
+        (Outcome.FAILED, "memory"),
+        (Outcome.FAILED, "unanswered"),
+        (Outcome.MISS, ""),
+    ]
+    assert pool.close(20)
+
+
+def test_batches_and_followers() -> None:
+    gate, batches = threading.Event(), []
+
+    def store(items: list[Item]) -> None:
+        assert gate.wait(20)
+        batches.append([item.key for item in items])
+        for item in items:
+            pool.answer(item, Outcome.FAILED, "full")
+
+    pool = workers(store=store)
+    pool.submit([body(n) for n in (0, 1, 1, 2, 3, 4, 1, 5)], 10)
+    gate.set()
+    done = collect(pool, 8)
+    assert {(a.outcome, a.reason) for a in done} == {(Outcome.FAILED, "full")}
+    assert sorted(a.item for a in done) == list(range(8))
+    keys = [key for batch in batches for key in batch]
+    assert sorted(keys) == sorted(key_of(n) for n in (0, 1, 1, 1, 2, 3, 4, 5))
+    assert all(len(set(batch)) == len(batch) for batch in batches)
+    assert max(map(len, batches)) <= 4
+    assert pool.close(20)
+
+
+def test_a_follower_takes_over_when_the_first_gives_up() -> None:
+    clock, gate, entered = ManualClock(), threading.Event(), threading.Event()
+    stored: list[bytes] = []
+
+    def store(items: list[Item]) -> None:
+        entered.set()
+        assert gate.wait(20)
+        for item in items:
+            stored.append(item.key)
+            pool.answer(item, Outcome.STORED)
+
+    pool = workers(store=store, clock=clock, batch=1)
+    pool.submit([body("blocker")], 100)
+    assert entered.wait(20)
+    first, second = pool.submit([body("a")], 1), pool.submit([body("a")], 100)
+    clock.advance(s=2)
+    assert [(a.job, a.reason) for a in collect(pool, 1)] == [(first, "deadline")]
+    gate.set()
+    assert {a.job: a.outcome for a in collect(pool, 2)}[second] is Outcome.STORED
+    assert stored == [key_of("blocker"), key_of("a")]
+    assert pool.close(20)
+
+
+def test_a_store_after_a_deletion_is_not_answered_from_before() -> None:
+    gate, calls = threading.Event(), []
+
+    def store(items: list[Item]) -> None:
+        calls.append(items[0].job)
+        pool.answer(items[0], Outcome.STORED)
+        assert gate.wait(20)
+
+    pool = workers(store=store)
+    first = pool.submit([body("a")], 10)
+    assert collect(pool, 1)[0].job == first
+    second = pool.submit([body("a")], 10)  # its key was deleted; the thread is not done yet
+    assert pool.poll(0.02) == []
+    gate.set()
+    assert collect(pool, 1)[0].job == second
+    assert calls == [first, second]
+    assert pool.close(20)
+
+
+def test_loads_go_first() -> None:
+    gate, order = threading.Event(), []
+
+    def load(item: Item, staging: Staging) -> None:
+        order.append("load")
+        pool.answer(item, Outcome.MISS)
+
+    def store(items: list[Item]) -> None:
+        assert gate.wait(20)
+        order.append("store")
+        for item in items:
+            pool.answer(item, Outcome.STORED)
+
+    # with two threads, one of them looks at stores first, so that neither can starve the other
+    pool = workers(load, store, threads=2, batch=1)
+    pool.submit([body(n) for n in range(3)], 10)
+    pool.submit([wish(n) for n in range(3)], 10)
+    time.sleep(0.05)
+    gate.set()
+    collect(pool, 6)
+    assert sorted(order) == ["load"] * 3 + ["store"] * 3
+    assert pool.close(20)
+
+
+def test_close_gives_up_on_a_stuck_thread() -> None:
+    gate, entered = threading.Event(), threading.Event()
+    target = bytearray(100)
+
+    def load(item: Item, staging: Staging) -> None:
+        entered.set()
+        assert gate.wait(20)
+        if pool.claim(item):
+            target[:] = b"x" * 100
+
+    pool = workers(load)
+    pool.submit([wish("a"), wish("b")], 1000)
+    assert entered.wait(20)
+    assert not pool.close(0.05)
+    assert [(a.outcome, a.reason) for a in pool.poll(0)] == [(Outcome.FAILED, "closed")] * 2
+    gate.set()
+    assert pool.close(20)
+    assert pool.poll(0) == []
+    assert target == bytes(100)
+
+
+def test_poll_waits_for_the_first_answer_and_no_longer() -> None:
+    pool = workers(lambda item, staging: pool.answer(item, Outcome.MISS))
+    start = time.monotonic()
+    assert pool.poll(0.05) == []
+    assert time.monotonic() - start >= 0.05
+    pool.submit([wish("a")], 10)
+    assert len(pool.poll(20)) == 1
+    assert time.monotonic() - start < 10
+    assert pool.close(20)
+
+
+@pytest.mark.parametrize("size", [1, 4096, (1 << 20) + 1])
+def test_staging_grows_and_is_aligned(size: int) -> None:
+    staging = Staging()
+    small, large = staging(10), staging(size)
+    large[-1] = 7
+    assert (len(small), len(large)) == (10, size)
+    assert staging(size)[-1] == 7
