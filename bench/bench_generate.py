@@ -14,11 +14,12 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 
 import flowkv
-from flowkv.measure.generate import Timing, median, timed_generate
+from flowkv.measure.generate import Timing, timed_generate
 from tests.fixture_model import load_tiny, stdlib_text
 
 
@@ -56,8 +57,8 @@ class Bench:
         self.rounds, self.alone, self.served = rounds, _model(), _model()
         self.kv = flowkv.attach(self.served, gpu="1GiB")
         for model in (self.alone, self.served):  # compile and allocate before anything is timed
-            timed(model, text(2048, 600_000), 40)
-            timed(model, text(2048, 600_000), 40)
+            timed(model, text(2048, 400_000), 40)
+            timed(model, text(2048, 400_000), 40)
 
     def ttft(self, n_bytes: int) -> dict[str, object]:
         """Time to the first token of a prompt seen before, against the model alone."""

@@ -5,7 +5,7 @@ exactly what a GPU would be given is compiled for it, and every launch is record
 
     python -m bench.codegen                    # a table of all cases for sm_90
     python -m bench.codegen --arch 80 --json   # one JSON object per kernel
-    python -m bench.codegen -k decode --sass /tmp/sass
+    python -m bench.codegen -k decode --sass sass
 
 `inst/el`: thread-instructions of the main loop per K or V element it reads. An H200 issues 128 a
 clock and processor while 8.9 bfloat16 elements arrive, so 14.4 is where decode stops being bound by

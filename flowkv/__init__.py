@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from flowkv.core.keys import Salt as Salt
     from flowkv.hooks.attention import attention as attention
     from flowkv.hooks.attention import intercept as intercept
-    from flowkv.hooks.huggingface import attach as attach
-    from flowkv.hooks.huggingface import verify as verify
+    from flowkv.hooks.huggingface.attach import attach as attach
+    from flowkv.hooks.huggingface.verify import verify as verify
     from flowkv.policy.base import Policy as Policy
     from flowkv.runtime.batch import Step as Step
     from flowkv.runtime.cache import KV as KV
@@ -80,8 +80,8 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(home)
     value = module if home == f"flowkv.{name}" else getattr(module, name)
     globals()[name] = value
-    if name == "KV":
-        module.cache_door = _open_cache
+    if name == "KV":  # hooks lie above the runtime, which therefore cannot import this door itself
+        vars(module)["cache_door"] = _open_cache
     return value
 
 

@@ -22,10 +22,11 @@ from typing import Any, NoReturn
 import msgspec
 
 import flowkv
+from flowkv.core.config import load_config
 from flowkv.core.errors import ConfigError, FlowKVError
 from flowkv.core.sizes import format_size
 from flowkv.demo.run import DemoFailed
-from flowkv.demo.show import Screen, seconds
+from flowkv.demo.show import Screen, one_line, seconds
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -176,12 +177,14 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=_count, default=0, metavar="N", help="tokens of the longest prompt"
     )
-    parser.add_argument("--turns", type=_count, default=4, help="of the conversation; default 4")
-    parser.add_argument("--rows", type=_count, default=4, help="of the batch; default 4")
-    parser.add_argument("--repeats", type=_count, default=3, help="behind a median; default 3")
-    parser.add_argument(
-        "--max-new-tokens", type=_count, default=24, metavar="N", help="of an answer; default 24"
-    )
+    for flag, default, about in (
+        ("--turns", 4, "of the conversation"),
+        ("--rows", 3, "of the batch"),
+        ("--repeats", 3, "behind a median"),
+        ("--max-new-tokens", 24, "of an answer"),
+    ):
+        about += "; default %(default)s"
+        parser.add_argument(flag, type=_count, default=default, metavar="N", help=about)
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -216,6 +219,7 @@ def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
 
     if given.turns < 2:
         raise ConfigError("a conversation of one turn has no past", "Give --turns 2 or more")
+    load_config(disk=given.store or None)  # better before a model is loaded than after it
     sizes = Sizes(turns=given.turns, rows=given.rows, answer=given.max_new_tokens)
     if given.context:
         sizes = msgspec.structs.replace(sizes, context=given.context)
@@ -236,6 +240,7 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     from flowkv.measure.answer import answer_all, read_prompts
 
     prompts = read_prompts(given.prompts)
+    load_config(disk=given.store)
     with screen.progress("loading the model"):
         import torch
 
@@ -251,7 +256,7 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             answer_all(loaded, kv, prompts, max_new_tokens=given.max_new_tokens), 1
         ):
             answers.append(answer)
-            screen.say(f"{number}. {_one_line(answer.prompt)}", style="bold")
+            screen.say(f"{number}. {one_line(answer.prompt)}", style="bold")
             screen.say(answer.answer)
             screen.say(
                 f"{answer.tokens_reused:,} of {answer.prompt_tokens:,} tokens reused, first token"
@@ -270,11 +275,6 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         "device": str(loaded.model.device),
     }
     return 0, result
-
-
-def _one_line(text: str, width: int = 72) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else "..." + line[3 - width :]
 
 
 def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
@@ -327,19 +327,12 @@ def _doctor(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     from flowkv.observe.doctor import examine
 
     findings = examine(given.store)
-    marks = {"ok": "ok", "note": "-", "warn": "!", "bad": "BAD"}
-    rows = [
-        [marks[f.state], f.name, f.value + (f"\n-> {f.advice}" if f.advice else "")]
-        for f in findings
-    ]
     states = [finding.state for finding in findings]
-    screen.table(
-        ["", "what", "found"],
-        rows,
-        title=f"FlowKV {flowkv.__version__} on this machine",
-        numbers=False,
-        states=states,
-    )
+    marks = {"ok": "ok", "note": "-", "warn": "!", "bad": "BAD"}
+    advice = [f"\n-> {f.advice}" if f.advice else "" for f in findings]
+    rows = [[marks[f.state], f.name, f.value + a] for f, a in zip(findings, advice, strict=True)]
+    title = f"FlowKV {flowkv.__version__} on this machine"
+    screen.table(["", "what", "found"], rows, title=title, numbers=False, states=states)
     bad = states.count("bad")
     if bad:
         screen.say("FlowKV does not work here before that is repaired.", style="red bold")

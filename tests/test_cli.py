@@ -306,6 +306,14 @@ def test_bad_prompts(
     assert not (tmp_path / "kv").exists()
 
 
+@pytest.mark.parametrize("store", ["kv:200", "kv:7XiB", "s3://bucket/kv"])
+def test_bad_stores(store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p").write_text("x")
+    words = ("generate", "--model", "none", "--prompts", str(tmp_path / "p"), "--store", store)
+    assert "`$.disk`" in refused(capsys, *words), "before the model is looked for"
+    assert "`$.disk`" in refused(capsys, "demo", "--store", store)
+
+
 def test_prompts_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("generate", "--model", str(tiny_path()), "--store", str(tmp_path / "kv"))
     assert "Correct the path" in refused(capsys, *words, "--prompts", str(tmp_path / "none"))
@@ -334,6 +342,8 @@ def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             load_model(name)
     with pytest.raises(UnsupportedModelError, match="no causal language model"):
         load_model(tmp_path / "strange")
+    with pytest.raises(ConfigError, match="device 'abacus' cannot be used"):
+        load_model(tiny_path(), device="abacus")
     with pytest.raises(ConfigError, match="dtype"):
         load_model(tiny_path(), dtype="int3")
 
@@ -366,6 +376,11 @@ def test_tables_without_rich(
 def test_tables_with_rich_show_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     show.Screen().table(["a"], [["flowkv[hf]"]])
     assert "flowkv[hf]" in capsys.readouterr().out
+
+
+def test_a_model_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    show.Screen().say("a\x1b[2Jb\r\nc")
+    assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

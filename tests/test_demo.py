@@ -143,8 +143,14 @@ def test_wrong_tokens_fail_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = findings([sample("disk", "talk", 0.1, identical=False)])
-    machine = {"device_name": "x", "threads": 1, "dtype": "float32", "parameters": 1, "python": ""}
-    wrong[1].machine |= {**machine, "flowkv": "", "torch": ""}
+    machine = {
+        "device_name": "x",
+        "threads": 1,
+        "dtype": "float32",
+        "parameters": 1,
+        "wait_policy": "",
+    }
+    wrong[1].machine |= {**machine, "flowkv": "", "torch": "", "python": ""}
     phases = iter(wrong)
     monkeypatch.setattr(run, "_phase", lambda *_, **__: next(phases))
     monkeypatch.setattr(run, "inspect", lambda _directory: Inspection(format=1))

@@ -87,7 +87,9 @@ def test_pure_rooms_need_no_tensors(source: Path) -> None:
 
 def test_public_names() -> None:
     public = flowkv.__all__
-    assert list(public) == sorted(set(public)), "__all__ is sorted, each name once"
+    # Constants, classes, then functions: the order that ruff's RUF022 keeps.
+    kinds = sorted(set(public), key=lambda n: (0 if n.isupper() else 1 if n[0].isupper() else 2, n))
+    assert list(public) == kinds, "__all__ is sorted, each name once"
     assert not [n for n in public if not hasattr(flowkv, n)]
     assert set(public) <= set(dir(flowkv))
 

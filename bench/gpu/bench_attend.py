@@ -1,6 +1,6 @@
 """Paged attention, append and page moves on one GPU: checked first, then timed, in one call.
 
-    python bench/gpu/bench_attend.py --out /tmp/attend     # or $OUT, or the working directory
+    python bench/gpu/bench_attend.py --out results     # or $OUT, or the working directory
 
 Writes `bench_attend.json`: device, versions, measured bandwidth and matrix ceilings, and for each
 case microseconds (median and 10th and 90th percentile), bytes or operations a second, their share
@@ -352,6 +352,7 @@ def main() -> int:
         "results": [],
     }
     print(json.dumps(limits), flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "bench_attend.json"
     jobs = [
         (case.name, lambda case=case: [attention(case, limits)])

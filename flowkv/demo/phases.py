@@ -236,6 +236,7 @@ def _machine(model: Any, plan: Plan) -> dict[str, Any]:
         "device": str(device),
         "device_name": name,
         "threads": torch.get_num_threads(),
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
         "dtype": plan.dtype,
         "parameters": sum(p.numel() for p in model.parameters()),
         "torch": str(torch.__version__),

@@ -30,9 +30,9 @@ def write_demo_report(path: Path, plan: Plan, summary: Summary, texts: Sequence[
     machine = summary.machine
     return write_report(
         path.absolute(),
-        "FlowKV demo: prompts that outlive their process",
+        "Prompts that outlive their process",
         [section for section in sections if section.parts or section.text],
-        lead="One process answered and exited; a second one answered from what it left on disk.",
+        lead="FlowKV demo: one process answered and exited, a second one answered from its store.",
         footer=f"{machine['device_name']}, {machine['threads']} threads, {machine['dtype']};"
         f" FlowKV {machine['flowkv']}, torch {machine['torch']}, Python {machine['python']};"
         f" {today:%Y-%m-%d %H:%M %Z}; {summary.seconds:.0f} s in all.",
@@ -160,9 +160,10 @@ def _method(plan: Plan, summary: Summary) -> Section:
         f" attaching, once in a process, took {seconds(summary.attach_s)} and is not in it."
         " Both processes warmed up with other prompts of the same shapes first. What is compared"
         f" was measured in turns ({_of(summary)}). Before every restore the cache was opened"
-        " anew, and the operating system was asked to drop the files from its page cache. Threads"
-        " slept while they waited (OMP_WAIT_POLICY=PASSIVE), in all runs."
+        " anew, and the operating system was asked to drop the files from its page cache."
     )
+    if summary.machine["wait_policy"]:
+        text += f" OMP_WAIT_POLICY was {summary.machine['wait_policy']} in all runs."
     return Section("How it was measured", text)
 
 

@@ -198,6 +198,9 @@ def _show(summary: Summary, screen: Screen) -> None:
         screen.say("All answers are identical to those without FlowKV.", style="green")
     else:
         screen.say("Some answers differ from those without FlowKV.", style="red bold")
+        if summary.machine["dtype"] != "float32":
+            text = f"In {summary.machine['dtype']} rounding alone can do that: compare in float32."
+            screen.say(text, style="yellow")
     if not summary.tokens_reused:
         screen.say("The second process restored nothing and computed all of it.", style="yellow")
     screen.say(

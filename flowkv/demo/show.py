@@ -42,6 +42,7 @@ class Screen:
 
     def say(self, text: str = "", *, style: str = "") -> None:
         """A line; `style` is "bold", "dim", "green", "red", ... where colours are shown."""
+        text = _printable(text)
         if self._rich is None:
             print(text, file=self._file, flush=True)
         else:
@@ -66,10 +67,12 @@ class Screen:
             numbers: Whether all columns but the first are aligned right.
             states: "ok", "note", "warn" or "bad" of each row, for its colour.
         """
+        rows = [[_printable(cell) for cell in row] for row in rows]
         if self._rich is None:
             self._plain_table(columns, rows, title, numbers)
             return
         from rich import box
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table(
@@ -86,7 +89,7 @@ class Screen:
             table.add_column(name, justify="right" if right else "left", overflow="fold")
         for number, row in enumerate(rows):
             state = states[number] if number < len(states) else ""
-            table.add_row(*(_escaped(cell) for cell in row), style=_STYLES.get(state))
+            table.add_row(*(escape(cell) for cell in row), style=_STYLES.get(state))
         self._rich.print(table)
 
     def _plain_table(
@@ -147,10 +150,17 @@ class Screen:
             bars.update(task, completed=finished, doing="")
 
 
-def _escaped(text: str) -> str:
-    from rich.markup import escape
+def _printable(text: str) -> str:
+    """Text that cannot steer a terminal, whatever a model said."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
-    return escape(text)
+
+def one_line(text: str, width: int = 72) -> str:
+    """The end of a text, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else "..." + line[3 - width :]
 
 
 def seconds(value: float) -> str:

@@ -29,7 +29,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     context: int = 3072
     turns: int = 4
-    rows: int = 4
+    rows: int = 3
     answer: int = 24
 
     @property

@@ -69,7 +69,7 @@ def paged_attention(
     layout = pages.layout
     tokens, heads, _ = q.shape
     out = q.new_empty(tokens, heads, layout.value_dim)
-    lse = q.new_empty((tokens, heads) if return_lse else (0,), dtype=torch.float32)
+    lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else out  # `out`: unused
     rows, group = batch.rows.shape[0], heads // layout.kv_heads
     few = _few(batch.most_new, group, rows)
     if q.stride(2) != 1:
@@ -83,7 +83,7 @@ def paged_attention(
             batch.lengths,
             batch.starts,
         ),
-        sinks=lse if sinks is None else sinks,
+        sinks=out if sinks is None else sinks,
         out=out,
         lse=lse,
         numbers=(q.stride(0), q.stride(1), batch.table.stride(0), pages.layer, rows),

@@ -45,10 +45,10 @@ class Step:
         self._batches: dict[int, Ragged] = {}
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
-        self._starts = np.zeros(len(self.seqs) + 1, np.int32)
-        np.cumsum(counts, out=self._starts[1:])
         self._rows, self._before, self._grown = planner.reserve(self.seqs, counts)
         self._open = True
+        self._starts = np.zeros(len(self.seqs) + 1, np.int32)
+        np.cumsum(counts, out=self._starts[1:])
 
     def give(self, tokens: Items[NDArray[np.uint32]]) -> None:
         """Tells the step its token ids; what the sequences do not know yet is noted in them."""

@@ -44,11 +44,11 @@ class Restorer:
         return pages
 
     def first(self, group: int, pages: int) -> int:
-        """First page that a query right behind `pages` pages can still see."""
+        """First page that a query right behind `pages` pages needs: at least the last one."""
         window = self.planner.window(group)
-        if window is None:
+        if window is None or not pages:
             return 0
-        return max(0, pages * self.page_size - window + 1) // self.page_size
+        return min(max(0, pages * self.page_size - window + 1) // self.page_size, pages - 1)
 
     def find(self, seq: Sequence, group: int, page: int) -> Block | None:
         """The block of a page of a prompt, if it lies somewhere."""

@@ -85,7 +85,7 @@ def decode_state(blob: bytes) -> dict[str, Any]:
     length = int.from_bytes(blob[:4], "little")
     try:
         description = msgspec.msgpack.decode(blob[4 : 4 + length], type=_Description)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"a stored state is damaged ({error})", "Delete the store") from None
     values: dict[str, Any] = dict(description.plain)
     at = 4 + length

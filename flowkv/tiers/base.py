@@ -1,10 +1,15 @@
 """The `Tier` protocol: a place for frames that may lose them, never lies, never blocks for ever.
 
 A tier moves *frames* (`tiers.frame`), opaque but checked, named by 32-byte keys. Loads and stores
-are submitted in batches and completed later, so that one protocol serves memory, disks and networks,
-and maps one to one onto what engines ask of a tier (vLLM `submit_store`/`submit_load`/
+are submitted in batches and completed later, so that one protocol serves memory, disks and
+networks, and maps one to one onto what engines ask of a tier (vLLM `submit_store`/`submit_load`/
 `get_finished_jobs`, SGLang `batch_get`/`batch_set`/`batch_exists`, LMCache's eventfd tasks). Every
 submitted item is answered exactly once, before its deadline: `HIT`, `MISS`, `STORED` or `FAILED`.
+After its answer, whatever it is, a tier touches neither the `target` nor the `body` of an item.
+
+Reasons of `FAILED`: full, busy, read-only, deadline, closed, invalid, target, memory, or the name
+of an errno such as ENOSPC. A `MISS` with a reason was found but not accepted: layout, fidelity, or
+damage (digest, key, foreign, truncated, version).
 """
 
 from __future__ import annotations
@@ -35,7 +40,8 @@ class FrameInfo(NamedTuple):
         namespace: `Namespace.digest()`.
         group: Layer group.
         tokens: Tokens held (page size, or fewer for a state).
-        stripe_bytes: Bytes per stripe; the body is a whole number of stripes.
+        stripe_bytes: Bytes per stripe; the body is a whole number of stripes. A multiple of 4096
+            where there are several.
         tenant: `tenant_salt(...)`, 32 bytes, so that a tenant can be forgotten on every tier.
         rank: Tensor-parallel rank.
         world: Number of ranks.

@@ -278,13 +278,9 @@ class Lasting:
 
 
 def test_any_order_of_calls() -> None:
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=40, stateful_step_count=30)
-    )
+    run_state_machine_as_test(Machine, settings=settings(max_examples=40, stateful_step_count=30))
 
 
 @pytest.mark.deep
 def test_any_order_of_calls_at_length() -> None:
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=1500, stateful_step_count=60)
-    )
+    run_state_machine_as_test(Machine, settings=settings(max_examples=1500, stateful_step_count=60))

@@ -43,10 +43,11 @@ def make_kv(shape: Geometry | None = None, *, pages: int = 64, **options: Any) -
     shape = shape or geometry()
     granules = sum(len(group.layers) for group in shape.groups)
     options = {"policy": "lru", "max_rows": 32} | options
-    if "tiers" not in options:
-        options["gpu"] = pages * granules * 4096
+    size = pages * granules * 4096
+    if "tiers" in options:
+        options["tiers"] = [f"gpu:{size}B", *options["tiers"]]
     else:
-        options["tiers"] = [f"gpu:{pages * granules * 4096}B", *options["tiers"]]
+        options = {"gpu": size} | options
     return KV(shape, **{"namespace": "toy"} | options)
 
 

@@ -53,7 +53,7 @@ def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
         >>> kv = flowkv.attach(model, disk="./kv:20GiB")  # doctest: +SKIP
         >>> model.generate(**inputs)
     """
-    model = _base(model)
+    model = base_model(model)
     with _LOCK:
         if model in _ATTACHED:
             raise StateError("the model has a FlowKV cache already", "Call kv.detach() before")
@@ -174,7 +174,12 @@ def _unattached(kv: KV, inputs: dict[str, Any], tenant: str | None) -> PagedCach
     return cache
 
 
-def _base(model: Any) -> Any:
+def base_model(model: Any) -> Any:
+    """The transformers model itself, out of what adapter libraries wrap around it.
+
+    Raises:
+        ConfigError: There is none.
+    """
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):

@@ -97,6 +97,7 @@ def attend(
     if type(key) is PagedView and type(value) is PagedView:
         layer = key.layer
         if value.layer is layer and _plain(layer, query, attention_mask, arguments, _OBEYED[previous]):
+            layer.placed.was_read = True
             out = kernels.paged_attention(
                 layer.rows.pack(query),
                 layer.pages,

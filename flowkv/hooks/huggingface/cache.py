@@ -32,6 +32,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         door: The attached model that it serves, or None.
         tenant: Whose pages it uses, if not the cache's own tenant's.
         options: Arguments beside token ids that its first forward was given.
+        close: Releases it now instead of when nobody holds it any more.
     """
 
     rows: Rows
@@ -40,6 +41,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     door: Any
     tenant: str | None
     options: dict[str, Any]
+    close: weakref.finalize[..., PagedCache]
 
     def __init__(self, rows: Rows, plan: ModelPlan, door: Any = None) -> None:
         layers = [_layer(rows, plan, index) for index in range(len(plan.specs))]
@@ -47,9 +49,9 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         self.rows, self.plan, self.door = rows, plan, door
         self.tenant, self.options = None, {}
         self.recurrent = Recurrent(plan, rows, layers) if plan.stateful else None
-        # `rows` must not be kept alive by layers in cycles: neither refers to the cache.
-        finish = weakref.finalize(self, release, rows, rows.seqs, self.recurrent)
-        finish.atexit = False
+        # Works because neither rows nor layers refer to the cache.
+        self.close = weakref.finalize(self, release, rows, rows.seqs, self.recurrent)
+        self.close.atexit = False
 
     @classmethod
     def take_over(cls, cache: Any, rows: Rows, plan: ModelPlan, door: Any) -> PagedCache:
@@ -72,13 +74,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     def give_up(self) -> None:
         """Becomes a native `DynamicCache` of the same content, in place."""
         layers = [x.as_native() if isinstance(x, PagedLayer) else x for x in self.layers]
-        rows, kept = self.rows, dict(self.__dict__)
+        close, kept = self.close, dict(self.__dict__)
         for name in PagedCache.__annotations__:
             kept.pop(name, None)
         self.__dict__.clear()
         self.__dict__.update(kept, layers=layers)
         self.__class__ = DynamicCache
-        rows.close()
+        close()
 
     def finish(self) -> None:
         """A forward of the model is over."""
@@ -167,7 +169,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         rows = self.rows.fork()
         twin = PagedCache(rows, self.plan, self.door)
         memo[id(self)] = twin
-        own = ("layers", "rows", "recurrent")
+        own = ("layers", "rows", "recurrent", "close")
         twin.__dict__.update({k: v for k, v in self.__dict__.items() if k not in own})
         for old, new in zip(self.layers, twin.layers, strict=True):
             _copy_layer(old, new, memo)

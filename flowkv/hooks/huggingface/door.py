@@ -15,7 +15,8 @@ from flowkv.core.errors import CapacityError, StateError
 from flowkv.hooks.huggingface.admission import Admitted, Wish, admit
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.identity import Identity
-from flowkv.hooks.huggingface.inputs import Call, Names, Prompt, positions_usual
+from flowkv.hooks.huggingface.inputs import Call, Names, Prompt
+from flowkv.hooks.huggingface.notes import usual
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.fill import Fill
@@ -100,7 +101,8 @@ class Door:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
         cache = _own(given.get("past_key_values"))
         if isinstance(cache, PagedCache):
-            return (), self.go_on(cache, given, training=module.training)
+            door = cache.door or self
+            return (), door.go_on(cache, given, training=module.training)
         if not self.kv.closed and self._may_start(module, cache, given):
             return (), self.start(cache, given)
         return None
@@ -139,7 +141,7 @@ class Door:
         problem = call.problem
         if not problem and pads is None:
             problem = "its mask is more than left padding"
-        elif not problem and not positions_usual(call.positions, pads or []):
+        elif not problem and not self._usual(call, pads or []):
             problem = "its positions do not count a row's tokens from 0"
         if problem:
             self._refuse(problem)
@@ -157,6 +159,12 @@ class Door:
         self._enter(paged, found, call)
         given = call.skip(found.base, fill.rest(found.base, pads))
         return self._step(paged, Call(self.names, given))
+
+    @staticmethod
+    def _usual(call: Call, pads: list[int]) -> bool:
+        return usual(
+            0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
+        )
 
     def open(self, given: dict[str, Any], tenant: str | None) -> PagedCache:
         """A paged cache for a prompt that is about to be given to `generate`.
@@ -277,7 +285,7 @@ class Door:
         if not call.skippable or call.ids is None or call.ids.shape[0] != len(rows.seqs):
             return call.given
         rows.flush()
-        if rows.blind or not rows.usual(rows.base, call.positions):
+        if rows.blind or not rows.usual(call.columns, call.positions):
             return call.given
         ids, prompts = call.ids.cpu().numpy().astype(np.uint32), []
         for row, (seq, pad) in enumerate(zip(rows.seqs, rows.pads.tolist(), strict=True)):
@@ -297,7 +305,7 @@ class Door:
         for seq in rows.seqs:
             seq.close()
         rows.seqs[:] = found.seqs
-        rows.base = rows.total = found.base
+        rows.rebase(found.base)
         if cache.recurrent is not None and found.states is not None:
             cache.recurrent.restore(found.states)
         cache.follow()

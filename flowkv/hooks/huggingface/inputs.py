@@ -228,14 +228,3 @@ class Call:
         if self.problem or self.modal:
             return False
         return not any(bool(value.any()) for value in self.types.values())
-
-
-def positions_usual(positions: torch.Tensor | None, pads: list[int]) -> bool:
-    """Whether the positions of a first forward count each row's own tokens from 0."""
-    if positions is None:
-        return True
-    columns = torch.arange(positions.shape[-1], device=positions.device)
-    if not any(pads):
-        return bool((positions == columns).all())
-    wanted = columns - torch.tensor(pads, device=positions.device)[:, None]
-    return bool(((positions == wanted) | (wanted < 0)).all())

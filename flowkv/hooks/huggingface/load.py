@@ -75,7 +75,7 @@ def load_model(
     name = os.fspath(path_or_id)
     folder = _folder(name)
     dtype = _dtype(dtype)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device(device)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = str(folder) if folder else name
@@ -95,6 +95,21 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
             raise ConfigError(f"dtype {dtype!r} is unknown", f"Use one of {', '.join(DTYPES)}")
         return DTYPES[dtype]
     return dtype
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return here if here is not None and here.type == "cuda" else torch.device("cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = "cpu" if here is None else f"cpu or {here.type}"
+        raise ConfigError(
+            f"device {str(device)!r} cannot be used here", f"Use {there}, or leave it out"
+        ) from error
+    return found
 
 
 def _folder(name: str) -> Path | None:

@@ -86,14 +86,16 @@ class PlacedLayer:
         shape: (Hk, D, Dv, dtype, device) of its keys and values.
         in_pages: FlowKV's attention reads it in pages; False once the model was seen to compute
             with keys and values itself. Shared by all caches of a model.
+        was_read: FlowKV's attention has read it in pages.
     """
 
-    __slots__ = ("group", "in_pages", "index", "shape")
+    __slots__ = ("group", "in_pages", "index", "shape", "was_read")
 
     def __init__(
         self, index: int, group: int, spec: LayerGroup, *, in_pages: bool = True
     ) -> None:
         self.index, self.group, self.in_pages = index, group, in_pages
+        self.was_read = False
         self.shape = (
             spec.kv_heads,
             spec.head_dim,

@@ -57,9 +57,9 @@ def probe(model: Any, page_size: int, *, in_pages: bool) -> Probe:
     specs = read_layers(model.config)
     names = Names.of(model)
     try:
-        with _quiet(model):
+        with quiet(model):
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-            ids = _tokens(model, names)
+            ids = ordinary_tokens(model, names, sum(_PARTS))
             logits = _forward(model, names, ids, cache)
     except FlowKVError:
         raise
@@ -83,7 +83,7 @@ def native_continues(model: Any, found: Probe) -> bool:
     """Whether the model with its own cache answers in several forwards what it does in one."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     try:
-        with _quiet(model):
+        with quiet(model):
             return _close(_in_parts(model, found.ids, cache), found.logits)
     except Exception:  # some models accept single tokens only
         return False
@@ -96,42 +96,51 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
     rows.go_blind()
     cache = PagedCache(rows, door.plan, door)
     try:
-        with _quiet(model):
+        with quiet(model):
             return _close(_in_parts(model, found.ids, cache), found.logits)
     except Exception:
         return False
     finally:
-        rows.close()
+        cache.close()
 
 
 def _in_parts(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     names, parts = Names.of(model), []
-    whole = _pair(names, cache)
+    whole = pair(names, cache)
     for part in ids.split(_PARTS, dim=1):
         parts.append(_forward(model, names, part, whole))
     return torch.cat(parts, dim=1)
 
 
-def _pair(names: Names, cache: Any) -> Any:
+def pair(names: Names, cache: Any) -> Any:
+    """The cache as the model wants it: beside one for cross attention, if it has an encoder."""
     return EncoderDecoderCache(cache, DynamicCache()) if names.encoder else cache
 
 
 def _forward(model: Any, names: Names, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     given: dict[str, Any] = {names.ids: ids, "use_cache": True}
     given["past_key_values"] = (
-        cache if isinstance(cache, EncoderDecoderCache) else _pair(names, cache)
+        cache if isinstance(cache, EncoderDecoderCache) else pair(names, cache)
     )
-    if names.encoder:
-        width = getattr(model.config, "d_model", None) or model.config.hidden_size
-        ramp = torch.linspace(-1, 1, 4 * width, device=ids.device).view(1, 4, width)
-        given["encoder_outputs"] = BaseModelOutput(last_hidden_state=ramp.to(model.dtype))
+    given.update(encoder_inputs(model, names, len(ids)))
     out = model(**given)
     logits = out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
     return logits.detach().float()  # type: ignore[no-any-return]
 
 
-def _tokens(model: Any, names: Names) -> torch.Tensor:
-    """Different, ordinary token ids."""
+def encoder_inputs(model: Any, names: Names, rows: int) -> dict[str, Any]:
+    """Something for a decoder to look at, if it looks at an encoder's output."""
+    if not names.encoder:
+        return {}
+    width = getattr(model.config, "d_model", None) or model.config.hidden_size
+    weight = model.get_input_embeddings().weight
+    ramp = torch.linspace(-1, 1, 4 * width, device=weight.device).view(1, 4, width)
+    hidden = ramp.expand(rows, -1, -1).to(weight.dtype)
+    return {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+
+
+def ordinary_tokens(model: Any, names: Names, count: int) -> torch.Tensor:
+    """`[1, count]` ordinary token ids that do not repeat soon."""
     config = model.config.get_text_config(decoder=True)
     special = {
         value
@@ -141,8 +150,8 @@ def _tokens(model: Any, names: Names) -> torch.Tensor:
     }
     size = int(config.vocab_size)
     ordinary = (n for n in range(size) if n not in special and n not in names.placeholders.values())
-    pool = [n for n, _ in zip(ordinary, range(64), strict=False)]
-    ids = [pool[(7 * i + 3) % len(pool)] for i in range(sum(_PARTS))]
+    pool = [n for n, _ in zip(ordinary, range(211), strict=False)]
+    ids = [pool[(7 * i + i // len(pool) + 3) % len(pool)] for i in range(count)]
     weight = model.get_input_embeddings().weight
     return torch.tensor([ids], device=weight.device)
 
@@ -153,7 +162,7 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _quiet(model: Any) -> Iterator[None]:
+def quiet(model: Any) -> Iterator[None]:
     """Inference, and afterwards every module in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()] if model.training else []
     try:

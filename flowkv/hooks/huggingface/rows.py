@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
+from flowkv.hooks.huggingface.notes import Notes, usual
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.runtime.batch import Step
 from flowkv.runtime.cache import KV
@@ -72,7 +73,7 @@ class Rows:
         self.switch: int | None = None
         self.promised = 0
         self._index: torch.Tensor | None = None
-        self._notes: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
+        self._notes = Notes()
         self._pad(pads)
 
     def _pad(self, pads: Items[int]) -> None:
@@ -80,6 +81,15 @@ class Rows:
         self.most_pad = int(self.pads.max(initial=0))
         self._one = np.ones(len(self.seqs), np.int64)
         self._left: torch.Tensor | None = None
+        self._look()
+
+    def _look(self) -> None:
+        """Finds the next columns at which there is something to do."""
+        size = self.kv.page_size
+        known = [len(seq.tokens) + pad for seq, pad in zip(self.seqs, self.pads.tolist(), strict=True)]
+        self._known = max(known, default=0)
+        filled = (self.base - self.pads).clip(0) // size * size
+        self._next_full = int((self.pads + filled + size).min(initial=1 << 62))
 
     # ---- a step
 
@@ -100,7 +110,7 @@ class Rows:
         if self.switch is not None and total >= self.switch:
             self.go_blind()
         if self.base >= self.most_pad:
-            counts, ragged = self._one * new, False
+            counts, ragged = self._one if new == 1 else self._one * new, False
         else:
             counts = (total - self.pads).clip(0, new)
             ragged = bool((counts < new).any())
@@ -119,15 +129,16 @@ class Rows:
             return
         if self.updated != self.layers:
             self.go_blind()  # a layer was skipped: its part of the new pages is not written
-        size = self.kv.page_size
-        after, before = self.total - self.pads, self.base - self.pads
-        if not self.blind and (after // size > before.clip(0) // size).any():
+        full = self.total >= self._next_full
+        if full and not self.blind:
             self.flush()
             if not self.blind and not self.trusted(self):
                 self.go_blind()
         step.commit()
         self.base = self.total
         self.forwards += 1
+        if full:
+            self._look()
 
     def abandon(self) -> None:
         """The forward did not finish: the rows are as before it."""
@@ -135,7 +146,7 @@ class Rows:
         if step is not None:
             step.rollback()
             self.total = self.base
-            self._notes = [note for note in self._notes if note[0] < self.base]
+            self._notes.drop(self.base)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, D]` as the kernels want it, `[N, H, D]`: row after row, without padding."""
@@ -178,22 +189,17 @@ class Rows:
             positions: What the model was told, `[..., T]`, or None.
         """
         if not self.blind:
-            copies = ids.detach().clone(), None if positions is None else positions.detach().clone()
-            self._notes.append((self.base, *copies))
-            if self.base < self._known_columns():
+            self._notes.add(self.base, ids, positions)
+            if self.base < self._known:
                 self.flush()  # a prompt is known ahead: compare before it is believed
-
-    def _known_columns(self) -> int:
-        return max((len(s.tokens) + p for s, p in zip(self.seqs, self.pads, strict=True)), default=0)
+                self._look()
 
     def flush(self) -> None:
         """Tells the sequences the ids noted so far; goes blind if their positions are unusual."""
-        notes, self._notes = self._notes, []
-        if not notes or self.blind:
+        if not self._notes or self.blind:
             return
-        low = notes[0][0]
-        ids = torch.cat([note[1] for note in notes], dim=1).cpu().numpy()
-        if not all(self.usual(at, positions) for at, _, positions in notes):
+        low, ids, ordinary = self._notes.take(self.pads, self.by_column)
+        if not ordinary:
             self.go_blind()
             return
         for row, (seq, pad) in enumerate(zip(self.seqs, self.pads.tolist(), strict=True)):
@@ -213,17 +219,9 @@ class Rows:
             elif len(fresh) > len(known):
                 seq.note(fresh[len(known) :])
 
-    def usual(self, low: int, positions: torch.Tensor | None) -> bool:
-        """Whether positions count the row's own tokens, as every reuse relies on."""
-        if positions is None:
-            return self.most_pad == 0 or self.by_column
-        if self.by_column and self.most_pad:
-            return False
-        columns = torch.arange(low, low + positions.shape[-1], device=positions.device)
-        if self.most_pad <= low and not self.most_pad:
-            return bool((positions == columns).all())
-        wanted = columns - torch.from_numpy(self.pads).to(positions.device)[:, None]
-        return bool(((positions == wanted) | (wanted < 0)).all())
+    def usual(self, columns: int, positions: torch.Tensor | None) -> bool:
+        """Whether the positions of the next columns are the usual ones."""
+        return usual(self.base, columns, positions, self.pads, by_column=self.by_column)
 
     def go_blind(self) -> None:
         """Publishes nothing more: K and V depend on something that keys do not say."""
@@ -253,6 +251,11 @@ class Rows:
         if have and rows != have and rows % have == 0:
             self.select([index for index in range(have) for _ in range(rows // have)])
 
+    def rebase(self, base: int) -> None:
+        """Other sequences, with more columns known, took the place of the old ones."""
+        self.base = self.total = base
+        self._look()
+
     def crop(self, columns: int) -> None:
         """Takes the last `columns` columns back."""
         self.abandon()
@@ -262,6 +265,7 @@ class Rows:
             length = max(self.base - pad, 0)
             if length < seq.length or length < len(seq.tokens):
                 self.kv.truncate(seq, length)
+        self._look()
 
     def select(self, indices: Items[int]) -> None:
         """Makes row `indices[i]` the new row i; rows share pages until one of them writes."""
@@ -302,12 +306,6 @@ class Rows:
         twin.blind, twin.by_column, twin.promised = self.blind, self.by_column, self.promised
         twin.prefilling, twin.switch, twin.forwards = self.prefilling, self.switch, self.forwards
         return twin
-
-    def close(self) -> None:
-        """Releases the pages."""
-        if not self.kv.closed:
-            self.abandon()
-        close_all(self.seqs)
 
     def alive(self) -> None:
         """Raises if the KV that held the rows is closed.

@@ -115,13 +115,12 @@ def release(rows: Rows, seqs: list[Any], recurrent: Recurrent | None) -> None:
     Runs as a finalizer, at any moment and in any thread, so that all work waits until the KV lock
     is free of its own thread.
     """
-    if recurrent is None or rows.kv.closed:
-        close_all(seqs)
-        return
 
     def work() -> None:
-        rows.abandon()
-        recurrent.save()
+        if not rows.kv.closed:
+            rows.abandon()
+            if recurrent is not None:
+                recurrent.save()
         close_all(seqs)
 
     rows.kv.lock.defer(work)
