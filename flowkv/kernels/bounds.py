@@ -72,6 +72,9 @@ def check_arena(arena: torch.Tensor) -> None:
         )
 
 
+_PASSED: list[tuple[Ragged | None, int]] = [(None, 0)]
+
+
 def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = False) -> None:
     """Check a batch against the pages and, if given, the number of packed tokens.
 
@@ -79,12 +82,16 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
         GeometryError: A wrong dtype, device, shape, or (while `checking`) a page outside the arena.
     """
     arena, layout, layer = pages
-    check_arena(arena)
     if not 0 <= layer < layout.layers:
         raise GeometryError(
             f"layer {layer} of a group of {layout.layers}",
             "Count layers within their group, from 0",
         )
+    # A step's batch is checked by its first layer; the others, which are most calls, compare names.
+    passed, address = _PASSED[0]
+    if batch is passed and arena.data_ptr() == address and not _depth:
+        return
+    check_arena(arena)
     count = batch.rows.shape[0]
     if batch.lengths.shape[0] != count or batch.starts.shape[0] != count + 1:
         raise GeometryError(
@@ -100,6 +107,7 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
             )
     if _depth:
         _check_pages(pages, batch, tokens, writes)
+    _PASSED[0] = batch, arena.data_ptr()
 
 
 def check_granules(arena: torch.Tensor, granules: int, **lists: torch.Tensor) -> None:

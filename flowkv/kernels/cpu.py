@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from flowkv.core.layout import GRANULE_BYTES
+from flowkv.core.layout import GRANULE_BYTES, PageLayout
 from flowkv.kernels import cpu_entries as entries
 from flowkv.kernels.cpu_pool import slices, spread
 from flowkv.kernels.operands import Pages, Ragged
@@ -60,32 +60,41 @@ def append(k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragged) -> Non
         dense_rows(k if k.dtype is dtype else k.to(dtype)),
         dense_rows(v if v.dtype is dtype else v.to(dtype)),
     )
-    item = k.element_size()
-    a = np.array(
-        [
-            k.data_ptr(),
-            v.data_ptr(),
-            arena.data_ptr() + layer * layout.stripe_stride_bytes,
-            batch.table.data_ptr(),
-            batch.rows.data_ptr(),
-            batch.lengths.data_ptr(),
-            batch.starts.data_ptr(),
-            batch.rows.shape[0],
-            layout.kv_heads,
-            layout.page_size,
-            layout.head_dim * item,
-            layout.value_dim * item,
-            layout.run_bytes,
-            layout.v_offset_bytes,
-            batch.table.stride(0),
-            k.stride(0) * item,
-            k.stride(1) * item,
-            v.stride(0) * item,
-            v.stride(1) * item,
-        ],
-        dtype=np.int64,
+    a = _append_operands(layout, batch).copy()
+    a[0], a[1] = k.data_ptr(), v.data_ptr()
+    a[2] = arena.data_ptr() + layer * layout.stripe_stride_bytes
+    item, k_strides, v_strides = dtype.itemsize, k.stride(), v.stride()
+    a[15], a[16] = k_strides[0] * item, k_strides[1] * item
+    a[17], a[18] = v_strides[0] * item, v_strides[1] * item
+    _run(entries.append, a, k.shape[0] * layout.kv_heads * int(a[10] + a[11]))
+
+
+_APPENDED: list[tuple[PageLayout | None, Ragged | None, np.ndarray]] = [(None, None, np.empty(0))]
+
+
+def _append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
+    """The operands that all layers of a step share; the others are left 0."""
+    last = _APPENDED[0]
+    if last[0] is layout and last[1] is batch:
+        return last[2]
+    item = DTYPES[layout.dtype].itemsize
+    a = np.zeros(19, np.int64)
+    a[3:15] = (
+        batch.table.data_ptr(),
+        batch.rows.data_ptr(),
+        batch.lengths.data_ptr(),
+        batch.starts.data_ptr(),
+        batch.rows.shape[0],
+        layout.kv_heads,
+        layout.page_size,
+        layout.head_dim * item,
+        layout.value_dim * item,
+        layout.run_bytes,
+        layout.v_offset_bytes,
+        batch.table.stride(0),
     )
-    _run(entries.append, a, k.shape[0] * layout.kv_heads * (a[10] + a[11]))
+    _APPENDED[0] = layout, batch, a
+    return a
 
 
 def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

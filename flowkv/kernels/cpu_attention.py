@@ -5,11 +5,12 @@ As in `cpu`, tensors become addresses without any view of them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from flowkv.core.layout import PageLayout
 from flowkv.kernels import cpu_entries as entries
 from flowkv.kernels.cpu import DTYPES, LEAST_ELEMENTS, LIKE, dense_rows
 from flowkv.kernels.cpu_attend import DIM_V, MOST_ROWS, OWNERS, SLOTS
@@ -44,59 +45,84 @@ def paged_attention(
     if dtype is not torch.float32 and dtype is not DTYPES[layout.dtype]:
         q = q.float()  # so that numba compiles for few pairs of types
     q = dense_rows(q)
-    tokens, heads, dim = q.shape
+    tokens, heads, _ = q.shape
     out = torch.empty(tokens, heads, layout.value_dim, dtype=q.dtype)
     lse = torch.empty(tokens, heads, dtype=torch.float32) if return_lse else None
     if sinks is not None:
         sinks = sinks.to(torch.float32).contiguous()
-    group, few = heads // layout.kv_heads, FEW_NEW[q.dtype]
-    most = min(batch.most_new, few)
-    a = np.array(
-        [
-            q.data_ptr(),
-            q.stride(0),
-            q.stride(1),
-            out.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
-            arena.data_ptr() + layer * layout.stripe_stride_bytes,
-            batch.table.data_ptr(),
-            batch.table.stride(0),
-            batch.rows.data_ptr(),
-            batch.lengths.data_ptr(),
-            batch.starts.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(),
-            0,
-            0,
-            batch.rows.shape[0],
-            group,
-            layout.kv_heads,
-            dim,
-            layout.value_dim,
-            layout.page_size,
-            2 if layout.dtype != "float32" else 4,
-            layout.run_bytes,
-            layout.v_offset_bytes,
-            _ALL if window is None else window,
-            most,
-            max(most * group, 1),
-        ],
-        dtype=np.int64,
-    )
-    seen = batch.most_length if window is None else min(batch.most_length, window + most)
-    work = len(batch.rows) * layout.kv_heads * seen * (dim + layout.value_dim)
+    shared = _shared_operands(layout, batch, heads, window, q.dtype)
+    a = shared.operands.copy()
+    strides = q.stride()
+    a[0], a[1], a[2], a[3] = q.data_ptr(), strides[0], strides[1], out.data_ptr()
+    a[5] = arena.data_ptr() + layer * layout.stripe_stride_bytes
+    if lse is not None:
+        a[4] = lse.data_ptr()
+    if sinks is not None:
+        a[11] = sinks.data_ptr()
     likes = LIKE[q.dtype], LIKE[DTYPES[layout.dtype]]
     factors = float(scale), float(softcap or 0.0)
-    parts = slices(work * max(1, most * group // 4), LEAST_ELEMENTS)
+    parts = slices(shared.work, LEAST_ELEMENTS)
     if parts == 1:
         entries.attend(a, likes, factors, 0, 1)
     else:
         _attend_parts(a, likes, factors, parts)
-    if batch.most_new > few:
+    if batch.most_new > (few := FEW_NEW[q.dtype]):
         switches = Switches(scale, window, softcap, sinks, few)
         attend_long(Packed(q, out, lse), pages, batch, switches)
     if out.dtype is not dtype:
         out = out.to(dtype)
     return out if lse is None else (out, lse)
+
+
+class _Shared(NamedTuple):
+    """What the calls of all layers of a step have in common."""
+
+    layout: PageLayout | None
+    batch: Ragged | None
+    switches: tuple[int, int | None, torch.dtype] | None
+    operands: np.ndarray
+    work: int
+
+
+_LAST = [_Shared(None, None, None, np.empty(0), 0)]
+
+
+def _shared_operands(
+    layout: PageLayout, batch: Ragged, heads: int, window: int | None, dtype: torch.dtype
+) -> _Shared:
+    """The operands that do not depend on the layer; the others are left 0."""
+    last, switches = _LAST[0], (heads, window, dtype)
+    if last.layout is layout and last.batch is batch and last.switches == switches:
+        return last
+    group, most = heads // layout.kv_heads, min(batch.most_new, FEW_NEW[dtype])
+    dim, rows = layout.head_dim, batch.rows.shape[0]
+    a = np.zeros(26, np.int64)
+    a[6:11] = (
+        batch.table.data_ptr(),
+        batch.table.stride(0),
+        batch.rows.data_ptr(),
+        batch.lengths.data_ptr(),
+        batch.starts.data_ptr(),
+    )
+    a[14:26] = (
+        rows,
+        group,
+        layout.kv_heads,
+        dim,
+        layout.value_dim,
+        layout.page_size,
+        2 if layout.dtype != "float32" else 4,
+        layout.run_bytes,
+        layout.v_offset_bytes,
+        _ALL if window is None else window,
+        most,
+        max(most * group, 1),
+    )
+    seen = batch.most_length if window is None else min(batch.most_length, window + most)
+    elements = rows * layout.kv_heads * seen * (dim + layout.value_dim)
+    work = elements * max(1, most * group // 4)
+    fresh = _LAST[0] = _Shared(layout, batch, switches, a, work)
+    return fresh
 
 
 def _attend_parts(

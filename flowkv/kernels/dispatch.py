@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -20,6 +21,7 @@ _CPU_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _CPU_PAGES = frozenset({"float32", "bfloat16", "float16"})
 
 
+@cache
 def choose(device: torch.device, *dtypes: torch.dtype, page_dtype: str | None = None) -> str:
     """The backend that serves tensors of these dtypes on this device."""
     if device.type == "cuda":

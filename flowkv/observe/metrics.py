@@ -123,9 +123,9 @@ class Metrics:
         if bus is not None:
             self.follow(bus)
 
-    def follow(self, bus: Bus) -> Subscription:
-        """Counts the events of `bus` until the subscription is closed."""
-        return bus.subscribe(self._count_event, *_RULES)
+    def follow(self, bus: Bus, *, without: Sequence[type[Event]] = ()) -> Subscription:
+        """Counts the events of `bus`, but not those of types `without`, until it is closed."""
+        return bus.subscribe(self._count_event, *(kind for kind in _RULES if kind not in without))
 
     def count(self, name: str, n: float = 1, /, **labels: object) -> None:
         """Adds `n` to a counter.

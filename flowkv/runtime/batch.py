@@ -45,14 +45,12 @@ class Step:
         self._batches: dict[int, Ragged] = {}
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
-        self._rows, self._before, self._grown = planner.reserve(self.seqs, counts)
+        self._advance = planner.reserve(self.seqs, counts)
         self._open = True
-        self._starts = np.zeros(len(self.seqs) + 1, np.int32)
-        np.cumsum(counts, out=self._starts[1:])
 
     def give(self, tokens: Items[NDArray[np.uint32]]) -> None:
         """Tells the step its token ids; what the sequences do not know yet is noted in them."""
-        for seq, length, ids in zip(self.seqs, self._before.tolist(), tokens, strict=True):
+        for seq, length, ids in zip(self.seqs, self._advance.before.tolist(), tokens, strict=True):
             known = len(seq.tokens)
             if length <= known < length + len(ids):  # else a gap would shift all that follows
                 self._noted.append((seq, known))
@@ -83,16 +81,15 @@ class Step:
     @property
     def positions(self) -> torch.Tensor:
         """int64 `[1, N]`: position of each new token in its sequence."""
-        offsets = np.repeat(self._before - self._starts[:-1], self.counts)
-        return torch.from_numpy(offsets + np.arange(self._starts[-1])).unsqueeze(0)
+        step = self._advance
+        offsets = np.repeat(step.before - step.starts[:-1], self.counts)
+        return torch.from_numpy(offsets + np.arange(step.starts[-1])).unsqueeze(0)
 
     def batch(self, group: int = 0) -> Ragged:
         """What the kernels need to know about the rows, on the group's device."""
         found = self._batches.get(group)
         if found is None:
-            found = self._batches[group] = self._planner.ragged(
-                group, self._rows, self._before + self.counts, self._starts
-            )
+            found = self._batches[group] = self._planner.ragged(group, self._advance)
         return found
 
     def pages(self, layer: int) -> Pages:
@@ -168,22 +165,22 @@ class Step:
                 "is_causal=True inside flowkv.intercept(), in every layer of the geometry",
             )
         self._open = False
-        self._planner.commit(self.seqs, self._rows, self._before, self.counts)
+        self._planner.commit(self.seqs, self._advance)
         self._measure()
 
     def rollback(self) -> None:
         """Forgets the step: lengths, tokens and pages are as before it."""
         if self._open:
             self._open = False
-            self._planner.undo(self._rows, self._grown)
+            self._planner.undo(self._advance)
             for seq, known in self._noted:
                 seq.forget_tokens(known)
 
     def _measure(self) -> None:
         # Decoding says nothing about the rate at which a prompt is computed.
-        if int(self.counts.max(initial=0)) >= self._planner.page_size:
+        if self._advance.most_new >= self._planner.page_size:
             seconds = time.perf_counter() - self._started_s
-            self._planner.measured(int(self._starts[-1]), seconds)
+            self._planner.measured(int(self._advance.starts[-1]), seconds)
 
     def __del__(self) -> None:
         if self._open:

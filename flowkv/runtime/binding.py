@@ -15,7 +15,7 @@ from flowkv.core.config import load_config
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace
-from flowkv.observe.events import Bus, Warned
+from flowkv.observe.events import Bus, StepPlanned, Warned
 from flowkv.observe.metrics import Metrics
 from flowkv.policy import make_policy
 from flowkv.policy.base import Policy
@@ -64,7 +64,9 @@ class Binding:
         self._given = [tier for tier in stack or () if not isinstance(tier, str)]
         self._make_policy = policy if callable(policy) else lambda: make_policy(self.config.policy)
         self.clock, self.bus = clock or SystemClock(), Bus()
-        self.metrics = Metrics(self.bus)
+        self.metrics = Metrics()
+        # Steps are the one event of every token: who wants them counted subscribes to the bus.
+        self.metrics.follow(self.bus, without=[StepPlanned])
         self.lock, self.closed, self._pid = Guard(), False, os.getpid()
         self.gate = LoadGate()
         self.namespace = b""

@@ -104,6 +104,7 @@ class KV(Opening):
         for seq, ids in zip(seqs, fresh, strict=True):
             known = seq.tokens[seq.length : seq.length + len(ids)]
             if not np.array_equal(known, ids[: len(known)]):
+                seq.planner.idle(seq)
                 raise TokenError(
                     f"the new tokens of a row differ from its prompt at position {seq.length}",
                     "Pass the prompt's own tokens, or open another sequence",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowkv.core.keys import ROOT
 from flowkv.runtime.index import Block
@@ -40,36 +41,32 @@ def forget_prompt(store: Store, seq: Sequence) -> int:
 
 
 def _doom(store: Store, seq: Sequence, group: int, doomed: dict[int, Block]) -> None:
-    index, size = store.index, seq.chains[group].page_size
+    size, realm = seq.chains[group].page_size, (seq.namespace, seq.tenant, group)
     last = len(seq.tokens) // size
     for page in range(last, -1, -1):
-        above, rest = seq.parent_key(group, page), seq.tokens[page * size :]
-        others = False
-        for block in index.children(above):
-            if block.slot in doomed:
+        above, rest, others = seq.parent_key(group, page), seq.tokens[page * size :], False
+        for branch in store.index.branches(above):
+            head = branch[0]
+            if (head.namespace, head.tenant, head.group) != realm or head.slot in doomed:
                 continue
-            if (page == last or block.kind == "state") and _continues(block, seq, group, rest):
-                doomed |= {b.slot: b for b in (block, *index.below(block.key))}
+            # Above the last page, states that end within the prompt are its own.
+            if (page == last or head.kind == "state") and _continues(head, above, rest):
+                doomed |= {block.slot: block for block in branch}
             else:
-                others |= _related(block, seq, group)
+                others = True
         if others or page == 0:
             return
-        own = index.find(above)
+        own = store.index.find(above)
         if own is not None:
             doomed[own.slot] = own
 
 
-def _related(block: Block, seq: Sequence, group: int) -> bool:
-    return (block.namespace, block.tenant, block.group) == (seq.namespace, seq.tenant, group)
-
-
-def _continues(block: Block, seq: Sequence, group: int, rest: np.ndarray) -> bool:
-    if not _related(block, seq, group):
-        return False
-    if block.tokens is None:
-        return len(rest) == 0 or block.parent != ROOT
-    both = min(len(rest), len(block.tokens))
-    return bool(np.array_equal(block.tokens[:both], rest[:both]))
+def _continues(head: Block, above: bytes, rest: NDArray[np.uint32]) -> bool:
+    """Whether a branch below a key is that of the tokens that follow it."""
+    if head.parent != above or head.tokens is None:
+        return len(rest) == 0 or above != ROOT
+    both = min(len(rest), len(head.tokens))
+    return bool(np.array_equal(head.tokens[:both], rest[:both]))
 
 
 def _erase(store: Store, doomed: list[Block]) -> int:

@@ -83,7 +83,7 @@ class PrefixIndex:
         self._slots: list[Block | None] = []
         self._free: list[int] = []
         # The tree by keys. A forgotten block between known ones stays as a *hole*, an entry of
-        # `_holes` that says what lies above it, so that nothing below it is lost to `below`.
+        # `_holes` that says what lies above it, so that `branches` loses nothing below it.
         self._children: dict[bytes, dict[bytes, None]] = {}
         self._holes: dict[bytes, bytes] = {}
 
@@ -145,15 +145,21 @@ class PrefixIndex:
         found = map(self._by_key.get, self._children.get(key, ()))
         return [block for block in found if block is not None]
 
-    def below(self, key: bytes) -> list[Block]:
-        """Known blocks below a key, all the way down."""
-        found, keys = [], [*self._children.get(key, ())]
-        while keys:
-            below = keys.pop()
-            keys += self._children.get(below, ())
-            block = self._by_key.get(below)
-            if block is not None:
-                found.append(block)
+    def branches(self, key: bytes) -> list[list[Block]]:
+        """Known blocks below a key, all the way down, by the child that they continue.
+
+        A branch begins with the child itself, unless that is not known any more.
+        """
+        found = []
+        for child in self._children.get(key, ()):
+            branch, keys = [], [child]
+            while keys:
+                below = keys.pop()
+                keys += self._children.get(below, ())
+                block = self._by_key.get(below)
+                if block is not None:
+                    branch.append(block)
+            found.append(branch)
         return found
 
     def _unlink(self, key: bytes, parent: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from flowkv.core.errors import GeometryError, StateError
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.observe.events import StepPlanned
+from flowkv.runtime import advance
+from flowkv.runtime.advance import FILLS, GROWS, REFUSED, SHARES, Advance
 from flowkv.runtime.guard import Guard
 from flowkv.runtime.lines import Lines
 from flowkv.runtime.publisher import Publisher
@@ -74,32 +77,22 @@ class Planner(Lines):
         self.locate(layer)
         return self._pages[layer]
 
-    def ragged(
-        self,
-        group: int,
-        rows: NDArray[np.int32],
-        lengths: NDArray[np.int64],
-        starts: NDArray[np.int32],
-    ) -> Ragged:
-        """The kernels' view of some rows."""
+    def ragged(self, group: int, step: Advance) -> Ragged:
+        """The kernels' view of a step's rows."""
         with self.guard:
             table = self.tables.table(group)
-        host = (rows, lengths.astype(np.int32), starts)
-        line, length, start = (torch.from_numpy(part).to(table.device) for part in host)
-        most_new = int(np.diff(starts).max(initial=0))
-        return Ragged(table, line, length, start, most_new, int(lengths.max(initial=0)))
+        parts = [torch.from_numpy(part) for part in (step.rows, step.after, step.starts)]
+        if table.device.type != "cpu":
+            parts = [part.to(table.device) for part in parts]
+        line, length, start = parts
+        return Ragged(table, line, length, start, step.most_new, step.most_length)
 
     # ---- a step
 
-    def reserve(
-        self, seqs: Items[Sequence], counts: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[Sequence, int]]]:
+    def reserve(self, seqs: Items[Sequence], counts: NDArray[np.int64]) -> Advance:
         """Makes room for new tokens: pages, and copies of tails that are shared.
 
         Until `commit` or `undo`, nothing moves or frees the pages of these sequences.
-
-        Returns:
-            Lines, lengths before the step, and (sequence, pages before) of those that grew.
 
         Raises:
             CapacityError: The pages do not fit.
@@ -107,51 +100,58 @@ class Planner(Lines):
             StateError: A sequence is closed, suspended, in a step, or another cache's.
         """
         with self.guard:
-            rows = self._rows(seqs, counts)
-            size, tables = self.page_size, self.tables
-            before = tables.lengths[rows]
-            shared = tables.shared[rows] & (counts > 0)
-            for b in np.flatnonzero(shared).tolist():
-                self._own_tail(seqs[b], int(before[b]))
-            have = -(-before // size)
-            wanted = -(-(before + counts) // size) - have
-            grown = np.flatnonzero(wanted).tolist()
-            if grown:
-                tables.reserve(int((have + wanted).max()))
-                self._grow([seqs[b] for b in grown], have[grown].tolist(), wanted[grown].tolist())
-            tables.state[rows] = STEPPING
+            rows = [seq.row for seq in seqs if seq.planner is self]
+            if len(rows) != len(seqs) or len(counts) != len(rows):
+                self._refuse(seqs, counts)
+            step = advance.begin(self.tables, rows, counts, self.page_size)
+            if step.flags & REFUSED:
+                self._refuse(seqs, counts)
+            if step.flags & (SHARES | GROWS):
+                self.tables.state[step.rows] = READY  # until all pages are there
+                step = self._make_room(seqs, step)
+                self.tables.state[step.rows] = STEPPING
             if self.store.bus.wants(StepPlanned):
-                new, context = int(counts.sum()), int(before.sum())
+                new, context = int(step.starts[-1]), int(step.before.sum())
                 planned = StepPlanned(rows=len(rows), new_tokens=new, context_tokens=context)
                 self.store.bus.emit(planned)
-            return rows, before, [(seqs[b], int(have[b])) for b in grown]
+            return step
 
-    def commit(
-        self,
-        seqs: Items[Sequence],
-        rows: NDArray[np.int32],
-        before: NDArray[np.int64],
-        counts: NDArray[np.int64],
-    ) -> None:
+    def _make_room(self, seqs: Items[Sequence], step: Advance) -> Advance:
+        size, tables = self.page_size, self.tables
+        new = step.after > step.before
+        for b in np.flatnonzero(tables.shared[step.rows] & new).tolist():
+            self._own_tail(seqs[b], int(step.before[b]))
+        have = -(-step.before // size)
+        wanted = -(-step.after // size) - have
+        grown = np.flatnonzero(wanted).tolist()
+        if grown:
+            tables.reserve(int((have + wanted).max()))
+            self._grow([seqs[b] for b in grown], have[grown].tolist(), wanted[grown].tolist())
+        return step._replace(grown=[(seqs[b], int(have[b])) for b in grown])
+
+    def commit(self, seqs: Items[Sequence], step: Advance) -> None:
         """Advances lengths, publishes pages that became full, drops pages behind windows."""
         with self.guard:
-            after = before + counts
-            self.tables.lengths[rows] = after
-            try:
-                full = after // self.page_size > before // self.page_size
-                for b in np.flatnonzero(full).tolist():
-                    self.publish(seqs[b])
-                    self._drop_behind(seqs[b], int(after[b]))
-            finally:
-                self._end(rows)
+            if step.flags & FILLS:
+                self.tables.lengths[step.rows] = step.after
+                full = step.after // self.page_size > step.before // self.page_size
+                try:
+                    for b in np.flatnonzero(full).tolist():
+                        self.publish(seqs[b])
+                        self._drop_behind(seqs[b], int(step.after[b]))
+                finally:
+                    self._end(step.rows)
+            else:
+                advance.finish(self.tables, step)
+                self._let_leave()
             self.store.mover.drain()
 
-    def undo(self, rows: NDArray[np.int32], grown: Items[tuple[Sequence, int]]) -> None:
+    def undo(self, step: Advance) -> None:
         """Gives back the pages of a step that did not happen."""
         with self.guard:
-            for seq, have in grown:
+            for seq, have in step.grown:
                 self._cut(seq, have)
-            self._end(rows)
+            self._end(step.rows)
 
     def publish(self, seq: Sequence) -> None:
         """Makes the sequence's full pages with known tokens known to the index."""
@@ -160,11 +160,15 @@ class Planner(Lines):
 
     def _end(self, rows: NDArray[np.int32]) -> None:
         self.tables.state[rows] = READY
-        leaving, self._leaving = self._leaving, []
-        for seq in leaving:
-            self.release(seq)
+        self._let_leave()
 
-    def _rows(self, seqs: Items[Sequence], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    def _let_leave(self) -> None:
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            for seq in leaving:
+                self.release(seq)
+
+    def _refuse(self, seqs: Items[Sequence], counts: NDArray[np.int64]) -> NoReturn:
         if len(seqs) != len(counts) or (counts < 0).any():
             raise GeometryError(
                 f"{len(seqs)} rows with {len(counts)} counts of new tokens",
@@ -175,13 +179,9 @@ class Planner(Lines):
                 "the sequences of a step belong to different models or caches",
                 "Step each model's sequences on their own",
             )
-        rows = [seq.row for seq in seqs]
-        if (self.tables.state[rows] != READY).any():
-            for seq in seqs:
-                self.idle(seq)
-        if len(set(rows)) != len(rows):
-            raise StateError("a sequence is in the step twice", "Fork it to have two rows")
-        return np.array(rows, np.int32)
+        for seq in seqs:
+            self.idle(seq)
+        raise StateError("a sequence is in the step twice", "Fork it to have two rows")
 
     def _grow(self, seqs: list[Sequence], have: list[int], wanted: list[int]) -> None:
         pages = self.allocate([sum(wanted)] * len(self.geometry.groups))

@@ -46,7 +46,7 @@ class Snapshots:
         if min(seq.published) < pages or len(seq.tokens) < length or not length:
             return False
         if not any(tier.writable for tier in self.store.tiers):
-            self.store.add_tier(HostTier(_HOST_BYTES, name="states"))
+            self.store.add_tier(HostTier(_HOST_BYTES, name="states"), states_only=True)
         parent, key = seq.parent_key(0, pages), self._key(seq, pages, length)
         known = self.store.index.find(key)
         if known is not None:
@@ -169,7 +169,8 @@ class Snapshots:
         for g, ((page,), tail) in enumerate(zip(taken, tails, strict=True)):
             for view, saved in zip(self._views(g, page), tail, strict=True):
                 target = view[:, :, :count]
-                if saved is None or (saved.shape, saved.dtype) != (target.shape, target.dtype):
+                alike = isinstance(saved, torch.Tensor) and saved.dtype is target.dtype
+                if not alike or saved.shape != target.shape:
                     return False
                 target.copy_(saved)
         self.planner.tables.lengths[seq.row] = length

@@ -67,6 +67,7 @@ class Traffic:
         self._fixed: dict[int, None] = {}
         self._resting_ns: dict[int, int] = {}
         self._incoming: list[int] = []
+        self._states_only: set[int] = set()
         self.loaded_bytes: dict[str, int] = {}
         self.stored_bytes: dict[str, int] = {}
         self.refused: dict[str, int] = {}
@@ -75,8 +76,12 @@ class Traffic:
 
     # ---- the stack
 
-    def add_tier(self, tier: Tier) -> None:
+    def add_tier(self, tier: Tier, *, states_only: bool = False) -> None:
         """Puts a tier below the others and learns what it holds.
+
+        Args:
+            tier: Anything that keeps frames.
+            states_only: No page is demoted to it.
 
         Raises:
             ConfigError: Another tier has its name.
@@ -84,6 +89,8 @@ class Traffic:
         if any(other.name == tier.name for other in self.tiers):
             raise ConfigError(f"two tiers are named {tier.name!r}", "Give each a name of its own")
         number = len(self.tiers)
+        if states_only:
+            self._states_only.add(number)
         self.tiers.append(tier)
         self.mover.tiers.append(tier)
         self._incoming.append(0)
@@ -345,5 +352,7 @@ class Traffic:
 
     def admits(self, block: Block, number: int) -> bool:
         """Whether the policy of a tier finds a block worth its bytes there."""
+        if block.kind == "page" and number in self._states_only:
+            return False
         slot = np.array([block.slot], np.int64)
         return bool(self.tier_policies[number].admit(self.clock.now_ns(), slot)[0])

@@ -15,6 +15,10 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big") if number else ROOT
 
 
+def ancestors(number: int) -> set[int]:
+    return {number >> shift for shift in range(1, 5)}
+
+
 def test_slots_are_dense_and_reused() -> None:
     index = PrefixIndex()
     blocks = [index.publish(key(i), ROOT, 0) for i in (1, 2, 3)]
@@ -33,11 +37,12 @@ def test_descendants_are_found_across_holes() -> None:
     side = index.publish(key(9), key(2), 0)
     index.forget(chain[2])
     index.forget(chain[1])
-    assert set(index.below(key(1))) == {chain[3], chain[4], side}
+    assert [set(branch) for branch in index.branches(key(1))] == [{chain[3], chain[4], side}]
     assert index.children(key(1)) == [] and index.children(key(2)) == [side]
     assert index.children(ROOT) == [chain[0]]
     again = index.publish(key(2), key(1), 0)
-    assert index.children(key(1)) == [again] and set(index.below(key(2))) == {*chain[3:], side}
+    assert index.children(key(1)) == [again]
+    assert index.branches(key(2)) == [[*chain[3:]], [side]]
     for block in (side, again, *chain[3:], chain[0]):
         index.forget(block)
     assert not index._children and not index._holes and len(index) == 0
@@ -46,9 +51,9 @@ def test_descendants_are_found_across_holes() -> None:
 def test_blocks_known_before_their_parents_are_below_them() -> None:
     index = PrefixIndex()
     grandchild = index.publish(key(3), key(2), 0)
-    assert index.below(key(1)) == []
+    assert index.branches(key(1)) == []
     child = index.publish(key(2), key(1), 0)
-    assert set(index.below(key(1))) == {child, grandchild}
+    assert index.branches(key(1)) == [[child, grandchild]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=60))
@@ -63,7 +68,9 @@ def test_the_tree_is_that_of_a_dictionary(calls: list[tuple[int, bool]]) -> None
         for above in range(13):
             children = {block for n, block in known.items() if n // 2 == above}
             assert set(index.children(key(above))) == children
-            assert children <= set(index.below(key(above)))
+            below = {block for n, block in known.items() if above in ancestors(n)}
+            assert {block for branch in index.branches(key(above)) for block in branch} <= below
+            assert children <= {branch[0] for branch in index.branches(key(above))}
     for block in known.values():
         index.forget(block)
     assert not index._children and not index._holes

@@ -26,6 +26,7 @@ from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier, MemoryTier
 from flowkv.testing.tiers import Faults
 from tests.runtime.audit import audit, audit_empty
+from tests.runtime.fakes import Wrapped
 from tests.runtime.toy import PAGE, check_content, make_kv, write
 
 TENANTS = ("alice", "bob")
@@ -68,8 +69,11 @@ class Machine(RuleBasedStateMachine):
             "none": list,
             "host": lambda: [near],
             "demoting": lambda: [near, far],
-            "lasting": lambda: [near, Lasting(far)],
-            "flaky": lambda: [FlakyTier(near, 7, faults), FlakyTier(Lasting(far), 8, faults)],
+            "lasting": lambda: [near, Wrapped(far, kind="disk")],
+            "flaky": lambda: [
+                FlakyTier(near, 7, faults),
+                FlakyTier(Wrapped(far, kind="disk"), 8, faults),
+            ],
         }
         return stacks[kind]()
 
@@ -265,16 +269,6 @@ class Machine(RuleBasedStateMachine):
         audit_empty(self.kv)
         assert all(tier.used_bytes() == 0 for tier in self.kv.planner.store.tiers)
         self.kv.close()
-
-
-class Lasting:
-    """A memory tier that claims to last, so that pages are written down at once."""
-
-    def __init__(self, inner: MemoryTier) -> None:
-        self._inner, self.kind = inner, "disk"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def test_any_order_of_calls() -> None:

@@ -192,10 +192,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._gathered(self._shown(self.seen))[which]
 
     def _gathered(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.rows.alive()
+        rows, step = self.rows, self.rows.step
+        rows.alive()
         if self.in_step:
             return kernels.gather_dense(self.pages, self.batch, columns)
-        return kernels.gather_dense(*self.rows.reading(self.index, self.placed.group), columns)
+        if step is None:
+            return kernels.gather_dense(*rows.reading(self.index, self.placed.group), columns)
+        # A forward is under way and has not reached this layer: leave its new columns out.
+        pages, batch = step.pages(self.index), step.batch(self.placed.group)
+        k, v = kernels.gather_dense(pages, batch, columns + rows.new)
+        return k[:, :, :columns], v[:, :, :columns]
 
     # ---- leaving pages
 

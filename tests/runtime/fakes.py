@@ -1,0 +1,97 @@
+"""Tiers for tests: slow ones, read-only ones, ones that only claim to last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowkv.testing import MemoryTier
+from flowkv.tiers.base import Completion, Load, Outcome, Store
+
+
+class Wrapped:
+    """A tier that is another one but for what a subclass or keyword changes."""
+
+    def __init__(self, inner: Any, **changes: Any) -> None:
+        self.inner = inner
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def lasting(**options: Any) -> Wrapped:
+    """Memory that claims to be a disk, so that pages are written down at once."""
+    return Wrapped(MemoryTier(**{"name": "lasting"} | options), kind="disk")
+
+
+class Silent(Wrapped):
+    """Takes loads and says nothing until told to; then answers with or without the bytes."""
+
+    def __init__(self, inner: Any, **changes: Any) -> None:
+        super().__init__(inner, **changes)
+        self.silent, self.loads = True, 0
+        self._kept: list[tuple[int, Sequence[Load]]] = []
+        self._ready: list[Completion] = []
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        self.loads += 1
+        if not self.silent:
+            return int(self.inner.submit_load(items))
+        self._kept.append((-self.loads, list(items)))
+        return -self.loads
+
+    def scribble(self) -> None:
+        """Writes rubbish into every target that is still lent to it."""
+        for _, items in self._kept:
+            for item in items:
+                item.target.cast("B")[:] = b"\xee" * item.target.nbytes
+
+    def speak(self) -> None:
+        """Answers everything kept so far."""
+        for job, items in self._kept:
+            for index, item in enumerate(items):
+                self._ready.append(Completion(job, index, item.key, Outcome.MISS))
+        self._kept, self.silent = [], False
+
+    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+        ready, self._ready = self._ready, []
+        return ready + self.inner.poll(0.0)
+
+
+class Deferred(Wrapped):
+    """Stores are carried out, and answered, when told to: until then it holds their bodies."""
+
+    def __init__(self, inner: Any, **changes: Any) -> None:
+        super().__init__(inner, **changes)
+        self._kept: list[tuple[int, Sequence[Store]]] = []
+        self._ready: list[Completion] = []
+        self._jobs = 0
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        self._jobs -= 1
+        self._kept.append((self._jobs, items))
+        return self._jobs
+
+    def work(self, reason: str = "") -> None:
+        """Carries out what was submitted, or fails it for a reason."""
+        for job, items in self._kept:
+            for index, item in enumerate(items):
+                if reason:
+                    answer = Completion(job, index, item.key, Outcome.FAILED, reason)
+                else:
+                    self.inner.submit_store([item])
+                    (answer,) = self.inner.poll(0.0)
+                self._ready.append(answer._replace(job=job, item=index))
+        self._kept = []
+
+    @property
+    def waiting(self) -> int:
+        return len(self._kept)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+        if timeout_s > 0:
+            self.work()
+        ready, self._ready = self._ready, []
+        return ready + self.inner.poll(0.0)
