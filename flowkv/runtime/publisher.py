@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -81,12 +82,13 @@ class Publisher:
         layout = self.store.layouts[group]
         raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
         stripes = raw.view(layout.layers, layout.stripe_stride_bytes)
-        # Padding holds whatever the page held before, for another group or tenant.
-        stripes[:, layout.stripe_bytes :].zero_()
+        if layout.stripe_bytes < layout.stripe_stride_bytes:
+            # Padding holds whatever the page held before, for another group or tenant.
+            stripes[:, layout.stripe_bytes :].zero_()
         return finite(stripes[:, : layout.stripe_bytes].view(getattr(torch, layout.dtype)))
 
 
 def finite(values: torch.Tensor) -> bool:
     """Whether a tensor holds neither NaN nor infinity."""
     # A finite sum proves that all summands are finite, at memory speed; overflow asks again.
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
