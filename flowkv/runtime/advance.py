@@ -58,7 +58,7 @@ def finish(tables: Tables, step: Advance) -> None:
     _finish(step.rows, step.after, tables.lengths, tables.state)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
     lengths, shared, states = state
     before, after, starts = out
@@ -86,7 +86,7 @@ def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
     return flags, most_new, most_length
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _finish(rows, after, lengths, states):  # type: ignore[no-untyped-def]
     for b in range(len(rows)):
         lengths[rows[b]] = after[b]

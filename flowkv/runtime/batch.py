@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv import kernels
-from flowkv.core.errors import StateError
+from flowkv.core.errors import StateError, TokenError
 from flowkv.core.geometry import LayerGroup
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.runtime.planner import Planner
@@ -48,15 +48,32 @@ class Step:
         self._advance = planner.reserve(self.seqs, counts)
         self._open = True
 
-    def give(self, tokens: Items[NDArray[np.uint32]]) -> None:
-        """Tells the step its token ids; what the sequences do not know yet is noted in them."""
-        for seq, length, ids in zip(self.seqs, self._advance.before.tolist(), tokens, strict=True):
-            known = len(seq.tokens)
-            if length <= known < length + len(ids):  # else a gap would shift all that follows
+    def give(self, tokens: NDArray[np.uint32]) -> None:
+        """Tells the step its token ids; what the sequences do not know yet is noted in them.
+
+        Args:
+            tokens: Packed row after row.
+
+        Raises:
+            TokenError: They contradict what is known of a prompt. The step is rolled back.
+        """
+        step = self._advance
+        starts, lengths = step.starts.tolist(), step.before.tolist()
+        for b, (seq, length) in enumerate(zip(self.seqs, lengths, strict=True)):
+            ids, known = tokens[starts[b] : starts[b + 1]], seq.known
+            if known > length:
+                pending = seq.tokens[length : length + len(ids)]
+                if not np.array_equal(pending, ids[: len(pending)]):
+                    self.rollback()
+                    raise TokenError(
+                        f"the new tokens of a row differ from its prompt at position {length}",
+                        "Pass the prompt's own tokens, or open another sequence",
+                    )
+                ids = ids[len(pending) :]
+            if known >= length and len(ids):  # else a gap would shift all that follows
                 self._noted.append((seq, known))
-                seq.note(ids[known - length :])
-        packed = np.concatenate([*tokens, np.empty(0, np.uint32)]).astype(np.int64)
-        self.tokens = torch.from_numpy(packed).unsqueeze(0)
+                seq.extend(ids)
+        self.tokens = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0)
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:

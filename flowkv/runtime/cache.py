@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.clock import Clock
-from flowkv.core.errors import GeometryError, MissingDependencyError, TokenError
+from flowkv.core.errors import MissingDependencyError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace, Salt, as_tokens
 from flowkv.policy.base import Policy
 from flowkv.runtime import erasure
 from flowkv.runtime.batch import Step
 from flowkv.runtime.explain import Explanation, explain
-from flowkv.runtime.opening import Opening, Tokens, plain
+from flowkv.runtime.opening import Opening, Tokens, pack, plain
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.statistics import statistics
 from flowkv.tiers.base import Tier
@@ -96,21 +96,10 @@ class KV(Opening):
             StateError: A sequence is closed, suspended or in a step already.
             TokenError: The ids contradict what is known of the prompt.
         """
-        fresh = [as_tokens(plain(ids)) for ids in new_tokens]
-        if len(fresh) != len(seqs):
-            raise GeometryError(
-                f"{len(fresh)} lists of new tokens for {len(seqs)} rows", "Give each row its own"
-            )
-        for seq, ids in zip(seqs, fresh, strict=True):
-            known = seq.tokens[seq.length : seq.length + len(ids)]
-            if not np.array_equal(known, ids[: len(known)]):
-                seq.planner.idle(seq)
-                raise TokenError(
-                    f"the new tokens of a row differ from its prompt at position {seq.length}",
-                    "Pass the prompt's own tokens, or open another sequence",
-                )
-        step = self.plan(seqs, [len(ids) for ids in fresh])
-        step.give(fresh)
+        given = [plain(ids) for ids in new_tokens]
+        packed = pack(given)
+        step = self.plan(seqs, [len(ids) for ids in given])
+        step.give(packed)
         return step
 
     def prefill(self, seqs: Items[Sequence], *, chunk: int = 512) -> Iterator[Step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from itertools import chain
 
 import numpy as np
 import torch
@@ -145,3 +146,14 @@ class Opening(Binding):
 def plain(tokens: Tokens) -> Items[int] | NDArray[np.generic]:
     """Token ids as something that is no tensor."""
     return tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
+
+
+def pack(rows: Items[Items[int] | NDArray[np.generic]]) -> NDArray[np.uint32]:
+    """Token ids of all rows, one after the other; one check for all is what makes it cheap.
+
+    Raises:
+        TokenError: A row is not a flat sequence of ids in [0, 2**32).
+    """
+    if all(isinstance(row, (list, tuple, range)) for row in rows):
+        return as_tokens(list(chain.from_iterable(rows)))
+    return np.concatenate([as_tokens(row) for row in rows])

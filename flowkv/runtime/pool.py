@@ -292,8 +292,8 @@ class PagePool:
 def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(n_bytes, dtype=torch.uint8, device=device)
-    # Memory is taken when pages are first written. Private, or the kernel gives no huge pages, which
-    # make first writes, copies and registration cheaper.
+    # Memory is taken when pages are first written. Private, or the kernel gives no huge pages,
+    # which make first writes, copies and registration cheaper.
     memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -74,9 +74,21 @@ class Sequence:
         """All token ids known so far, uint32; may be longer than `length`."""
         return self._tokens[: self._known]
 
+    @property
+    def known(self) -> int:
+        """Number of token ids known so far."""
+        return self._known
+
     def note(self, tokens: Items[int] | NDArray[np.generic]) -> None:
-        """Appends token ids that follow the known ones."""
-        fresh = as_tokens(tokens)
+        """Appends token ids that follow the known ones.
+
+        Raises:
+            TokenError: Not a flat sequence of ids in [0, 2**32).
+        """
+        self.extend(as_tokens(tokens))
+
+    def extend(self, fresh: NDArray[np.uint32]) -> None:
+        """`note` for ids that are checked already."""
         need = self._known + len(fresh)
         if need > len(self._tokens):
             grown = np.zeros(max(need, 2 * len(self._tokens)), np.uint32)

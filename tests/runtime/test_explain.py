@@ -95,5 +95,4 @@ def test_statistics_are_plain_and_add_up() -> None:
     events = stats["events"]
     assert events['published_tokens_total{group="0"}'] == 48
     assert events['hit_tokens_total{tier="device"}'] == 48
-    assert events["step_tokens_total"] == 50 and events["steps_total"] == 4
     seq.close()

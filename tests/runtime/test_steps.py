@@ -165,7 +165,7 @@ def test_rows_of_a_step_must_be_open_distinct_and_of_one_cache(kv: KV) -> None:
     with pytest.raises(StateError, match="is suspended"):
         kv.step([seq], [[1]])
     kv.resume(seq)
-    with pytest.raises(GeometryError, match="2 lists of new tokens for 1 rows"):
+    with pytest.raises(GeometryError, match="1 rows with 2 counts"):
         kv.step([seq], [[1], [2]])
     with pytest.raises(GeometryError, match="1 rows with 2 counts"):
         kv.plan([seq], [1, 1])
@@ -181,9 +181,11 @@ def test_tokens_are_checked(kv: KV) -> None:
         with pytest.raises(TokenError):
             kv.open(wrong)
     seq = kv.open(torch.tensor([1, 2, 3]))
-    for wrong in ([-1], [1 << 32], [0.5]):
+    for wrong in ([-1], [1 << 32], [0.5], [[1], [2]]):
         with pytest.raises(TokenError):
             kv.step([seq], [wrong])
+        with pytest.raises(TokenError):
+            kv.step([seq], [torch.tensor(wrong)])
     with pytest.raises(TokenError, match="differ from its prompt at position 0"):
         kv.step([seq], [[1, 3]])
     advance(kv, [seq], [[1, 2, 3, (1 << 32) - 1]])

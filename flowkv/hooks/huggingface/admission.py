@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Items
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 from flowkv.core.errors import StateError
@@ -94,9 +95,7 @@ def _open(kv: KV, prompts: Items[Prompt], most: int, wish: Wish) -> list[Sequenc
     return seqs
 
 
-def _align(
-    kv: KV, prompts: Items[Prompt], seqs: list[Sequence], base: int, wish: Wish
-) -> bool:
+def _align(kv: KV, prompts: Items[Prompt], seqs: list[Sequence], base: int, wish: Wish) -> bool:
     """Cuts every row to column `base`; False if a sliding window or a state does not allow it."""
     for prompt, seq in zip(prompts, seqs, strict=True):
         length = max(base - prompt.pad, 0)

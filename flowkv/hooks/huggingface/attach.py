@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 
 from flowkv.core.errors import ConfigError, StateError, UnsupportedModelError
+from flowkv.hooks.huggingface.admission import Wish, admit
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.door import Door
 from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import Call, Names
 from flowkv.hooks.huggingface.plan import plan_geometry
 from flowkv.hooks.huggingface.probe import native_continues, paged_agrees, probe
-from flowkv.hooks.huggingface.admission import Wish, admit
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.switch import Switch
 from flowkv.hooks.huggingface.versions import PreTrainedModel

@@ -1,4 +1,4 @@
-"""FlowKV's attention and mask functions, registered beside the model's own, which they fall back to.
+"""FlowKV's attention and mask functions, registered beside the model's own as their fallback.
 
 Two names are registered, one for each implementation that a model may have had before (`sdpa`,
 `eager`). Whatever is not plainly "new queries over cached keys, causal, windowed, left-padded" goes
@@ -64,9 +64,13 @@ def mask(previous: str, **arguments: Any) -> torch.Tensor | None:
         window = overlay_window(function)
         if window is None:
             return build(**arguments)
-    elif arguments["q_length"] == 1 and arguments.get("attention_mask") is None:
-        if previous == "sdpa" and arguments.get("allow_is_causal_skip", True):
-            return None  # as sdpa's own function answers, without asking it
+    elif (
+        previous == "sdpa"
+        and arguments["q_length"] == 1
+        and arguments.get("attention_mask") is None
+        and arguments.get("allow_is_causal_skip", True)
+    ):
+        return None  # as sdpa's own function answers, without asking it
     dtype = arguments.get("dtype", torch.float32) if previous == "eager" else torch.bool
     return MaskRecipe(build, arguments, window, dtype)
 
@@ -96,7 +100,9 @@ def attend(
     """
     if type(key) is PagedView and type(value) is PagedView:
         layer = key.layer
-        if value.layer is layer and _plain(layer, query, attention_mask, arguments, _OBEYED[previous]):
+        if value.layer is layer and _plain(
+            layer, query, attention_mask, arguments, _OBEYED[previous]
+        ):
             layer.placed.was_read = True
             out = kernels.paged_attention(
                 layer.rows.pack(query),

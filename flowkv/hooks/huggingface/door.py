@@ -14,12 +14,12 @@ import torch
 from flowkv.core.errors import CapacityError, StateError
 from flowkv.hooks.huggingface.admission import Admitted, Wish, admit
 from flowkv.hooks.huggingface.cache import PagedCache
+from flowkv.hooks.huggingface.fill import Fill
 from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import Call, Names, Prompt
 from flowkv.hooks.huggingface.notes import usual
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
 from flowkv.hooks.huggingface.rows import Rows
-from flowkv.hooks.huggingface.fill import Fill
 from flowkv.hooks.huggingface.switch import decoder_of
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.runtime.cache import KV
@@ -93,7 +93,7 @@ class Door:
 
     def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
-        if module is not self._model() or torch.compiler.is_compiling():
+        if module is None or module is not self._model() or torch.compiler.is_compiling():
             return None
         if getattr(self._aside, "on", False):
             return None
@@ -248,9 +248,12 @@ class Door:
             cache.follow()
         # A cache made beforehand knows its images from `kv.cache(...)`, nobody else's.
         filled = bool(rows.forwards == 0 and call.modal and not call.problem)
-        if training or not (filled or call.continues) or self._options_changed(cache, call):
-            rows.go_blind()
-        elif not rows.padded_by(call.mask, rows.base + call.columns):
+        if (
+            training
+            or not (filled or call.continues)
+            or self._options_changed(cache, call)
+            or not rows.padded_by(call.mask, rows.base + call.columns)
+        ):
             rows.go_blind()
         if filled:
             pads = rows.pads.tolist()

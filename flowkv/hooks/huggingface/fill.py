@@ -149,7 +149,7 @@ class Fill:
         return list(value) if len(lengths) == 1 else None
 
     def _by_feature(self, placeholders: Mapping[str, int]) -> list[Any] | None:
-        """Row i of a modality's features fills its i-th placeholder, as `generate` relies on too."""
+        """Row i of a modality's features fills its i-th placeholder, as in `generate`."""
         outputs = self.inputs.get(ENCODED)
         if len(self.inputs) != 1 or not isinstance(outputs, Mapping) or not self.runs:
             return None

@@ -36,7 +36,7 @@ def fingerprint(named: Mapping[str, torch.Tensor]) -> str:
         except (RuntimeError, NotImplementedError, TypeError):
             digest.update(PROCESS.encode())
             continue
-        digest.update(xxhash.xxh3_128_digest(content.numpy()))
+        digest.update(xxhash.xxh3_128_digest(content.numpy().data))
     return digest.hexdigest()
 
 
@@ -49,13 +49,13 @@ def content(tensors: Iterable[torch.Tensor]) -> bytes:
         try:
             part = _sample(tensor, full)
             if part.device.type == "cpu":
-                state.update(part.numpy())
+                state.update(part.numpy().data)
             else:
                 elsewhere.setdefault(part.device, []).append(_columns(part) if full else part)
         except (RuntimeError, NotImplementedError, TypeError):
             continue
     for parts in elsewhere.values():
-        state.update(torch.cat(parts).cpu().numpy())
+        state.update(torch.cat(parts).cpu().numpy().data)
     return state.digest()
 
 
@@ -89,7 +89,7 @@ def _feed(state: hashlib._Hash, value: object) -> None:
     if isinstance(value, torch.Tensor):
         head = f"tensor {value.dtype} {tuple(value.shape)};"
         state.update(head.encode())
-        state.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        state.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     elif isinstance(value, Mapping):
         state.update(f"map {len(value)};".encode())
         for key in sorted(value, key=str):

@@ -16,17 +16,19 @@ import torch
 from flowkv.core.keys import Namespace
 from flowkv.hooks.huggingface.fingerprint import PROCESS, content, fingerprint, tensor_bytes
 
-_ADAPTER_STATE = frozenset((
-    "active_adapter",
-    "active_adapters",
-    "_active_adapter",
-    "_active_adapters",
-    "_disable_adapters",
-    "disable_adapters",
-    "_adapters_disabled",
-    "merged_adapters",
-    "scaling",
-))
+_ADAPTER_STATE = frozenset(
+    (
+        "active_adapter",
+        "active_adapters",
+        "_active_adapter",
+        "_active_adapters",
+        "_disable_adapters",
+        "disable_adapters",
+        "_adapters_disabled",
+        "merged_adapters",
+        "scaling",
+    )
+)
 """Attributes by which adapter libraries say which of their weights count."""
 
 _UNIMPORTANT = frozenset(
@@ -179,7 +181,7 @@ def _switch(config: Any, rope: dict[str, Any]) -> int | None:
         kind = part.get("rope_type", part.get("type"))
         if isinstance(kind, str) and any(name in kind for name in _ROPE_BY_LENGTH):
             length = part.get("original_max_position_embeddings")
-            found.append(int(length or getattr(text, "max_position_embeddings", 1)))
+            found.append(int(length or getattr(text, "max_position_embeddings", 1) or 1))
     if not found:
         return None
     return min([*found, int(getattr(text, "max_position_embeddings", None) or min(found))])

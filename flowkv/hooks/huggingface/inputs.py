@@ -43,7 +43,9 @@ class Names(NamedTuple):
         config: Any = model.config
         parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
         encoder = bool(getattr(config, "is_encoder_decoder", False))
-        return cls(parameters, encoder and "decoder_input_ids" in parameters, placeholder_ids(config))
+        return cls(
+            parameters, encoder and "decoder_input_ids" in parameters, placeholder_ids(config)
+        )
 
     @property
     def ids(self) -> str:
@@ -128,7 +130,9 @@ class Call:
     @property
     def skippable(self) -> bool:
         """Nobody misses what a forward that skips known tokens would not compute."""
-        return self.keep > 0 and not self.wants_weights and not self.given.get("output_hidden_states")
+        return (
+            self.keep > 0 and not self.wants_weights and not self.given.get("output_hidden_states")
+        )
 
     def _text_problem(self) -> str:
         if self.given.get(self.names.embeds) is not None:
@@ -136,7 +140,7 @@ class Call:
         ids = self.ids
         if ids is None or ids.dim() != 2 or ids.is_floating_point() or ids.dtype is torch.bool:
             return "there are no token ids"
-        if not 0 < ids.shape[0] or not 0 < ids.shape[1]:
+        if not ids.shape[0] > 0 or not ids.shape[1] > 0:
             return "there are no tokens"
         if self.given.get("cache_position") is not None:
             return "it is told its place in the cache by `cache_position`"

@@ -91,9 +91,7 @@ class PlacedLayer:
 
     __slots__ = ("group", "in_pages", "index", "shape", "was_read")
 
-    def __init__(
-        self, index: int, group: int, spec: LayerGroup, *, in_pages: bool = True
-    ) -> None:
+    def __init__(self, index: int, group: int, spec: LayerGroup, *, in_pages: bool = True) -> None:
         self.index, self.group, self.in_pages = index, group, in_pages
         self.was_read = False
         self.shape = (
@@ -198,7 +196,9 @@ def place_layers(
     for index, (spec, layer) in enumerate(zip(specs, layers, strict=True)):
         if spec.stateful:
             states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-            devices.update({index: s.device for s in states if s is not None})
+            for state in states:
+                if state is not None:
+                    devices[index] = state.device
         if not spec.in_pages:
             continue
         keys, values = layer.keys, layer.values

@@ -7,7 +7,8 @@ translates, and remembers which token ids were computed, so that filled pages ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from flowkv.runtime.sequence import Sequence
 
 
 class Rows:
-    """Rows of one cache. Layers and the cache refer to it; it refers to neither, so that a cache is
-    released as soon as nobody holds it.
+    """Rows of one cache.
+
+    Layers and the cache refer to it; it refers to neither, so that a cache is released as soon as
+    nobody holds it.
 
     Attributes:
         kv: Where the pages are.
@@ -86,7 +89,9 @@ class Rows:
     def _look(self) -> None:
         """Finds the next columns at which there is something to do."""
         size = self.kv.page_size
-        known = [len(seq.tokens) + pad for seq, pad in zip(self.seqs, self.pads.tolist(), strict=True)]
+        known = [
+            len(seq.tokens) + pad for seq, pad in zip(self.seqs, self.pads.tolist(), strict=True)
+        ]
         self._known = max(known, default=0)
         filled = (self.base - self.pads).clip(0) // size * size
         self._next_full = int((self.pads + filled + size).min(initial=1 << 62))
@@ -119,7 +124,9 @@ class Rows:
         self._index = self._real(counts) if ragged else None
 
     def _real(self, counts: NDArray[np.int64]) -> torch.Tensor:
-        found = [np.arange((b + 1) * self.new - n, (b + 1) * self.new) for b, n in enumerate(counts)]
+        found = [
+            np.arange((b + 1) * self.new - n, (b + 1) * self.new) for b, n in enumerate(counts)
+        ]
         return torch.from_numpy(np.concatenate(found))
 
     def finish(self) -> None:

@@ -12,7 +12,9 @@ import torch
 from flowkv.hooks.huggingface.attention import FALLBACKS, PREFIX, register
 from flowkv.hooks.huggingface.versions import PreTrainedModel
 
-_COMPARED = re.compile(r"_attn_implementation\s*(?:==|!=|not in|in)\s*(\([^)]*\)|\[[^\]]*\]|[\"']\w+[\"'])")
+_COMPARED = re.compile(
+    r"_attn_implementation\s*(?:==|!=|not in|in)\s*(\([^)]*\)|\[[^\]]*\]|[\"']\w+[\"'])"
+)
 
 
 class Switch:

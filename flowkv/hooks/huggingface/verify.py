@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +193,11 @@ def _compare(
     with hung.aside() if hung is not None else door.aside():
         native = DynamicCache(config=model.config.get_text_config(decoder=True))
         wanted, logits = _answer(model, door.names, ids, mask, native, None)
-    given = {door.names.ids: ids, door.names.mask: mask, **encoder_inputs(model, door.names, len(ids))}
+    given = {
+        door.names.ids: ids,
+        door.names.mask: mask,
+        **encoder_inputs(model, door.names, len(ids)),
+    }
     given[door.names.positions] = _positions(mask)
     cache = door.open({k: v for k, v in given.items() if k in door.names.parameters}, None)
     try:
@@ -213,7 +217,7 @@ def _answer(
     cache: Any,
     forced: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy tokens `[B, n]` and their logits; goes on with `forced` ones, to compare like with like."""
+    """Greedy tokens `[B, n]` and their logits; goes on with `forced` ones if they are given."""
     found, logits = [], []
     whole, encoded = pair(names, cache), encoder_inputs(model, names, len(ids))
     for step in range(_NEW):

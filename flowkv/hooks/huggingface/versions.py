@@ -54,7 +54,7 @@ _STATELESS = ("dummy", "moe", "mlp")  # the latter two up to 5.2x, as empty recu
 
 
 def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
-    """(type, arguments of its cache layer) of each decoder layer; "none" for layers without cache."""
+    """(type, arguments of its cache layer) of each decoder layer; "none" for those without."""
     types, kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     each = [kwargs] * len(types) if isinstance(kwargs, dict) else kwargs  # one dict up to 5.2x
     return [

@@ -40,7 +40,7 @@ class PagedView(torch.Tensor):
     layer: PagedLayer
     which: int
     # Otherwise torch would turn the dense results of operations into views again.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, layer: PagedLayer, which: int, like: torch.Tensor, columns: int) -> PagedView:
@@ -86,7 +86,7 @@ class MaskRecipe(torch.Tensor):
     arguments: dict[str, Any]
     window: int | None
     _fits: tuple[Rows, int, bool] | None
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
