@@ -93,7 +93,8 @@ class Door:
 
     def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
-        if module is None or module is not self._model() or torch.compiler.is_compiling():
+        model: Any = self._model()
+        if module is not model or torch.compiler.is_compiling():
             return None
         if getattr(self._aside, "on", False):
             return None
@@ -102,7 +103,7 @@ class Door:
         cache = _own(given.get("past_key_values"))
         if isinstance(cache, PagedCache):
             door = cache.door or self
-            return (), door.go_on(cache, given, training=module.training)
+            return (), door.go_on(cache, given, training=model.training)
         if not self.kv.closed and self._may_start(module, cache, given):
             return (), self.start(cache, given)
         return None
