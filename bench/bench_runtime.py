@@ -51,7 +51,6 @@ def check(kv: KV, seq: Sequence) -> None:
 
 @pytest.fixture(params=["roomy", "full"])
 def rows(request: pytest.FixtureRequest, context: int) -> Iterator[tuple[KV, list[Sequence]]]:
-    request.node.add_marker(pytest.mark.benchmark(group=f"step, pool {request.param}"))
     torch.set_num_threads(1)
     kv = make_kv(context, 64)
     kv.planner.store.pools["cpu"].arena.zero_()  # else the first writes are what is measured
@@ -68,6 +67,7 @@ def rows(request: pytest.FixtureRequest, context: int) -> Iterator[tuple[KV, lis
     kv.close()
 
 
+@pytest.mark.benchmark(group="decode step of 64 rows")
 @pytest.mark.parametrize("context", [1 << 10, 1 << 15], ids=["1k", "32k"])
 @pytest.mark.parametrize("door", ["plan", "step"])
 def test_decode_step(benchmark, rows: tuple[KV, list[Sequence]], context: int, door: str) -> None:
@@ -143,10 +143,7 @@ def test_open(benchmark, place: str, tmp_path: Path) -> None:
             assert seq.reused == context
 
     leave()
-    assert (
-        kv.explain(prompt).residency.keys()
-        == {"disk": {f"disk:{tmp_path / 'kv'}"}, "host": {"host"}, "device": {"device"}}[place]
-    )
+    assert {name.partition(":")[0] for name in kv.explain(prompt).residency} == {place}
     with kv.open(prompt) as seq:
         check(kv, seq)
     benchmark.pedantic(reopen, setup=leave, rounds=10, iterations=1)

@@ -272,7 +272,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_any_order_of_calls() -> None:
-    run_state_machine_as_test(Machine, settings=settings(max_examples=40, stateful_step_count=30))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=100, stateful_step_count=40))
 
 
 @pytest.mark.deep

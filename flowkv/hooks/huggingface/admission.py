@@ -68,7 +68,7 @@ def admit(kv: KV, prompts: Items[Prompt], wish: Wish) -> Admitted:
             if len(states) == len(seqs):
                 return Admitted(seqs, base, states)
         most = cut if cut < base or wish.stateful else 0
-        close_all(seqs)
+        discard(kv, seqs)
     return Admitted(_open(kv, prompts, 0, wish), 0, None)
 
 
@@ -107,5 +107,19 @@ def _align(kv: KV, prompts: Items[Prompt], seqs: list[Sequence], base: int, wish
             except StateError:
                 return False
             seq.note(prompt.tokens[length:])
+            uncount(kv, 0, seq.reused - length)
             seq.reused = length
     return True
+
+
+def discard(kv: KV, seqs: list[Sequence]) -> None:
+    """Closes sequences that were opened in vain: they are no requests, and do not count."""
+    uncount(kv, sum(len(seq.tokens) for seq in seqs), sum(seq.reused for seq in seqs))
+    close_all(seqs)
+
+
+def uncount(kv: KV, seen: int, reused: int) -> None:
+    """Takes tokens out of the statistics that were counted for the same request before."""
+    with kv.lock:
+        kv.tokens_seen -= seen
+        kv.tokens_reused -= reused

@@ -14,9 +14,10 @@ import torch
 from flowkv.core.errors import CapacityError, StateError
 from flowkv.hooks.huggingface.admission import Admitted, Wish, admit
 from flowkv.hooks.huggingface.cache import PagedCache
+from flowkv.hooks.huggingface.chunks import extend
 from flowkv.hooks.huggingface.fill import Fill
 from flowkv.hooks.huggingface.identity import Identity
-from flowkv.hooks.huggingface.inputs import Call, Names, Prompt
+from flowkv.hooks.huggingface.inputs import Call, Names
 from flowkv.hooks.huggingface.notes import usual
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
 from flowkv.hooks.huggingface.rows import Rows
@@ -151,15 +152,17 @@ class Door:
         try:
             found, fill = self._admit(call, pads, call.columns - call.keep, reuse=call.skippable)
         except CapacityError as error:
-            self._refuse(error.problem)
+            self._refuse(error.problem, "capacity")
             return given
         except TypeError as error:
             self._refuse(str(error))
             return given
-        paged = PagedCache.take_over(cache, *self._rows(found, call, pads), self)
+        rows, plan = self._rows(found, call, pads)
+        rows.checked = True
+        paged = PagedCache.take_over(cache, rows, plan, self)
         self._enter(paged, found, call)
-        given = call.skip(found.base, fill.rest(found.base, pads))
-        return self._step(paged, Call(self.names, given))
+        self._begin(paged, call, call.columns - found.base)
+        return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
 
     @staticmethod
     def _usual(call: Call, pads: list[int]) -> bool:
@@ -263,57 +266,27 @@ class Door:
         if rows.forwards and rows.prefilling and not rows.blind:
             rows.prefilling = call.columns >= self.kv.page_size
             if rows.prefilling:
-                call = Call(self.names, self._extend(cache, call))
+                call = Call(self.names, extend(self.kv, cache, call))
         return self._step(cache, call)
 
     def _options_changed(self, cache: PagedCache, call: Call) -> bool:
         return not self.names.encoder and call.condition != cache.options
 
     def _step(self, cache: PagedCache, call: Call) -> dict[str, Any]:
-        rows = cache.rows
-        rows.wants_weights = call.wants_weights
         if call.ids is None:
-            rows.go_blind()
+            cache.rows.go_blind()
         else:
-            rows.note(call.ids, call.positions)
-        try:
-            rows.begin(call.columns)
-        except CapacityError as error:
-            self._refuse(error.problem)
-            cache.give_up()
+            cache.rows.note(call.ids, call.positions)
+        self._begin(cache, call, call.columns)
         return call.given
 
-    def _extend(self, cache: PagedCache, call: Call) -> dict[str, Any]:
-        """Chunked prefill shows its prompt bit by bit: looks again whether more of it is known."""
-        rows = cache.rows
-        if not call.skippable or call.ids is None or call.ids.shape[0] != len(rows.seqs):
-            return call.given
-        rows.flush()
-        if rows.blind or not rows.usual(call.columns, call.positions):
-            return call.given
-        ids, prompts = call.ids.cpu().numpy().astype(np.uint32), []
-        for row, (seq, pad) in enumerate(zip(rows.seqs, rows.pads.tolist(), strict=True)):
-            known = seq.tokens[: max(rows.base - pad, 0)]
-            fresh = ids[row, max(pad - rows.base, 0) :]
-            prompts.append(Prompt(np.concatenate([known, fresh]), pad, list(seq.salts)))
-        most = rows.base + call.columns - call.keep
+    def _begin(self, cache: PagedCache, call: Call, columns: int) -> None:
+        cache.rows.wants_weights = call.wants_weights
         try:
-            found = admit(self.kv, prompts, Wish(most, cache.tenant, self.plan.stateful))
-        except CapacityError:
-            return call.given
-        gained = found.base - rows.base
-        if gained <= 0:
-            for seq in found.seqs:
-                seq.close()
-            return call.given
-        for seq in rows.seqs:
-            seq.close()
-        rows.seqs[:] = found.seqs
-        rows.rebase(found.base)
-        if cache.recurrent is not None and found.states is not None:
-            cache.recurrent.restore(found.states)
-        cache.follow()
-        return call.skip(gained)
+            cache.rows.begin(columns)
+        except CapacityError as error:
+            self._refuse(error.problem, "capacity")
+            cache.give_up()
 
     # ---- identity
 
@@ -342,16 +315,16 @@ class Door:
 
     def trusted(self, rows: Rows) -> bool:
         """Whether the model still is what the pages of these rows will be named after."""
+        if rows.forwards == 0 and rows.checked:
+            return True  # a moment ago
         model = self._model()
         if model is None or not self.identity.same(model):
             return False
-        if rows.forwards == 0 or self.identity.n_bytes > _PUBLISH_CHECK_BYTES:
-            return True
-        return self.identity.same_content()
+        return self.identity.n_bytes > _PUBLISH_CHECK_BYTES or self.identity.same_content()
 
-    def _refuse(self, problem: str) -> None:
+    def _refuse(self, problem: str, code: str = "") -> None:
         self.kv.warn(
-            f"native: {problem}",
+            f"native: {code or problem}",
             f"FlowKV leaves this call to the model's own cache: {problem}. The result is the same, "
             "nothing is reused.",
         )

@@ -78,7 +78,7 @@ class Fill:
         placeholders: Mapping[str, int],
     ) -> None:
         self.inputs, self.rows = dict(inputs), len(prompts)
-        ids = set(placeholders.values())
+        ids = set(placeholders.values()) if inputs else set()
         self.runs = [
             Run(row, *run) for row, tokens in enumerate(prompts) for run in _runs(tokens, ids)
         ]
@@ -174,6 +174,8 @@ class Fill:
 
 def _runs(tokens: NDArray[np.uint32], ids: set[int]) -> list[tuple[int, int, int]]:
     """(first, past the last, id) of each run of equal placeholder tokens."""
+    if not ids:
+        return []
     held = np.isin(tokens, np.fromiter(ids, np.uint32, len(ids)))
     kinds = np.where(held, tokens.astype(np.int64), -1)
     edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))

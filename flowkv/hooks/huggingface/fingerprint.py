@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 FULL_BYTES = 256 << 20
 """Up to so many bytes of weights are read whole; of more, samples of every tensor are."""
@@ -40,29 +43,62 @@ def fingerprint(named: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def content(tensors: Iterable[torch.Tensor]) -> bytes:
-    """Digest that changes with what the tensors hold, as cheaply as their device allows."""
-    given = list(tensors)
-    full = tensor_bytes(given) <= FULL_BYTES
-    state, elsewhere = xxhash.xxh3_128(), dict[torch.device, list[torch.Tensor]]()
-    for tensor in given:
-        try:
-            part = _sample(tensor, full)
+class Content:
+    """What tensors hold at this moment, to be compared later as cheaply as their device allows.
+
+    Bytes on the CPU are hashed; elsewhere sums are computed where they lie, and hashed.
+
+    Attributes:
+        n_bytes: Bytes of all tensors.
+
+    Args:
+        tensors: The tensors. Kept, with views of their memory.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self.n_bytes = tensor_bytes(self._tensors)
+        self._full = self.n_bytes <= FULL_BYTES
+        self._parts: list[torch.Tensor] = []
+        self._arrays: list[NDArray[np.uint8]] = []
+        for tensor in self._tensors:
+            with suppress(RuntimeError, NotImplementedError, TypeError):
+                self._take(tensor)
+        self._digest = self._read()
+
+    def _take(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu" and self._full and tensor.is_contiguous():
+            self._arrays.append(_bytes(tensor).numpy())  # a view: reading it costs no torch call
+        else:
+            self._parts.append(tensor)
+
+    def same(self) -> bool:
+        """Whether they still hold it."""
+        return self._read() == self._digest
+
+    def _read(self) -> bytes:
+        state, elsewhere = xxhash.xxh3_128(), dict[torch.device, list[torch.Tensor]]()
+        for array in self._arrays:
+            state.update(array.data)
+        for tensor in self._parts:
+            part = _sample(tensor, self._full)
             if part.device.type == "cpu":
                 state.update(part.numpy().data)
             else:
-                elsewhere.setdefault(part.device, []).append(_columns(part) if full else part)
-        except (RuntimeError, NotImplementedError, TypeError):
-            continue
-    for parts in elsewhere.values():
-        state.update(torch.cat(parts).cpu().numpy().data)
-    return state.digest()
+                elsewhere.setdefault(part.device, []).append(_columns(part) if self._full else part)
+        for parts in elsewhere.values():
+            state.update(torch.cat(parts).cpu().numpy().data)
+        return state.digest()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        raise TypeError("a tensor on the meta device has no content")
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _sample(tensor: torch.Tensor, full: bool) -> torch.Tensor:
-    if tensor.is_meta:
-        raise TypeError("a tensor on the meta device has no content")
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = _bytes(tensor)
     if full or flat.numel() <= _BLOCKS * _BLOCK_BYTES:
         return flat
     last = flat.numel() - _BLOCK_BYTES

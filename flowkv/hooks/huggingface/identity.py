@@ -9,34 +9,20 @@ moved or written to (`_version`), adapters are switched, foreign hooks are added
 from __future__ import annotations
 
 import json
+import weakref
 from typing import Any
 
 import torch
 
 from flowkv.core.keys import Namespace
-from flowkv.hooks.huggingface.fingerprint import PROCESS, content, fingerprint, tensor_bytes
-
-_ADAPTER_STATE = frozenset(
-    (
-        "active_adapter",
-        "active_adapters",
-        "_active_adapter",
-        "_active_adapters",
-        "_disable_adapters",
-        "disable_adapters",
-        "_adapters_disabled",
-        "merged_adapters",
-        "scaling",
-    )
-)
-"""Attributes by which adapter libraries say which of their weights count."""
+from flowkv.hooks.huggingface.fingerprint import Content, fingerprint
+from flowkv.hooks.huggingface.watch import Watch, active_adapters, changes
 
 _UNIMPORTANT = frozenset(
     """_name_or_path _commit_hash transformers_version architectures dtype torch_dtype id2label
     label2id problem_type use_cache return_dict output_attentions output_hidden_states
-    task_specific_params chunk_size_feed_forward is_encoder_decoder tie_word_embeddings""".split()
+    task_specific_params chunk_size_feed_forward""".split()
 )
-_OWN_HOOKS = ("transformers.", "accelerate.", "flowkv.")
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -47,144 +33,88 @@ class Identity:
         model: The model.
         name: Name given by the user, which replaces the model's own and is trusted as long as
             nothing changes; "" for the model's own, with a fingerprint of its weights.
+
+    Attributes:
+        namespace: Its name, for the keys of pages.
+        switch: Length from which positions are encoded otherwise, if there is one.
+        n_bytes: Bytes of its weights.
     """
 
-    def __init__(self, model: torch.nn.Module, name: str = "") -> None:
-        self.config: Any = model.config
-        self.rope = _rope(self.config)
-        self.switch = _switch(self.config, self.rope)
-        self._name, self._first = name, True
-        self.read(model)
+    def __init__(self, model: Any, name: str = "") -> None:
+        self.switch = _switch(model.config)
+        # Encodings that depend on length rewrite these in every forward.
+        self._passing = "inv_freq" if self.switch is not None else ""
+        self._watch = Watch(model, self._passing)
+        self._name, self._changed = name, False
+        self._read(model)
+        weakref.finalize(model, self._forget).atexit = False
 
-    def read(self, model: torch.nn.Module) -> None:
-        """Takes the model as it is now."""
-        self._stamp = self._stamp_of(model)
-        self._tensors = [tensor for _, tensor in self._named(model)]
-        self._content, self.n_bytes = content(self._tensors), tensor_bytes(self._tensors)
-        self._places = {(tensor.dtype, tensor.device) for tensor in self._tensors}
-        trusted = self._name and self._first
-        self._first = False
-        weights = "" if trusted else fingerprint(dict(self._named(model)))
+    def read(self, model: Any) -> None:
+        """Takes the model as it is now, after it has changed."""
+        self._changed = True
+        self._watch.see(model)
+        self._read(model)
+
+    def _read(self, model: Any) -> None:
+        tensors = self._watch.tensors
+        self._content = Content(tensors)
+        self.n_bytes = self._content.n_bytes
+        self._places = {(tensor.dtype, tensor.device) for tensor in tensors}
+        config: Any = model.config
+        own_name = str(getattr(config, "_name_or_path", "")) or type(model).__name__
         self.namespace = Namespace(
-            model=self._name or str(getattr(self.config, "_name_or_path", "")) or _kind(model),
-            revision="" if self._name else str(getattr(self.config, "_commit_hash", None) or ""),
-            weights=weights,
+            model=self._name or own_name,
+            revision="" if self._name else str(getattr(config, "_commit_hash", None) or ""),
+            weights="" if self._name and not self._changed else fingerprint(self._named(model)),
             adapter=_adapter(model),
-            rope=_settings(self.config),
+            rope=_settings(config),
         )
 
     def same(self, model: torch.nn.Module) -> bool:
         """Whether nothing was replaced, moved, written to in the open, or switched."""
-        return self._stamp_of(model) == self._stamp
-
-    def moved(self, model: torch.nn.Module) -> bool:
-        """Whether a dtype or device is new."""
-        return {(t.dtype, t.device) for _, t in self._named(model)} != self._places
+        return self._watch.same(model)
 
     def same_content(self) -> bool:
         """Whether the weights still hold what they held; reads them."""
-        return content(self._tensors) == self._content
+        return self._content.same()
 
-    def _named(self, model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-        by_length = self.switch is not None
-        buffers = [
-            (name, buffer)
-            for name, buffer in model.named_buffers()
-            if not (by_length and name.endswith("inv_freq"))  # rewritten by every forward
-        ]
-        return [*model.named_parameters(), *buffers]
+    def moved(self, model: torch.nn.Module) -> bool:
+        """Whether a dtype or device is new."""
+        return {(t.dtype, t.device) for t in self._named(model).values()} != self._places
 
-    def _stamp_of(self, model: torch.nn.Module) -> list[Any]:
-        stamp: list[Any] = [_active(model)]
-        by_length = self.switch is not None
-        for module in model.modules():
-            held = module.__dict__
-            for kind in ("_parameters", "_buffers"):
-                for name, tensor in held[kind].items():
-                    if tensor is not None and not (by_length and name.endswith("inv_freq")):
-                        stamp += _tensor_stamp(tensor)
-            stamp += _changes(held)
-        return stamp
+    def _named(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        every = [*model.named_parameters(), *model.named_buffers()]
+        passing = self._passing
+        return {name: t for name, t in every if not (passing and name.endswith(passing))}
 
-
-def _tensor_stamp(tensor: torch.Tensor) -> tuple[Any, ...]:
-    try:
-        version = tensor._version
-    except RuntimeError:  # made in inference mode: no versions are counted
-        version = 0
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError:  # a wrapper without storage of its own
-        address = 0
-    return id(tensor), address, version, tensor.dtype, tensor.device
-
-
-def _changes(held: dict[str, Any]) -> list[str]:
-    """What adapter libraries and foreign hooks did to a module, by its `__dict__`."""
-    found = [
-        f"{name}={held[name]}"
-        for name in _ADAPTER_STATE.intersection(held)
-        if held[name] and not isinstance(held[name], float)  # a plain scale is no adapter's
-    ]
-    hooks = [*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()]
-    if "forward" in held:
-        hooks.append(held["forward"])
-    for hook in hooks:
-        if not str(getattr(hook, "__module__", "")).startswith(_OWN_HOOKS):
-            found.append(f"{hook.__class__.__name__} {id(hook)} of {PROCESS}")
-    return sorted(found)
-
-
-def _active(model: torch.nn.Module) -> str:
-    """Names of the adapters that the model as a whole says are active."""
-    active = set()
-    for name in ("active_adapters", "active_adapter"):
-        found = getattr(model, name, None)
-        try:
-            value = found() if callable(found) else found
-        except (ValueError, ImportError, AttributeError):  # none was ever loaded
-            continue
-        if value:
-            active.add(f"{name}={value}")
-    return "; ".join(sorted(active))
+    def _forget(self) -> None:
+        self._watch.forget()
+        self._content = Content([])
 
 
 def _adapter(model: torch.nn.Module) -> str:
     """Everything that was put on the model and changes what it computes."""
-    found = [_active(model)] + [
+    found = [active_adapters(model)] + [
         f"{path}: {change}"
         for path, module in model.named_modules()
-        for change in _changes(module.__dict__)
+        for change in changes(module.__dict__)
     ]
     return "; ".join(part for part in found if part)
 
 
-def _kind(model: torch.nn.Module) -> str:
-    return type(model).__name__
-
-
-def _rope(config: Any) -> dict[str, Any]:
-    text = config.get_text_config(decoder=True)
-    for name in ("rope_parameters", "rope_scaling"):
-        found = getattr(text, name, None)
-        if isinstance(found, dict):
-            return dict(found)
-    return {}
-
-
-def _switch(config: Any, rope: dict[str, Any]) -> int | None:
+def _switch(config: Any) -> int | None:
     """Length from which positions are encoded otherwise, for encodings that depend on length."""
     text = config.get_text_config(decoder=True)
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    found = []
-    for part in parts:
+    rope: Any = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if not isinstance(rope, dict):
+        return None
+    trained = getattr(text, "max_position_embeddings", None)
+    lengths = []
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind = part.get("rope_type", part.get("type"))
         if isinstance(kind, str) and any(name in kind for name in _ROPE_BY_LENGTH):
-            length = part.get("original_max_position_embeddings")
-            found.append(int(length or getattr(text, "max_position_embeddings", 1) or 1))
-    if not found:
-        return None
-    return min([*found, int(getattr(text, "max_position_embeddings", None) or min(found))])
+            lengths.append(part.get("original_max_position_embeddings") or trained or 1)
+    return min(int(n) for n in (*lengths, trained or lengths[0])) if lengths else None
 
 
 def _settings(config: Any) -> str:

@@ -42,6 +42,7 @@ class Rows:
         blind: Something the cache does not know went into K and V: nothing is published any more.
         by_column: Positions count columns, padding included: the model was given none.
         prefilling: Every forward so far was as long as a page.
+        checked: The model was looked at right before the first forward.
         promised: Columns of a prompt whose ids no hook will show, of a model not attached.
         switch: Length from which positions are encoded otherwise, if there is one.
 
@@ -72,7 +73,7 @@ class Rows:
         self.step: Step | None = None
         self.driven = False  # by layers: no hook says when a forward begins and ends
         self.wants_weights = self.blind = self.by_column = False
-        self.prefilling = True
+        self.prefilling, self.checked = True, False
         self.switch: int | None = None
         self.promised = 0
         self._index: torch.Tensor | None = None
