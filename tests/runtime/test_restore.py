@@ -170,7 +170,7 @@ def test_loads_that_do_not_help_are_not_made() -> None:
 
 
 def test_only_prompts_measure_the_rate_of_computing() -> None:
-    kv, told = make_kv(), []
+    kv, told = make_kv(), list[tuple[int, bool]]()
     kv.planner.measured = lambda tokens, seconds: told.append((tokens, seconds > 0))
     seq = opened(kv, [1] * 40)
     advance(kv, [seq], [[1]])
@@ -194,9 +194,7 @@ def test_the_gate_weighs_measured_rates() -> None:
 
 
 def disk_kv(directory: Path, shape: Geometry | None = None, **options: Any) -> KV:
-    options = {"namespace": "toy", "policy": "lru"} | options
-    tiers = ["gpu:1MiB", f"disk:{directory / 'kv'}:64MiB"]
-    return KV(shape or geometry(), tiers=tiers, **options)
+    return make_kv(shape, tiers=[f"disk:{directory / 'kv'}:64MiB"], **options)
 
 
 @pytest.fixture

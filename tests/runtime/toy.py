@@ -39,7 +39,10 @@ def simple(**options: Any) -> Geometry:
 
 
 def make_kv(shape: Geometry | None = None, *, pages: int = 64, **options: Any) -> KV:
-    """A cache whose pool holds about `pages` pages of each group."""
+    """A cache whose pool holds about `pages` pages of each group, and that loads what it can.
+
+    The toy computes so fast that loading is seldom worth it, and a test must not hang on that.
+    """
     shape = shape or geometry()
     granules = sum(len(group.layers) for group in shape.groups)
     options = {"policy": "lru", "max_rows": 32} | options
@@ -48,7 +51,9 @@ def make_kv(shape: Geometry | None = None, *, pages: int = 64, **options: Any) -
         options["tiers"] = [f"gpu:{size}B", *options["tiers"]]
     else:
         options = {"gpu": size} | options
-    return KV(shape, **{"namespace": "toy"} | options)
+    kv = KV(shape, **{"namespace": "toy"} | options)
+    kv.planner.measured = lambda tokens, seconds: None
+    return kv
 
 
 def history(tokens: Items[int], tag: int = 0) -> np.ndarray:

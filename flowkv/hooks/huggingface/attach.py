@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -67,7 +68,7 @@ def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
             kv.close()
             raise
         _ATTACHED[model] = door
-        kv.on_detach(lambda: _forget(weakref.ref(model)))
+        kv.on_detach(partial(_forget, weakref.ref(model)))
         return kv
 
 

@@ -25,7 +25,7 @@ def extend(kv: KV, cache: PagedCache, call: Call) -> dict[str, Any]:
     if not call.skippable or call.ids is None or call.ids.shape[0] != len(rows.seqs):
         return call.given
     rows.flush()
-    if rows.blind or not rows.usual(call.columns, call.positions):
+    if rows.blind or not rows.usual(call.columns, call.positions) or not rows.trusted(rows):
         return call.given
     most = rows.base + call.columns - call.keep
     if rows.switch is not None and rows.base + call.columns >= rows.switch:

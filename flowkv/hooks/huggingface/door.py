@@ -67,7 +67,7 @@ class Door:
         assert model is not None
         self._handles = [
             model.register_forward_pre_hook(self.before, with_kwargs=True),
-            model.register_forward_hook(self.after, with_kwargs=True),
+            model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
         ]
 
     @property
@@ -110,10 +110,13 @@ class Door:
         return None
 
     def after(self, module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
-        """After a forward: what it wrote is kept, full pages are published."""
+        """After a forward: what it wrote is kept, full pages are published; or it failed."""
         cache = _own(given.get("past_key_values"))
         if module is self._model() and isinstance(cache, PagedCache):
-            cache.finish()
+            if output is None:
+                cache.rows.abandon()
+            else:
+                cache.finish()
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
         """Whether a forward begins a cache that nobody else has plans for."""

@@ -30,7 +30,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         pages: This layer of all pages, of the step.
         batch: Rows of the step.
         columns: Columns that the layer shows in the step.
-        seen: Columns written.
         native: The native layer once it has turned into it.
     """
 
@@ -42,7 +41,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.window = spec.window if spec.kind == "sliding" else None
         self.shown = spec.window  # of sliding and chunked layers: as the native layer keeps them
         self.chunked, self.shape = spec.kind == "chunked", placed.shape
-        self.seen, self.columns, self.record_past = rows.base, 0, False
+        self.columns, self.record_past = 0, False
         self.native: Any = None
         self.pages: Pages
         self.batch: Ragged
@@ -54,6 +53,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def is_sliding(self) -> bool:
         """Whether the native layer would keep a window only."""
         return self.shown is not None
+
+    @property
+    def seen(self) -> int:
+        """Columns written."""
+        return self.rows.total if self.in_step else self.rows.base
 
     @property
     def in_step(self) -> bool:
@@ -87,7 +91,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.native is None and not self._expected(key_states, value_states):
             self.leave_pages()
         rows.updated += 1
-        self._step, self.seen = rows.step, rows.total
+        self._step = rows.step
         if self.native is not None:
             found = self.native.update(key_states, value_states, *args, **kwargs)
         else:
@@ -225,7 +229,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def follow(self) -> None:
         """Agrees with the rows again, after they were cropped, reordered or swapped."""
-        self.seen, self._step, self._dense = self.rows.base, None, None
+        self._step, self._dense = None, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Crops what it keeps itself."""

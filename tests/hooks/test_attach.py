@@ -1,0 +1,643 @@
+"""`attach` itself: what it takes over, what it leaves alone, and that it never serves stale pages."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+import flowkv
+from flowkv.core.errors import ConfigError, StateError
+from flowkv.hooks.huggingface.attach import door_of
+from flowkv.hooks.huggingface.cache import PagedCache
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+
+
+@pytest.fixture
+def model() -> Any:
+    return models.causal("llama")
+
+
+def answer(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    return generate(model, 12, input_ids=ids, **options).sequences
+
+
+def forward(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        given = dict(past_key_values=cache, use_cache=True, logits_to_keep=1) | options
+        return model(input_ids=ids, **given).logits[:, -1]
+
+
+def open_rows(kv: flowkv.KV) -> int:
+    gc.collect()
+    with kv.lock:
+        return len(kv._open)
+
+
+class TestTheModel:
+    def test_is_as_before_after_detach(self, model: Any) -> None:
+        before = model.config._attn_implementation
+        hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
+        with attached(model):
+            assert model.config._attn_implementation != before
+        assert model.config._attn_implementation == before
+        assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
+        assert "flowkv" not in str(model.config.to_dict())
+
+    def test_is_attached_once(self, model: Any) -> None:
+        with attached(model), pytest.raises(StateError, match="already"):
+            flowkv.attach(model)
+        with attached(model):
+            pass
+
+    def test_must_be_one_of_transformers(self) -> None:
+        with pytest.raises(ConfigError, match=r"flowkv\.KV\(geometry\)"):
+            flowkv.attach(torch.nn.Linear(2, 2))
+
+    def test_without_keys_and_values_keeps_its_own_cache(self) -> None:
+        config = transformers.MambaConfig(
+            **models.SMALL | dict(num_hidden_layers=2), state_size=8, time_step_rank=4
+        )
+        mamba, ids = models.sharpen(transformers.MambaForCausalLM(config)), models.prompt(20)
+        theirs = answer(mamba, ids)
+        with pytest.warns(UserWarning, match="own cache"):
+            kv = flowkv.attach(mamba)
+        assert torch.equal(answer(mamba, ids), theirs)
+        kv.close()
+
+    def test_can_be_copied(self, model: Any) -> None:
+        ids = models.prompt(60)
+        theirs = answer(model, ids)
+        with attached(model) as kv:
+            answer(model, ids)
+            twin = copy.deepcopy(model)
+            with torch.no_grad():
+                twin.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+            before = reused(kv)
+            other = answer(twin, ids)
+            assert reused(kv) == before, "the copy is not attached"
+            assert not torch.equal(other, theirs)
+            assert torch.equal(answer(model, ids), theirs)
+            assert reused(kv) > before
+        assert torch.equal(answer(twin, ids), other)
+
+    def test_is_not_kept_alive(self) -> None:
+        model = models.causal("llama")  # a fixture would keep it
+        kv = flowkv.attach(model, gpu="64MiB", page_size=16)
+        answer(model, models.prompt(40))
+        gone: list[bool] = []
+        model.witness = _Witness(gone)
+        del model
+        gc.collect()
+        assert gone == [True]
+        kv.close()
+
+
+class _Witness:
+    def __init__(self, gone: list[bool]) -> None:
+        self.gone = gone
+
+    def __del__(self) -> None:
+        self.gone.append(True)
+
+
+class TestAChangedModel:
+    """Same tokens, other weights: nothing known may be used, whatever way they changed."""
+
+    def check(self, model: Any, change: Any, back: Any = None) -> None:
+        ids = models.prompt(60)
+        before = answer(model, ids)
+        with attached(model) as kv:
+            assert torch.equal(answer(model, ids), before)
+            assert torch.equal(answer(model, ids), before)
+            known = reused(kv)
+            assert known == 48
+            change()
+            door = door_of(model)
+            with door.aside():
+                theirs = answer(model, ids)
+            assert not torch.equal(theirs, before), "the change changes nothing: no test"
+            assert torch.equal(answer(model, ids), theirs)
+            assert reused(kv) == known
+            assert torch.equal(answer(model, ids), theirs)
+            assert reused(kv) == known + 48, "the changed model's own pages are used"
+            if back is not None:
+                back()
+                assert torch.equal(answer(model, ids), before)
+
+    def test_in_place(self, model: Any) -> None:
+        weight = model.model.layers[1].self_attn.v_proj.weight
+        old = weight.detach().clone()
+
+        def change() -> None:
+            with torch.no_grad():
+                weight.mul_(-1)
+
+        def back() -> None:
+            with torch.no_grad():
+                weight.copy_(old)
+
+        self.check(model, change, back)
+
+    def test_behind_torchs_back(self, model: Any) -> None:
+        self.check(model, lambda: model.model.layers[1].self_attn.v_proj.weight.data.mul_(-1))
+
+    def test_by_numpy(self, model: Any) -> None:
+        weight = model.model.layers[2].mlp.down_proj.weight.detach().numpy()
+
+        def change() -> None:
+            weight[:, ::3] = 0.5
+
+        self.check(model, change)
+
+    def test_by_a_new_parameter(self, model: Any) -> None:
+        layer = model.model.layers[0].self_attn.k_proj
+        new = torch.nn.Parameter(layer.weight.detach() * -1)
+        self.check(model, lambda: setattr(layer, "weight", new))
+
+    def test_by_loading(self, model: Any) -> None:
+        torch.manual_seed(9)
+        other = models.sharpen(type(model)(model.config)).state_dict()
+        self.check(model, lambda: model.load_state_dict(other))
+
+    def test_by_another_module(self, model: Any) -> None:
+        norm = copy.deepcopy(model.model.layers[1].post_attention_layernorm)
+        torch.nn.init.constant_(norm.weight, 2.0)
+        layer = model.model.layers[1]
+        self.check(model, lambda: setattr(layer, "post_attention_layernorm", norm))
+
+    def test_by_a_hook(self, model: Any) -> None:
+        def steer(module: Any, args: Any, output: Any) -> torch.Tensor:
+            return output + 0.5
+
+        handles = []
+        layer = model.model.layers[0].mlp
+
+        def back() -> None:
+            handles.pop().remove()
+
+        self.check(model, lambda: handles.append(layer.register_forward_hook(steer)), back)
+
+    def test_by_adapters(self, model: Any) -> None:
+        layer = model.model.layers[1].self_attn
+        layer.v_proj = _Adapted(layer.v_proj)
+        self.check(
+            model,
+            lambda: setattr(layer.v_proj, "active_adapter", "b"),
+            lambda: setattr(layer.v_proj, "active_adapter", "a"),
+        )
+
+    def test_by_an_adapter_that_the_model_names(self, model: Any) -> None:
+        layer = model.model.layers[1].self_attn
+        layer.v_proj = adapted = _Adapted(layer.v_proj)
+        adapted.__dict__["chosen"] = adapted.__dict__.pop("active_adapter")
+        adapted.of = lambda: adapted.chosen
+        model.active_adapters = lambda: [adapted.chosen]
+        self.check(model, lambda: setattr(adapted, "chosen", "b"))
+
+    def test_in_the_middle_of_a_sequence(self, model: Any) -> None:
+        """Pages that old and new weights filled together are nobody's."""
+        ids, weight = models.prompt(60), model.model.layers[1].self_attn.v_proj.weight
+        theirs = answer(model, ids)
+        with attached(model):
+            cache = DynamicCache(config=model.config)
+            forward(model, ids[:, :20], cache)
+            assert isinstance(cache, PagedCache)
+            with torch.no_grad():
+                weight.mul_(-1)
+            forward(model, ids[:, 20:], cache)
+            with torch.no_grad():
+                weight.mul_(-1)
+            assert torch.equal(answer(model, ids), theirs)
+
+    def test_moved_to_another_dtype_and_back(self, model: Any) -> None:
+        ids = models.prompt(60)
+        before = answer(model, ids)
+        with attached(model) as kv:
+            answer(model, ids)
+            model.double()
+            answer(model, ids)
+            again = generate(model, 12, input_ids=ids)
+            assert again.past_key_values.layers[0].keys.dtype is torch.float64
+            model.float()
+            count = reused(kv)
+            assert torch.equal(answer(model, ids), before)
+            assert reused(kv) == count, "its pages went with its geometry"
+
+    def test_in_training(self, model: Any) -> None:
+        ids = models.prompt(40)
+        theirs = answer(model, ids)
+        with attached(model) as kv:
+            answer(model, ids)
+            count = reused(kv)
+            model.train()
+            cache = DynamicCache(config=model.config)
+            forward(model, ids, cache)
+            assert type(cache) is DynamicCache
+            model.eval()
+            assert reused(kv) == count
+            assert torch.equal(answer(model, ids), theirs)
+
+
+class _Adapted(torch.nn.Module):
+    """A linear layer with two switchable additions, named as adapter libraries name theirs."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        shape = base.weight.shape
+        self.deltas = torch.nn.ParameterDict(
+            {"a": torch.zeros(shape), "b": torch.randn(shape, generator=torch.Generator())}
+        )
+        self.active_adapter = "a"
+        self.of = lambda: self.active_adapter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + torch.nn.functional.linear(x, self.deltas[self.of()])
+
+
+class TestCopies:
+    def test_a_copied_cache_goes_its_own_way(self, model: Any) -> None:
+        ids = models.prompt(50)
+        tails = [models.prompt(9, seed=3), models.prompt(9, seed=4)]
+        wanted = []
+        for tail in tails:
+            cache = DynamicCache(config=model.config)
+            forward(model, ids, cache)
+            wanted.append([forward(model, token, cache) for token in tail.split(1, 1)])
+        with attached(model) as kv:
+            cache = DynamicCache(config=model.config)
+            forward(model, ids, cache)
+            twin = copy.deepcopy(cache)
+            third = copy.copy(cache)
+            for a, b, one, other in zip(*wanted, *(t.split(1, 1) for t in tails), strict=True):
+                assert torch.allclose(forward(model, one, cache), a, atol=1e-4)
+                assert torch.allclose(forward(model, other, twin), b, atol=1e-4)
+            assert cache.get_seq_length() == twin.get_seq_length() == 59
+            assert third.get_seq_length() == 50
+            del cache, twin, third
+            assert open_rows(kv) == 0
+
+    def test_a_copied_recurrent_cache(self) -> None:
+        model, ids = models.causal("falcon_h1"), models.prompt(30)
+        tail = models.prompt(4, seed=3)
+        own = DynamicCache(config=model.config)
+        forward(model, ids, own)
+        wanted = forward(model, tail, own)
+        with attached(model):
+            cache = DynamicCache(config=model.config)
+            forward(model, ids, cache)
+            twin = copy.deepcopy(cache)
+            forward(model, models.prompt(4, seed=9), cache)
+            assert torch.allclose(forward(model, tail, twin), wanted, atol=1e-4)
+
+    def test_a_cache_is_no_file(self, model: Any) -> None:
+        with attached(model):
+            cache = DynamicCache(config=model.config)
+            forward(model, models.prompt(20), cache)
+            with pytest.raises(StateError, match="disk"):
+                cache.__reduce__()
+
+
+class TestThreads:
+    def test_generate_in_two_threads(self, model: Any) -> None:
+        shared = models.prompt(48)
+        prompts = [torch.cat([shared, models.prompt(20, seed=s)], 1) for s in range(6)]
+        theirs = [answer(model, ids) for ids in prompts]
+        failures: list[object] = []
+
+        def work(mine: list[int]) -> None:
+            try:
+                for index in mine * 2:
+                    if not torch.equal(answer(model, prompts[index]), theirs[index]):
+                        failures.append(index)
+            except BaseException as error:
+                failures.append(error)
+
+        with attached(model) as kv:
+            threads = [threading.Thread(target=work, args=([i, i + 2, i + 4],)) for i in (0, 1)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not failures
+            assert reused(kv) > 0
+            assert open_rows(kv) == 0
+
+
+class TestOwnCaches:
+    def test_a_loop_of_ones_own(self, model: Any) -> None:
+        """The object that the caller made is the one that fills."""
+        ids = models.prompt(40)
+        theirs = answer(model, ids)
+        with attached(model) as kv:
+            for turn in range(2):
+                past, tokens = DynamicCache(config=model.config), ids
+                for _ in range(12):
+                    fresh = tokens[:, past.get_seq_length() :]
+                    token = forward(model, fresh, past).argmax(-1, keepdim=True)
+                    tokens = torch.cat([tokens, token], 1)
+                assert torch.equal(tokens, theirs)
+                assert past.get_seq_length() == 51
+                assert reused(kv) == 32 * turn
+
+    def test_given_to_generate_stays_what_it_is(self, model: Any) -> None:
+        ids = models.prompt(40)
+        theirs = answer(model, ids)
+        with attached(model):
+            past = DynamicCache(config=model.config)
+            first = answer(model, ids, past_key_values=past)
+            assert torch.equal(first, theirs)
+            assert type(past) is DynamicCache
+            assert past.get_seq_length() == 51
+
+    def test_static_cache(self, model: Any) -> None:
+        ids = models.prompt(40)
+        theirs = answer(model, ids)
+        with attached(model):
+            assert torch.equal(answer(model, ids, cache_implementation="static"), theirs)
+
+    def test_all_logits_wanted(self, model: Any) -> None:
+        ids = models.prompt(40)
+        with torch.no_grad():
+            theirs = model(ids).logits
+            with attached(model):
+                answer(model, ids)
+                cache = DynamicCache(config=model.config)
+                assert torch.equal(model(ids, past_key_values=cache).logits, theirs)
+
+    @pytest.mark.parametrize("name", ["llama", "mistral"])
+    def test_operations_of_a_cache(self, name: str) -> None:
+        """Whatever generation does to a cache, it holds what the native one does."""
+        model = models.causal(name)
+        ids = torch.cat([models.prompt(40), models.prompt(40, seed=2)])
+        mask = torch.ones_like(ids)
+        mask[1, :7] = 0
+
+        def run(cache: Any) -> list[torch.Tensor]:
+            found = []
+
+            def look() -> None:
+                found.append(torch.tensor(cache.get_seq_length()))
+                columns = torch.arange(cache.layers[0].keys.shape[2])
+                for layer in cache.layers:
+                    seen = columns >= len(columns) - 20
+                    found.extend((layer.keys[:, :, seen], layer.values[:, :, seen]))
+
+            def step(tokens: torch.Tensor) -> None:
+                nonlocal mask_now
+                mask_now = torch.cat([mask_now, torch.ones_like(tokens)], 1)
+                positions = (mask_now.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+                given = dict(attention_mask=mask_now, position_ids=positions)
+                found.append(forward(model, tokens, cache, **given))
+
+            mask_now = mask[:, :0]
+            positions = (mask.cumsum(1) - 1).clamp_min(0)
+            forward(model, ids, cache, attention_mask=mask, position_ids=positions)
+            mask_now = mask
+            look()
+            cache.reorder_cache(torch.tensor([1, 1]))
+            mask_now = mask_now[[1, 1]]
+            step(torch.tensor([[9], [11]]))
+            cache.batch_repeat_interleave(2)
+            mask_now = mask_now.repeat_interleave(2, 0)
+            step(torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]))
+            cache.batch_select_indices(torch.tensor([0, 3]))
+            mask_now = mask_now[[0, 3]]
+            look()
+            if name == "llama":
+                cache.crop(-2)
+                mask_now = mask_now[:, :-2]
+            cache.crop(0) if name == "llama" else None
+            step(torch.tensor([[21], [22]]))
+            look()
+            return found
+
+        theirs = run(DynamicCache(config=model.config))
+        with attached(model) as kv:
+            ours = run(DynamicCache(config=model.config))
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.shape == b.shape
+                assert torch.allclose(a.float(), b.float(), atol=1e-4)
+            assert open_rows(kv) == 0
+
+    def test_after_detach_and_after_close(self, model: Any) -> None:
+        ids, token = models.prompt(40), torch.tensor([[7]])
+        own = DynamicCache(config=model.config)
+        forward(model, ids, own)
+        wanted = forward(model, token, own)
+        kv = flowkv.attach(model, gpu="64MiB", page_size=16)
+        cache = DynamicCache(config=model.config)
+        forward(model, ids, cache)
+        kv.detach()
+        assert torch.allclose(forward(model, token, cache), wanted, atol=1e-4)
+        kv.close()
+        with pytest.raises(StateError, match="closed"):
+            forward(model, token, cache)
+
+    def test_a_forward_that_fails_can_be_repeated(self, model: Any) -> None:
+        ids, token = models.prompt(40), torch.tensor([[7]])
+        own = DynamicCache(config=model.config)
+        forward(model, ids, own)
+        wanted = forward(model, token, own)
+
+        class Broken(Exception):
+            pass
+
+        def fail(*_: object) -> None:
+            raise Broken
+
+        with attached(model) as kv:
+            cache = DynamicCache(config=model.config)
+            forward(model, ids, cache)
+            handle = model.model.layers[2].register_forward_pre_hook(fail)
+            with pytest.raises(Broken):
+                forward(model, token, cache)
+            handle.remove()
+            assert torch.allclose(forward(model, token, cache), wanted, atol=1e-4)
+            del cache
+            assert open_rows(kv) == 0
+
+    def test_unattached_models_read_what_is_known(self, model: Any) -> None:
+        ids = models.prompt(60)
+        theirs = answer(model, ids)
+        geometry = flowkv.Geometry.uniform(layers=4, kv_heads=2, head_dim=16, page_size=16)
+        with flowkv.KV(geometry, namespace="llama@0", gpu="64MiB") as kv:
+            for turn in range(2):
+                cache = kv.cache(input_ids=ids)
+                assert cache.reused == 48 * turn
+                assert torch.equal(answer(model, ids, past_key_values=cache), theirs)
+            with pytest.raises(StateError, match="attach"):
+                kv.cache(inputs_embeds=torch.zeros(1, 3, 64))
+        with flowkv.KV() as kv, pytest.raises(ConfigError, match="geometry"):
+            kv.cache(input_ids=ids)
+
+
+class TestInputs:
+    """Only what token ids say is reused; everything else is computed as ever."""
+
+    def same(self, model: Any, ids: torch.Tensor, **given: Any) -> None:
+        with torch.no_grad():
+            theirs = model(ids, logits_to_keep=1, **given).logits
+            with attached(model):
+                answer(model, ids)
+                for _ in range(2):
+                    cache = DynamicCache(config=model.config)
+                    with warnings.catch_warnings(record=True):
+                        warnings.simplefilter("always")
+                        ours = model(ids, past_key_values=cache, logits_to_keep=1, **given).logits
+                    assert torch.allclose(ours, theirs, atol=1e-4)
+
+    def test_a_mask_of_ones_own(self, model: Any) -> None:
+        mask = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+        mask[..., 5:9] = False
+        mask |= torch.eye(40, dtype=torch.bool)
+        self.same(model, models.prompt(40), attention_mask=mask)
+
+    def test_positions_of_ones_own(self, model: Any) -> None:
+        positions = torch.arange(40)[None] * 2
+        self.same(model, models.prompt(40), position_ids=positions)
+
+    def test_padding_without_positions(self, model: Any) -> None:
+        mask = torch.ones(1, 40, dtype=torch.long)
+        mask[:, :11] = 0
+        self.same(model, models.prompt(40), attention_mask=mask)
+
+    def test_warns_once(self, model: Any) -> None:
+        ids, positions = models.prompt(40), torch.arange(40)[None] * 2
+        with attached(model), pytest.warns(UserWarning, match="positions") as warned:
+            for _ in range(3):
+                cache = DynamicCache(config=model.config)
+                forward(model, ids, cache, position_ids=positions)
+        assert len(warned) == 1
+
+    def test_unusual_positions_later_are_not_published(self, model: Any) -> None:
+        ids = models.prompt(60)
+        theirs = answer(model, ids)
+        with attached(model):
+            cache = DynamicCache(config=model.config)
+            forward(model, ids[:, :10], cache)
+            forward(model, ids[:, 10:], cache, position_ids=torch.arange(50)[None] * 3)
+            assert torch.equal(answer(model, ids), theirs)
+
+    def test_a_buffer_that_is_written_again(self, model: Any) -> None:
+        """A loop may put every next token into the same tensor."""
+        ids = models.prompt(60)
+        theirs = answer(model, ids)
+        with attached(model) as kv:
+            cache, token = DynamicCache(config=model.config), torch.zeros(1, 1, dtype=torch.long)
+            forward(model, ids[:, :10], cache)
+            for column in range(10, 60):
+                token.copy_(ids[:, column : column + 1])
+                forward(model, token, cache)
+            assert torch.equal(answer(model, ids), theirs)
+            assert reused(kv) == 48
+
+    def test_autocast(self, model: Any) -> None:
+        ids = models.prompt(40)
+        theirs = answer(model, ids)
+        with attached(model):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = generate(model, 4, input_ids=ids)
+            assert type(out.past_key_values) is DynamicCache
+            assert torch.equal(answer(model, ids), theirs)
+
+    @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+    def test_positions_that_depend_on_length(self, kind: str) -> None:
+        rope: dict[str, Any] = dict(rope_type=kind, rope_theta=10000.0, factor=4.0)
+        if kind == "longrope":
+            rope |= dict(short_factor=[1.0] * 8, long_factor=[8.0] * 8)
+            rope |= dict(original_max_position_embeddings=64)
+        longest = 64 if kind == "dynamic" else 256
+        settings = models.GROUPED | dict(max_position_embeddings=longest, rope_parameters=rope)
+        model = models.sharpen(transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)))
+        prompts = [models.prompt(n) for n in (40, 100, 40, 50, 100)]
+        theirs = [answer(model, ids) for ids in prompts]
+        with attached(model) as kv:
+            ours = [answer(model, ids) for ids in prompts]
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            assert reused(kv) == 32 + 32, "the short ones only"
+
+
+class TestCapacity:
+    def test_a_pool_too_small_for_the_prompt(self, model: Any) -> None:
+        ids = models.prompt(400)
+        theirs = answer(model, ids)
+        with attached(model, gpu="256KiB"), pytest.warns(UserWarning, match="fit") as warned:
+            for _ in range(2):
+                assert torch.equal(answer(model, ids), theirs)
+        assert len(warned) == 1
+
+    @pytest.mark.parametrize("name", ["llama", "mistral", "falcon_h1"])
+    def test_a_pool_that_fills_while_generating(self, name: str) -> None:
+        model, ids = models.causal(name), models.prompt(60)
+        theirs = generate(model, 200, input_ids=ids)
+        with attached(model, gpu="256KiB"), pytest.warns(UserWarning, match="fit"):
+            ours = generate(model, 200, input_ids=ids)
+        assert_same(ours, theirs)
+        assert type(ours.past_key_values) is DynamicCache
+
+    def test_keys_of_another_dtype_are_kept_natively(self, model: Any) -> None:
+        ids, tail = models.prompt(40), models.prompt(6, seed=2)
+        theirs = answer(model, ids)
+        with attached(model):
+            cache = DynamicCache(config=model.config)
+            forward(model, ids, cache)
+            layer = cache.layers[1]
+            old = layer.keys
+            k, v = torch.randn(1, 2, 6, 16).double(), torch.randn(1, 2, 6, 16).double()
+            found, _ = layer.update(k, v)
+            assert found.shape == (1, 2, 46, 16)
+            assert torch.allclose(found[:, :, :40].float(), old)
+            assert torch.equal(found[:, :, 40:], k)
+            cache.crop(-6)
+            del tail
+            assert torch.equal(answer(model, ids), theirs)
+
+
+class TestVerify:
+    def test_says_how_a_model_is_served(self, model: Any) -> None:
+        before = model.config._attn_implementation
+        report = flowkv.verify(model)
+        assert report
+        assert report.layers == ("pages",) * 4
+        assert [case.reused > 0 for case in report.cases] == [False, True, True]
+        assert report.max_difference < 1e-3
+        assert "same tokens" in str(report)
+        assert model.config._attn_implementation == before
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+
+    def test_beside_a_cache(self, model: Any) -> None:
+        ids = models.prompt(60)
+        theirs = answer(model, ids)
+        with attached(model) as kv:
+            answer(model, ids)
+            seen = kv.tokens_seen
+            assert flowkv.verify(model)
+            assert kv.tokens_seen == seen
+            assert torch.equal(answer(model, ids), theirs)
+            assert reused(kv) == 48
+
+    def test_dense_layers_and_their_reason(self) -> None:
+        report = flowkv.verify(models.causal("bloom"))
+        assert report
+        assert set(report.layers) == {"dense"}
+        assert report.reasons
+
+    def test_refuses(self) -> None:
+        config = transformers.MambaConfig(
+            **models.SMALL | dict(num_hidden_layers=2), state_size=8, time_step_rank=4
+        )
+        report = flowkv.verify(transformers.MambaForCausalLM(config))
+        assert not report
+        assert "no layer keeps keys and values" in report.reasons[0]
+        assert "refused" in report.verdict
