@@ -1,4 +1,4 @@
-"""`attach` itself: what it takes over, what it leaves alone, and that it never serves stale pages."""
+"""`attach` itself: what it takes over, what it leaves alone, and no page outlives its truth."""
 
 from __future__ import annotations
 

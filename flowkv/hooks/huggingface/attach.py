@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from functools import partial
@@ -26,7 +27,7 @@ Reads = Literal["auto", "dense"]
 
 _LOCK = threading.Lock()
 _ATTACHED: weakref.WeakKeyDictionary[torch.nn.Module, Door] = weakref.WeakKeyDictionary()
-_DOORS: weakref.WeakKeyDictionary[KV, Door] = weakref.WeakKeyDictionary()
+_DOORS: weakref.WeakKeyDictionary[KV, weakref.ref[Door]] = weakref.WeakKeyDictionary()
 
 
 def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
@@ -94,7 +95,7 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
         door.unhang()
         switch.off()
         raise
-    _DOORS[kv] = door
+    _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
     kv.on_detach(switch.off)
     kv.on_detach(door.unhang)
     return door
@@ -138,7 +139,8 @@ def make_cache(kv: KV, *args: Any, tenant: str | None = None, **inputs: Any) -> 
         ConfigError: Nothing says what the model looks like.
         StateError: The prompt cannot be named by its token ids.
     """
-    door = _DOORS.get(kv)
+    found = _DOORS.get(kv)
+    door = found() if found is not None else None
     if args:
         inputs = {(door.names.ids if door else "input_ids"): args[0], **inputs}
     if door is not None and door.hung:
@@ -200,3 +202,8 @@ def _forget(model: weakref.ref[Any]) -> None:
 def door_of(model: Any) -> Door | None:
     """The door of an attached model."""
     return _ATTACHED.get(model)
+
+
+def installing() -> contextlib.AbstractContextManager[object]:
+    """Held while hooks are put on models, so that nobody else attaches meanwhile."""
+    return _LOCK

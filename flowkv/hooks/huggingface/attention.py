@@ -112,6 +112,7 @@ def attend(
                 window=layer.window,
                 softcap=arguments.get("softcap"),
                 sinks=arguments.get("s_aux"),
+                backend=layer.placed.backend,
             )
             return layer.rows.unpack(out), None
     if isinstance(attention_mask, MaskRecipe):

@@ -103,7 +103,12 @@ class Door:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
         cache = _own(given.get("past_key_values"))
         if isinstance(cache, PagedCache):
-            door = cache.door or self
+            door: Door = cache.door or self
+            if door._model() is not module:
+                raise StateError(
+                    "these past_key_values were made for another model",
+                    "Make them with the cache that is attached to this one",
+                )
             return (), door.go_on(cache, given, training=model.training)
         if not self.kv.closed and self._may_start(module, cache, given):
             return (), self.start(cache, given)

@@ -35,8 +35,9 @@ def fingerprint(named: Mapping[str, torch.Tensor]) -> str:
         head = f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{full}"
         digest.update(len(head).to_bytes(4, "little") + head.encode())
         try:
-            content = _sample(tensor, full).cpu()
-        except (RuntimeError, NotImplementedError, TypeError):
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            content = (flat if full else torch.cat(_blocks(flat))).cpu()
+        except (RuntimeError, NotImplementedError, TypeError):  # meta, or a wrapper
             digest.update(PROCESS.encode())
             continue
         digest.update(xxhash.xxh3_128_digest(content.numpy().data))
@@ -46,64 +47,71 @@ def fingerprint(named: Mapping[str, torch.Tensor]) -> str:
 class Content:
     """What tensors hold at this moment, to be compared later as cheaply as their device allows.
 
-    Bytes on the CPU are hashed; elsewhere sums are computed where they lie, and hashed.
+    Bytes on the CPU are hashed where they lie; elsewhere whole tensors become sums there, samples
+    travel together.
 
     Attributes:
         n_bytes: Bytes of all tensors.
 
     Args:
-        tensors: The tensors. Kept, with views of their memory.
+        tensors: The tensors; views of their memory are kept.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
-        self.n_bytes = tensor_bytes(self._tensors)
-        self._full = self.n_bytes <= FULL_BYTES
-        self._parts: list[torch.Tensor] = []
-        self._arrays: list[NDArray[np.uint8]] = []
-        for tensor in self._tensors:
+        given = list(tensors)
+        self.n_bytes = tensor_bytes(given)
+        full = self.n_bytes <= FULL_BYTES
+        self._here: list[NDArray[np.uint8]] = []
+        self._samples: dict[torch.device, list[torch.Tensor]] = {}
+        self._whole: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in given:
             with suppress(RuntimeError, NotImplementedError, TypeError):
-                self._take(tensor)
+                self._take(tensor, full)
         self._digest = self._read()
 
-    def _take(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cpu" and self._full and tensor.is_contiguous():
-            self._arrays.append(_bytes(tensor).numpy())  # a view: reading it costs no torch call
+    def _take(self, tensor: torch.Tensor, full: bool) -> None:
+        flat = _bytes(tensor)
+        parts = [flat] if full else _blocks(flat)
+        if tensor.device.type == "cpu":
+            self._here += [part.numpy() for part in parts]
+        elif full:
+            self._whole.setdefault(tensor.device, []).append(flat)
         else:
-            self._parts.append(tensor)
+            self._samples.setdefault(tensor.device, []).append(parts[len(parts) // 2])
 
     def same(self) -> bool:
         """Whether they still hold it."""
         return self._read() == self._digest
 
     def _read(self) -> bytes:
-        state, elsewhere = xxhash.xxh3_128(), dict[torch.device, list[torch.Tensor]]()
-        for array in self._arrays:
+        state = xxhash.xxh3_128()
+        for array in self._here:
             state.update(array.data)
-        for tensor in self._parts:
-            part = _sample(tensor, self._full)
-            if part.device.type == "cpu":
-                state.update(part.numpy().data)
-            else:
-                elsewhere.setdefault(part.device, []).append(_columns(part) if self._full else part)
-        for parts in elsewhere.values():
-            state.update(torch.cat(parts).cpu().numpy().data)
+        for tensors in self._whole.values():
+            state.update(torch.cat([_columns(flat) for flat in tensors]).cpu().numpy().data)
+        for tensors in self._samples.values():
+            state.update(torch.cat(tensors).cpu().numpy().data)
         return state.digest()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         raise TypeError("a tensor on the meta device has no content")
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # Not contiguous would mean a copy, which no later change reaches.
+    whole = tensor.detach()
+    dense = whole if whole.is_contiguous() else whole.untyped_storage()
+    if isinstance(dense, torch.UntypedStorage):
+        return torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(dense)
+    return dense.view(-1).view(torch.uint8)
 
 
-def _sample(tensor: torch.Tensor, full: bool) -> torch.Tensor:
-    flat = _bytes(tensor)
-    if full or flat.numel() <= _BLOCKS * _BLOCK_BYTES:
-        return flat
+def _blocks(flat: torch.Tensor) -> list[torch.Tensor]:
+    """Evenly spaced samples of a tensor's bytes; all of them if there are few."""
+    if flat.numel() <= _BLOCKS * _BLOCK_BYTES:
+        return [flat]
     last = flat.numel() - _BLOCK_BYTES
     starts = [last * i // (_BLOCKS - 1) for i in range(_BLOCKS)]
-    return torch.cat([flat[start : start + _BLOCK_BYTES] for start in starts])
+    return [flat[start : start + _BLOCK_BYTES] for start in starts]
 
 
 def _columns(part: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         assert step is not None
         self.pages, self.batch = step.pages(self.index), step.batch(self.placed.group)
         self._dense = None
-        kernels.append(rows.pack(k), rows.pack(v), self.pages, self.batch)
+        backend = self.placed.backend
+        kernels.append(rows.pack(k), rows.pack(v), self.pages, self.batch, backend=backend)
         self.columns = self._shown(rows.base) + rows.new
         if rows.base == 0:
             return k, v

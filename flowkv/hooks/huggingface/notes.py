@@ -54,12 +54,27 @@ class Notes:
             The first column, ids `[B, n]`, and whether all positions are the usual ones.
         """
         notes, self._notes = self._notes, []
-        ids = torch.cat([note.ids for note in notes], dim=1).cpu().numpy()
+        joined = _join(notes)
         ordinary = all(
             usual(note.low, note.ids.shape[1], note.positions, pads, by_column=by_column)
-            for note in notes
+            for note in joined
         )
+        ids = torch.cat([note.ids for note in joined], dim=1).cpu().numpy()
         return notes[0].low, ids, ordinary
+
+
+def _join(notes: list[Note]) -> list[Note]:
+    """Adjacent columns as one note, if their positions have one shape: a GPU is asked once."""
+    positions = [note.positions for note in notes]
+    ids = torch.cat([note.ids for note in notes], dim=1)
+    given = [p for p in positions if p is not None]
+    if not given:
+        return [Note(notes[0].low, ids, None)]
+    alike = len({p.shape[:-1] for p in given}) == 1
+    fitting = all(p.shape[-1] == note.ids.shape[1] for p, note in zip(given, notes, strict=False))
+    if len(given) < len(notes) or not alike or not fitting:
+        return notes
+    return [Note(notes[0].low, ids, torch.cat(given, dim=-1))]
 
 
 def usual(

@@ -16,6 +16,7 @@ from flowkv.hooks.huggingface.versions import (
     layer_types,
     native_layer,
 )
+from flowkv.kernels.dispatch import choose
 
 Kind = Literal["full", "sliding", "chunked", "recurrent", "none"]
 _KINDS: dict[str, tuple[Kind, bool]] = {
@@ -87,9 +88,10 @@ class PlacedLayer:
         in_pages: FlowKV's attention reads it in pages; False once the model was seen to compute
             with keys and values itself. Shared by all caches of a model.
         was_read: FlowKV's attention has read it in pages.
+        backend: Which kernels serve it.
     """
 
-    __slots__ = ("group", "in_pages", "index", "shape", "was_read")
+    __slots__ = ("backend", "group", "in_pages", "index", "shape", "was_read")
 
     def __init__(self, index: int, group: int, spec: LayerGroup, *, in_pages: bool = True) -> None:
         self.index, self.group, self.in_pages = index, group, in_pages
@@ -101,6 +103,8 @@ class PlacedLayer:
             getattr(torch, spec.dtype),
             torch.device(spec.device),
         )
+        dtype, device = self.shape[3:]
+        self.backend = choose(device, dtype, page_dtype=spec.dtype)
 
 
 class ModelPlan:
@@ -163,12 +167,13 @@ def read_layers(config: Any) -> list[LayerSpec]:
         UnsupportedModelError: A layer keeps something that FlowKV does not know, or none has keys.
     """
     try:
-        specs = [LayerSpec(name, arguments) for name, arguments in layer_types(config)]
+        named = layer_types(config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"the configuration does not describe cache layers ({error})",
             "Use the model without FlowKV",
         ) from error
+    specs = [LayerSpec(name, arguments) for name, arguments in named]
     if not any(spec.in_pages for spec in specs):
         raise UnsupportedModelError(
             "no layer keeps keys and values per token", "Use the model without FlowKV"

@@ -40,6 +40,8 @@ class Switch:
         register()
         for config in self._configs:
             previous = str(config._attn_implementation)
+            if previous.startswith(PREFIX):
+                continue
             self._before.append((config, previous))
             # The property would set it for sub-configurations (a vision tower's) as well.
             config._attn_implementation_internal = PREFIX + previous

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from flowkv.core.errors import FlowKVError, UnsupportedModelError
-from flowkv.hooks.huggingface.attach import base_model, door_of, install
+from flowkv.hooks.huggingface.attach import base_model, door_of, install, installing
 from flowkv.hooks.huggingface.door import Door
 from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import Names
@@ -135,7 +135,8 @@ def _door(model: Any, kv: KV) -> Iterator[Door]:
     """A door of its own, beside the one that an attached model has."""
     other = door_of(model)
     if other is None:
-        yield install(model, kv)
+        with installing():
+            yield install(model, kv)
         return
     with other.aside():
         reads = any(placed.in_pages for placed in other.plan.placed.values())

@@ -67,8 +67,8 @@ class Watch:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The weights that were seen."""
-        return [seen.tensor for seen in self._tensors]
+        """The weights that were seen, each once."""
+        return list({id(seen.tensor): seen.tensor for seen in self._tensors}.values())
 
     def forget(self) -> None:
         """Lets go of a model that is gone."""
