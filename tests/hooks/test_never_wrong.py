@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 
 import flowkv
 from flowkv.core.errors import FlowKVError
@@ -188,6 +189,19 @@ def test_detach_leaves_the_model_as_it_was() -> None:
     assert set(vars(model)) == set(before[2])
     assert_same(generate(model, input_ids=prompt), theirs)
     kv.close()
+
+
+def test_a_model_that_is_not_its_own_continuation_keeps_its_own_cache() -> None:
+    config = transformers.MoshiConfig(**models.GROUPED, sliding_window=24, ffn_dim=128)
+    torch.manual_seed(0)
+    model = models.sharpen(transformers.MoshiForCausalLM(config))
+    prompt = models.prompt(70)
+    theirs = generate(model, input_ids=prompt)
+    with pytest.warns(UserWarning, match="own cache"), attached(model) as kv:
+        for _ in range(2):
+            assert_same(generate(model, input_ids=prompt), theirs)
+        assert reused(kv) == 0
+    assert not flowkv.verify(model).ok
 
 
 @pytest.mark.parametrize("name", [*models.CAUSAL, *models.HYBRID])

@@ -17,7 +17,7 @@ from flowkv.hooks.huggingface.door import Door
 from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import Call, Names
 from flowkv.hooks.huggingface.plan import plan_geometry
-from flowkv.hooks.huggingface.probe import native_continues, paged_agrees, probe
+from flowkv.hooks.huggingface.probe import Probe, native_continues, paged_agrees, probe
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.switch import Switch
 from flowkv.hooks.huggingface.versions import PreTrainedModel
@@ -80,14 +80,13 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
         UnsupportedModelError: The model cannot be served from pages.
     """
     switch = Switch(model)
-    in_pages = reads == "auto" and not switch.reason
+    in_pages = not switch.reason
     found = probe(model, kv.page_size, in_pages=in_pages)
     identity = Identity(model, kv.config.namespace)
     kv.bind(found.plan.geometry, identity.namespace)
     door = Door(model, kv, found.plan, identity)
-    door.note = "" if in_pages else switch.reason or "reads='dense' was asked for"
-    if in_pages:
-        switch.on()
+    door.note = switch.reason
+    switch.on()
     door.hang()
     try:
         _settle(model, kv, found, door, switch)
@@ -95,31 +94,43 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
         door.unhang()
         switch.off()
         raise
+    if reads == "dense" and in_pages:
+        _read_dense(door, switch, "reads='dense' was asked for")
     _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
     kv.on_detach(switch.off)
     kv.on_detach(door.unhang)
     return door
 
 
-def _settle(model: Any, kv: KV, found: Any, door: Door, switch: Switch) -> None:
-    """Tests pages on the model and takes back what does not hold."""
-    if paged_agrees(model, kv, found, door):
+def _settle(model: Any, kv: KV, found: Probe, door: Door, switch: Switch) -> None:
+    """Tests pages on the model and takes back what does not hold.
+
+    Raises:
+        UnsupportedModelError: Nothing holds.
+    """
+    name, placed = type(model).__name__, found.plan.placed.values()
+    agrees = paged_agrees(model, kv, found, door)
+    if any(place.contradicted for place in placed):
+        problem = f"the masks of {name} show other windows than its cache keeps"
+    elif agrees:
         return
-    with door.aside():
-        door.continues = native_continues(model, found)
-    if door.continues and any(placed.in_pages for placed in found.plan.placed.values()):
-        switch.off()
-        for placed in found.plan.placed.values():
-            placed.in_pages = False
-        door.note = "its attention computes otherwise than it says"
-        if paged_agrees(model, kv, found, door):
-            return
-    raise UnsupportedModelError(
-        f"{type(model).__name__} does not continue from a cache as it answers in one pass"
-        if not door.continues
-        else f"{type(model).__name__} does not answer the same through pages",
-        "Use the model without FlowKV",
-    )
+    else:
+        with door.aside():
+            continues = native_continues(model, found)
+        problem = f"{name} does not continue from a cache as it answers in one pass"
+        if continues and any(place.in_pages for place in placed):
+            _read_dense(door, switch, "its attention computes otherwise than it says")
+            if paged_agrees(model, kv, found, door):
+                return
+            problem = f"{name} does not answer the same through pages"
+    raise UnsupportedModelError(problem, "Use the model without FlowKV")
+
+
+def _read_dense(door: Door, switch: Switch, note: str) -> None:
+    switch.off()
+    door.note = note
+    for placed in door.plan.placed.values():
+        placed.in_pages = False
 
 
 def make_cache(kv: KV, *args: Any, tenant: str | None = None, **inputs: Any) -> PagedCache:

@@ -145,7 +145,10 @@ def _plain(
     if attention_mask is None:
         # One query that sees every key: as far as a layer shows them, which is its window.
         return new == 1
-    if type(attention_mask) is not MaskRecipe or attention_mask.window != layer.window:
+    if type(attention_mask) is not MaskRecipe:
+        return False
+    if attention_mask.window != layer.window:
+        layer.placed.contradicted = True
         return False
     return attention_mask.shape[3] == layer.columns and attention_mask.fits(rows)
 

@@ -88,14 +88,15 @@ class PlacedLayer:
         in_pages: FlowKV's attention reads it in pages; False once the model was seen to compute
             with keys and values itself. Shared by all caches of a model.
         was_read: FlowKV's attention has read it in pages.
+        contradicted: The model's mask shows another window than its cache keeps.
         backend: Which kernels serve it.
     """
 
-    __slots__ = ("backend", "group", "in_pages", "index", "shape", "was_read")
+    __slots__ = ("backend", "contradicted", "group", "in_pages", "index", "shape", "was_read")
 
     def __init__(self, index: int, group: int, spec: LayerGroup, *, in_pages: bool = True) -> None:
         self.index, self.group, self.in_pages = index, group, in_pages
-        self.was_read = False
+        self.was_read = self.contradicted = False
         self.shape = (
             spec.kv_heads,
             spec.head_dim,
@@ -212,6 +213,10 @@ def place_layers(
             continue
         shape = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
         groups.setdefault((spec.kind, spec.window, *shape), []).append(index)
+    if not groups:
+        raise UnsupportedModelError(
+            "the model put no keys and values into its cache", "Use the model without FlowKV"
+        )
     try:
         geometry = Geometry(
             groups=tuple(_group(key, found) for key, found in groups.items()), page_size=page_size
