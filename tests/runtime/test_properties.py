@@ -195,6 +195,8 @@ def test_swap_out_and_in_is_bit_exact(lengths: list[int], evict: bool, forget: b
         kv.resume(seq)
         audit(kv)
         check_content(kv, seq, text)
+        if not forget:  # what it computed is known again, and shared
+            assert kv.explain([*text, 0]).residency.get("device", 0) == len(text) // PAGE * PAGE
     advance(kv, seqs, [[8] * 11] * len(seqs))
     for seq, text in zip(seqs, texts, strict=True):
         check_content(kv, seq, text + [8] * 11)

@@ -333,11 +333,12 @@ def test_open_sequences_publish_nothing_of_what_was_forgotten() -> None:
     twin = kv.fork(seq)
     check_content(kv, twin, TEXT[:40])
     assert kv.stats()["blocks"] == 0
-    published(kv, TEXT[:40])  # takes the slots of what was forgotten
+    other = opened(kv, TEXT[:40])  # takes the slots of what was forgotten
     seq.close()
     audit(kv)
     twin.close()
     audit(kv)
+    other.close()
     assert reused(kv, TEXT) == 40
 
 
