@@ -19,18 +19,23 @@ WINDOW = 12
 _TWO_64 = 1 << 64
 
 
-def geometry(*, page_size: int = PAGE, window: int | None = WINDOW, layers: int = 2) -> Geometry:
+def geometry(
+    *, page_size: int = PAGE, window: int = WINDOW, layers: int = 2, device: str = "cpu"
+) -> Geometry:
     """A full group of every second layer, and a sliding one of the others."""
-    full = LayerGroup(layers=tuple(range(0, layers, 2)), kv_heads=2, head_dim=8, value_dim=8)
-    groups = [full]
-    if window is not None:
-        others = tuple(range(1, layers, 2))
-        groups.append(
-            LayerGroup(
-                layers=others, kv_heads=1, head_dim=8, value_dim=16, kind="sliding", window=window
-            )
-        )
-    return Geometry(groups=tuple(groups), page_size=page_size)
+    full = LayerGroup(
+        layers=tuple(range(0, layers, 2)), kv_heads=2, head_dim=8, value_dim=8, device=device
+    )
+    sliding = LayerGroup(
+        layers=tuple(range(1, layers, 2)),
+        kv_heads=1,
+        head_dim=8,
+        value_dim=16,
+        kind="sliding",
+        window=window,
+        device=device,
+    )
+    return Geometry(groups=(full, sliding), page_size=page_size)
 
 
 def simple(**options: Any) -> Geometry:
@@ -96,7 +101,7 @@ def write(step: Step, tags: Items[int] | None = None) -> None:
             for seq, count, tag in zip(step.seqs, step.counts.tolist(), tags, strict=True):
                 known = seq.tokens[: seq.length + count].tolist()
                 parts.append(keys_values(shape, layer, known, seq.length, tag))
-            k, v = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+            k, v = (torch.cat([part[i] for part in parts]).to(group.device) for i in (0, 1))
             kernels.append(k, v, step.pages(layer), step.batch(g))
 
 
@@ -134,7 +139,7 @@ def content(kv: KV, seq: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tens
             k, v = kernels.gather_dense(step.pages(layer), step.batch(group), seq.length)
     finally:
         step.rollback()
-    return k[0].transpose(0, 1), v[0].transpose(0, 1)
+    return k[0].transpose(0, 1).cpu(), v[0].transpose(0, 1).cpu()
 
 
 def check_content(kv: KV, seq: Sequence, tokens: Items[int], tag: int = 0) -> None:
