@@ -132,7 +132,7 @@ class Binding:
         self.snapshots = Snapshots(self.restorer)
 
     def _may_publish(self, seq: Sequence) -> bool:
-        return seq.publishable and seq.namespace == self.namespace
+        return seq.publishable and seq.namespace == self.namespace and not self.closed
 
     def _non_finite(self, group: int, page: int) -> None:
         self.warn(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.clock import Clock
-from flowkv.core.errors import MissingDependencyError
+from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace, Salt, as_tokens
 from flowkv.policy.base import Policy
@@ -111,7 +111,13 @@ class KV(Opening):
         Args:
             seqs: Sequences whose prompts were given to `open`.
             chunk: Most tokens of a row in one step.
+
+        Raises:
+            CapacityError: The pages do not fit.
+            ConfigError: `chunk` is no positive number.
         """
+        if chunk < 1:
+            raise ConfigError(f"chunk={chunk}", "Compute at least one token per row and step")
         while True:
             rows = [seq for seq in seqs if seq.length < len(seq.tokens)]
             if not rows:
@@ -258,6 +264,8 @@ class KV(Opening):
 
     def close(self) -> None:
         """Detaches, writes down what is published, and releases everything. Safe to call again."""
+        if os.getpid() != self._pid:
+            return  # tiers and the answers they owe belong to the parent process
         self.detach()
         with self.lock:
             if self.closed:

@@ -65,7 +65,7 @@ def _fetch(store: Store, blocks: list[Block], group: int, number: int) -> int:
     if pages is None:
         return 0
     pool, layout = store.pool(group), store.layouts[group]
-    buffers = [_buffer(pool, page, layout.page_bytes) for page in pages]
+    buffers = _buffers(pool, pages, layout.page_bytes)
     items = [
         Load(block.key, buffer.numpy().data, layout.fingerprint(), store.fidelity)
         for block, buffer in zip(blocks, buffers, strict=True)
@@ -93,7 +93,8 @@ def _late(store: Store, group: int, pages: list[int], item: int) -> None:
     store.give_back(group, pages[item])
 
 
-def _buffer(pool: PagePool, page: int, n_bytes: int) -> torch.Tensor:
+def _buffers(pool: PagePool, pages: list[int], n_bytes: int) -> list[torch.Tensor]:
+    """Where the tier puts the bytes: the pages themselves, or pinned memory beside a GPU."""
     if pool.device.type == "cpu":
-        return pool.page_bytes(page, n_bytes)
-    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+        return [pool.page_bytes(page, n_bytes) for page in pages]
+    return list(torch.empty(len(pages), n_bytes, dtype=torch.uint8, pin_memory=True))

@@ -56,13 +56,12 @@ class Restorer:
 
     def _run(self, seq: Sequence, group: int, limit: int) -> int:
         """Known pages from the first one on."""
+        page = 0
         for asked in (False, True):
-            page = 0
             while page < limit and self.find(seq, group, page) is not None:
                 page += 1
-            if page == limit or asked:
-                break
-            self._discover(seq, group, page, limit)
+            if page < limit and not asked:
+                self._discover(seq, group, page, limit)
         return page
 
     def _runs(self, seq: Sequence, group: int, limit: int) -> list[int]:
@@ -74,8 +73,8 @@ class Restorer:
         return runs
 
     def _discover(self, seq: Sequence, group: int, first: int, limit: int) -> None:
-        keys = [seq.key(group, page) for page in range(first, limit)]
-        if keys:
+        if first < limit and self.store.watches:
+            keys = [seq.key(group, page) for page in range(first, limit)]
             self.store.discover(
                 keys,
                 group=group,

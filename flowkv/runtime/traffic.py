@@ -122,6 +122,11 @@ class Traffic:
         rested = self.clock.now_ns() >= self._resting_ns.get(number, 0)
         return rested and not self.mover.overdue(number)
 
+    @property
+    def watches(self) -> bool:
+        """Whether others write to one of the tiers."""
+        return any(map(_foreign, self.tiers))
+
     def place(self, block: Block) -> str:
         """Name of the nearest place that holds a block; "" if none does."""
         on = (tier.name for number, tier in enumerate(self.tiers) if block.tiers >> number & 1)
@@ -142,7 +147,7 @@ class Traffic:
             namespace: Namespace digest.
         """
         for number, tier in enumerate(self.tiers):
-            if tier.writable and tier.kind != "remote":
+            if not _foreign(tier):
                 continue
             above, fresh = parent, []
             for key, there in zip(keys, tier.contains(keys), strict=True):
@@ -356,3 +361,7 @@ class Traffic:
             return False
         slot = np.array([block.slot], np.int64)
         return bool(self.tier_policies[number].admit(self.clock.now_ns(), slot)[0])
+
+
+def _foreign(tier: Tier) -> bool:
+    return not tier.writable or tier.kind == "remote"

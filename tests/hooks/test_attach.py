@@ -566,6 +566,42 @@ class TestInputs:
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
             assert reused(kv) == 32 + 32, "the short ones only"
 
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("part", ["forward", "layers"])
+    def test_compiled_parts_keep_the_native_cache(self, model: Any, part: str) -> None:
+        ids = models.prompt(40)
+        theirs = generate(model, 2, input_ids=ids).sequences
+        torch._dynamo.reset()
+        with attached(model) as kv:
+            generate(model, 2, input_ids=ids)
+            if part == "forward":
+                model.forward = torch.compile(model.forward, backend="eager")
+            else:
+                for layer in model.model.layers:
+                    layer.compile(backend="eager")
+            out = generate(model, 2, input_ids=ids)
+            assert torch.equal(out.sequences, theirs)
+            assert type(out.past_key_values) is DynamicCache
+            assert reused(kv) == 0
+        torch._dynamo.reset()
+
+    def test_a_cache_of_another_model(self, model: Any) -> None:
+        ids, other = models.prompt(40), models.causal("llama")
+        with attached(model) as kv, attached(other):
+            cache = kv.cache(input_ids=ids)
+            with pytest.raises(StateError, match="another model"):
+                forward(other, ids, cache)
+
+    def test_inference_mode(self, model: Any) -> None:
+        ids = models.prompt(40)
+        theirs = answer(model, ids)
+        with attached(model) as kv:
+            with torch.inference_mode():
+                assert torch.equal(answer(model, ids), theirs)
+                assert torch.equal(answer(model, ids), theirs)
+            assert torch.equal(answer(model, ids), theirs)
+            assert reused(kv) == 64
+
 
 class TestCapacity:
     def test_a_pool_too_small_for_the_prompt(self, model: Any) -> None:
@@ -632,6 +668,20 @@ class TestVerify:
         assert report
         assert set(report.layers) == {"dense"}
         assert report.reasons
+
+    def test_two_at_once_and_an_attach(self, model: Any) -> None:
+        reports: list[object] = []
+        threads = [
+            threading.Thread(target=lambda: reports.append(flowkv.verify(model))) for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        with attached(model):
+            for thread in threads:
+                thread.join()
+        assert len(reports) == 2
+        assert all(reports)
+        assert model.config._attn_implementation == "sdpa"
 
     def test_refuses(self) -> None:
         config = transformers.MambaConfig(

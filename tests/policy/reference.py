@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 
 import numpy as np
 
+from flowkv.policy.order import aged
+
 EXACT = Context(prec=60, rounding=ROUND_HALF_EVEN)
 
 
-@functools.cache
-def key_after(key: int, now: int, tau: int) -> int:
-    """K = t_last + tau * log2(c), after c <- 1 + c * 2^(-dt / tau), in whole nanoseconds."""
+def key_after(key: int, now: int, tau: int) -> Decimal:
+    """K = t_last + tau * log2(c), after c <- 1 + c * 2^(-dt / tau), in nanoseconds."""
     if tau == 0:
-        return now
+        return Decimal(now)
     far = EXACT.divide(Decimal(-abs(key - now)), Decimal(tau))
     log2 = EXACT.divide(EXACT.ln(1 + EXACT.power(2, far)), EXACT.ln(Decimal(2)))
-    return max(key, now) + int(EXACT.multiply(log2, tau).to_integral_value(ROUND_HALF_EVEN))
+    return EXACT.add(max(key, now), EXACT.multiply(log2, tau))
 
 
 @dataclass
@@ -87,7 +87,7 @@ class SlowLfuTtl:
 
     def touch(self, block: Block) -> None:
         assert self.clock is not None
-        block.key = key_after(block.key, self.clock, self.tau)
+        block.key = aged(block.key, self.clock, self.tau)
         block.last = self.clock
 
     def adopter(self, slot: int, p: int) -> Block | None:

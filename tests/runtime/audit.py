@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from flowkv import KV
+from flowkv.runtime.index import PrefixIndex
 from flowkv.runtime.pool import PagePool
 from flowkv.runtime.store import Store
 
@@ -70,7 +71,7 @@ def audit(kv: KV) -> None:
         assert dict(refs[device]) == pool._refs
         audit_pool(pool)
     audit_residency(store)
-    audit_index(store)
+    audit_index(store.index)
 
 
 def audit_residency(store: Store) -> None:
@@ -89,9 +90,8 @@ def audit_residency(store: Store) -> None:
         assert store.index.at(block.slot) is block
 
 
-def audit_index(store: Store) -> None:
+def audit_index(index: PrefixIndex) -> None:
     """The tree has every known block exactly once, and no dead branches."""
-    index = store.index
     linked = [key for children in index._children.values() for key in children]
     assert len(linked) == len(set(linked))
     assert set(linked) == {*index._by_key, *index._holes}

@@ -160,7 +160,7 @@ def test_closing_inside_a_step() -> None:
 
 
 def test_a_forked_process_is_refused() -> None:
-    kv = make_kv()
+    kv = make_kv(tiers=[Deferred(lasting())])  # owes answers to the parent
     seq = opened(kv, TEXT)
     reader, writer = os.pipe()
     pid = os.fork()
@@ -171,6 +171,7 @@ def test_a_forked_process_is_refused() -> None:
                 call()
             except StateError as error:
                 told.append(str(error))
+        kv.close()
         os.write(writer, "\n".join(told).encode())
         os._exit(0)
     os.close(writer)
@@ -180,6 +181,7 @@ def test_a_forked_process_is_refused() -> None:
     problem = "the cache was opened by the parent process. Open another one in this process."
     assert told == [problem] * 3
     advance(kv, [seq], [[1]])
+    kv.close()
 
 
 # ---- configuration

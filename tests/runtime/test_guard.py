@@ -19,6 +19,13 @@ def test_work_waits_for_the_outermost_exit() -> None:
     assert done == ["x", "now"]
 
 
+def test_work_left_behind_is_done_at_the_next_entry() -> None:
+    guard, done = Guard(), list[int]()
+    guard._deferred.append(lambda: done.append(1))  # its thread found the lock just being left
+    with guard:
+        assert done == [1]
+
+
 def test_work_deferred_by_deferred_work_is_done_too() -> None:
     guard, done = Guard(), list[int]()
 

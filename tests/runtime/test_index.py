@@ -9,6 +9,7 @@ from hypothesis import given
 from flowkv.core.errors import StateError
 from flowkv.core.keys import ROOT
 from flowkv.runtime.index import Block, PrefixIndex
+from tests.runtime.audit import audit_index
 
 
 def key(number: int) -> bytes:
@@ -65,6 +66,7 @@ def test_the_tree_is_that_of_a_dictionary(calls: list[tuple[int, bool]]) -> None
         elif number in known:
             index.forget(known.pop(number))
         assert set(index) == set(known.values())
+        audit_index(index)
         for above in range(13):
             children = {block for n, block in known.items() if n // 2 == above}
             assert set(index.children(key(above))) == children

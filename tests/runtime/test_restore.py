@@ -15,7 +15,6 @@ from flowkv import KV, Geometry, LayerGroup
 from flowkv.core.clock import ManualClock
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import Namespace, Salt
-from flowkv.policy.restore import LoadGate
 from flowkv.testing import MemoryTier
 from tests.runtime.audit import audit
 from tests.runtime.fakes import lasting
@@ -177,19 +176,6 @@ def test_only_prompts_measure_the_rate_of_computing() -> None:
     assert told == [(16, True), (16, True), (8, True)]
 
 
-def test_the_gate_weighs_measured_rates() -> None:
-    gate = LoadGate()
-    assert gate.worth({"disk": 1 << 30}, 1)
-    gate.computed(100, 1.0)
-    assert gate.worth({"disk": 1 << 30}, 1), "the first load measures"
-    gate.loaded("disk", 1000, 1.0)
-    assert gate.load_s({"disk": 500, "host": 500}) == pytest.approx(0.5)
-    assert gate.worth({"disk": 1000}, 101) and not gate.worth({"disk": 1000}, 50)
-    gate.loaded("disk", 0, 9.0)
-    gate.computed(0, 9.0)
-    assert gate.worth({"disk": 1000}, 101)
-
-
 # ---- restart
 
 
@@ -332,8 +318,10 @@ def test_open_sequences_publish_nothing_of_what_was_forgotten() -> None:
     advance(kv, [seq], [TEXT[20:40]])
     twin = kv.fork(seq)
     check_content(kv, twin, TEXT[:40])
+    advance(kv, [twin], [TEXT[40:60]])
     assert kv.stats()["blocks"] == 0
     other = opened(kv, TEXT[:40])  # takes the slots of what was forgotten
+    assert kv.pin(TEXT[:40]) == 40
     seq.close()
     audit(kv)
     twin.close()

@@ -118,6 +118,11 @@ def test_states_survive_a_restart_with_their_tails(tmp_path: Path) -> None:
         talk(kv, TEXT[:21], tenant="bob")
     with start() as kv:
         assert kv.stats()["blocks"] == 2 * (2 * 2) + 3 + 1, "pages of both, and their states"
+        store = kv.planner.store
+        for block in store.index:  # lengths are known roughly until a frame is read
+            if block.kind == "state":
+                info, body = store.read(block, 0)
+                assert len(body) % info.stripe_bytes == 0 and len(body) < block.n_bytes
         assert check(kv, TEXT) == 21
         assert check(kv, TEXT, tenant="carol") == 0
         assert kv.forget(tenant="bob") > 0
@@ -127,6 +132,18 @@ def test_states_survive_a_restart_with_their_tails(tmp_path: Path) -> None:
         assert kv.forget(TEXT[:21]) > 0
     with start() as kv:
         assert check(kv, TEXT) == 0
+
+
+def test_forgetting_a_prompt_takes_the_states_along_it() -> None:
+    kv = make_kv()
+    talk(kv, TEXT[:30], every=7)
+    assert kv.forget(TEXT[:30]) == 3 * 2 + 5
+    assert kv.stats()["blocks"] == 0
+    talk(kv, TEXT[:30], every=7)
+    talk(kv, [*TEXT[:20], 9, 9, 9, 9])
+    kv.forget(TEXT[:30])
+    assert check(kv, [*TEXT[:20], 9, 9, 9, 9, 9]) == 24
+    assert check(kv, TEXT[:31]) <= 16
 
 
 def test_states_go_down_the_stack() -> None:

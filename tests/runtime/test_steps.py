@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from flowkv import KV, kernels
-from flowkv.core.errors import CapacityError, GeometryError, StateError, TokenError
+from flowkv.core.errors import (
+    CapacityError,
+    ConfigError,
+    GeometryError,
+    StateError,
+    TokenError,
+)
 from flowkv.core.keys import Salt
 from flowkv.runtime.batch import CURRENT
 from tests.runtime.audit import audit, audit_empty
@@ -59,6 +65,11 @@ def test_prefill_goes_in_chunks_and_stops_at_what_is_known(kv: KV) -> None:
         write(step)
     assert sizes == [[10, 9], [10], [4]] and (a.reused, b.reused) == (16, 0)
     check_content(kv, a, range(40))
+
+
+def test_chunks_of_nothing_are_refused(kv: KV) -> None:
+    with pytest.raises(ConfigError, match="chunk=0"):
+        next(kv.prefill([kv.open([1, 2])], chunk=0))
 
 
 def test_leaving_a_prefill_early_rolls_the_chunk_back(kv: KV) -> None:

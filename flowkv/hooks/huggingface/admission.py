@@ -10,6 +10,7 @@ from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.fill import Fill
 from flowkv.hooks.huggingface.inputs import Prompt
 from flowkv.hooks.huggingface.rows import close_all
+from flowkv.hooks.huggingface.states import readable
 from flowkv.runtime.cache import KV
 from flowkv.runtime.sequence import Sequence
 
@@ -65,8 +66,9 @@ def admit(kv: KV, prompts: Items[Prompt], wish: Wish) -> Admitted:
             states = [seq.state for seq in seqs if seq.state is not None]
             if not wish.stateful:
                 return Admitted(seqs, base, None)
-            if len(states) == len(seqs):
+            if len(states) == len(seqs) and all(map(readable, states)):
                 return Admitted(seqs, base, states)
+            base = cut = 0
         most = cut if cut < base or wish.stateful else 0
         discard(kv, seqs)
     return Admitted(_open(kv, prompts, 0, wish), 0, None)

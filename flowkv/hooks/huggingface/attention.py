@@ -48,6 +48,7 @@ def register() -> None:
         AttentionMaskInterface.register(PREFIX + name, partial(mask, name))
 
 
+@torch.compiler.disable
 def mask(previous: str, **arguments: Any) -> torch.Tensor | None:
     """A mask function: a recipe where pages may be read, else the model's own mask.
 
@@ -75,6 +76,7 @@ def mask(previous: str, **arguments: Any) -> torch.Tensor | None:
     return MaskRecipe(build, arguments, window, dtype)
 
 
+@torch.compiler.disable
 def attend(
     previous: str,
     module: torch.nn.Module,

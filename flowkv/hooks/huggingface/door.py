@@ -146,10 +146,13 @@ class Door:
 
     def start(self, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Turns a fresh cache into a paged one in place; returns the arguments still to compute."""
+        self.refresh()
         call = Call(self.names, given)
         pads = None if call.problem else call.pads()
         problem = call.problem
-        if not problem and pads is None:
+        if self.identity.compiled:
+            problem = "parts of the model are compiled"
+        elif not problem and pads is None:
             problem = "its mask is more than left padding"
         elif not problem and not self._usual(call, pads or []):
             problem = "its positions do not count a row's tokens from 0"
@@ -184,6 +187,7 @@ class Door:
         Raises:
             StateError: The prompt cannot be named by its token ids.
         """
+        self.refresh()
         call = Call(self.names, given)
         pads = None if call.problem else call.pads()
         if pads is None:
@@ -205,7 +209,6 @@ class Door:
         tenant: str | None = None,
         reuse: bool = True,
     ) -> tuple[Admitted, Fill]:
-        self.refresh()
         self._save_states()
         switch = self.identity.switch
         if not reuse or not self.continues or (switch is not None and call.columns >= switch):

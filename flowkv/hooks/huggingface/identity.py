@@ -70,6 +70,11 @@ class Identity:
             rope=_settings(config),
         )
 
+    @property
+    def compiled(self) -> bool:
+        """Whether parts of the model are compiled."""
+        return self._watch.compiled
+
     def same(self, model: torch.nn.Module) -> bool:
         """Whether nothing was replaced, moved, written to in the open, or switched."""
         return self._watch.same(model)

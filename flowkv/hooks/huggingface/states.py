@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 
 from flowkv.hooks.huggingface.layers import PagedHybridLayer
 from flowkv.hooks.huggingface.plan import ModelPlan
@@ -18,6 +19,8 @@ from flowkv.hooks.huggingface.rows import Rows, close_all
 from flowkv.hooks.huggingface.versions import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 PLAIN = (bool, int, float, str)
+_MAKER = "transformers"
+"""Name of the version in a state: another one may keep its layers' states otherwise."""
 
 
 class Recurrent:
@@ -51,12 +54,10 @@ class Recurrent:
         self._saved = rows.base
         for row, (seq, pad) in enumerate(zip(rows.seqs, rows.pads.tolist(), strict=True)):
             if not rows.blind and not pad and not seq.closed and rows.trusted(rows):
-                values = self._take(row)
-                if values:
-                    rows.kv.save_state(seq, values)
+                rows.kv.save_state(seq, self._take(row))
 
     def _take(self, row: int) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {_MAKER: transformers.__version__}
         for index, layer in self.layers.items():
             for name in _state_names(layer):
                 for key, value in _items(name, getattr(layer, name)):
@@ -72,6 +73,8 @@ class Recurrent:
         if any(state.keys() != first.keys() for state in states):
             return False
         for name, value in first.items():
+            if name == _MAKER:
+                continue
             index, _, key = name.partition(".")
             layer = self.layers.get(int(index)) if index.isdigit() else None
             if layer is None:
@@ -87,6 +90,11 @@ class Recurrent:
                 return False
             _put(layer, key, value)
         return True
+
+
+def readable(state: Mapping[str, Any]) -> bool:
+    """Whether a state was taken by this version of transformers."""
+    return state.get(_MAKER) == transformers.__version__
 
 
 def _state_names(layer: Any) -> list[str]:

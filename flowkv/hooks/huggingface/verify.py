@@ -133,11 +133,11 @@ def verify(model: Any, *, tokens: int = 64) -> Report:
 @contextmanager
 def _door(model: Any, kv: KV) -> Iterator[Door]:
     """A door of its own, beside the one that an attached model has."""
-    other = door_of(model)
-    if other is None:
-        with installing():
+    with installing():
+        other = door_of(model)
+        if other is None:
             yield install(model, kv)
-        return
+            return
     with other.aside():
         reads = any(placed.in_pages for placed in other.plan.placed.values())
         plan = probe(model, kv.page_size, in_pages=reads).plan

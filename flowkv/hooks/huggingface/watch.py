@@ -14,6 +14,9 @@ ADAPTER_STATE = frozenset(
 )
 """Attributes by which adapter libraries say which of their weights count."""
 
+COMPILED = "compiled"
+"""Among a module's changes: `torch.compile` was used on it."""
+
 _OWN_HOOKS = ("transformers.", "accelerate.", "flowkv.")
 _KINDS = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -53,7 +56,7 @@ class Watch:
     def see(self, model: torch.nn.Module) -> None:
         """Takes the model as it is now."""
         self._active = active_adapters(model)
-        self._modules, self._tensors = [], list[_Tensor]()
+        self._modules, self._tensors = list[_Module](), list[_Tensor]()
         for module in model.modules():
             held = module.__dict__
             hooks = sum(len(held[kind]) for kind in _HOOKS)
@@ -64,6 +67,11 @@ class Watch:
                     if tensor is not None and not (self._passing and name.endswith(self._passing)):
                         seen = _address(tensor), _version(tensor)
                         self._tensors.append(_Tensor(held[kind], name, tensor, *seen))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether parts of it are compiled: what they trace must not look into caches of ours."""
+        return any(COMPILED in module.changes for module in self._modules)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -93,7 +101,7 @@ class Watch:
 
 
 def changes(held: dict[str, Any]) -> list[str]:
-    """What adapter libraries and foreign hooks did to a module, by its `__dict__`."""
+    """What adapter libraries, hooks and compilers did to a module, by its `__dict__`."""
     found = [
         f"{name}={held[name]}"
         for name in ADAPTER_STATE
@@ -102,6 +110,9 @@ def changes(held: dict[str, Any]) -> list[str]:
     hooks = [hook for kind in _HOOKS for hook in held[kind].values()]
     if "forward" in held:
         hooks.append(held["forward"])
+    compiled = held.get("_compiled_call_impl") is not None or "_orig_mod" in held["_modules"]
+    if compiled or hasattr(held.get("forward"), "_torchdynamo_orig_callable"):
+        found.append(COMPILED)
     for hook in hooks:
         if not str(getattr(hook, "__module__", "")).startswith(_OWN_HOOKS):
             found.append(f"{hook.__class__.__name__} {id(hook)} of {PROCESS}")
