@@ -33,8 +33,15 @@ from triton.runtime import driver
 
 from flowkv.core.geometry import Geometry
 from flowkv.core.layout import page_layout
-from flowkv.kernels import triton_attend, triton_launch, triton_move
-from flowkv.kernels.operands import Pages, Ragged
+from flowkv.kernels import (
+    triton_attend,
+    triton_few,
+    triton_launch,
+    triton_many,
+    triton_move,
+    triton_task,
+)
+from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.triton_launch import Traits
 
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -148,14 +155,18 @@ def record(case: Case, arch: int) -> list[tuple[str, dict[str, Any], Any]]:
         launches.append((kernel.__name__, constants, compiled))
 
     driver.set_active(NoDevice(arch))
-    modules = triton_attend, triton_move
+    modules = triton_attend, triton_few, triton_many, triton_move, triton_task
     for module in modules:
-        module.launch, module.traits = launch, lambda device: TRAITS[arch]
+        module.launch = launch
+        if hasattr(module, "traits"):
+            module.traits = lambda device: TRAITS[arch]
     try:
         call(case)
     finally:
         for module in modules:
-            module.launch, module.traits = triton_launch.launch, triton_launch.traits
+            module.launch = triton_launch.launch
+            if hasattr(module, "traits"):
+                module.traits = triton_launch.traits
     return launches
 
 
@@ -194,11 +205,13 @@ def call(case: Case) -> None:
             q,
             pages,
             batch,
-            scale=case.head_dim**-0.5,
-            window=4096 if "window" in case.options else None,
-            softcap=50.0 if "softcap" in case.options else None,
-            sinks=torch.zeros(heads * case.group) if "sinks" in case.options else None,
-            return_lse="lse" in case.options,
+            Scoring(
+                scale=case.head_dim**-0.5,
+                window=4096 if "window" in case.options else None,
+                softcap=50.0 if "softcap" in case.options else None,
+                sinks=torch.zeros(heads * case.group) if "sinks" in case.options else None,
+                return_lse="lse" in case.options,
+            ),
         )
 
 

@@ -10,7 +10,11 @@ The same bytes lie in the device pool and in a frame below it, so that moving a 
 
 K is row-major [P, D]. V is [P, Dv] for `raw`, transposed [Dv, P] for the 8- and 4-bit codecs, whose
 nibbles are split by halves (DESIGN D1). Pages are addressed by the number of the 4 KiB *granule* at
-which they begin, so one pool holds pages of any size and codec and an int32 reaches 8 TiB.
+which they begin, so one pool holds pages of any size and codec.
+
+A *page id*, as block tables and pools use it, is that number with the page's codec above it: one
+int32 says where a page begins (within 1 TiB) and how it is encoded. Ids of raw pages are their
+granules; -1 is no page.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from flowkv.core.geometry import ITEMSIZE, LayerGroup
 GRANULE_BYTES = 4096
 CODECS = ("raw", "kv8", "k8v4", "kv4c", "kv4h")
 """Every codec with a layout, from exact to small: the index in this tuple is its (in)fidelity."""
+
+CODEC_SHIFT = 28
+GRANULE_MASK = (1 << CODEC_SHIFT) - 1
 
 _BITS = {"kv8": (8, 8), "kv4c": (4, 4), "kv4h": (4, 4), "k8v4": (8, 4)}
 _SCALE_BYTES = 2
@@ -85,6 +92,21 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 def _pad(n_bytes: int, unit: int) -> int:
     return -(-n_bytes // unit) * unit
+
+
+def page_id(granule: int, codec: str) -> int:
+    """The id of a page that begins at `granule`."""
+    return CODECS.index(codec) << CODEC_SHIFT | granule
+
+
+def granule_of(page: int) -> int:
+    """The granule at which a page begins."""
+    return page & GRANULE_MASK
+
+
+def codec_of(page: int) -> str:
+    """How a page is encoded."""
+    return CODECS[page >> CODEC_SHIFT]
 
 
 @lru_cache(maxsize=256)

@@ -11,19 +11,22 @@ from typing import Any
 _HOMES = {
     "Pages": "operands",
     "Ragged": "operands",
+    "Scoring": "operands",
     "append": "dispatch",
     "checking": "bounds",
-    "copy_pages": "dispatch",
+    "copy_pages": "movement",
     "gather_dense": "dispatch",
-    "gather_pages": "dispatch",
+    "gather_pages": "movement",
     "merge": "dispatch",
     "paged_attention": "dispatch",
-    "scatter_pages": "dispatch",
+    "scatter_pages": "movement",
+    "transcode": "coding",
 }
 
 __all__ = [
     "Pages",
     "Ragged",
+    "Scoring",
     "append",
     "checking",
     "copy_pages",
@@ -32,6 +35,7 @@ __all__ = [
     "merge",
     "paged_attention",
     "scatter_pages",
+    "transcode",
 ]
 
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 
 from flowkv.core.errors import GeometryError
-from flowkv.core.layout import GRANULE_BYTES
-from flowkv.kernels.operands import Pages, Ragged
+from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK
+from flowkv.kernels.operands import Pages, Ragged, Scoring
 
 _depth = 0
 
@@ -81,7 +81,7 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
     Raises:
         GeometryError: A wrong dtype, device, shape, or (while `checking`) a page outside the arena.
     """
-    arena, layout, layer = pages
+    arena, layout, layer, _ = pages
     if not 0 <= layer < layout.layers:
         raise GeometryError(
             f"layer {layer} of a group of {layout.layers}",
@@ -108,6 +108,55 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
     if _depth:
         _check_pages(pages, batch, tokens, writes)
     _PASSED[0] = batch, arena.data_ptr()
+
+
+def check_scoring(how: Scoring, q: torch.Tensor, pages: Pages, batch: Ragged) -> None:
+    """Check the switches of an attention call.
+
+    Raises:
+        GeometryError: A wrong shape, dtype or device, or switches that exclude each other.
+    """
+    heads = q.shape[1]
+    for name, logits in (("sinks", how.sinks), ("alibi", how.alibi)):
+        if logits is not None and (logits.shape != (heads,) or logits.device != q.device):
+            raise GeometryError(
+                f"{name} are {tuple(logits.shape)} on {logits.device}",
+                f"Pass one number per query head, [{heads}] on {q.device}",
+            )
+    if (how.window is not None and how.window < 1) or (
+        how.softcap is not None and how.softcap <= 0
+    ):
+        raise GeometryError(
+            f"window={how.window}, softcap={how.softcap}",
+            "Pass positive values, or None for neither",
+        )
+    if how.tree is not None:
+        _need(
+            how.tree.dtype is torch.int64
+            and how.tree.shape == q.shape[:1]
+            and how.tree.device == q.device
+            and batch.most_new <= 64,
+            f"tree is {how.tree.dtype} {tuple(how.tree.shape)}, rows have {batch.most_new} new tokens",
+            f"Make it torch.int64 [{q.shape[0]}] on {q.device}, for at most 64 new tokens a row",
+        )
+    if how.mass is not None:
+        layout, mass = pages.layout, how.mass
+        least = batch.rows.shape[0], -(-batch.most_length // layout.page_size), layout.kv_heads
+        _need(
+            mass.dtype is torch.float32
+            and mass.dim() == 3
+            and mass.is_contiguous()
+            and mass.device == q.device
+            and mass.shape[::2] == least[::2]
+            and mass.shape[1] >= least[1],
+            f"mass is {mass.dtype} {tuple(mass.shape)} on {mass.device}",
+            f"Make it contiguous float32 {list(least)} on {q.device}",
+        )
+    _need(
+        how.causal or (how.window is None and how.tree is None and how.alibi is None),
+        "cross-attention with a window, a tree or ALiBi",
+        "These compare positions, which queries from elsewhere do not have: leave them out",
+    )
 
 
 def check_granules(arena: torch.Tensor, granules: int, **lists: torch.Tensor) -> None:
@@ -154,7 +203,8 @@ def check_staging(name: str, x: torch.Tensor, arena: torch.Tensor, n: int, granu
 
 def _check_pages(pages: Pages, batch: Ragged, tokens: int | None, writes: bool) -> None:
     layout = pages.layout
-    last = pages.arena.numel() // GRANULE_BYTES - layout.granules
+    end = pages.arena.numel() // GRANULE_BYTES
+    last = {CODECS.index(x.codec): end - x.granules for x in (layout, *pages.sealed)}
     starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
     news = [b - a for a, b in itertools.pairwise(starts)]
     _need(
@@ -169,7 +219,7 @@ def _check_pages(pages: Pages, batch: Ragged, tokens: int | None, writes: bool) 
     )
     for row, length, new in zip(batch.rows.tolist(), lengths, news, strict=True):
         _need(
-            new <= length <= batch.table.shape[1] * layout.page_size,
+            length <= batch.table.shape[1] * layout.page_size and (new <= length or not writes),
             f"a row of {length} tokens, {new} of them new, in {batch.table.shape[1]} pages",
             "Give the row a page for every token before the step",
         )
@@ -181,7 +231,12 @@ def _check_pages(pages: Pages, batch: Ragged, tokens: int | None, writes: bool) 
         line = batch.table[row, : -(-length // layout.page_size)].tolist()
         written = line[(length - new) // layout.page_size :] if writes and new else []
         _need(
-            all(-1 <= g <= last for g in line) and min(written, default=0) >= 0,
-            f"row {row} names granules {line}, pages begin at 0 to {last}",
-            "Allocate the row's pages from the pool that owns this arena",
+            all(page == -1 or 0 <= page & GRANULE_MASK <= _last(page, last) for page in line)
+            and all(page >> CODEC_SHIFT == 0 for page in written),
+            f"row {row} names pages {line}, which begin at granules 0 to {last} by codec",
+            "Allocate the row's pages from the pool that owns this arena; open ones are raw",
         )
+
+
+def _last(page: int, last: dict[int, int]) -> int:
+    return last.get(page >> CODEC_SHIFT, -1)

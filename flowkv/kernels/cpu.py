@@ -54,7 +54,7 @@ def fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def append(k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragged) -> None:
     """Write new tokens into the open pages; see `dispatch.append`."""
-    arena, layout, layer = pages
+    arena, layout, layer, _ = pages
     dtype = DTYPES[layout.dtype]
     k, v = (
         dense_rows(k if k.dtype is dtype else k.to(dtype)),
@@ -99,7 +99,7 @@ def _append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
 
 def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The last `columns` tokens of each row, dense; see `dispatch.gather_dense`."""
-    arena, layout, layer = pages
+    arena, layout, layer, _ = pages
     rows, heads, dtype = batch.rows.shape[0], layout.kv_heads, DTYPES[layout.dtype]
     k = fresh(rows, heads, columns, layout.head_dim, dtype=dtype)
     v = fresh(rows, heads, columns, layout.value_dim, dtype=dtype)

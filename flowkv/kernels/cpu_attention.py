@@ -16,7 +16,7 @@ from flowkv.kernels.cpu import DTYPES, LEAST_ELEMENTS, LIKE, dense_rows
 from flowkv.kernels.cpu_attend import DIM_V, MOST_ROWS, OWNERS, SLOTS
 from flowkv.kernels.cpu_pool import slices, spread
 from flowkv.kernels.cpu_prefill import Packed, Switches, attend_long
-from flowkv.kernels.operands import Pages, Ragged
+from flowkv.kernels.operands import Pages, Ragged, Scoring
 
 FEW_NEW = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 8}
 """Up to so many new tokens a row attends in numba, beyond in torch, by q's dtype.
@@ -29,25 +29,18 @@ _ALL = 1 << 40
 
 
 def paged_attention(
-    q: torch.Tensor,
-    pages: Pages,
-    batch: Ragged,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
+    q: torch.Tensor, pages: Pages, batch: Ragged, how: Scoring
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of the new tokens over their rows' pages; see `dispatch.paged_attention`."""
-    arena, layout, layer = pages
+    """Attention of the new tokens over their rows' pages; see `dispatch.paged_attention`."""
+    arena, layout, layer, _ = pages
+    scale, window, softcap, sinks = how.scale, how.window, how.softcap, how.sinks
     dtype = q.dtype
     if dtype is not torch.float32 and dtype is not DTYPES[layout.dtype]:
         q = q.float()  # so that numba compiles for few pairs of types
     q = dense_rows(q)
     tokens, heads, _ = q.shape
     out = torch.empty(tokens, heads, layout.value_dim, dtype=q.dtype)
-    lse = torch.empty(tokens, heads, dtype=torch.float32) if return_lse else None
+    lse = torch.empty(tokens, heads, dtype=torch.float32) if how.return_lse else None
     if sinks is not None:
         sinks = sinks.to(torch.float32).contiguous()
     shared = _shared_operands(layout, batch, heads, window, q.dtype)

@@ -1,4 +1,4 @@
-"""The kernel operations: check the operands, choose the backend, run.
+"""The operations of a forward pass: check the operands, choose the backend, run.
 
 CUDA tensors go to Triton; float32, bfloat16 and float16 on the CPU to numba; anything else to the
 torch oracle. `backend=` overrides the choice.
@@ -14,7 +14,7 @@ import torch
 
 from flowkv.core.errors import GeometryError
 from flowkv.kernels import bounds
-from flowkv.kernels.operands import Pages, Ragged
+from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.registry import ANY, resolve
 
 _CPU_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -67,13 +67,19 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
+    causal: bool = True,
+    mass: torch.Tensor | None = None,
     return_lse: bool = False,
+    invariant: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of each row's new tokens over the row's pages, where they lie.
+    """Attention of each row's new tokens over the row's pages, where they lie.
 
     The keys and values of the new tokens are read from the pages too: `append` them first. Pages
-    that no new token of the row sees through `window` are never read.
+    that no new token of the row sees through `window` are never read. Pages of different codecs
+    may stand in one row; full ones only are sealed.
 
     Args:
         q: `[N, Hq, D]`, packed by tokens; Hq is a multiple of Hk.
@@ -83,7 +89,12 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
         window: Tokens that a token sees, itself included; default all before it.
         softcap: c in `c * tanh(s / c)` on scaled logits.
         sinks: `[Hq]`, logits that join each softmax's denominator.
+        alibi: float32 `[Hq]`, slopes of a bias by distance (Press et al., arXiv 2108.12409).
+        tree: int64 `[N]`, bit j: the token sees new token j of its row (speculative decoding).
+        causal: False lets every query see all of its row; its own token is in no page then.
+        mass: float32 `[B, pages, Hk]`, to which the weight that each page gets is added.
         return_lse: Return the natural-log normaliser too, the sink included, for `merge`.
+        invariant: Give each row the same bits whatever else is in the batch.
         backend: "reference", "cpu" or "triton"; default by device and dtype.
 
     Returns:
@@ -102,26 +113,22 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
             f"{heads} query heads over {layout.kv_heads} KV heads",
             "Query heads must be a multiple of KV heads",
         )
-    if sinks is not None and (sinks.shape != (heads,) or sinks.device != q.device):
-        raise GeometryError(
-            f"sinks are {tuple(sinks.shape)} on {sinks.device}",
-            f"Pass one logit per query head, [{heads}] on {q.device}",
-        )
-    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-        raise GeometryError(
-            f"window={window}, softcap={softcap}", "Pass positive values, or None for neither"
-        )
-    backend = backend or choose(q.device, q.dtype, page_dtype=layout.dtype)
-    return resolve("paged_attention", layout.codec, backend)(
-        q,
-        pages,
-        batch,
+    how = Scoring(
         scale=1.0 / math.sqrt(layout.head_dim) if scale is None else scale,
         window=window,
         softcap=softcap,
         sinks=sinks,
+        alibi=alibi,
+        tree=tree,
+        causal=causal,
+        mass=mass,
         return_lse=return_lse,
+        invariant=invariant,
     )
+    bounds.check_scoring(how, q, pages, batch)
+    codec = pages.sealed[-1].codec if pages.sealed else layout.codec
+    backend = backend or choose(q.device, q.dtype, page_dtype=layout.dtype)
+    return resolve("paged_attention", codec, backend)(q, pages, batch, how)
 
 
 def merge(
@@ -176,84 +183,3 @@ def gather_dense(
     bounds.check_batch(pages, batch, None)
     backend = backend or choose(pages.arena.device, page_dtype=pages.layout.dtype)
     return resolve("gather_dense", pages.layout.codec, backend)(pages, batch, columns)
-
-
-def copy_pages(
-    arena: torch.Tensor,
-    source: torch.Tensor,
-    target: torch.Tensor,
-    granules: int,
-    *,
-    backend: str | None = None,
-) -> None:
-    """Copy pages within the arena; no target may overlap another target or a source.
-
-    Args:
-        arena: uint8 `[bytes]`.
-        source: int32 `[n]`, granules at which the pages begin.
-        target: int32 `[n]`, granules at which their copies begin.
-        granules: Granules of a page (`PageLayout.granules`).
-        backend: "reference", "cpu" or "triton"; default by device.
-
-    Raises:
-        GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend.
-    """
-    bounds.check_granules(arena, granules, source=source, target=target)
-    if source.shape != target.shape:
-        raise GeometryError(
-            f"{len(source)} sources, {len(target)} targets", "Pass a target for every source"
-        )
-    resolve("copy_pages", ANY, backend or choose(arena.device))(arena, source, target, granules)
-
-
-def gather_pages(
-    arena: torch.Tensor,
-    source: torch.Tensor,
-    granules: int,
-    out: torch.Tensor,
-    *,
-    backend: str | None = None,
-) -> None:
-    """Copy pages of the arena side by side into a staging tensor.
-
-    Args:
-        arena: uint8 `[bytes]`.
-        source: int32 `[n]`, granules at which the pages begin.
-        granules: Granules of a page.
-        out: uint8 `[n, granules * 4096]`, contiguous.
-        backend: "reference", "cpu" or "triton"; default by device.
-
-    Raises:
-        GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend.
-    """
-    bounds.check_granules(arena, granules, source=source)
-    bounds.check_staging("out", out, arena, len(source), granules)
-    resolve("gather_pages", ANY, backend or choose(arena.device))(arena, source, granules, out)
-
-
-def scatter_pages(
-    arena: torch.Tensor,
-    target: torch.Tensor,
-    granules: int,
-    data: torch.Tensor,
-    *,
-    backend: str | None = None,
-) -> None:
-    """Copy the lines of a staging tensor to pages of the arena.
-
-    Args:
-        arena: uint8 `[bytes]`.
-        target: int32 `[n]`, granules at which the pages begin; no two overlap.
-        granules: Granules of a page.
-        data: uint8 `[n, granules * 4096]`, contiguous.
-        backend: "reference", "cpu" or "triton"; default by device.
-
-    Raises:
-        GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend.
-    """
-    bounds.check_granules(arena, granules, target=target)
-    bounds.check_staging("data", data, arena, len(target), granules)
-    resolve("scatter_pages", ANY, backend or choose(arena.device))(arena, target, granules, data)

@@ -19,13 +19,15 @@ class Pages(NamedTuple):
 
     Attributes:
         arena: The pool, uint8 `[bytes]`, contiguous; granule g begins at byte 4096 * g.
-        layout: Where a page's bytes lie.
+        layout: Where the bytes of a raw page lie; open pages are raw.
         layer: Layer within the group, 0 to `layout.layers` - 1.
+        sealed: Layouts of the other codecs that pages of the table may have, least lossy first.
     """
 
     arena: torch.Tensor
     layout: PageLayout
     layer: int
+    sealed: tuple[PageLayout, ...] = ()
 
 
 class Ragged(NamedTuple):
@@ -35,8 +37,9 @@ class Ragged(NamedTuple):
     `T_b = starts[b + 1] - starts[b]`; it is element `starts[b] + j` of packed tensors.
 
     Attributes:
-        table: int32 `[rows, pages]`: granule at which page p of a row begins; -1 where a page is
-            absent (beyond the end, or dropped behind a sliding window) and must not be read.
+        table: int32 `[rows, pages]`: id of page p of a row (`core.layout`): the granule at which it
+            begins, its codec above that; -1 where a page is absent (beyond the end, or dropped
+            behind a sliding window) and must not be read.
         rows: int32 `[B]`: line of `table` of each row.
         lengths: int32 `[B]`: tokens of each row, the new ones included.
         starts: int32 `[B + 1]`: first new token of each row in packed tensors; the last is N.
@@ -50,3 +53,36 @@ class Ragged(NamedTuple):
     starts: torch.Tensor
     most_new: int
     most_length: int
+
+
+class Scoring(NamedTuple):
+    """How one attention call weighs tokens, and what it is asked for beside its output.
+
+    A token's logit is `cap(scale * q.k) + alibi * (its position - the query's)`.
+
+    Attributes:
+        scale: Of q.k.
+        window: Tokens that a token sees, itself included; None for all before it.
+        softcap: c in `cap(s) = c * tanh(s / c)`; None for none.
+        sinks: `[Hq]`, logits that join each softmax's denominator.
+        alibi: float32 `[Hq]`, slopes.
+        tree: int64 `[N]`: bit j says that the token sees new token j of its row, in place of the
+            causal rule among a row's at most 64 new tokens. All before the new ones are seen.
+        causal: False for cross-attention: each query sees all `lengths[b]` tokens of its row, and
+            the queries' own tokens are in no page.
+        mass: float32 `[B, pages, Hk]`: to each page's entry is added the weight that the row's
+            queries give to the page, summed over them and over the query heads of the KV head.
+        return_lse: Whether the normaliser is asked for.
+        invariant: Whether a row's result must not depend on the rest of the batch, bit for bit.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    alibi: torch.Tensor | None = None
+    tree: torch.Tensor | None = None
+    causal: bool = True
+    mass: torch.Tensor | None = None
+    return_lse: bool = False
+    invariant: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.kernels.operands import Pages, Ragged
+from flowkv.kernels.operands import Pages, Ragged, Scoring
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -21,7 +21,7 @@ def page_views(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
 
     Neighbouring granules overlap; only those at which a page begins mean anything.
     """
-    arena, layout, layer = pages
+    arena, layout, layer, _ = pages
     elements = arena.view(getattr(torch, layout.dtype))
     item = elements.element_size()
     starts = (arena.numel() - layout.page_bytes) // GRANULE_BYTES + 1
@@ -64,17 +64,10 @@ def append(k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragged) -> Non
 
 
 def paged_attention(
-    q: torch.Tensor,
-    pages: Pages,
-    batch: Ragged,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
+    q: torch.Tensor, pages: Pages, batch: Ragged, how: Scoring
 ) -> torch.Tensor | Partial:
-    """Causal attention of the new tokens over their rows' pages; see `dispatch.paged_attention`."""
+    """Attention of the new tokens over their rows' pages; see `dispatch.paged_attention`."""
+    window, softcap, sinks = how.window, how.softcap, how.sinks
     keys, values = page_views(pages)
     size, heads = pages.layout.page_size, q.shape[1]
     exact = torch.float32 if q.device.type == "mps" else torch.float64
@@ -94,7 +87,7 @@ def paged_attention(
             .repeat_interleave(heads // x.shape[1], 0)
             for x in (keys, values)
         )  # fmt: skip
-        s = torch.einsum("thd,hsd->hts", q[new].to(exact), k) * scale
+        s = torch.einsum("thd,hsd->hts", q[new].to(exact), k) * how.scale
         if softcap is not None:
             s = softcap * torch.tanh(s / softcap)
         hidden = seen[None] > position[:, None]
@@ -107,7 +100,7 @@ def paged_attention(
         p = torch.exp(s - total[..., None])[..., : len(seen)]
         out[new] = torch.einsum("hts,hsd->thd", p, v).to(q.dtype)
         lse[new] = total.T.float()
-    return (out, lse) if return_lse else out
+    return (out, lse) if how.return_lse else out
 
 
 def merge(parts: Sequence[Partial]) -> Partial:

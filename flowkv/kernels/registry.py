@@ -2,8 +2,8 @@
 
 Every operation has an oracle in torch ("reference"), a twin in numba ("cpu") and, where a GPU may
 call it, a Triton kernel. A test walks this table, so an operation without one of them cannot hide.
-All implementations of an operation take the arguments of the function of that name in `dispatch`
-(without `backend`, and with `scale` always a number), already checked.
+All implementations of an operation take the same arguments, already checked: those of the public
+function of that name, without `backend`, and with the switches of attention as one `Scoring`.
 """
 
 from __future__ import annotations
@@ -14,48 +14,50 @@ from functools import cache
 from typing import Any
 
 from flowkv.core.errors import ConfigError
+from flowkv.core.layout import CODECS
 
 BACKENDS = ("reference", "cpu", "triton")
 ANY = "any"
 """The codec of operations that move bytes and never look at them."""
 
 _ROOM = "flowkv.kernels"
+_RAW, _SEALED = ("raw",), CODECS[1:]
+_OPERATIONS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
+    # operation: (codecs, oracle, twin, kernel)
+    "append": (_RAW, "reference:append", "cpu:append", "triton_move:append"),
+    "paged_attention": (
+        _RAW,
+        "reference:paged_attention",
+        "cpu_attention:paged_attention",
+        "triton_attend:paged_attention",
+    ),
+    "merge": ((ANY,), "reference:merge", "cpu:merge", "triton_attend:merge"),
+    "gather_dense": (
+        _RAW,
+        "reference:gather_dense",
+        "cpu:gather_dense",
+        "triton_move:gather_dense",
+    ),
+    "copy_pages": ((ANY,), "reference:copy_pages", "cpu:copy_pages", "triton_move:copy_pages"),
+    "gather_pages": (
+        (ANY,),
+        "reference:gather_pages",
+        "cpu:gather_pages",
+        "triton_move:gather_pages",
+    ),
+    "scatter_pages": (
+        (ANY,),
+        "reference:scatter_pages",
+        "cpu:scatter_pages",
+        "triton_move:scatter_pages",
+    ),
+}
 IMPLEMENTATIONS: dict[tuple[str, str], dict[str, str]] = {
-    ("append", "raw"): {
-        "reference": f"{_ROOM}.reference:append",
-        "cpu": f"{_ROOM}.cpu:append",
-        "triton": f"{_ROOM}.triton_move:append",
-    },
-    ("paged_attention", "raw"): {
-        "reference": f"{_ROOM}.reference:paged_attention",
-        "cpu": f"{_ROOM}.cpu_attention:paged_attention",
-        "triton": f"{_ROOM}.triton_attend:paged_attention",
-    },
-    ("merge", ANY): {
-        "reference": f"{_ROOM}.reference:merge",
-        "cpu": f"{_ROOM}.cpu:merge",
-        "triton": f"{_ROOM}.triton_attend:merge",
-    },
-    ("gather_dense", "raw"): {
-        "reference": f"{_ROOM}.reference:gather_dense",
-        "cpu": f"{_ROOM}.cpu:gather_dense",
-        "triton": f"{_ROOM}.triton_move:gather_dense",
-    },
-    ("copy_pages", ANY): {
-        "reference": f"{_ROOM}.reference:copy_pages",
-        "cpu": f"{_ROOM}.cpu:copy_pages",
-        "triton": f"{_ROOM}.triton_move:copy_pages",
-    },
-    ("gather_pages", ANY): {
-        "reference": f"{_ROOM}.reference:gather_pages",
-        "cpu": f"{_ROOM}.cpu:gather_pages",
-        "triton": f"{_ROOM}.triton_move:gather_pages",
-    },
-    ("scatter_pages", ANY): {
-        "reference": f"{_ROOM}.reference:scatter_pages",
-        "cpu": f"{_ROOM}.cpu:scatter_pages",
-        "triton": f"{_ROOM}.triton_move:scatter_pages",
-    },
+    (op, codec): {
+        backend: f"{_ROOM}.{target}" for backend, target in zip(BACKENDS, targets, strict=True)
+    }
+    for op, (codecs, *targets) in _OPERATIONS.items()
+    for codec in codecs
 }
 
 

@@ -11,9 +11,16 @@ Bound by memory, so the work is to keep loads in flight and instructions few:
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 
+from flowkv.core.geometry import ITEMSIZE
+from flowkv.core.layout import PageLayout
+from flowkv.kernels.triton_launch import Traits, launch, padded, strides, traits
+from flowkv.kernels.triton_merge import merge_few
 from flowkv.kernels.triton_plan import (
     few_pages,
     few_share,
@@ -23,6 +30,7 @@ from flowkv.kernels.triton_plan import (
     sum_before,
     tile_range,
 )
+from flowkv.kernels.triton_task import REGISTERS, Task, merge_parts, tile_of, upcast
 from flowkv.kernels.triton_tile import LOWEST, cap, load, locate, unit_of
 
 
@@ -136,3 +144,57 @@ def attend_few(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_par
             left -= take
             skip = 0
         i_row += 1
+
+
+def decode(task: Task) -> None:
+    """Attend with all rows that have few new tokens."""
+    layout, device = task.layout, traits(task.out.device)
+    shape, tune = _config(layout, device)
+    columns = max(8, 1 << (task.few * task.group - 1).bit_length())
+    least = -(-128 // layout.page_size)  # pages of a share
+    shares = device.processors * tune["programs"] // layout.kv_heads
+    shares = max(1, min(shares, -(-task.rows * task.most_pages // least)))
+    segments = (shares + task.rows, layout.kv_heads, columns)
+    part_lse = task.out.new_empty(segments, dtype=torch.float32)
+    part = task.out.new_empty((*segments, layout.value_dim), dtype=torch.float32)
+    common = {
+        "GROUP": task.group,
+        "FEW": task.few,
+        "COLUMNS": columns,
+        "ROWS": padded(task.rows),
+        "MIN_PAGES": least,
+        "WINDOW": task.flags["WINDOW"],
+    }
+    launch(
+        attend_few,
+        (shares, layout.kv_heads),
+        *task.operands,
+        part,
+        part_lse,
+        *task.numbers,
+        shares,
+        *task.softmax,
+        **shape,
+        **common,
+        SOFTCAP=task.softmax[1] > 0,
+        UPCAST=upcast(layout),
+        num_warps=tune["warps"],
+        **REGISTERS,
+    )
+    merge_parts(merge_few, task.rows * task.few, task, part, part_lse, shares, common)
+
+
+@lru_cache(maxsize=256)
+def _config(layout: PageLayout, device: Traits) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants of `attend_few`; warps of a program, programs that a processor holds at once."""
+    shape, item = dict(strides(layout)), ITEMSIZE[layout.dtype]
+    row_bytes = (shape["D"] + shape["DV"]) * item
+    # float32 is multiplied exactly, without tensor cores, and holds whole operands in registers.
+    tile = tile_of(layout, 64 if item == 2 else 16)
+    while tile > 16 and tile * row_bytes > 32768:  # more needs 4 warps, which tempts to use WGMMA
+        tile //= 2
+    # A loop that reads the page table needs 5 stages for two K/V tiles in flight, 3 for one.
+    shape |= {"TILE": tile, "STAGES": 5}
+    warps = 1 if tile * row_bytes <= 16384 and item == 2 else 2
+    programs = max(1, min(8, device.shared_bytes // (2 * tile * row_bytes + 2048)))
+    return shape, {"warps": warps, "programs": programs}

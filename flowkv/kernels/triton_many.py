@@ -10,9 +10,16 @@ cuts the pages of each block into chunks, whose partials are merged.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 
+from flowkv.core.geometry import ITEMSIZE
+from flowkv.core.layout import PageLayout
+from flowkv.kernels.triton_launch import Traits, launch, padded, strides, traits
+from flowkv.kernels.triton_merge import merge_many
 from flowkv.kernels.triton_plan import (
     first_page,
     many_chunks,
@@ -21,6 +28,7 @@ from flowkv.kernels.triton_plan import (
     sum_before,
     tile_range,
 )
+from flowkv.kernels.triton_task import REGISTERS, Task, merge_parts, tile_of, upcast
 from flowkv.kernels.triton_tile import LN2, LOG2E, LOWEST, cap, load, locate, unit_of
 
 
@@ -156,3 +164,67 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_o
         b_acc = b_acc / b_l[:, None]
     p_o = p_out + o_o[:, None] * VALUE_DIM + o_v[None, :]
     tl.store(p_o, b_acc.to(p_out.dtype.element_ty), mask=m_o)
+
+
+def prefill(task: Task) -> None:
+    """Attend with all rows that have many new tokens."""
+    layout, device = task.layout, traits(task.out.device)
+    tokens = task.out.shape[0]
+    shape, tune = _config(layout, device)
+    block = tune["block"]
+    blocks = tokens * task.group // block + task.rows  # at most
+    shares = -(-device.processors * tune["programs"] // layout.kv_heads)
+    least = -(-256 // layout.page_size)  # pages of a chunk
+    split = blocks < shares and task.most_pages > least
+    items = blocks + (min(shares, blocks * -(-task.most_pages // least)) if split else 0)
+    common = {
+        "GROUP": task.group,
+        "FEW": task.few,
+        "BLOCK": block,
+        "ROWS": padded(task.rows),
+        "MIN_PAGES": least,
+        "WINDOW": task.flags["WINDOW"],
+    }
+    part, part_lse = task.out, task.lse
+    if split:
+        segments = (items, layout.kv_heads, block)
+        part_lse = task.out.new_empty(segments, dtype=torch.float32)
+        part = task.out.new_empty((*segments, layout.value_dim), dtype=torch.float32)
+    launch(
+        attend_many,
+        (items, layout.kv_heads),
+        *task.operands,
+        task.sinks,
+        part,
+        part_lse,
+        *task.numbers,
+        shares,
+        *task.softmax,
+        **shape,
+        **common,
+        SPLIT=split,
+        SOFTCAP=task.softmax[1] > 0,
+        SINKS=task.flags["SINKS"],
+        LSE=task.flags["LSE"],
+        UPCAST=upcast(layout),
+        num_warps=tune["warps"],
+        **REGISTERS,
+    )
+    if split:
+        merge_parts(merge_many, tokens, task, part, part_lse, shares, common)
+
+
+@lru_cache(maxsize=256)
+def _config(layout: PageLayout, device: Traits) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants of `attend_many`; query rows of a block, warps, programs a processor holds."""
+    shape, item = dict(strides(layout)), ITEMSIZE[layout.dtype]
+    block, tile = (128, tile_of(layout, 64)) if item == 2 else (64, 16)
+    if item == 2 and max(shape["D"], shape["DV"]) > 128:  # as much as registers hold
+        block, tile = {9: 128, 10: 64}.get(device.major, 32), min(tile, 32)
+    row_bytes = (shape["D"] + shape["DV"]) * item
+    while (
+        block > 32 and block * shape["D"] * item + 2 * tile * row_bytes > device.shared_bytes - 4096
+    ):
+        block //= 2
+    shape |= {"TILE": tile, "STAGES": 5}
+    return shape, {"block": block, "warps": 8, "programs": 1}

@@ -28,7 +28,7 @@ from flowkv.kernels import (
     merge,
     paged_attention,
     scatter_pages,
-    triton_attend,
+    triton_few,
 )
 from flowkv.kernels.bounds import checking
 from flowkv.kernels.triton_launch import interpreted
@@ -101,9 +101,9 @@ def test_few_verify(shape: tuple) -> None:
 @pytest.mark.parametrize("window", [None, 40])
 def test_few_shares(shares: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the pages are dealt out, the answer is the same."""
-    traits = triton_attend.traits(torch.device("cpu"))
+    traits = triton_few.traits(torch.device("cpu"))
     monkeypatch.setattr(
-        triton_attend,
+        triton_few,
         "traits",
         lambda device: traits._replace(processors=shares, shared_bytes=1),
     )

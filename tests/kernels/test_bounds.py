@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[Spoil, str]] = {
     ),
     "sinks": (
         lambda s: paged_attention(torch.ones(3, 4, 16), s.pages, s.batch, sinks=torch.ones(2)),
-        r"one logit per query head, \[4\]",
+        r"one number per query head, \[4\]",
     ),
     "window": (
         lambda s: paged_attention(torch.ones(3, 4, 16), s.pages, s.batch, window=0),
