@@ -136,7 +136,7 @@ def check_scoring(how: Scoring, q: torch.Tensor, pages: Pages, batch: Ragged) ->
             and how.tree.shape == q.shape[:1]
             and how.tree.device == q.device
             and batch.most_new <= 64,
-            f"tree is {how.tree.dtype} {tuple(how.tree.shape)}, rows have {batch.most_new} new tokens",
+            f"tree is {how.tree.dtype} {tuple(how.tree.shape)}, {batch.most_new} new tokens",
             f"Make it torch.int64 [{q.shape[0]}] on {q.device}, for at most 64 new tokens a row",
         )
     if how.mass is not None:
