@@ -22,18 +22,25 @@ import pytest
 import torch
 
 from flowkv.core.geometry import Geometry
-from flowkv.core.layout import PageLayout, page_layout
+from flowkv.core.layout import CODECS, PageLayout, page_layout
 from flowkv.kernels import (
     Pages,
     Ragged,
+    Rotary,
     append,
+    cascade_attention,
     copy_pages,
     cpu_attention,
+    drop_tokens,
     gather_dense,
     gather_pages,
     merge,
     paged_attention,
+    plan_cascade,
+    reposition,
+    rotations,
     scatter_pages,
+    transcode,
 )
 
 Tensors = tuple[torch.Tensor, ...]
@@ -236,6 +243,29 @@ def test_call_overhead() -> None:
         print(f"\n{name}: {best * 1e6:.1f} us a call")
 
 
+@benched("cascade_attention")
+@pytest.mark.parametrize("side", ["flowkv", "flat"])
+@pytest.mark.parametrize("rows", [8, 32])
+def test_cascade(benchmark: Any, side: str, rows: int) -> None:
+    """Decode over 4k tokens that all rows share and 256 that they do not, against flat attention.
+
+    The planning of a step, which all its layers share, is not timed.
+    """
+    scene = setting(Case((4352,) * rows, dtype="bfloat16"))
+    pages, batch, q, _ = scene
+    table = batch.table.clone()
+    table[:, : 4096 // 64] = table[0, : 4096 // 64]
+    batch = batch._replace(table=table)
+    plan = plan_cascade(batch, 64)
+    assert plan.groups == ((0, rows, 64),)
+    calls = {
+        "flowkv": lambda: cascade_attention(q, pages, batch, plan),
+        "flat": lambda: paged_attention(q, pages, batch),
+    }
+    near((calls["flowkv"](),), (calls["flat"](),))
+    benchmark(calls[side])
+
+
 @benched("append")
 @pytest.mark.parametrize("side", ["flowkv", "torch"])
 @pytest.mark.parametrize("new", [1, 512])
@@ -290,6 +320,90 @@ def test_merge(benchmark: Any, side: str) -> None:
     benchmark(with_torch if side == "torch" else lambda: merge(parts))
 
 
+def remade() -> tuple[Setting, torch.Tensor, Tensors]:
+    """(a setting, granules of its pages, K `[pages, Hk, P, D]` and V where they lie)."""
+    scene = setting(Case((16384,), dtype="bfloat16"))
+    layout, table = scene.pages.layout, scene.batch.table[0]
+    frames = scene.pages.arena.view(torch.bfloat16).view(-1, layout.page_bytes // 2)
+    runs = frames[:, : layout.stripe_bytes // 2].unflatten(1, (8, 2, 64, 128))
+    return scene, table, (runs[:, :, 0], runs[:, :, 1])
+
+
+@benched("append")
+@pytest.mark.parametrize("side", ["flowkv", "torch"])
+def test_append_rotated(benchmark: Any, side: str) -> None:
+    """RoPE and writing in one pass, against rotation in torch and then writing."""
+    scene = setting(Case((1024,) * 8, dtype="bfloat16", new=512))
+    k, v = torch.randn(2, 8 * 512, 8, 128).to(torch.bfloat16).unbind()
+    angle = torch.rand(1024, 64)
+    rope = Rotary(angle.cos(), angle.sin())
+    position = torch.arange(512, 1024).repeat(8)
+    cos, sin = (x[position].repeat(1, 2)[:, None] for x in (rope.cos, rope.sin))
+
+    def with_torch() -> torch.Tensor:
+        x = k.float()
+        turned = torch.cat((-x[..., 64:], x[..., :64]), -1)
+        rotated = (x * cos + turned * sin).to(k.dtype)
+        append(rotated, v, scene.pages, scene.batch)
+        return rotated
+
+    append(k, v, scene.pages, scene.batch, rope)
+    dense, _ = gather_dense(scene.pages, scene.batch, 512)
+    assert torch.equal(dense.transpose(1, 2).flatten(0, 1), with_torch())
+    calls = {"flowkv": lambda: append(k, v, scene.pages, scene.batch, rope), "torch": with_torch}
+    benchmark(calls[side])
+
+
+@benched("reposition")
+@pytest.mark.parametrize("side", ["flowkv", "torch"])
+def test_reposition(benchmark: Any, side: str) -> None:
+    scene, table, (keys, _) = remade()
+    layout, arena = scene.pages.layout, scene.pages.arena
+    speed = 1e4 ** -torch.linspace(0, 1, 64)
+    rope, turns = rotations([7 - i % 3 for i in range(len(table))], speed)
+    cos, sin = (x[turns.long()].repeat(1, 2)[:, None, None] for x in (rope.cos, rope.sin))
+    places = (table // layout.granules).long()
+
+    def with_torch() -> None:
+        x = keys[places].float()
+        turned = torch.cat((-x[..., 64:], x[..., :64]), -1)
+        keys[places] = (x * cos + turned * sin).to(keys.dtype)
+
+    before = keys.clone()
+    with_torch()
+    expected = keys.clone()
+    keys.copy_(before)
+    reposition(arena, table, turns, rope, layout)
+    assert torch.equal(keys, expected)
+    keys.copy_(before)
+    calls = {"flowkv": lambda: reposition(arena, table, turns, rope, layout), "torch": with_torch}
+    benchmark(calls[side])
+
+
+@benched("drop_tokens")
+@pytest.mark.parametrize("side", ["flowkv", "torch"])
+def test_drop_tokens(benchmark: Any, side: str) -> None:
+    """Half of 16k tokens are kept, others for each head."""
+    scene, table, views = remade()
+    layout, arena, size = scene.pages.layout, scene.pages.arena, 64
+    source, target = table[:128].contiguous(), table[128:192].contiguous()
+    of, to = ((x // layout.granules).long() for x in (source, target))
+    keep = torch.stack([torch.randperm(128 * size)[: 64 * size].sort().values for _ in range(8)])
+    kept, heads = keep[None].int(), torch.arange(8)[:, None]
+
+    def with_torch() -> None:
+        for x in views:
+            chosen = x[of[keep // size], heads, keep % size]  # [Hk, n, D]
+            x[to] = chosen.unflatten(1, (64, size)).transpose(0, 1)
+
+    with_torch()
+    expected = [x[to] for x in views]
+    drop_tokens(arena, source, target, kept, layout)
+    assert all(torch.equal(x[to], y) for x, y in zip(views, expected, strict=True))
+    calls = {"flowkv": lambda: drop_tokens(arena, source, target, kept, layout)}
+    benchmark((calls | {"torch": with_torch})[side])
+
+
 PAGES, GRANULES = 256, 16
 
 
@@ -297,6 +411,37 @@ def page_lists() -> Tensors:
     arena = torch.randint(0, 256, (2 * PAGES * GRANULES * 4096,), dtype=torch.uint8)
     places = torch.randperm(2 * PAGES, generator=torch.Generator().manual_seed(0))
     return arena, places[:PAGES], places[PAGES:]
+
+
+SEALS = [("raw", codec) for codec in CODECS[1:]] + [("kv8", "kv4c"), ("kv8", "raw")]
+
+
+@benched("transcode")
+@pytest.mark.parametrize("side", ["flowkv", "torch", "memcpy"])
+@pytest.mark.parametrize(("old", "new"), SEALS)
+def test_transcode(benchmark: Any, old: str, new: str, side: str) -> None:
+    """`memcpy` moves as many bytes as are read and written here: the floor."""
+    count, geometry = 64, Geometry.uniform(layers=4, kv_heads=8, head_dim=128, dtype="bfloat16")
+    layouts = {c: page_layout(geometry.groups[0], 64, c) for c in ("raw", old, new)}
+    raw, of, to = layouts["raw"], layouts[old], layouts[new]
+    noise = torch.randn(count * raw.page_bytes // 2).to(torch.bfloat16).view(torch.uint8)
+    arena = torch.cat((noise, torch.zeros(2 * noise.numel(), dtype=torch.uint8)))
+    source, middle, target = (
+        (torch.arange(i * count, (i + 1) * count) * raw.granules).int() for i in range(3)
+    )
+    transcode(arena, source, middle, raw, of)
+    other = arena.clone()
+    status = transcode(arena, middle, target, of, to)
+    expected = transcode(other, middle, target, of, to, backend="reference")
+    assert not status.any() and torch.equal(status, expected) and torch.equal(arena, other)
+    moved = arena[: count * (of.page_bytes + to.page_bytes) // 2]
+    into = torch.empty_like(moved)
+    calls = {
+        "flowkv": lambda: transcode(arena, middle, target, of, to),
+        "torch": lambda: transcode(arena, middle, target, of, to, backend="reference"),
+        "memcpy": lambda: into.copy_(moved),
+    }
+    benchmark(calls[side])
 
 
 @benched("copy_pages")

@@ -117,6 +117,33 @@ def test_decode_step(benchmark, rows: tuple[KV, list[Sequence]], context: int, d
         kv.truncate(seq, context + 2)
 
 
+@pytest.mark.parametrize("codec", ["raw", "kv8", "auto"])
+@pytest.mark.benchmark(group="decode step of 64 rows, one of which fills a page that is encoded")
+def test_step_that_encodes(benchmark, codec: str) -> None:
+    kv = make_kv(1 << 12, 64, codec=codec, recent_tokens=PAGE, warm_tokens=4 * PAGE)
+    kv.planner.store.pools["cpu"].arena.zero_()
+    seqs = [kv.open(np.full((1 << 10) + row, row)) for row in range(ROWS)]
+    for seq in seqs:
+        fill(kv, seq)
+    counts = np.ones(ROWS, np.int64)
+
+    def planned() -> None:
+        step = kv.plan(seqs, counts)
+        step.batch(0)
+        for layer in range(4):
+            step.pages(layer)
+        step.commit()
+
+    def before() -> None:
+        for seq in seqs:
+            seq.note([7])
+
+    benchmark.pedantic(planned, setup=before, rounds=ROUNDS, warmup_rounds=2, iterations=1)
+    codecs = kv.stats()["devices"]["cpu"]["codecs"]
+    assert set(codecs) == {"raw"} if codec == "raw" else len(codecs) > 1
+    kv.close()
+
+
 @pytest.mark.parametrize("place", ["device", "host", "disk"])
 @pytest.mark.benchmark(group="open a known prompt of 32k tokens")
 def test_open(benchmark, place: str, tmp_path: Path) -> None:

@@ -1,15 +1,16 @@
 """What the compiler makes of the Triton kernels: registers, spills, shared memory, instructions.
 
-Needs no GPU. A driver without a device lets the real launch code run on small CPU tensors, so that
+Needs no GPU. A driver without a device lets the real launch code run on tensors of the CPU, so that
 exactly what a GPU would be given is compiled for it, and every launch is recorded and dropped:
 
-    python -m bench.codegen                    # a table of all cases for sm_90
-    python -m bench.codegen --arch 80 --json   # one JSON object per kernel
-    python -m bench.codegen -k decode --sass sass
+    python -m bench.codegen                              # a table of all cases for sm_90
+    python -m bench.codegen --arch sm_80 gfx942 --json   # one JSON object per kernel
+    python -m bench.codegen -k decode --sass sass        # the disassemblies into a folder
 
 `inst/el`: thread-instructions of the main loop per K or V element it reads. An H200 issues 128 a
 clock and processor while 8.9 bfloat16 elements arrive, so 14.4 is where decode stops being bound by
-memory; far below it, there is time to wait for loads.
+memory; far below it, there is time to wait for loads. 17.5 8-bit elements arrive (7.3), 34.5 of
+4 bits (3.7).
 
 TRITON_INTERPRET must not be set: interpreted kernels cannot be compiled.
 """
@@ -20,294 +21,358 @@ import argparse
 import json
 import pathlib
 import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
+from bench.disassembly import facts, listing
+from bench.nodevice import ARCHES, Launch, no_device
+from flowkv import kernels
 from flowkv.core.geometry import Geometry
-from flowkv.core.layout import page_layout
-from flowkv.kernels import (
-    triton_attend,
-    triton_few,
-    triton_launch,
-    triton_many,
-    triton_move,
-    triton_task,
-)
-from flowkv.kernels.operands import Pages, Ragged, Scoring
-from flowkv.kernels.triton_launch import Traits
+from flowkv.core.layout import PageLayout, page_id, page_layout
+from flowkv.kernels import Pages, Ragged
 
-TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TRAITS = {
-    80: Traits(8, 108, 163 << 10),
-    89: Traits(8, 128, 99 << 10),
-    90: Traits(9, 132, 227 << 10),
-    100: Traits(10, 148, 227 << 10),
-}
-MMA = ("HMMA", "IMMA", "HGMMA", "UTCHMMA", "DMMA")
+LENGTH = 1 << 16
+HEADS = 8
+SCOPES = ("every", "main", "full")
 
 
 class Case(NamedTuple):
-    """A call whose kernels are compiled; `budget` bounds inst/el of the kernel named `kernel`."""
+    """A call whose kernels are compiled.
+
+    Attributes:
+        name: What `-k` and the tests find it by.
+        op: The operation of the registry, and of `CALLS`, that is called.
+        codec: Of the sealed pages of the table; several, least lossy first, are joined by "+".
+        kernel: Beginning of the names of those kernels whose inst/el `budget` bounds.
+        rows: Rows of the batch, each with `new` new tokens.
+        options: What else the call is given: switches of attention, or `plain` for the variant
+            without inline PTX.
+        scope: Where the tests compile it: "every" architecture; "main", sm_90 alone; or "full",
+            only with `-m slow`, as they do all cases for all architectures.
+    """
 
     name: str
-    op: str = "decode"  # or prefill, suffix, append, dense, copy, merge
+    op: str = "paged_attention"
+    codec: str = "raw"
     head_dim: int = 128
     value_dim: int = 0
     group: int = 4
     page: int = 64
     dtype: str = "bfloat16"
+    rows: int = 2
     new: int = 1
     options: tuple[str, ...] = ()
     budget: float | None = None
+    kernel: str = "attend"
+    scope: str = "main"
 
 
+ALL = ("window", "softcap", "sinks", "lse")
+PREFILL = {"rows": 1, "new": 2048}
+SEALED = {"kernel": "attend_sealed"}
+LATENT = {"head_dim": 576, "value_dim": 512, "options": ("latent",)}
 CASES = (
-    Case("decode", budget=1.4),
+    Case("decode", budget=1.4, scope="every"),
     Case("decode-d64", head_dim=64, budget=1.8),
-    Case("decode-d80", head_dim=80, budget=3.0),
-    Case("decode-d96", head_dim=96, budget=2.5),
+    Case("decode-d80", head_dim=80, budget=3.0, scope="full"),
+    Case("decode-d96", head_dim=96, budget=2.5, scope="full"),
     Case("decode-d256", head_dim=256, budget=1.4),
     Case("decode-p16", page=16, budget=3.0),
-    Case("decode-p32", page=32, budget=2.0),
-    Case("decode-p128", page=128, budget=1.4),
-    Case("decode-g1", group=1, budget=1.4),
-    Case("decode-g8", group=8, budget=1.4),
-    Case("decode-fp16", dtype="float16", budget=1.4),
+    Case("decode-p32", page=32, budget=2.0, scope="full"),
+    Case("decode-p128", page=128, budget=1.4, scope="full"),
+    Case("decode-g1", group=1, budget=1.4, scope="full"),
+    Case("decode-g8", group=8, budget=1.4, scope="full"),
+    Case("decode-fp16", dtype="float16", budget=1.4, scope="full"),
     Case("decode-fp32", dtype="float32"),
-    Case("decode-fp32-d64", dtype="float32", head_dim=64),
-    Case("decode-fp32-d256", dtype="float32", head_dim=256),
-    Case("decode-dv64", value_dim=64, budget=1.8),
-    Case("decode-d192", head_dim=192, value_dim=128, budget=2.2),
-    Case("decode-all", options=("window", "softcap", "sinks", "lse"), budget=2.2),
+    Case("decode-fp32-d64", dtype="float32", head_dim=64, scope="full"),
+    Case("decode-fp32-d256", dtype="float32", head_dim=256, scope="full"),
+    Case("decode-dv64", value_dim=64, budget=1.8, scope="full"),
+    Case("decode-d192", head_dim=192, value_dim=128, budget=2.2, scope="full"),
+    Case("decode-all", options=ALL, budget=2.2),
     Case("verify", new=4, budget=2.2),
-    Case("prefill", "prefill", new=2048),
-    Case("prefill-d64", "prefill", head_dim=64, new=2048),
-    Case("prefill-d80", "prefill", head_dim=80, new=2048),
-    Case("prefill-d96", "prefill", head_dim=96, new=2048),
-    Case("prefill-d256", "prefill", head_dim=256, new=2048),
-    Case("prefill-d192", "prefill", head_dim=192, value_dim=128, new=2048),
-    Case("prefill-fp32", "prefill", dtype="float32", new=2048),
-    Case("prefill-all", "prefill", new=2048, options=("window", "softcap", "sinks", "lse")),
-    Case("suffix", "suffix", new=64),
-    Case("merge", "merge"),
-    Case("append", "append"),
-    Case("dense", "dense"),
-    Case("copy", "copy"),
+    Case("decode-kv8", codec="kv8", page=128, budget=1.5, scope="every", **SEALED),
+    Case("decode-k8v4", codec="k8v4", page=128, budget=2.0, **SEALED),
+    Case("decode-kv4c", codec="kv4c", page=128, budget=2.0, scope="every", **SEALED),
+    Case("decode-kv4h", codec="kv4h", page=128, budget=2.0, scope="every", **SEALED),
+    Case("decode-kv8-p64", codec="kv8", budget=1.5, scope="full", **SEALED),
+    Case("decode-kv4c-p64", codec="kv4c", budget=2.3, scope="full", **SEALED),
+    Case("decode-kv4h-p64", codec="kv4h", budget=2.0, scope="full", **SEALED),
+    Case("decode-kv8-p16", codec="kv8", page=16, budget=7.0, scope="full", **SEALED),
+    Case("decode-kv4c-p256", codec="kv4c", page=256, budget=2.0, scope="full", **SEALED),
+    Case("decode-kv4h-d64", codec="kv4h", page=128, head_dim=64, budget=3.0, **SEALED),
+    Case("decode-kv4h-d80", codec="kv4h", page=128, head_dim=80, budget=3.0, scope="full", **SEALED),
+    Case("decode-kv8-d256", codec="kv8", page=128, head_dim=256, budget=1.6, **SEALED),
+    Case("decode-kv4h-d256", codec="kv4h", page=128, head_dim=256, budget=2.0, **SEALED),
+    Case("decode-kv8-all", codec="kv8", page=128, options=ALL, budget=2.2, scope="full", **SEALED),
+    Case("verify-kv4h", codec="kv4h", page=128, new=4, budget=4.0, **SEALED),
+    Case("decode-mass", codec="kv4h", page=128, options=("mass",), budget=2.2, **SEALED),
+    Case("decode-invariant", codec="kv4h", options=("invariant", "alibi"), **SEALED),
+    Case("prefill", scope="every", **PREFILL),
+    Case("prefill-d64", head_dim=64, **PREFILL),
+    Case("prefill-d80", head_dim=80, scope="full", **PREFILL),
+    Case("prefill-d96", head_dim=96, scope="full", **PREFILL),
+    Case("prefill-d256", head_dim=256, **PREFILL),
+    Case("prefill-d192", head_dim=192, value_dim=128, scope="full", **PREFILL),
+    Case("prefill-fp32", dtype="float32", scope="full", **PREFILL),
+    Case("prefill-all", options=ALL, **PREFILL),
+    Case("prefill-alibi", options=("alibi",), **PREFILL),
+    Case("prefill-kv8", codec="kv8", page=128, scope="every", **PREFILL),
+    Case("prefill-k8v4", codec="k8v4", **PREFILL),
+    Case("prefill-kv4c", codec="kv4c", page=128, **PREFILL),
+    Case("prefill-kv4h", codec="kv4h", page=128, **PREFILL),
+    Case("prefill-kv4h-d96", codec="kv4h", head_dim=96, scope="full", **PREFILL),
+    Case("prefill-kv4h-d256", codec="kv4h", head_dim=256, scope="full", **PREFILL),
+    Case("prefill-mixed-cross", codec="kv8+kv4c", options=("cross",), scope="full", **PREFILL),
+    Case("prefill-mass", codec="kv8", options=("mass",), **PREFILL),
+    Case("suffix", rows=1, new=64),
+    Case("suffix-tree", rows=1, new=64, options=("tree",), scope="full"),
+    Case("suffix-invariant", rows=1, new=64, options=("invariant",), scope="full"),
+    Case("latent-g16", group=16, budget=1.7, **LATENT),
+    Case("latent-g128", group=128, budget=3.7, scope="every", **LATENT),
+    Case("latent-prompt", group=16, new=256, budget=4.1, **LATENT),
+    Case("cascade", "cascade_attention", codec="any", rows=32),
+    Case("merge", "merge", codec="any"),
+    Case("append", "append", scope="every"),
+    Case("append-rope", "append", options=("rope",)),
+    Case("append-rope-gptj", "append", options=("rope", "interleaved")),
+    Case("reposition", "reposition"),
+    Case("reposition-gptj", "reposition", options=("interleaved",)),
+    Case("drop", "drop_tokens"),
+    Case("dense", "gather_dense", scope="every"),
+    Case("dense-sealed", "gather_dense", codec="kv8+k8v4+kv4c+kv4h"),
+    Case("seal-kv8", "transcode", codec="kv8", scope="every"),
+    Case("seal-k8v4", "transcode", codec="k8v4"),
+    Case("seal-kv4c", "transcode", codec="kv4c", scope="every"),
+    Case("seal-kv4h", "transcode", codec="kv4h", scope="every"),
+    Case("seal-kv4h-d80", "transcode", codec="kv4h", head_dim=80, scope="full"),
+    Case("seal-kv4h-d256", "transcode", codec="kv4h", head_dim=256, page=128, scope="full"),
+    Case("demote-kv4c", "transcode", codec="kv8+kv4c", scope="every"),
+    Case("decode-kv8-page", "transcode", codec="kv8+raw"),
+    Case("decode-kv4h-page", "transcode", codec="kv4h+raw"),
+    Case("check-raw", "transcode"),
+    Case("copy", "copy_pages", codec="any", scope="every"),
+    Case("gather", "gather_pages", codec="any"),
+    Case("scatter", "scatter_pages", codec="any"),
 )
 
 
-class NoDevice:
-    """A Triton driver for one architecture: compiles as for a device, launches nothing."""
+class Scene(NamedTuple):
+    """Operands of a case's call; nobody reads what they hold.
 
-    binary_ext = "cubin"
+    Attributes:
+        layouts: Of each codec that the case names; raw ones of a case that names none.
+    """
 
-    def __init__(self, arch: int) -> None:
-        self.arch, self.utils = arch, self
-        self.launcher_cls = lambda src, metadata: lambda *args: None
+    case: Case
+    layouts: tuple[PageLayout, ...]
+    pages: Pages
+    batch: Ragged
+    tokens: int
+    dtype: torch.dtype
 
-    def load_binary(self, *args: Any) -> tuple[int, ...]:
-        return 1, 2, 32, 0, 1024
-
-    def unload_module(self, *args: Any) -> None: ...
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {
-            "max_shared_mem": TRAITS[self.arch].shared_bytes,
-            "multiprocessor_count": TRAITS[self.arch].processors,
-            "max_num_regs": 65536,
-            "warpSize": 32,
-        }
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return self.arch  # kernels are cached by device
-
-    def set_current_device(self, device: int) -> None: ...
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_device_interface(self) -> None: ...
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, name: str) -> str:
-        return name
+    def noise(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(self.tokens, *shape, dtype=self.dtype)
 
 
-def record(case: Case, arch: int) -> list[tuple[str, dict[str, Any], Any]]:
-    """Run the call of a case; (name, constants, compiled kernel) of each launch."""
-    launches = []
-
-    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        compiled = kernel[grid](*args, **constants, enable_fp_fusion=True)
-        launches.append((kernel.__name__, constants, compiled))
-
-    driver.set_active(NoDevice(arch))
-    modules = triton_attend, triton_few, triton_many, triton_move, triton_task
-    for module in modules:
-        module.launch = launch
-        if hasattr(module, "traits"):
-            module.traits = lambda device: TRAITS[arch]
-    try:
-        call(case)
-    finally:
-        for module in modules:
-            module.launch = triton_launch.launch
-            if hasattr(module, "traits"):
-                module.traits = triton_launch.traits
-    return launches
-
-
-def call(case: Case) -> None:
-    """The operation of a case on tensors that nobody reads."""
-    heads, dtype = 8, getattr(torch, case.dtype)
+def scene(case: Case) -> Scene:
     geometry = Geometry.uniform(
         layers=2,
-        kv_heads=heads,
+        kv_heads=HEADS,
         head_dim=case.head_dim,
         value_dim=case.value_dim or case.head_dim,
         dtype=case.dtype,
         page_size=case.page,
     )
-    layout = page_layout(geometry.groups[0], case.page)
-    rows = 2 if case.op == "decode" else 1
-    lines = torch.zeros(rows, 16, dtype=torch.int32)
+    if "latent" in case.options:
+        latent = msgspec.structs.replace(geometry.groups[0], kind="latent", kv_heads=1)
+        geometry = Geometry(groups=(latent,), page_size=case.page)
+    raw = page_layout(geometry.groups[0], case.page)
+    codecs = ["raw"] if case.codec == "any" else case.codec.split("+")
+    layouts = tuple(page_layout(geometry.groups[0], case.page, codec) for codec in codecs)
+    rows, columns = case.rows, LENGTH // case.page
+    table = torch.zeros(rows, columns + 16, dtype=torch.int32)
+    for first, codec in enumerate(codecs):  # the last page, at least, is open
+        table[:, first : columns - 1 : len(codecs)] = page_id(1, codec)
     index = torch.arange(rows, dtype=torch.int32)
     starts = case.new * torch.arange(rows + 1, dtype=torch.int32)
-    length = 1 << 16
-    batch = Ragged(lines, index, torch.full_like(index, length), starts, case.new, length)
-    pages = Pages(torch.zeros(layout.page_bytes, dtype=torch.uint8), layout, 0)
-    k = torch.zeros(rows * case.new, heads, case.head_dim, dtype=dtype)
-    if case.op == "append":
-        triton_move.append(k, k, pages, batch)
-    elif case.op == "dense":
-        triton_move.gather_dense(pages, batch, 16)
-    elif case.op == "copy":
-        triton_move.copy_pages(pages.arena, index, index, layout.granules)
-    elif case.op == "merge":
-        lse = torch.zeros(k.shape[:2])
-        triton_attend.merge([(k, lse), (k, lse)])
-    else:
-        q = torch.zeros(rows * case.new, heads * case.group, case.head_dim, dtype=dtype)
-        triton_attend.paged_attention(
-            q,
-            pages,
-            batch,
-            Scoring(
-                scale=case.head_dim**-0.5,
-                window=4096 if "window" in case.options else None,
-                softcap=50.0 if "softcap" in case.options else None,
-                sinks=torch.zeros(heads * case.group) if "sinks" in case.options else None,
-                return_lse="lse" in case.options,
-            ),
-        )
+    batch = Ragged(table, index, torch.full_like(index, LENGTH), starts, case.new, LENGTH)
+    # As large as arenas are: beyond what 32 bits address. Nobody writes to it, so it costs nothing.
+    arena = torch.empty(3 << 30, dtype=torch.uint8)
+    sealed = tuple(layout for layout in layouts if layout.codec != "raw")
+    pages = Pages(arena, raw, 0, sealed)
+    return Scene(case, layouts, pages, batch, rows * case.new, getattr(torch, case.dtype))
 
 
-def tool(name: str, *args: str, cubin: bytes) -> str:
-    """Output of a tool of the CUDA binary utilities, which Triton ships."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(TOOLS / name), *args, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+Call = Callable[[Scene], Any]
+CALLS: dict[str, Call] = {}
 
 
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+def calls(op: str) -> Callable[[Call], Call]:
+    """The function that calls an operation with the operands of a case."""
+
+    def keep(call: Call) -> Call:
+        CALLS[op] = call
+        return call
+
+    return keep
 
 
-def loops(sass: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """(Opcodes, innermost loops): a loop is the span that a backward branch closes."""
-    code, labels, found = [], {}, []
-    for line in sass.splitlines():
-        label = re.match(r"\s*(\.L_x_\d+):", line)
-        if label:
-            labels[label[1]] = len(code)
-        elif match := _INSTRUCTION.search(line):
-            code.append((match[1], match[2]))
-    for end, (op, rest) in enumerate(code):
-        to = re.search(r"`\((\.L_x_\d+)\)", rest) if op.startswith("BRA") else None
-        if to and labels.get(to[1], end) < end:
-            found.append((labels[to[1]], end))
-    inner = [a for a in found if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in found)]
-    return [op for op, _ in code], inner
+@calls("paged_attention")
+def attend(x: Scene) -> None:
+    heads, options = x.pages.layout.kv_heads * x.case.group, x.case.options
+    most_pages = -(-LENGTH // x.case.page)
+    kernels.paged_attention(
+        x.noise(heads, x.case.head_dim),
+        x.pages,
+        x.batch,
+        window=4096 if "window" in options else None,
+        softcap=50.0 if "softcap" in options else None,
+        sinks=torch.zeros(heads) if "sinks" in options else None,
+        alibi=torch.zeros(heads) if "alibi" in options else None,
+        tree=torch.zeros(x.tokens, dtype=torch.int64) if "tree" in options else None,
+        causal="cross" not in options,
+        mass=torch.zeros(x.case.rows, most_pages, HEADS) if "mass" in options else None,
+        return_lse="lse" in options,
+        invariant="invariant" in options,
+        backend="triton",
+    )
 
 
-def report(name: str, constants: dict[str, Any], compiled: Any) -> dict[str, Any]:
+@calls("cascade_attention")
+def cascade(x: Scene) -> None:
+    plan = kernels.plan_cascade(x.batch, x.case.page)
+    q = x.noise(HEADS * x.case.group, x.case.head_dim)
+    kernels.cascade_attention(q, x.pages, x.batch, plan, backend="triton")
+
+
+@calls("append")
+def append(x: Scene) -> None:
+    k, v = x.noise(HEADS, x.case.head_dim), x.noise(HEADS, x.pages.layout.value_dim)
+    rope = rotary(x) if "rope" in x.case.options else None
+    kernels.append(k, v, x.pages, x.batch, rope, backend="triton")
+
+
+def rotary(x: Scene) -> kernels.Rotary:
+    lines = torch.zeros(2, LENGTH, x.case.head_dim // 2)
+    return kernels.Rotary(*lines, "interleaved" in x.case.options)
+
+
+@calls("reposition")
+def reposition(x: Scene) -> None:
+    index, layout = x.batch.rows, x.pages.layout
+    kernels.reposition(x.pages.arena, index, index, rotary(x), layout, backend="triton")
+
+
+@calls("drop_tokens")
+def drop_tokens(x: Scene) -> None:
+    index, layout = x.batch.rows, x.pages.layout
+    keep = torch.zeros(layout.layers, HEADS, len(index) * layout.page_size, dtype=torch.int32)
+    kernels.drop_tokens(x.pages.arena, index, index, keep, layout, backend="triton")
+
+
+@calls("gather_dense")
+def gather_dense(x: Scene) -> None:
+    kernels.gather_dense(x.pages, x.batch, 16, backend="triton")
+
+
+@calls("merge")
+def merge(x: Scene) -> None:
+    part = x.noise(HEADS, x.case.head_dim), torch.zeros(x.tokens, HEADS)
+    kernels.merge([part, part], backend="triton")
+
+
+@calls("copy_pages")
+def copy_pages(x: Scene) -> None:
+    kernels.copy_pages(
+        x.pages.arena, x.batch.rows, x.batch.rows, x.pages.layout.granules, backend="triton"
+    )
+
+
+@calls("gather_pages")
+def gather_pages(x: Scene) -> None:
+    layout, index = x.pages.layout, x.batch.rows
+    out = torch.zeros(len(index), layout.page_bytes, dtype=torch.uint8)
+    kernels.gather_pages(x.pages.arena, index, layout.granules, out, backend="triton")
+
+
+@calls("scatter_pages")
+def scatter_pages(x: Scene) -> None:
+    layout, index = x.pages.layout, x.batch.rows
+    data = torch.zeros(len(index), layout.page_bytes, dtype=torch.uint8)
+    kernels.scatter_pages(x.pages.arena, index, layout.granules, data, backend="triton")
+
+
+@calls("transcode")
+def transcode(x: Scene) -> None:
+    """From raw into the codec of the case, or from its first codec into its second."""
+    old, new = (x.pages.layout, *x.layouts)[-2:]
+    kernels.transcode(x.pages.arena, x.batch.rows, x.batch.rows, old, new, backend="triton")
+
+
+def record(case: Case, arch: str) -> list[Launch]:
+    """Run the call of a case; its launches."""
+    with no_device(arch, ptx="plain" not in case.options) as launches:
+        CALLS[case.op](scene(case))
+    return launches
+
+
+def report(case: Case, arch: str, launch: Launch) -> dict[str, Any]:
     """The facts of one compiled kernel."""
-    cubin = compiled.asm["cubin"]
-    usage = tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
-    ops, inner = loops(tool("nvdisasm", "-c", cubin=cubin))
-    local = int(re.search(r" LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1])
-    facts = {
-        "kernel": name,
-        "warps": compiled.metadata.num_warps,
-        "regs": int(re.search(r"REG:(\d+)", usage)[1]),
-        "spills": sum(op.startswith(("LDL", "STL")) for op in ops),
-        "local_bytes": local,
-        "shared_bytes": compiled.metadata.shared,
-        "instructions": len(ops),
-        "mma": sorted({".".join(op.split(".")[:2]) for op in ops if op.split(".")[0] in MMA}),
+    metadata, found = launch.compiled.metadata, facts(launch.compiled)
+    row = {
+        "case": case.name,
+        "op": case.op,
+        "codec": case.codec,
+        "arch": arch,
+        "kernel": launch.kernel,
+        "budget": case.budget if launch.kernel.startswith(case.kernel) else None,
+        "warps": metadata.num_warps,
+        "shared_bytes": metadata.shared,
+        **found,
     }
-    memory = Counter(op for op in ops if op.startswith(("LDG", "STG", "LDS", "STS", "UTMA", "CP")))
-    facts["memory"] = dict(sorted(memory.items()))
-    # The loop without masks is the one that copies ahead; the peeled ones behind it do not.
-    main = [(a, b) for a, b in inner if any(op.startswith("LDGSTS") for op in ops[a : b + 1])]
-    if main and "TILE" in constants:
-        begin, end = max(main, key=lambda span: span[1] - span[0])
-        facts["loop"] = end - begin + 1
-        elements = constants["TILE"] * (constants["HEAD_DIM"] + constants["VALUE_DIM"])
-        facts["inst_per_el"] = round(facts["loop"] * facts["warps"] * 32 / elements, 2)
-        facts["loop_ops"] = dict(Counter(op.split(".")[0] for op in ops[begin : end + 1]))
-        facts["tile"] = constants["TILE"]
-    return facts
+    if "loop" in found and "TILE" in launch.constants:
+        tile, k, v = (launch.constants[name] for name in ("TILE", "HEAD_DIM", "VALUE_DIM"))
+        threads = metadata.num_warps * metadata.target.warp_size
+        row |= {"tile": tile, "inst_per_el": round(found["loop"] * threads / (tile * (k + v)), 2)}
+    return row
 
 
-def measure(arch: int, names: str = "") -> list[dict[str, Any]]:
-    """Facts of every kernel of the cases in whose name the pattern `names` is found."""
-    rows = []
-    for case in CASES:
-        if re.search(names, case.name):
-            for name, constants, compiled in record(case, arch):
-                facts = report(name, constants, compiled)
-                budget = case.budget if name == "attend_few" else None
-                rows.append({"case": case.name, "arch": arch, "budget": budget, **facts})
-    return rows
+def chosen(names: str, scopes: Collection[str], part: str) -> list[Case]:
+    """Part "i/n" of the cases in whose name the pattern `names` is found, of some scopes."""
+    cases = [case for case in CASES if re.search(names, case.name) and case.scope in scopes]
+    first, step = map(int, part.split("/"))
+    return cases[first::step]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=sorted(TRAITS))
+    parser.add_argument("--arch", nargs="+", default=["sm_90"], choices=sorted(ARCHES))
     parser.add_argument("-k", default="", help="only cases in whose name this pattern is found")
+    parser.add_argument("--scope", nargs="+", default=SCOPES, choices=SCOPES)
+    parser.add_argument("--part", default="0/1", help="i/n: only every n-th case, from the i-th on")
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel")
     parser.add_argument("--sass", type=pathlib.Path, help="write disassemblies into this folder")
     args = parser.parse_args()
     for arch in args.arch:
-        if args.sass:
-            args.sass.mkdir(parents=True, exist_ok=True)
-            for case in CASES:
-                for name, _, compiled in record(case, arch) if re.search(args.k, case.name) else ():
-                    sass = tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])
-                    (args.sass / f"{case.name}-{name}-sm{arch}.sass").write_text(sass)
-        for row in measure(arch, args.k):
-            if args.json:
-                print(json.dumps(row), flush=True)
-                continue
-            columns = ("warps", "regs", "spills", "local_bytes", "shared_bytes", "loop")
-            values = " ".join(f"{row.get(name, '-'):>7}" for name in (*columns, "inst_per_el"))
-            mma = ",".join(row["mma"])
-            print(f"sm_{arch} {row['case']:13} {row['kernel']:13} {values}  {mma}", flush=True)
+        for case in chosen(args.k, args.scope, args.part):
+            for launch in record(case, arch):
+                if args.sass:
+                    args.sass.mkdir(parents=True, exist_ok=True)
+                    path = args.sass / f"{case.name}-{launch.kernel}-{arch}.sass"
+                    path.write_text(listing(launch.compiled))
+                row = report(case, arch, launch)
+                print(json.dumps(row) if args.json else line(row), flush=True)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    columns = ("warps", "regs", "spills", "local_bytes", "shared_bytes", "loop", "inst_per_el")
+    values = " ".join(f"{row.get(name, '-'):>7}" for name in columns)
+    return f"{row['arch']:6} {row['case']:16} {row['kernel']:16} {values}  {','.join(row['mma'])}"
 
 
 if __name__ == "__main__":

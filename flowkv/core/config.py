@@ -26,7 +26,10 @@ DEFAULT_GPU_SIZE = "25%"
 DEFAULT_CPU_POOL_SIZE = "2GiB"
 DEFAULT_HOST_SIZE = "25%"
 DEFAULT_DISK_SIZE = "10%"
+AUTO = "auto"
 _STACK_FIELDS = ("gpu", "host", "disk")
+_PAGE_SIZE, _AUTO_PAGE_SIZE = 64, 128
+_RECENT_TOKENS, _AUTO_RECENT_TOKENS = 64, 128
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -40,9 +43,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             system); default no disk tier.
         tiers: The whole stack, fastest first, instead of `gpu`, `host` and `disk`. A device pool is
             always there, listed or not; other places only if listed.
-        codec: How sealed pages are encoded.
+        codec: How pages are encoded once they are full: "raw" (exact), "kv8", "k8v4", "kv4c" or
+            "kv4h", or "auto": "kv8", and "kv4c" further back.
+        recent_tokens: Tokens at the end of each open sequence whose pages stay raw, besides the
+            page that is being filled; default 128 for "auto", 64 for other codecs.
+        warm_tokens: Tokens before these whose pages "auto" leaves at 8 bits.
+        non_finite: What happens to a full page that no codec can hold, as it has NaN, infinity or
+            numbers beyond float16's scales: it stays "raw", with a warning, or raises an "error".
         policy: Name of the policy that chooses what each tier keeps.
-        page_size: Tokens per page, a multiple of 8 between 8 and 256.
+        page_size: Tokens per page, a multiple of 8 between 8 and 256; default 64, 128 for "auto".
         tenant: Tenant of requests that name none. Tenants never share pages.
         namespace: Replaces the model's own identity; two caches with equal namespaces share pages.
         secret: Up to 64 bytes as hex that go into every key, so that keys cannot be guessed from
@@ -51,6 +60,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         durability: "sync" flushes every written page to the medium; "none" leaves that to the
             operating system, and a power cut loses the latest pages.
         write_back: Write filled pages down the tiers in the background, before they are evicted.
+        defragment_bytes: Most bytes moved within the device pool at the end of a step, where free
+            memory lies scattered between pages of several sizes; 0 for never.
         max_rows: Most sequences in one step.
         load_deadline_s: Longest wait for a page before it is computed instead.
     """
@@ -60,14 +71,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     disk: str | None = None
     tiers: tuple[str, ...] | None = None
     codec: str = "raw"
+    recent_tokens: int | None = None
+    warm_tokens: int = 256
+    non_finite: Literal["raw", "error"] = "raw"
     policy: str = "auto"
-    page_size: int = 64
+    page_size: int | None = None
     tenant: str = ""
     namespace: str = ""
     secret: str = ""
     exclusive: bool = False
     durability: Literal["none", "sync"] = "none"
     write_back: bool = True
+    defragment_bytes: int = 16 << 20
     max_rows: int = 256
     load_deadline_s: float = 10.0
 
@@ -76,13 +91,19 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             given = [name for name in _STACK_FIELDS if getattr(self, name) is not None]
             if given:
                 raise _at("tiers", f"given beside `{given[0]}`", "Give either one, not both")
-        if self.codec not in CODECS:
-            raise _at(
-                "codec", f"codec {self.codec!r} is unknown", f"Use one of {', '.join(CODECS)}"
-            )
+        if self.codec not in (*CODECS, AUTO):
+            known = ", ".join((*CODECS, AUTO))
+            raise _at("codec", f"codec {self.codec!r} is unknown", f"Use one of {known}")
+        for name in ("recent_tokens", "warm_tokens"):
+            if (getattr(self, name) or 0) < 0:
+                raise _at(name, f"{getattr(self, name)} tokens", "Use 0 or more")
+        if self.defragment_bytes < 0:
+            raise _at("defragment_bytes", f"{self.defragment_bytes} bytes", "Use 0 or more")
+        if self.non_finite not in ("raw", "error"):
+            raise _at("non_finite", f"{self.non_finite!r} is unknown", "Use raw or error")
         if not self.policy:
             raise _at("policy", "the name is empty", 'Use "auto" or a name of the catalogue')
-        if not 8 <= self.page_size <= 256 or self.page_size % 8:
+        if not 8 <= self.tokens_per_page <= 256 or self.tokens_per_page % 8:
             raise _at(
                 "page_size",
                 f"{self.page_size} tokens cannot be a page",
@@ -109,6 +130,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 value = "..." if field.name == "secret" else value
                 shown.append(f"{field.name}={value!r}")
         return f"Config({', '.join(shown)})"
+
+    @property
+    def tokens_per_page(self) -> int:
+        """`page_size`, or its default for the codec."""
+        default = _AUTO_PAGE_SIZE if self.codec == AUTO else _PAGE_SIZE
+        return default if self.page_size is None else self.page_size
+
+    @property
+    def raw_tokens(self) -> int:
+        """`recent_tokens`, or its default for the codec."""
+        default = _AUTO_RECENT_TOKENS if self.codec == AUTO else _RECENT_TOKENS
+        return default if self.recent_tokens is None else self.recent_tokens
 
     @property
     def secret_bytes(self) -> bytes:

@@ -23,7 +23,8 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         head_dim: Key dimension D of a head.
         value_dim: Value dimension Dv of a head; MLA latents and some models differ from `head_dim`.
         dtype: Name of the torch dtype K and V are kept in ("float32", "bfloat16", ...).
-        kind: "full", "sliding" (last `window` tokens), "chunked" or "latent" (MLA).
+        kind: "full", "sliding" (last `window` tokens), "chunked", or "latent" (MLA: one head,
+            a token's value is the first `value_dim` elements of its key and is not kept).
         window: Tokens a query sees, itself included; None for all.
         device: Where the layers compute ("cpu", "cuda:0"); not part of a page's identity.
     """
@@ -59,13 +60,20 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"a {self.kind!r} group has window={self.window}",
                 "Give a window to sliding and chunked groups, and to no others",
             )
+        if self.kind == "latent" and (self.kv_heads != 1 or self.value_dim > self.head_dim):
+            raise GeometryError(
+                f"a latent group has kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
+                f"value_dim={self.value_dim}",
+                "A latent is one head, whose first value_dim of head_dim elements are its value",
+            )
         if self.window is not None and self.window < 1:
             raise GeometryError(f"window={self.window}", "A window is at least one token")
 
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token over all layers of the group, unencoded."""
-        width = self.kv_heads * (self.head_dim + self.value_dim)
+        value_dim = 0 if self.kind == "latent" else self.value_dim  # part of the key
+        width = self.kv_heads * (self.head_dim + value_dim)
         return len(self.layers) * width * ITEMSIZE[self.dtype]
 
 

@@ -9,8 +9,9 @@ The same bytes lie in the device pool and in a frame below it, so that moving a 
     run    = K | V | K scales | V scales                               each padded to 16 bytes
 
 K is row-major [P, D]. V is [P, Dv] for `raw`, transposed [Dv, P] for the 8- and 4-bit codecs, whose
-nibbles are split by halves (DESIGN D1). Pages are addressed by the number of the 4 KiB *granule* at
-which they begin, so one pool holds pages of any size and codec.
+nibbles are split by halves (DESIGN D1). Latent groups have no V: it is the first Dv dims of K.
+Pages are addressed by the number of the 4 KiB *granule* at which they begin, so one pool holds
+pages of any size and codec.
 
 A *page id*, as block tables and pools use it, is that number with the page's codec above it: one
 int32 says where a page begins (within 1 TiB) and how it is encoded. Ids of raw pages are their
@@ -81,6 +82,21 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Granules of a page."""
         return self.page_bytes // GRANULE_BYTES
 
+    @property
+    def latent(self) -> bool:
+        """Whether a token's value is the first `value_dim` elements of its key (MLA)."""
+        return self.v_offset_bytes == 0
+
+    @property
+    def value_stride(self) -> int:
+        """Elements from one token's value to the next one's, in a raw page."""
+        return self.head_dim if self.latent else self.value_dim
+
+    @property
+    def stored_value_dim(self) -> int:
+        """Elements of a token's value that are kept beside its key: all, or none of latents."""
+        return 0 if self.latent else self.value_dim
+
     def run_offset_bytes(self, layer: int, head: int) -> int:
         """Start of a head's run from the start of the page; `layer` counts within the group."""
         return layer * self.stripe_stride_bytes + head * self.run_bytes
@@ -114,15 +130,28 @@ def page_layout(group: LayerGroup, page_size: int, codec: str = "raw") -> PageLa
     """The layout of one page of `group`.
 
     Raises:
-        ConfigError: The codec is unknown, or needs a larger page or head.
+        ConfigError: The codec is unknown, or needs a larger page or head or a smaller dtype.
     """
     if codec not in CODECS:
         raise ConfigError(f"codec {codec!r} is unknown", f"Use one of {', '.join(CODECS)}")
     tokens, dim, dim_v = page_size, group.head_dim, group.value_dim
+    latent = group.kind == "latent"
     if codec == "raw":
         item = ITEMSIZE[group.dtype]
         k, v, k_scales, v_scales = tokens * dim * item, tokens * dim_v * item, 0, 0
+        v = 0 if latent else v
     else:
+        if latent:
+            raise ConfigError(
+                f"codec {codec!r} of a latent group",
+                "Use codec='raw': a latent is key and value in one, and codecs lay out the two "
+                "differently; it is a compressed form of both already",
+            )
+        if group.dtype == "float64":
+            raise ConfigError(
+                f"codec {codec!r} of a float64 cache",
+                "Use codec='raw': codecs compute in float32, and whoever needs more keeps it all",
+            )
         k_bits, v_bits = _BITS[codec]
         if min(k_bits, v_bits) == 4 and (tokens < 64 or min(dim, dim_v) < 64):
             raise ConfigError(
@@ -138,8 +167,8 @@ def page_layout(group: LayerGroup, page_size: int, codec: str = "raw") -> PageLa
         k, v = tokens * dim * k_bits // 8, tokens * dim_v * v_bits // 8
         k_scales = _SCALE_BYTES * (2 * dim if codec == "kv4c" else tokens)
         v_scales = _SCALE_BYTES * tokens
-    v_offset = _pad(k, 16)
-    k_scale_offset = v_offset + _pad(v, 16)
+    v_offset = 0 if latent else _pad(k, 16)
+    k_scale_offset = _pad(k, 16) + _pad(v, 16)
     v_scale_offset = k_scale_offset + _pad(k_scales, 16)
     run = v_scale_offset + _pad(v_scales, 16)
     stripe = run * group.kv_heads

@@ -17,7 +17,7 @@ _SDPA = F.scaled_dot_product_attention
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     *,
     layer: int,
     scale: float | None = None,
@@ -32,7 +32,8 @@ def attention(
     Args:
         q: Queries `[1, Hq, N, D]`: all rows of the step packed one after the other.
         k: New keys `[1, Hk, N, D]`; `Hq` is a multiple of `Hk`.
-        v: New values `[1, Hk, N, Dv]`.
+        v: New values `[1, Hk, N, Dv]`. None in groups of kind "latent" (absorbed MLA), inside a
+            step only: there `k` is `[1, 1, N, D]`, and its first Dv dims are the value.
         layer: Index of the layer, as in the cache's geometry.
         scale: Of the logits; default `D ** -0.5`.
         softcap: `tanh(logit / softcap) * softcap`, inside a step only.
@@ -43,7 +44,7 @@ def attention(
 
     Raises:
         GeometryError: Shapes or dtypes do not fit the step or the geometry.
-        StateError: `softcap` or `sinks` outside a step, or the step is over.
+        StateError: `softcap`, `sinks` or latents outside a step, or the step is over.
 
     Example:
         >>> with kv.step([seq], [tokens]) as step:  # doctest: +SKIP
@@ -51,9 +52,10 @@ def attention(
     """
     step = CURRENT.get()
     if step is None:
-        if softcap is not None or sinks is not None:
+        if v is None or softcap is not None or sinks is not None:
             raise StateError(
-                "softcap and sinks work inside a step only", "Call the model inside kv.step(...)"
+                "softcap, sinks and latents work inside a step only",
+                "Call the model inside kv.step(...)",
             )
         grouped = q.shape[1] != k.shape[1]
         return _SDPA(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -61,23 +63,25 @@ def attention(
 
 
 def _attend(
-    step: Step, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    step: Step, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
-    n_tokens = int(step.counts.sum())
-    if any(x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != n_tokens for x in (q, k, v)):
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+    n_tokens, given = int(step.counts.sum()), [q, k] if v is None else [q, k, v]
+    if any(x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != n_tokens for x in given):
+        shapes = ", ".join(str(tuple(x.shape)) for x in given)
         raise GeometryError(
             f"queries, keys and values {shapes} in a step of {n_tokens} tokens",
             "Pass [1, heads, tokens, dim] with the rows of the step packed one after the other",
         )
     dtype = step.dtype(layer)
-    if k.dtype is not dtype or v.dtype is not dtype:
+    if any(x.dtype is not dtype for x in given[1:]):
         raise GeometryError(
-            f"keys are {k.dtype} and values {v.dtype}, the geometry keeps {dtype}",
+            f"keys and values are {', '.join(str(x.dtype) for x in given[1:])}, the geometry keeps "
+            f"{dtype}",
             "Say the dtype that the model computes in: LayerGroup(dtype=...)",
         )
-    packed = (x[0].transpose(0, 1) for x in (q, k, v))
-    return step.attend(layer, *packed, **options).transpose(0, 1).unsqueeze(0)
+    q, k = q[0].transpose(0, 1), k[0].transpose(0, 1)
+    v = None if v is None else v[0].transpose(0, 1)
+    return step.attend(layer, q, k, v, **options).transpose(0, 1).unsqueeze(0)
 
 
 class intercept(TorchFunctionMode):

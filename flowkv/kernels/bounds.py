@@ -31,6 +31,11 @@ def checking() -> Iterator[None]:
         _depth -= 1
 
 
+def is_checking() -> bool:
+    """Whether the values of tables and lists are to be compared with what they point into."""
+    return _depth > 0
+
+
 def _need(condition: bool, problem: str, remedy: str) -> None:
     if not condition:
         raise GeometryError(problem, remedy)
@@ -183,7 +188,9 @@ def check_granules(arena: torch.Tensor, granules: int, **lists: torch.Tensor) ->
 
 
 def check_staging(name: str, x: torch.Tensor, arena: torch.Tensor, n: int, granules: int) -> None:
-    """Check a staging tensor, uint8 `[n, granules * 4096]` contiguous, beside its arena.
+    """Check a staging tensor, uint8 `[n, granules * 4096]` contiguous, for its arena.
+
+    It lies on the arena's device, or in pinned host memory, which a GPU reaches too.
 
     Raises:
         GeometryError: It is another shape, dtype, layout or device.
@@ -193,11 +200,11 @@ def check_staging(name: str, x: torch.Tensor, arena: torch.Tensor, n: int, granu
         x.dtype is not torch.uint8
         or x.shape != (n, width)
         or not x.is_contiguous()
-        or x.device != arena.device
+        or (x.device != arena.device and not (arena.is_cuda and x.is_pinned()))
     ):
         raise GeometryError(
             f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}",
-            f"Make it contiguous torch.uint8 [{n}, {width}] on {arena.device}",
+            f"Make it contiguous torch.uint8 [{n}, {width}] on {arena.device} or in pinned memory",
         )
 
 

@@ -1,4 +1,4 @@
-"""The numba twin, all but attention: what a CPU without a GPU beside it runs.
+"""The numba twin: what all of it shares, moves of whole pages, and merges.
 
 The functions here turn tensors into addresses (no views, so that a call costs microseconds), decide
 whether the work is worth more than one thread, and call the kernels of `cpu_move` and `cpu_merge`.
@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from flowkv.core.layout import GRANULE_BYTES, PageLayout
+from flowkv.core.layout import GRANULE_BYTES
 from flowkv.kernels import cpu_entries as entries
 from flowkv.kernels.cpu_pool import slices, spread
-from flowkv.kernels.operands import Pages, Ragged
 
 LIKE = {
     torch.float32: np.float32(0),
@@ -52,104 +51,35 @@ def fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(memory[start : start + n_bytes]).view(dtype).view(shape)
 
 
-def append(k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragged) -> None:
-    """Write new tokens into the open pages; see `dispatch.append`."""
-    arena, layout, layer, _ = pages
-    dtype = DTYPES[layout.dtype]
-    k, v = (
-        dense_rows(k if k.dtype is dtype else k.to(dtype)),
-        dense_rows(v if v.dtype is dtype else v.to(dtype)),
-    )
-    a = _append_operands(layout, batch).copy()
-    a[0], a[1] = k.data_ptr(), v.data_ptr()
-    a[2] = arena.data_ptr() + layer * layout.stripe_stride_bytes
-    item, k_strides, v_strides = dtype.itemsize, k.stride(), v.stride()
-    a[15], a[16] = k_strides[0] * item, k_strides[1] * item
-    a[17], a[18] = v_strides[0] * item, v_strides[1] * item
-    _run(entries.append, a, k.shape[0] * layout.kv_heads * int(a[10] + a[11]))
-
-
-_APPENDED: list[tuple[PageLayout | None, Ragged | None, np.ndarray]] = [(None, None, np.empty(0))]
-
-
-def _append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
-    """The operands that all layers of a step share; the others are left 0."""
-    last = _APPENDED[0]
-    if last[0] is layout and last[1] is batch:
-        return last[2]
-    item = DTYPES[layout.dtype].itemsize
-    a = np.zeros(19, np.int64)
-    a[3:15] = (
-        batch.table.data_ptr(),
-        batch.rows.data_ptr(),
-        batch.lengths.data_ptr(),
-        batch.starts.data_ptr(),
-        batch.rows.shape[0],
-        layout.kv_heads,
-        layout.page_size,
-        layout.head_dim * item,
-        layout.value_dim * item,
-        layout.run_bytes,
-        layout.v_offset_bytes,
-        batch.table.stride(0),
-    )
-    _APPENDED[0] = layout, batch, a
-    return a
-
-
-def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `columns` tokens of each row, dense; see `dispatch.gather_dense`."""
-    arena, layout, layer, _ = pages
-    rows, heads, dtype = batch.rows.shape[0], layout.kv_heads, DTYPES[layout.dtype]
-    k = fresh(rows, heads, columns, layout.head_dim, dtype=dtype)
-    v = fresh(rows, heads, columns, layout.value_dim, dtype=dtype)
-    item = k.element_size()
-    block = 8 * layout.page_size  # columns of a unit of work
-    a = np.array(
-        [
-            k.data_ptr(),
-            v.data_ptr(),
-            arena.data_ptr() + layer * layout.stripe_stride_bytes,
-            batch.table.data_ptr(),
-            batch.rows.data_ptr(),
-            batch.lengths.data_ptr(),
-            rows,
-            heads,
-            layout.page_size,
-            layout.head_dim * item,
-            layout.value_dim * item,
-            layout.run_bytes,
-            layout.v_offset_bytes,
-            batch.table.stride(0),
-            columns,
-            block,
-            -(-columns // block),
-        ],
-        dtype=np.int64,
-    )
-    _run(entries.gather_dense, a, k.nbytes + v.nbytes)
-    return k, v
-
-
 def copy_pages(
     arena: torch.Tensor, source: torch.Tensor, target: torch.Tensor, granules: int
 ) -> None:
-    """Copy pages within the arena; see `dispatch.copy_pages`."""
+    """Copy pages within the arena; see `movement.copy_pages`."""
     _move((arena, target.contiguous()), (arena, source.contiguous()), granules)
 
 
 def gather_pages(
-    arena: torch.Tensor, source: torch.Tensor, granules: int, out: torch.Tensor
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    granules: int,
+    out: torch.Tensor,
+    part: tuple[int, int] | None = None,
 ) -> None:
-    """Copy pages of the arena side by side; see `dispatch.gather_pages`."""
-    _move((out, None), (arena, source.contiguous()), granules)
+    """Copy pages of the arena, or a part of each, side by side; see `movement.gather_pages`."""
+    first, count = part or (0, granules)
+    _move((out, None), (arena[GRANULE_BYTES * first :], source.contiguous()), count)
 
 
 def scatter_pages(
-    arena: torch.Tensor, target: torch.Tensor, granules: int, data: torch.Tensor
+    arena: torch.Tensor,
+    target: torch.Tensor,
+    granules: int,
+    data: torch.Tensor,
+    part: tuple[int, int] | None = None,
 ) -> None:
-    """Copy lines of a staging tensor to pages of the arena; see `dispatch.scatter_pages`."""
-    _move((arena, target.contiguous()), (data, None), granules)
+    """Copy lines of a staging tensor to pages, or a part of each; see `movement.scatter_pages`."""
+    first, count = part or (0, granules)
+    _move((arena[GRANULE_BYTES * first :], target.contiguous()), (data, None), count)
 
 
 _Side = tuple[torch.Tensor, torch.Tensor | None]
@@ -162,15 +92,16 @@ def _move(target: _Side, source: _Side, granules: int) -> None:
         0 if x is None else x.data_ptr() for x in (target[0], target[1], source[0], source[1])
     ]
     if count:
-        _run(entries.move_pages, np.array([*address, count, page], np.int64), count * page)
+        run(entries.move_pages, count * page, np.array([*address, count, page], np.int64))
 
 
-def _run(kernel, a: np.ndarray, n_bytes: int) -> None:
+def run(kernel, n_bytes: int, *operands: object) -> None:
+    """Call `kernel(*operands, part, parts)` for all parts, as many as moving `n_bytes` is worth."""
     parts = slices(n_bytes, LEAST_BYTES)
     if parts == 1:
-        kernel(a, 0, 1)
+        kernel(*operands, 0, 1)
     else:
-        spread(lambda i: kernel(a, i, parts), parts)
+        spread(lambda i: kernel(*operands, i, parts), parts)
 
 
 def merge(

@@ -66,13 +66,13 @@ def _row(a, b):
 
 
 @njit(**_INLINE)
-def _weight(a, new):
+def cost(a, new):
     """Cost of a page for all query rows: reading it costs about as much as serving 4 of them."""
     return max(np.int64(4), new * a[GROUP])
 
 
 @njit(**_INLINE)
-def _begin(a, like, first, new, head, factor, q):
+def load_rows(a, like, first, new, head, factor, q):
     """Load an item's query rows, [T * G, D], as float32 times `factor`."""
     dim, group = a[DIM], a[GROUP]
     source = pointer(a[Q], like)
@@ -126,7 +126,8 @@ def _weigh(s, low, high, begin, end, m, softcap):
 
 
 @njit(**_INLINE)
-def _block(rows):
+def block_rows(rows):
+    """How many of the query rows that are left are served at once."""
     return 4 if rows >= 4 else 2 if rows >= 2 else 1
 
 
@@ -146,7 +147,7 @@ def _page(a, k, v, after, row, span, lines, softcap):
     begin, end = low // 4 * 4, (high + 3) // 4 * 4  # the page has whole fours
     r = 0
     while r < count:
-        rows = _block(count - r)
+        rows = block_rows(count - r)
         for t in range(low // 2 * 2, high, 2):
             if r == 0:  # V comes in behind the scores, the next page's K behind the mix
                 for i in range(t * dim_v, (t + 2) * dim_v, line):
@@ -164,13 +165,13 @@ def _page(a, k, v, after, row, span, lines, softcap):
                 row_o[d] *= keep
     r = 0
     while r < count:
-        rows = _block(count - r)
+        rows = block_rows(count - r)
         for t in range(begin, end, 4):
             if r == 0:
                 for i in range(t * dim, (t + 4) * dim, line):
                     prefetch(after, i)
             p, to = ahead(s, r * size + t), ahead(o, r * dim_v)
-            mix(rows, p, size, v, (t, low, high), dim_v, to)
+            mix(rows, p, size, v, (t, low, high), dim_v, to, dim_v)
         r += rows
 
 
@@ -241,13 +242,13 @@ def attend(a, likes, factors, part, parts):
     total = np.int64(0)
     for b in range(a[BATCH]):
         _, new, _, _, pages = _row(a, b)
-        total += a[HEADS] * pages * _weight(a, new)
+        total += a[HEADS] * pages * cost(a, new)
     low, high = total * part // parts, total * (part + 1) // parts
     before = np.int64(0)
     for b in range(a[BATCH]):
         row = _row(a, b)
         first, new, _, _, pages = row
-        weight = _weight(a, new)
+        weight = cost(a, new)
         unit, stop = _units(a, low, before, weight, pages), _units(a, high, before, weight, pages)
         before += a[HEADS] * pages * weight
         while unit < stop:
@@ -260,7 +261,7 @@ def attend(a, likes, factors, part, parts):
                 o, m, z = _slot(a, i)
                 pointer(a[OWNERS], np.int64(0))[i] = b * a[HEADS] + head
             lines = (q, s, o, m, z)
-            _begin(a, like_q, first, new, head, factor, q)
+            load_rows(a, like_q, first, new, head, factor, q)
             _reset(a, new * a[GROUP], head, begin == 0, o, m, z)
             _item(a, like, b, row, head, (begin, end), lines, cap)
             if whole:
@@ -284,14 +285,15 @@ def combine(a, like_q, parts):
         first, new, _, _, _ = _row(a, b)
         while i < 2 * parts and (owners[i] == owner or owners[i] < 0):
             if owners[i] == owner:
-                _add(a[DIM_V], new * a[GROUP], (o, m, z), _slot(a, i))
+                add_partial(a[DIM_V], new * a[GROUP], (o, m, z), _slot(a, i))
             i += 1
         _finish(a, like_q, first, new, head, (o, o, o, m, z))
     return i
 
 
 @njit(**_INLINE)
-def _add(dim, rows, to, part):
+def add_partial(dim, rows, to, part):
+    """Merge a partial, (accumulators, maxima, sums) of `rows` query rows, into another."""
     o, m, z = to
     o_part, m_part, z_part = part
     for r in range(rows):

@@ -14,8 +14,9 @@ from flowkv.core.layout import PageLayout
 from flowkv.kernels import cpu_entries as entries
 from flowkv.kernels.cpu import DTYPES, LEAST_ELEMENTS, LIKE, dense_rows
 from flowkv.kernels.cpu_attend import DIM_V, MOST_ROWS, OWNERS, SLOTS
+from flowkv.kernels.cpu_mixed_call import attend_mixed, is_mixed
 from flowkv.kernels.cpu_pool import slices, spread
-from flowkv.kernels.cpu_prefill import Packed, Switches, attend_long
+from flowkv.kernels.cpu_prefill import Packed, attend_long
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 
 FEW_NEW = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 8}
@@ -32,39 +33,55 @@ def paged_attention(
     q: torch.Tensor, pages: Pages, batch: Ragged, how: Scoring
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the new tokens over their rows' pages; see `dispatch.paged_attention`."""
-    arena, layout, layer, _ = pages
-    scale, window, softcap, sinks = how.scale, how.window, how.softcap, how.sinks
-    dtype = q.dtype
+    dtype, layout = q.dtype, pages.layout
     if dtype is not torch.float32 and dtype is not DTYPES[layout.dtype]:
         q = q.float()  # so that numba compiles for few pairs of types
     q = dense_rows(q)
     tokens, heads, _ = q.shape
     out = torch.empty(tokens, heads, layout.value_dim, dtype=q.dtype)
     lse = torch.empty(tokens, heads, dtype=torch.float32) if how.return_lse else None
-    if sinks is not None:
-        sinks = sinks.to(torch.float32).contiguous()
-    shared = _shared_operands(layout, batch, heads, window, q.dtype)
+    if how.sinks is not None:
+        how = how._replace(sinks=how.sinks.to(torch.float32).contiguous())
+    few = FEW_NEW[q.dtype]
+    if layout.latent:  # so many query heads a latent make a matrix product of a single token
+        few = 0
+    elif is_mixed(pages, how):
+        attend_mixed(Packed(q, out, lse), pages, batch, how, few)
+    else:
+        _attend_raw(q, out, lse, pages, batch, how)
+    if batch.most_new > few:
+        attend_long(Packed(q, out, lse), pages, batch, how, few)
+    if out.dtype is not dtype:
+        out = out.to(dtype)
+    return out if lse is None else (out, lse)
+
+
+def _attend_raw(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    pages: Pages,
+    batch: Ragged,
+    how: Scoring,
+) -> None:
+    """Fill the outputs of the rows that have few new tokens, over raw pages."""
+    arena, layout, layer, _ = pages
+    shared = _shared_operands(layout, batch, q.shape[1], how.window, q.dtype)
     a = shared.operands.copy()
     strides = q.stride()
     a[0], a[1], a[2], a[3] = q.data_ptr(), strides[0], strides[1], out.data_ptr()
     a[5] = arena.data_ptr() + layer * layout.stripe_stride_bytes
     if lse is not None:
         a[4] = lse.data_ptr()
-    if sinks is not None:
-        a[11] = sinks.data_ptr()
+    if how.sinks is not None:
+        a[11] = how.sinks.data_ptr()
     likes = LIKE[q.dtype], LIKE[DTYPES[layout.dtype]]
-    factors = float(scale), float(softcap or 0.0)
+    factors = float(how.scale), float(how.softcap or 0.0)
     parts = slices(shared.work, LEAST_ELEMENTS)
     if parts == 1:
         entries.attend(a, likes, factors, 0, 1)
     else:
         _attend_parts(a, likes, factors, parts)
-    if batch.most_new > (few := FEW_NEW[q.dtype]):
-        switches = Switches(scale, window, softcap, sinks, few)
-        attend_long(Packed(q, out, lse), pages, batch, switches)
-    if out.dtype is not dtype:
-        out = out.to(dtype)
-    return out if lse is None else (out, lse)
 
 
 class _Shared(NamedTuple):

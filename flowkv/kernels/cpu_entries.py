@@ -12,7 +12,15 @@ from pathlib import Path
 
 from numba import njit
 
-from flowkv.kernels import cpu_attend, cpu_merge, cpu_move
+from flowkv.kernels import (
+    cpu_attend,
+    cpu_dense,
+    cpu_merge,
+    cpu_mixed,
+    cpu_move,
+    cpu_rotary,
+    cpu_transcode,
+)
 
 
 def _entries(stamp, cache):
@@ -27,6 +35,14 @@ def _entries(stamp, cache):
         return cpu_attend.combine(a, like, parts) if stamp else 0
 
     @jit
+    def attend_mixed(a, likes, factors, part, parts):
+        return cpu_mixed.attend(a, likes, factors, part, parts) if stamp else 0
+
+    @jit
+    def combine_mixed(a, like):
+        return cpu_mixed.combine(a, like) if stamp else 0
+
+    @jit
     def merge(a, like, part, parts):
         return cpu_merge.merge(a, like, part, parts) if stamp else 0
 
@@ -35,14 +51,48 @@ def _entries(stamp, cache):
         return cpu_move.append(a, part, parts) if stamp else 0
 
     @jit
+    def append_rotary(a, turn, likes, part, parts):
+        return cpu_rotary.append(a, turn, likes, part, parts) if stamp else 0
+
+    @jit
+    def reposition(a, turn, like, part, parts):
+        return cpu_rotary.reposition(a, turn, like, part, parts) if stamp else 0
+
+    @jit
+    def drop_tokens(a, part, parts):
+        return cpu_move.drop_tokens(a, part, parts) if stamp else 0
+
+    @jit
     def gather_dense(a, part, parts):
         return cpu_move.gather_dense(a, part, parts) if stamp else 0
+
+    @jit
+    def gather_mixed(a, raw, part, parts):
+        return cpu_dense.gather(a, raw, part, parts) if stamp else 0
+
+    @jit
+    def transcode(a, raw, part, parts):
+        return cpu_transcode.transcode(a, raw, part, parts) if stamp else 0
 
     @jit
     def move_pages(a, part, parts):
         return cpu_move.move_pages(a, part, parts) if stamp else 0
 
-    return attend, combine, merge, append, gather_dense, move_pages
+    return (
+        attend,
+        combine,
+        attend_mixed,
+        combine_mixed,
+        merge,
+        append,
+        append_rotary,
+        reposition,
+        drop_tokens,
+        gather_dense,
+        gather_mixed,
+        transcode,
+        move_pages,
+    )
 
 
 _SOURCES = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("cpu_*.py")))
@@ -51,4 +101,18 @@ try:
     _ENTRIES = _entries(_STAMP, cache=True)
 except RuntimeError:  # no directory to write to: some seconds of compilation in every process
     _ENTRIES = _entries(_STAMP, cache=False)
-attend, combine, merge, append, gather_dense, move_pages = _ENTRIES
+(
+    attend,
+    combine,
+    attend_mixed,
+    combine_mixed,
+    merge,
+    append,
+    append_rotary,
+    reposition,
+    drop_tokens,
+    gather_dense,
+    gather_mixed,
+    transcode,
+    move_pages,
+) = _ENTRIES

@@ -74,13 +74,14 @@ def scores(rows, q, k, dim, s, size):
 
 
 @njit(**_JIT)
-def _mix4(p, size, v0, v1, v2, v3, dim, o):
+def _mix4(p, size, v, dim, o, stride):
+    v0, v1, v2, v3 = v
     p1, p2, p3 = ahead(p, size), ahead(p, 2 * size), ahead(p, 3 * size)
     a0, a1, a2, a3 = p[0], p[1], p[2], p[3]
     b0, b1, b2, b3 = p1[0], p1[1], p1[2], p1[3]
     c0, c1, c2, c3 = p2[0], p2[1], p2[2], p2[3]
     d0, d1, d2, d3 = p3[0], p3[1], p3[2], p3[3]
-    o1, o2, o3 = ahead(o, dim), ahead(o, 2 * dim), ahead(o, 3 * dim)
+    o1, o2, o3 = ahead(o, stride), ahead(o, 2 * stride), ahead(o, 3 * stride)
     for d in range(dim):
         w, x, y, z = widen(v0[d]), widen(v1[d]), widen(v2[d]), widen(v3[d])
         o[d] += a0 * w + a1 * x + a2 * y + a3 * z
@@ -90,8 +91,9 @@ def _mix4(p, size, v0, v1, v2, v3, dim, o):
 
 
 @njit(**_JIT)
-def _mix2(p, size, v0, v1, v2, v3, dim, o):
-    p1, o1 = ahead(p, size), ahead(o, dim)
+def _mix2(p, size, v, dim, o, stride):
+    v0, v1, v2, v3 = v
+    p1, o1 = ahead(p, size), ahead(o, stride)
     a0, a1, a2, a3 = p[0], p[1], p[2], p[3]
     b0, b1, b2, b3 = p1[0], p1[1], p1[2], p1[3]
     for d in range(dim):
@@ -108,8 +110,10 @@ def _mix1(p, v0, v1, v2, v3, dim, o):
 
 
 @njit(**_JIT)
-def mix(rows, p, size, v, tokens, dim, o):
+def mix(rows, p, size, v, tokens, dim, o, stride):
     """o[r] += sum of p[r * size + i] * v[t + i], i = 0 to 3, for `rows` (4, 2 or 1) query rows.
+
+    Lines of o begin `stride` elements from each other.
 
     `tokens` is (t, low, high): of tokens outside [low, high), whose p are 0, nothing may be read,
     for 0 * NaN is NaN: the nearest one inside stands in.
@@ -120,8 +124,8 @@ def mix(rows, p, size, v, tokens, dim, o):
     v2 = ahead(v, min(max(t + 2, low), high - 1) * dim)
     v3 = ahead(v, min(max(t + 3, low), high - 1) * dim)
     if rows == 4:
-        _mix4(p, size, v0, v1, v2, v3, dim, o)
+        _mix4(p, size, (v0, v1, v2, v3), dim, o, stride)
     elif rows == 2:
-        _mix2(p, size, v0, v1, v2, v3, dim, o)
+        _mix2(p, size, (v0, v1, v2, v3), dim, o, stride)
     else:
         _mix1(p, v0, v1, v2, v3, dim, o)

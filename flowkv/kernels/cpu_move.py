@@ -99,3 +99,25 @@ def move_pages(a, part, parts):
         memcpy(target + offset, source + offset, count)
         low += count
     return high
+
+
+@njit(**_JIT)
+def drop_tokens(a, part, parts):
+    """Gather tokens of pages into fresh pages; the slice is a range of (layer, head, target page).
+
+    a: arena, source, target, keep; L, Hk, P, n kept, target pages, bytes of a K row and a V row,
+    run bytes, V offset, stripe bytes.
+    """
+    heads, size, kept, k_bytes, v_bytes = a[5], a[6], a[7], a[9], a[10]
+    units = a[4] * heads * a[8]
+    for unit in range(units * part // parts, units * (part + 1) // parts):
+        page, line = unit % a[8], unit // a[8]  # line: (layer, head)
+        run = line // heads * a[13] + line % heads * a[11]
+        to = a[0] + GRANULE * _int32_at(a[2], page) + run
+        for t in range(min(size, kept - page * size)):
+            token = _int32_at(a[3], line * kept + page * size + t)
+            of = a[0] + GRANULE * _int32_at(a[1], token // size) + run
+            slot = token % size
+            memcpy(to + t * k_bytes, of + slot * k_bytes, k_bytes)
+            memcpy(to + a[12] + t * v_bytes, of + a[12] + slot * v_bytes, v_bytes)
+    return units

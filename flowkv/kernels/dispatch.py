@@ -14,7 +14,8 @@ import torch
 
 from flowkv.core.errors import GeometryError
 from flowkv.kernels import bounds
-from flowkv.kernels.operands import Pages, Ragged, Scoring
+from flowkv.kernels.bounds_rotary import check_rotary
+from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 from flowkv.kernels.registry import ANY, resolve
 
 _CPU_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -33,17 +34,25 @@ def choose(device: torch.device, *dtypes: torch.dtype, page_dtype: str | None = 
 
 
 def append(
-    k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragged, *, backend: str | None = None
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    pages: Pages,
+    batch: Ragged,
+    rope: Rotary | None = None,
+    *,
+    backend: str | None = None,
 ) -> None:
-    """Write new tokens into the open pages.
+    """Write new tokens into the open pages, on request with their keys rotated on the way.
 
     Token j of row b goes to position `lengths[b] - T_b + j`, whose page must be present.
 
     Args:
         k: `[N, Hk, D]`, packed by tokens, of any floating dtype.
-        v: `[N, Hk, Dv]`.
+        v: `[N, Hk, Dv]`; None for latents, whose value is a part of their key.
         pages: One layer of the pages, raw.
         batch: Which tokens of which rows.
+        rope: Line p of it rotates the key at position p; keys that are rotated already, or never,
+            need none. Queries are not touched: rotate them before attention.
         backend: "reference", "cpu" or "triton"; default by device.
 
     Raises:
@@ -52,10 +61,19 @@ def append(
     """
     layout = pages.layout
     bounds.check_packed("k", k, pages, layout.kv_heads, layout.head_dim)
-    bounds.check_packed("v", v, pages, layout.kv_heads, layout.value_dim)
+    if (v is None) is not layout.latent:
+        raise GeometryError(
+            f"v is {None if v is None else tuple(v.shape)} for pages that keep "
+            f"{layout.stored_value_dim} elements of a value",
+            "Pass values to groups that keep them, and v=None to latent ones",
+        )
+    v = k[..., :0] if v is None else v
+    bounds.check_packed("v", v, pages, layout.kv_heads, layout.stored_value_dim)
     bounds.check_batch(pages, batch, k.shape[0], writes=True)
+    if rope is not None:
+        check_rotary(rope, layout, k.device, batch.most_length)
     backend = backend or choose(k.device, k.dtype, v.dtype, page_dtype=layout.dtype)
-    resolve("append", layout.codec, backend)(k, v, pages, batch)
+    resolve("append", layout.codec, backend)(k, v, pages, batch, rope)
 
 
 def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one call
@@ -126,7 +144,7 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
         invariant=invariant,
     )
     bounds.check_scoring(how, q, pages, batch)
-    codec = pages.sealed[-1].codec if pages.sealed else layout.codec
+    codec = _lossiest(pages)
     backend = backend or choose(q.device, q.dtype, page_dtype=layout.dtype)
     return resolve("paged_attention", codec, backend)(q, pages, batch, how)
 
@@ -174,7 +192,8 @@ def gather_dense(
 
     Returns:
         k `[B, Hk, columns, D]` and v `[B, Hk, columns, Dv]`, right-aligned: a row's last token lies
-        in the last column; zeros before a row begins and where a page is absent.
+        in the last column; zeros before a row begins and where a page is absent. Of latents, v is a
+        view of k.
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
@@ -182,4 +201,10 @@ def gather_dense(
     """
     bounds.check_batch(pages, batch, None)
     backend = backend or choose(pages.arena.device, page_dtype=pages.layout.dtype)
-    return resolve("gather_dense", pages.layout.codec, backend)(pages, batch, columns)
+    k, v = resolve("gather_dense", _lossiest(pages), backend)(pages, batch, columns)
+    return k, k[..., : pages.layout.value_dim] if pages.layout.latent else v
+
+
+def _lossiest(pages: Pages) -> str:
+    """The codec by which an implementation is looked up: who serves it serves the ones before."""
+    return pages.sealed[-1].codec if pages.sealed else pages.layout.codec

@@ -45,6 +45,8 @@ class Ragged(NamedTuple):
         starts: int32 `[B + 1]`: first new token of each row in packed tensors; the last is N.
         most_new: max over rows of T, known on the host.
         most_length: max over rows of `lengths`, known on the host.
+        most_prompts: Rows with more than one new token, at most; -1 where nobody counted. Bounds
+            what is put aside for decoding their sealed pages.
     """
 
     table: torch.Tensor
@@ -53,6 +55,7 @@ class Ragged(NamedTuple):
     starts: torch.Tensor
     most_new: int
     most_length: int
+    most_prompts: int = -1
 
 
 class Scoring(NamedTuple):
@@ -86,3 +89,24 @@ class Scoring(NamedTuple):
     mass: torch.Tensor | None = None
     return_lse: bool = False
     invariant: bool = False
+
+
+class Rotary(NamedTuple):
+    """Rotations of keys, a line for each position, or for each distance that pages move (RoPE).
+
+    Frequency i turns the pair of dims `(start + i, start + R/2 + i)`, or, interleaved,
+    `(start + 2i, start + 2i + 1)`: `(x, y) -> (x cos - y sin, y cos + x sin)`. Each product and sum
+    is one correctly rounded float32 operation (float64 for float64 pages), the result is rounded
+    once to the pages' dtype; so all implementations write the same bits.
+
+    Attributes:
+        cos: float32 `[lines, R/2]`.
+        sin: float32 `[lines, R/2]`.
+        interleaved: Pairs are neighbours (GPT-J) instead of halves (GPT-NeoX, Llama).
+        start: First of the R rotated dims; the others stay as they are.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+    start: int = 0

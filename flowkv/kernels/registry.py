@@ -24,19 +24,43 @@ _ROOM = "flowkv.kernels"
 _RAW, _SEALED = ("raw",), CODECS[1:]
 _OPERATIONS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
     # operation: (codecs, oracle, twin, kernel)
-    "append": (_RAW, "reference:append", "cpu:append", "triton_move:append"),
+    "append": (_RAW, "reference:append", "cpu_append:append", "triton_append:append"),
     "paged_attention": (
-        _RAW,
+        CODECS,
         "reference:paged_attention",
         "cpu_attention:paged_attention",
         "triton_attend:paged_attention",
     ),
+    "cascade_attention": (
+        (ANY,),
+        "cascade:on_reference",
+        "cascade:on_cpu",
+        "cascade:on_triton",
+    ),
     "merge": ((ANY,), "reference:merge", "cpu:merge", "triton_attend:merge"),
     "gather_dense": (
-        _RAW,
+        CODECS,
         "reference:gather_dense",
-        "cpu:gather_dense",
-        "triton_move:gather_dense",
+        "cpu_gather:gather_dense",
+        "triton_dense:gather_dense",
+    ),
+    "drop_tokens": (
+        _RAW,
+        "reference_reshape:drop_tokens",
+        "cpu_reshape:drop_tokens",
+        "triton_reshape:drop_tokens",
+    ),
+    "reposition": (
+        _RAW,
+        "reference_reshape:reposition",
+        "cpu_reshape:reposition",
+        "triton_rotary:reposition",
+    ),
+    "transcode": (
+        CODECS,
+        "reference_codec:transcode",
+        "cpu_codec:transcode",
+        "triton_codec:transcode",
     ),
     "copy_pages": ((ANY,), "reference:copy_pages", "cpu:copy_pages", "triton_move:copy_pages"),
     "gather_pages": (

@@ -13,6 +13,7 @@ import torch
 
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.triton_few import decode
+from flowkv.kernels.triton_latent import attend_latents
 from flowkv.kernels.triton_launch import launch, padded
 from flowkv.kernels.triton_many import prefill
 from flowkv.kernels.triton_merge import merge_two
@@ -37,12 +38,17 @@ def paged_attention(
     layout, sinks, return_lse = pages.layout, how.sinks, how.return_lse
     tokens, heads, _ = q.shape
     out = q.new_empty(tokens, heads, layout.value_dim)
-    lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else out  # `out`: unused
+    asks_lse = return_lse or how.mass is not None  # a page's weight is relative to it
+    lse = q.new_empty(tokens, heads, dtype=torch.float32) if asks_lse else out  # `out`: unused
     rows, group = batch.rows.shape[0], heads // layout.kv_heads
-    few = _few(batch.most_new, group, rows)
+    few = _few(batch.most_new, group, rows, how.invariant)
     if q.stride(2) != 1:
         q = q.contiguous()
     task = Task(
+        q=q,
+        pages=pages,
+        batch=batch,
+        how=how,
         operands=(
             q,
             pages.arena.view(element(layout)),
@@ -52,6 +58,8 @@ def paged_attention(
             batch.starts,
         ),
         sinks=out if sinks is None else sinks,
+        alibi=out if how.alibi is None else how.alibi,
+        tree=out if how.tree is None else how.tree,
         out=out,
         lse=lse,
         numbers=(q.stride(0), q.stride(1), batch.table.stride(0), pages.layer, rows),
@@ -61,8 +69,20 @@ def paged_attention(
         most_pages=-(-batch.most_length // layout.page_size),
         few=few,
         group=group,
-        flags={"WINDOW": how.window or 0, "SINKS": sinks is not None, "LSE": return_lse},
+        flags={
+            "WINDOW": how.window or 0,
+            "SINKS": sinks is not None,
+            "LSE": asks_lse,
+            "ALIBI": how.alibi is not None,
+            "TREE": how.tree is not None,
+            "CAUSAL": how.causal,
+            "INVARIANT": how.invariant,
+        },
     )
+    if layout.latent:
+        if tokens:
+            attend_latents(task)
+        return (out, lse) if return_lse else out
     if tokens and few:
         decode(task)
     if tokens and batch.most_new > few:
@@ -70,8 +90,10 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def _few(most_new: int, group: int, rows: int) -> int:
+def _few(most_new: int, group: int, rows: int, invariant: bool) -> int:
     """New tokens up to which a row goes to the decode kernel; 0 sends all to the prefill kernel."""
+    if invariant:  # the kernel that serves a row must not depend on the others
+        return 1 if group <= MOST_COLUMNS else 0
     few = 1 << max(most_new - 1, 0).bit_length()  # a power of two: fewer kernels to compile
     if few * group <= MOST_COLUMNS:
         return few

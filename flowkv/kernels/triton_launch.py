@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 
 from flowkv.core.geometry import ITEMSIZE
 from flowkv.core.layout import GRANULE_BYTES, PageLayout
+from flowkv.kernels.triton_direct import SITES, hooked, site_of, watched
 
 
 def interpreted(kernel: Any) -> bool:
@@ -22,38 +24,83 @@ class Traits(NamedTuple):
     """What tile sizes and grids depend on.
 
     Attributes:
-        major: Compute capability, before the point.
+        major: Compute capability, before the point; 0 of devices that are not NVIDIA's.
         processors: Streaming multiprocessors.
         shared_bytes: Shared memory that one program may use.
+        ptx: Whether kernels may hold inline PTX: not in the interpreter, not for AMD.
     """
 
     major: int
     processors: int
     shared_bytes: int
+    ptx: bool
+
+
+INTERPRETED = Traits(9, 4, 227 << 10, ptx=False)
+"""Traits of no device: few processors, so that grids stay small."""
 
 
 @cache
 def traits(device: torch.device) -> Traits:
-    """Traits of a device; without one (interpreter), few processors, so that grids stay small."""
+    """Traits of a device."""
     if device.type != "cuda":
-        return Traits(9, 4, 227 << 10)
+        return INTERPRETED
     found = torch.cuda.get_device_properties(device)
     shared_bytes = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
-    return Traits(found.major, found.multi_processor_count, shared_bytes)
+    ptx = torch.version.hip is None
+    return Traits(found.major if ptx else 0, found.multi_processor_count, shared_bytes, ptx)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run `kernel` over `grid` on the device of its first argument, a tensor.
 
-    FP fusion is asked for by name: its default differs between versions of Triton.
+    Neither waits for the device nor allocates, so it can be captured in a CUDA graph. FP fusion is
+    asked for by name: its default differs between versions of Triton.
+
+    Args:
+        kernel: A function under `triton.jit`, constants behind its other parameters.
+        grid: Programs along up to three dimensions.
+        *args: All parameters but the constants.
+        **constants: The constants, and options of the compiler.
     """
     constants.setdefault("enable_fp_fusion", True)
-    device = args[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel[grid](*args, **constants)
-    else:
-        kernel[grid](*args, **constants)
+    index = args[0].get_device()
+    if index >= 0 and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            launch(kernel, grid, *args, **constants)
+        return
+    site = SITES.get(id(kernel)) or site_of(kernel, args)
+    if not site.direct or hooked(kernel):
+        official(kernel, grid, args, constants)
+        return
+    active = driver.active
+    device = index if index >= 0 else active.get_current_device()
+    try:
+        key = site.key(device, constants, *args)
+        if key[0]:
+            key = site.exact(key, args)
+        handle = site.handles.get(key) or site.adopt(key)
+    except (AttributeError, TypeError):  # other kinds of arguments, or a constant without a hash
+        official(kernel, grid, args, constants)
+        return
+    if handle is None:
+        if site.fits(args):
+            site.keep(key, watched(kernel, grid, args, constants))
+        else:
+            official(kernel, grid, args, constants)
+        return
+    handle.run(
+        *(*grid, 1, 1)[:3],
+        active.get_current_stream(device),
+        *handle.head,
+        *args,
+        *handle.constants,
+    )
+
+
+def official(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> Any:
+    """Run `kernel` as Triton documents it, on the current device; the compiled kernel."""
+    return kernel[grid](*args, **constants)
 
 
 def padded(size: int) -> int:

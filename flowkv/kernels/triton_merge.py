@@ -11,35 +11,42 @@ import triton
 import triton.language as tl
 
 from flowkv.kernels.triton_plan import (
+    few_items,
     few_pages,
-    few_share,
+    few_rows,
+    few_segments,
     many_chunks,
     pick,
     row_of_token,
+    share_of_items,
     sum_before,
 )
 from flowkv.kernels.triton_tile import LN2, LOG2E, LOWEST
 
 
 @triton.jit
-def merge_segments(first, count, i_token, i_column, p_part, p_part_lse, p_sinks, p_out, p_lse,
-                   VALUE_DIM: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
-                   WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, SINKS: tl.constexpr,
-                   LSE: tl.constexpr):  # fmt: skip
-    """Merge `count` segments from `first` on, for one token and query head (program axis 1)."""
-    i_head = tl.program_id(1)
-    o_v = tl.arange(0, DV)
+def nothing_yet(p_sinks, DV: tl.constexpr, SINKS: tl.constexpr):
+    """A merge (m, l, acc) before its first segment, for one query head (program axis 1)."""
     if SINKS:  # a logit without a value
-        b_m = tl.load(p_sinks + i_head).to(tl.float32) * LOG2E
+        b_m = tl.load(p_sinks + tl.program_id(1)).to(tl.float32) * LOG2E
         b_l = b_m * 0.0 + 1.0
     else:
         b_l = tl.zeros((), tl.float32)
         b_m = b_l + LOWEST
-    b_acc = tl.zeros([DV], tl.float32)
+    return b_m, b_l, tl.zeros([DV], tl.float32)
+
+
+@triton.jit
+def fold_segments(b_m, b_l, b_acc, first, count, i_column, p_part, p_part_lse,
+                  VALUE_DIM: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
+                  WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):  # fmt: skip
+    """Take `count` segments from `first` on into a merge, for one token and query head."""
+    i_kv_head = tl.program_id(1) // GROUP
+    n_kv_heads = tl.num_programs(1) // GROUP
+    o_v = tl.arange(0, DV)
     for i in tl.range(0, count, SEGMENTS, num_stages=1):
         o_s = i + tl.arange(0, SEGMENTS)
-        n_kv_heads = tl.num_programs(1) // GROUP
-        o_part = ((first + o_s).to(tl.int64) * n_kv_heads + i_head // GROUP) * WIDTH + i_column
+        o_part = ((first + o_s).to(tl.int64) * n_kv_heads + i_kv_head) * WIDTH + i_column
         b_lse = tl.load(p_part_lse + o_part, mask=o_s < count, other=-float("inf"))
         m_o = (b_lse > LOWEST)[:, None] & (o_v < VALUE_DIM)[None, :]
         b_o = tl.load(p_part + o_part[:, None] * VALUE_DIM + o_v[None, :], mask=m_o, other=0.0)
@@ -49,34 +56,58 @@ def merge_segments(first, count, i_token, i_column, p_part, p_part_lse, p_sinks,
         b_l = b_l * b_fade + tl.sum(b_w, axis=0)
         b_acc = b_acc * b_fade + tl.sum(b_w[:, None] * b_o, axis=0)
         b_m = b_top
-    o_o = i_token.to(tl.int64) * tl.num_programs(1) + i_head
-    tl.store(p_out + o_o * VALUE_DIM + o_v, (b_acc / b_l).to(p_out.dtype.element_ty),
+    return b_m, b_l, b_acc
+
+
+@triton.jit
+def store_merged(b_m, b_l, b_acc, i_token, p_out, p_lse, VALUE_DIM: tl.constexpr,
+                 DV: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
+    """Store a merge as the result of one token and query head; without any segment, zeros."""
+    o_v = tl.arange(0, DV)
+    o_o = i_token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    b_some = tl.where(b_l == 0.0, 1.0, b_l)  # NaN stays NaN
+    tl.store(p_out + o_o * VALUE_DIM + o_v, (b_acc / b_some).to(p_out.dtype.element_ty),
              mask=o_v < VALUE_DIM)  # fmt: skip
     if LSE:
-        tl.store(p_lse + o_o, (b_m + tl.math.log2(b_l)) * LN2)
+        b_lse = tl.where(b_l == 0.0, -float("inf"), (b_m + tl.math.log2(b_some)) * LN2)
+        tl.store(p_lse + o_o, b_lse)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_shares"])
+@triton.jit(do_not_specialize=["n_rows", "n_shares", "n_segments"])
 def merge_few(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n_rows, n_shares,
+              p_lists, n_segments,
               VALUE_DIM: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
               FEW: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-              MIN_PAGES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
-              SINKS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
-    """Merge what `attend_few` made. Grid (B * FEW, Hq)."""
+              MIN_PAGES: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr,
+              SEGMENTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, LISTS: tl.constexpr,
+              FIELDS: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """Merge what `attend_few`, or it and `attend_sealed` over LISTS lists, made. Grid (B * FEW, Hq).
+
+    n_shares holds, BITS bits each, into how many shares each list was cut; the partials of a list
+    begin n_segments segments after those of the list before.
+    """
     i_row = tl.program_id(0) // FEW
     i_new = tl.program_id(0) % FEW
     start = tl.load(p_starts + i_row)
     n_new = tl.load(p_starts + i_row + 1) - start
     if (i_new < n_new) & (n_new <= FEW):
-        b_pages = few_pages(p_starts, p_lengths, n_rows, FEW, PAGE, WINDOW, ROWS)
-        n_share = few_share(b_pages, n_shares, MIN_PAGES)
-        begin = sum_before(b_pages, i_row, ROWS)
-        first = begin // n_share
-        last = (begin + pick(b_pages, i_row, ROWS) - 1) // n_share
         i_column = i_new * GROUP + tl.program_id(1) % GROUP
-        merge_segments(
-            first + i_row, last - first + 1, start + i_new, i_column, p_part, p_part_lse, p_sinks,
-            p_out, p_lse, VALUE_DIM, DV, GROUP, COLUMNS, SEGMENTS, SINKS, LSE)  # fmt: skip
+        b_m, b_l, b_acc = nothing_yet(p_sinks, DV, SINKS)
+        for i_list in tl.static_range(max(1, LISTS)):
+            if LISTS > 0:
+                p_counts = p_lists + i_list * FIELDS * n_rows
+                b_items = few_rows(p_counts, p_starts, n_rows, FEW, ROWS)
+                n_list = ((n_shares >> (i_list * BITS)) & ((1 << BITS) - 1)).to(tl.int32)
+            else:
+                b_items = few_pages(p_starts, p_lengths, n_rows, FEW, PAGE, WINDOW, ROWS)
+                n_list = n_shares
+            b_items = few_items(b_items, MIN_PAGES, UNITS)
+            n_share = share_of_items(b_items, n_list, MIN_PAGES, UNITS)
+            first, count = few_segments(b_items, i_row, n_share, ROWS, UNITS)
+            b_m, b_l, b_acc = fold_segments(
+                b_m, b_l, b_acc, first + i_list * n_segments, count, i_column, p_part, p_part_lse,
+                VALUE_DIM, DV, GROUP, COLUMNS, SEGMENTS)  # fmt: skip
+        store_merged(b_m, b_l, b_acc, start + i_new, p_out, p_lse, VALUE_DIM, DV, LSE)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_shares"])
@@ -97,9 +128,11 @@ def merge_many(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n
             n_chunks = pick(b_chunks, i_row, ROWS)
             o_r = (i_token - start) * GROUP + tl.program_id(1) % GROUP
             first = sum_before(b_blocks * b_chunks, i_row, ROWS) + o_r // BLOCK * n_chunks
-            merge_segments(
-                first, n_chunks, i_token, o_r % BLOCK, p_part, p_part_lse, p_sinks, p_out, p_lse,
-                VALUE_DIM, DV, GROUP, BLOCK, SEGMENTS, SINKS, LSE)  # fmt: skip
+            b_m, b_l, b_acc = nothing_yet(p_sinks, DV, SINKS)
+            b_m, b_l, b_acc = fold_segments(
+                b_m, b_l, b_acc, first, n_chunks, o_r % BLOCK, p_part, p_part_lse, VALUE_DIM, DV,
+                GROUP, BLOCK, SEGMENTS)  # fmt: skip
+            store_merged(b_m, b_l, b_acc, i_token, p_out, p_lse, VALUE_DIM, DV, LSE)
 
 
 @triton.jit

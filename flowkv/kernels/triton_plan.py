@@ -5,7 +5,9 @@ program reads the (few) lengths of the batch and finds its own share. Two ways o
 
 * *few* new tokens per row (decode): stream-K. The pages of all rows stand in one line, cut into
   equal shares; a share may end in the middle of a row and go on in the next. Segment number
-  `share + row` is unique, so partials need no table.
+  `share + row` is unique, so partials need no table. Where a row's result must not depend on the
+  rest of the batch, what is dealt out are *units* of pages instead, cut within each row alone, and
+  every unit is a segment.
 * *many* new tokens (prefill): a row is cut into blocks of query rows, and each block into chunks
   of pages where there are too few blocks to fill the device.
 
@@ -57,9 +59,58 @@ def few_pages(p_starts, p_lengths, n_rows, FEW: tl.constexpr, PAGE: tl.constexpr
 
 
 @triton.jit
+def few_rows(p_counts, p_starts, n_rows, FEW: tl.constexpr, ROWS: tl.constexpr):
+    """`[ROWS]` counts `[B]` of rows that have few new tokens, 0 of the others."""
+    o_row = tl.arange(0, ROWS)
+    m_row = o_row < n_rows
+    b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0)
+    b_new -= tl.load(p_starts + o_row, mask=m_row, other=0)
+    b_count = tl.load(p_counts + o_row, mask=m_row, other=0)
+    return tl.where((b_new > 0) & (b_new <= FEW), b_count, 0)
+
+
+@triton.jit
 def few_share(b_pages, n_shares, MIN_PAGES: tl.constexpr):
     """Pages of one share when all pages are dealt out over at most `n_shares`."""
     return tl.maximum((tl.sum(b_pages, axis=0) + n_shares - 1) // n_shares, MIN_PAGES)
+
+
+@triton.jit
+def row_unit(n_pages, MIN_PAGES: tl.constexpr, UNITS: tl.constexpr):
+    """Pages of a unit of a row that is cut into UNITS at most, whatever the other rows are."""
+    return tl.maximum((n_pages + UNITS - 1) // UNITS, MIN_PAGES)
+
+
+@triton.jit
+def few_items(b_pages, MIN_PAGES: tl.constexpr, UNITS: tl.constexpr):
+    """`[ROWS]` items of each row's pages that are dealt out: pages, or units if UNITS > 0."""
+    if UNITS > 0:
+        b_unit = row_unit(b_pages, MIN_PAGES, UNITS)
+        return (b_pages + b_unit - 1) // b_unit
+    else:
+        return b_pages
+
+
+@triton.jit
+def share_of_items(b_items, n_shares, MIN_PAGES: tl.constexpr, UNITS: tl.constexpr):
+    """Items of one share."""
+    if UNITS > 0:
+        return tl.maximum((tl.sum(b_items, axis=0) + n_shares - 1) // n_shares, 1)
+    else:
+        return few_share(b_items, n_shares, MIN_PAGES)
+
+
+@triton.jit
+def few_segments(b_items, i_row, n_share, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """(First, number) of the segments of a row's partials."""
+    begin = sum_before(b_items, i_row, ROWS)
+    n_items = pick(b_items, i_row, ROWS)
+    if UNITS > 0:
+        return begin, n_items
+    else:
+        first = begin // n_share
+        last = (begin + n_items - 1) // n_share
+        return first + i_row, tl.where(n_items > 0, last - first + 1, 0)
 
 
 @triton.jit
@@ -135,3 +186,16 @@ def tile_range(page, n_pages, seen_least, seen_most, PAGE: tl.constexpr, TILE: t
     f0 = tl.minimum(tl.maximum(f0, t0), t1)
     f1 = tl.minimum(tl.maximum(tile_at(seen_least, PAGE, TILE), f0), t1)
     return t0, f0, f1, t1
+
+
+@triton.jit
+def list_range(skip, take, n_pages, n_edge, n_tail, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """`tile_range` of `take` pages from `skip` on of a list: its ends of n_edge, n_tail have masks.
+
+    Tiles are cut from pages of PAGE tokens.
+    """
+    TILES: tl.constexpr = (PAGE + TILE - 1) // TILE
+    end = skip + take
+    f0 = tl.minimum(tl.maximum(skip, n_edge), end)
+    f1 = tl.minimum(tl.maximum(n_pages - n_tail, f0), end)
+    return skip * TILES, f0 * TILES, f1 * TILES, end * TILES

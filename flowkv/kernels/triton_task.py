@@ -8,6 +8,7 @@ import torch
 
 from flowkv.core.errors import ConfigError
 from flowkv.core.layout import PageLayout
+from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.triton_launch import interpreted, launch, padded
 from flowkv.kernels.triton_merge import merge_few
 
@@ -18,8 +19,14 @@ REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
 class Task(NamedTuple):
     """One call of `paged_attention`, as its launches share it."""
 
+    q: torch.Tensor  # neighbours in its last dimension
+    pages: Pages
+    batch: Ragged
+    how: Scoring
     operands: tuple[Any, ...]  # q, arena, table, rows, lengths, starts
-    sinks: torch.Tensor
+    sinks: torch.Tensor  # as all switches that are tensors: any other tensor if there are none
+    alibi: torch.Tensor
+    tree: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
     numbers: tuple[Any, ...]  # strides and layer
@@ -40,6 +47,7 @@ def merge_parts(
     part_lse: torch.Tensor,
     shares: int,
     common: dict[str, int],
+    *more: Any,
 ) -> None:
     """Merge partials into the output of a call, with `merge_few` or `merge_many`."""
     lengths, starts = task.operands[4:]
@@ -55,6 +63,7 @@ def merge_parts(
         task.lse,
         task.rows,
         shares,
+        *more,
         VALUE_DIM=task.layout.value_dim,
         DV=padded(task.layout.value_dim),
         SEGMENTS=max(1, 2048 // padded(task.layout.value_dim)),
@@ -77,7 +86,8 @@ def element(layout: PageLayout) -> torch.dtype:
     Raises:
         ConfigError: No kernel serves it, or the head dimension.
     """
-    if layout.dtype == "float64" or max(layout.head_dim, layout.value_dim) > 256:
+    most = 1024 if layout.latent else 256
+    if layout.dtype == "float64" or max(layout.head_dim, layout.value_dim) > most:
         raise ConfigError(
             f"no Triton kernel attends over {layout.dtype} pages with head dims of "
             f"{layout.head_dim} and {layout.value_dim}",

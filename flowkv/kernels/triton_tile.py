@@ -45,19 +45,75 @@ def load(p, m, MASKED: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def cap(b_s, scale, softcap, SOFTCAP: tl.constexpr):
-    """Scores b_s' such that `b_s' * unit` is the logit, capped, in units of log 2."""
+def cap(b_s, scale, softcap, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr = False):
+    """Scores b_s' such that `b_s' * unit` is the logit, capped, in units of log 2.
+
+    NATURAL asks for the logit itself, so that a bias may be added to it.
+    """
     if SOFTCAP:  # cap * tanh(s / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1)
         b_exp = tl.math.exp2(b_s * (2.0 * LOG2E * scale / softcap))
         return softcap - 2.0 * softcap / (b_exp + 1.0)
+    elif NATURAL:
+        return b_s * scale
     else:
         return b_s
 
 
 @triton.jit
-def unit_of(scale, SOFTCAP: tl.constexpr):
+def unit_of(scale, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr = False):
     """The unit of `cap`."""
-    if SOFTCAP:
+    if SOFTCAP or NATURAL:
         return LOG2E
     else:
         return scale * LOG2E
+
+
+@triton.jit
+def visible(b_at, b_seen, b_tree, context, WINDOW: tl.constexpr, TREE: tl.constexpr):
+    """Whether queries see positions b_at, as far as causality, a tree and a window say.
+
+    Args:
+        b_at: Positions, broadcast against the queries.
+        b_seen: Number of positions up to each query's own; of the row, without causality.
+        b_tree: int64, bit j of a query's: it sees new token j of its row.
+        context: Position of the row's first new token.
+        WINDOW: Positions that a query sees, its own included; 0 for all.
+        TREE: Whether b_tree decides about the new tokens.
+    """
+    if TREE:
+        b_new = tl.minimum(tl.maximum(b_at - context, 0), 63).to(tl.int64)
+        m = (b_at < context) | (((b_tree >> b_new) & 1) != 0)
+    else:
+        m = b_at < b_seen
+    if WINDOW > 0:
+        m = m & (b_at >= b_seen - WINDOW)
+    return m
+
+
+@triton.jit
+def store_mass(p_mass, i_tile, b_top, b_sum):
+    """Store log 2 of the weight of a tile, before normalisation: `b_sum * 2**b_top` by column.
+
+    Args:
+        p_mass: `[COLUMNS]` pointers for tile 0; tiles follow at the distance of all KV heads.
+        i_tile: Number of the tile within the row.
+        b_top: In units of log 2.
+        b_sum: Weights relative to it.
+    """
+    COLUMNS: tl.constexpr = b_sum.shape[0]
+    o_tile = i_tile.to(tl.int64) * tl.num_programs(1) * COLUMNS
+    b_log = b_top + tl.math.log2(tl.where(b_sum == 0.0, 1.0, b_sum))  # NaN stays NaN
+    tl.store(p_mass + o_tile, tl.where(b_sum == 0.0, -float("inf"), b_log))
+
+
+@triton.jit
+def store_partial(p_part, p_part_lse, o_part, m_c, b_m, b_l, b_acc, FROM: tl.constexpr,
+                  VALUE_DIM: tl.constexpr):  # fmt: skip
+    """Store a running softmax, m in units of log 2, as a partial: `[dims, COLUMNS]` from dim FROM on.
+    """
+    o_v = FROM + tl.arange(0, b_acc.shape[0])
+    b_some = tl.where(b_l == 0.0, 1.0, b_l)  # NaN stays NaN
+    b_lse = tl.where(b_l == 0.0, -float("inf"), b_m + tl.math.log2(b_some))
+    tl.store(p_part_lse + o_part, b_lse, mask=m_c)
+    m_o = m_c[None, :] & (o_v < VALUE_DIM)[:, None]
+    tl.store(p_part + o_part[None, :] * VALUE_DIM + o_v[:, None], b_acc / b_some[None, :], mask=m_o)

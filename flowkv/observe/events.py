@@ -28,6 +28,17 @@ class Published(Event, frozen=True, kw_only=True):
     tenant: str = ""
 
 
+class Encoded(Event, frozen=True, kw_only=True):
+    """Full pages were encoded, or encoded once more; `n_bytes` are their bytes afterwards."""
+
+    group: int
+    pages: int
+    source: str
+    target: str
+    n_bytes_before: int
+    n_bytes: int
+
+
 class Hit(Event, frozen=True, kw_only=True):
     """Part of a prompt was found in a tier; one event per request and tier."""
 
@@ -87,6 +98,17 @@ class Demoted(Event, frozen=True, kw_only=True):
     tier: str
     pages: int
     n_bytes: int
+
+
+class Defragmented(Event, frozen=True, kw_only=True):
+    """Pages moved within a device's pool; `slabs` are empty now that were not."""
+
+    device: str
+    pages: int
+    n_bytes: int
+    slabs: int
+    seconds: float
+    fragmentation: float
 
 
 class Failed(Event, frozen=True, kw_only=True):

@@ -30,16 +30,26 @@ _Kind = Literal["counter", "gauge", "histogram"]
 
 
 class _Rule(NamedTuple):
-    """How events of one type are counted; sums and spreads map fields to metric names."""
+    """How events of one type are counted; the mappings are from fields to metric names."""
 
     number: str
     labels: tuple[str, ...] = ()
     sums: Mapping[str, str] = MappingProxyType({})
     spreads: Mapping[str, str] = MappingProxyType({})
+    levels: Mapping[str, str] = MappingProxyType({})
 
 
 _RULES: dict[type[Event], _Rule] = {
     events.Published: _Rule("published_total", ("group",), {"tokens": "published_tokens_total"}),
+    events.Encoded: _Rule(
+        "encodings_total",
+        ("source", "target"),
+        {
+            "pages": "encoded_pages_total",
+            "n_bytes_before": "encoded_source_bytes_total",
+            "n_bytes": "encoded_bytes_total",
+        },
+    ),
     events.Hit: _Rule(
         "hits_total", ("tier",), {"tokens": "hit_tokens_total", "n_bytes": "hit_bytes_total"}
     ),
@@ -70,6 +80,17 @@ _RULES: dict[type[Event], _Rule] = {
         "demotions_total",
         ("source", "tier"),
         {"pages": "demoted_pages_total", "n_bytes": "demoted_bytes_total"},
+    ),
+    events.Defragmented: _Rule(
+        "defragmentations_total",
+        ("device",),
+        {
+            "pages": "defragmented_pages_total",
+            "n_bytes": "defragmented_bytes_total",
+            "slabs": "defragmented_slabs_total",
+        },
+        {"seconds": "defragmentation_seconds"},
+        {"fragmentation": "fragmentation"},
     ),
     events.Failed: _Rule("failures_total", ("tier", "operation"), {"items": "failed_items_total"}),
     events.Quarantined: _Rule("quarantined_total", ("tier",)),
@@ -226,6 +247,8 @@ class Metrics:
         for field, name in rule.spreads.items():
             buckets = SECONDS_BUCKETS if field == "seconds" else COUNT_BUCKETS
             self.observe(name, getattr(event, field), buckets=buckets, **labels)
+        for field, name in rule.levels.items():
+            self.set(name, getattr(event, field), **labels)
 
     def _check(self, name: str, kind: _Kind) -> None:
         known = self._kinds.get(name)

@@ -17,6 +17,7 @@ from flowkv.core.geometry import LayerGroup
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.runtime.planner import Planner
 from flowkv.runtime.sequence import Sequence
+from flowkv.runtime.sparsify import Watch
 
 CURRENT: ContextVar[Step | None] = ContextVar("flowkv_step", default=None)
 """The step that this thread's `flowkv.attention` belongs to."""
@@ -45,6 +46,7 @@ class Step:
         self._batches: dict[int, Ragged] = {}
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
+        self._watch: Watch | None = None
         self._advance = planner.reserve(self.seqs, counts)
         self._open = True
 
@@ -60,6 +62,7 @@ class Step:
         step = self._advance
         starts, lengths = step.starts.tolist(), step.before.tolist()
         for b, (seq, length) in enumerate(zip(self.seqs, lengths, strict=True)):
+            length += seq.dropped
             ids, known = tokens[starts[b] : starts[b + 1]], seq.known
             if known > length:
                 pending = seq.tokens[length : length + len(ids)]
@@ -99,7 +102,8 @@ class Step:
     def positions(self) -> torch.Tensor:
         """int64 `[1, N]`: position of each new token in its sequence."""
         step = self._advance
-        offsets = np.repeat(step.before - step.starts[:-1], self.counts)
+        dropped = np.array([seq.dropped for seq in self.seqs], np.int64)
+        offsets = np.repeat(step.before + dropped - step.starts[:-1], self.counts)
         return torch.from_numpy(offsets + np.arange(step.starts[-1])).unsqueeze(0)
 
     def batch(self, group: int = 0) -> Ragged:
@@ -124,7 +128,7 @@ class Step:
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         *,
         scale: float | None = None,
         softcap: float | None = None,
@@ -136,7 +140,7 @@ class Step:
             layer: Index of the layer, as listed in the geometry.
             q: Packed queries `[N, Hq, D]`.
             k: Packed new keys `[N, Hk, D]`.
-            v: Packed new values `[N, Hk, Dv]`.
+            v: Packed new values `[N, Hk, Dv]`; None for latent groups.
             scale: Of the logits; default `D ** -0.5`.
             softcap: `tanh(logit / softcap) * softcap`, if given.
             sinks: `[Hq]` extra logits that join the denominator, if given.
@@ -161,8 +165,22 @@ class Step:
             window=self._planner.window(group),
             softcap=softcap,
             sinks=sinks,
+            mass=self._watched(layer, group, batch),
         )
         return out
+
+    def watch(self) -> None:
+        """From now on, this step remembers how much its tokens look at which pages.
+
+        That is what `KV.sparsify` chooses by. It costs a copy of `[layers, rows, pages, heads]`
+        numbers from the device at the end of the step.
+        """
+        self._watch = self._watch or Watch()
+
+    def _watched(self, layer: int, group: int, batch: Ragged) -> torch.Tensor | None:
+        if self._watch is None:
+            return None
+        return self._watch.mass(layer, batch, self.groups[group], self._planner.page_size)
 
     def commit(self) -> None:
         """The new tokens are written: lengths advance, and full pages are published.
@@ -183,6 +201,8 @@ class Step:
             )
         self._open = False
         self._planner.commit(self.seqs, self._advance)
+        if self._watch is not None:
+            self._watch.tell(self.seqs, self.groups, self._advance)
         self._measure()
 
     def rollback(self) -> None:

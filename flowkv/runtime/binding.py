@@ -12,7 +12,7 @@ import torch
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import load_config
-from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.errors import ConfigError, NonFiniteError, StateError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace
 from flowkv.observe.events import Bus, StepPlanned, Warned
@@ -23,6 +23,7 @@ from flowkv.policy.restore import LoadGate
 from flowkv.runtime.guard import Guard
 from flowkv.runtime.planner import Planner
 from flowkv.runtime.restore import Restorer
+from flowkv.runtime.sealer import Refusal, describe
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.snapshots import Snapshots
 from flowkv.runtime.stack import open_pools, open_tiers
@@ -128,6 +129,8 @@ class Binding:
         self.planner = Planner(store, tables, self.lock, self.gate.computed)
         self.planner.publisher.allowed = self._may_publish
         self.planner.publisher.on_non_finite = self._non_finite
+        if self.planner.sealer:
+            self.planner.sealer.on_refusal = self._refused
         self.restorer = Restorer(self.planner, self.gate, self.bus)
         self.snapshots = Snapshots(self.restorer)
 
@@ -141,6 +144,16 @@ class Binding:
             "stored. Check the model's dtype and inputs.",
         )
 
+    def _refused(self, refusal: Refusal) -> None:
+        problem = describe(refusal)
+        if self.config.non_finite == "error":
+            raise NonFiniteError(problem, "Check the model's dtype and inputs, or use codec='raw'")
+        self.warn(
+            "unencoded",
+            f"A {problem}: it stays raw, and so does every other one of this kind, without another "
+            "warning. Check the model's dtype and inputs.",
+        )
+
     @property
     def geometry(self) -> Geometry | None:
         """What it was bound to; None before."""
@@ -149,7 +162,7 @@ class Binding:
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return self.planner.page_size if self.planner else self.config.page_size
+        return self.planner.page_size if self.planner else self.config.tokens_per_page
 
     # ---- life
 

@@ -21,6 +21,7 @@ from flowkv.runtime.batch import Step
 from flowkv.runtime.explain import Explanation, explain
 from flowkv.runtime.opening import Opening, Tokens, pack, plain
 from flowkv.runtime.sequence import Sequence
+from flowkv.runtime.sparsify import chosen, sparsify
 from flowkv.runtime.statistics import statistics
 from flowkv.tiers.base import Tier
 
@@ -119,10 +120,10 @@ class KV(Opening):
         if chunk < 1:
             raise ConfigError(f"chunk={chunk}", "Compute at least one token per row and step")
         while True:
-            rows = [seq for seq in seqs if seq.length < len(seq.tokens)]
+            rows = [seq for seq in seqs if seq.position < len(seq.tokens)]
             if not rows:
                 return
-            parts = [seq.tokens[seq.length : seq.length + chunk].copy() for seq in rows]
+            parts = [seq.tokens[seq.position : seq.position + chunk].copy() for seq in rows]
             with self.step(rows, parts) as step:
                 yield step
 
@@ -248,12 +249,53 @@ class KV(Opening):
 
     # ---- upkeep
 
+    def sparsify(
+        self,
+        seq: Sequence,
+        keep: NDArray[np.integer] | Items[NDArray[np.integer]] | None = None,
+        *,
+        budget_tokens: int | None = None,
+    ) -> int:
+        """Takes tokens out of an open sequence; it goes on at its true positions.
+
+        Its pages become private: nothing of it is published any more. Its `length` counts the
+        tokens that are left, `Sequence.position` those that there were.
+
+        Args:
+            seq: A sequence of a model all of whose layers see the whole context.
+            keep: `[L, Hk, n]`: the slots that stay, ascending, for each layer and KV head; one such
+                array for each layer group, if there are several.
+            budget_tokens: Instead of `keep`: how many stay, chosen by what the steps that were
+                watched (`Step.watch`) looked at, see `policy.importance`.
+
+        Returns:
+            Tokens that it lost.
+
+        Raises:
+            CapacityError: The pages of what stays do not fit beside the old ones.
+            ConfigError: Not exactly one of `keep` and `budget_tokens`, or too small a budget.
+            GeometryError: `keep` does not fit, or a layer group has a window.
+            StateError: The sequence is closed, suspended or in a step, or no step was watched.
+        """
+        with self.lock:
+            self._alive()
+            if (keep is None) == (budget_tokens is None):
+                raise ConfigError("what to keep is unclear", "Pass either keep or budget_tokens")
+            if budget_tokens is not None:
+                keep = chosen(seq, budget_tokens)
+            elif isinstance(keep, np.ndarray):
+                keep = [keep]
+            return sparsify(seq.planner, seq, keep or ())
+
     def defragment(self) -> int:
         """Empties sparse slabs by moving pages; returns the moves, 0 while a step is under way."""
         return self._bound().defragment()
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Waits until all that was published is written down; False if that took too long."""
+        """Waits until all that was published is written down; False if that took too long.
+
+        Pages that are still to be encoded are written down afterwards.
+        """
         with self.lock:
             return self.planner is None or self.planner.store.mover.flush(timeout_s)
 
@@ -273,6 +315,7 @@ class KV(Opening):
             self.flush()
             for seq in list(self._open.values()):
                 self._close(seq)
+            self.flush()  # what was encoded just now, too
             self.closed = True
             for tier in self.planner.store.tiers if self.planner else self._tiers:
                 tier.close()

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
 
+UNKNOWN = 15
+"""In place of a codec's index, where only the frame itself can tell."""
+
 
 class Block:
     """A known page or state: its identity, and where it lies now.
@@ -24,8 +27,9 @@ class Block:
         parent: Chain key above it.
         group: Layer group.
         kind: "page" or "state".
-        page: Granule in the device pool, -1 if it is not there.
+        page: Id in the device pool, -1 if it is not there.
         tiers: Bit i is set while tier i of the stack holds it.
+        codecs: Four bits for each tier: how its copy is encoded; see `codec_on`.
         fidelity: Lossiest codec index among itself and its ancestors (DESIGN D6).
         holds: Open sequences that use the device page.
         kept: Reasons, beside holds, for which no policy may take it from anywhere.
@@ -34,12 +38,14 @@ class Block:
         gone: The index no longer knows it; only open sequences still use its page.
         n_bytes: Bytes of a state's body, an upper bound after a restart; 0 for pages.
         tail: Tokens of a state behind its parent page.
+        sealable: False once a codec could not hold its page.
         tokens: Ids it covers where this process knows them; for `KV.explain` and `KV.forget`.
         tenant: Tenant salt.
         namespace: Namespace digest.
     """
 
     __slots__ = (
+        "codecs",
         "fidelity",
         "gone",
         "group",
@@ -53,6 +59,7 @@ class Block:
         "page",
         "parent",
         "pinned",
+        "sealable",
         "slot",
         "tail",
         "tenant",
@@ -62,9 +69,9 @@ class Block:
 
     def __init__(self, slot: int, key: bytes, parent: bytes, group: int, kind: str) -> None:
         self.slot, self.key, self.parent, self.group, self.kind = slot, key, parent, group, kind
-        self.page, self.tiers, self.fidelity = -1, 0, 0
+        self.page, self.tiers, self.codecs, self.fidelity = -1, 0, 0, 0
         self.holds = self.kept = self.moving = 0
-        self.pinned = self.gone = False
+        self.pinned, self.gone, self.sealable = False, False, True
         self.n_bytes = self.tail = 0
         self.tokens: NDArray[np.uint32] | None = None
         self.tenant = self.namespace = b""
@@ -73,6 +80,20 @@ class Block:
     def somewhere(self) -> bool:
         """Whether the device or a tier holds it."""
         return self.page >= 0 or self.tiers != 0
+
+    @property
+    def nearest(self) -> int:
+        """Number of the nearest tier that holds it, -1 if none does."""
+        return (self.tiers & -self.tiers).bit_length() - 1
+
+    def enter(self, tier: int, codec: int) -> None:
+        """A tier holds a copy of this codec."""
+        self.tiers |= 1 << tier
+        self.codecs = self.codecs & ~(UNKNOWN << 4 * tier) | codec << 4 * tier
+
+    def codec_on(self, tier: int) -> int:
+        """Index of the codec of a tier's copy; `UNKNOWN` where others may have written it."""
+        return self.codecs >> 4 * tier & UNKNOWN
 
 
 class PrefixIndex:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from flowkv.core.errors import CapacityError, StateError
-from flowkv.runtime.compaction import defragment
+from flowkv import kernels
+from flowkv.core.errors import CapacityError, NonFiniteError, StateError
+from flowkv.core.layout import CODEC_SHIFT
+from flowkv.runtime.compaction import Compactor
 from flowkv.runtime.guard import Guard
+from flowkv.runtime.sealer import Sealer
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.store import Store
 from flowkv.runtime.tables import CLOSED, READY, STEPPING, SUSPENDED, Tables
@@ -24,6 +28,10 @@ class Lines:
         store: Blocks and pools.
         tables: Lines of all sequences.
         guard: The KV lock; every public method takes it.
+
+    Attributes:
+        sealer: Encodes full pages; None if all stay raw.
+        compactor: Moves pages out of sparse slabs.
     """
 
     def __init__(self, store: Store, tables: Tables, guard: Guard) -> None:
@@ -34,6 +42,9 @@ class Lines:
             group.window if group.kind == "sliding" else None for group in self.geometry.groups
         ]
         self._leaving: list[Sequence] = []
+        encodes = any(forms.ladder.rungs for forms in store.forms)
+        self.sealer = Sealer(store, tables) if encodes else None
+        self.compactor = Compactor(store, tables, store.defragment_bytes)
 
     def window(self, group: int) -> int | None:
         """Sliding window of a group."""
@@ -54,13 +65,22 @@ class Lines:
 
     # ---- pages
 
-    def allocate(self, counts: Items[int]) -> list[list[int]]:
-        """Private pages, `counts[g]` of each group, or none at all.
+    def allocate_raw(self, counts: Items[int]) -> list[list[int]]:
+        """Private raw pages, `counts[g]` of each group, or none at all.
+
+        Raises:
+            CapacityError: They do not fit.
+        """
+        return list(self.allocate({(g, 0): n for g, n in enumerate(counts)}).values())
+
+    def allocate(self, counts: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:
+        """Private pages, so many of each (group, codec index), or none at all.
 
         Raises:
             CapacityError: They do not fit.
         """
         with self.guard:
+            self.compactor.make_room(counts)
             try:
                 return self._allocate(counts)
             except CapacityError:
@@ -68,13 +88,13 @@ class Lines:
                     raise
                 return self._allocate(counts)
 
-    def _allocate(self, counts: Items[int]) -> list[list[int]]:
-        taken: list[list[int]] = []
+    def _allocate(self, counts: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:
+        taken: dict[tuple[int, int], list[int]] = {}
         try:
-            for g, count in enumerate(counts):
-                taken.append(self.store.allocate(g, count))
+            for (g, codec), count in counts.items():
+                taken[g, codec] = self.store.allocate(g, count, codec)
         except CapacityError:
-            for g, pages in enumerate(taken):
+            for (g, _), pages in taken.items():
                 for page in pages:
                     self.store.pool(g).release(page)
             raise
@@ -114,22 +134,55 @@ class Lines:
         elif page >= 0:
             self.store.pool(group).release(page)
 
+    def thaw_tail(self, seq: Sequence) -> None:
+        """Makes sure that the page which the next token goes to is raw.
+
+        Raises:
+            CapacityError: It does not fit.
+        """
+        with self.guard:
+            if self.sealer and self.tables.shared[seq.row]:
+                self._own_tail(seq, seq.length)
+
     def _own_tail(self, seq: Sequence, length: int) -> None:
-        """Copies the page that the next token goes to where it belongs to others too."""
+        """Copies the page that the next token goes to where it belongs to others, or is sealed."""
         page_no = length // self.page_size
         if length % self.page_size:
-            shared = [self._shared(seq, g, page_no) for g in range(len(seq.blocks))]
-            for g, own in enumerate(self.allocate(shared)):
-                for page in own:
-                    old = int(self.tables.pages[g][seq.row, page_no])
-                    self.store.pool(g).copy([old], [page], self.store.layouts[g].granules)
-                    self._let_go(seq, g, page_no)
-                    self._place(seq, g, page_no, page)
+            fixed = [self._fixed(seq, g, page_no) for g in range(len(seq.blocks))]
+            own = [(g, page) for g, pages in enumerate(self.allocate_raw(fixed)) for page in pages]
+            try:
+                for g, page in own:
+                    self.thaw(g, int(self.tables.pages[g][seq.row, page_no]), page)
+            except NonFiniteError:
+                for g, page in own:
+                    self.store.pool(g).release(page)
+                raise
+            for g, page in own:
+                self._let_go(seq, g, page_no)
+                self._place(seq, g, page_no, page)
         self.tables.shared[seq.row] = False
 
-    def _shared(self, seq: Sequence, group: int, page_no: int) -> bool:
-        page = int(self.tables.pages[group][seq.row, page_no])
-        return seq.blocks[group][page_no] is not None or self.store.pool(group).references(page) > 1
+    def _fixed(self, seq: Sequence, group: int, page_no: int) -> bool:
+        page, pool = int(self.tables.pages[group][seq.row, page_no]), self.store.pool(group)
+        sealed = page >> CODEC_SHIFT > 0
+        return sealed or seq.blocks[group][page_no] is not None or pool.references(page) > 1
+
+    def thaw(self, group: int, old: int, page: int) -> None:
+        """Writes what a page holds into a raw one.
+
+        Raises:
+            NonFiniteError: It cannot be decoded into the group's dtype.
+        """
+        pool, forms = self.store.pool(group), self.store.forms[group]
+        if not old >> CODEC_SHIFT:
+            pool.copy([old], [page], forms.raw.granules)
+            return
+        source, target = pool.granules([old]), pool.granules([page])
+        if kernels.transcode(pool.arena, source, target, forms.of(old), forms.raw).any():
+            raise NonFiniteError(
+                f"a page cannot be decoded from {forms.of(old).codec} into {forms.raw.dtype}",
+                "Open the prompt anew with reuse=False",
+            )
 
     def _drop_behind(self, seq: Sequence, length: int) -> None:
         for g, window in enumerate(self._windows):
@@ -145,10 +198,16 @@ class Lines:
         """Drops tokens from position `length` on, also those that are not computed yet.
 
         Raises:
-            StateError: The sequence is shorter, or the cut reaches behind a sliding window.
+            StateError: The sequence is shorter, sparsified, or the cut reaches behind a sliding
+                window.
         """
         with self.guard:
             now = seq.length
+            if seq.dropped:
+                raise StateError(
+                    "a sequence that lost tokens in between cannot be cut",
+                    "Fork it before, and go on with the fork",
+                )
             if not 0 <= length <= now:
                 raise StateError(
                     f"a sequence of {now} tokens cannot be cut to {length}",
@@ -168,11 +227,16 @@ class Lines:
                     f"Cut at most {WINDOW_SLACK_TOKENS} tokens, or open the prompt anew",
                 )
         self._cut(seq, -(-length // size))
+        self._unsealed(seq, length // size)
         self.tables.lengths[seq.row] = length
         self.tables.shared[seq.row] = length % size != 0
         seq.published = [min(done, length // size) for done in seq.published]
         if not length:
             seq.first_page = [0] * len(seq.first_page)
+
+    def _unsealed(self, seq: Sequence, pages: int) -> None:
+        if self.sealer:
+            self.sealer.rewind(seq.row, pages)
 
     def _cut(self, seq: Sequence, pages: int) -> None:
         for g, blocks in enumerate(seq.blocks):
@@ -202,11 +266,14 @@ class Lines:
             tables.touch()
             tables.lengths[child.row] = tables.lengths[seq.row]
             tables.shared[[seq.row, child.row]] = True
+            if self.sealer:
+                self.sealer.copy(seq.row, child.row)
 
     def vacate(self, seq: Sequence) -> None:
         """Gives back all pages of a sequence, but not its line, length or tokens."""
         with self.guard:
             self._cut(seq, 0)
+            self._unsealed(seq, 0)
             seq.first_page = [0] * len(seq.first_page)
             seq.published = [0] * len(seq.published)
 
@@ -216,11 +283,16 @@ class Lines:
             if self.tables.state[seq.row] == STEPPING:
                 self._leaving.append(seq)
                 return
-            self._cut(seq, 0)
-            self.tables.close_row(seq.row)
-            seq.row = self.tables.nowhere
+            try:
+                if self.sealer:
+                    self.sealer.retire(seq)
+            finally:
+                self._cut(seq, 0)
+                self._unsealed(seq, 0)
+                self.tables.close_row(seq.row)
+                seq.row = self.tables.nowhere
 
     def defragment(self) -> int:
         """Empties sparse slabs by moving pages; returns the moves. Nothing while a step runs."""
         with self.guard:
-            return defragment(self.store, self.tables)
+            return self.compactor.everything()

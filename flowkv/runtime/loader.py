@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from flowkv.runtime.index import Block
+from flowkv.runtime.index import UNKNOWN, Block
 from flowkv.runtime.pool import PagePool
 from flowkv.runtime.store import Store
 from flowkv.tiers.base import Load, Outcome
@@ -48,8 +48,7 @@ def fetch(store: Store, blocks: Iterable[Block]) -> dict[str, Fetched]:
             missing = [b for b in wanted if b.page < 0 and b.tiers >> number & 1]
             if missing and store.answers(number):
                 started = time.perf_counter()
-                pages = _fetch(store, missing, group, number)
-                n_bytes = pages * store.layouts[group].page_bytes
+                pages, n_bytes = _take(store, missing, group, number)
                 before = moved.get(tier.name, Fetched(0, 0, 0.0))
                 moved[tier.name] = Fetched(
                     max(before.pages, pages),
@@ -60,11 +59,31 @@ def fetch(store: Store, blocks: Iterable[Block]) -> dict[str, Fetched]:
     return moved
 
 
-def _fetch(store: Store, blocks: list[Block], group: int, number: int) -> int:
-    pages = store.try_allocate(group, len(blocks))
+def _take(store: Store, blocks: list[Block], group: int, number: int) -> tuple[int, int]:
+    """Pages and bytes of a group that came from one tier, codec by codec."""
+    pages = n_bytes = 0
+    for block in blocks:
+        if not store.codecs_on(block, number):
+            store.unlist(block, number)
+    for codec in store.forms[group].likely:
+        these = [
+            block
+            for block in blocks
+            if block.page < 0 and block.tiers >> number & 1
+            if codec in store.codecs_on(block, number)
+        ]
+        if these:
+            arrived = _fetch(store, these, group, number, codec)
+            pages += arrived
+            n_bytes += arrived * store.page_bytes(group, codec)
+    return pages, n_bytes
+
+
+def _fetch(store: Store, blocks: list[Block], group: int, number: int, codec: int) -> int:
+    pages = store.try_allocate(group, len(blocks), codec)
     if pages is None:
         return 0
-    pool, layout = store.pool(group), store.layouts[group]
+    pool, layout = store.pool(group), store.forms[group].layouts[codec]
     buffers = _buffers(pool, pages, layout.page_bytes)
     items = [
         Load(block.key, buffer.numpy().data, layout.fingerprint(), store.fidelity)
@@ -78,6 +97,7 @@ def _fetch(store: Store, blocks: list[Block], group: int, number: int) -> int:
             if pool.device.type != "cpu":
                 pool.page_bytes(page, layout.page_bytes).copy_(buffers[item])
             block.fidelity = answer.info.fidelity
+            block.enter(number, codec)
             store.publish(block, page)
             store.hold(block)
             arrived += 1
@@ -85,7 +105,9 @@ def _fetch(store: Store, blocks: list[Block], group: int, number: int) -> int:
         if item in overdue:
             store.lend(group, page)
         pool.release(page)
-        store.not_served(block, number, answer)
+        guessed = block.codec_on(number) == UNKNOWN and codec != store.forms[group].likely[-1]
+        if not (guessed and answer.reason == "layout"):  # else it may have the next codec
+            store.not_served(block, number, answer)
     return arrived
 
 

@@ -49,7 +49,7 @@ class Planner(Lines):
             for i, layer in enumerate(group.layers)
         }
         self._pages = {
-            layer: Pages(store.pool(g).arena, store.layouts[g], i)
+            layer: Pages(store.pool(g).arena, store.forms[g].raw, i, store.forms[g].sealed)
             for layer, (g, i) in self._places.items()
         }
 
@@ -82,10 +82,12 @@ class Planner(Lines):
         with self.guard:
             table = self.tables.table(group)
         parts = [torch.from_numpy(part) for part in (step.rows, step.after, step.starts)]
-        if table.device.type != "cpu":
+        prompts = -1
+        if table.device.type != "cpu":  # elsewhere nobody asks
             parts = [part.to(table.device) for part in parts]
+            prompts = int(np.count_nonzero(np.diff(step.starts) > 1))
         line, length, start = parts
-        return Ragged(table, line, length, start, step.most_new, step.most_length)
+        return Ragged(table, line, length, start, step.most_new, step.most_length, prompts)
 
     # ---- a step
 
@@ -141,6 +143,10 @@ class Planner(Lines):
                         self._drop_behind(seqs[b], int(step.after[b]))
                 finally:
                     self._end(step.rows)
+                if self.sealer:
+                    self.store.mover.drain()  # what a tier has taken by now can be encoded
+                    self.sealer.seal([seqs[b] for b in np.flatnonzero(full).tolist()])
+                self.compactor.edge()
             else:
                 advance.finish(self.tables, step)
                 self._let_leave()
@@ -184,7 +190,7 @@ class Planner(Lines):
         raise StateError("a sequence is in the step twice", "Fork it to have two rows")
 
     def _grow(self, seqs: list[Sequence], have: list[int], wanted: list[int]) -> None:
-        pages = self.allocate([sum(wanted)] * len(self.geometry.groups))
+        pages = self.allocate_raw([sum(wanted)] * len(self.geometry.groups))
         for g, fresh in enumerate(pages):
             for seq, first, count in zip(seqs, have, wanted, strict=True):
                 for page_no in range(first, first + count):

@@ -1,36 +1,25 @@
 """The page pool of one device: one arena cut into slabs, reference counts, defragmentation.
 
 A *slab* holds pages of one size; an empty slab may take another size (Bonwick, USENIX '94). A page
-is named by the granule (4 KiB) at which it begins, so pages of all sizes and codecs share an arena.
+is named by the granule (4 KiB) at which it begins, with its codec above that (`core.layout`), so
+pages of all sizes and codecs share an arena, and whoever holds a name knows how to read the page.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from flowkv import kernels
 from flowkv.core.errors import CapacityError, StateError
-from flowkv.core.layout import GRANULE_BYTES
+from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK, granule_of
 from flowkv.core.sizes import format_size
+from flowkv.policy.defragmentation import Occupancy
+from flowkv.runtime.slabs import Slab, drain_sparse
 
 _SLAB_PAGES = 16
-
-
-class _Slab:
-    """Pages of one size at [first, first + pages * granules)."""
-
-    __slots__ = ("first", "free", "granules", "pages")
-
-    def __init__(self, first: int, granules: int, pages: int) -> None:
-        self.first, self.granules, self.pages = first, granules, pages
-        self.free = [first + i * granules for i in range(pages - 1, -1, -1)]
-
-    @property
-    def used(self) -> int:
-        return self.pages - len(self.free)
 
 
 class PagePool:
@@ -39,19 +28,25 @@ class PagePool:
     Args:
         device: Where the arena lies.
         capacity_bytes: Its size; rounded down to whole slabs.
-        page_granules: Sizes of the pages it will hold; slabs take at least 16 of the largest.
+        page_granules: Sizes of the pages it will hold; slabs take 16 of the largest.
+        least_slabs: Slabs that a small pool is cut into, which then take fewer pages. Each size in
+            use occupies at least one.
 
     Raises:
-        CapacityError: Not even two slabs fit.
+        CapacityError: Not even two slabs fit, or more bytes than page ids can name.
     """
 
     def __init__(
-        self, device: torch.device | str, capacity_bytes: int, page_granules: Sequence[int]
+        self,
+        device: torch.device | str,
+        capacity_bytes: int,
+        page_granules: Sequence[int],
+        least_slabs: int = 4,
     ) -> None:
         self.device = torch.device(device)
         largest = max(page_granules)
         total = capacity_bytes // GRANULE_BYTES
-        pages = max(1, min(_SLAB_PAGES, total // (4 * largest)))
+        pages = max(1, min(_SLAB_PAGES, total // (least_slabs * largest)))
         self.slab_granules = pages * largest
         count = total // self.slab_granules
         if count < 2:
@@ -61,8 +56,15 @@ class PagePool:
                 f"Give it at least {format_size(2 * largest * GRANULE_BYTES)}",
             )
         self.capacity_granules = count * self.slab_granules
+        if self.capacity_granules > GRANULE_MASK + 1:
+            most = format_size((GRANULE_MASK + 1) * GRANULE_BYTES)
+            raise CapacityError(
+                f"a pool of {format_size(capacity_bytes)} on {self.device}",
+                f"Give it at most {most}",
+            )
         self.arena = _arena(self.device, self.capacity_granules * GRANULE_BYTES)
-        self._slabs: list[_Slab | None] = [None] * count
+        self._sizes = frozenset(page_granules)
+        self._slabs: list[Slab | None] = [None] * count
         self._free_slabs = list(range(count - 1, -1, -1))
         self._partial: dict[int, dict[int, None]] = {}
         self._vacant: dict[int, int] = {}  # free pages of partial slabs, by size
@@ -92,10 +94,28 @@ class PagePool:
         """Pages in use."""
         return self._refs.keys()
 
+    def bytes_by_codec(self) -> dict[str, int]:
+        """Bytes of the pages in use, by how they are encoded."""
+        found: dict[str, int] = {}
+        for page in self._refs:
+            codec = CODECS[page >> CODEC_SHIFT]
+            found[codec] = found.get(codec, 0) + self._size(page) * GRANULE_BYTES
+        return found
+
+    def size_bytes(self, page: int) -> int:
+        """Bytes of a page in use."""
+        return self._size(page) * GRANULE_BYTES
+
     # ---- taking and giving back
 
-    def allocate(self, granules: int, count: int) -> list[int] | None:
-        """`count` pages with one reference each; None, and nothing changed, if they do not fit."""
+    def allocate(self, granules: int, count: int, codec: int = 0) -> list[int] | None:
+        """`count` pages with one reference each; None, and nothing changed, if they do not fit.
+
+        Args:
+            granules: Their size.
+            count: How many.
+            codec: Index of the codec that they are for, which their ids then say.
+        """
         if count > self.available(granules):
             return None
         taken: list[int] = []
@@ -104,7 +124,7 @@ class PagePool:
             if not partial:
                 number = self._free_slabs.pop()
                 first, pages = number * self.slab_granules, self.slab_granules // granules
-                self._slabs[number] = _Slab(first, granules, pages)
+                self._slabs[number] = Slab(first, granules, pages)
                 partial[number] = None
                 self._change(granules, pages)
             number = next(reversed(partial))
@@ -113,6 +133,8 @@ class PagePool:
                 taken.append(free.pop())
             if not free:
                 del partial[number]
+        if codec:
+            taken = [codec << CODEC_SHIFT | granule for granule in taken]
         for page in taken:
             self._refs[page] = 1
         self._change(granules, -count)
@@ -136,9 +158,21 @@ class PagePool:
             self._refs[page] = count - 1
             return False
         del self._refs[page]
-        number = page // self.slab_granules
+        self._vacate(granule_of(page))
+        return True
+
+    def replace(self, old: int, new: int) -> None:
+        """Whoever shares `old` shares `new` instead, which was just allocated; `old` is free.
+
+        The caller rewrites everything that names the old page.
+        """
+        self._refs[new] = self._refs.pop(old)
+        self._vacate(granule_of(old))
+
+    def _vacate(self, granule: int) -> None:
+        number = granule // self.slab_granules
         slab = self._slab(number)
-        slab.free.append(page)
+        slab.free.append(granule)
         self._used_granules -= slab.granules
         self._change(slab.granules, 1)
         partial = self._partial.setdefault(slab.granules, {})
@@ -149,7 +183,6 @@ class PagePool:
             self._change(slab.granules, -slab.pages)
             self._slabs[number] = None
             self._free_slabs.append(number)
-        return True
 
     def _change(self, granules: int, pages: int) -> None:
         self._vacant[granules] = self._vacant.get(granules, 0) + pages
@@ -158,65 +191,106 @@ class PagePool:
 
     def fragmentation(self) -> float:
         """Share of the bytes in occupied slabs that no page uses, 0 to 1."""
-        occupied = sum(slab is not None for slab in self._slabs) * self.slab_granules
+        occupied = (len(self._slabs) - len(self._free_slabs)) * self.slab_granules
         return 1.0 - self._used_granules / occupied if occupied else 0.0
 
-    def plan_defragmentation(self, movable: Iterable[int]) -> dict[int, int]:
+    def occupancy(self) -> Occupancy:
+        """What the policy of defragmentation is told."""
+        reclaimable = sum(
+            vacant // (self.slab_granules // granules) for granules, vacant in self._vacant.items()
+        )
+        return Occupancy(
+            slabs=len(self._slabs),
+            empty=len(self._free_slabs),
+            reclaimable=reclaimable,
+            sizes=len(self._sizes | self._vacant.keys()),
+            fragmentation=self.fragmentation(),
+        )
+
+    def plan_defragmentation(
+        self,
+        fixed: Collection[int] = (),
+        *,
+        most_granules: int | None = None,
+        most_slabs: int | None = None,
+        wanted: int = 0,
+        least_gain: float = 1.0,
+    ) -> dict[int, int]:
         """Moves (old page -> new page) that empty sparse slabs into fuller ones of their size.
 
         Args:
-            movable: Pages that nobody reads or writes now. A slab with others stays.
+            fixed: Pages that somebody reads or writes now. Slabs with one of them stay.
+            most_granules: Copied in all, but at least one page: the last slab may be emptied in
+                part, and the next plan goes on with it.
+            most_slabs: Slabs to empty, at most.
+            wanted: Granules of the pages that need room: they have the holes of their own size.
+            least_gain: Granules emptied per granule copied, at least.
         """
-        may_move = set(movable)
+        stay = {granule_of(page) for page in fixed}
+        drains = [
+            drain
+            for granules, partial in self._partial.items()
+            if granules != wanted
+            for drain in drain_sparse((self._slab(number) for number in partial), stay)
+        ]
+        # Sorting is stable: of each size, slabs stay in the order in which their holes were given.
+        drains.sort(key=lambda drain: drain.granules)
+        left = self._used_granules if most_granules is None else most_granules
         moves: dict[int, int] = {}
-        for partial in self._partial.values():
-            slabs = sorted((self._slab(number) for number in partial), key=lambda slab: slab.used)
-            # From both ends: the sparsest slabs move into the fullest ones until they meet.
-            low, high = 0, len(slabs) - 1
-            room = sum(len(slab.free) for slab in slabs)
-            holes: list[int] = []
-            while low < high:
-                pages = self._pages_of(slabs[low])
-                room -= len(slabs[low].free)
-                low += 1
-                if len(pages) > room:
-                    break  # all others are fuller still
-                if not may_move.issuperset(pages):
-                    continue
-                while len(holes) < len(pages) and high >= low:
-                    holes += slabs[high].free
-                    high -= 1
-                if len(holes) < len(pages):
-                    break
-                moves.update(zip(pages, holes, strict=False))
-                del holes[: len(pages)]
-                room -= len(pages)
+        for drain in drains[:most_slabs]:
+            if drain.granules * least_gain > self.slab_granules:
+                break
+            each = drain.granules // len(drain.holes)
+            part = max(left // each, 0 if moves else 1)
+            for granule, hole in drain.holes[:part]:
+                page = self._name(granule)
+                moves[page] = page - granule + hole
+            left -= drain.granules
+            if left <= 0:
+                break
         return moves
+
+    def _name(self, granule: int) -> int:
+        """The page in use that begins at a granule."""
+        for codec in range(len(CODECS)):
+            if (page := codec << CODEC_SHIFT | granule) in self._refs:
+                return page
+        raise StateError(f"granule {granule} has no page", "Report this as a bug")
 
     def relocate(self, moves: Mapping[int, int]) -> None:
         """Copies pages as if at once: targets may be sources of other moves, cycles included.
 
-        Every source must be in use; every target must be free or a source, of the same size. The
-        caller rewrites every table that names a moved page.
+        Every source must be in use; every target must be free or a source, of the same size, and
+        is named with the codec of its page. The caller rewrites every table that names a moved
+        page.
 
         Raises:
             StateError: A move is not of that form.
         """
         moves = {old: new for old, new in moves.items() if old != new}
         self._check(moves)
-        for granules in {self._size(old) for old in moves}:
-            self._copy_all({o: n for o, n in moves.items() if self._size(o) == granules}, granules)
-        counts = {new: self._refs[old] for old, new in moves.items()}
-        for new in counts.keys() - moves.keys():
-            self._occupy(new)
-        for old in moves.keys() - counts.keys():
-            self._refs[old] = 1
-            self.release(old)
+        at = {granule_of(old): granule_of(new) for old, new in moves.items()}
+        for granules in {self._size(old) for old in at}:
+            self._copy_all({o: n for o, n in at.items() if self._size(o) == granules}, granules)
+        counts = {new: self._refs.pop(old) for old, new in moves.items()}
+        for granule in set(at.values()) - at.keys():
+            self._occupy(granule)
+        for granule in at.keys() - set(at.values()):
+            self._vacate(granule)
         self._refs.update(counts)
+        self._avoid({granule // self.slab_granules for granule in at})
+
+    def _avoid(self, left: set[int]) -> None:
+        """Slabs that pages have left are filled last, so that what was begun can be finished."""
+        for granules, partial in self._partial.items():
+            draining = [number for number in partial if number in left]
+            if draining:
+                rest = (number for number in partial if number not in left)
+                self._partial[granules] = dict.fromkeys((*draining, *rest))
 
     def copy(self, source: Sequence[int], target: Sequence[int], granules: int) -> None:
         """Copies pages onto other pages of the same size."""
-        kernels.copy_pages(self.arena, self._ids(source), self._ids(target), granules)
+        kernels.copy_pages(self.arena, self.granules(source), self.granules(target), granules)
 
     def _copy_all(self, moves: dict[int, int], granules: int) -> None:
         # Chains first, from their free end, so that no source is overwritten before it was read;
@@ -243,50 +317,50 @@ class PagePool:
             del pending[start]
 
     def _check(self, moves: Mapping[int, int]) -> None:
-        free = {page for slab in self._slabs if slab is not None for page in slab.free}
-        targets = set(moves.values())
-        known = all(old in self._refs for old in moves)
-        vacant = all(new in free or new in moves for new in targets)
-        fits = known and vacant and all(self._size(o) == self._size(n) for o, n in moves.items())
+        free = {granule for slab in self._slabs if slab is not None for granule in slab.free}
+        left = {granule_of(old) for old in moves}
+        targets = {granule_of(new) for new in moves.values()}
+        fits = (
+            all(old in self._refs for old in moves)
+            and targets <= free | left
+            and all(self._size(o) == self._size(n) for o, n in moves.items())
+            and all(o >> CODEC_SHIFT == n >> CODEC_SHIFT for o, n in moves.items())
+        )
         if not fits or len(targets) != len(moves):
             raise StateError(
                 "pages cannot be moved that way",
                 "Move pages in use onto distinct pages of their size that are free or moved away",
             )
 
-    def _occupy(self, page: int) -> None:
-        number = page // self.slab_granules
+    def _occupy(self, granule: int) -> None:
+        number = granule // self.slab_granules
         slab = self._slab(number)
-        slab.free.remove(page)
+        slab.free.remove(granule)
         self._change(slab.granules, -1)
         self._used_granules += slab.granules
         if not slab.free:
             self._partial[slab.granules].pop(number, None)
-        self._refs[page] = 1
 
     # ---- bytes
 
     def page_bytes(self, page: int, n_bytes: int) -> torch.Tensor:
         """The page's memory, uint8 `[n_bytes]`, a view."""
-        first = page * GRANULE_BYTES
+        first = granule_of(page) * GRANULE_BYTES
         return self.arena[first : first + n_bytes]
 
-    def _ids(self, pages: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(pages, dtype=torch.int32, device=self.device)
+    def granules(self, pages: Sequence[int]) -> torch.Tensor:
+        """Where pages begin, int32 on the device, as movement and `transcode` take them."""
+        granules = [granule_of(page) for page in pages]
+        return torch.tensor(granules, dtype=torch.int32, device=self.device)
 
-    def _slab(self, number: int) -> _Slab:
+    def _slab(self, number: int) -> Slab:
         slab = self._slabs[number]
         if slab is None:
             raise StateError(f"slab {number} is empty", "Report this as a bug")
         return slab
 
     def _size(self, page: int) -> int:
-        return self._slab(page // self.slab_granules).granules
-
-    def _pages_of(self, slab: _Slab) -> list[int]:
-        free = set(slab.free)
-        every = range(slab.first, slab.first + slab.pages * slab.granules, slab.granules)
-        return [page for page in every if page not in free]
+        return self._slab(granule_of(page) // self.slab_granules).granules
 
 
 def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from flowkv.core.layout import CODEC_SHIFT
 from flowkv.observe.events import Published
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.store import Store
@@ -56,30 +57,35 @@ class Publisher:
         key = seq.key(group, page_no)
         block = store.index.find(key)
         if block is not None and block.page >= 0:
+            seq.fidelity = max(seq.fidelity, block.fidelity)
             store.hold(block)
             pool.release(page)
             self.tables.pages[group][seq.row, page_no] = block.page
             self.tables.touch()
             seq.blocks[group][page_no] = block
             return False
-        if not self._sound(group, page):
+        codec = page >> CODEC_SHIFT
+        if not codec and not self._sound(group, page):
             seq.publishable = False
             self.on_non_finite(group, page_no)
             return False
+        if block is not None:
+            store.supersede(block)
         block = store.index.publish(key, seq.parent_key(group, page_no), group)
         first = page_no * self.page_size
         block.tokens = seq.tokens[first : first + self.page_size].copy()
         block.tenant, block.namespace = seq.tenant, seq.namespace
-        block.fidelity = max(seq.fidelity, store.fidelity)
+        block.fidelity = max(seq.fidelity, codec)
         store.publish(block, page)
         store.hold(block)
         seq.blocks[group][page_no] = block
-        store.write_down(block)
+        if codec or not store.forms[group].ladder.rungs:  # else it is once it is encoded
+            store.write_down(block)
         return True
 
     def _sound(self, group: int, page: int) -> bool:
         """Whether a page holds finite numbers only; blanks what lies between its stripes."""
-        layout = self.store.layouts[group]
+        layout = self.store.forms[group].raw
         raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
         stripes = raw.view(layout.layers, layout.stripe_stride_bytes)
         if layout.stripe_bytes < layout.stripe_stride_bytes:

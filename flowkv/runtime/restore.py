@@ -134,7 +134,7 @@ class Restorer:
         n_bytes: dict[str, int] = {}
         for block in absent:
             tier = self.store.place(block)
-            n_bytes[tier] = n_bytes.get(tier, 0) + self.store.layouts[block.group].page_bytes
+            n_bytes[tier] = n_bytes.get(tier, 0) + self.store.body_bytes(block, block.nearest)
         return not absent or self.gate.worth(n_bytes, pages * self.page_size)
 
     def _bring(self, blocks: list[list[Block]], absent: list[Block]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
 
 if TYPE_CHECKING:
+    from flowkv.policy.importance import Importance
     from flowkv.runtime.index import Block
     from flowkv.runtime.planner import Planner
 
@@ -59,15 +61,31 @@ class Sequence:
         self.published: list[int] = [0] * len(chains)
         # Per group: keys of the leading full pages, as far as they are computed.
         self._keys: list[list[bytes]] = [[] for _ in chains]
-        self.suspended: list[list[torch.Tensor | None]] | None = None
-        # Highest fidelity index (lossiest codec) among the pages it was built on (DESIGN D6).
-        self.fidelity = 0
+        # Per group, of each page: its codec's index, and its bytes; None behind the window.
+        self.suspended: list[list[tuple[int, torch.Tensor] | None]] | None = None
         self.publishable = True
+        # Tokens that sparsification took out, and what steps saw of the others, by group.
+        self.dropped = 0
+        self.importance: dict[int, Importance] = {}
 
     @property
     def length(self) -> int:
         """Tokens whose K and V are in pages; 0 once it is closed."""
         return int(self.planner.tables.lengths[self.row])
+
+    @property
+    def position(self) -> int:
+        """Position of its next token: `length`, and what sparsification took out."""
+        return self.length + self.dropped
+
+    @property
+    def fidelity(self) -> int:
+        """Index of the lossiest codec among the pages that it was built on (DESIGN D6)."""
+        return int(self.planner.tables.fidelity[self.row])
+
+    @fidelity.setter
+    def fidelity(self, codec: int) -> None:
+        self.planner.tables.fidelity[self.row] = codec
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
@@ -123,6 +141,7 @@ class Sequence:
         other.first_page, other.published = list(self.first_page), list(self.published)
         other.reused, other.state = self.reused, self.state
         other.fidelity, other.publishable = self.fidelity, self.publishable
+        other.dropped, other.importance = self.dropped, deepcopy(self.importance)
 
     def close(self) -> None:
         """Releases its pages; published ones stay known. Safe to call again, and in a finalizer."""

@@ -51,6 +51,10 @@ class Snapshots:
         known = self.store.index.find(key)
         if known is not None:
             return True
+        try:
+            self.planner.thaw_tail(seq)
+        except CapacityError:
+            return False
         tails = self._tails(seq, pages, length)
         if not all(finite(tail) for tail in tails.values()):
             return False
@@ -58,7 +62,7 @@ class Snapshots:
         block = self.store.index.publish(key, parent, 0, "state")
         block.tokens = seq.tokens[pages * size : length].copy()
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
-        block.fidelity = max(seq.fidelity, self.store.fidelity)
+        block.fidelity = seq.fidelity
         info = FrameInfo(
             kind="state",
             codec=0,
@@ -94,11 +98,14 @@ class Snapshots:
 
     def _views(self, group: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a raw page, `[layers, heads, page_size, dim]`."""
-        layout = self.store.layouts[group]
+        layout = self.store.forms[group].raw
         raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
         stripes = raw.view(layout.layers, -1)[:, : layout.stripe_bytes]
         shape, dtype = (layout.layers, layout.kv_heads), getattr(torch, layout.dtype)
         runs = stripes.view(*shape, layout.run_bytes)
+        if layout.latent:
+            latents = runs.view(dtype).view(*shape, layout.page_size, layout.head_dim)
+            return latents, latents[..., : layout.value_dim]
         k, v = runs[..., : layout.v_offset_bytes], runs[..., layout.v_offset_bytes :]
         return (
             k.view(dtype).view(*shape, layout.page_size, layout.head_dim),
@@ -162,7 +169,7 @@ class Snapshots:
         if not count:
             return True
         try:
-            taken = self.planner.allocate([1 for _ in groups])
+            taken = self.planner.allocate_raw([1 for _ in groups])
         except CapacityError:
             return False
         self.planner.occupy(seq, taken)

@@ -12,8 +12,8 @@ import torch
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.geometry import Geometry
-from flowkv.core.layout import page_layout
 from flowkv.core.sizes import Place
+from flowkv.runtime.forms import make_forms
 from flowkv.runtime.pool import PagePool
 from flowkv.tiers import open_tier
 from flowkv.tiers.base import Tier
@@ -24,18 +24,21 @@ def open_pools(geometry: Geometry, config: Config) -> dict[str, PagePool]:
 
     Raises:
         CapacityError: A pool is too small for a few pages.
+        ConfigError: A group's pages cannot have the codec.
     """
-    pools = {}
+    pools, forms = {}, make_forms(geometry, config)
     for device in dict.fromkeys(group.device for group in geometry.groups):
         granules = [
-            page_layout(group, geometry.page_size, config.codec).granules
-            for group in geometry.groups
+            layout.granules
+            for group, found in zip(geometry.groups, forms, strict=True)
+            for layout in found.layouts.values()
             if group.device == device
         ]
         on_cpu = torch.device(device).type != "cuda"
         place = config.places(on_cpu=on_cpu)[0]
         total = _memory_bytes() if on_cpu else _device_bytes(device)
-        pools[device] = PagePool(device, place.size_bytes(total) or 0, granules)
+        size, codecs = place.size_bytes(total) or 0, max(len(found.layouts) for found in forms)
+        pools[device] = PagePool(device, size, granules, least_slabs=4 * codecs)
     return pools
 
 

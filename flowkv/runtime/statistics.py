@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flowkv.runtime.opening import Opening
+from flowkv.runtime.store import Store
+from flowkv.runtime.tables import Tables
 
 
 def statistics(kv: Opening) -> dict[str, Any]:
@@ -29,6 +31,8 @@ def statistics(kv: Opening) -> dict[str, Any]:
             "used_bytes": pool.used_bytes(),
             "capacity_bytes": pool.capacity_bytes(),
             "fragmentation": pool.fragmentation(),
+            "codecs": pool.bytes_by_codec(),
+            "compression": _compression(store, kv.planner.tables, device),
         }
     for number, tier in enumerate(store.tiers):
         report["tiers"][tier.name] = {
@@ -42,3 +46,15 @@ def statistics(kv: Opening) -> dict[str, Any]:
             "refused": store.refused.get(tier.name, 0),
         }
     return report
+
+
+def _compression(store: Store, tables: Tables, device: str) -> float:
+    """Bytes that a device's pages would take if all were raw, over those that they take."""
+    raw = taken = 0
+    for g, group in enumerate(store.geometry.groups):
+        if group.device == device:
+            pages = {page for page in tables.pages[g].ravel().tolist() if page >= 0}
+            pages |= {block.page for block in store.blocks_on(device) if block.group == g}
+            raw += len(pages) * store.page_bytes(g)
+            taken += sum(store.forms[g].of(page).page_bytes for page in pages)
+    return raw / taken if taken else 1.0

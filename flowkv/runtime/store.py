@@ -14,7 +14,7 @@ from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import CapacityError
 from flowkv.core.geometry import Geometry
-from flowkv.core.layout import CODECS
+from flowkv.core.layout import CODEC_SHIFT
 from flowkv.core.sizes import format_size
 from flowkv.observe.events import Bus, Evicted
 from flowkv.policy.base import Policy
@@ -26,6 +26,7 @@ from flowkv.tiers.base import FrameInfo, Tier
 _BATCH_SHARE, _BATCH_PAGES = 64, 32
 """Pages are given up in batches, of this share of the pool and this number of pages at most: what
 a policy is asked costs as much as there are protected pages."""
+_ATTEMPTS = 4
 
 
 class Store(Traffic):
@@ -54,6 +55,7 @@ class Store(Traffic):
     ) -> None:
         self.pools = pools
         self.device_policies = {device: policies("gpu") for device in pools}
+        self.defragment_bytes = config.defragment_bytes
         self._held: dict[int, None] = {}
         self._ghosts: set[Block] = set()
         self._lent: dict[tuple[str, int], int] = {}
@@ -66,6 +68,10 @@ class Store(Traffic):
     def pool(self, group: int) -> PagePool:
         """The pool of a group's device."""
         return self.pools[self.device(group)]
+
+    def page_bytes(self, group: int, codec: int = 0) -> int:
+        """Bytes of a page of a group."""
+        return self.forms[group].layouts[codec].page_bytes
 
     # ---- look-up
 
@@ -142,33 +148,42 @@ class Store(Traffic):
             del self._lent[place]
         self.pool(group).release(page)
 
+    def is_lent(self, group: int, page: int) -> bool:
+        """Whether a transfer uses a page."""
+        return (self.device(group), page) in self._lent
+
     def lent(self, device: str) -> set[int]:
         """Pages of a device that transfers use."""
         return {page for place, page in self._lent if place == device}
 
     # ---- making room
 
-    def allocate(self, group: int, count: int) -> list[int]:
+    def allocate(self, group: int, count: int, codec: int = 0) -> list[int]:
         """Private pages, made free by evicting idle ones.
+
+        Args:
+            group: Layer group.
+            count: How many.
+            codec: Index of the codec that they are for.
 
         Raises:
             CapacityError: Too much of the pool is in use.
         """
-        pages = self.try_allocate(group, count)
+        pages = self.try_allocate(group, count, codec)
         if pages is None:
             pool = self.pool(group)
             raise CapacityError(
-                f"{count} pages of {format_size(self.layouts[group].page_bytes)} do not fit: "
+                f"{count} pages of {format_size(self.page_bytes(group, codec))} do not fit: "
                 f"{format_size(pool.used_bytes())} of {format_size(pool.capacity_bytes())} are in "
                 "use by open sequences",
                 "Close or suspend sequences, or give the device pool more bytes",
             )
         return pages
 
-    def try_allocate(self, group: int, count: int) -> list[int] | None:
+    def try_allocate(self, group: int, count: int, codec: int = 0) -> list[int] | None:
         """Like `allocate`, but None if they do not fit."""
-        pool, granules = self.pool(group), self.layouts[group].granules
-        while (pages := pool.allocate(granules, count)) is None:
+        pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
+        while (pages := pool.allocate(granules, count, codec)) is None:
             short = count - pool.available(granules)
             leaving = sum(pool.references(page) == 1 for page in self.lent(self.device(group)))
             if leaving >= short and self.mover.drain(self.mover.deadline_s):
@@ -179,10 +194,19 @@ class Store(Traffic):
                 return None
         return pages
 
+    def spare(self, group: int, count: int, codec: int) -> list[int]:
+        """Up to `count` private pages; for those that do not fit, a few idle ones are given up."""
+        pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
+        for _ in range(_ATTEMPTS):  # victims may be of another size
+            short = count - pool.available(granules)
+            if short <= 0 or not self._give_up(group, short):
+                break
+        return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
+
     def _give_up(self, group: int, short: int) -> bool:
         device, now = self.device(group), self.clock.now_ns()
         policy, pages = self.device_policies[device], self.pools[device].capacity_granules
-        share = pages // self.layouts[group].granules // _BATCH_SHARE
+        share = pages // self.forms[group].raw.granules // _BATCH_SHARE
         for n in dict.fromkeys((max(short, min(share, _BATCH_PAGES)), short, 1)):
             victims = policy.evict(now, n, self._held)
             if victims is not None:
@@ -195,7 +219,7 @@ class Store(Traffic):
     def _leave_device(self, block: Block, reason: str) -> None:
         if reason == "space" and not block.moving:
             self._demote_page(block)
-        n_bytes = self.layouts[block.group].page_bytes
+        n_bytes = self.forms[block.group].of(block.page).page_bytes
         self.bus.emit(Evicted(tier="device", pages=1, n_bytes=n_bytes, reason=reason))
         page, block.page = block.page, -1
         self.pool(block.group).release(page)
@@ -227,9 +251,14 @@ class Store(Traffic):
         block.page = page
         self.insert(self.device_policies[self.device(block.group)], [block])
 
+    def supersede(self, block: Block) -> None:
+        """Erases a block's copies that are too lossy to be read here, before it is made anew."""
+        if block.tiers and block.fidelity > self.fidelity:
+            self.erase(block)
+
     def write_down(self, block: Block) -> None:
-        """Saves a sealed page on the first persistent tier, in the background."""
-        if self.write_back and not block.moving:
+        """Saves a full page on the first persistent tier, in the background."""
+        if self.write_back and not block.moving and not block.gone:
             for number, tier in enumerate(self.tiers):
                 if tier.kind != "host" and tier.writable:
                     if not block.tiers >> number & 1:
@@ -238,7 +267,7 @@ class Store(Traffic):
 
     def _save_page(self, block: Block, number: int) -> None:
         pool, page, group = self.pool(block.group), block.page, block.group
-        body = pool.page_bytes(page, self.layouts[group].page_bytes).cpu().numpy().data
+        body = pool.page_bytes(page, self.forms[group].of(page).page_bytes).cpu().numpy().data
         self.lend(group, page)
         if not self.save(
             block, number, self._info(block), body, lambda: self.give_back(group, page)
@@ -246,10 +275,10 @@ class Store(Traffic):
             self.give_back(group, page)
 
     def _info(self, block: Block) -> FrameInfo:
-        layout = self.layouts[block.group]
+        layout = self.forms[block.group].of(block.page)
         return FrameInfo(
             kind="page",
-            codec=CODECS.index(layout.codec),
+            codec=block.page >> CODEC_SHIFT,
             fidelity=block.fidelity,
             layout=layout.fingerprint(),
             parent=block.parent,

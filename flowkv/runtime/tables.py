@@ -23,6 +23,7 @@ class Tables:
         pages: Per group int32 `[rows, pages]`: granule of each page, -1 where there is none.
         lengths: int64 `[rows + 1]`: tokens whose K and V are written.
         state: uint8 `[rows + 1]`: `CLOSED`, `READY`, `STEPPING` or `SUSPENDED`.
+        fidelity: uint8 `[rows + 1]`: index of the lossiest codec that a line was built on.
         shared: bool `[rows]`: the page that the next token goes to may belong to others too.
         nowhere: The line of sequences that have none any more: empty and closed.
 
@@ -39,6 +40,7 @@ class Tables:
         self._dirty = True
         self.lengths = np.zeros(max_rows + 1, np.int64)
         self.state = np.full(max_rows + 1, CLOSED, np.uint8)
+        self.fidelity = np.zeros(max_rows + 1, np.uint8)
         self.shared = np.zeros(max_rows, np.bool_)
         self._free = list(range(max_rows - 1, -1, -1))
         self._resize(max_pages)
@@ -62,7 +64,7 @@ class Tables:
         for table in self.pages:
             table[row] = -1
         self.lengths[row], self.state[row] = 0, CLOSED
-        self.shared[row] = False
+        self.shared[row], self.fidelity[row] = False, 0
         self._dirty = True
         self._free.append(row)
 

@@ -14,10 +14,10 @@ from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import Geometry
-from flowkv.core.layout import CODECS, PageLayout, page_layout
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.policy.base import Policy
-from flowkv.runtime.index import Block, PrefixIndex
+from flowkv.runtime.forms import make_forms
+from flowkv.runtime.index import UNKNOWN, Block, PrefixIndex
 from flowkv.runtime.mover import Mover
 from flowkv.runtime.states import LAYOUT
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Tier
@@ -39,7 +39,12 @@ class Traffic:
         config: The codec of sealed pages (also what a reader accepts, DESIGN D6), whether they are
             written down at once, and how long a load may take.
 
+    Raises:
+        ConfigError: A layer group cannot have the codec, or two tiers have one name.
+
     Attributes:
+        forms: The codecs and layouts of each group's pages.
+        fidelity: Index of the lossiest codec that is accepted.
         loaded_bytes: Bytes loaded, by tier name.
         stored_bytes: Bytes stored, by tier name.
         refused: Frames that a tier gave and that were refused, by tier name.
@@ -56,10 +61,8 @@ class Traffic:
         config: Config,
     ) -> None:
         self.geometry = geometry
-        self.layouts: list[PageLayout] = [
-            page_layout(group, geometry.page_size, config.codec) for group in geometry.groups
-        ]
-        self.fidelity = CODECS.index(config.codec)
+        self.forms = make_forms(geometry, config)
+        self.fidelity = max(codec for forms in self.forms for codec in forms.layouts)
         self.clock, self.bus, self.write_back = clock, bus, config.write_back
         self.tiers: list[Tier] = []
         self.index, self.mover = PrefixIndex(), Mover([], config.load_deadline_s)
@@ -99,10 +102,13 @@ class Traffic:
         for entry in tier.scan():
             info = entry.info
             block = self.index.publish(entry.key, info.parent, info.group, info.kind)
-            block.tiers |= 1 << number
+            # Copies may differ; what one of them allows is allowed.
+            block.fidelity = min(info.fidelity, block.fidelity if block.tiers else info.fidelity)
+            block.enter(number, info.codec)
             if info.kind != "page":
                 block.n_bytes, block.tail = entry.n_bytes, info.tokens
-            block.fidelity = info.fidelity
+            elif info.fidelity <= self.fidelity and info.group < len(self.forms):
+                self.forms[info.group].meet(info)
             block.tenant, block.namespace = info.tenant, info.namespace
             fresh.append(block)
         self.insert(self.tier_policies[number], fresh)
@@ -129,8 +135,9 @@ class Traffic:
 
     def place(self, block: Block) -> str:
         """Name of the nearest place that holds a block; "" if none does."""
-        on = (tier.name for number, tier in enumerate(self.tiers) if block.tiers >> number & 1)
-        return "device" if block.page >= 0 else next(on, "")
+        if block.page >= 0:
+            return "device"
+        return self.tiers[block.nearest].name if block.tiers else ""
 
     # ---- what is known
 
@@ -155,7 +162,7 @@ class Traffic:
                 if there and (known is None or not known.tiers >> number & 1):
                     block = self.index.publish(key, above, group)
                     block.tenant, block.namespace = tenant, namespace
-                    block.tiers |= 1 << number
+                    block.enter(number, UNKNOWN)
                     fresh.append(block)
                 above = key
             self.insert(self.tier_policies[number], fresh)
@@ -224,7 +231,7 @@ class Traffic:
         def answered(answer: Completion) -> None:
             self._incoming[number] -= n_bytes
             done()
-            self._saved(block, number, answer)
+            self._saved(block, number, info.codec, answer)
 
         self.mover.store(number, block.key, info, body, answered)
         self._incoming[number] += n_bytes
@@ -242,7 +249,7 @@ class Traffic:
         self.settle(block)
         return any(saved)
 
-    def _saved(self, block: Block, number: int, answer: Completion) -> None:
+    def _saved(self, block: Block, number: int, codec: int, answer: Completion) -> None:
         block.moving -= 1
         tier = self.tiers[number]
         if answer.outcome is not Outcome.STORED:
@@ -250,7 +257,8 @@ class Traffic:
         elif block.gone:
             tier.delete([block.key])
         else:
-            block.tiers |= 1 << number
+            # Where others write too, theirs may have been there before.
+            block.enter(number, UNKNOWN if _foreign(tier) else codec)
             self.insert(self.tier_policies[number], [block])
             stored = self.stored_bytes.get(tier.name, 0)
             self.stored_bytes[tier.name] = stored + answer.n_bytes
@@ -274,13 +282,21 @@ class Traffic:
 
     # ---- reading
 
-    def layout_of(self, block: Block) -> bytes:
-        """The layout fingerprint that a block's frame must carry."""
-        return LAYOUT if block.kind == "state" else self.layouts[block.group].fingerprint()
+    def codecs_on(self, block: Block, number: int) -> tuple[int, ...]:
+        """Indices of the codecs that a tier's copy of a page may have; none if it is unreadable."""
+        if block.group >= len(self.forms):
+            return ()  # of another model
+        forms, codec = self.forms[block.group], block.codec_on(number)
+        if codec == UNKNOWN:
+            return forms.likely
+        return (codec,) if codec in forms.layouts else ()
 
-    def body_bytes(self, block: Block) -> int:
-        """Most bytes of a block's body."""
-        return block.n_bytes or self.layouts[block.group].page_bytes
+    def body_bytes(self, block: Block, number: int) -> int:
+        """Most bytes of a block's body on a tier; 0 if that cannot be known."""
+        if block.n_bytes:
+            return block.n_bytes
+        layouts = [self.forms[block.group].layouts[c] for c in self.codecs_on(block, number)]
+        return max((layout.page_bytes for layout in layouts), default=0)
 
     def read(self, block: Block, number: int) -> tuple[FrameInfo, bytes] | None:
         """A block's bytes from one tier, verified, into fresh memory; None if it cannot give them.
@@ -291,12 +307,19 @@ class Traffic:
         """
         if not self.answers(number):
             return None
-        body = bytearray(self.body_bytes(block))
-        wanted = Load(block.key, memoryview(body), self.layout_of(block), self.fidelity)
-        (answer,), _ = self.mover.load(number, [wanted], lambda _: None)
-        if answer.outcome is Outcome.HIT and answer.info is not None:
-            return answer.info, bytes(memoryview(body)[: answer.n_bytes])
-        self.not_served(block, number, answer)
+        wished = [LAYOUT]
+        if block.kind != "state":
+            codecs = self.codecs_on(block, number)
+            wished = [self.forms[block.group].layouts[codec].fingerprint() for codec in codecs]
+        for layout in wished:
+            body = bytearray(self.body_bytes(block, number))
+            wanted = Load(block.key, memoryview(body), layout, self.fidelity)
+            (answer,), _ = self.mover.load(number, [wanted], lambda _: None)
+            if answer.outcome is Outcome.HIT and answer.info is not None:
+                return answer.info, bytes(memoryview(body)[: answer.n_bytes])
+            if answer.reason != "layout" or layout == wished[-1]:
+                self.not_served(block, number, answer)
+                break
         return None
 
     def not_served(self, block: Block, number: int, answer: Completion) -> None:
@@ -311,6 +334,10 @@ class Traffic:
         if answer.reason not in _BENIGN:
             self.refused[name] = self.refused.get(name, 0) + 1
             self.bus.emit(Quarantined(tier=name, key=block.key, reason=answer.reason))
+        self.unlist(block, number)
+
+    def unlist(self, block: Block, number: int) -> None:
+        """A tier does not hold what was believed, or nothing that can be read here."""
         self.tier_policies[number].remove(np.array([block.slot], np.int64))
         block.tiers &= ~(1 << number)
         self.settle(block)
@@ -339,9 +366,9 @@ class Traffic:
     def _leave_tier(self, block: Block, number: int, reason: str) -> None:
         if reason == "space" and block.page < 0 and not block.tiers >> (number + 1):
             self._demote(block, number)
+        name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
         self.tiers[number].delete([block.key])
         block.tiers &= ~(1 << number)
-        name, n_bytes = self.tiers[number].name, self.body_bytes(block)
         self.bus.emit(Evicted(tier=name, pages=1, n_bytes=n_bytes, reason=reason))
         self.settle(block)
 

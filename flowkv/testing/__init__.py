@@ -1,4 +1,4 @@
-"""Conformance checks to run on your own `Policy` or `Tier`, and tiers that misbehave on purpose.
+"""Conformance checks for your own `Policy`, `Tier` or codec, and tiers that misbehave on purpose.
 
 Needs `hypothesis` (`pip install 'flowkv[dev]'`), which is imported only when a check is used.
 """
@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flowkv.testing.codecs import check_codec as check_codec
     from flowkv.testing.policies import check_policy as check_policy
     from flowkv.testing.tiers import FlakyTier as FlakyTier
     from flowkv.testing.tiers import MemoryTier as MemoryTier
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
 _PLACES = {
     "FlakyTier": "flowkv.testing.tiers",
     "MemoryTier": "flowkv.testing.tiers",
+    "check_codec": "flowkv.testing.codecs",
     "check_policy": "flowkv.testing.policies",
     "check_tier": "flowkv.testing.tiers",
 }
 
-__all__ = ["FlakyTier", "MemoryTier", "check_policy", "check_tier"]
+__all__ = ["FlakyTier", "MemoryTier", "check_codec", "check_policy", "check_tier"]
 
 
 def __getattr__(name: str) -> Any:

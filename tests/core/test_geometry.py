@@ -31,7 +31,9 @@ def changed(**fields: object) -> LayerGroup:
         {"kind": "chunked"},
         {"window": 5},
         {"kind": "sliding", "window": 0},
-        {"kind": "latent", "window": 5},
+        {"kind": "latent", "kv_heads": 1, "window": 5},
+        {"kind": "latent"},
+        {"kind": "latent", "kv_heads": 1, "value_dim": 17},
     ],
 )
 def test_bad_groups(fields: dict[str, object]) -> None:
@@ -98,7 +100,7 @@ def test_fingerprint_sees_every_field_but_the_device() -> None:
         Geometry(groups=(changed(head_dim=17),)),
         Geometry(groups=(changed(value_dim=9),)),
         Geometry(groups=(changed(dtype="float16"),)),
-        Geometry(groups=(changed(kind="latent"),)),
+        Geometry(groups=(changed(kind="latent", kv_heads=1),)),
         Geometry(groups=(changed(kind="sliding", window=5),)),
         Geometry(groups=(changed(kind="chunked", window=5),)),
         Geometry(groups=(changed(kind="sliding", window=6),)),

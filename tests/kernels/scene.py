@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import torch
 
 from flowkv.core.geometry import Geometry
-from flowkv.core.layout import GRANULE_BYTES, PageLayout, page_layout
-from flowkv.kernels import Pages, Ragged, append
+from flowkv.core.layout import GRANULE_BYTES, PageLayout, page_id, page_layout
+from flowkv.kernels import Pages, Ragged, Scoring, append
+from flowkv.kernels.reference_codec import decoded, transcode
 
 POISON = 0xFF
 """A byte that, repeated, is NaN in every floating dtype."""
@@ -26,8 +28,9 @@ def layout_of(
     page_size: int = 16,
     dtype: str = "float32",
     layers: int = 2,
+    codec: str = "raw",
 ) -> PageLayout:
-    """A raw page layout."""
+    """A page layout."""
     geometry = Geometry.uniform(
         layers=layers,
         kv_heads=kv_heads,
@@ -36,7 +39,13 @@ def layout_of(
         dtype=dtype,
         page_size=page_size,
     )
-    return page_layout(geometry.groups[0], page_size)
+    return page_layout(geometry.groups[0], page_size, codec)
+
+
+def layout_like(raw: PageLayout, codec: str) -> PageLayout:
+    """The layout of the same pages in another codec."""
+    dims = raw.kv_heads, raw.head_dim, raw.value_dim
+    return layout_of(*dims, raw.page_size, raw.dtype, raw.layers, codec)
 
 
 def poisoned_arena(layout: PageLayout, pages: int) -> torch.Tensor:
@@ -53,6 +62,9 @@ class Scene:
         lengths: Tokens of each row.
         new: The last tokens of each row, those that attend.
         window: What the rows were planned for: pages behind it are absent and poisoned.
+        sealed: Codecs that full pages of the past may have; each page has one of these, or is raw.
+            `k` and `v` are then what they decode to.
+        causal: Whether queries stand among the tokens; if not, the last pages may be sealed too.
     """
 
     layout: PageLayout
@@ -62,6 +74,8 @@ class Scene:
     seed: int = 0
     layer: int = 1
     backend: str | None = "reference"
+    sealed: tuple[str, ...] = ()
+    causal: bool = True
     k: list[torch.Tensor] = field(init=False)
     v: list[torch.Tensor] = field(init=False)
     pages: Pages = field(init=False)
@@ -75,21 +89,26 @@ class Scene:
             return torch.randn(shape, generator=rng).to(dtype)
 
         self.k = [noise(n, layout.kv_heads, layout.head_dim) for n in self.lengths]
-        self.v = [noise(n, layout.kv_heads, layout.value_dim) for n in self.lengths]
+        if layout.latent:
+            self.v = [k[..., : layout.value_dim] for k in self.k]
+        else:
+            self.v = [noise(n, layout.kv_heads, layout.value_dim) for n in self.lengths]
         counts = [-(-n // size) for n in self.lengths]
         width = max(counts, default=0) + 1  # a column more than any row needs
-        places = 1 + layout.granules * torch.randperm(sum(counts), generator=rng).int()
+        room = sum(counts) * (2 if self.sealed else 1)
+        every = 1 + layout.granules * torch.randperm(room, generator=rng).int()
+        places, spare = every[: sum(counts)], every[sum(counts) :].tolist()
         table = torch.full((len(self.lengths) + 1, width), -1, dtype=torch.int32)
         rows = torch.randperm(len(self.lengths) + 1, generator=rng)[: len(self.lengths)].int()
         for row, own in zip(rows.tolist(), places.split(counts), strict=True):
             table[row, : len(own)] = own
-        self.pages = Pages(poisoned_arena(layout, sum(counts)), layout, self.layer)
+        self.pages = Pages(poisoned_arena(layout, room), layout, self.layer)
         self.batch = self._ragged(table, rows, self.lengths)
         if sum(self.lengths):
-            append(
-                torch.cat(self.k), torch.cat(self.v), self.pages, self.batch, backend=self.backend
-            )
+            v = None if layout.latent else torch.cat(self.v)
+            append(torch.cat(self.k), v, self.pages, self.batch, backend=self.backend)
         self._drop_unseen(table, rows.tolist())
+        self._seal(table, rows.tolist(), spare)
         self.batch = self._ragged(table, rows, self.new)
 
     def _ragged(self, table: torch.Tensor, rows: torch.Tensor, new: list[int]) -> Ragged:
@@ -107,6 +126,30 @@ class Scene:
                 frames[granule : granule + self.layout.granules] = POISON
             table[row, :seen] = -1
 
+    def _seal(self, table: torch.Tensor, rows: list[int], spare: list[int]) -> None:
+        if not self.sealed:
+            return
+        layout, size, rng = self.layout, self.layout.page_size, random.Random(self.seed)
+        layouts = {codec: layout_like(layout, codec) for codec in self.sealed}
+        self.pages = self.pages._replace(sealed=tuple(layouts.values()))
+        frames = self.pages.arena.view(-1, GRANULE_BYTES)
+        self.k, self.v = ([x.float() for x in xs] for xs in (self.k, self.v))
+        for b, row in enumerate(rows):
+            past = self.lengths[b] - (self.new[b] if self.causal else 0)
+            for page in range(max(0, past) // size):
+                codec, old = rng.choice(["raw", *self.sealed]), int(table[row, page])
+                if codec == "raw" or old < 0:
+                    continue
+                place, form = spare.pop(), layouts[codec]
+                lists = int32([old]), int32([place])
+                status = transcode(self.pages.arena, *lists, layout, form)
+                assert status[0, self.layer] == 0  # other layers hold poison
+                frames[old : old + layout.granules] = POISON
+                table[row, page] = page_id(place, codec)
+                k, v = decoded(self.pages.arena, form, self.layer, [place])
+                here = slice(page * size, (page + 1) * size)
+                self.k[b][here], self.v[b][here] = (x[0].transpose(0, 1) for x in (k, v))
+
     def queries(self, group: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Queries for the new tokens, `group` heads to a KV head."""
         rng = torch.Generator().manual_seed(self.seed + 1)
@@ -121,19 +164,40 @@ class Scene:
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention should answer: (o, lse) in float64, token by token from the inputs."""
-        outs, lses, group = [], [], q.shape[1] // self.layout.kv_heads
-        queries = iter(q.double())
-        for k, v, length, new in zip(self.k, self.v, self.lengths, self.new, strict=True):
-            for end in range(length - new + 1, length + 1):
-                start = 0 if self.window is None else max(0, end - self.window)
-                k_seen = k[start:end].double().repeat_interleave(group, 1)
-                v_seen = v[start:end].double().repeat_interleave(group, 1)
-                s = (next(queries) * k_seen).sum(-1) * scale  # [S, Hq]
-                s = s if softcap is None else torch.tanh(s / softcap) * softcap
-                e = torch.exp(s)
-                total = e.sum(0) if sinks is None else e.sum(0) + torch.exp(sinks.double())
-                outs.append((e[..., None] * v_seen).sum(0) / total[:, None])
-                lses.append(torch.log(total))
-        if not outs:
-            return q.new_zeros(0, q.shape[1], self.layout.value_dim), q.new_zeros(0, q.shape[1])
-        return torch.stack(outs), torch.stack(lses)
+        return self.answer(q, Scoring(scale, self.window, softcap, sinks))[:2]
+
+    def answer(self, q: torch.Tensor, how: Scoring) -> tuple[torch.Tensor, ...]:
+        """(o, lse, mass) in float64, token by token from the inputs, under every switch."""
+        heads, kv_heads, size = q.shape[1], self.layout.kv_heads, self.layout.page_size
+        o = torch.zeros(q.shape[0], heads, self.layout.value_dim, dtype=torch.float64)
+        lse = torch.full((q.shape[0], heads), -torch.inf, dtype=torch.float64)
+        pages = -(-max(self.lengths, default=0) // size)
+        mass = torch.zeros(len(self.lengths), pages, kv_heads, dtype=torch.float64)
+        n = 0
+        for b, (k, v, new) in enumerate(zip(self.k, self.v, self.new, strict=True)):
+            k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+            for j in range(new):
+                own = len(k) - new + j
+                seen = [t for t in range(len(k)) if self._sees(own, t, len(k) - new, n, how)]
+                s = (q[n].double() * k[seen]).sum(-1) * how.scale  # [S, Hq]
+                s = s if how.softcap is None else torch.tanh(s / how.softcap) * how.softcap
+                if how.alibi is not None:
+                    s = s + how.alibi.double() * (torch.tensor(seen)[:, None] - own)
+                sinks = [] if how.sinks is None else [how.sinks.double()[None]]
+                lse[n] = torch.logsumexp(torch.cat([s, *sinks]), 0)
+                p = torch.exp(s - lse[n])
+                if seen:
+                    o[n] = (p[..., None] * v[seen]).sum(0)
+                    share = p.unflatten(1, (kv_heads, -1)).sum(2)
+                    mass[b].index_add_(0, torch.tensor(seen) // size, share)
+                n += 1
+        return o, lse, mass
+
+    def _sees(self, own: int, t: int, first: int, n: int, how: Scoring) -> bool:
+        if not how.causal:
+            return True
+        if how.window is not None and t <= own - how.window:
+            return False
+        if how.tree is not None and t >= first:
+            return bool(int(how.tree[n]) >> (t - first) & 1)
+        return t <= own

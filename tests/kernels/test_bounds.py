@@ -110,7 +110,7 @@ def test_codecs_without_kernels(scene: Scene) -> None:
 
     other = msgspec.structs.replace(scene.layout, codec="kv8")
     with pytest.raises(ConfigError, match="Use a codec of: raw"):
-        gather_dense(Pages(scene.pages.arena, other, 0), scene.batch, 4)
+        append(scene.k[0][:3], scene.v[0][:3], Pages(scene.pages.arena, other, 0), scene.batch)
 
 
 PAGES: dict[str, tuple[Spoil, str]] = {

@@ -1,6 +1,6 @@
 """The Triton kernels compile well: no spills, little shared memory, few instructions an element.
 
-`bench/codegen.py` cross-compiles them in a process of its own; no GPU is needed. A budget that
+`bench/codegen.py` cross-compiles them in processes of its own; no GPU is needed. A budget that
 fails after a change of a kernel, or of Triton, is a slower kernel until a GPU says otherwise.
 """
 
@@ -16,54 +16,82 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+MMA = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 EXACT = {"prefill-fp32"}  # float32 is multiplied exactly, out of registers that do not suffice
-MMA = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+SLACK = 1.1
+MOVING = ("append_kernel", "drop_kernel", "dense_kernel", "copy_kernel")
+UNFUSED = ("append_rotary_kernel", "reposition_kernel", "dense_sealed_kernel")
+"""What must be bit for bit what the oracle computes, and divides nothing: no fused operations."""
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 
-def compiled(arch: int, names: str) -> list[dict[str, Any]]:
+def compiled(arch: str, *scopes: str, part: str = "0/1") -> list[dict[str, Any]]:
+    """Facts of the kernels of the cases of some scopes."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bench.codegen", "--arch", str(arch), "--json", "-k", names]
+    env["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, "-m", "bench.codegen", "--json", "--arch", arch]
+    command += ["--scope", *scopes, "--part", part]
     done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=1500
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def keep_their_budget(arch: int, names: str) -> None:
-    rows = compiled(arch, names)
+def keeps_its_budget(row: dict[str, Any]) -> None:
+    where = f"{row['arch']} {row['case']} {row['kernel']}: {row}"
+    assert row["spills"] == 0 or row["case"] in EXACT, where
+    assert row["shared_bytes"] <= SHARED_BYTES[row["arch"]], where
+    if row["budget"] is not None:
+        assert row["inst_per_el"] <= row["budget"] * SLACK, where
+    if row["kernel"].startswith("attend") and "fp32" not in row["case"]:
+        multiplies_with_matrix_units(row, where)
+    if row["kernel"] in UNFUSED:
+        assert row["fused"] == 0, where
+    if row["kernel"] in MOVING + UNFUSED:
+        assert "LDG.E.128" in row["memory"] and "STG.E.128" in row["memory"], where
+
+
+def multiplies_with_matrix_units(row: dict[str, Any], where: str) -> None:
+    sealed = ["IMMA"] if row["kernel"] == "attend_sealed" else ["HMMA"]
+    kinds = [MMA[row["arch"]]] if row["kernel"] == "attend_many" else sealed
+    assert any(mma.startswith(tuple(kinds)) for mma in row["mma"]), where
+    # K and V travel past the registers: a register copy of a tile is the classic mistake.
+    assert any(op.startswith("LDGSTS") for op in row["loop_ops"]), where
+
+
+PARTS = 3
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_kernels_keep_their_budget(part: int) -> None:
+    rows = compiled("sm_90", "every", "main", part=f"{part}/{PARTS}")
     assert rows
     for row in rows:
-        where = f"sm_{arch} {row['case']} {row['kernel']}: {row}"
-        assert row["spills"] == 0 or row["case"] in EXACT, where
-        assert row["shared_bytes"] <= SHARED_BYTES[arch], where
-        if row["budget"] is not None:
-            assert row["inst_per_el"] <= row["budget"], where
-        if row["kernel"].startswith("attend") and "fp32" not in row["case"]:
-            kind = MMA[arch] if row["kernel"] == "attend_many" else "HMMA"
-            assert any(mma.startswith(kind) for mma in row["mma"]), where
-            # K and V travel past the registers: a register copy of a tile is the classic mistake.
-            assert any(op.startswith("LDGSTS") for op in row["loop_ops"]), where
-        if row["kernel"] in ("append_kernel", "dense_kernel", "copy_kernel"):
-            assert "LDG.E.128" in row["memory"] and "STG.E.128" in row["memory"], where
+        keeps_its_budget(row)
 
 
-@pytest.mark.parametrize(
-    ("arch", "names"),
-    [
-        (80, "^(decode|prefill)$"),
-        (90, "^(decode|decode-(d64|d256|p16|fp32|all)|verify)$"),
-        (90, "^(prefill|prefill-(d64|d256|all)|suffix|merge|append|dense|copy)$"),
-        (100, "^(decode|prefill)$"),
-    ],
-)
-def test_kernels_keep_their_budget(arch: int, names: str) -> None:
-    keep_their_budget(arch, names)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
+def test_other_generations_keep_their_budget(arch: str) -> None:
+    rows = compiled(arch, "every")
+    assert rows
+    for row in rows:
+        keeps_its_budget(row)
+
+
+def test_kernels_compile_for_amd() -> None:
+    rows = compiled("gfx942", "every")
+    assert rows and all(row["regs"] > 0 for row in rows)
 
 
 @pytest.mark.slow
-def test_all_kernels_keep_their_budget() -> None:
-    keep_their_budget(90, "")
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+def test_all_kernels_compile_everywhere(arch: str) -> None:
+    rows = compiled(arch, "every", "main", "full")
+    assert rows
+    for row in rows:
+        if arch != "gfx942":
+            keeps_its_budget(row)

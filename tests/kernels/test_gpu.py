@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.gpu.machine import Machine
+from bench.gpu.pool import Case, prepare
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.kernels import (
     Pages,
@@ -112,6 +114,46 @@ def test_captured_graph_follows_lengths_and_tables() -> None:
         graph.replay()
         expected = paged_attention(scene.queries(4), scene.pages, scene.batch, backend="reference")
         torch.testing.assert_close(o.cpu(), expected, rtol=0, atol=TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("codecs", [("raw",), ("kv8", "raw", "kv4c")], ids=["raw", "sealed"])
+def test_a_whole_step_is_one_graph(codecs: tuple[str, ...]) -> None:
+    """Append and attention of all layers, captured once, replayed for other rows and pages."""
+    machine, layers, page = Machine(dry=False), 4, 64
+    lengths = 9 * page + 40, 3 * page + 17, 30
+    case = Case("step", lengths, (1, 1, 1), codecs, kv_heads=2, layers=layers, page=page)
+    scene = prepare(case, machine, sets=3)
+    batch = Ragged(
+        *(x.clone() if isinstance(x, torch.Tensor) else x for x in scene.batches[0][:5]),
+        most_length=10 * page,
+    )
+    q = [machine.noise(*scene.q.shape, dtype=scene.q.dtype) for _ in range(layers)]
+    kv = [[machine.noise(3, 2, 128, dtype=q[0].dtype) for _ in range(2)] for _ in range(layers)]
+
+    def step(pages: Pages) -> list[torch.Tensor]:
+        outs = []
+        for layer in range(layers):
+            own = pages._replace(layer=layer)
+            append(*kv[layer], own, batch)
+            outs.append(paged_attention(q[layer], own, batch))
+        return outs
+
+    step(scene.pages)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step(scene.pages)
+    for fewer, other in enumerate(scene.batches):
+        batch.table.copy_(other.table)
+        batch.lengths.copy_(other.lengths - 7 * fewer)
+        for x in (*q, *(x for pair in kv for x in pair)):
+            x.normal_()
+        twin = scene.pages._replace(arena=scene.pages.arena.clone())
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        for out, right in zip(outs, step(twin), strict=True):
+            torch.testing.assert_close(out, right, rtol=2e-2, atol=2e-3)
+        assert torch.equal(scene.pages.arena, twin.arena)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from flowkv import KV
+from flowkv.core.layout import CODEC_SHIFT, granule_of
 from flowkv.runtime.index import PrefixIndex
 from flowkv.runtime.pool import PagePool
 from flowkv.runtime.store import Store
@@ -13,6 +14,8 @@ from flowkv.runtime.store import Store
 def audit_pool(pool: PagePool) -> None:
     """Every granule is in exactly one place: a page in use, a free page, or a free slab."""
     owner: dict[int, str] = {}
+    names = {granule_of(page): page for page in pool.live()}
+    assert len(names) == len(pool._refs), "one place has two pages"
 
     def claim(first: int, granules: int, who: str) -> None:
         for granule in range(first, first + granules):
@@ -29,12 +32,12 @@ def audit_pool(pool: PagePool) -> None:
         assert slab.first == first and number not in pool._free_slabs
         assert slab.used > 0, "an empty slab belongs to no size"
         assert bool(slab.free) == (number in pool._partial.get(slab.granules, {}))
-        for page in slab.free:
-            claim(page, slab.granules, "free page")
-            assert pool.references(page) == 0
-        for page in pool._pages_of(slab):
-            claim(page, slab.granules, "used page")
-            assert pool.references(page) > 0
+        for granule in slab.free:
+            claim(granule, slab.granules, "free page")
+            assert granule not in names
+        for granule in slab.occupied():
+            claim(granule, slab.granules, "used page")
+            assert pool.references(names[granule]) > 0
             used += slab.granules
     assert len(set(pool._free_slabs)) == len(pool._free_slabs)
     assert used * 4096 == pool.used_bytes()
@@ -56,12 +59,14 @@ def audit(kv: KV) -> None:
             for page, block in zip(line, blocks, strict=False):
                 if page >= 0:
                     refs[store.device(g)][page] += 1
+                    assert page >> CODEC_SHIFT <= seq.fidelity
                 if block is not None:
                     assert block.page == page >= 0
                     holds[id(block)] += 1
     for block in [*store.index, *store._ghosts]:
         assert block.holds == holds.pop(id(block), 0)
         assert block.gone == (block in store._ghosts)
+        assert block.page < 0 or block.page >> CODEC_SHIFT <= block.fidelity
         if block.page >= 0 and not block.gone:
             refs[store.device(block.group)][block.page] += 1
     assert not holds

@@ -27,7 +27,7 @@ from flowkv.testing import FlakyTier, MemoryTier
 from flowkv.testing.tiers import Faults
 from tests.runtime.audit import audit, audit_empty
 from tests.runtime.fakes import Wrapped
-from tests.runtime.toy import PAGE, check_content, make_kv, write
+from tests.runtime.toy import PAGE, check_content, geometry, make_kv, write
 
 TENANTS = ("alice", "bob")
 # Two documents and their beginnings, at and beside page borders, with endings of their own.
@@ -81,13 +81,24 @@ class Machine(RuleBasedStateMachine):
         kind=st.sampled_from(("none", "host", "demoting", "lasting", "flaky")),
         pages=st.sampled_from((6, 12, 40)),
         lease=st.booleans(),
+        codec=st.sampled_from(("raw", "kv8")),
+        recent=st.sampled_from((0, PAGE)),
     )
-    def start(self, kind: str, pages: int, lease: bool) -> None:
+    def start(self, kind: str, pages: int, lease: bool, codec: str, recent: int) -> None:
         def policy() -> Any:
             return make_policy("lfu-ttl", lease_s=60.0) if lease else make_policy("lru")
 
+        # A kv8 page's number is scaled to a multiple of 1/127; encoding it again changes nothing.
+        self.within = 0.0 if codec == "raw" else 0.005
         self.kv: KV = make_kv(
-            pages=pages, tiers=self.tiers(kind), policy=policy, clock=self.clock, max_rows=8
+            geometry(heads=2 if codec == "raw" else 16),  # encoded pages are of another size
+            pages=pages,
+            tiers=self.tiers(kind),
+            policy=policy,
+            clock=self.clock,
+            max_rows=8,
+            codec=codec,
+            recent_tokens=recent,
         )
 
     # ---- sequences
@@ -256,7 +267,8 @@ class Machine(RuleBasedStateMachine):
     def holds_what_was_computed(self) -> None:
         for row in self.open:
             if not row.asleep:
-                check_content(self.kv, row.seq, row.tokens[: row.seq.length], row.tag)
+                tokens = row.tokens[: row.seq.length]
+                check_content(self.kv, row.seq, tokens, row.tag, self.within)
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowkv.core.errors import CapacityError, StateError
+from flowkv.core.layout import CODECS, codec_of, granule_of, page_id
 from flowkv.runtime.pool import PagePool
 from tests.runtime.audit import audit_pool
 
@@ -49,7 +50,7 @@ def test_sparse_slabs_are_emptied_and_movable_pages_only_move() -> None:
             pool.release(page)
     before = pool.fragmentation()
     fixed = {next(p for p in pool.live() if p // 16 == 1)}
-    moves = pool.plan_defragmentation(set(pool.live()) - fixed)
+    moves = pool.plan_defragmentation(fixed)
     assert not fixed & moves.keys()
     assert {page // 16 for page in moves} == {0, 2}, "whole slabs, the sparsest first"
     pool.relocate(moves)
@@ -63,7 +64,7 @@ def test_planning_is_fast_where_everything_is_sparse() -> None:
     for page in pool.allocate(1, 32000) or ():
         if page % 16 > 1:
             pool.release(page)
-    moves = pool.plan_defragmentation(list(pool.live()))
+    moves = pool.plan_defragmentation()
     assert len(moves) > 2 * 1740, "250 full slabs are enough"
     pool.relocate({})
 
@@ -103,3 +104,55 @@ def test_references_and_content_travel() -> None:
     assert [pool.references(page) for page in (a, b, c, free)] == [2, 1, 0, 1]
     assert [int(pool.page_bytes(page, 1)) for page in (a, b, free)] == [b + 1, a + 1, c + 1]
     assert torch.equal(pool.page_bytes(a, 4096), torch.full((4096,), b + 1, dtype=torch.uint8))
+
+
+def test_ids_carry_the_codec() -> None:
+    pool = pool_of(4, (1, 2))
+    raw, small, other = (pool.allocate(g, 3, c) or [] for g, c in ((2, 0), (1, 1), (1, 3)))
+    assert {codec_of(page) for page in raw} == {"raw"}
+    assert {codec_of(page) for page in small} == {"kv8"} and min(small) > 1 << 27
+    assert pool.bytes_by_codec() == {"raw": 6 * 4096, "kv8": 3 * 4096, "kv4c": 3 * 4096}
+    for number, page in enumerate((*raw, *small, *other)):
+        pool.page_bytes(page, 4096).fill_(number)
+    audit_pool(pool)
+    assert [int(pool.page_bytes(page, 1)) for page in (*small, *other)] == [3, 4, 5, 6, 7, 8]
+    with pytest.raises(StateError, match="not in use"):
+        pool.release(granule_of(small[0]))
+    pool.copy(small[:1], other[:1], 1)
+    assert int(pool.page_bytes(other[0], 1)) == 3
+
+
+def test_a_replaced_page_leaves_its_references_behind() -> None:
+    pool = pool_of(4, (1, 2))
+    (old,), (new,) = pool.allocate(2, 1) or [], pool.allocate(1, 1, 2) or []
+    pool.share(old)
+    pool.replace(old, new)
+    audit_pool(pool)
+    assert (pool.references(old), pool.references(new)) == (0, 2)
+    assert pool.used_bytes() == 4096
+    assert not pool.release(new) and pool.release(new) and pool.used_bytes() == 0
+
+
+def test_pages_of_several_codecs_move_within_a_slab() -> None:
+    pool = pool_of(2)
+    ids = [(pool.allocate(1, 1, number % len(CODECS)) or [-1])[0] for number in range(16)]
+    for number, page in enumerate(ids):
+        pool.page_bytes(page, 4096).fill_(number)
+    turned = [*ids[1:], ids[0]]
+    moves = {o: page_id(granule_of(n), codec_of(o)) for o, n in zip(ids, turned, strict=True)}
+    with pytest.raises(StateError, match="cannot be moved that way"):
+        pool.relocate(dict(zip(ids, turned, strict=True)))
+    pool.relocate(moves)
+    audit_pool(pool)
+    assert [int(pool.page_bytes(moves[page], 1)) for page in ids] == list(range(16))
+    for page in ids[::2]:
+        pool.release(moves[page])
+    pool.relocate(pool.plan_defragmentation())
+    audit_pool(pool)
+
+
+def test_a_pool_beyond_what_ids_can_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowkv.runtime.pool._arena", lambda *_: torch.empty(0))
+    with pytest.raises(CapacityError, match="at most 1TiB"):
+        PagePool("cpu", (1 << 40) + (1 << 30), [16])
+    assert PagePool("cpu", 1 << 40, [16]).available(16) == 1 << 24

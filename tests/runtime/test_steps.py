@@ -291,7 +291,7 @@ def test_non_finite_keys_are_never_published_and_warned_of_once(
         group, index = kv.planner.locate(layer)
         with kv.step([seq], [[4] * 20]) as step:
             write(step)
-            layout = kv.planner.store.layouts[group]
+            layout = kv.planner.store.forms[group].raw
             page = int(step.batch(group).table[seq.row, 1])
             raw = kv.planner.store.pool(group).page_bytes(page, layout.page_bytes)
             raw.view(torch.float32)[layout.run_offset_bytes(index, 0) // 4 + 9] = value
@@ -329,7 +329,7 @@ def test_what_a_page_held_before_is_neither_stored_nor_mistaken_for_keys() -> No
     with opened(kv, [1] * 9) as seq:
         (block, _) = seq.blocks[0]
         raw = kv.planner.store.pool(0).page_bytes(block.page, 4096)
-        used = kv.planner.store.layouts[0].stripe_bytes
+        used = kv.planner.store.forms[0].raw.stripe_bytes
         assert used == 512 and not raw[used:].any() and raw[:used].any()
         check_content(kv, seq, [1] * 9)
 

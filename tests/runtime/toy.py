@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from flowkv import KV, Geometry, LayerGroup, Sequence, Step, kernels
+from flowkv.core.layout import page_layout
 
 PAGE = 8
 WINDOW = 12
@@ -20,11 +21,16 @@ _TWO_64 = 1 << 64
 
 
 def geometry(
-    *, page_size: int = PAGE, window: int = WINDOW, layers: int = 2, device: str = "cpu"
+    *,
+    page_size: int = PAGE,
+    window: int = WINDOW,
+    layers: int = 2,
+    heads: int = 2,
+    device: str = "cpu",
 ) -> Geometry:
     """A full group of every second layer, and a sliding one of the others."""
     full = LayerGroup(
-        layers=tuple(range(0, layers, 2)), kv_heads=2, head_dim=8, value_dim=8, device=device
+        layers=tuple(range(0, layers, 2)), kv_heads=heads, head_dim=8, value_dim=8, device=device
     )
     sliding = LayerGroup(
         layers=tuple(range(1, layers, 2)),
@@ -44,12 +50,12 @@ def simple(**options: Any) -> Geometry:
 
 
 def make_kv(shape: Geometry | None = None, *, pages: int = 64, **options: Any) -> KV:
-    """A cache whose pool holds about `pages` pages of each group, and that loads what it can.
+    """A cache whose pool holds about `pages` raw pages of each group, and loads what it can.
 
     The toy computes so fast that loading is seldom worth it, and a test must not hang on that.
     """
     shape = shape or geometry()
-    granules = sum(len(group.layers) for group in shape.groups)
+    granules = sum(page_layout(group, shape.page_size).granules for group in shape.groups)
     options = {"policy": "lru", "max_rows": 32} | options
     size = pages * granules * 4096
     if "tiers" in options:
@@ -142,8 +148,14 @@ def content(kv: KV, seq: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tens
     return k[0].transpose(0, 1).cpu(), v[0].transpose(0, 1).cpu()
 
 
-def check_content(kv: KV, seq: Sequence, tokens: Items[int], tag: int = 0) -> None:
-    """Every position that a query may still see holds exactly what the model computed there."""
+def check_content(
+    kv: KV, seq: Sequence, tokens: Items[int], tag: int = 0, within: float = 0.0
+) -> None:
+    """Every position that a query may still see holds what the model computed there.
+
+    Args:
+        within: Largest error, for pages that were encoded.
+    """
     shape = seq.planner.geometry
     assert seq.length == len(tokens)
     for g, group in enumerate(shape.groups):
@@ -153,4 +165,5 @@ def check_content(kv: KV, seq: Sequence, tokens: Items[int], tag: int = 0) -> No
         for layer in group.layers:
             wanted = keys_values(shape, layer, tokens, first, tag)
             for name, got, want in zip("kv", content(kv, seq, layer), wanted, strict=True):
-                assert torch.equal(got[first:], want), f"{name} of layer {layer} is wrong"
+                worst = float((got[first:] - want).abs().max()) if len(want) else 0.0
+                assert worst <= within, f"{name} of layer {layer} is wrong by {worst}"

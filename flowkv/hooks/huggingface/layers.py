@@ -202,7 +202,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.in_step:
             return kernels.gather_dense(self.pages, self.batch, columns)
         if step is None:
-            return kernels.gather_dense(*rows.reading(self.index, self.placed.group), columns)
+            with rows.reading(self.index, self.placed.group) as (pages, batch):
+                return kernels.gather_dense(pages, batch, columns)
         # A forward is under way and has not reached this layer: leave its new columns out.
         pages, batch = step.pages(self.index), step.batch(self.placed.group)
         k, v = kernels.gather_dense(pages, batch, columns + rows.new)

@@ -7,8 +7,9 @@ translates, and remembers which token ids were computed, so that filled pages ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -179,11 +180,12 @@ class Rows:
             self._index = self._index.to(device)
         return self._index
 
-    def reading(self, layer: int, group: int) -> tuple[Pages, Ragged]:
-        """What is in the cache now, outside a step."""
+    @contextmanager
+    def reading(self, layer: int, group: int) -> Iterator[tuple[Pages, Ragged]]:
+        """What is in the cache now, outside a step; until it is left, no page moves."""
         step = self.kv.plan(self.seqs, self._one * 0)
         try:
-            return step.pages(layer), step.batch(group)
+            yield step.pages(layer), step.batch(group)
         finally:
             step.rollback()
 

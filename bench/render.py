@@ -1,0 +1,221 @@
+"""The figures of `bench/results/*.json` into `docs/benchmarks.md`.
+
+    python -m bench.render            # write them
+    python -m bench.render --check    # 1 if the page says something else
+
+What is between two marks, `<!-- begin: NAME -->` and `<!-- end: NAME -->`, is written by the
+function of that name below; all else on the page is prose. A figure that no file holds is "not
+measured yet".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "bench" / "results"
+NOT_YET = "not measured yet"
+
+Results = dict[str, Any]
+"""What each file holds, by its name without `.json`."""
+
+BLOCKS: dict[str, Callable[[Results], str]] = {}
+
+
+def block(write: Callable[[Results], str]) -> Callable[[Results], str]:
+    """The writer of the block of its name."""
+    BLOCKS[write.__name__] = write
+    return write
+
+
+def load(folder: Path = RESULTS) -> Results:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), ["---"] * len(list(head)), *map(list, rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def figure(value: float | None, unit: str = "") -> str:
+    if value is None:
+        return NOT_YET
+    if unit == "%":
+        return f"{100 * value:.0f} %"
+    digits = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return digits + unit
+
+
+def gpu_reports(results: Results) -> list[dict[str, Any]]:
+    return [report for name, report in results.items() if name.startswith("gpu-")]
+
+
+class Device:
+    """The results of one GPU, by case."""
+
+    def __init__(self, report: dict[str, Any] | None) -> None:
+        self.cases = {row["case"]: row for row in (report or {}).get("results", [])}
+
+    def of(self, case: str, name: str = "us") -> float | None:
+        return self.cases.get(case, {}).get(name)
+
+    def ratio(self, above: float | None, below: float | None) -> float | None:
+        return above / below if above and below else None
+
+    def rival(self, case: str, *names: str) -> float | None:
+        """Microseconds of the fastest of some rivals."""
+        rivals = self.cases.get(case, {}).get("rivals", {})
+        return min((rivals[n]["us"] for n in names if "us" in rivals.get(n, {})), default=None)
+
+    def lowest(self, beginning: str, name: str) -> float | None:
+        found = [row.get(name) for case, row in self.cases.items() if case.startswith(beginning)]
+        return min((x for x in found if x is not None), default=None)
+
+
+def goals(device: Device) -> list[tuple[str, str, float | None, str]]:
+    """(What, target, measured, unit) of everything that is promised of a GPU."""
+    a, b = "decode 32 x 4k", "decode 1 x 128k"
+    uniform, ragged = "decode 8 x 32k", "decode ragged 1k-128k"
+    infer, vllm = ("FlashInfer", "FlashInfer, tensor cores"), "vLLM Triton"
+    rows: list[tuple[str, str, float | None, str]] = []
+    for case in (a, b):
+        share = device.of(case, "of_read_ceiling")
+        rows.append((f"bf16 {case}, share of read bandwidth", "at least 85 %", share, "%"))
+        for codec, least in (("kv8", 1.8), ("kv4c", 3.0), ("kv4h", 3.0)):
+            times = device.of(f"{case} {codec}", "times")
+            rows.append((f"{codec} {case}, against bf16", f"at least {least}x", times, "x"))
+        for names, codec, least in (
+            (infer, "", 0.95),
+            ((vllm,), "", 1.2),
+            ((f"{vllm} int8",), "kv8", 2.0),
+            ((f"{vllm} int4",), "kv4c", 3.0),
+        ):
+            ours = device.of(f"{case} {codec}".strip())
+            times = device.ratio(device.rival(case, *names), ours)
+            what = f"{codec or 'bf16'} {case}, against {names[0]}"
+            rows.append((what, f"at least {least}x", times, "x"))
+    longer = device.ratio(device.of(ragged), device.of(uniform))
+    copied = device.lowest("transcode", "of_copy_ceiling")
+    moved = device.lowest("gather pages", "of_copy_ceiling")
+    cascade = device.of("cascade 32k x 64", "of_read_ceiling")
+    prefill = device.of("prefill 16k in 2k chunks", "of_matmul_ceiling")
+    streamed = "decode step streamed from pinned memory"
+    return [
+        *rows,
+        ("ragged 1k-128k, time over that of 8 x 32k", "at most 1.15x", longer, "x"),
+        ("prefill 16k in 2k chunks, share of matrix rate", "at least 55 %", prefill, "%"),
+        ("cascade 32k x 64, share of its byte floor", "at least 75 %", cascade, "%"),
+        ("seal and transcode, share of copy bandwidth", "at least 70 %", copied, "%"),
+        ("gather and scatter, share of copy bandwidth", "at least 90 %", moved, "%"),
+        (f"{streamed}", "reported", device.of(streamed), " us"),
+        ("... the same step resident", "reported", device.of(streamed, "resident_us"), " us"),
+        ("... exposed copy time", "reported", device.of(streamed, "exposed_us"), " us"),
+    ]
+
+
+@block
+def targets(results: Results) -> str:
+    reports = gpu_reports(results)
+    devices = [Device(report) for report in reports] or [Device(None)]
+    names = [report["device"] for report in reports] or ["measured"]
+    columns = [goals(device) for device in devices]
+    rows = [
+        [what, target, *(figure(column[i][2], column[i][3]) for column in columns)]
+        for i, (what, target, _, _) in enumerate(columns[0])
+    ]
+    return table(["what", "target", *names], rows)
+
+
+@block
+def gpu(results: Results) -> str:
+    reports = gpu_reports(results)
+    if not reports:
+        return "No GPU has run this yet."
+    return "\n\n".join(map(_gpu, reports))
+
+
+def _gpu(report: dict[str, Any]) -> str:
+    limits = report["ceilings"]
+    head = (
+        f"### {report['device']}\n\n"
+        f"{report['label'].capitalize()} on {report['date']}, torch {report['torch']},"
+        f" Triton {report['triton']}. Ceilings of the same run: reads"
+        f" {limits['read_bytes_s'] / 1e12:.2f} TB/s, copies {limits['copy_bytes_s'] / 1e12:.2f}"
+        f" TB/s, bf16 products {limits['bfloat16_flop_s'] / 1e12:.0f} TFLOP/s."
+    )
+    rows, skipped = [], set()
+    for row in report["results"]:
+        if "us" not in row:
+            verdict = "**wrong**" if row.get("wrong") else row.get("failed", NOT_YET)
+            rows.append([row["case"], verdict, "", "", ""])
+            continue
+        shares = [(name, row[name]) for name in row if name.startswith("of_") and row[name]]
+        shown = ", ".join(f"{figure(share, '%')} {name[3:-8]}" for name, share in shares)
+        others = []
+        for name, rival in row.get("rivals", {}).items():
+            if "us" in rival:
+                others.append(f"{name} {figure(rival['times'])}x")
+            else:
+                skipped.add(f"{name}: {rival['skipped']}")
+        times = figure(row["times"], "x") if "times" in row else ""
+        rows.append([row["case"], figure(row["us"]), shown, times, ", ".join(others)])
+    head = f"{head}\n\n" + table(["case", "us", "of ceilings", "times", "others take"], rows)
+    notes = "\n".join(f"- {sentence}" for sentence in sorted(skipped))
+    return f"{head}\n\nSkipped:\n\n{notes}" if notes else head
+
+
+@block
+def launch(results: Results) -> str:
+    reports = [report for name, report in results.items() if name.startswith("launch-")]
+    rows = []
+    for report in reports:
+        for row in report["launches"]:
+            what = f"`{row['kernel']}`, {row['arguments']} arguments"
+            ours, theirs = row["flowkv_us"], row["triton_us"]
+            times = figure(theirs / ours, "x")
+            rows.append([report["triton"], what, figure(ours), figure(theirs), times])
+    if not rows:
+        return NOT_YET.capitalize() + "."
+    return table(["Triton", "kernel", "FlowKV, us", "`kernel[grid]`, us", "ratio"], rows)
+
+
+@block
+def generate(results: Results) -> str:
+    rows = []
+    for row in results.get("generate_cpu", []):
+        ends = f"{figure(row['ratio_min'])} to {figure(row['ratio_max'])}"
+        rows.append([row["bench"], f"{row['prompt']:,}", f"{figure(row['ratio'])} ({ends})"])
+    return table(["ratio", "tokens", "measured"], rows) if rows else NOT_YET.capitalize() + "."
+
+
+def render(page: str, results: Results) -> str:
+    """The page with all its blocks written anew."""
+    for name in re.findall(r"<!-- begin: (\w+) -->", page):
+        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = f"{before}{begin}\n\n{BLOCKS[name](results)}\n\n{end}{after}"
+    return page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    page = PAGE.read_text()
+    written = render(page, load())
+    if args.check:
+        return int(written != page)
+    PAGE.write_text(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

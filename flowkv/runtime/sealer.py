@@ -1,0 +1,258 @@
+"""Encodes full pages once they are far enough behind, and rewrites everything that names them.
+
+Which codec a page should have is the ladder's business (`policy.ladder`). A page that several
+sequences share gets the mildest codec that one of them still needs; a page that a step reads, or
+that a tier is taking, waits. What could not be done stays due and is tried again when the sequence
+fills its next page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from flowkv import kernels
+from flowkv.core.layout import CODEC_SHIFT, CODECS
+from flowkv.kernels.coding import NON_FINITE
+from flowkv.observe.events import Encoded
+from flowkv.runtime.index import Block
+from flowkv.runtime.sequence import Sequence
+from flowkv.runtime.store import Store
+from flowkv.runtime.tables import READY, STEPPING, Tables
+
+_MOST_PAGES = 64
+"""Pages encoded at once: what they leave is room for the next ones."""
+
+
+class Refusal(NamedTuple):
+    """A page that a codec cannot hold.
+
+    Attributes:
+        layer: The model's layer.
+        page: Number of the page in its sequence.
+        codec: Index of the codec.
+        status: What `kernels.transcode` said.
+    """
+
+    layer: int
+    page: int
+    codec: int
+    status: int
+
+
+class _Due(NamedTuple):
+    group: int
+    page_no: int
+    page: int
+    codec: int
+    rows: list[int]
+    block: Block | None
+
+
+class Sealer:
+    """Encodes the pages of sequences. Callers hold the KV lock.
+
+    Args:
+        store: Blocks, pools, and the ladder of each layer group.
+        tables: Lines of all sequences.
+
+    Attributes:
+        on_refusal: Told of pages that stay as they are, once everything is in order.
+    """
+
+    def __init__(self, store: Store, tables: Tables) -> None:
+        self.store, self.tables = store, tables
+        self.on_refusal: Callable[[Refusal], None] = lambda refusal: None
+        self._refusals: list[Refusal] = []
+        # Per group: pages of a line before this one have had their turn at each rung.
+        rows = tables.max_rows + 1
+        self._done = [np.zeros((rows, len(f.ladder.rungs)), np.int64) for f in store.forms]
+
+    # ---- what lines are told
+
+    def rewind(self, row: int, pages: int) -> None:
+        """A line has other pages from page number `pages` on."""
+        for done in self._done:
+            np.minimum(done[row], pages, out=done[row])
+
+    def copy(self, row: int, child: int) -> None:
+        """A line begins as a copy of another one."""
+        for done in self._done:
+            done[child] = done[row]
+
+    # ---- encoding
+
+    def seal(self, seqs: Iterable[Sequence]) -> None:
+        """Encodes what became due in these sequences, which are in no step any more."""
+        passed: list[tuple[int, int, int, int, int]] = []
+        due: dict[tuple[int, int], _Due] = {}
+        left: set[tuple[int, int]] = set()
+        for seq in seqs:
+            if self.tables.state[seq.row] == READY:
+                for group in range(len(seq.blocks)):
+                    self._find(seq, group, due, left, passed)
+        if due:
+            left |= self._encode(due.values())
+        for group, row, number, start, border in passed:
+            done = border
+            if left:
+                line = self.tables.pages[group][row, start:border].tolist()
+                waiting = (start + i for i, page in enumerate(line) if (group, page) in left)
+                done = next(waiting, border)
+            self._done[group][row, number] = done
+        self._report()
+
+    def retire(self, seq: Sequence) -> None:
+        """Encodes what a sequence that is about to be closed leaves behind in the index."""
+        due = []
+        for group, blocks in enumerate(seq.blocks):
+            ladder = self.store.forms[group].ladder
+            line = self.tables.pages[group][seq.row, : len(blocks)]
+            milder = (line >= 0) & (line >> CODEC_SHIFT < ladder.idle)
+            for page_no in np.flatnonzero(milder).tolist():
+                block, page = blocks[page_no], int(line[page_no])
+                if block is None or block.gone or not block.sealable:
+                    continue
+                rows = self._holders(group, page_no, page, seq.row, block)
+                others = [row for row in rows if row != seq.row]
+                codec = self._mildest(group, page_no, others, ladder.idle)
+                if codec > page >> CODEC_SHIFT and not self._in_use(group, page, others):
+                    due.append(_Due(group, page_no, page, codec, rows, block))
+        if due:
+            self._encode(due)
+        self._report()
+
+    def _find(
+        self,
+        seq: Sequence,
+        group: int,
+        due: dict[tuple[int, int], _Due],
+        left: set[tuple[int, int]],
+        passed: list[tuple[int, int, int, int, int]],
+    ) -> None:
+        """Adds the pages of a sequence that are due, those that must wait, and where it stands."""
+        row, length = seq.row, seq.length
+        ladder, line = self.store.forms[group].ladder, self.tables.pages[group][row]
+        found: dict[int, int] = {}
+        for number, rung in enumerate(ladder.rungs):
+            start = max(int(self._done[group][row, number]), seq.first_page[group])
+            border = ladder.border(rung, length)
+            if start < border:
+                passed.append((group, row, number, start, border))
+                part = line[start:border]
+                milder = (part >= 0) & (part >> CODEC_SHIFT < rung.codec)
+                for at in np.flatnonzero(milder).tolist():
+                    found.setdefault(start + at, rung.codec)  # the furthest rung comes first
+        for page_no, codec in found.items():
+            page, block = int(line[page_no]), seq.blocks[group][page_no]
+            if block is not None and not block.sealable:
+                continue
+            rows = self._holders(group, page_no, page, row, block)
+            if self._in_use(group, page, rows):
+                left.add((group, page))
+                continue
+            codec = self._mildest(group, page_no, rows, codec)
+            if codec > page >> CODEC_SHIFT:
+                due[group, page] = _Due(group, page_no, page, codec, rows, block)
+
+    def _holders(
+        self, group: int, page_no: int, page: int, row: int, block: Block | None
+    ) -> list[int]:
+        """Lines with the page; it has the same number in all of them."""
+        if block is not None:
+            alone = block.holds == 1
+        else:
+            alone = self.store.pool(group).references(page) == 1
+        if alone:
+            return [row]
+        column = self.tables.pages[group][:, page_no]
+        return [int(row) for row in np.flatnonzero(column == page)]
+
+    def _in_use(self, group: int, page: int, rows: list[int]) -> bool:
+        """Whether a step may be reading the page, or a transfer."""
+        stepping = any(self.tables.state[row] == STEPPING for row in rows)
+        return stepping or self.store.is_lent(group, page)
+
+    def _mildest(self, group: int, page_no: int, rows: list[int], codec: int) -> int:
+        """The mildest of a codec and those that these lines need."""
+        ladder, lengths = self.store.forms[group].ladder, self.tables.lengths
+        return min([codec, *(ladder.codec(page_no, int(lengths[row])) for row in rows)])
+
+    def _encode(self, due: Iterable[_Due]) -> set[tuple[int, int]]:
+        """Encodes pages; returns (group, page) of those for which there is no room."""
+        work: dict[tuple[int, int, int], list[_Due]] = {}
+        for item in due:
+            key = item.group, item.page >> CODEC_SHIFT, item.codec
+            work.setdefault(key, []).append(item)
+        left: set[tuple[int, int]] = set()
+        for (group, _, new), items in work.items():
+            pages = 0
+            while pages < len(items):
+                part = items[pages : pages + _MOST_PAGES]
+                targets = self.store.spare(group, len(part), new)
+                if not targets:
+                    break
+                self._transcode(group, part[: len(targets)], targets)
+                pages += len(targets)
+            left |= {(group, item.page) for item in items[pages:]}
+        self.tables.touch()
+        return left
+
+    def _transcode(self, group: int, items: list[_Due], targets: list[int]) -> None:
+        pool, forms = self.store.pool(group), self.store.forms[group]
+        old, new = forms.of(items[0].page), forms.of(targets[0])
+        source, target = pool.granules([item.page for item in items]), pool.granules(targets)
+        status = kernels.transcode(pool.arena, source, target, old, new).cpu().numpy()
+        encoded = 0
+        for item, page, by_layer in zip(items, targets, status, strict=True):
+            if by_layer.any():
+                pool.release(page)
+                layer = int(np.flatnonzero(by_layer)[0])
+                self._refuse(item, layer, int(by_layer[layer]))
+            else:
+                self._adopt(item, page)
+                encoded += 1
+        if encoded:
+            event = Encoded(
+                group=group,
+                pages=encoded,
+                source=old.codec,
+                target=new.codec,
+                n_bytes_before=encoded * old.page_bytes,
+                n_bytes=encoded * new.page_bytes,
+            )
+            self.store.bus.emit(event)
+
+    def _adopt(self, item: _Due, page: int) -> None:
+        """Puts the encoded page in place of the old one, for all that share it."""
+        tables, block = self.tables, item.block
+        self.store.pool(item.group).replace(item.page, page)
+        tables.pages[item.group][item.rows, item.page_no] = page
+        tables.fidelity[item.rows] = np.maximum(tables.fidelity[item.rows], item.codec)
+        if block is not None:
+            block.page, block.fidelity = page, max(block.fidelity, item.codec)
+            if not item.page >> CODEC_SHIFT:
+                self.store.write_down(block)
+
+    def _refuse(self, item: _Due, layer: int, status: int) -> None:
+        if item.block is not None:
+            item.block.sealable = False
+            self.store.write_down(item.block)  # as it is, and as it will stay
+        layers = self.store.geometry.groups[item.group].layers
+        self._refusals.append(Refusal(layers[layer], item.page_no, item.codec, status))
+
+    def _report(self) -> None:
+        refusals, self._refusals = self._refusals, []
+        for refusal in refusals:
+            self.on_refusal(refusal)
+
+
+def describe(refusal: Refusal) -> str:
+    """A refusal in words: which layer and page, and why."""
+    reason = "holds NaN or infinity"
+    if refusal.status != NON_FINITE:
+        reason = "holds numbers beyond the range of its scales"
+    codec = CODECS[refusal.codec]
+    return f"page {refusal.page} of layer {refusal.layer} {reason}, which {codec} cannot encode"

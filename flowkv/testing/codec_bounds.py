@@ -1,0 +1,81 @@
+"""What a codec may lose of each element: the bounds that docs/explain/codecs.md derives.
+
+They are evaluated in float64 from what is encoded, never from what a codec stored, and hold for
+every page of which `kernels.transcode` says `SOUND`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flowkv.kernels import reference_codec
+
+U, U_HALF, TINY = 2.0**-24, 2.0**-11, 2.0**-25
+"""Unit roundoffs of float32 and float16; half of the least positive float16."""
+
+
+def by_token(x: torch.Tensor, levels: int) -> torch.Tensor:
+    """What a symmetric code of `levels` may lose of each element of float64 `[..., P, D]`."""
+    most = x.abs().amax(-1, keepdim=True)
+    scale = most / levels * (1 + U) * (1 + U_HALF) + TINY
+    clamped = most * (U_HALF + U) + levels * TINY
+    return torch.maximum(scale / 2 + 3 * U * x.abs(), clamped.expand_as(x))
+
+
+def by_channel(x: torch.Tensor, levels: int = 15) -> torch.Tensor:
+    """What the keys of kv4c may lose of each element of float64 `[..., P, D]`."""
+    low = x.amin(-2, keepdim=True)
+    span = x.amax(-2, keepdim=True) - low
+    scale = span / levels * (1 + 2 * U) * (1 + U_HALF) + TINY
+    offset = low.abs() * U_HALF + TINY
+    rounded = scale / 2 + 4 * U * (x - low + offset)
+    clamped = offset + span * (U_HALF + 2 * U) + levels * TINY
+    largest = low.abs() + offset + levels * scale
+    return torch.maximum(rounded, clamped.expand_as(x)) + U * largest
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """The transform of kv4h in float64: all but exact beside float32."""
+    return reference_codec.rotate(x.double())
+
+
+def turning(x: torch.Tensor) -> float:
+    """By how much, relative to its norm, float32 changes a token of `[..., P, D]` in turning it."""
+    block = x.shape[-1] & -x.shape[-1]
+    return math.expm1((block.bit_length() + 1) * math.log1p(U)) * (1 + 1e-6)
+
+
+def by_rotation(x: torch.Tensor, levels: int = 7) -> torch.Tensor:
+    """What the keys of kv4h may lose of each token of `[..., P, D]`, as a Euclidean norm."""
+    norm, lost = x.norm(dim=-1), turning(x)
+    most = turned(x).abs().amax(-1) + lost * norm
+    each = most / levels / 2 * (1 + U) * (1 + U_HALF) + TINY / 2 + 3 * U * most
+    each = torch.maximum(each, most * (U_HALF + U) + levels * TINY)
+    coded = each * math.sqrt(x.shape[-1])
+    both: torch.Tensor = coded * (1 + lost) + norm * (lost * (2 + lost))
+    return both
+
+
+def bounds(codec: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a codec of the catalogue may lose of each element of full pages.
+
+    Args:
+        codec: One of `CODECS`.
+        k: `[..., P, D]`, what is encoded.
+        v: `[..., P, Dv]`.
+
+    Returns:
+        Bounds of K and of V, float64.
+    """
+    k, v = k.double(), v.double()
+    if codec == "raw":
+        return torch.zeros_like(k), torch.zeros_like(v)
+    levels_k, levels_v = reference_codec.LEVELS[codec]
+    lost_v = by_token(v, levels_v)
+    if codec == "kv4c":
+        return by_channel(k, levels_k), lost_v
+    if codec == "kv4h":
+        return by_rotation(k, levels_k)[..., None].expand_as(k), lost_v
+    return by_token(k, levels_k), lost_v

@@ -1,0 +1,117 @@
+"""The GPU bench runs without a GPU as far as it can, and the page of figures shows its results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import render
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_page_shows_the_results() -> None:
+    page = render.PAGE.read_text()
+    assert render.render(page, render.load()) == page, "run python -m bench.render"
+    for name in render.BLOCKS:
+        assert f"<!-- begin: {name} -->" in page and f"<!-- end: {name} -->" in page
+
+
+def gpu_report() -> dict[str, Any]:
+    """What a GPU might have said."""
+    rivals = {
+        "FlashInfer": {"us": 150.0, "times": 1.2},
+        "FlashInfer, tensor cores": {"us": 137.5, "times": 1.1},
+        "vLLM Triton int4": {"us": 200.0, "times": 1.6},
+        "torch SDPA": {"skipped": "It would need padding or a mask."},
+    }
+    results = [
+        {"case": "decode 32 x 4k", "us": 125.0, "of_read_ceiling": 0.913, "rivals": rivals},
+        {"case": "decode 32 x 4k kv4c", "us": 40.0, "times": 3.125},
+        {"case": "transcode raw to kv8", "us": 9.0, "of_copy_ceiling": 0.8},
+        {"case": "transcode raw to kv4c", "us": 9.0, "of_copy_ceiling": 0.71},
+        {"case": "decode 1 x 128k", "wrong": True},
+        {"case": "copy pages", "failed": "OutOfMemoryError: no"},
+    ]
+    ceilings = {"read_bytes_s": 4.5e12, "copy_bytes_s": 4.3e12, "bfloat16_flop_s": 7.9e14}
+    facts = {"device": "GPU X", "label": "measured", "date": "2026-01-02"}
+    versions = {"torch": "2.13.0", "triton": "3.7.1"}
+    return facts | versions | {"ceilings": ceilings, "results": results}
+
+
+def test_measured_figures_stand_beside_their_targets() -> None:
+    text = render.targets({"gpu-x": gpu_report()})
+    lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
+    assert "| GPU X |" in lines["what"]
+    assert "91 %" in lines["bf16 decode 32 x 4k, share of read bandwidth"]
+    assert "3.12x" in lines["kv4c decode 32 x 4k, against bf16"]
+    assert "| 1.1x |" in lines["bf16 decode 32 x 4k, against FlashInfer"], "the faster of the two"
+    assert "| 5x |" in lines["kv4c decode 32 x 4k, against vLLM Triton int4"]
+    assert "71 %" in lines["seal and transcode, share of copy bandwidth"], "the worst of all"
+    assert render.NOT_YET in lines["bf16 decode 1 x 128k, share of read bandwidth"]
+
+
+def test_what_was_not_measured_is_said_to_be_so() -> None:
+    lines = render.targets({}).splitlines()[2:]
+    assert len(lines) > 20 and all(line.endswith(f"| {render.NOT_YET} |") for line in lines)
+    assert render.gpu({}) == "No GPU has run this yet."
+    assert render.launch({}) == render.generate({}) == "Not measured yet."
+
+
+def test_wrong_and_failed_cases_are_shown() -> None:
+    text = render.gpu({"gpu-x": gpu_report()})
+    assert "| decode 1 x 128k | **wrong** |" in text
+    assert "| copy pages | OutOfMemoryError: no |" in text
+    assert "- torch SDPA: It would need padding or a mask." in text
+    assert "reads 4.50 TB/s" in text and "vLLM Triton int4 1.6x" in text
+
+
+class Asked(render.Device):
+    """A device that notes which cases are asked for."""
+
+    def __init__(self, report: None) -> None:
+        super().__init__(report)
+        self.names, self.beginnings = set(), set()
+
+    def of(self, case: str, name: str = "us") -> float | None:
+        self.names.add(case)
+        return super().of(case, name)
+
+    def rival(self, case: str, *names: str) -> float | None:
+        self.names.add(case)
+        return super().rival(case, *names)
+
+    def lowest(self, beginning: str, name: str) -> float | None:
+        self.beginnings.add(beginning)
+        return super().lowest(beginning, name)
+
+
+def test_the_gpu_bench_walks_every_case_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "bench.gpu", "--dry-run", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    head, *rows = map(json.loads, done.stdout.splitlines())
+    assert head["label"] == "dry run" and all(row["ran"] for row in rows)
+    said = {row["case"] for row in rows}
+    asked = Asked(None)
+    render.goals(asked)
+    assert asked.names <= said and len(asked.names) > 12
+    assert all(any(case.startswith(x) for case in said) for x in asked.beginnings)
+    assert not (tmp_path / "out").exists(), "a dry run leaves no results behind"
+
+
+def test_without_a_gpu_and_not_dry_it_says_so() -> None:
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "bench.gpu"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--dry-run" in done.stderr
