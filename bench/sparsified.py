@@ -18,6 +18,7 @@ from flowkv.measure.quality import Delta, Scores, delta, windows
 from flowkv.policy.importance import Importance
 
 PAGE_SIZE, SCORED = 64, 64
+RETURNING = "a text read twice comes back after another"
 Choice = Callable[[KV, Sequence, int], np.ndarray | None]
 
 
@@ -78,7 +79,7 @@ def tasks(text: bytes, count: int) -> dict[str, tuple[torch.Tensor, int, int]]:
     return {
         "continuation": (plain, 512, 512),
         "second copy": (torch.cat([a, a], 1), period, period + 8),
-        "a text read twice comes back after another": (
+        RETURNING: (
             torch.cat([a, a, b, a], 1),
             3 * period,
             3 * period + 8,
@@ -86,11 +87,15 @@ def tasks(text: bytes, count: int) -> dict[str, tuple[torch.Tensor, int, int]]:
     }
 
 
-def ways(text: bytes, count: int) -> Iterator[tuple[str, dict[str, tuple[float, Delta]]]]:
+def ways(
+    text: bytes, count: int, only: str = ""
+) -> Iterator[tuple[str, dict[str, tuple[float, Delta]]]]:
     """Per task and way of keeping half: mean bits, and the delta to keeping everything."""
     model = Paged()
     shape = Geometry.uniform(layers=4, kv_heads=2, head_dim=64, page_size=PAGE_SIZE)
     for name, (rows, read, scored) in tasks(text, count).items():
+        if only not in ("", name):
+            continue
         with KV(shape, namespace="sparsified", gpu="128MiB", max_rows=64) as kv:
             bits = dict[str, list[torch.Tensor]]()
             for row in rows:

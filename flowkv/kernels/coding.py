@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flowkv.core.errors import GeometryError
+from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.layout import CODECS, PageLayout
 from flowkv.kernels import bounds
 from flowkv.kernels.dispatch import choose
@@ -43,7 +43,7 @@ def transcode(
 
     Raises:
         GeometryError: An operand has the wrong shape, dtype or device.
-        ConfigError: No such backend, or it does not know one of the codecs.
+        ConfigError: No such backend, or it does not know one of the codecs; latent pages.
     """
     bounds.check_granules(arena, old.granules, source=source)
     bounds.check_granules(arena, new.granules, target=target)
@@ -53,6 +53,10 @@ def transcode(
         raise GeometryError(
             f"{len(source)} pages to {len(target)}, layouts that differ in {differing or 'codec'}",
             "Pass a target for every source, and two codecs of one layer group",
+        )
+    if old.latent:
+        raise ConfigError(
+            "transcoding pages of a latent group", "Leave them: their only codec is raw"
         )
     lossiest = max(old, new, key=lambda layout: CODECS.index(layout.codec))
     backend = backend or choose(arena.device, page_dtype=old.dtype)

@@ -31,19 +31,20 @@ from flowkv.kernels.cpu_bits import (
 )
 from flowkv.kernels.cpu_inner import ZERO, mix, scores
 
-FIELDS = 26
+FIELDS = 27
 (
     Q, Q_TOKEN, Q_HEAD, OUT, LSE, ARENA, TABLE, TABLE_ROW, ROWS, LENGTHS, STARTS, SINKS,
     SLOTS, OWNERS, BATCH, GROUP, HEADS, DIM, DIM_V, SIZE, ITEM, RUN, V_OFFSET, WINDOW,
-    MOST_NEW, MOST_ROWS,
+    MOST_NEW, MOST_ROWS, V_ROW,
 ) = range(FIELDS)  # fmt: skip
 """Places in the int64 vector `a` that describes a call.
 
 Q to OWNERS are addresses (0: absent) with their strides in elements; ARENA includes the layer's
 offset in a page, SINKS are float32. RUN and V_OFFSET are bytes, ITEM the bytes of an element. Rows
 with more than MOST_NEW new tokens are left to someone else; MOST_ROWS are the query rows of the
-largest item. SLOTS and OWNERS: float32 [2 * slices, MOST_ROWS * (Dv + 2)] and int64 [2 * slices],
-partials and the items they belong to, -1 for none.
+largest item; V_ROW the elements from one token's value to the next one's. SLOTS and OWNERS: float32
+[2 * slices, MOST_ROWS * (Dv + 2)] and int64 [2 * slices], partials and the items they belong to,
+-1 for none.
 """
 
 GRANULE = 4096
@@ -171,7 +172,7 @@ def _page(a, k, v, after, row, span, lines, softcap):
                 for i in range(t * dim, (t + 4) * dim, line):
                     prefetch(after, i)
             p, to = ahead(s, r * size + t), ahead(o, r * dim_v)
-            mix(rows, p, size, v, (t, low, high), dim_v, to, dim_v)
+            mix(rows, p, size, v, (t, low, high), (dim_v, a[V_ROW]), to, dim_v)
         r += rows
 
 

@@ -13,7 +13,7 @@ import torch
 from flowkv.core.layout import PageLayout
 from flowkv.kernels import cpu_entries as entries
 from flowkv.kernels.cpu import DTYPES, LEAST_ELEMENTS, LIKE, dense_rows
-from flowkv.kernels.cpu_attend import DIM_V, MOST_ROWS, OWNERS, SLOTS
+from flowkv.kernels.cpu_attend import DIM_V, FIELDS, MOST_ROWS, OWNERS, SLOTS
 from flowkv.kernels.cpu_mixed_call import attend_mixed, is_mixed
 from flowkv.kernels.cpu_pool import slices, spread
 from flowkv.kernels.cpu_prefill import Packed, attend_long
@@ -26,6 +26,9 @@ Where the two meet on a core with AVX-512 and AMX, for 1 to 8 query heads per KV
 tokens of context and head dims of 64 and 128: at 16 to 32 new tokens in float32, at 6 to 14 in
 bfloat16, whose products AMX takes (`bench/bench_kernels.py`, group "crossover").
 """
+LATENT_ROWS = 32
+"""The same for latents, by query rows: one core reads 4 x 4k latents of 16 heads in half the time
+that torch takes."""
 _ALL = 1 << 40
 
 
@@ -43,12 +46,13 @@ def paged_attention(
     if how.sinks is not None:
         how = how._replace(sinks=how.sinks.to(torch.float32).contiguous())
     few = FEW_NEW[q.dtype]
-    if layout.latent:  # so many query heads a latent make a matrix product of a single token
-        few = 0
-    elif is_mixed(pages, how):
+    mixed = is_mixed(pages, how)
+    if layout.latent:  # many query heads make a matrix product of a single token
+        few = 0 if mixed else LATENT_ROWS // heads
+    if mixed and few:
         attend_mixed(Packed(q, out, lse), pages, batch, how, few)
-    else:
-        _attend_raw(q, out, lse, pages, batch, how)
+    elif few:
+        _attend_raw(Packed(q, out, lse), pages, batch, how, few)
     if batch.most_new > few:
         attend_long(Packed(q, out, lse), pages, batch, how, few)
     if out.dtype is not dtype:
@@ -56,17 +60,10 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
-def _attend_raw(
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    pages: Pages,
-    batch: Ragged,
-    how: Scoring,
-) -> None:
-    """Fill the outputs of the rows that have few new tokens, over raw pages."""
-    arena, layout, layer, _ = pages
-    shared = _shared_operands(layout, batch, q.shape[1], how.window, q.dtype)
+def _attend_raw(packed: Packed, pages: Pages, batch: Ragged, how: Scoring, few: int) -> None:
+    """Fill the outputs of the rows that have up to `few` new tokens, over raw pages."""
+    (arena, layout, layer, _), (q, out, lse) = pages, packed
+    shared = _shared_operands(layout, batch, q.shape[1], how.window, (q.dtype, few))
     a = shared.operands.copy()
     strides = q.stride()
     a[0], a[1], a[2], a[3] = q.data_ptr(), strides[0], strides[1], out.data_ptr()
@@ -89,7 +86,7 @@ class _Shared(NamedTuple):
 
     layout: PageLayout | None
     batch: Ragged | None
-    switches: tuple[int, int | None, torch.dtype] | None
+    switches: tuple[int, int | None, tuple[torch.dtype, int]] | None
     operands: np.ndarray
     work: int
 
@@ -98,15 +95,19 @@ _LAST = [_Shared(None, None, None, np.empty(0), 0)]
 
 
 def _shared_operands(
-    layout: PageLayout, batch: Ragged, heads: int, window: int | None, dtype: torch.dtype
+    layout: PageLayout,
+    batch: Ragged,
+    heads: int,
+    window: int | None,
+    served: tuple[torch.dtype, int],
 ) -> _Shared:
     """The operands that do not depend on the layer; the others are left 0."""
-    last, switches = _LAST[0], (heads, window, dtype)
+    last, switches = _LAST[0], (heads, window, served)
     if last.layout is layout and last.batch is batch and last.switches == switches:
         return last
-    group, most = heads // layout.kv_heads, min(batch.most_new, FEW_NEW[dtype])
+    group, most = heads // layout.kv_heads, min(batch.most_new, served[1])
     dim, rows = layout.head_dim, batch.rows.shape[0]
-    a = np.zeros(26, np.int64)
+    a = np.zeros(FIELDS, np.int64)
     a[6:11] = (
         batch.table.data_ptr(),
         batch.table.stride(0),
@@ -114,7 +115,7 @@ def _shared_operands(
         batch.lengths.data_ptr(),
         batch.starts.data_ptr(),
     )
-    a[14:26] = (
+    a[14:27] = (
         rows,
         group,
         layout.kv_heads,
@@ -127,6 +128,7 @@ def _shared_operands(
         _ALL if window is None else window,
         most,
         max(most * group, 1),
+        layout.value_stride,
     )
     seen = batch.most_length if window is None else min(batch.most_length, window + most)
     elements = rows * layout.kv_heads * seen * (dim + layout.value_dim)

@@ -110,19 +110,21 @@ def _mix1(p, v0, v1, v2, v3, dim, o):
 
 
 @njit(**_JIT)
-def mix(rows, p, size, v, tokens, dim, o, stride):
+def mix(rows, p, size, v, tokens, dims, o, stride):
     """o[r] += sum of p[r * size + i] * v[t + i], i = 0 to 3, for `rows` (4, 2 or 1) query rows.
 
-    Lines of o begin `stride` elements from each other.
+    `dims` is (elements of a value, elements from one to the next). Lines of o begin `stride`
+    elements from each other.
 
     `tokens` is (t, low, high): of tokens outside [low, high), whose p are 0, nothing may be read,
     for 0 * NaN is NaN: the nearest one inside stands in.
     """
     t, low, high = tokens
-    v0 = ahead(v, max(t, low) * dim)
-    v1 = ahead(v, min(max(t + 1, low), high - 1) * dim)
-    v2 = ahead(v, min(max(t + 2, low), high - 1) * dim)
-    v3 = ahead(v, min(max(t + 3, low), high - 1) * dim)
+    dim, row = dims
+    v0 = ahead(v, max(t, low) * row)
+    v1 = ahead(v, min(max(t + 1, low), high - 1) * row)
+    v2 = ahead(v, min(max(t + 2, low), high - 1) * row)
+    v3 = ahead(v, min(max(t + 3, low), high - 1) * row)
     if rows == 4:
         _mix4(p, size, (v0, v1, v2, v3), dim, o, stride)
     elif rows == 2:

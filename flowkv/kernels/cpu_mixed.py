@@ -132,7 +132,7 @@ def _mix_raw(a, v, after, span, count, s, o):
                 for i in range(t * row_bytes, (t + 4) * row_bytes, LINE_BYTES):
                     prefetch(after, i)
             p, to = ahead(s, r * size + t), ahead(o, r * padded(dim))
-            mix(rows, p, size, v, (t, low, high), dim, to, padded(dim))
+            mix(rows, p, size, v, (t, low, high), (dim, dim), to, padded(dim))
         r += rows
 
 

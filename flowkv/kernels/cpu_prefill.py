@@ -115,7 +115,7 @@ def _blocked(
         low, high = 0, k.shape[2]
         if how.causal:
             low = 0 if how.window is None else max(0, past + i - how.window + 1)
-            high = past + (j if how.tree is None else new)
+            high = past + j  # drafts of a tree, of which any may be seen, are one block
         s = (q[:, :, i:j].float() * how.scale).flatten(1, 2) @ k[:, :, low:high]
         if how.softcap is not None:
             s = torch.tanh_(s.div_(how.softcap)).mul_(how.softcap)

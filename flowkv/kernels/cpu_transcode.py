@@ -130,7 +130,7 @@ def _key_rows(of, old, t, count, dim, like, x):
     """`count` rows of keys from token t on; raw ones lie together, which makes them one loop."""
     if old[0] == RAW:
         raw = ahead(pointer(of, like), t * dim)
-        for i in range(2 * count * dim, 3 * count * dim, 32):
+        for i in range(2 * count * dim, 3 * count * dim, 32):  # for the rows after the next
             prefetch(raw, i)
         for i in range(count * dim):
             x[i] = widen(raw[i])
@@ -144,7 +144,7 @@ def _value_rows(of, old, t, count, size, dim, like, byte, x):  # noqa: PLR0913, 
     """`count` rows of values from token t on, as `_key_rows`."""
     if old[0] == RAW:
         raw = ahead(pointer(of + old[3], like), t * dim)
-        for i in range(2 * count * dim, 3 * count * dim, 32):
+        for i in range(2 * count * dim, 3 * count * dim, 32):  # for the rows after the next
             prefetch(raw, i)
         for i in range(count * dim):
             x[i] = widen(raw[i])

@@ -102,7 +102,7 @@ class Rotary(NamedTuple):
     Attributes:
         cos: float32 `[lines, R/2]`.
         sin: float32 `[lines, R/2]`.
-        interleaved: Pairs are neighbours (GPT-J) instead of halves (GPT-NeoX, Llama).
+        interleaved: Pairs are neighbours, instead of one from either half of the R dims.
         start: First of the R rotated dims; the others stay as they are.
     """
 

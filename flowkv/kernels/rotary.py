@@ -42,7 +42,7 @@ def rotations(
     Args:
         deltas: `[n]`, new position of each page less its old one, in tokens.
         inv_freq: `[R/2]`, radians a token, of the model's rotary embedding.
-        interleaved: Whether pairs of dims are neighbours (GPT-J) or halves (GPT-NeoX, Llama).
+        interleaved: Whether dims of a pair are neighbours, or one from either half of the R dims.
         start: First of the R rotated dims of a key.
         device: Where the pages lie.
 

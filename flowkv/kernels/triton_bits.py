@@ -7,7 +7,7 @@ of the same meaning; a test runs the PTX in a model of its four instructions to 
 
 A *number of two digits* is an integer n of at most 127 * 256 in magnitude, kept as two int8 `hi`
 and `lo` with n = 256 hi + lo: tensor cores multiply both with 8- or 4-bit integers, exactly, and
-the second product costs less than the first rounding error would (docs/explain/codecs.md).
+the second product costs little beside the loads it waits for (`triton_sealed_tile`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def nibbles(b, ASM: tl.constexpr):
     """(Low, high) nibbles of bytes, as int8 of 0 to 15."""
     if ASM:
         return tl.inline_asm_elementwise(
-            SPLIT_NIBBLES, "=r,=r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)  # fmt: skip
+            SPLIT_NIBBLES, "=r,=r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
     else:
         return (b & 15).to(tl.int8), (b >> 4).to(tl.int8)
 
@@ -61,7 +62,8 @@ def signed(b, ASM: tl.constexpr):
     """Bytes u as int8 u - 128."""
     if ASM:
         return tl.inline_asm_elementwise(
-            FLIP_SIGNS, "=r,r", [b], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
+            FLIP_SIGNS, "=r,r", [b], dtype=tl.int8, is_pure=True, pack=4
+        )
     else:
         return (b ^ 128).to(tl.int8, bitcast=True)
 
@@ -77,7 +79,8 @@ def digits(b, ASM: tl.constexpr):
     """(hi, lo) of what `rounded` returned: byte 1, and byte 0 less the 128."""
     if ASM:
         return tl.inline_asm_elementwise(
-            SPLIT_DIGITS, "=r,=r,r,r,r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)  # fmt: skip
+            SPLIT_DIGITS, "=r,=r,r,r,r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
     else:
         return (b >> 8).to(tl.int8), (b ^ 128).to(tl.int8)
 

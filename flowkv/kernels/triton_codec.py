@@ -1,8 +1,4 @@
-"""Transcodes pages on GPUs, in Triton: one program decodes K or V of a run and encodes it anew.
-
-A tile is two blocks of float32: of K the lower and the upper halves of the dims, of V tokens of the
-lower and of the upper half of the page. So both nibbles of a byte lie in the same place of either.
-"""
+"""Transcodes pages on GPUs, in Triton: one program decodes K or V of a run and encodes it anew."""
 
 # ruff: noqa: PLR0913, PLR0917, PLR1714, SIM109 - kernels have many constants, and no `in`
 
@@ -26,135 +22,29 @@ from flowkv.kernels.triton_quant import (
     narrow,
     nearest,
     reciprocal,
-    rotate,
     scale_of,
-    widen,
+)
+from flowkv.kernels.triton_runs import (
+    K8V4,
+    KV4C,
+    KV4H,
+    KV8,
+    RAW,
+    dims_of,
+    fetch,
+    key_tile,
+    put,
+    put_keys,
+    values_of,
+    zero,
 )
 
-RAW, KV8, K8V4, KV4C, KV4H = (tl.constexpr(i) for i in range(len(CODECS)))
 NON_FINITE, OUT_OF_RANGE = tl.constexpr(1), tl.constexpr(2)  # see `coding`
 GRANULE = tl.constexpr(GRANULE_BYTES)
 KEY_ELEMENTS, VALUE_ELEMENTS = 2048, 4096
 """Of each block of a tile of K, of V; V is turned over, which wants many tokens."""
-
-
-@triton.jit
-def fetch(p, m, MASKED: tl.constexpr):
-    """A block; elements outside of `m` are 0 and not read."""
-    if MASKED:
-        return tl.load(p, mask=m, other=0)
-    else:
-        return tl.load(p)
-
-
-@triton.jit
-def put(p, b, m, MASKED: tl.constexpr):
-    """Store what lies within `m`."""
-    if MASKED:
-        tl.store(p, b, mask=m)
-    else:
-        tl.store(p, b)
-
-
-@triton.jit
-def zero(p, START: tl.constexpr, END: tl.constexpr):
-    """Zero the bytes from START to END: padding behind a part of a run, or behind the last run."""
-    if START < END:
-        o = START + tl.arange(0, 16 if END - START <= 16 else 4096)
-        tl.store(p + o, tl.zeros_like(o).to(tl.uint8), mask=o < END)
-
-
-@triton.jit
-def dims_of(o_c, UPPER: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """The dims that the columns `o_c` of a block of K hold.
-
-    With BLOCK, which must divide D an odd number of times, the block holds the halves of blocks.
-    """
-    if BLOCK:
-        return o_c // (BLOCK // 2) * BLOCK + o_c % (BLOCK // 2) + UPPER * (BLOCK // 2)
-    else:
-        return o_c + UPPER * HALF
-
-
-@triton.jit
-def keys_of(p_byte, p_half, p_raw, o_t, o_c, m_t, UPPER: tl.constexpr, CODEC: tl.constexpr,
-            SCALES: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-            BF16: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """One block of keys, decoded but for turning them back; 0 outside of the page."""
-    o_d = dims_of(o_c, UPPER, HALF, BLOCK)
-    m_d = (o_c < HALF) & (o_d < DIM)
-    m = m_t[:, None] & m_d[None, :]
-    if CODEC == RAW:
-        return widen(fetch(p_raw + o_t[:, None] * DIM + o_d[None, :], m, MASKED), BF16)
-    if CODEC == KV8 or CODEC == K8V4:
-        b = fetch(p_byte + o_t[:, None] * DIM + o_d[None, :], m, MASKED)
-        b = b.to(tl.int8, bitcast=True).to(tl.float32)
-    else:
-        o_byte = o_d % (DIM // 2) if BLOCK else o_c
-        shift = (o_d // (DIM // 2) * 4)[None, :] if BLOCK else UPPER * 4
-        b = fetch(p_byte + o_t[:, None] * (DIM // 2) + o_byte[None, :], m, MASKED).to(tl.int32)
-        b = (b >> shift) & 15
-        if CODEC == KV4H:
-            b = tl.where(m, b - 8, 0)
-        b = b.to(tl.float32)
-    if CODEC == KV4C:
-        b_scale = fetch(p_half + SCALES // 2 + o_d, m_d, MASKED).to(tl.float32)
-        b_offset = fetch(p_half + SCALES // 2 + DIM + o_d, m_d, MASKED).to(tl.float32)
-        return tl.where(m, b * b_scale[None, :] + b_offset[None, :], 0.0)
-    else:
-        b_scale = fetch(p_half + SCALES // 2 + o_t, m_t, MASKED).to(tl.float32)
-        return b * b_scale[:, None]
-
-
-@triton.jit
-def picked(b_a, b_b, o_d, BLOCK: tl.constexpr):
-    """Columns of dims `o_d` out of two blocks that hold halves of blocks; see `dims_of`."""
-    column = o_d // BLOCK * (BLOCK // 2) + o_d % (BLOCK // 2)
-    column = tl.broadcast_to(tl.minimum(column, b_a.shape[1] - 1)[None, :], b_a.shape)
-    upper = (o_d % BLOCK >= BLOCK // 2)[None, :]
-    return tl.where(upper, tl.gather(b_b, column, axis=1), tl.gather(b_a, column, axis=1))
-
-
-@triton.jit
-def put_keys(p_byte, b_a, b_b, o_t, o_c, m_t, NIBBLES: tl.constexpr, DIM: tl.constexpr,
-             HALF: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Store two blocks of integers, as bytes or as nibbles."""
-    if NIBBLES:
-        if BLOCK:
-            low = picked(b_a, b_b, o_c, BLOCK)
-            b_b = picked(b_a, b_b, o_c + HALF, BLOCK)
-            b_a = low
-        b = (b_a & 15) | ((b_b & 15) << 4)
-        m = m_t[:, None] & (o_c < HALF)[None, :]
-        put(p_byte + o_t[:, None] * HALF + o_c[None, :], b.to(tl.uint8), m, MASKED)
-    else:
-        for i in tl.static_range(2):
-            o_d = dims_of(o_c, i, HALF, BLOCK)
-            m = m_t[:, None] & ((o_c < HALF) & (o_d < DIM))[None, :]
-            b = b_b if i else b_a
-            put(p_byte + o_t[:, None] * DIM + o_d[None, :], b.to(tl.uint8), m, MASKED)
-
-
-@triton.jit
-def key_tile(p_byte, p_half, p_raw, t, o_c, OLD: tl.constexpr, NEW: tl.constexpr,
-             SCALES: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-             BLOCK: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr, BF16: tl.constexpr,
-             ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """(Both blocks of the keys of ROWS tokens, ready to be encoded, largest bits of each row)."""
-    LIMIT: tl.constexpr = INFINITE if NEW == RAW else HUGE
-    o_t = t + tl.arange(0, ROWS)
-    m_t = o_t < PAGE
-    b_a = keys_of(p_byte, p_half, p_raw, o_t, o_c, m_t, False, OLD, SCALES, DIM, HALF, BLOCK,
-                  BF16, MASKED)  # fmt: skip
-    b_b = keys_of(p_byte, p_half, p_raw, o_t, o_c, m_t, True, OLD, SCALES, DIM, HALF, BLOCK,
-                  BF16, MASKED)  # fmt: skip
-    if OLD == KV4H:
-        b_a, b_b = rotate(b_a, b_b, ROWS, COLUMNS, STAGES, FACTOR)
-    b_a, worst_a = clean(b_a, LIMIT)
-    b_b, worst_b = clean(b_b, LIMIT)
-    if NEW == KV4H:
-        b_a, b_b = rotate(b_a, b_b, ROWS, COLUMNS, STAGES, FACTOR)
-    return b_a, b_b, tl.maximum(worst_a, worst_b)
+MOST_ELEMENTS = 8192
+"""Of a block of K that is encoded by channel: up to here, all tokens of the page are one tile."""
 
 
 @triton.jit
@@ -204,14 +94,21 @@ def transcode_keys(p_byte, p_half, p_raw, p_to, p_to_half, p_to_raw, p_status, O
 
 
 @triton.jit
-def channels(low, high, p_scale, o_d, m_d, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """(What channels count from, reciprocals of their scales, where one is too large); stored."""
+def put_channels(low, high, p_scale, o_d, m_d, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Store the scales of channels, and what they count from; 1 where either is too large."""
     scale, over = half(tl.div_rn(high - low, 15.0))
     offset, low_over = half(low + 0.0)
     put(p_scale + o_d, scale, m_d, MASKED)
     put(p_scale + DIM + o_d, offset, m_d, MASKED)
-    over = ((over | low_over) & m_d).to(tl.int32)
-    return offset.to(tl.float32)[None, :], reciprocal(scale.to(tl.float32))[None, :], over
+    return ((over | low_over) & m_d).to(tl.int32)
+
+
+@triton.jit
+def channels(p_scale, o_d, m_d, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """(What channels count from, reciprocals of their scales), as they were stored."""
+    scale = fetch(p_scale + o_d, m_d, MASKED).to(tl.float32)
+    offset = fetch(p_scale + DIM + o_d, m_d, MASKED).to(tl.float32)
+    return offset[None, :], reciprocal(scale)[None, :]
 
 
 @triton.jit
@@ -221,14 +118,16 @@ def transcode_channels(p_byte, p_half, p_raw, p_to, p_to_half, p_status, OLD: tl
                        BLOCK: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
                        BF16: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                        MASKED: tl.constexpr):  # fmt: skip
-    """Keys with a scale and an offset for each channel: read twice, then from a cache."""
+    """Keys with a scale and an offset for each channel: all rows at once, or by reading twice."""
     o_c = tl.arange(0, COLUMNS)
-    worst = tl.zeros([ROWS], tl.int32)
-    low_a = tl.full([ROWS, COLUMNS], float("inf"), tl.float32)
-    high_a = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
-    low_b = low_a
-    high_b = high_a
-    for t in range(0, PAGE, ROWS):
+    b_a, b_b, worst = key_tile(p_byte, p_half, p_raw, 0, o_c, OLD, NEW, OLD_SCALES, PAGE, DIM, HALF,
+                               BLOCK, STAGES, FACTOR, BF16, ROWS, COLUMNS, MASKED)  # fmt: skip
+    m_t = (tl.arange(0, ROWS) < PAGE)[:, None]
+    low_a = tl.where(m_t, b_a, float("inf"))
+    low_b = tl.where(m_t, b_b, float("inf"))
+    high_a = tl.where(m_t, b_a, float("-inf"))
+    high_b = tl.where(m_t, b_b, float("-inf"))
+    for t in range(ROWS, PAGE, ROWS):
         b_a, b_b, most = key_tile(p_byte, p_half, p_raw, t, o_c, OLD, NEW, OLD_SCALES, PAGE, DIM,
                                   HALF, BLOCK, STAGES, FACTOR, BF16, ROWS, COLUMNS,
                                   MASKED)  # fmt: skip
@@ -239,43 +138,26 @@ def transcode_channels(p_byte, p_half, p_raw, p_to, p_to_half, p_status, OLD: tl
         high_a = tl.maximum(high_a, tl.where(m_t, b_a, high_a))
         high_b = tl.maximum(high_b, tl.where(m_t, b_b, high_b))
     p_scale = p_to_half + NEW_SCALES // 2
-    o_d = dims_of(o_c, False, HALF, BLOCK)
-    low, r_a, over = channels(tl.min(low_a, axis=0), tl.max(high_a, axis=0), p_scale, o_d,
-                              o_c < HALF, DIM, MASKED)  # fmt: skip
-    o_d = dims_of(o_c, True, HALF, BLOCK)
-    low_b, r_b, over_b = channels(tl.min(low_b, axis=0), tl.max(high_b, axis=0), p_scale, o_d,
-                                  o_c < HALF, DIM, MASKED)  # fmt: skip
+    o_a = dims_of(o_c, False, HALF, BLOCK)
+    o_b = dims_of(o_c, True, HALF, BLOCK)
+    m_c = o_c < HALF
+    over = put_channels(tl.min(low_a, axis=0), tl.max(high_a, axis=0), p_scale, o_a, m_c, DIM,
+                        MASKED)  # fmt: skip
+    over |= put_channels(tl.min(low_b, axis=0), tl.max(high_b, axis=0), p_scale, o_b, m_c, DIM,
+                         MASKED)  # fmt: skip
+    tl.debug_barrier()  # other threads need them, spread otherwise: reading beats dividing again
+    from_a, r_a = channels(p_scale, o_a, m_c, DIM, MASKED)
+    from_b, r_b = channels(p_scale, o_b, m_c, DIM, MASKED)
     for t in range(0, PAGE, ROWS):
-        b_a, b_b, _ = key_tile(p_byte, p_half, p_raw, t, o_c, OLD, NEW, OLD_SCALES, PAGE, DIM,
-                               HALF, BLOCK, STAGES, FACTOR, BF16, ROWS, COLUMNS,
-                               MASKED)  # fmt: skip
-        b_a = nearest((b_a - low) * r_a, 0.0, 15.0)
-        b_b = nearest((b_b - low_b) * r_b, 0.0, 15.0)
+        if ROWS < PAGE:
+            b_a, b_b, _ = key_tile(p_byte, p_half, p_raw, t, o_c, OLD, NEW, OLD_SCALES, PAGE, DIM,
+                                   HALF, BLOCK, STAGES, FACTOR, BF16, ROWS, COLUMNS,
+                                   MASKED)  # fmt: skip
+        b_qa = nearest((b_a - from_a) * r_a, 0.0, 15.0)
+        b_qb = nearest((b_b - from_b) * r_b, 0.0, 15.0)
         o_t = t + tl.arange(0, ROWS)
-        put_keys(p_to, b_a, b_b, o_t, o_c, o_t < PAGE, True, DIM, HALF, BLOCK, MASKED)
-    report(p_status, worst, tl.max(over | over_b, axis=0), HUGE)
-
-
-@triton.jit
-def values_of(p_byte, p_half, p_raw, o_c, o_d, UPPER: tl.constexpr, CODEC: tl.constexpr,
-              VALUES: tl.constexpr, SCALES: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
-              DIM: tl.constexpr, BF16: tl.constexpr, ITEM: tl.constexpr,
-              MASKED: tl.constexpr):  # fmt: skip
-    """One block of values, tokens `o_c` of a half of the page, decoded; 0 outside of the page."""
-    o_t = o_c + UPPER * HALF
-    m_t = (o_c < HALF) & (o_t < PAGE)
-    m = m_t[:, None] & (o_d < DIM)[None, :]
-    if CODEC == RAW:
-        p = p_raw + VALUES // ITEM + o_t[:, None] * DIM + o_d[None, :]
-        return widen(fetch(p, m, MASKED), BF16)
-    if CODEC == KV8:
-        p = p_byte + VALUES + o_d[None, :] * PAGE + o_t[:, None]
-        b = fetch(p, m, MASKED).to(tl.int32) - 128
-    else:
-        p = p_byte + VALUES + o_d[None, :] * HALF + o_c[:, None]
-        b = ((fetch(p, m, MASKED).to(tl.int32) >> (UPPER * 4)) & 15) - 8
-    b_scale = fetch(p_half + SCALES // 2 + o_t, m_t, MASKED).to(tl.float32)
-    return tl.where(m, b.to(tl.float32) * b_scale[:, None], 0.0)
+        put_keys(p_to, b_qa, b_qb, o_t, o_c, o_t < PAGE, True, DIM, HALF, BLOCK, MASKED)
+    report(p_status, worst, tl.max(over, axis=0), HUGE)
 
 
 @triton.jit
@@ -393,12 +275,15 @@ def transcode_kernel(p_arena, p_halves, p_raw, p_source, p_target, p_status, LAY
 
 @cache
 def _constants(old: PageLayout, new: PageLayout) -> dict[str, int | float | bool]:
-    """The constants of the kernel for a pair of layouts."""
+    """The constants and options of the kernel for a pair of layouts."""
     page, dim = old.page_size, old.head_dim
     block = dim & -dim if "kv4h" in (old.codec, new.codec) else 0
     columns, value_columns = padded((dim + 1) // 2), padded(old.value_dim)
-    rows = min(triton.next_power_of_2(page), max(1, KEY_ELEMENTS // columns))
-    most = triton.next_power_of_2((page + 1) // 2)
+    most = MOST_ELEMENTS if new.codec == "kv4c" else KEY_ELEMENTS
+    rows = min(triton.next_power_of_2(page), max(1, most // columns))
+    if rows < page:
+        rows = min(rows, max(1, KEY_ELEMENTS // columns))
+    half_page = triton.next_power_of_2((page + 1) // 2)
     constants: dict[str, int | float | bool] = {
         "LAYERS": old.layers,
         "HEADS": old.kv_heads,
@@ -410,9 +295,10 @@ def _constants(old: PageLayout, new: PageLayout) -> dict[str, int | float | bool
         "BLOCK": block if block != dim else 0,
         "STAGES": block.bit_length() - 1,
         "FACTOR": block**-0.5 if block else 1.0,
+        "num_warps": 8 if rows * columns >= MOST_ELEMENTS else 4,
         "K_ROWS": rows,
         "K_COLUMNS": columns,
-        "V_ROWS": min(most, max(1, VALUE_ELEMENTS // value_columns)),
+        "V_ROWS": min(half_page, max(1, VALUE_ELEMENTS // value_columns)),
         "V_COLUMNS": value_columns,
     }
     for side, layout in (("OLD", old), ("NEW", new)):
@@ -450,7 +336,6 @@ def transcode(
             target.contiguous(),
             status,
             **_constants(old, new),
-            num_warps=4,
             enable_fp_fusion=False,
         )
     return status

@@ -17,9 +17,10 @@ import triton.language as tl
 
 from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK, PageLayout
 from flowkv.kernels.operands import Pages, Ragged
-from flowkv.kernels.triton_codec import KEY_ELEMENTS, VALUE_ELEMENTS, dims_of, key_tile, values_of
+from flowkv.kernels.triton_codec import KEY_ELEMENTS, VALUE_ELEMENTS
 from flowkv.kernels.triton_launch import launch, padded, strides
 from flowkv.kernels.triton_quant import narrow
+from flowkv.kernels.triton_runs import dims_of, key_tile, values_of
 
 MOST_ELEMENTS = 4096
 """Of K or V that a program of `dense_kernel` holds."""

@@ -5,9 +5,12 @@ Bound by memory, so the work is to keep loads in flight and instructions few:
   dimension that pads to 8, not along the one that pads to 16;
 * one tile lies in one page: one scalar page address, affine below it;
 * tiles that every query sees in full run without masks, the others are peeled.
+
+Where pages may be sealed, this kernel serves the raw ones among them, `triton_sealed` the others of
+each codec, and all their partials are merged at once.
 """
 
-# ruff: noqa: PLR0913, PLR0917
+# ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
 
 from __future__ import annotations
 
@@ -143,7 +146,6 @@ def attend_few(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_par
     p_run = p_arena + layer.to(tl.int64) * STRIPE + i_head * RUN
     o_c = tl.arange(0, COLUMNS)
     o_d = tl.arange(0, D)
-    o_v = tl.arange(0, DV)
     while left > 0:
         start = tl.load(p_starts + i_row)
         n_new = tl.load(p_starts + i_row + 1) - start
@@ -335,8 +337,9 @@ def _config(layout: PageLayout, device: Traits) -> tuple[dict[str, int], dict[st
     tile = tile_of(layout, 64 if item == 2 else 16)
     while tile > 16 and tile * row_bytes > 32768:  # more needs 4 warps, which tempts to use WGMMA
         tile //= 2
-    # A loop that reads the page table needs 5 stages for two K/V tiles in flight, 3 for one.
-    shape |= {"TILE": tile, "STAGES": 5}
+    # A loop that reads the page table needs 5 stages for two K/V tiles in flight, 3 for one; AMD's
+    # devices have shared memory for one.
+    shape |= {"TILE": tile, "STAGES": 5 if device.major else 3}
     warps = 1 if tile * row_bytes <= 16384 and item == 2 else 2
     programs = max(1, min(8, device.shared_bytes // (2 * tile * row_bytes + 2048)))
     return shape, {"warps": warps, "programs": programs, "tile": tile}

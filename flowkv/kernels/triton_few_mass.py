@@ -1,7 +1,7 @@
 """The weight that few new tokens of a row give to each page they see, in Triton.
 
 The decode kernels know it when they have read a page, but for the normaliser, which comes last. So
-they leave log 2 of each tile's weight, 4 bytes a tile, head and column, and this kernel finishes it.
+they leave log 2 of each tile's weight, 4 bytes a tile, head and column, and this kernel ends it.
 """
 
 # ruff: noqa: PLR0913, PLR0917

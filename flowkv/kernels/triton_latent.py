@@ -3,7 +3,7 @@
 All query heads share each latent, so rows of queries are many even in decode, and a block of them
 is laid out as for prompts (`triton_block`). A latent is read once: the tile that the first Dv dims
 of the queries are multiplied with is the tile that the weights mix; only the other dims of the
-keys, rotated by position, are a tile of their own (DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434:
+keys, rotated by position, are a tile of their own (multi-head latent attention, arXiv 2405.04434:
 576 = 512 + 64).
 
 Rows of few and of many new tokens are served alike. Where there are fewer blocks than the device
@@ -152,7 +152,8 @@ def attend_latents(task: Task) -> None:
     task = task._replace(few=0)
     layout, device, flags = task.layout, traits(task.out.device), task.flags
     # 64 rows for WGMMA, whose outputs are 64 x 512, do not fit beside all else in registers.
-    block = 16 if layout.dtype == "float32" or task.group * task.batch.most_new <= 16 else 32
+    most = task.group * (1 if task.how.invariant else task.batch.most_new)
+    block = 16 if layout.dtype == "float32" or most <= 16 else 32
     cut = cut_of(task, block, device.processors)
     shape = _config(layout, device, block, cut.split)
     part, part_lse = partials(task, cut, block)

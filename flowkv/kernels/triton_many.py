@@ -262,5 +262,5 @@ def _config(
         block > 32 and block * shape["D"] * item + 2 * tile * row_bytes > device.shared_bytes - 4096
     ):
         block //= 2
-    shape |= {"TILE": tile, "STAGES": 5}
+    shape |= {"TILE": tile, "STAGES": 5 if device.major else 3}
     return shape, {"block": block, "warps": 8, "programs": 1}

@@ -81,7 +81,7 @@ def merge_few(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n_
               MIN_PAGES: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr,
               SEGMENTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, LISTS: tl.constexpr,
               FIELDS: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
-    """Merge what `attend_few`, or it and `attend_sealed` over LISTS lists, made. Grid (B * FEW, Hq).
+    """Merge what `attend_few` made, or it and `attend_sealed` over LISTS lists. Grid (B FEW, Hq).
 
     n_shares holds, BITS bits each, into how many shares each list was cut; the partials of a list
     begin n_segments segments after those of the list before.

@@ -97,8 +97,12 @@ def sealed_config(
     while block > 32 and (slots % block or block * pair * width > 16384):
         block //= 2
     warps = min(4, max(1, block * pair * width >> 14) * (columns // 8))
-    # The keys of kv4c share a query for as long as their page lasts.
-    parts = min(2, slots // block) if layout.codec == "kv4c" and slots % (2 * block) == 0 else 1
+    parts = 1
+    if layout.codec == "kv4c" and device.major >= 10:  # whose assembler spills otherwise
+        warps = min(4, 2 * warps)
+        block *= 2 if slots % (2 * block) == 0 else 1
+    elif layout.codec == "kv4c" and slots % (2 * block) == 0:
+        parts = 2  # which share the query that a page's scales were multiplied into
     tile = block * pair * parts
     tile_bytes = tile * (dim * k_bits + value_dim * v_bits) // 8
     programs = max(1, min(8 // warps, device.shared_bytes // (2 * tile_bytes + 3072)))

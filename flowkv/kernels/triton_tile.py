@@ -1,5 +1,7 @@
 """What the attention kernels do alike with one tile of K and V: find it, load it, scale scores."""
 
+# ruff: noqa: PLR0913, PLR0917
+
 from __future__ import annotations
 
 import triton
@@ -109,8 +111,7 @@ def store_mass(p_mass, i_tile, b_top, b_sum):
 @triton.jit
 def store_partial(p_part, p_part_lse, o_part, m_c, b_m, b_l, b_acc, FROM: tl.constexpr,
                   VALUE_DIM: tl.constexpr):  # fmt: skip
-    """Store a running softmax, m in units of log 2, as a partial: `[dims, COLUMNS]` from dim FROM on.
-    """
+    """Store a running softmax as a partial: m in units of log 2, acc from dim FROM on."""
     o_v = FROM + tl.arange(0, b_acc.shape[0])
     b_some = tl.where(b_l == 0.0, 1.0, b_l)  # NaN stays NaN
     b_lse = tl.where(b_l == 0.0, -float("inf"), b_m + tl.math.log2(b_some))

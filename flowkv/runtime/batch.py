@@ -178,7 +178,7 @@ class Step:
         self._watch = self._watch or Watch()
 
     def _watched(self, layer: int, group: int, batch: Ragged) -> torch.Tensor | None:
-        if self._watch is None:
+        if self._watch is None or self.groups[group].kind != "full":
             return None
         return self._watch.mass(layer, batch, self.groups[group], self._planner.page_size)
 

@@ -40,8 +40,8 @@ class Watch:
         """Adds what was seen to the importance of each row's pages."""
         counts, lengths = np.diff(step.starts).tolist(), step.after.tolist()
         for g, group in enumerate(groups):
-            if group.kind != "full" or not all(layer in self._mass for layer in group.layers):
-                continue
+            if not all(layer in self._mass for layer in group.layers):
+                continue  # it has a window, or no single tokens
             seen = torch.stack([self._mass[layer] for layer in group.layers]).cpu().numpy()
             for b, seq in enumerate(seqs):
                 size = seq.planner.page_size

@@ -198,13 +198,17 @@ def test_switches_cross_attention_over_other_lengths() -> None:
     assert (o == 0).all() and (lse == -torch.inf).all()
 
 
-@pytest.mark.parametrize("codec", ["raw", "kv8"])
-def test_switches_invariant(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["raw", "kv8", "latent"])
+def test_switches_invariant(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's bits are the same alone, among others, and with another number of processors."""
-    layout = layout_of(1, 32, page_size=32, dtype="float16")
-    sealed = () if codec == "raw" else (codec,)
-    scene = Scene(layout, [200, 50, 7], [18, 30, 7], sealed=sealed)
     monkeypatch.setattr(triton_many, "INVARIANT_TOKENS", 64)
+    if kind == "latent":
+        layout = latent_layout(40, 32, 32, "float16")
+    else:
+        layout = layout_of(1, 32, page_size=32, dtype="float16")
+    sealed = ("kv8",) if kind == "kv8" else ()
+    # Alone, the long row's pages would be cut into chunks; among the others, not.
+    scene = Scene(layout, [290, 70, 7], [18, 60, 1], sealed=sealed)
     q, how = scene.queries(2), Scoring(scale=0.1, invariant=True, sinks=torch.tensor([0.5, -1.0]))
     together = attend(scene, q, how, 3e-3)
     batch, first = scene.batch, 0

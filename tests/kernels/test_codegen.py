@@ -62,6 +62,14 @@ def multiplies_with_matrix_units(row: dict[str, Any], where: str) -> None:
     assert any(op.startswith("LDGSTS") for op in row["loop_ops"]), where
 
 
+def fits_amd(row: dict[str, Any]) -> None:
+    """No promise of speed there: it can be launched, and is computed by matrix units."""
+    where = f"{row['case']} {row['kernel']}: {row}"
+    assert 0 < row["regs"] <= 512 and row["shared_bytes"] <= SHARED_BYTES["gfx942"], where
+    if row["case"] in ("decode", "prefill") and row["kernel"].startswith("attend"):
+        assert row["spills"] == 0 and row["mma"], where
+
+
 PARTS = 3
 
 
@@ -83,7 +91,9 @@ def test_other_generations_keep_their_budget(arch: str) -> None:
 
 def test_kernels_compile_for_amd() -> None:
     rows = compiled("gfx942", "every")
-    assert rows and all(row["regs"] > 0 for row in rows)
+    assert rows
+    for row in rows:
+        fits_amd(row)
 
 
 @pytest.mark.slow
@@ -93,5 +103,4 @@ def test_all_kernels_compile_everywhere(arch: str) -> None:
     rows = compiled(arch, "every", "main", "full")
     assert rows
     for row in rows:
-        if arch != "gfx942":
-            keeps_its_budget(row)
+        (fits_amd if arch == "gfx942" else keeps_its_budget)(row)

@@ -70,6 +70,15 @@ def test_attention(backend: str, data: st.DataObject, switches: dict[str, object
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=near)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_weights_of_pages(backend: str) -> None:
+    scene = Scene(latent_layout(40, 32), [70, 33], [1, 3])
+    q, mass = scene.queries(5), torch.ones(2, 5, 1)
+    paged_attention(q, scene.pages, scene.batch, scale=0.2, mass=mass, backend=backend)
+    _, _, expected = scene.answer(q, Scoring(scale=0.2))
+    torch.testing.assert_close(mass.double(), 1 + expected, rtol=0, atol=1e-5)
+
+
 def tensors(scene: Scene, heads: int, switches: dict[str, object]) -> dict[str, torch.Tensor]:
     """Tensors for the switches that say True."""
     own = torch.cat([torch.arange(n) for n in scene.new])
@@ -124,19 +133,11 @@ def test_tokens_are_dropped_whole(backend: str) -> None:
     assert torch.equal(k[0, 0], scene.k[0][kept.long(), 0])
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_raw_pages_are_checked_and_copied(backend: str) -> None:
+def test_transcoding_is_refused() -> None:
     layout = latent_layout(40, 32)
-    arena = torch.randn(3 * layout.page_bytes // 4).view(torch.uint8)
-    old, new = int32([0]), int32([2 * layout.granules])
-    status = transcode(arena, old, new, layout, layout, backend=backend)
-    assert (status == 0).all()
-    frames = arena.view(3, -1)
-    stripe = layout.stripe_bytes
-    assert torch.equal(frames[0, :stripe], frames[2, :stripe])
-    arena.view(torch.float32)[5] = torch.nan
-    status = transcode(arena, old, new, layout, layout, backend=backend)
-    assert status.tolist() == [[1, 0]]
+    arena = torch.zeros(2 * layout.page_bytes, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match="their only codec is raw"):
+        transcode(arena, int32([0]), int32([layout.granules]), layout, layout)
 
 
 def test_cascade_over_latents() -> None:

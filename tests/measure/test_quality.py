@@ -122,6 +122,38 @@ def test_reading_encoded_pages_is_reading_what_they_decode_to(
     assert abs(delta(direct, decoded).mean) < 0.005
 
 
+# ---- at length
+
+TARGETS = {"kv8": (0.0005, 0.002), "kv4c": (0.015, 0.03)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("size", [64, 128])
+def test_targets_over_400_windows(model: torch.nn.Module, size: int) -> None:
+    text = corpus("validation")
+    for number, long in enumerate((continuation(text, 400), second_copy(text, 400))):
+        fields = {"gpu": "512MiB", "page_size": size, "recent_tokens": 0}
+        plain = measure(model, long, codec="raw", **fields)
+        for codec, targets in TARGETS.items():
+            cost = delta(measure(model, long, codec=codec, **fields), plain)
+            assert cost.within(targets[number]), f"{codec}: {cost} in {long.name}"
+        lost = measure(model, long, codec="kv8", visit=lost_page(0, PERIOD), **fields)
+        assert delta(lost, plain).beyond(TARGETS["kv4c"][number] if number else 0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_auto_is_small_and_close_over_400_windows(model: torch.nn.Module) -> None:
+    long = second_copy(corpus("validation"), 400, period=512, before=3072)
+    plain = measure(model, long, batch=8, gpu="512MiB", page_size=128)
+    coded = measure(model, long, batch=8, gpu="512MiB", codec="auto")
+    assert delta(coded, plain).within(0.02)
+    assert plain.used_bytes > 2.5 * coded.used_bytes
+    # As if the model were of 16 bits: raw pages of half the size, all others as they are.
+    assert plain.used_bytes / 2 > 2.5 * (coded.used_bytes - coded.n_bytes["raw"] / 2)
+
+
 # ---- the measure itself
 
 

@@ -277,22 +277,24 @@ def test_what_another_still_needs_raw_is_encoded_when_it_is_gone() -> None:
     kv.close()
 
 
+def silently(kv: KV, seq: Sequence, count: int) -> None:
+    """A step of which nobody says which tokens it computes, so that nothing is published."""
+    first = seq.length
+    with kv.plan([seq], [count]) as step:
+        for g, group in enumerate(step.groups):
+            for layer in group.layers:
+                k, v = keys_values(kv.geometry, layer, text(first + count), first)
+                kernels.append(k, v, step.pages(layer), step.batch(g))
+
+
 def test_private_pages_are_encoded_for_all_who_forked_them() -> None:
     kv = make("kv8", recent_tokens=PAGE)
     seq = kv.open(text(1))
-    with kv.plan([seq], [2 * PAGE]) as step:  # nobody says which tokens: nothing is published
-        for g, group in enumerate(step.groups):
-            for layer in group.layers:
-                k, v = keys_values(kv.geometry, layer, text(2 * PAGE))
-                kernels.append(k, v, step.pages(layer), step.batch(g))
+    silently(kv, seq, 2 * PAGE)
     assert seq.blocks[0] == [None, None] and codecs_of(kv, seq) == ["kv8", "raw"]
     twin = kv.fork(seq)
     for row in (seq, twin):
-        with kv.plan([row], [PAGE]) as step:
-            for g, group in enumerate(step.groups):
-                for layer in group.layers:
-                    k, v = keys_values(kv.geometry, layer, text(3 * PAGE), 2 * PAGE)
-                    kernels.append(k, v, step.pages(layer), step.batch(g))
+        silently(kv, row, PAGE)
     lines = kv.planner.tables.pages[0]
     assert codecs_of(kv, seq) == codecs_of(kv, twin) == ["kv8", "kv8", "raw"]
     assert lines[seq.row, 1] == lines[twin.row, 1] and lines[seq.row, 2] != lines[twin.row, 2]
@@ -355,6 +357,19 @@ def test_a_sequence_cut_inside_a_sealed_page_goes_on_in_a_raw_copy(
     check(kv, seq, tokens[:100] + [7] * 60, times=2.2)
     if twin is not None:
         check(kv, twin, tokens)
+    audit(kv)
+    kv.close()
+
+
+def test_a_private_page_is_raw_again_before_it_is_written_to() -> None:
+    kv = make("kv8")
+    seq = kv.open(text(1))
+    silently(kv, seq, 2 * PAGE)
+    kv.truncate(seq, 100)
+    assert codecs_of(kv, seq) == ["kv8", "kv8"]
+    silently(kv, seq, 10)
+    assert codecs_of(kv, seq) == ["kv8", "raw"]
+    check(kv, seq, text(110), times=1.01)
     audit(kv)
     kv.close()
 
@@ -564,9 +579,29 @@ def test_frames_that_others_wrote_tell_their_codec_when_they_are_read(codec: str
             exact = name != "raw" or codec == "raw"
             readable = exact and (name == "auto" or codec == "raw")
             assert seq.reused == (4 * PAGE if readable else 0), name
+            for block in seq.blocks[0][:4]:
+                assert block is not None and block.codec_on(0) == block.page >> CODEC_SHIFT
             check(reader, seq, text(seq.length))
         audit(reader)
         reader.close()
+
+
+def test_what_others_stored_first_is_what_is_read_back() -> None:
+    tier = Wrapped(MemoryTier(name="shared"), kind="remote")
+    tier.close = lambda: None
+    kv, other = (make(codec, tiers=[tier], warm_tokens=PAGE) for codec in ("auto", "kv8"))
+    opened(other, text(4 * PAGE)).close()
+    other.close()
+    seq = prefill(kv, kv.open(text(4 * PAGE), reuse=False), chunk=4 * PAGE)
+    assert codecs_of(kv, seq)[0] == "kv4c" and {e.info.codec for e in tier.scan()} == {1}
+    seq.close()
+    with kv.lock:
+        while kv.planner.store._give_up(0, 8):
+            pass
+    with kv.open(text(4 * PAGE + 1)) as again:
+        assert again.reused == 4 * PAGE and codecs_of(kv, again) == ["kv8"] * 4
+        check(kv, again, text(4 * PAGE))
+    kv.close()
 
 
 # ---- room
