@@ -195,6 +195,39 @@ def generate(results: Results) -> str:
     return table(["ratio", "tokens", "measured"], rows) if rows else NOT_YET.capitalize() + "."
 
 
+@block
+def quality(results: Results) -> str:
+    report, rows = results.get("quality_cpu", {}), []
+    for row in [row for part in ("codecs", "auto") for row in report.get(part, {}).get("rows", [])]:
+        size, target = row["page_size"], row.get("target")
+        smaller = [figure(row[f"bytes_of_{name}"], "x") for name in ("float32", "16_bits")]
+        cells = [row["task"], f"{size}", row["codec"], difference(row), " / ".join(smaller)]
+        rows.append([*cells, "" if target is None else f"at most {target}"])
+    head = [
+        "bits per byte of",
+        "page",
+        "codec",
+        "more than raw",
+        "smaller (fp32 / 16 bits)",
+        "target",
+    ]
+    return table(head, rows) if rows else NOT_YET.capitalize() + "."
+
+
+@block
+def dropped(results: Results) -> str:
+    rows = [
+        [row["task"], row["keep"], figure(row["bits"]), difference(row)]
+        for row in results.get("quality_cpu", {}).get("drop", {}).get("rows", [])
+    ]
+    head = ["bits per byte of", "kept", "bits", "more than with all tokens"]
+    return table(head, rows) if rows else NOT_YET.capitalize() + "."
+
+
+def difference(row: dict[str, Any]) -> str:
+    return f"{row['delta_bits']:+.4f} ± {row['two_errors']:.4f}"
+
+
 def render(page: str, results: Results) -> str:
     """The page with all its blocks written anew."""
     for name in re.findall(r"<!-- begin: (\w+) -->", page):

@@ -77,6 +77,11 @@ class Binding:
         self._open: dict[int, Sequence] = {}
         self.planner: Planner | None = None
         if geometry is not None:
+            if self.config.page_size not in (None, geometry.page_size):
+                raise ConfigError(
+                    f"page_size={self.config.page_size} beside a geometry of {geometry.page_size}",
+                    "Say it in the geometry: Geometry(..., page_size=...)",
+                )
             name = namespace or self.config.namespace
             self._need_name(bool(name), geometry)
             self.bind(geometry, name if isinstance(name, Namespace) else Namespace(model=name))
@@ -150,8 +155,8 @@ class Binding:
             raise NonFiniteError(problem, "Check the model's dtype and inputs, or use codec='raw'")
         self.warn(
             "unencoded",
-            f"A {problem}: it stays raw, and so does every other one of this kind, without another "
-            "warning. Check the model's dtype and inputs.",
+            f"P{problem[1:]}: it stays raw, and so does every other one of this kind, without "
+            "another warning. Check the model's dtype and inputs.",
         )
 
     @property

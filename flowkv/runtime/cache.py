@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -312,13 +312,14 @@ class KV(Opening):
         with self.lock:
             if self.closed:
                 return
-            self.flush()
-            for seq in list(self._open.values()):
-                self._close(seq)
-            self.flush()  # what was encoded just now, too
-            self.closed = True
-            for tier in self.planner.store.tiers if self.planner else self._tiers:
-                tier.close()
+            with ExitStack() as last:  # what closing one of them raises does not keep the others
+                for tier in self.planner.store.tiers if self.planner else self._tiers:
+                    last.callback(tier.close)
+                last.callback(setattr, self, "closed", True)
+                last.callback(self.flush)  # what was encoded just now, too
+                for seq in list(self._open.values()):
+                    last.callback(self._close, seq)
+                self.flush()
 
     def __enter__(self) -> KV:
         return self

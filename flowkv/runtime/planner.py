@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import ExitStack
 from typing import NoReturn
 
 import numpy as np
@@ -171,8 +172,9 @@ class Planner(Lines):
     def _let_leave(self) -> None:
         if self._leaving:
             leaving, self._leaving = self._leaving, []
-            for seq in leaving:
-                self.release(seq)
+            with ExitStack() as stack:  # what one of them raises does not keep the others
+                for seq in leaving:
+                    stack.callback(self.release, seq)
 
     def _refuse(self, seqs: Items[Sequence], counts: NDArray[np.int64]) -> NoReturn:
         if len(seqs) != len(counts) or (counts < 0).any():

@@ -150,7 +150,8 @@ class Sealer:
             if block is not None and not block.sealable:
                 continue
             rows = self._holders(group, page_no, page, row, block)
-            if self._in_use(group, page, rows):
+            foreign = block is None and self.store.pool(group).references(page) > len(rows)
+            if foreign or self._in_use(group, page, rows):  # whoever published it encodes it
                 left.add((group, page))
                 continue
             codec = self._mildest(group, page_no, rows, codec)
@@ -160,12 +161,9 @@ class Sealer:
     def _holders(
         self, group: int, page_no: int, page: int, row: int, block: Block | None
     ) -> list[int]:
-        """Lines with the page; it has the same number in all of them."""
-        if block is not None:
-            alone = block.holds == 1
-        else:
-            alone = self.store.pool(group).references(page) == 1
-        if alone:
+        """Lines with the page, as a block or their own; it has the same number in all of them."""
+        known = block is not None and not block.gone
+        if self.store.pool(group).references(page) == 1 + known:
             return [row]
         column = self.tables.pages[group][:, page_no]
         return [int(row) for row in np.flatnonzero(column == page)]

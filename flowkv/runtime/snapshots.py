@@ -154,6 +154,7 @@ class Snapshots:
             if block.tiers >> number & 1:
                 found = self.store.read(block, number)
                 if found is not None:
+                    block.fidelity = found[0].fidelity  # copies, and who wrote them, may differ
                     try:
                         return decode_state(found[1])
                     except StoreError:

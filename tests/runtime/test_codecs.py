@@ -309,6 +309,43 @@ def test_private_pages_are_encoded_for_all_who_forked_them() -> None:
     kv.close()
 
 
+@pytest.mark.parametrize("publisher", [0, 1])
+def test_a_private_page_that_another_fork_published_is_encoded_for_both(publisher: int) -> None:
+    kv = make("kv8", recent_tokens=PAGE)
+    seq = kv.open(text(1))
+    silently(kv, seq, PAGE)
+    rows = [seq, kv.fork(seq)]
+    rows[publisher].note(text(PAGE - 1))
+    kv.planner.publish(rows[publisher])
+    assert [row.blocks[0][0] is None for row in rows] == [publisher == 1, publisher == 0]
+    for row in (rows[1 - publisher], rows[publisher]):
+        silently(kv, row, PAGE)
+        audit(kv)
+    assert codecs_of(kv, rows[0]) == codecs_of(kv, rows[1]) == ["kv8", "raw"]
+    for row in rows:
+        check(kv, row, text(2 * PAGE))
+        row.close()
+        audit(kv)
+    kv.close()
+
+
+def test_a_private_page_waits_for_whoever_published_it() -> None:
+    kv = make("kv8", recent_tokens=PAGE)
+    seq = kv.open(text(1))
+    silently(kv, seq, PAGE)
+    twin = kv.fork(seq)
+    seq.note(text(PAGE - 1))
+    kv.planner.publish(seq)
+    for row in (seq, twin):
+        silently(kv, row, PAGE)
+        audit(kv)
+        check(kv, row, text(2 * PAGE))
+    seq.close()
+    audit(kv)
+    check(kv, twin, text(2 * PAGE))
+    kv.close()
+
+
 def test_computing_what_is_known_already_takes_the_known_page() -> None:
     kv = make("kv8")
     opened(kv, text(2 * PAGE)).close()
@@ -498,6 +535,22 @@ def test_a_state_saved_after_a_cut_inside_an_encoded_page_holds_its_tail() -> No
         check(kv, again, text(100), times=1.01)
     audit(kv)
     kv.close()
+
+
+def test_a_state_is_as_lossy_as_the_one_that_is_read() -> None:
+    tier = Wrapped(MemoryTier(name="shared"), kind="remote")
+    tier.close = lambda: None
+    exact, lossy = (make("kv4c", tiers=[tier], recent_tokens=n) for n in (1 << 20, 0))
+    for kv in (lossy, exact):  # the first one's stays
+        seq = prefill(kv, kv.open(text(100), reuse=False))
+        assert kv.save_state(seq, {"h": torch.ones(2)})
+        assert seq.fidelity == (3 if kv is lossy else 0)
+        kv.flush()
+    with exact.open(text(150), state=True) as again:
+        assert again.reused == 100 and again.fidelity == 3
+    for kv in (lossy, exact):
+        audit(kv)
+        kv.close()
 
 
 # ---- another run with another codec
@@ -696,7 +749,7 @@ def test_what_no_codec_holds_stays_raw_with_one_warning(value: float) -> None:
         other = kv.open(text(3 * PAGE, 5))
         poison(kv, other, value)
     (told,) = (event for event in said if event.code == "unencoded")
-    assert "page 1 of layer 1" in told.message
+    assert "Page 1 of layer 1" in told.message
     assert codecs_of(kv, seq, 1) == ["kv8", "raw", "kv8"], "of its group only"
     assert codecs_of(kv, seq, 0) == ["kv8"] * 3
     audit(kv)
@@ -721,6 +774,33 @@ def test_it_can_be_an_error(value: float) -> None:
     seq.close()
     audit(kv)
     kv.close()
+
+
+def test_a_refusal_at_the_end_keeps_no_other_sequence_from_leaving() -> None:
+    kv = make("kv8", recent_tokens=8 * PAGE, non_finite="error")
+    seqs = [kv.open(text(2 * PAGE, seed)) for seed in range(3)]
+    for seq in seqs:
+        poison(kv, seq, 1e38)
+    with pytest.raises(NonFiniteError, match="page 1 of layer 1"):  # noqa: SIM117
+        with kv.step(seqs, [[1]] * 3) as step:
+            write(step)
+            for seq in seqs:
+                seq.close()
+    assert not kv._open and len(kv.planner.tables._free) == kv.planner.tables.max_rows
+    audit(kv)
+    kv.close()
+
+
+def test_a_refusal_at_the_end_keeps_no_cache_from_closing() -> None:
+    tier, left = lasting(), list[str]()
+    tier.close = lambda: left.append("closed")
+    kv = make("kv8", recent_tokens=8 * PAGE, non_finite="error", tiers=[tier])
+    for seed in range(3):
+        poison(kv, kv.open(text(2 * PAGE, seed)), 1e38)
+    with pytest.raises(NonFiniteError, match="page 1 of layer 1"):
+        kv.close()
+    assert kv.closed and not kv._open and left == ["closed"]
+    assert len(list(tier.scan())) == 3 * 2 * 2, "what was published is written down"
 
 
 def test_a_page_that_cannot_be_encoded_is_written_down_raw() -> None:
