@@ -49,8 +49,10 @@ class Snapshots:
             self.store.add_tier(HostTier(_HOST_BYTES, name="states"), states_only=True)
         parent, key = seq.parent_key(0, pages), self._key(seq, pages, length)
         known = self.store.index.find(key)
-        if known is not None:
+        if known is not None and known.fidelity <= self.store.fidelity:
             return True
+        if known is not None:
+            self.store.supersede(known)
         try:
             self.planner.thaw_tail(seq)
         except CapacityError:

@@ -603,6 +603,23 @@ def test_what_is_too_lossy_is_replaced_by_what_is_computed() -> None:
     kv.close()
 
 
+def test_a_state_that_is_too_lossy_is_replaced_by_what_is_computed() -> None:
+    tier = lasting()
+    tier.close = lambda: None
+    for codec in ("kv8", "raw"):
+        kv = make(codec, tiers=[tier], **({} if codec == "raw" else {"recent_tokens": 0}))
+        seq = prefill(kv, kv.open(text(2 * PAGE + 5), reuse=False))
+        assert kv.save_state(seq, {"h": torch.ones(2)})
+        seq.close()
+        kv.flush()
+        if codec == "kv8":
+            kv.close()
+    with kv.open(text(2 * PAGE + 9), state=True) as again:
+        assert again.reused == 2 * PAGE + 5 and again.fidelity == 0
+    audit(kv)
+    kv.close()
+
+
 @pytest.mark.parametrize("exact_first", [False, True])
 def test_of_two_copies_the_exact_one_is_read(exact_first: bool) -> None:
     tiers = {codec: lasting(name=codec) for codec in ("kv8", "raw")}
