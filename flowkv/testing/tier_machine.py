@@ -7,19 +7,23 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import hypothesis.strategies as st
-from hypothesis import settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-
+from flowkv.core.errors import MissingDependencyError
 from flowkv.core.layout import CODECS, GRANULE_BYTES
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store, Tier
 from flowkv.tiers.frame import KINDS
+
+try:
+    from hypothesis import settings
+    from hypothesis import strategies as st
+    from hypothesis.stateful import (
+        RuleBasedStateMachine,
+        invariant,
+        precondition,
+        rule,
+        run_state_machine_as_test,
+    )
+except ImportError:  # pragma: no cover
+    raise MissingDependencyError("flowkv.testing", "dev") from None
 
 PATIENCE_S = 20.0
 NAMES = st.integers(0, 11)
