@@ -214,16 +214,6 @@ def quality(results: Results) -> str:
     return table(head, rows) if rows else NOT_YET.capitalize() + "."
 
 
-@block
-def dropped(results: Results) -> str:
-    rows = [
-        [row["task"], row["keep"], figure(row["bits"]), difference(row)]
-        for row in results.get("quality_cpu", {}).get("drop", {}).get("rows", [])
-    ]
-    head = ["bits per byte of", "kept", "bits", "more than with all tokens"]
-    return table(head, rows) if rows else NOT_YET.capitalize() + "."
-
-
 def difference(row: dict[str, Any]) -> str:
     return f"{row['delta_bits']:+.4f} ± {row['two_errors']:.4f}"
 

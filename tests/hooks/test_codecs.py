@@ -183,4 +183,4 @@ def test_what_cannot_be_encoded_is_named() -> None:
             with torch.no_grad():
                 broken.model.layers[2].self_attn.v_proj.weight[0, 0] = float("nan")
             generate(broken, 4, input_ids=text(200))
-            assert any("page 0 of layer 2 holds NaN" in str(found.message) for found in said)
+            assert any("Page 0 of layer 2 holds NaN" in str(found.message) for found in said)
