@@ -161,6 +161,6 @@ def _make(task: Task) -> Lists:
         CAUSAL=task.flags["CAUSAL"],
         TREE=task.flags["TREE"],
         BLOCK=min(1024, padded(width)),
-        num_warps=4,
+        num_warps=8,
     )
     return lists
