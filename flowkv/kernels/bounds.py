@@ -115,6 +115,22 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
     _PASSED[0] = batch, arena.data_ptr()
 
 
+def check_queries(q: torch.Tensor, pages: Pages, batch: Ragged) -> None:
+    """Check packed queries against the pages and the batch.
+
+    Raises:
+        GeometryError: A wrong shape, dtype or device, or heads that do not divide.
+    """
+    layout, heads = pages.layout, q.shape[1] if q.dim() == 3 else 0
+    check_packed("q", q, pages, heads, layout.head_dim)
+    check_batch(pages, batch, q.shape[0])
+    if heads % layout.kv_heads:
+        raise GeometryError(
+            f"{heads} query heads over {layout.kv_heads} KV heads",
+            "Query heads must be a multiple of KV heads",
+        )
+
+
 def check_scoring(how: Scoring, q: torch.Tensor, pages: Pages, batch: Ragged) -> None:
     """Check the switches of an attention call.
 

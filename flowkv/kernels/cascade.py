@@ -15,7 +15,7 @@ import torch
 from flowkv.core.errors import GeometryError
 from flowkv.kernels import bounds
 from flowkv.kernels.cascade_plan import Cascade
-from flowkv.kernels.dispatch import choose
+from flowkv.kernels.dispatch import choose, lossiest
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.registry import ANY, resolve
 
@@ -65,13 +65,11 @@ def cascade_attention(  # noqa: PLR0913 - the switches of attention belong to on
         ConfigError: No such backend or codec.
     """
     layout = pages.layout
-    heads = q.shape[1] if q.dim() == 3 else 0
-    bounds.check_packed("q", q, pages, heads, layout.head_dim)
-    bounds.check_batch(pages, batch, q.shape[0])
-    if heads % layout.kv_heads or shared.batch is not batch:
+    bounds.check_queries(q, pages, batch)
+    if shared.batch is not batch:
         raise GeometryError(
-            f"{heads} query heads over {layout.kv_heads} KV heads, or a plan of another step",
-            "Query heads must be a multiple of KV heads; plan each step: plan_cascade(batch, ...)",
+            "the plan is of another step",
+            "Make one for this: plan each step, plan_cascade(batch, ...)",
         )
     if window is not None and window < batch.most_length:
         raise GeometryError(
@@ -115,8 +113,7 @@ def on_triton(
 def _attend(
     backend: str, q: torch.Tensor, pages: Pages, batch: Ragged, shared: Cascade, how: Scoring
 ) -> torch.Tensor | Partial:
-    codec = pages.sealed[-1].codec if pages.sealed else pages.layout.codec
-    attend = resolve("paged_attention", codec, backend)
+    attend = resolve("paged_attention", lossiest(pages), backend)
     if shared.prefix is None:
         return attend(q, pages, batch, how)
     wide = torch.promote_types(q.dtype, torch.float32)

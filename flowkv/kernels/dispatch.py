@@ -123,14 +123,7 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
         ConfigError: No such backend or codec.
     """
     layout = pages.layout
-    heads = q.shape[1] if q.dim() == 3 else 0
-    bounds.check_packed("q", q, pages, heads, layout.head_dim)
-    bounds.check_batch(pages, batch, q.shape[0])
-    if heads % layout.kv_heads:
-        raise GeometryError(
-            f"{heads} query heads over {layout.kv_heads} KV heads",
-            "Query heads must be a multiple of KV heads",
-        )
+    bounds.check_queries(q, pages, batch)
     how = Scoring(
         scale=1.0 / math.sqrt(layout.head_dim) if scale is None else scale,
         window=window,
@@ -144,9 +137,8 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
         invariant=invariant,
     )
     bounds.check_scoring(how, q, pages, batch)
-    codec = _lossiest(pages)
     backend = backend or choose(q.device, q.dtype, page_dtype=layout.dtype)
-    return resolve("paged_attention", codec, backend)(q, pages, batch, how)
+    return resolve("paged_attention", lossiest(pages), backend)(q, pages, batch, how)
 
 
 def merge(
@@ -201,10 +193,10 @@ def gather_dense(
     """
     bounds.check_batch(pages, batch, None)
     backend = backend or choose(pages.arena.device, page_dtype=pages.layout.dtype)
-    k, v = resolve("gather_dense", _lossiest(pages), backend)(pages, batch, columns)
+    k, v = resolve("gather_dense", lossiest(pages), backend)(pages, batch, columns)
     return k, k[..., : pages.layout.value_dim] if pages.layout.latent else v
 
 
-def _lossiest(pages: Pages) -> str:
+def lossiest(pages: Pages) -> str:
     """The codec by which an implementation is looked up: who serves it serves the ones before."""
     return pages.sealed[-1].codec if pages.sealed else pages.layout.codec

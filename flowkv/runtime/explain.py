@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from flowkv.core.layout import CODECS
 from flowkv.runtime.restore import Restorer
 from flowkv.runtime.sequence import Sequence
 
@@ -51,6 +52,10 @@ def _reason(restorer: Restorer, seq: Sequence, pages: int, limit: int) -> tuple[
     if (pages + 1) * size > limit:
         left = len(tokens) - pages * size
         return f"the last {left} tokens fill no page, or hold the token that must run", None
+    lossy = store.index.find(seq.key(0, pages))
+    if lossy is not None and lossy.somewhere and lossy.fidelity > store.fidelity:
+        codec = CODECS[lossy.fidelity]
+        return f"what follows token {pages * size} is kept, but {codec} is too lossy here", None
     missing = _missing(restorer, seq, pages)
     if len(missing) < len(seq.blocks):
         groups = ", ".join(f"page {page} in layer group {g}" for g, page in missing.items())

@@ -593,6 +593,7 @@ def test_what_is_too_lossy_is_replaced_by_what_is_computed() -> None:
     tier = lasting()
     kv, seq = rerun("kv8", "raw", tier)
     assert seq.reused == 0
+    assert "kv8 is too lossy" in kv.explain(text(4 * PAGE + 1)).reason
     prefill(kv, seq).close()
     kv.close()
     assert {entry.info.fidelity for entry in tier.scan()} == {0}
