@@ -278,7 +278,7 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
 
 
 def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.tiers.inspect import inspect
+    from flowkv.tiers.disk.inspect import inspect
 
     found = inspect(given.directory)
     shares = {"kind": found.kinds, "codec": found.codecs, "namespace": found.namespaces}
@@ -303,7 +303,7 @@ def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
 
 
 def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.tiers.inspect import scrub
+    from flowkv.tiers.disk.inspect import scrub
 
     with screen.progress("checking") as tell:
         report = scrub(given.directory, lambda done, total: tell(done, total, f"{done:,} frames"))

@@ -15,7 +15,7 @@ from flowkv.demo import run
 from flowkv.demo.records import Findings, Plan, Sample
 from flowkv.demo.summary import summarise
 from flowkv.demo.workload import Case, Sizes, build_workload
-from flowkv.tiers.inspect import Inspection
+from flowkv.tiers.disk.inspect import Inspection
 
 SMALL = Sizes(context=384, turns=3, rows=2, answer=8)
 

@@ -21,7 +21,7 @@ from flowkv.demo.records import FINDINGS, PLAN, Findings, Plan
 from flowkv.demo.report import write_demo_report
 from flowkv.demo.show import Screen, Tell, seconds, times
 from flowkv.demo.summary import Summary, summarise
-from flowkv.tiers.inspect import inspect
+from flowkv.tiers.disk.inspect import inspect
 
 _GRACE_S = 5.0  # for a process that was interrupted
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowkv.tiers.disk_files import Buffer, FileIO
+from flowkv.tiers.disk.files import Buffer, FileIO
 
 CHANGES = ("open", "write", "truncate", "punch", "sync", "replace")
 

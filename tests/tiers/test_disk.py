@@ -18,9 +18,9 @@ from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.tiers import open_tier
 from flowkv.tiers.base import Load, Outcome, Store, Tier
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk_files import FileIO
-from flowkv.tiers.disk_home import Superblock, read_superblock, write_superblock
-from flowkv.tiers.disk_slab import slot_granules
+from flowkv.tiers.disk.files import FileIO
+from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
+from flowkv.tiers.disk.slab import slot_granules
 
 from .faulty import FaultyFiles
 from .frames import (

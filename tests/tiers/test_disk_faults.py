@@ -13,8 +13,8 @@ import pytest
 from flowkv.core.errors import StoreError
 from flowkv.tiers.base import Outcome
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk_journal import RECORD_BYTES, RECORDS
-from flowkv.tiers.disk_store import DiskStore, Refused
+from flowkv.tiers.disk.journal import RECORD_BYTES, RECORDS
+from flowkv.tiers.disk.store import DiskStore, Refused
 
 from .faulty import CHANGES, FastFiles, FaultyFiles, RecordingFiles, after_power_loss
 from .frames import body_of, get, hits, info_of, key_of, put, stored

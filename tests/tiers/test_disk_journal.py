@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.tiers.disk_files import FileIO
-from flowkv.tiers.disk_journal import (
+from flowkv.tiers.disk.files import FileIO
+from flowkv.tiers.disk.journal import (
     CHARGE_BYTES,
     DELETED,
     PAGE_BYTES,
@@ -25,7 +25,7 @@ from flowkv.tiers.disk_journal import (
     read_page,
     unpack_records,
 )
-from flowkv.tiers.disk_recover import replay
+from flowkv.tiers.disk.recover import replay
 
 from .faulty import FaultyFiles
 from .frames import info_of, key_of

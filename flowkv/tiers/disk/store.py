@@ -21,11 +21,11 @@ from typing import NamedTuple
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo
-from flowkv.tiers.disk_files import FileIO
-from flowkv.tiers.disk_home import Home
-from flowkv.tiers.disk_journal import CHARGE_BYTES, DELETED, STORED, Held, Journal, Record
-from flowkv.tiers.disk_recover import check_frame, open_journal, recover, replay
-from flowkv.tiers.disk_slab import Slabs, slot_granules
+from flowkv.tiers.disk.files import FileIO
+from flowkv.tiers.disk.home import Home
+from flowkv.tiers.disk.journal import CHARGE_BYTES, DELETED, STORED, Held, Journal, Record
+from flowkv.tiers.disk.recover import check_frame, open_journal, recover, replay
+from flowkv.tiers.disk.slab import Slabs, slot_granules
 from flowkv.tiers.frame import (
     BadFrame,
     Header,

@@ -9,9 +9,9 @@ import pytest
 
 from flowkv.core.errors import StoreError
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk_files import FileIO
-from flowkv.tiers.disk_home import Superblock, write_superblock
-from flowkv.tiers.inspect import Share, inspect, scrub
+from flowkv.tiers.disk.files import FileIO
+from flowkv.tiers.disk.home import Superblock, write_superblock
+from flowkv.tiers.disk.inspect import Share, inspect, scrub
 
 from .frames import key_of, stored
 

@@ -16,8 +16,8 @@ from typing import Literal
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
-from flowkv.tiers.disk_files import FileIO, reason_of
-from flowkv.tiers.disk_store import DiskStore, Refused, Written
+from flowkv.tiers.disk.files import FileIO, reason_of
+from flowkv.tiers.disk.store import DiskStore, Refused, Written
 from flowkv.tiers.frame import BadFrame
 from flowkv.tiers.worker import Item, Staging, Workers
 

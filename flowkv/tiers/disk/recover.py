@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.disk_files import FileIO
-from flowkv.tiers.disk_home import JOURNAL, Superblock
-from flowkv.tiers.disk_journal import STORED, Held, Journal, Record, Slot
-from flowkv.tiers.disk_slab import Slabs, slot_granules
+from flowkv.tiers.disk.files import FileIO
+from flowkv.tiers.disk.home import JOURNAL, Superblock
+from flowkv.tiers.disk.journal import STORED, Held, Journal, Record, Slot
+from flowkv.tiers.disk.slab import Slabs, slot_granules
 from flowkv.tiers.frame import (
     BadFrame,
     Header,

@@ -2,8 +2,8 @@
 
     superblock.json   what made it: format, sizes, store id        written by rename, with a crc32
     lock              held (flock) by the one process that writes; holds its process id
-    journal           which frame lies where                       `disk_journal`
-    slab-<granules>   the frames                                   `disk_slab`
+    journal           which frame lies where                       `disk.journal`
+    slab-<granules>   the frames                                   `disk.slab`
     aside-<n>         a store of another format, moved out of the way and never deleted
 
 The directory is 0700 and its files 0600; no link is followed, and no name in it comes from a key.
@@ -27,8 +27,8 @@ import msgspec
 
 from flowkv.core.errors import StoreError
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.disk_files import FileIO, read_fully, write_fully
-from flowkv.tiers.disk_journal import PAGE_BYTES, RECORD_BYTES, peek_store_id
+from flowkv.tiers.disk.files import FileIO, read_fully, write_fully
+from flowkv.tiers.disk.journal import PAGE_BYTES, RECORD_BYTES, peek_store_id
 
 FORMAT = 1
 SUPERBLOCK, LOCK, JOURNAL = "superblock.json", "lock", "journal"

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.disk_files import Buffer, FileIO, read_fully, write_fully
-from flowkv.tiers.disk_journal import Slot
+from flowkv.tiers.disk.files import Buffer, FileIO, read_fully, write_fully
+from flowkv.tiers.disk.journal import Slot
 
 SLAB_NAME = re.compile(r"slab-(\d{8})")
 _BLANK = bytes(GRANULE_BYTES)
@@ -91,7 +91,7 @@ class Slabs:
     def occupy(self, used: Iterable[Slot]) -> None:
         """Tells which slots hold frames; cuts off what lies behind the last one of each file.
 
-        No two frames share a slot, and every slot lies within its file (`disk_recover.recover`).
+        No two frames share a slot, and every slot lies within its file (`disk.recover.recover`).
         """
         taken: dict[int, set[int]] = {granules: set() for granules in self.sizes()}
         for granules, index in used:

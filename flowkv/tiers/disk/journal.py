@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from flowkv.core.layout import CODECS, GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo
-from flowkv.tiers.disk_files import FileIO, read_fully, write_fully
+from flowkv.tiers.disk.files import FileIO, read_fully, write_fully
 from flowkv.tiers.frame import KINDS, MAX_STRIPES, header_bytes
 
 PAGE_BYTES = 4096

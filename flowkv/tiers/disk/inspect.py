@@ -13,11 +13,11 @@ import msgspec
 
 from flowkv.core.errors import StoreError
 from flowkv.core.layout import CODECS
-from flowkv.tiers.disk_files import FileIO
-from flowkv.tiers.disk_home import Superblock, owned, read_superblock
-from flowkv.tiers.disk_journal import Held, Journal
-from flowkv.tiers.disk_recover import check_frame, frames_in_slots, open_journal, replay
-from flowkv.tiers.disk_slab import Slabs
+from flowkv.tiers.disk.files import FileIO
+from flowkv.tiers.disk.home import Superblock, owned, read_superblock
+from flowkv.tiers.disk.journal import Held, Journal
+from flowkv.tiers.disk.recover import check_frame, frames_in_slots, open_journal, replay
+from flowkv.tiers.disk.slab import Slabs
 from flowkv.tiers.frame import BadFrame
 
 
