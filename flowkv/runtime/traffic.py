@@ -131,7 +131,7 @@ class Traffic:
     @property
     def watches(self) -> bool:
         """Whether others write to one of the tiers."""
-        return any(map(_foreign, self.tiers))
+        return any(tier.shared for tier in self.tiers)
 
     def place(self, block: Block) -> str:
         """Name of the nearest place that holds a block; "" if none does."""
@@ -154,7 +154,7 @@ class Traffic:
             namespace: Namespace digest.
         """
         for number, tier in enumerate(self.tiers):
-            if not _foreign(tier):
+            if not tier.shared:
                 continue
             above, fresh = parent, []
             for key, there in zip(keys, tier.contains(keys), strict=True):
@@ -258,7 +258,7 @@ class Traffic:
             tier.delete([block.key])
         else:
             # Where others write too, theirs may have been there before.
-            block.enter(number, UNKNOWN if _foreign(tier) else codec)
+            block.enter(number, UNKNOWN if tier.shared else codec)
             self.insert(self.tier_policies[number], [block])
             stored = self.stored_bytes.get(tier.name, 0)
             self.stored_bytes[tier.name] = stored + answer.n_bytes
@@ -388,7 +388,3 @@ class Traffic:
             return False
         slot = np.array([block.slot], np.int64)
         return bool(self.tier_policies[number].admit(self.clock.now_ns(), slot)[0])
-
-
-def _foreign(tier: Tier) -> bool:
-    return not tier.writable or tier.kind == "remote"

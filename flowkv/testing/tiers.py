@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store, Tier
-from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, describe, verify
+from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, describe, span, verify
 
 Wish = TypeVar("Wish", Load, Store)
 
@@ -25,6 +25,7 @@ class MemoryTier:
 
     kind = "host"
     writable = True
+    shared = False
 
     def __init__(self, capacity_bytes: int = 1 << 30, *, name: str = "memory") -> None:
         self.name, self.capacity_bytes = name, capacity_bytes
@@ -60,9 +61,16 @@ class MemoryTier:
             answers, self._answers = self._answers, []
             return answers
 
+    def cancel(self, job: int) -> None:
+        """Too late: whatever was submitted has been answered."""
+
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forgets frames."""
         return sum(self.frames.pop(key, None) is not None for key in keys)
+
+    def erase(self, keys: Sequence[bytes]) -> int:
+        """Forgets frames; nothing else holds their bytes."""
+        return self.delete(keys)
 
     def scan(self) -> Iterator[Entry]:
         """All frames, oldest store first."""
@@ -87,11 +95,16 @@ class MemoryTier:
         header, body = self.frames[item.key]
         try:
             accept(header, item.key, item.layout, item.fidelity)
+            stripes = span(header, item.first, item.stripes)
             verify(header, body)
         except BadFrame as error:
             return Completion(0, 0, item.key, Outcome.MISS, error.reason)
-        item.target.cast("B")[: len(body)] = body
-        return Completion(0, 0, item.key, Outcome.HIT, "", header.info, len(body))
+        step = header.info.stripe_bytes
+        part = body[stripes.start * step : stripes.stop * step]
+        if item.target.readonly or item.target.nbytes < len(part):
+            return Completion(0, 0, item.key, Outcome.FAILED, "target")
+        item.target.cast("B")[: len(part)] = part
+        return Completion(0, 0, item.key, Outcome.HIT, "", header.info, len(part))
 
     def _store(self, item: Store) -> Completion:
         size = item.body.nbytes
@@ -150,6 +163,7 @@ class FlakyTier:
         self.inner, self.faults = inner, faults
         self.name, self.kind = f"flaky {inner.name}", inner.kind
         self.capacity_bytes, self.writable = inner.capacity_bytes, inner.writable
+        self.shared = inner.shared
         self._random, self._clock = random.Random(seed), clock or SystemClock()
         self._lock = threading.Lock()
         self._jobs = 0
@@ -194,9 +208,20 @@ class FlakyTier:
                 return ready
             time.sleep(0.0005)
 
+    def cancel(self, job: int) -> None:
+        """Cancels what the inner tier still has of a job."""
+        with self._lock:
+            for inner_job, (outer_job, _, _) in self._wishes.items():
+                if outer_job == job:
+                    self.inner.cancel(inner_job)
+
     def delete(self, keys: Sequence[bytes]) -> int:
         """Deletes reliably."""
         return self.inner.delete(keys)
+
+    def erase(self, keys: Sequence[bytes]) -> int:
+        """Erases reliably."""
+        return self.inner.erase(keys)
 
     def scan(self) -> Iterator[Entry]:
         """What the inner tier holds."""

@@ -7,9 +7,10 @@ networks, and maps one to one onto what engines ask of a tier (vLLM `submit_stor
 submitted item is answered exactly once, before its deadline: `HIT`, `MISS`, `STORED` or `FAILED`.
 After its answer, whatever it is, a tier touches neither the `target` nor the `body` of an item.
 
-Reasons of `FAILED`: full, busy, read-only, deadline, closed, invalid, target, memory, or the name
-of an errno such as ENOSPC. A `MISS` with a reason was found but not accepted: layout, fidelity, or
-damage (digest, key, foreign, truncated, version).
+Reasons of `FAILED`: full, busy, read-only, deadline, cancelled, closed, invalid, target, memory,
+breaker (its engine failed too often and is left alone for a while), or the name of an errno such as
+ENOSPC. A `MISS` with a reason was found but not accepted: layout, fidelity, stripes, or damage
+(digest, key, foreign, truncated, version).
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
+
+UNBOUNDED = 1 << 62
+"""`Tier.capacity_bytes` of a place whose size only its engine knows."""
 
 
 class Outcome(Enum):
@@ -66,22 +70,27 @@ class FrameInfo(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Wish to read one frame.
+    """Wish to read one frame, or some of its stripes.
 
     Attributes:
         key: 32 bytes.
-        target: Writable memory for the frame's body, at least as long as the body; its content is
-            undefined unless the outcome is `HIT`.
+        target: Writable memory for the stripes wished for, at least as long as they are; its
+            content is undefined unless the outcome is `HIT`.
         layout: `PageLayout.fingerprint()` (or a blob's own 16 bytes) that the frame must carry;
             another layout is a miss.
         fidelity: Highest (lossiest) codec index in the frame's ancestry that the reader accepts; a
             frame above it is a miss (DESIGN D6).
+        first: First stripe wished for; it begins at the first byte of `target`.
+        stripes: Number of stripes; 0 for all from `first` on. Stripes that the frame does not have
+            are a miss with reason "stripes". Only what was wished for is verified.
     """
 
     key: bytes
     target: memoryview
     layout: bytes
     fidelity: int = 0
+    first: int = 0
+    stripes: int = 0
 
 
 class Store(NamedTuple):
@@ -108,7 +117,7 @@ class Completion(NamedTuple):
         outcome: How it ended.
         reason: Why it `FAILED`, or why a stored frame was refused as a `MISS`; "" otherwise.
         info: The frame's own description, on a `HIT`.
-        n_bytes: Bytes moved.
+        n_bytes: Bytes moved; of a `HIT` those in `target`.
         seconds: From submission to completion.
     """
 
@@ -143,14 +152,17 @@ class Tier(Protocol):
     Attributes:
         name: Shown in statistics; unique within a stack.
         kind: "host", "disk" or "remote".
-        capacity_bytes: Most bytes it may occupy, everything included.
+        capacity_bytes: Most bytes it may occupy, everything included; `UNBOUNDED` where only its
+            engine knows.
         writable: False where another process owns it: stores then answer `FAILED`.
+        shared: Whether others may write to it too, so that frames come and go unasked.
     """
 
     name: str
     kind: str
     capacity_bytes: int
     writable: bool
+    shared: bool
 
     def used_bytes(self) -> int:
         """Bytes occupied now, overhead included."""
@@ -161,7 +173,11 @@ class Tier(Protocol):
         ...
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are believed to be there. Never waits; a load may still miss."""
+        """Which keys are believed to be there; a load may still miss.
+
+        Local tiers answer at once. Remote ones may ask, for as long as a look-up takes and 50 ms at
+        most; what is not known by then is False.
+        """
         ...
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
@@ -180,8 +196,23 @@ class Tier(Protocol):
         """Answers that are ready; waits up to `timeout_s` for the first one."""
         ...
 
+    def cancel(self, job: int) -> None:
+        """Answers what is not answered yet of a job `FAILED` "cancelled", where that is possible.
+
+        An item whose target or body is in use right now is answered as it would have been.
+        """
+        ...
+
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forgets frames at once; returns how many were there. Loads in flight may still answer."""
+        ...
+
+    def erase(self, keys: Sequence[bytes]) -> int:
+        """Like `delete`, and leaves no copy of their bytes: overwritten, or removed by the engine.
+
+        Raises:
+            StoreError: Some may still be there; the message says which tier and why.
+        """
         ...
 
     def scan(self) -> Iterator[Entry]:

@@ -48,7 +48,7 @@ class BadFrame(FlowKVError, ValueError):
 
     Args:
         reason: One word: "foreign" (no frame of ours), "version", "truncated", "digest", "key",
-            "layout", "fidelity", or "invalid" (the producer described the frame wrongly).
+            "layout", "fidelity", "stripes", or "invalid" (the producer described it wrongly).
         problem: What is wrong, one sentence without a full stop.
     """
 
@@ -268,6 +268,18 @@ def wanted(info: FrameInfo, layout: bytes, fidelity: int) -> None:
         raise BadFrame("layout", "the frame has another layout")
     if info.fidelity > fidelity:
         raise BadFrame("fidelity", f"the frame descends from {CODECS[info.fidelity]!r}")
+
+
+def span(header: Header, first: int, count: int) -> range:
+    """Numbers of the stripes that a `Load` wishes for.
+
+    Raises:
+        BadFrame: "stripes": the frame does not have them.
+    """
+    end = first + count if count else header.stripes
+    if not 0 <= first < end <= header.stripes:
+        raise BadFrame("stripes", f"stripes {first} to {end} of {header.stripes}")
+    return range(first, end)
 
 
 def _digests(body: memoryview, step: int) -> bytes:

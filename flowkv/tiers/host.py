@@ -18,7 +18,8 @@ from flowkv.tiers.frame import (
     accept,
     count_stripes,
     describe,
-    verify,
+    span,
+    verify_stripe,
 )
 
 Wish = TypeVar("Wish", Load, Store)
@@ -44,6 +45,7 @@ class HostTier:
 
     kind = "host"
     writable = True
+    shared = False
 
     def __init__(
         self, capacity_bytes: int, *, name: str = "host", clock: Clock | None = None
@@ -86,10 +88,17 @@ class HostTier:
         """An eventfd that is readable while answers wait."""
         return self._answers.fileno()
 
+    def cancel(self, job: int) -> None:
+        """Too late: all items were answered while they were submitted."""
+
     def delete(self, keys: Sequence[bytes]) -> int:
         """Frees frames."""
         with self._lock:
             return sum(self._drop(key) for key in keys)
+
+    def erase(self, keys: Sequence[bytes]) -> int:
+        """Frees frames; the process may hand their memory out again, blanked or overwritten."""
+        return self.delete(keys)
 
     def scan(self) -> Iterator[Entry]:
         """All frames, oldest store first."""
@@ -128,15 +137,19 @@ class HostTier:
         header, body = frame
         try:
             accept(header, item.key, item.layout, item.fidelity)
-            if item.target.readonly or item.target.nbytes < len(body):
+            stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
+            n_bytes = len(stripes) * step
+            if item.target.readonly or item.target.nbytes < n_bytes:
                 return _failed(item.key, "target")
-            verify(header, body)
+            part = memoryview(body)[stripes.start * step : stripes.stop * step]
+            for number, stripe in enumerate(stripes):
+                verify_stripe(header, stripe, part[number * step : (number + 1) * step])
         except BadFrame as error:
             if error.reason == "digest":
                 self._discard(item.key, frame)
             return Completion(0, 0, item.key, Outcome.MISS, error.reason)
-        item.target.cast("B")[: len(body)] = body
-        return Completion(0, 0, item.key, Outcome.HIT, "", header.info, len(body))
+        item.target.cast("B")[:n_bytes] = part
+        return Completion(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
 
     def _store(self, item: Store) -> Completion:
         key, body = item.key, item.body

@@ -150,6 +150,13 @@ class Workers:
                 item.wish = None
                 self.answers.put([item.done])
 
+    def cancel(self, job: int) -> None:
+        """Answers what is left of a job, except what a thread is about to answer."""
+        with self._changed:
+            for _, _, item in self._deadlines:
+                if item.job == job and not item.claimed:
+                    self.answer(item, Outcome.FAILED, "cancelled")
+
     def close(self, timeout_s: float) -> bool:
         """Works off what is queued; whether all threads came to an end in time."""
         with self._changed:

@@ -538,7 +538,7 @@ def test_a_state_saved_after_a_cut_inside_an_encoded_page_holds_its_tail() -> No
 
 
 def test_a_state_is_as_lossy_as_the_one_that_is_read() -> None:
-    tier = Wrapped(MemoryTier(name="shared"), kind="remote")
+    tier = Wrapped(MemoryTier(name="shared"), kind="remote", shared=True)
     tier.close = lambda: None
     exact, lossy = (make("kv4c", tiers=[tier], recent_tokens=n) for n in (1 << 20, 0))
     for kv in (lossy, exact):  # the first one's stays
@@ -639,7 +639,7 @@ def test_of_two_copies_the_exact_one_is_read(exact_first: bool) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "kv8", "auto"])
 def test_frames_that_others_wrote_tell_their_codec_when_they_are_read(codec: str) -> None:
-    tier = Wrapped(MemoryTier(name="shared"), kind="remote")
+    tier = Wrapped(MemoryTier(name="shared"), kind="remote", shared=True)
     tier.close = lambda: None
     readers = [make(reader, tiers=[tier]) for reader in ("auto", "kv4c", "raw")]
     kv = make(codec, tiers=[tier])
@@ -658,7 +658,7 @@ def test_frames_that_others_wrote_tell_their_codec_when_they_are_read(codec: str
 
 
 def test_what_others_stored_first_is_what_is_read_back() -> None:
-    tier = Wrapped(MemoryTier(name="shared"), kind="remote")
+    tier = Wrapped(MemoryTier(name="shared"), kind="remote", shared=True)
     tier.close = lambda: None
     kv, other = (make(codec, tiers=[tier], warm_tokens=PAGE) for codec in ("auto", "kv8"))
     opened(other, text(4 * PAGE)).close()

@@ -317,7 +317,10 @@ def test_a_read_only_tier_is_read_and_watched() -> None:
     published(owner, P)
     owner.flush()
     reader = make_kv(
-        simple(), pages=8, tiers=[Wrapped(shared, kind="disk", writable=False)], policy="lru"
+        simple(),
+        pages=8,
+        tiers=[Wrapped(shared, kind="disk", writable=False, shared=True)],
+        policy="lru",
     )
     assert reused(reader, P) == 24
     published(owner, Q)
@@ -334,7 +337,7 @@ def test_a_read_only_tier_is_read_and_watched() -> None:
 def test_windowed_groups_are_watched_too() -> None:
     shared = MemoryTier(name="lasting")
     owner = make_kv(tiers=[Wrapped(shared, kind="disk")])
-    reader = make_kv(tiers=[Wrapped(shared, kind="disk", writable=False)])
+    reader = make_kv(tiers=[Wrapped(shared, kind="disk", writable=False, shared=True)])
     published(owner, P)
     owner.flush()
     assert reused(reader, P) == 24
@@ -343,7 +346,7 @@ def test_windowed_groups_are_watched_too() -> None:
 def test_what_is_discovered_belongs_to_its_tenant() -> None:
     shared = MemoryTier(name="lasting")
     owner = make_kv(tiers=[Wrapped(shared, kind="disk")])
-    reader = make_kv(tiers=[Wrapped(shared, kind="remote")])
+    reader = make_kv(tiers=[Wrapped(shared, kind="remote", shared=True)])
     published(owner, P, tenant="a")
     owner.flush()
     with reader.open([*P, 0], tenant="a") as seq:

@@ -62,7 +62,7 @@ class Slabs:
         self._files, self._directory, self._ahead_bytes = files, directory, ahead_bytes
         self._slabs: dict[int, _SlabFile] = {}
         self._pins: Counter[Slot] = Counter()
-        self._doomed: set[Slot] = set()
+        self._doomed: dict[Slot, bool] = {}  # to be freed when unpinned, and whether wiped then
         self._can_punch = True
 
     def sizes(self) -> list[int]:
@@ -128,16 +128,26 @@ class Slabs:
         slab.high += 1
         return Slot(granules, slab.high - 1)
 
-    def give_back(self, slot: Slot) -> None:
-        """Frees a slot and blanks its first page, once nobody reads it any more.
+    def give_back(self, slot: Slot, *, wipe: bool = False) -> None:
+        """Frees a slot and blanks its first page, or all of it, once nobody reads it any more.
 
         So a frame that was deleted stays deleted, even if the journal is lost that says so.
+
+        Raises:
+            OSError: It could not be wiped; the slot is free all the same.
         """
         if self._pins[slot] > 0:
-            self._doomed.add(slot)
+            self._doomed[slot] = wipe
             return
-        with contextlib.suppress(OSError):
-            self.write(slot, [_BLANK])
+        try:
+            self.write(slot, [bytes(slot.granules * GRANULE_BYTES) if wipe else _BLANK])
+        except OSError:
+            if wipe:
+                raise
+        finally:
+            self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
         self._slab(slot.granules).free.append(slot.number)
         self.free_bytes += slot.granules * GRANULE_BYTES
 
@@ -157,8 +167,8 @@ class Slabs:
         if self._pins[slot] <= 0:
             del self._pins[slot]
             if slot in self._doomed:
-                self._doomed.remove(slot)
-                self.give_back(slot)
+                with contextlib.suppress(OSError):
+                    self.give_back(slot, wipe=self._doomed.pop(slot))
 
     def read(self, slot: Slot, target: memoryview) -> int:
         """Reads the beginning of a slot; returns the bytes that were there."""

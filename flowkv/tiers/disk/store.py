@@ -255,8 +255,16 @@ class DiskStore:
                 self._note_deleted([(key, held)])
             return True
 
-    def delete(self, keys: Iterable[bytes]) -> int:
-        """Forgets frames; a reader forgets none. Returns how many were there."""
+    def delete(self, keys: Iterable[bytes], *, wipe: bool = False) -> int:
+        """Forgets frames; a reader forgets none. Returns how many were there.
+
+        Args:
+            keys: Which.
+            wipe: Overwrite the slots; those being read right now, once they are not.
+
+        Raises:
+            OSError: A slot could not be overwritten.
+        """
         if not self.owner:
             return 0
         with self._lock:
@@ -264,7 +272,7 @@ class DiskStore:
             if gone:
                 self._note_deleted(gone)
             for _, held in gone:
-                self._slabs.give_back(held.slot)
+                self._slabs.give_back(held.slot, wipe=wipe)
             return len(gone)
 
     def refresh(self) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from flowkv.core.clock import Clock, SystemClock
-from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
 from flowkv.tiers.disk.files import FileIO, reason_of
 from flowkv.tiers.disk.store import DiskStore, Refused, Written
-from flowkv.tiers.frame import BadFrame
+from flowkv.tiers.frame import BadFrame, span
 from flowkv.tiers.worker import Item, Staging, Workers
 
 THREADS = 2
@@ -76,7 +76,7 @@ class DiskTier:
         self._store = DiskStore(
             path, capacity_bytes, exclusive=exclusive, durable=durable, files=files
         )
-        self.writable = self._store.owner
+        self.writable, self.shared = self._store.owner, not self._store.owner
         self._pid, self._open, self._closing = os.getpid(), True, threading.Lock()
         self._workers = Workers(
             self.name,
@@ -148,6 +148,28 @@ class DiskTier:
         """Forgets frames. Their bytes stay in the slab files until the space is used again."""
         return self._store.delete(keys) if self._usable() else 0
 
+    def cancel(self, job: int) -> None:
+        """Answers what is not under way any more."""
+        self._workers.cancel(job)
+
+    def erase(self, keys: Sequence[bytes]) -> int:
+        """Forgets frames and overwrites their slots.
+
+        Raises:
+            StoreError: Another process owns the directory, or a slot could not be overwritten.
+        """
+        if not self._usable():
+            return 0
+        if not self.writable:
+            raise StoreError(f"another process owns {self.name}", "Erase there")
+        try:
+            return self._store.delete(keys, wipe=True)
+        except OSError as error:
+            raise StoreError(
+                f"{self.name} could not overwrite a frame ({error.strerror})",
+                "Check the disk, and delete the directory if the frames must not stay",
+            ) from error
+
     def scan(self) -> Iterator[Entry]:
         """All frames, oldest store first."""
         if self._usable():
@@ -188,11 +210,17 @@ class DiskTier:
                 workers.answer(item, Outcome.MISS)
                 return
             header, body = found
-            if wish.target.readonly or wish.target.nbytes < len(body):
+            try:
+                stripes, step = span(header, wish.first, wish.stripes), header.info.stripe_bytes
+            except BadFrame as error:
+                workers.answer(item, Outcome.MISS, error.reason)
+                return
+            part = body[stripes.start * step : stripes.stop * step]
+            if wish.target.readonly or wish.target.nbytes < len(part):
                 workers.answer(item, Outcome.FAILED, "target")
             elif workers.claim(item):
-                wish.target.cast("B")[: len(body)] = body
-                workers.answer(item, Outcome.HIT, "", header.info, len(body))
+                wish.target.cast("B")[: len(part)] = part
+                workers.answer(item, Outcome.HIT, "", header.info, len(part))
 
     def _write(self, items: list[Item]) -> None:
         written: list[tuple[Item, Written]] = []
