@@ -117,7 +117,10 @@ def test_dev_extra_and_dev_group_are_one_list() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     groups = project["dependency-groups"]
     extra = project["project"]["optional-dependencies"]["dev"]
-    assert sorted(extra) == sorted(["flowkv[hf,cli]", *groups["lint"], *groups["test"]])
+    assert sorted(extra) == sorted(
+        ["flowkv[hf,cli,aead,object,redis]"]
+        + [*groups["lint"], *groups["test"], *groups["servers"]]
+    )
 
 
 def test_readme_commands_are_single_lines() -> None:
