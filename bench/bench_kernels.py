@@ -30,7 +30,6 @@ from flowkv.kernels import (
     append,
     cascade_attention,
     copy_pages,
-    cpu_attention,
     drop_tokens,
     gather_dense,
     gather_pages,
@@ -42,6 +41,7 @@ from flowkv.kernels import (
     scatter_pages,
     transcode,
 )
+from flowkv.kernels.cpu import attention as cpu_attention
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -213,7 +213,7 @@ def test_decode_ratio(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_crossover(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From how many new tokens on torch beats numba (`cpu_attention.FEW_NEW`)."""
+    """From how many new tokens on torch beats numba (`cpu.attention.FEW_NEW`)."""
     for heads, group, dim, length in ((8, 4, 128, 4096), (8, 1, 64, 1024), (2, 8, 128, 2048)):
         line = []
         for new in (2, 4, 8, 16, 24, 32, 64):

@@ -26,7 +26,7 @@ import triton
 
 from bench.codegen import CALLS, CASES, scene
 from bench.nodevice import ARCHES, NoDevice, active, no_device
-from flowkv.kernels import triton_launch
+from flowkv.kernels.triton import launch as triton_launch
 
 ARCH = "sm_90"
 NAMES = ("decode", "append", "copy", "merge")

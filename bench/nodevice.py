@@ -11,8 +11,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from flowkv.kernels import triton_direct, triton_launch
-from flowkv.kernels.triton_launch import Traits
+from flowkv.kernels.triton import direct as triton_direct
+from flowkv.kernels.triton import launch as triton_launch
+from flowkv.kernels.triton.launch import Traits
 
 ARCHES = {
     "sm_80": Traits(8, 108, 163 << 10, ptx=True),

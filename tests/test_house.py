@@ -28,7 +28,7 @@ MAY_NAME_MODELS = ("hooks", "data", "demo", "demo.py")
 
 UNSAFE_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "pd.read_pickle"}
-MAKES_SOURCE = {"flowkv/kernels/triton_direct.py"}  # of argument numbers, and of nothing else
+MAKES_SOURCE = {"flowkv/kernels/triton/direct.py"}  # of argument numbers, and of nothing else
 
 
 def name(path: Path) -> str:

@@ -99,14 +99,14 @@ def on_reference(
 def on_cpu(
     q: torch.Tensor, pages: Pages, batch: Ragged, shared: Cascade, how: Scoring
 ) -> torch.Tensor | Partial:
-    """The twin: two calls of `cpu_attention.paged_attention`, merged."""
+    """The twin: two calls of `cpu.attention.paged_attention`, merged."""
     return _attend("cpu", q, pages, batch, shared, how)
 
 
 def on_triton(
     q: torch.Tensor, pages: Pages, batch: Ragged, shared: Cascade, how: Scoring
 ) -> torch.Tensor | Partial:
-    """On GPUs: two calls of `triton_attend.paged_attention`, merged."""
+    """On GPUs: two calls of `triton.attend.paged_attention`, merged."""
     return _attend("triton", q, pages, batch, shared, how)
 
 

@@ -14,8 +14,11 @@ import torch
 from flowkv.core.errors import MissingDependencyError
 from flowkv.core.geometry import LayerGroup
 from flowkv.core.layout import GRANULE_BYTES, PageLayout, page_layout
-from flowkv.kernels import reference_codec, transcode
+from flowkv.kernels import (
+    transcode,
+)
 from flowkv.kernels.coding import SOUND
+from flowkv.kernels.reference import codec as reference_codec
 from flowkv.testing.codec_bounds import bounds
 
 try:

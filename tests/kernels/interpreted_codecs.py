@@ -13,8 +13,11 @@ import torch
 
 from flowkv.core.errors import ConfigError
 from flowkv.core.layout import CODECS
-from flowkv.kernels import transcode, triton_codec
-from flowkv.kernels.triton_launch import interpreted
+from flowkv.kernels import (
+    transcode,
+)
+from flowkv.kernels.triton import codec as triton_codec
+from flowkv.kernels.triton.launch import interpreted
 from flowkv.testing.codecs import KINDS
 from tests.kernels.codec_pages import (
     DTYPES,

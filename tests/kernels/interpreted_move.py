@@ -20,12 +20,12 @@ from flowkv.kernels import (
     reposition,
     rotations,
     scatter_pages,
-    triton_reshape,
-    triton_rotary,
 )
-from flowkv.kernels.reference_codec import narrowed
-from flowkv.kernels.triton_append import append_rotary_kernel
-from flowkv.kernels.triton_launch import interpreted
+from flowkv.kernels.reference.codec import narrowed
+from flowkv.kernels.triton import reshape as triton_reshape
+from flowkv.kernels.triton import rotary as triton_rotary
+from flowkv.kernels.triton.append import append_rotary_kernel
+from flowkv.kernels.triton.launch import interpreted
 from tests.kernels.scene import Scene, int32, layout_of
 from tests.kernels.test_reshape import halves
 from tests.kernels.test_rope import keys_of, outside_keys, pool, rotary

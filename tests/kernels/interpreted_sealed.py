@@ -13,11 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.core.layout import CODECS
-from flowkv.kernels import Ragged, Scoring, paged_attention, triton_few, triton_lists
+from flowkv.kernels import (
+    Ragged,
+    Scoring,
+    paged_attention,
+)
 from flowkv.kernels.bounds import checking
-from flowkv.kernels.triton_attend import paged_attention as attend_triton
-from flowkv.kernels.triton_sealed_list import sealed_config
-from flowkv.kernels.triton_turn import rotation, turn
+from flowkv.kernels.triton import few as triton_few
+from flowkv.kernels.triton import lists as triton_lists
+from flowkv.kernels.triton.attend import paged_attention as attend_triton
+from flowkv.kernels.triton.sealed_list import sealed_config
+from flowkv.kernels.triton.turn import rotation, turn
 from tests.kernels.scene import Scene, int32, layout_like, layout_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/kernels/test_triton_interpreter.py"
@@ -88,7 +94,7 @@ def test_sealed_bytes_in_pages_of_any_size(dim: int, page: int) -> None:
 
 @pytest.mark.parametrize("codec", SEALED)
 def test_sealed_error_is_within_its_bound(codec: str) -> None:
-    """The bound of `triton_sealed`, from the very values that were attended over."""
+    """The bound of `triton.sealed`, from the very values that were attended over."""
     scene = Scene(layout_of(1, 64, page_size=64), [192], [1], sealed=(codec,), causal=False)
     group, scale = 4, 0.17
     k, v = scene.k[0][:, 0].double(), scene.v[0][:, 0].double()

@@ -11,8 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.kernels import append, cpu_attention, merge, paged_attention
+from flowkv.kernels import (
+    append,
+    merge,
+    paged_attention,
+)
 from flowkv.kernels.bounds import checking
+from flowkv.kernels.cpu import attention as cpu_attention
 from flowkv.kernels.operands import Ragged
 from tests.kernels.scene import Scene, int32, layout_of
 

@@ -14,9 +14,14 @@ from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.layout import CODECS, GRANULE_BYTES
-from flowkv.kernels import cpu, reference_codec, registry, transcode
+from flowkv.kernels import (
+    registry,
+    transcode,
+)
 from flowkv.kernels.coding import SOUND
-from flowkv.kernels.reference_codec import decoded, rotate
+from flowkv.kernels.cpu import pages as cpu
+from flowkv.kernels.reference import codec as reference_codec
+from flowkv.kernels.reference.codec import decoded, rotate
 from flowkv.testing import check_codec
 from flowkv.testing.codec_bounds import bounds, by_token, turning
 from flowkv.testing.codecs import KINDS, page_of
@@ -272,7 +277,7 @@ def test_a_twin_that_errs_is_noticed(codec: str, monkeypatch: pytest.MonkeyPatch
         return status
 
     monkeypatch.setattr(registry, "resolve", registry.resolve)
-    monkeypatch.setattr("flowkv.kernels.cpu_codec.transcode", wrong)
+    monkeypatch.setattr("flowkv.kernels.cpu.codec.transcode", wrong)
     registry.resolve.cache_clear()
     try:
         with pytest.raises(AssertionError, match="different bytes"):

@@ -20,8 +20,9 @@ from triton import knobs  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
 
 from bench.nodevice import NoDevice, active  # noqa: E402
-from flowkv.kernels import triton_direct, triton_launch  # noqa: E402
-from flowkv.kernels.triton_launch import launch  # noqa: E402
+from flowkv.kernels.triton import direct as triton_direct  # noqa: E402
+from flowkv.kernels.triton import launch as triton_launch  # noqa: E402
+from flowkv.kernels.triton.launch import launch  # noqa: E402
 
 
 @triton.jit(do_not_specialize=["fixed"])

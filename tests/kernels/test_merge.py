@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv.core.errors import GeometryError
-from flowkv.kernels import cpu, merge
+from flowkv.kernels import (
+    merge,
+)
+from flowkv.kernels.cpu import pages as cpu
 
 each_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
 

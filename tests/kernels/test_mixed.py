@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.core.layout import CODECS
-from flowkv.kernels import Scoring, append, cpu_mixed_call, gather_dense, merge, paged_attention
+from flowkv.kernels import (
+    Scoring,
+    append,
+    gather_dense,
+    merge,
+    paged_attention,
+)
 from flowkv.kernels.bounds import checking
+from flowkv.kernels.cpu import mixed_call as cpu_mixed_call
 from flowkv.kernels.operands import Pages, Ragged
 from tests.kernels.scene import Scene, int32, layout_of
 

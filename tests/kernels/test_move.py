@@ -12,13 +12,13 @@ from flowkv.kernels import (
     Pages,
     append,
     copy_pages,
-    cpu,
     gather_dense,
     gather_pages,
     scatter_pages,
 )
 from flowkv.kernels.bounds import checking
-from flowkv.kernels.reference import page_views
+from flowkv.kernels.cpu import pages as cpu
+from flowkv.kernels.reference.pages import page_views
 from tests.kernels.scene import POISON, Scene, int32, layout_of
 
 BACKENDS = ["reference", "cpu"]

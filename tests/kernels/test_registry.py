@@ -113,7 +113,8 @@ def test_import_is_lazy() -> None:
 
 
 def test_without_a_directory_for_machine_code_the_kernels_still_work() -> None:
-    from flowkv.kernels import cpu, cpu_entries
+    from flowkv.kernels.cpu import entries as cpu_entries
+    from flowkv.kernels.cpu import pages as cpu
 
     kept = cpu_entries.move_pages
     arena = torch.arange(4 * 4096).to(torch.uint8)
@@ -126,7 +127,7 @@ def test_without_a_directory_for_machine_code_the_kernels_still_work() -> None:
 
 def test_machine_code_is_kept_under_the_digest_of_all_sources() -> None:
     """A change in any kernel file must change the constant that the cached entries close over."""
-    from flowkv.kernels import cpu_entries
+    from flowkv.kernels.cpu import entries as cpu_entries
 
     stamps = {
         cell.cell_contents

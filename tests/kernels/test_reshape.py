@@ -16,13 +16,13 @@ from flowkv.kernels import (
     Pages,
     checking,
     copy_pages,
-    cpu,
     drop_tokens,
     gather_pages,
     scatter_pages,
     stripe_part,
 )
-from flowkv.kernels.reference import page_views
+from flowkv.kernels.cpu import pages as cpu
+from flowkv.kernels.reference.pages import page_views
 from tests.kernels.scene import POISON, int32, layout_of
 from tests.kernels.test_rope import Pool, pool
 

@@ -1,0 +1,254 @@
+"""The numba kernel of the codecs: decode a run into float32 rows, encode the rows anew."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from flowkv.kernels.cpu.bits import ahead, data, memzero, narrow, pointer, prefetch, widen
+from flowkv.kernels.cpu.encode import (
+    EXACT,
+    HUGE,
+    INFINITE,
+    SOUND,
+    clean,
+    half,
+    nearest,
+    quantize,
+    reciprocal,
+    rotate,
+    worse,
+)
+from flowkv.kernels.cpu.transpose import transpose
+
+RAW, KV8, K8V4, KV4C, KV4H = range(5)  # indices in core.layout.CODECS
+GRANULE = 4096
+ROWS = 16
+"""Tokens that are decoded and encoded at a time: their float32 stay in the nearest cache."""
+
+_U8, _I8, _HALF, _F32 = np.uint8(0), np.int8(0), np.int16(0), np.float32(0)
+_0, _7, _8, _15, _127, _128 = (np.float32(x) for x in (0, 7, 8, 15, 127, 128))
+_LOW, _FOUR = np.uint8(15), np.uint8(4)
+
+
+@njit(**EXACT)
+def transcode(a, raw, part, parts):
+    """Write n pages in another codec; the slice is a range of all their layers.
+
+    a: arena, source list, target list, status; n, L, Hk, P, D, Dv; then of the old layout and of
+    the new: codec, stripe stride, run bytes, starts of V, of the scales of K and of those of V.
+    raw: the type of raw elements, and where they saturate.
+    """
+    layers, heads, size, dim, dim_v = a[5], a[6], a[7], a[8], a[9]
+    old, new = a[10:16], a[16:22]
+    rows = np.empty(max(size * dim, ROWS * dim, ROWS * dim_v), np.float32)
+    edges = np.empty(2 * dim, np.float32)
+    spare = np.empty(max(2 * size * dim_v, ROWS * dim), np.uint8)
+    room = data(rows), data(edges), data(spare)
+    status = pointer(a[3], np.int32(0))
+    units = a[4] * layers
+    for unit in range(units * part // parts, units * (part + 1) // parts):
+        page, layer = unit // layers, unit % layers
+        source = a[0] + GRANULE * np.int64(pointer(a[1], np.int32(0))[page]) + layer * old[1]
+        target = a[0] + GRANULE * np.int64(pointer(a[2], np.int32(0))[page]) + layer * new[1]
+        state = SOUND
+        for head in range(heads):
+            of, to = source + head * old[2], target + head * new[2]
+            for end in new[2:]:  # each part ends in up to 15 bytes of padding, written first
+                memzero(to + end - 16, 16)
+            if new[0] == KV4C:
+                found = _keys_by_channel(of, to, old, new, (size, dim), raw, room)
+            else:
+                found = _keys(of, to, old, new, (size, dim), raw, room)
+            state = worse(state, found)
+            state = worse(state, _values(of, to, old, new, (size, dim_v), raw, room))
+        memzero(target + heads * new[2], new[1] - heads * new[2])
+        status[unit] = np.int32(state)
+    # Addresses do not keep arrays alive; this does.
+    return rows.size + edges.size + spare.size
+
+
+@njit(**{**EXACT, "forceinline": True})
+def _number(b):
+    """A byte as float32, by way of int32: numba would take 64 bits, and four times as long."""
+    return np.float32(np.int32(b))
+
+
+@njit(**EXACT)
+def key_row(of, old, t, dim, like, x):
+    """Token t of the keys of a run, decoded."""
+    codec = old[0]
+    if codec == RAW:
+        raw = ahead(pointer(of, like), t * dim)
+        for i in range(dim):
+            x[i] = widen(raw[i])
+        return
+    scales = pointer(of + old[4], _HALF)
+    if codec in (KV8, K8V4):
+        q, s = ahead(pointer(of, _I8), t * dim), widen(scales[t])
+        for i in range(dim):
+            x[i] = _number(q[i]) * s
+        return
+    pair = dim // 2
+    b, upper = ahead(pointer(of, _U8), t * pair), ahead(x, pair)
+    if codec == KV4C:
+        for i in range(pair):
+            x[i] = _number(b[i] & _LOW) * widen(scales[i]) + widen(scales[dim + i])
+        scales = ahead(scales, pair)
+        for i in range(pair):
+            upper[i] = _number(b[i] >> _FOUR) * widen(scales[i]) + widen(scales[dim + i])
+    else:
+        s = widen(scales[t])
+        for i in range(pair):
+            x[i] = (_number(b[i] & _LOW) - _8) * s
+        for i in range(pair):
+            upper[i] = (_number(b[i] >> _FOUR) - _8) * s
+        rotate(x, dim)
+
+
+@njit(**EXACT)
+def value_row(of, old, t, size, dim, like, byte, x):
+    """Token t of the values of a run, decoded; `byte` holds those of a sealed one as `[P, Dv]`."""
+    if old[0] == RAW:
+        raw = ahead(pointer(of + old[3], like), t * dim)
+        for i in range(dim):
+            x[i] = widen(raw[i])
+        return
+    s = widen(pointer(of + old[5], _HALF)[t])
+    if old[0] == KV8:
+        q = ahead(byte, t * dim)
+        for i in range(dim):
+            x[i] = (_number(q[i]) - _128) * s
+        return
+    q, shift = ahead(byte, t % (size // 2) * dim), np.uint8(t // (size // 2) * 4)
+    for i in range(dim):
+        x[i] = (_number((q[i] >> shift) & _LOW) - _8) * s
+
+
+@njit(**EXACT)
+def _key_rows(of, old, t, count, dim, like, x):
+    """`count` rows of keys from token t on; raw ones lie together, which makes them one loop."""
+    if old[0] == RAW:
+        raw = ahead(pointer(of, like), t * dim)
+        for i in range(2 * count * dim, 3 * count * dim, 32):  # for the rows after the next
+            prefetch(raw, i)
+        for i in range(count * dim):
+            x[i] = widen(raw[i])
+        return
+    for i in range(count):
+        key_row(of, old, t + i, dim, like, ahead(x, i * dim))
+
+
+@njit(**EXACT)
+def _value_rows(of, old, t, count, size, dim, like, byte, x):  # noqa: PLR0913, PLR0917
+    """`count` rows of values from token t on, as `_key_rows`."""
+    if old[0] == RAW:
+        raw = ahead(pointer(of + old[3], like), t * dim)
+        for i in range(2 * count * dim, 3 * count * dim, 32):  # for the rows after the next
+            prefetch(raw, i)
+        for i in range(count * dim):
+            x[i] = widen(raw[i])
+        return
+    for i in range(count):
+        value_row(of, old, t + i, size, dim, like, byte, ahead(x, i * dim))
+
+
+@njit(**EXACT)
+def store_row(x, n, like, top, raw):
+    """One row or several as raw elements, saturated at `top`; their state."""
+    state = clean(x, n, INFINITE)
+    for i in range(n):
+        y = top if x[i] > top else x[i]
+        raw[i] = narrow(-top if y < -top else y, like)
+    return state
+
+
+@njit(**EXACT)
+def _pack(low, high, n, out):
+    for i in range(n):
+        out[i] = low[i] | (high[i] << _FOUR)
+
+
+@njit(**EXACT)
+def _keys(of, to, old, new, shape, raw, room):
+    """The keys of a run, token by token; their state."""
+    (size, dim), (like, top), (x, _, byte) = shape, raw, room
+    state = SOUND
+    scales = pointer(to + new[4], _HALF)
+    for t in range(0, size, ROWS):
+        count = min(ROWS, size - t)
+        _key_rows(of, old, t, count, dim, like, x)
+        if new[0] == RAW:
+            row = ahead(pointer(to, like), t * dim)
+            state = worse(state, store_row(x, count * dim, like, top, row))
+            continue
+        state = worse(state, clean(x, count * dim, HUGE))
+        if new[0] == KV4H:
+            for i in range(count):
+                rotate(ahead(x, i * dim), dim)
+            state = worse(state, quantize(x, count, dim, _7, _8, byte, ahead(scales, t)))
+            for i in range(count):
+                low, out = ahead(byte, i * dim), pointer(to + (t + i) * (dim // 2), _U8)
+                _pack(low, ahead(low, dim // 2), dim // 2, out)
+        else:
+            out = pointer(to + t * dim, _U8)
+            state = worse(state, quantize(x, count, dim, _127, _0, out, ahead(scales, t)))
+    return state
+
+
+@njit(**EXACT)
+def _keys_by_channel(of, to, old, new, shape, raw, room):
+    """The keys of a run, each channel by its extremes over all tokens; their state."""
+    (size, dim), (like, _), (x, low, byte) = shape, raw, room
+    high = ahead(low, dim)
+    for i in range(dim):
+        low[i], high[i] = np.float32(np.inf), np.float32(-np.inf)
+    _key_rows(of, old, 0, size, dim, like, x)
+    state = clean(x, size * dim, HUGE)
+    for t in range(size):
+        row = ahead(x, t * dim)
+        for i in range(dim):
+            low[i] = row[i] if row[i] < low[i] else low[i]
+            high[i] = row[i] if row[i] > high[i] else high[i]
+    scales = pointer(to + new[4], _HALF)
+    for i in range(dim):
+        scales[i], s, over = half((high[i] - low[i]) / _15)
+        state = worse(state, over)
+        scales[dim + i], low[i], over = half(low[i] + _0)
+        state = worse(state, over)
+        high[i] = reciprocal(s)
+    for t in range(size):
+        row = ahead(x, t * dim)
+        for i in range(dim):
+            byte[i] = nearest((row[i] - low[i]) * high[i], _0, _15, _0)
+        _pack(byte, ahead(byte, dim // 2), dim // 2, pointer(to + t * (dim // 2), _U8))
+    return state
+
+
+@njit(**EXACT)
+def _values(of, to, old, new, shape, raw, room):
+    """The values of a run, token by token; their state."""
+    (size, dim), (like, top), (x, _, byte) = shape, raw, room
+    out, pair = ahead(byte, size * dim), size // 2
+    if old[0] != RAW:
+        transpose(byte, pointer(of + old[3], _U8), dim, size if old[0] == KV8 else pair)
+    state = SOUND
+    scales = pointer(to + new[5], _HALF)
+    levels, bias = (_127, _128) if new[0] == KV8 else (_7, _8)
+    for t in range(0, size, ROWS):
+        count = min(ROWS, size - t)
+        _value_rows(of, old, t, count, size, dim, like, byte, x)
+        if new[0] == RAW:
+            row = ahead(pointer(to + new[3], like), t * dim)
+            state = worse(state, store_row(x, count * dim, like, top, row))
+        else:
+            state = worse(state, clean(x, count * dim, HUGE))
+            q, scale = ahead(out, t * dim), ahead(scales, t)
+            state = worse(state, quantize(x, count, dim, levels, bias, q, scale))
+    v = pointer(to + new[3], _U8)
+    if new[0] == KV8:
+        transpose(v, out, size, dim)
+    elif new[0] != RAW:
+        _pack(out, ahead(out, pair * dim), pair * dim, out)
+        transpose(v, out, pair, dim)
+    return state

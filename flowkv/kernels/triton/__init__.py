@@ -1,0 +1,1 @@
+"""The Triton kernels: every operation on GPUs."""

@@ -1,0 +1,266 @@
+"""Paged attention for many new tokens per row, in Triton: prefill, or a suffix over a prefix.
+
+Bound by arithmetic. A block of query rows packs tokens and the query heads of one KV head, so
+that grouped heads share each tile; tiles before the diagonal (and inside of every window) run
+without masks. A short suffix over a long prefix has too few blocks to fill a device: then SPLIT
+cuts the pages of each block into chunks, whose partials are merged.
+
+Sealed pages are decoded first, once, into spare raw runs (`triton.unseal`), so that what attends is
+the same kernel with the same tensor-core instructions whatever the codecs of a row are.
+"""
+
+# ruff: noqa: PLR0913, PLR0917
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flowkv.core.geometry import ITEMSIZE
+from flowkv.core.layout import PageLayout
+from flowkv.kernels.triton.block import (
+    block_of_item,
+    block_tiles,
+    page_of_tile,
+    spare_offset,
+    store_block,
+    weigh,
+)
+from flowkv.kernels.triton.launch import Traits, launch, padded, strides, traits
+from flowkv.kernels.triton.mass import add_mass
+from flowkv.kernels.triton.merge import merge_many
+from flowkv.kernels.triton.task import REGISTERS, Task, merge_parts, tile_of, upcast
+from flowkv.kernels.triton.tile import LOWEST, load, unit_of
+from flowkv.kernels.triton.unseal import unseal
+
+INVARIANT_TOKENS = 4096
+"""Tokens of a chunk where a row's bits must not depend on the batch: then all chunks are alike."""
+
+
+@triton.jit
+def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, b_slope, b_tree,
+              n_tokens, context, scale, softcap,
+              HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+              PAGE: tl.constexpr, TILE: tl.constexpr, GRANULE: tl.constexpr, VALUES: tl.constexpr,
+              WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+              TREE: tl.constexpr, SEALED: tl.constexpr, MASK: tl.constexpr,
+              UPCAST: tl.constexpr):  # fmt: skip
+    """Take a tile of tokens into the running softmax (m, l, acc) of a block of query rows."""
+    p_page, o_slot, position = page_of_tile(
+        t, p_run, p_line, o_spare, n_spare, PAGE, TILE, GRANULE, SEALED)  # fmt: skip
+    o_t = tl.arange(0, TILE)
+    o_d = tl.arange(0, D)
+    o_v = tl.arange(0, DV)
+    m_k = (o_d < HEAD_DIM)[:, None]
+    m_v = (o_v < VALUE_DIM)[None, :]
+    b_at = position + o_t
+    m_t = (b_at < n_tokens) & (o_slot + o_t < PAGE)
+    if MASK:  # a slot that holds no token yet may hold anything, NaN included
+        m_k = m_k & m_t[None, :]
+        m_v = m_v & m_t[:, None]
+    p_k = p_page + o_slot * HEAD_DIM
+    p_v = p_page + VALUES + o_slot * VALUE_DIM
+    b_k = load(p_k + o_t[None, :] * HEAD_DIM + o_d[:, None], m_k, MASK or D != HEAD_DIM, UPCAST)
+    b_s = tl.dot(b_q, b_k, out_dtype=tl.float32, input_precision="ieee")
+    b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, WINDOW, SOFTCAP,
+                ALIBI, TREE, MASK)  # fmt: skip
+    unit = unit_of(scale, SOFTCAP, ALIBI)
+    b_top = tl.maximum(b_m, tl.max(b_s, axis=1))
+    b_fade = tl.math.exp2((b_m - b_top) * unit)
+    b_p = tl.math.exp2(b_s * unit - (b_top * unit)[:, None])
+    b_l = b_l * b_fade + tl.sum(b_p, axis=1)
+    b_v = load(p_v + o_t[:, None] * VALUE_DIM + o_v[None, :], m_v, MASK or DV != VALUE_DIM, UPCAST)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, acc=b_acc * b_fade[:, None], out_dtype=tl.float32,
+                   input_precision="ieee")  # fmt: skip
+    return b_top, b_l, b_acc
+
+
+@triton.jit(do_not_specialize=["layer", "n_rows", "n_shares", "head_low", "n_heads", "n_columns"])
+def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_alibi, p_tree,
+                p_spare, p_out, p_lse, stride_token, stride_head, stride_table, layer, n_rows,
+                n_shares, head_low, n_heads, n_columns, scale, softcap,
+                HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+                PAGE: tl.constexpr, TILE: tl.constexpr, GRANULE: tl.constexpr,
+                VALUES: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr,
+                GROUP: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+                MIN_PAGES: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+                SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
+                TREE: tl.constexpr, CAUSAL: tl.constexpr, SEALED: tl.constexpr, LSE: tl.constexpr,
+                STAGES: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """One block of query rows of one KV head over one chunk of pages, for rows with T > FEW.
+
+    Grid (items, KV heads from head_low on); the item counts chunks within blocks within rows. With
+    SEALED, p_spare holds runs `[rows with T > FEW, n_columns, those heads]`. Results go where
+    `store_block` says, partials to `[items, n_heads, BLOCK, Dv]`.
+    """
+    i_item = tl.num_programs(0) - 1 - tl.program_id(0)  # later blocks see more: they begin first
+    i_head = tl.program_id(1) + head_low
+    i_row, i_rank, i_block, page, n_pages = block_of_item(
+        i_item, p_starts, p_lengths, n_rows, n_shares, PAGE, GROUP, FEW, BLOCK, ROWS, MIN_PAGES,
+        SPLIT, WINDOW)  # fmt: skip
+    if i_row >= n_rows:
+        return
+    start = tl.load(p_starts + i_row)
+    n_new = tl.load(p_starts + i_row + 1) - start
+    n_tokens = tl.load(p_lengths + i_row)
+    p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
+    p_run = p_arena + layer.to(tl.int64) * STRIPE + i_head * RUN
+    n_spare = tl.num_programs(1) * RUN
+    o_spare = i_rank
+    if SEALED:
+        o_spare = spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, RUN, GRANULE)
+    o_r = i_block * BLOCK + tl.arange(0, BLOCK)
+    o_d = tl.arange(0, D)
+    o_token = (start + o_r // GROUP).to(tl.int64)
+    o_head = i_head * GROUP + o_r % GROUP
+    m_r = o_r < n_new * GROUP
+    o_q = o_token * stride_token + o_head * stride_head
+    m_q = m_r[:, None] & (o_d < HEAD_DIM)[None, :]
+    b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, UPCAST)
+    if not UPCAST:
+        b_q = b_q.to(p_arena.dtype.element_ty)
+
+    b_m = tl.full([BLOCK], LOWEST, tl.float32)
+    b_l = tl.zeros([BLOCK], tl.float32)
+    b_acc = tl.zeros([BLOCK, DV], tl.float32)
+    context = n_tokens - n_new
+    b_seen = context + 1 + o_r // GROUP
+    if not CAUSAL:
+        b_seen = o_r * 0 + n_tokens
+    b_slope = b_l
+    if ALIBI:
+        b_slope = tl.load(p_alibi + o_head, mask=m_r, other=0.0).to(tl.float32)
+    b_tree = o_token
+    if TREE:
+        b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
+    t0, f0, f1, t1 = block_tiles(
+        page, n_pages, i_block, n_new, n_tokens, PAGE, TILE, GROUP, BLOCK, WINDOW, CAUSAL,
+        TREE)  # fmt: skip
+    for t in tl.range(f0, f1, num_stages=STAGES):
+        b_m, b_l, b_acc = many_tile(
+            b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, b_slope, b_tree,
+            n_tokens, context, scale, softcap, HEAD_DIM, VALUE_DIM, D, DV, PAGE, TILE, GRANULE,
+            VALUES, WINDOW, SOFTCAP, ALIBI, TREE, SEALED, PAGE % TILE != 0, UPCAST)  # fmt: skip
+    n_head = f0 - t0
+    for i in tl.range(0, n_head + t1 - f1, num_stages=1):
+        t = tl.where(i < n_head, t0 + i, f1 + i - n_head)
+        b_m, b_l, b_acc = many_tile(
+            b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, b_slope, b_tree,
+            n_tokens, context, scale, softcap, HEAD_DIM, VALUE_DIM, D, DV, PAGE, TILE, GRANULE,
+            VALUES, WINDOW, SOFTCAP, ALIBI, TREE, SEALED, True, UPCAST)  # fmt: skip
+    store_block(
+        b_m * unit_of(scale, SOFTCAP, ALIBI), b_l, b_acc, p_out, p_lse, p_sinks,
+        i_item * n_heads + i_head, o_token, o_head, n_heads * GROUP, m_r, VALUE_DIM, DV, BLOCK,
+        SPLIT, SINKS, LSE)  # fmt: skip
+
+
+class Cut(NamedTuple):
+    """How the work of a call is cut into programs.
+
+    Attributes:
+        items: Programs along the first axis of the grid, at most.
+        shares: Chunks to aim at over all rows; `merge_many` needs it to find them again.
+        least: Pages of a chunk, at least.
+        split: Whether a block's pages are cut at all.
+    """
+
+    items: int
+    shares: int
+    least: int
+    split: bool
+
+
+def prefill(task: Task) -> None:
+    """Attend with all rows that have many new tokens."""
+    layout, device, flags = task.layout, traits(task.out.device), task.flags
+    heads, tokens = layout.kv_heads, task.out.shape[0]
+    shape, tune = _config(layout, device, bool(task.pages.sealed) or flags["ALIBI"])
+    block = tune["block"]
+    cut = cut_of(task, block, -(-device.processors * tune["programs"] // heads))
+    common = {
+        "GROUP": task.group,
+        "FEW": task.few,
+        "BLOCK": block,
+        "ROWS": padded(task.rows),
+        "MIN_PAGES": cut.least,
+        "WINDOW": flags["WINDOW"],
+    }
+    part, part_lse = partials(task, cut, block)
+    names = ("SINKS", "LSE", "ALIBI", "TREE", "CAUSAL")
+    for spare in unseal(task):
+        launch(
+            attend_many,
+            (cut.items, spare.heads),
+            *task.operands,
+            task.sinks,
+            task.alibi,
+            task.tree,
+            spare.runs,
+            part,
+            part_lse,
+            *task.numbers,
+            cut.shares,
+            spare.low,
+            heads,
+            task.most_pages,
+            *task.softmax,
+            **shape,
+            **common,
+            **{name: flags[name] for name in names},
+            SPLIT=cut.split,
+            SOFTCAP=task.softmax[1] > 0,
+            SEALED=bool(task.pages.sealed),
+            UPCAST=upcast(layout),
+            num_warps=tune["warps"],
+            **REGISTERS,
+        )
+    if cut.split:
+        merge_parts(merge_many, tokens, task, part, part_lse, cut.shares, common)
+    if task.how.mass is not None:  # weights are relative to what all pages together gave
+        for spare in unseal(task):
+            add_mass(task, spare)
+
+
+def cut_of(task: Task, block: int, shares: int) -> Cut:
+    """Chunks of pages only where blocks of query rows are too few to fill the device."""
+    most, size = task.most_pages, task.layout.page_size
+    blocks = task.out.shape[0] * task.group // block + task.rows  # at most
+    least = -(-256 // size)
+    split = blocks < shares and most > least
+    if task.how.invariant:  # chunks of the least size, wherever the row stands
+        least, shares, split = -(-INVARIANT_TOKENS // size), 1 << 30, True
+    chunks = min(shares, blocks * -(-most // least)) if split else 0
+    return Cut(blocks + chunks, shares, least, split)
+
+
+def partials(task: Task, cut: Cut, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where blocks write: (o, lse) of the call, or, where they are cut, of each item."""
+    if not cut.split:
+        return task.out, task.lse
+    segments = (cut.items, task.layout.kv_heads, block)
+    part = task.out.new_empty((*segments, task.layout.value_dim), dtype=torch.float32)
+    return part, task.out.new_empty(segments, dtype=torch.float32)
+
+
+@lru_cache(maxsize=256)
+def _config(
+    layout: PageLayout, device: Traits, busy: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants of `attend_many`; query rows of a block, warps, programs a processor holds."""
+    shape, item = dict(strides(layout)), ITEMSIZE[layout.dtype]
+    block, tile = (128, tile_of(layout, 64)) if item == 2 else (64, 16)
+    if item == 2 and max(shape["D"], shape["DV"]) > 128:  # as much as registers hold
+        block, tile = {9: 128, 10: 64}.get(device.major, 32), min(tile, 32)
+    if item == 2 and busy and device.major < 9:  # spare runs, or ALiBi, take registers too
+        tile = min(tile, 32)
+    row_bytes = (shape["D"] + shape["DV"]) * item
+    while (
+        block > 32 and block * shape["D"] * item + 2 * tile * row_bytes > device.shared_bytes - 4096
+    ):
+        block //= 2
+    shape |= {"TILE": tile, "STAGES": 5 if device.major else 3}
+    return shape, {"block": block, "warps": 8, "programs": 1}
