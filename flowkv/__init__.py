@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flowkv.core.geometry import LayerGroup as LayerGroup
     from flowkv.core.keys import Namespace as Namespace
     from flowkv.core.keys import Salt as Salt
+    from flowkv.core.keys import Shard as Shard
     from flowkv.hooks.attention import attention as attention
     from flowkv.hooks.attention import intercept as intercept
     from flowkv.hooks.huggingface.attach import attach as attach
@@ -42,6 +43,7 @@ __all__ = [
     "Policy",
     "Salt",
     "Sequence",
+    "Shard",
     "Step",
     "Tier",
     "attach",
@@ -62,6 +64,7 @@ _HOMES = {
     "Policy": "flowkv.policy.base",
     "Salt": "flowkv.core.keys",
     "Sequence": "flowkv.runtime.sequence",
+    "Shard": "flowkv.core.keys",
     "Step": "flowkv.runtime.batch",
     "Tier": "flowkv.tiers.base",
     "attach": "flowkv.hooks.huggingface",

@@ -27,6 +27,7 @@ from flowkv.core.errors import ConfigError, FlowKVError
 from flowkv.core.sizes import format_size
 from flowkv.demo.run import DemoFailed
 from flowkv.demo.show import Screen, one_line, seconds
+from flowkv.tiers.keyring import Keyring
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -145,11 +146,25 @@ def _parser() -> argparse.ArgumentParser:
     ):
         added = verb(name, run, text)
         added.add_argument("directory", type=Path, metavar="DIR", help="directory of a disk tier")
+        if name == "scrub":
+            _scrub_arguments(added)
     doctor = verb("doctor", _doctor, "show what this machine offers")
     doctor.add_argument(
         "--store", type=Path, default=Path(), metavar="DIR", help="look at its disk"
     )
     return parser
+
+
+def _scrub_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="drop damaged frames, find those that a damaged journal lost, and write it anew;"
+        " nobody may have the store open",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="has the secret of encrypted frames, as TOML"
+    )
 
 
 def _model_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -288,10 +303,13 @@ def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         for name, share in group.items()
     ]
     rows.append(["all frames", f"{found.frames:,}", format_size(found.bytes)])
-    screen.table(["", "frames", "bytes"], rows, title=f"Store {given.directory}")
+    screen.table(["", "frames", "bytes"], rows, title=f"Store {given.directory.absolute()}")
     full = f"{format_size(found.disk_bytes)} of {format_size(found.capacity_bytes)}"
     owner = "in use by a process" if found.owned else "in use by nobody"
     screen.say(f"Format {found.format}, {full} on disk, {owner}.")
+    for count, what in ((found.encrypted, "encrypted"), (found.compressed, "compressed")):
+        if count:
+            screen.say(f"{count:,} frames are {what}.")
     if not found.readable:
         screen.say("This version of FlowKV does not read that format.", style="yellow")
     if found.journal_lost:
@@ -304,23 +322,41 @@ def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
 
 def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     from flowkv.tiers.disk.inspect import scrub
+    from flowkv.tiers.disk.repair import RepairReport, repair
 
-    with screen.progress("checking") as tell:
-        report = scrub(given.directory, lambda done, total: tell(done, total, f"{done:,} frames"))
+    keyring = _keyring(given.config)
+    check = repair if given.repair else scrub
+    with screen.progress("repairing" if given.repair else "checking") as tell:
+        report = check(
+            given.directory,
+            lambda done, total: tell(done, total, f"{done:,} frames"),
+            keyring=keyring,
+        )
     rate = report.bytes / report.seconds if report.seconds else 0.0
     screen.say(
         f"{report.frames:,} frames, {format_size(report.bytes)} in {report.seconds:.2f} s"
         f" ({format_size(int(rate))}/s)."
     )
-    if report.bad:
+    if report.locked:
+        text = f"{report.locked:,} are encrypted and were not checked: give --config."
+        screen.say(text, style="yellow")
+    if isinstance(report, RepairReport) and (report.bad or report.recovered):
+        text = f"{report.bad:,} damaged ones were dropped, {report.recovered:,} lost ones found."
+        screen.say(text, style="yellow")
+    elif report.bad:
         text = f"{report.bad:,} are damaged. None will be served: their prompts are computed again."
         screen.say(text, style="red bold")
-    else:
+    elif not report.locked:
         screen.say("All are sound.", style="green")
     return int(report.bad > 0), {
         "directory": str(given.directory),
         **msgspec.structs.asdict(report),
     }
+
+
+def _keyring(path: Path | None) -> Keyring | None:
+    config = load_config(path)
+    return Keyring(config.secret_bytes) if config.integrity == "aead" else None
 
 
 def _doctor(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.audit import watch
+
 POISON_LIMIT_BYTES = 64 << 20
 
 hypothesis.settings.register_profile(
@@ -47,6 +49,7 @@ def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tame the thread pools before any model runs: workers share the machine's few cores."""
+    watch()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)

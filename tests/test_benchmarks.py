@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import render
+from bench import bench_ring, render
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -115,3 +115,16 @@ def test_without_a_gpu_and_not_dry_it_says_so() -> None:
     command = [sys.executable, "-m", "bench.gpu"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "--dry-run" in done.stderr
+
+
+def test_huge_pages_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring bench reserves some for fio, where it may, and leaves the machine as it was."""
+    file = tmp_path / "nr_hugepages"
+    monkeypatch.setattr(bench_ring, "HUGE_PAGES", file)
+    with bench_ring.huge_pages(16) as memory:
+        assert memory == "mmap"  # not allowed
+    file.write_text("3")
+    with pytest.raises(ZeroDivisionError), bench_ring.huge_pages(16) as memory:
+        assert (memory, file.read_text()) == ("shmhuge", "19")
+        raise ZeroDivisionError
+    assert file.read_text() == "3"

@@ -212,6 +212,31 @@ def test_scrub_fails_on_a_flipped_bit(store: Path, capsys: pytest.CaptureFixture
     assert "damaged" in capsys.readouterr().out
 
 
+def test_repair_drops_what_is_damaged(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (slab,) = store.glob("slab-*")
+    data = bytearray(slab.read_bytes())
+    data[data.index(b"\x02" * 8192) + 100] ^= 4
+    slab.write_bytes(data)
+    found = as_json(capsys, "scrub", str(store), "--repair", status=1)
+    assert (found["frames"], found["bad"], found["recovered"]) == (2, 1, 0)
+    assert cli.main(["scrub", str(store), "--repair"]) == 0
+    assert "All are sound" in capsys.readouterr().out
+    owner = DiskTier(store, 16 << 20)
+    assert cli.main(["scrub", str(store), "--repair"]) == 2
+    owner.close()
+    assert "another process owns" in capsys.readouterr().err
+
+
+def test_the_directory_is_named_in_full(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(store)
+    assert cli.main(["inspect", "."]) == 0
+    assert str(store) in capsys.readouterr().out.replace("\n", "")
+    assert cli.main(["inspect", ".."]) == 2
+    assert ".." not in capsys.readouterr().err.replace("disk:...", "")
+
+
 @pytest.mark.parametrize("verb", ["inspect", "scrub"])
 def test_a_directory_that_is_no_store(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

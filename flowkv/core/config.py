@@ -27,6 +27,7 @@ DEFAULT_CPU_POOL_SIZE = "2GiB"
 DEFAULT_HOST_SIZE = "25%"
 DEFAULT_DISK_SIZE = "10%"
 AUTO = "auto"
+LEAST_SECRET_BYTES = 16
 _STACK_FIELDS = ("gpu", "host", "disk")
 _PAGE_SIZE, _AUTO_PAGE_SIZE = 64, 128
 _RECENT_TOKENS, _AUTO_RECENT_TOKENS = 64, 128
@@ -41,8 +42,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             and no host tier where the layers compute on the CPU. 0 for none.
         disk: Directory of the disk tier, with its size ("./kv:200GiB"; default 10% of the file
             system); default no disk tier.
-        tiers: The whole stack, fastest first, instead of `gpu`, `host` and `disk`. A device pool is
-            always there, listed or not; other places only if listed.
+        tiers: The whole stack, fastest first, instead of `gpu`, `host` and `disk`: also
+            "host:NAME:8GiB", memory that processes share, and URIs of remote stores. A device pool
+            is always there, listed or not; other places only if listed.
         codec: How pages are encoded once they are full: "raw" (exact), "kv8", "k8v4", "kv4c" or
             "kv4h", or "auto": "kv8", and "kv4c" further back.
         recent_tokens: Tokens at the end of each open sequence whose pages stay raw, besides the
@@ -55,7 +57,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         tenant: Tenant of requests that name none. Tenants never share pages.
         namespace: Replaces the model's own identity; two caches with equal namespaces share pages.
         secret: Up to 64 bytes as hex that go into every key, so that keys cannot be guessed from
-            known text; "" for none.
+            known text, and into those of `integrity="aead"`; "" for none.
+        integrity: How frames on lasting tiers are checked: "xxh3" finds every accident; "aead"
+            encrypts them for each tenant (AES-256-GCM), so that nobody without the secret reads,
+            makes or changes one. Needs a `secret` of at least 16 bytes and `flowkv[aead]`.
+        lossless: "auto" compresses frames of 16-bit pages on lasting tiers, without loss, where
+            that was measured to be faster; "off" never does.
         exclusive: Refuse a store directory that another process writes, instead of reading it only.
         durability: "sync" flushes every written page to the medium; "none" leaves that to the
             operating system, and a power cut loses the latest pages.
@@ -79,6 +86,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tenant: str = ""
     namespace: str = ""
     secret: str = ""
+    integrity: Literal["xxh3", "aead"] = "xxh3"
+    lossless: Literal["auto", "off"] = "auto"
     exclusive: bool = False
     durability: Literal["none", "sync"] = "none"
     write_back: bool = True
@@ -115,11 +124,25 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise _at("load_deadline_s", f"{self.load_deadline_s} seconds", "Use a positive time")
         if self.durability not in ("none", "sync"):
             raise _at("durability", f"{self.durability!r} is unknown", "Use none or sync")
-        if not re.fullmatch(r"([0-9a-fA-F]{2}){0,64}", self.secret):
-            raise _at("secret", "the value is not hex, or too long", "Use up to 128 hex digits")
+        self._check_frames()
         if self.tiers is not None:  # given as a list, it could not be hashed
             msgspec.structs.force_setattr(self, "tiers", tuple(self.tiers))
         self.places()
+
+    def _check_frames(self) -> None:
+        if not re.fullmatch(r"([0-9a-fA-F]{2}){0,64}", self.secret):
+            raise _at("secret", "the value is not hex, or too long", "Use up to 128 hex digits")
+        if self.integrity not in ("xxh3", "aead"):
+            raise _at("integrity", f"{self.integrity!r} is unknown", "Use xxh3 or aead")
+        if self.lossless not in ("auto", "off"):
+            raise _at("lossless", f"{self.lossless!r} is unknown", "Use auto or off")
+        if self.integrity == "aead" and len(self.secret_bytes) < LEAST_SECRET_BYTES:
+            raise _at(
+                "secret",
+                f"{len(self.secret_bytes)} bytes are too few to encrypt frames with",
+                f"Give at least {LEAST_SECRET_BYTES} random bytes as hex; "
+                "python -c 'import secrets; print(secrets.token_hex(32))' makes some",
+            )
 
     def __repr__(self) -> str:
         """All fields that differ from their defaults; the secret is never shown."""

@@ -18,6 +18,7 @@ _UNITS = (
     | {f"{p}b": 1000**i for i, p in enumerate(_PREFIXES, 1)}
 )
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*([A-Za-z]*|%)")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _MAX_BYTES = 2**63 - 1
 _EXAMPLES = "Write a size like 8GiB, 512MiB, 200GB or 25%"
 
@@ -90,7 +91,8 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         kind: "gpu" (the device pool, wherever the layers compute), "host", "disk", or the scheme
             of a URI ("s3", "redis", ...).
-        path: Directory of a disk, or the whole URI without its size; "" for gpu and host.
+        path: Directory of a disk, name of a host tier that processes share, or the whole URI
+            without its size; "" for gpu and for a host tier of one process.
         size: Size as given ("8GiB", "25%"); "" if none was.
     """
 
@@ -123,9 +125,10 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_place(text: str) -> Place:
     """The place meant by `text`.
 
-    Forms: "gpu:8GiB", "host:25%", "disk:/nvme/kv:200GiB", "./kv:200GiB" (a path with a slash is a
-    disk), "s3://bucket/kv". The size may be left out. A path may hold colons: only what follows
-    the last one is a size, and only if it begins with a digit. In a URI a bare number is a port.
+    Forms: "gpu:8GiB", "host:25%", "host:NAME:8GiB" (memory that processes share under a name),
+    "disk:/nvme/kv:200GiB", "./kv:200GiB" (a path with a slash is a disk), "s3://bucket/kv". The
+    size may be left out, but not behind a NAME. A path may hold colons: only what follows the last
+    one is a size, and only if it begins with a digit. In a URI a bare number is a port.
 
     Raises:
         ConfigError: The kind is unknown, the size is none, or a path is missing or misplaced.
@@ -140,6 +143,8 @@ def parse_place(text: str) -> Place:
     if kind in ("gpu", "host"):
         if colon and not rest:
             raise ConfigError(f"place {text!r} ends with a colon", f"Write {kind}:8GiB or {kind}")
+        if kind == "host" and ":" in rest:
+            return _shared(rest, text)
         if rest:
             _checked_size(rest, text)
         return Place(kind, size=rest)
@@ -169,6 +174,17 @@ def _checked_size(size: str, text: str) -> None:
         raise ConfigError(f"place {text!r}: {error.problem}", error.remedy) from None
     if not n_bytes:
         raise ConfigError(f"place {text!r} has no room", "Leave the place out to do without it")
+
+
+def _shared(rest: str, text: str) -> Place:
+    name, _, size = rest.partition(":")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"place {text!r} has no name that processes could share",
+            "Write host:NAME:8GiB, the name a letter and up to 63 letters, digits, - or _",
+        )
+    _checked_size(size, text)
+    return Place("host", name, size)
 
 
 def _disk(rest: str, text: str) -> Place:

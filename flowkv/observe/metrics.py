@@ -71,6 +71,16 @@ _RULES: dict[type[Event], _Rule] = {
         ("tier", "reason"),
         {"pages": "evicted_pages_total", "n_bytes": "evicted_bytes_total"},
     ),
+    events.LayerSent: _Rule(
+        "layers_sent_total",
+        (),
+        {"pages": "sent_pages_total", "n_bytes": "sent_bytes_total"},
+    ),
+    events.LayerArrived: _Rule(
+        "layers_arrived_total",
+        (),
+        {"pages": "arrived_pages_total", "n_bytes": "arrived_bytes_total"},
+    ),
     events.Promoted: _Rule(
         "promotions_total",
         ("source", "tier"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flowkv.policy.rates import Rates
+
 _WEIGHT = 0.3
 _DOUBT = 0.95
 
@@ -12,18 +14,19 @@ class LoadGate:
     Nothing is refused before both rates were measured once: the first load measures. Every refusal
     makes the tiers that it would have used look a little faster, so that they are measured again
     now and then: a first load that was slow, on a cold disk say, is not held against them for ever.
+
+    Attributes:
+        rates: What loads from each tier take, by its name.
     """
 
     def __init__(self) -> None:
-        self._load_s_per_byte: dict[str, float] = {}
+        self.rates: dict[str, Rates] = {}
         self._compute_s_per_token = 0.0
 
     def loaded(self, tier: str, n_bytes: int, seconds: float) -> None:
         """A load of `n_bytes` from `tier` took `seconds`."""
         if n_bytes > 0:
-            fresh = seconds / n_bytes
-            known = self._load_s_per_byte.get(tier, fresh)
-            self._load_s_per_byte[tier] = known + _WEIGHT * (fresh - known)
+            self.rates.setdefault(tier, Rates()).add(n_bytes, seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A forward pass over `tokens` new tokens took `seconds`."""
@@ -34,13 +37,14 @@ class LoadGate:
 
     def load_s(self, n_bytes: dict[str, int]) -> float:
         """Expected seconds to load so many bytes from each tier; 0 where nothing is known."""
-        return sum(n * self._load_s_per_byte.get(tier, 0.0) for tier, n in n_bytes.items())
+        known = ((self.rates[tier], n) for tier, n in n_bytes.items() if tier in self.rates)
+        return sum(rates.expected_s(n) for rates, n in known)
 
     def worth(self, n_bytes: dict[str, int], tokens: int) -> bool:
         """Whether loading these bytes beats computing `tokens` tokens."""
         compute_s = self._compute_s_per_token * tokens
         if not compute_s or self.load_s(n_bytes) <= compute_s:
             return True
-        for tier in n_bytes.keys() & self._load_s_per_byte.keys():
-            self._load_s_per_byte[tier] *= _DOUBT
+        for tier in n_bytes.keys() & self.rates.keys():
+            self.rates[tier].doubt(_DOUBT)
         return False

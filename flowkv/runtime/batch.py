@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from contextvars import ContextVar, Token
@@ -32,6 +33,7 @@ class Step:
     Attributes:
         seqs: The rows.
         counts: int64 `[B]`: new tokens T of each row.
+        awaits: Told each layer once it has written its new tokens; returns when it may attend.
         tokens: int64 `[1, N]`: the new token ids, packed row after row; None for `KV.plan`.
     """
 
@@ -40,6 +42,7 @@ class Step:
     def __init__(self, planner: Planner, seqs: Items[Sequence], counts: NDArray[np.int64]) -> None:
         self.seqs, self.counts = list(seqs), counts
         self.tokens: torch.Tensor | None = None
+        self.awaits: Callable[[int], None] | None = None
         self._planner = planner
         self._started_s = time.perf_counter()
         self._token: Token[Step | None] | None = None
@@ -110,6 +113,9 @@ class Step:
         """What the kernels need to know about the rows, on the group's device."""
         found = self._batches.get(group)
         if found is None:
+            copies = self._planner.store.pool(group).copies
+            if copies is not None:
+                copies.join()  # pages may have been asked for on another thread's stream
             found = self._batches[group] = self._planner.ragged(group, self._advance)
         return found
 
@@ -157,6 +163,7 @@ class Step:
         group, _ = self._planner.locate(layer)
         batch, pages = self.batch(group), self.pages(layer)
         kernels.append(k, v, pages, batch)
+        self.appended(layer)
         out: torch.Tensor = kernels.paged_attention(
             q,
             pages,
@@ -168,6 +175,13 @@ class Step:
             mass=self._watched(layer, group, batch),
         )
         return out
+
+    def appended(self, layer: int) -> None:
+        """Says that a layer has written its new tokens, and is about to attend."""
+        if self._planner.sender is not None:
+            self._planner.sender.appended(self, layer)
+        if self.awaits is not None:
+            self.awaits(layer)
 
     def watch(self) -> None:
         """From now on, this step remembers how much its tokens look at which pages.

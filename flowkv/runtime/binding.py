@@ -14,7 +14,7 @@ from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import load_config
 from flowkv.core.errors import ConfigError, NonFiniteError, StateError
 from flowkv.core.geometry import Geometry
-from flowkv.core.keys import Namespace
+from flowkv.core.keys import Namespace, Shard
 from flowkv.observe.events import Bus, StepPlanned, Warned
 from flowkv.observe.metrics import Metrics
 from flowkv.policy import make_policy
@@ -26,7 +26,7 @@ from flowkv.runtime.restore import Restorer
 from flowkv.runtime.sealer import Refusal, describe
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.snapshots import Snapshots
-from flowkv.runtime.stack import open_pools, open_tiers
+from flowkv.runtime.stack import divided, open_pools, open_tiers
 from flowkv.runtime.store import Store
 from flowkv.runtime.tables import Tables
 from flowkv.tiers.base import Tier
@@ -42,6 +42,7 @@ class Binding:
         tiers: The stack, fastest first.
         policy: Name in the catalogue, or a callable that makes a `Policy` for each place.
         clock: Time for the policies.
+        shard: Which rank of a tensor-parallel model this is; `geometry` is the whole model's then.
         fields: Further fields of `flowkv.core.config.Config`.
     """
 
@@ -54,8 +55,10 @@ class Binding:
         tiers: Iterable[str | Tier] | None,
         policy: str | Callable[[], Policy] | None,
         clock: Clock | None,
+        shard: Shard | None,
         fields: dict[str, Any],
     ) -> None:
+        self.shard = shard
         stack = list(tiers) if tiers is not None else None
         if stack is not None:
             fields["tiers"] = tuple(tier for tier in stack if isinstance(tier, str))
@@ -88,10 +91,11 @@ class Binding:
 
     def _need_name(self, named: bool, geometry: Geometry) -> None:
         places = self.config.places(on_cpu=_on_cpu(geometry))
-        lasting = any(place.kind not in ("gpu", "host") for place in places)
-        if not named and (lasting or any(tier.kind != "host" for tier in self._given)):
+        lasting = any(place.kind not in ("gpu", "host") or place.path for place in places)
+        given = any(tier.kind != "host" or tier.shared for tier in self._given)
+        if not named and (lasting or given):
             raise ConfigError(
-                "a cache with a lasting tier has no namespace",
+                "a cache with a lasting or shared tier has no namespace",
                 'Name the model and its weights: KV(geometry, namespace="my-model@3", ...)',
             )
 
@@ -105,30 +109,37 @@ class Binding:
 
         Raises:
             CapacityError: The device pool is too small for the geometry.
+            GeometryError: The heads cannot be divided evenly among the ranks.
             StateError: The cache is closed.
         """
         with self.lock:
             self._alive()
-            if self.planner is None or geometry != self.planner.geometry:
-                self._build(geometry)
+            shard = self.shard
+            local = geometry.local(shard.rank, shard.world) if shard else geometry
+            if self.planner is None or local != self.planner.geometry:
+                self._build(local, geometry)
             exact = msgspec.structs.replace(namespace, geometry=geometry.fingerprint().hex())
             self.namespace = exact.digest()
 
-    def _build(self, geometry: Geometry) -> None:
+    def _build(self, geometry: Geometry, whole: Geometry) -> None:
         pools = open_pools(geometry, self.config)
         if self.planner is None:
-            self._tiers = open_tiers(self.config, self._given, self.clock, on_cpu=_on_cpu(geometry))
+            self._tiers = open_tiers(
+                *(self.config, self._given, self.clock, self.gate.rates),
+                on_cpu=_on_cpu(geometry),
+            )
         else:  # the old store must neither read nor write the tiers any more
-            self.planner.store.mover.flush(self.config.load_deadline_s)
+            self.planner.store.flush(self.config.load_deadline_s)
             self.planner.store.detach_tiers()
         store = Store(
             geometry,
             pools,
-            self._tiers,
+            divided(self._tiers, whole, self.shard),
             policies=lambda _kind: self._make_policy(),
             clock=self.clock,
             bus=self.bus,
             config=self.config,
+            rates=self.gate.rates,
         )
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
         self.planner = Planner(store, tables, self.lock, self.gate.computed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.core.geometry import Geometry
-from flowkv.core.keys import Namespace, Salt, as_tokens
+from flowkv.core.keys import Namespace, Shard
 from flowkv.policy.base import Policy
-from flowkv.runtime import erasure
+from flowkv.runtime.arrival import take_over
 from flowkv.runtime.batch import Step
-from flowkv.runtime.explain import Explanation, explain
-from flowkv.runtime.opening import Opening, Tokens, pack, plain
+from flowkv.runtime.handover import Sender
+from flowkv.runtime.keeping import Keeping
+from flowkv.runtime.opening import Tokens, pack, plain
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.sparsify import chosen, sparsify
 from flowkv.runtime.statistics import statistics
@@ -29,7 +30,7 @@ cache_door: Callable[..., Any] | None = None
 """Makes the object behind `KV.cache`; put here by the package, since hooks lie above this floor."""
 
 
-class KV(Opening):
+class KV(Keeping):
     """A key/value cache: paged, shared, tiered and persistent. Thread-safe.
 
     Args:
@@ -41,10 +42,14 @@ class KV(Opening):
             `gpu`, `host` and `disk`.
         policy: Name in the catalogue, or a callable that makes a `Policy` for each place.
         clock: Time for the policies.
+        shard: Which rank of a tensor-parallel model this is. The geometry is that of the whole
+            model then, of which the cache holds the rank's heads, and lasting and shared tiers are
+            read whatever the number of ranks that wrote them; `Shard()` reads them in one piece.
         **fields: Further fields of `flowkv.core.config.Config`: gpu, host, disk, codec, ...
 
     Raises:
         ConfigError: A field is unknown, or the namespace is missing.
+        GeometryError: The heads cannot be divided evenly among the ranks.
         StoreError: A directory cannot be used.
         CapacityError: The device pool is too small.
     """
@@ -58,6 +63,7 @@ class KV(Opening):
         tiers: Iterable[str | Tier] | None = None,
         policy: str | Callable[[], Policy] | None = None,
         clock: Clock | None = None,
+        shard: Shard | None = None,
         **fields: object,
     ) -> None:
         super().__init__(
@@ -67,6 +73,7 @@ class KV(Opening):
             tiers=tiers,
             policy=policy,
             clock=clock,
+            shard=shard,
             fields=fields,
         )
 
@@ -127,6 +134,46 @@ class KV(Opening):
             with self.step(rows, parts) as step:
                 yield step
 
+    def hand_over(self) -> Sender:
+        """Sends pages to other processes while they are computed, layer by layer.
+
+        `with kv.hand_over() as sender: ...` around the prefill, in the process that computes;
+        `take_over` in the one that goes on. Both name the same tier and namespace.
+
+        Raises:
+            StateError: No tier of the stack can be read by others, or another sender is active.
+        """
+        return Sender(self)
+
+    def take_over(
+        self,
+        seq: Sequence,
+        forward: Callable[[Step], Any],
+        *,
+        patience_s: float | None = None,
+        chunk: int = 512,
+    ) -> Any:
+        """Finishes the prefill of a prompt that another process computes, as its layers arrive.
+
+        The forward over what follows the last full page starts at once; each layer of it waits for
+        that layer of the pages. What does not come in time is computed here, in further forwards.
+
+        Args:
+            seq: As `open` returned it.
+            forward: Called with each step, inside of which your model runs; it may be called again
+                for tokens whose first forward was given up.
+            patience_s: Longest wait for a layer while nothing arrives; default `load_deadline_s`.
+            chunk: Most tokens in one step, where they are computed here.
+
+        Returns:
+            What the last call of `forward` returned; None if nothing was left to compute.
+
+        Raises:
+            CapacityError: The pages do not fit.
+        """
+        patience_s = self.config.load_deadline_s if patience_s is None else patience_s
+        return take_over(self, seq, forward, patience_s=patience_s, chunk=chunk)
+
     def cache(self, *args: Any, tenant: str | None = None, **inputs: Any) -> Any:
         """A Hugging Face cache for one call: `generate(**inputs, past_key_values=kv.cache(...))`.
 
@@ -138,114 +185,6 @@ class KV(Opening):
         if cache_door is None:
             raise MissingDependencyError("KV.cache", "hf")
         return cache_door(self, *args, tenant=tenant, **inputs)
-
-    # ---- known prompts
-
-    @contextmanager
-    def _probe(self, tokens: Tokens, tenant: str | None, salts: Items[Salt]) -> Iterator[Sequence]:
-        with self.lock:
-            planner = self._bound()
-            planner.store.mover.drain()
-            seq = self._lineless(planner, tenant, salts)
-            seq.note(as_tokens(plain(tokens)))
-            yield seq
-
-    def explain(
-        self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()
-    ) -> Explanation:
-        """How much of a prompt is known now, and what prevents more."""
-        with self._probe(tokens, tenant, salts) as seq:
-            return explain(self.restorer, seq, len(seq.tokens) - 1)
-
-    def warm(self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()) -> int:
-        """Brings a known prompt onto its device ahead of its use; returns its tokens there.
-
-        Raises:
-            CapacityError: Too many sequences are open.
-        """
-        with self.lock:
-            seq = self._sequence(self._bound(), tenant, salts)
-            try:
-                seq.note(as_tokens(plain(tokens)))
-                return self.restorer.restore(seq, len(seq.tokens))
-            finally:
-                self._close(seq)
-
-    def pin(
-        self,
-        tokens: Tokens,
-        *,
-        tenant: str | None = None,
-        salts: Items[Salt] = (),
-        pinned: bool = True,
-    ) -> int:
-        """Protects a prompt's known pages from eviction, or no longer; returns their tokens."""
-        with self._probe(tokens, tenant, salts) as seq:
-            blocks = self.restorer.known(seq)
-            for block in blocks:
-                seq.planner.store.pin(block, pinned)
-            return sum(block.group == 0 for block in blocks) * self.page_size
-
-    def forget(
-        self,
-        tokens: Tokens | None = None,
-        *,
-        tenant: str | None = None,
-        salts: Items[Salt] = (),
-    ) -> int:
-        """Erases a prompt and all that continues it from every tier, or a whole tenant.
-
-        Beginnings that other prompts share stay. Open sequences keep their pages, and publish
-        nothing more.
-
-        Args:
-            tokens: The prompt; None for everything of the tenant.
-            tenant: Whose; default the cache's own.
-            salts: What the prompt's K and V depend on beside the tokens.
-
-        Returns:
-            Blocks erased.
-        """
-        with self._probe(() if tokens is None else tokens, tenant, salts) as seq:
-            store = seq.planner.store
-            store.mover.flush(self.config.load_deadline_s)
-            if tokens is None:
-                erased = erasure.forget_tenant(store, seq.tenant)
-            else:
-                erased = erasure.forget_prompt(store, seq)
-            for open_seq in self._open.values():
-                gone = (b is not None and b.gone for group in open_seq.blocks for b in group)
-                if any(gone) or (tokens is None and open_seq.tenant == seq.tenant):
-                    open_seq.publishable = False
-            return erased
-
-    def invalidate(self) -> int:
-        """Erases everything of this model on every tier, for instance after its weights changed.
-
-        Open sequences keep their pages, and publish nothing more.
-
-        Returns:
-            Blocks erased.
-        """
-        with self.lock:
-            store = self._bound().store
-            store.mover.flush(self.config.load_deadline_s)
-            for seq in self._open.values():
-                seq.publishable = False
-            return erasure.forget_namespace(store, self.namespace)
-
-    def save_state(self, seq: Sequence, values: dict[str, Any]) -> bool:
-        """Keeps the state of recurrent layers after exactly `seq.length` tokens.
-
-        Args:
-            seq: The sequence; its tokens must be known.
-            values: Named tensors, numbers, text and lists of them.
-
-        Returns:
-            Whether it is kept.
-        """
-        with self.lock:
-            return self._may_publish(seq) and self.snapshots.save(seq, values)
 
     # ---- upkeep
 
@@ -297,7 +236,7 @@ class KV(Opening):
         Pages that are still to be encoded are written down afterwards.
         """
         with self.lock:
-            return self.planner is None or self.planner.store.mover.flush(timeout_s)
+            return self.planner is None or self.planner.store.flush(timeout_s)
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers: tokens seen and reused, hit rate, pages, bytes and events by place."""
@@ -312,10 +251,14 @@ class KV(Opening):
         with self.lock:
             if self.closed:
                 return
+            if self.planner is not None and self.planner.sender is not None:
+                self.planner.sender.close()
             with ExitStack() as last:  # what closing one of them raises does not keep the others
                 for tier in self.planner.store.tiers if self.planner else self._tiers:
                     last.callback(tier.close)
                 last.callback(setattr, self, "closed", True)
+                if self.planner:
+                    last.callback(self.planner.store.mover.cancel)
                 last.callback(self.flush)  # what was encoded just now, too
                 for seq in list(self._open.values()):
                     last.callback(self._close, seq)

@@ -1,24 +1,56 @@
-"""Erases prompts: their own pages, and everything that continues them."""
+"""Erases prompts, tenants and models from every tier, and proves it.
+
+First what others wrote is learnt from the tiers' own lists, then all is erased, and then the tiers
+are asked again. A tier that cannot prove it is named, after all others have erased.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flowkv.core.errors import StoreError
 from flowkv.core.keys import ROOT
 from flowkv.runtime.index import Block
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.store import Store
+from flowkv.tiers.base import FrameInfo
+
+_PAUSE_S = 0.1
 
 
-def forget_tenant(store: Store, tenant: bytes) -> int:
-    """Erases all blocks of a tenant, of every model; returns how many. Callers hold the KV lock."""
-    return _erase(store, [block for block in store.index if block.tenant == tenant])
+class Realm(NamedTuple):
+    """Whose frames are meant: those that carry what is said here.
+
+    Attributes:
+        tenant: Tenant salt; None for any.
+        namespace: Namespace digest; None for any.
+    """
+
+    tenant: bytes | None
+    namespace: bytes | None
+
+    def holds(self, info: FrameInfo | Block) -> bool:
+        """Whether a frame or block is meant."""
+        tenant, namespace = self.tenant in (None, info.tenant), self.namespace
+        return tenant and namespace in (None, info.namespace)
 
 
-def forget_namespace(store: Store, namespace: bytes) -> int:
-    """Erases all blocks of a model; returns how many. Callers hold the KV lock."""
-    return _erase(store, [block for block in store.index if block.namespace == namespace])
+def forget_realm(store: Store, realm: Realm) -> int:
+    """Erases all blocks of a tenant or a model, and proves it. Callers hold the KV lock.
+
+    Returns:
+        Blocks erased.
+
+    Raises:
+        StoreError: A tier cannot prove that it holds nothing of them any more.
+    """
+    _learn(store, realm)
+    doomed = [block for block in store.index if realm.holds(block)]
+    return _erase(store, doomed, realm.holds)
 
 
 def forget_prompt(store: Store, seq: Sequence) -> int:
@@ -33,11 +65,15 @@ def forget_prompt(store: Store, seq: Sequence) -> int:
 
     Returns:
         Blocks erased.
+
+    Raises:
+        StoreError: A tier cannot prove that it holds nothing of them any more.
     """
+    _learn(store, Realm(seq.tenant, seq.namespace))
     doomed: dict[int, Block] = {}
     for group in range(len(seq.blocks)):
         _doom(store, seq, group, doomed)
-    return _erase(store, list(doomed.values()))
+    return _erase(store, list(doomed.values()), lambda _: False)
 
 
 def _doom(store: Store, seq: Sequence, group: int, doomed: dict[int, Block]) -> None:
@@ -45,9 +81,13 @@ def _doom(store: Store, seq: Sequence, group: int, doomed: dict[int, Block]) -> 
     last = len(seq.tokens) // size
     for page in range(last, -1, -1):
         above, rest, others = seq.parent_key(group, page), seq.tokens[page * size :], False
+        parts: dict[int, Block] = {}  # of the page above, see `runtime.handover`
         for branch in store.index.branches(above):
             head = branch[0]
             if (head.namespace, head.tenant, head.group) != realm or head.slot in doomed:
+                continue
+            if head.kind == "memo":
+                parts |= {block.slot: block for block in branch}
                 continue
             # Above the last page, states that end within the prompt are its own.
             if (page == last or head.kind == "state") and _continues(head, above, rest):
@@ -56,6 +96,7 @@ def _doom(store: Store, seq: Sequence, group: int, doomed: dict[int, Block]) -> 
                 others = True
         if others or page == 0:
             return
+        doomed |= parts
         own = store.index.find(above)
         if own is not None:
             doomed[own.slot] = own
@@ -69,7 +110,52 @@ def _continues(head: Block, above: bytes, rest: NDArray[np.uint32]) -> bool:
     return bool(np.array_equal(head.tokens[:both], rest[:both]))
 
 
-def _erase(store: Store, doomed: list[Block]) -> int:
+def _learn(store: Store, realm: Realm) -> None:
+    """Makes those frames known that others wrote, or that are only in a tier's own list."""
+    for number in range(len(store.tiers)):
+        store.learn(number, realm.holds)
+
+
+def _erase(store: Store, doomed: list[Block], meant: Callable[[FrameInfo], bool]) -> int:
+    """Erases blocks from everywhere, then asks every tier whether that is so."""
+    keys = {block.key for block in doomed}
+    problems = [
+        problem
+        for number in range(len(store.tiers))
+        if (problem := _erase_from(store, number, keys, meant))
+    ]
     for block in doomed:
+        store.strike(block)
         store.forget(block)
+    if problems:
+        raise StoreError(
+            f"{len(doomed)} blocks are forgotten, but not proven to be erased: "
+            + "; ".join(problems),
+            "Mend or close those tiers, and forget again",
+        )
     return len(doomed)
+
+
+def _erase_from(
+    store: Store, number: int, keys: set[bytes], meant: Callable[[FrameInfo], bool]
+) -> str:
+    """Erases frames of one tier; why it cannot be proven that none is left, "" if it was."""
+    tier, gone = store.tiers[number], set(keys)
+    if any((moving := store.mover.on_the_way(key)) and moving.tier == number for key in keys):
+        return f"{tier.name} has not answered yet whether it stored some"
+    for last in (False, False, True):
+        if tier.writable:
+            try:
+                tier.erase(list(gone))
+            except StoreError as error:
+                if last or not store.mover.lanes[number].busy:
+                    return f"{tier.name}: {error.problem}"
+                store.drain(_PAUSE_S)  # some may just be read
+                continue
+        left = {entry.key for entry in tier.scan() if entry.key in keys or meant(entry.info)}
+        if not left:
+            return ""
+        if not tier.writable:
+            return f"{tier.name} holds {len(left)} of them and can only be read here"
+        gone |= left
+    return f"{tier.name} holds {len(left)} of them still, or again: others write to it"

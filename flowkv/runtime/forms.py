@@ -24,6 +24,7 @@ class Forms:
     Attributes:
         ladder: When a page is encoded, and how.
         layouts: By codec index, least lossy first; raw is always among them.
+        fingerprints: Those of the layouts, which take time to compute.
     """
 
     def __init__(self, group: LayerGroup, page_size: int, config: Config) -> None:
@@ -37,6 +38,7 @@ class Forms:
             warm_tokens=config.warm_tokens,
         )
         self.layouts: dict[int, PageLayout] = {}
+        self.fingerprints: dict[int, bytes] = {}
         for codec in self.ladder.codecs:
             self._add(codec)
 
@@ -52,6 +54,7 @@ class Forms:
     def _add(self, codec: int) -> None:
         self.layouts[codec] = page_layout(self._group, self._page_size, CODECS[codec])
         self.layouts = dict(sorted(self.layouts.items()))
+        self.fingerprints[codec] = self.layouts[codec].fingerprint()
 
     @property
     def raw(self) -> PageLayout:

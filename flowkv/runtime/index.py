@@ -173,10 +173,13 @@ class PrefixIndex:
         """
         found = []
         for child in self._children.get(key, ()):
-            branch, keys = [], [child]
+            branch, keys, seen = [], [child], {child}
             while keys:
                 below = keys.pop()
-                keys += self._children.get(below, ())
+                # A stored frame may lie about what lies above it: no way round in a circle.
+                fresh = [one for one in self._children.get(below, ()) if one not in seen]
+                seen.update(fresh)
+                keys += fresh
                 block = self._by_key.get(below)
                 if block is not None:
                     branch.append(block)

@@ -218,6 +218,18 @@ class Lines:
                 self._shorten(seq, now, length)
             seq.forget_tokens(length)
 
+    def shorten(self, seq: Sequence, pages: int) -> None:
+        """Gives back the pages from number `pages` on; their tokens are to be computed again.
+
+        Raises:
+            StateError: The sequence is closed, suspended or in a step, or lost that behind a
+                sliding window.
+        """
+        with self.guard:
+            self.idle(seq)
+            if pages * self.page_size < seq.length:
+                self._shorten(seq, seq.length, pages * self.page_size)
+
     def _shorten(self, seq: Sequence, now: int, length: int) -> None:
         size = self.page_size
         for window, first in zip(self._windows, seq.first_page, strict=True):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from flowkv.runtime.index import UNKNOWN, Block
+from flowkv.core.layout import granule_of
+from flowkv.observe.events import Promoted
+from flowkv.runtime.index import Block
 from flowkv.runtime.pool import PagePool
 from flowkv.runtime.store import Store
-from flowkv.tiers.base import Load, Outcome
+from flowkv.runtime.traffic import Source
+from flowkv.tiers.base import Completion, Load, Outcome
 
 
 class Fetched(NamedTuple):
@@ -29,8 +32,29 @@ class Fetched(NamedTuple):
     seconds: float
 
 
+class Landing(NamedTuple):
+    """A device page that waits for a block's bytes.
+
+    Attributes:
+        block: Whose.
+        source: Where from.
+        page: Its id.
+        buffer: Where the tier puts the bytes: the page itself, or memory beside a GPU.
+        key: The block's key, which it may lose meanwhile.
+    """
+
+    block: Block
+    source: Source
+    page: int
+    buffer: torch.Tensor
+    key: bytes
+
+
 def fetch(store: Store, blocks: Iterable[Block]) -> dict[str, Fetched]:
     """Loads blocks that are not on their device, and holds each that arrived.
+
+    All tiers are asked at once, each for the blocks that it is the nearest place of; what one of
+    them does not give is asked of the next.
 
     Args:
         store: Where they are known.
@@ -39,84 +63,136 @@ def fetch(store: Store, blocks: Iterable[Block]) -> dict[str, Fetched]:
     Returns:
         What came, by tier name.
     """
-    groups: dict[int, list[Block]] = {}
-    for block in blocks:
-        groups.setdefault(block.group, []).append(block)
-    moved: dict[str, Fetched] = {}
-    for group, wanted in groups.items():
-        for number, tier in enumerate(store.tiers):
-            missing = [b for b in wanted if b.page < 0 and b.tiers >> number & 1]
-            if missing and store.answers(number):
-                started = time.perf_counter()
-                pages, n_bytes = _take(store, missing, group, number)
-                before = moved.get(tier.name, Fetched(0, 0, 0.0))
-                moved[tier.name] = Fetched(
-                    max(before.pages, pages),
-                    before.n_bytes + n_bytes,
-                    before.seconds + time.perf_counter() - started,
-                )
-                store.loaded_bytes[tier.name] = store.loaded_bytes.get(tier.name, 0) + n_bytes
-    return moved
+    waiting = [(block, store.sources(block)) for block in blocks]
+    moved: dict[int, list[Landing]] = {}
+    seconds: dict[int, float] = {}
+    while waiting:
+        started = time.perf_counter()
+        arrived, waiting = _load(store, landings(store, waiting, store.try_allocate))
+        for landing in arrived:
+            moved.setdefault(landing.source.tier, []).append(landing)
+        for tier in {landing.source.tier for landing in arrived}:
+            seconds[tier] = seconds.get(tier, 0.0) + time.perf_counter() - started
+    return {store.tiers[n].name: _told(store, n, moved[n], seconds[n]) for n in sorted(moved)}
 
 
-def _take(store: Store, blocks: list[Block], group: int, number: int) -> tuple[int, int]:
-    """Pages and bytes of a group that came from one tier, codec by codec."""
-    pages = n_bytes = 0
-    for block in blocks:
-        if not store.codecs_on(block, number):
-            store.unlist(block, number)
-    for codec in store.forms[group].likely:
-        these = [
-            block
-            for block in blocks
-            if block.page < 0 and block.tiers >> number & 1
-            if codec in store.codecs_on(block, number)
-        ]
-        if these:
-            arrived = _fetch(store, these, group, number, codec)
-            pages += arrived
-            n_bytes += arrived * store.page_bytes(group, codec)
-    return pages, n_bytes
+def landings(
+    store: Store,
+    waiting: Sequence[tuple[Block, Iterator[Source]]],
+    allocate: Callable[[int, int, int], list[int] | None],
+) -> list[tuple[Landing, Iterator[Source]]]:
+    """Pages for the blocks that may be read from somewhere, group by group and codec by codec.
+
+    Args:
+        store: Where they are known.
+        waiting: Blocks, and where each may be read from.
+        allocate: `allocate(group, count, codec)`: private pages, or fewer than that.
+
+    Returns:
+        Where blocks will land, and where each may be read from if it does not.
+    """
+    wanted: dict[tuple[int, int], list[tuple[Block, Source, Iterator[Source]]]] = {}
+    for block, path in waiting:
+        source = next(path, None) if block.page < 0 else None
+        if source is not None:
+            wanted.setdefault((block.group, source.codec), []).append((block, source, path))
+    prepared = []
+    for (group, codec), those in wanted.items():
+        pages = allocate(group, len(those), codec) or []
+        buffers = _buffers(store.pool(group), pages, store.page_bytes(group, codec))
+        for (block, source, path), page, buffer in zip(those, pages, buffers, strict=False):
+            prepared.append((Landing(block, source, page, buffer, block.key), path))
+    return prepared
 
 
-def _fetch(store: Store, blocks: list[Block], group: int, number: int, codec: int) -> int:
-    pages = store.try_allocate(group, len(blocks), codec)
-    if pages is None:
-        return 0
-    pool, layout = store.pool(group), store.forms[group].layouts[codec]
-    buffers = _buffers(pool, pages, layout.page_bytes)
-    items = [
-        Load(block.key, buffer.numpy().data, layout.fingerprint(), store.fidelity)
-        for block, buffer in zip(blocks, buffers, strict=True)
-    ]
+def _load(
+    store: Store, prepared: list[tuple[Landing, Iterator[Source]]]
+) -> tuple[list[Landing], list[tuple[Block, Iterator[Source]]]]:
+    """What arrived, each held, and what may be read from elsewhere."""
+    places = [landing for landing, _ in prepared]
     # A page whose load is overdue is lent until the tier has let go of it (DESIGN D10).
-    answers, overdue = store.mover.load(number, items, partial(_late, store, group, pages))
-    arrived = 0
-    for item, (block, page, answer) in enumerate(zip(blocks, pages, answers, strict=True)):
-        if answer.outcome is Outcome.HIT and answer.info is not None:
-            if pool.device.type != "cpu":
-                pool.page_bytes(page, layout.page_bytes).copy_(buffers[item])
-            block.fidelity = answer.info.fidelity
-            block.enter(number, codec)
-            store.publish(block, page)
-            store.hold(block)
-            arrived += 1
+    wishes = [(landing.source.tier, wish(store, landing)) for landing in places]
+    answers, lent = store.mover.load(wishes, partial(_late, store, places))
+    _bring(store, places, answers)
+    arrived, again = [], []
+    for number, ((landing, path), answer) in enumerate(zip(prepared, answers, strict=True)):
+        block = landing.block
+        if number in lent:
+            store.lend(block.group, landing.page)
+        if land(store, landing, answer, brought=True):
+            arrived.append(landing)
+        elif block.page >= 0:  # a prefetch brought it, and counts its bytes
+            arrived.append(landing._replace(buffer=landing.buffer[:0]))
+        else:
+            again.append((block, path))
             continue
-        if item in overdue:
-            store.lend(group, page)
-        pool.release(page)
-        guessed = block.codec_on(number) == UNKNOWN and codec != store.forms[group].likely[-1]
-        if not (guessed and answer.reason == "layout"):  # else it may have the next codec
-            store.not_served(block, number, answer)
-    return arrived
+        store.hold(block)
+    return arrived, again
 
 
-def _late(store: Store, group: int, pages: list[int], item: int) -> None:
-    store.give_back(group, pages[item])
+def wish(store: Store, landing: Landing) -> Load:
+    """What a tier is asked for a landing."""
+    layout = store.forms[landing.block.group].fingerprints[landing.source.codec]
+    return Load(landing.key, landing.buffer.numpy().data, layout, store.fidelity)
+
+
+def _bring(store: Store, places: list[Landing], answers: Sequence[Completion]) -> None:
+    """Copies what came to its pages, all at once, where those lie beside a GPU."""
+    for landing, answer in zip(places, answers, strict=True):
+        copies = store.pool(landing.block.group).copies
+        if copies is not None and answer.outcome is Outcome.HIT:
+            copies.upload(landing.buffer, granule_of(landing.page))
+    for pool in store.pools.values():
+        if pool.copies is not None:
+            pool.copies.flush()
+
+
+def land(store: Store, landing: Landing, answer: Completion, *, brought: bool = False) -> bool:
+    """Publishes a page that came, or gives it back; whether it is the block's page now.
+
+    Args:
+        store: Where its block is known.
+        landing: The page.
+        answer: What the tier says.
+        brought: Whether its bytes lie in the page already, also where that is beside a GPU.
+    """
+    block, source, page, buffer, _ = landing
+    pool = store.pool(block.group)
+    if answer.outcome is Outcome.HIT and answer.info is not None:
+        if block.page < 0 and not block.gone:
+            if pool.copies is not None and not brought:
+                pool.copies.upload(buffer, granule_of(page))
+                pool.copies.flush()
+            block.fidelity = answer.info.fidelity
+            if block.tiers >> source.tier & 1:
+                block.enter(source.tier, source.codec)
+            store.publish(block, page)
+            return True
+        pool.release(page)  # it came by another way, or was forgotten meanwhile
+        return False
+    pool.release(page)
+    if not block.gone and (source.last or answer.reason != "layout"):  # else: the next codec
+        store.not_served(block, source.tier, answer)
+    return False
+
+
+def _told(store: Store, number: int, landings: list[Landing], seconds: float) -> Fetched:
+    """Counts and announces what came from one tier."""
+    name, pages = store.tiers[number].name, dict[int, int]()
+    n_bytes = sum(len(landing.buffer) for landing in landings)
+    for landing in landings:
+        pages[landing.block.group] = pages.get(landing.block.group, 0) + 1
+    store.count_loaded(number, n_bytes)
+    store.bus.emit(Promoted(source=name, tier="device", pages=len(landings), n_bytes=n_bytes))
+    return Fetched(max(pages.values()), n_bytes, seconds)
+
+
+def _late(store: Store, landings: list[Landing], number: int) -> None:
+    store.give_back(landings[number].block.group, landings[number].page)
 
 
 def _buffers(pool: PagePool, pages: list[int], n_bytes: int) -> list[torch.Tensor]:
     """Where the tier puts the bytes: the pages themselves, or pinned memory beside a GPU."""
-    if pool.device.type == "cpu":
+    if pool.copies is None:
         return [pool.page_bytes(page, n_bytes) for page in pages]
-    return list(torch.empty(len(pages), n_bytes, dtype=torch.uint8, pin_memory=True))
+    return pool.copies.stage(len(pages), n_bytes)

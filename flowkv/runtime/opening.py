@@ -58,7 +58,7 @@ class Opening(Binding):
         ids = as_tokens(plain(tokens))
         with self.lock:
             planner = self._bound()
-            planner.store.mover.drain()
+            planner.store.drain()
             seq = self._sequence(planner, tenant, salts)
             try:
                 seq.note(ids)
@@ -85,7 +85,7 @@ class Opening(Binding):
         name = self.config.tenant if tenant is None else tenant
         salt = tenant_salt(name, self.config.secret_bytes)
         groups = range(len(planner.geometry.groups))
-        return Sequence(
+        seq = Sequence(
             planner.tables.nowhere,
             [KeyChain(self.namespace, salt, g, planner.page_size) for g in groups],
             tenant=salt,
@@ -94,6 +94,8 @@ class Opening(Binding):
             close=self._end,
             planner=planner,
         )
+        seq.owner = name
+        return seq
 
     def _end(self, seq: Sequence) -> None:
         # Possibly in a finalizer, in the middle of anything: it may have to wait (see Guard).

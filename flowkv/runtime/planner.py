@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,18 @@ from flowkv.runtime.store import Store
 from flowkv.runtime.tables import READY, STEPPING, Tables
 
 
+class Follower(Protocol):
+    """Who follows steps layer by layer."""
+
+    def appended(self, step: Any, layer: int) -> None:
+        """A layer has written the new tokens of a step."""
+        ...
+
+    def close(self) -> None:
+        """Follows no longer."""
+        ...
+
+
 class Planner(Lines):
     """Steps over the lines of sequences.
 
@@ -32,6 +44,9 @@ class Planner(Lines):
         tables: Lines of all sequences.
         guard: The KV lock; every public method takes it.
         measured: Told the tokens and seconds of each committed step.
+
+    Attributes:
+        sender: Told which layers have written the new tokens of a step, see `runtime.handover`.
     """
 
     def __init__(
@@ -44,6 +59,7 @@ class Planner(Lines):
         super().__init__(store, tables, guard)
         self.measured = measured
         self.publisher = Publisher(store, tables)
+        self.sender: Follower | None = None
         self._places = {
             layer: (g, i)
             for g, group in enumerate(self.geometry.groups)
@@ -145,13 +161,13 @@ class Planner(Lines):
                 finally:
                     self._end(step.rows)
                 if self.sealer:
-                    self.store.mover.drain()  # what a tier has taken by now can be encoded
+                    self.store.drain()  # what a tier has taken by now can be encoded
                     self.sealer.seal([seqs[b] for b in np.flatnonzero(full).tolist()])
                 self.compactor.edge()
             else:
                 advance.finish(self.tables, step)
                 self._let_leave()
-            self.store.mover.drain()
+            self.store.drain()
 
     def undo(self, step: Advance) -> None:
         """Gives back the pages of a step that did not happen."""

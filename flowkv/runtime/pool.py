@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK,
 from flowkv.core.sizes import format_size
 from flowkv.policy.defragmentation import Occupancy
 from flowkv.runtime.slabs import Slab, drain_sparse
+
+if TYPE_CHECKING:
+    from flowkv.runtime.pinned import Copies
 
 _SLAB_PAGES = 16
 
@@ -31,6 +35,9 @@ class PagePool:
         page_granules: Sizes of the pages it will hold; slabs take 16 of the largest.
         least_slabs: Slabs that a small pool is cut into, which then take fewer pages. Each size in
             use occupies at least one.
+
+    Attributes:
+        copies: How pages come from and go to pinned memory, where the device is not the CPU.
 
     Raises:
         CapacityError: Not even two slabs fit, or more bytes than page ids can name.
@@ -70,6 +77,7 @@ class PagePool:
         self._vacant: dict[int, int] = {}  # free pages of partial slabs, by size
         self._refs: dict[int, int] = {}
         self._used_granules = 0
+        self.copies: Copies | None = None
 
     # ---- what is there
 

@@ -48,7 +48,9 @@ class Publisher:
             seq.published[g] = full
             if fresh:
                 tokens = fresh * self.page_size
-                self.store.bus.emit(Published(group=g, pages=fresh, tokens=tokens))
+                self.store.bus.emit(
+                    Published(group=g, pages=fresh, tokens=tokens, tenant=seq.owner)
+                )
 
     def _publish(self, seq: Sequence, group: int, page_no: int) -> bool:
         """Whether that made a page known which was not on the device before."""

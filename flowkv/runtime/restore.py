@@ -93,7 +93,7 @@ class Restorer:
         """
         self.store.expire()
         tokens, loaded = self.attach(seq, max(0, limit) // self.page_size)
-        self.report(tokens, loaded, limit)
+        self.report(seq, tokens, loaded, limit)
         return tokens
 
     def attach(self, seq: Sequence, limit_pages: int) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class Restorer:
             blocks = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
             absent = [block for group in blocks for block in group if block.page < 0]
             first = min(self._first_absent(g, pages, group) for g, group in enumerate(blocks))
-            if self._worth(absent, pages - first) and self._bring(blocks, absent):
+            if self._worth(absent, pages - first) and self._bring(seq, blocks, absent):
                 self._attach(seq, blocks, pages)
                 return pages * self.page_size, (pages - first) * self.page_size
             # What is not on the device now is not worth loading, or could not be loaded.
@@ -115,12 +115,13 @@ class Restorer:
             wanted = min(wanted, pages - 1)
         return 0, 0
 
-    def report(self, tokens: int, loaded: int, limit: int) -> None:
-        """Says on the bus what was found."""
+    def report(self, seq: Sequence, tokens: int, loaded: int, limit: int) -> None:
+        """Says on the bus what was found on the device, and what nowhere."""
         if tokens > loaded:
-            self.bus.emit(Hit(tier="device", tokens=tokens - loaded, n_bytes=0))
+            here = Hit(tier="device", tokens=tokens - loaded, n_bytes=0, tenant=seq.owner)
+            self.bus.emit(here)
         if tokens < limit:
-            self.bus.emit(Miss(tokens=limit - tokens))
+            self.bus.emit(Miss(tokens=limit - tokens, tenant=seq.owner))
 
     def _blocks(self, seq: Sequence, group: int, pages: int) -> list[Block]:
         found = (self.find(seq, group, page) for page in range(self.first(group, pages), pages))
@@ -133,11 +134,12 @@ class Restorer:
     def _worth(self, absent: list[Block], pages: int) -> bool:
         n_bytes: dict[str, int] = {}
         for block in absent:
-            tier = self.store.place(block)
-            n_bytes[tier] = n_bytes.get(tier, 0) + self.store.body_bytes(block, block.nearest)
+            number = self.store.source(block)
+            tier = self.store.tiers[number].name
+            n_bytes[tier] = n_bytes.get(tier, 0) + self.store.body_bytes(block, number)
         return not absent or self.gate.worth(n_bytes, pages * self.page_size)
 
-    def _bring(self, blocks: list[list[Block]], absent: list[Block]) -> bool:
+    def _bring(self, seq: Sequence, blocks: list[list[Block]], absent: list[Block]) -> bool:
         """Holds all blocks, the absent ones loaded; False, and none is held, if one is missing."""
         held = [block for group in blocks for block in group if block.page >= 0]
         for block in held:
@@ -145,7 +147,7 @@ class Restorer:
         for block in absent:
             self.store.keep(block)
         try:
-            self._load(absent)
+            self._load(seq, absent)
         finally:
             for block in absent:
                 self.store.unkeep(block)
@@ -155,13 +157,13 @@ class Restorer:
                 self.store.drop(block)
         return len(arrived) == len(absent)
 
-    def _load(self, absent: Iterable[Block]) -> None:
+    def _load(self, seq: Sequence, absent: Iterable[Block]) -> None:
         for tier, (pages, n_bytes, seconds) in fetch(self.store, absent).items():
-            if n_bytes:
-                tokens = pages * self.page_size
-                self.gate.loaded(tier, n_bytes, seconds)
-                self.bus.emit(Hit(tier=tier, tokens=tokens, n_bytes=n_bytes))
-                self.bus.emit(Restored(tier=tier, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
+            tokens = pages * self.page_size
+            self.gate.loaded(tier, n_bytes, seconds)
+            found = Hit(tier=tier, tokens=tokens, n_bytes=n_bytes, tenant=seq.owner)
+            self.bus.emit(found)
+            self.bus.emit(Restored(tier=tier, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
 
     def _attach(self, seq: Sequence, blocks: list[list[Block]], pages: int) -> None:
         self.tables.reserve(pages)
@@ -174,6 +176,12 @@ class Restorer:
             self.store.touch(group)
         self.tables.touch()
         self.tables.lengths[seq.row] = pages * self.page_size
+
+    def absent(self, seq: Sequence) -> list[Block]:
+        """Blocks of a prompt's longest known prefix that are not on their device."""
+        pages = self.match(seq, len(seq.tokens) // self.page_size)
+        known = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
+        return [block for blocks in known for block in blocks if block.page < 0]
 
     # ---- erasing
 

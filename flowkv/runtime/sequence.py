@@ -28,6 +28,7 @@ class Sequence:
     Attributes:
         row: Its line in the block tables.
         tenant: Tenant salt.
+        owner: Name of the tenant, for those who count.
         namespace: Namespace digest that its keys belong to.
         salts: What K and V depend on beside the tokens.
         reused: Tokens that were known when it was opened.
@@ -50,6 +51,7 @@ class Sequence:
         self.row, self.tenant, self.namespace = row, tenant, namespace
         self.salts, self.chains = list(salts), list(chains)
         self.state: State | None = None
+        self.owner = ""
         self.reused, self.closed = 0, False
         self._close, self.planner = close, planner
         self._tokens, self._known = np.zeros(64, np.uint32), 0
@@ -141,6 +143,7 @@ class Sequence:
         other.first_page, other.published = list(self.first_page), list(self.published)
         other.reused, other.state = self.reused, self.state
         other.fidelity, other.publishable = self.fidelity, self.publishable
+        other.owner = self.owner
         other.dropped, other.importance = self.dropped, deepcopy(self.importance)
 
     def close(self) -> None:

@@ -10,16 +10,15 @@ import torch
 from flowkv.core.errors import CapacityError, StoreError
 from flowkv.core.keys import within
 from flowkv.core.layout import GRANULE_BYTES
+from flowkv.observe.events import Hit
 from flowkv.runtime.index import Block
 from flowkv.runtime.publisher import finite
 from flowkv.runtime.restore import Restorer
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.states import LAYOUT, decode_state, encode_state
 from flowkv.tiers.base import FrameInfo
-from flowkv.tiers.host import HostTier
 
 _TAIL = "flowkv.tail."
-_HOST_BYTES = 1 << 30
 
 
 class Snapshots:
@@ -45,8 +44,6 @@ class Snapshots:
         pages = length // size
         if min(seq.published) < pages or len(seq.tokens) < length or not length:
             return False
-        if not any(tier.writable for tier in self.store.tiers):
-            self.store.add_tier(HostTier(_HOST_BYTES, name="states"), states_only=True)
         parent, key = seq.parent_key(0, pages), self._key(seq, pages, length)
         known = self.store.index.find(key)
         if known is not None and known.fidelity <= self.store.fidelity:
@@ -78,7 +75,7 @@ class Snapshots:
             tenant=seq.tenant,
         )
         saved = self.store.save_state(block, info, body)
-        self.store.mover.drain()
+        self.store.drain()
         return saved
 
     def _key(self, seq: Sequence, pages: int, length: int) -> bytes:
@@ -123,23 +120,32 @@ class Snapshots:
             Tokens attached; `seq.state` holds the state if there are any.
         """
         self.store.expire()
-        reused = loaded = 0
+        reused = elsewhere = 0
         for length, block in self._candidates(seq, limit):
             pages = length // self.planner.page_size
             if self.restorer.match(seq, pages) < pages:
                 continue
-            values = self._load(block)
+            values, tier = self._load(block)
             if values is None:
                 continue
             tokens, loaded = self.restorer.attach(seq, pages)
+            elsewhere = loaded + length - tokens
             if tokens == pages * self.planner.page_size and self._attach_tail(seq, length, values):
                 seq.fidelity = max(seq.fidelity, block.fidelity)
                 seq.state, reused = values, length
+                tail = Hit(
+                    tier=tier, tokens=length - tokens, n_bytes=block.n_bytes, tenant=seq.owner
+                )
+                self.store.bus.emit(tail)
                 break
             self.planner.vacate(seq)
             self.planner.tables.lengths[seq.row] = 0
-        self.restorer.report(reused, loaded if reused else 0, limit)
+        self.restorer.report(seq, reused, elsewhere if reused else 0, limit)
         return reused
+
+    def known(self, seq: Sequence) -> list[Block]:
+        """Known states within a prompt."""
+        return [block for _, block in self._candidates(seq, len(seq.tokens))]
 
     def _candidates(self, seq: Sequence, limit: int) -> list[tuple[int, Block]]:
         size, found = self.planner.page_size, []
@@ -151,18 +157,19 @@ class Snapshots:
                     found.append((length, block))
         return sorted(found, key=lambda pair: -pair[0])
 
-    def _load(self, block: Block) -> dict[str, Any] | None:
-        for number in range(len(self.store.tiers)):
+    def _load(self, block: Block) -> tuple[dict[str, Any] | None, str]:
+        """What a state holds, and the name of the tier that gave it."""
+        for number, tier in enumerate(self.store.tiers):
             if block.tiers >> number & 1:
                 found = self.store.read(block, number)
                 if found is not None:
                     block.fidelity = found[0].fidelity  # copies, and who wrote them, may differ
                     try:
-                        return decode_state(found[1])
+                        return decode_state(found[1]), tier.name
                     except StoreError:
                         self.store.forget(block)
-                        return None
-        return None
+                        return None, ""
+        return None, ""
 
     def _attach_tail(self, seq: Sequence, length: int, values: dict[str, Any]) -> bool:
         """Puts the tokens behind the last full page in place; False if that cannot be."""

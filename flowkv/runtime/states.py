@@ -18,12 +18,15 @@ import torch
 from flowkv.core.errors import StoreError
 from flowkv.core.layout import GRANULE_BYTES
 
-_MOST_ELEMENTS = 1 << 40
+MOST_ELEMENTS = 1 << 40
 
 LAYOUT = hashlib.sha256(b"flowkv.state/1").digest()[:16]
 """What a state's frame carries as its layout."""
 
-_DTYPES = {
+BUNDLE_LAYOUT = hashlib.sha256(b"flowkv.bundle/1").digest()[:16]
+"""What frames of named tensors (`bundles`) carry as theirs."""
+
+DTYPES = {  # those that a stored tensor may have
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float64,
@@ -61,7 +64,7 @@ def encode_state(values: Mapping[str, Any]) -> bytes:
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
-            if dtype not in _DTYPES:
+            if dtype not in DTYPES:
                 raise StoreError(f"state {name!r} has dtype {dtype}", "Convert it to a plain dtype")
             tensors.append(_Tensor(name, dtype, tuple(value.shape)))
             flat = value.detach().contiguous().reshape(-1).cpu()
@@ -90,10 +93,10 @@ def decode_state(blob: bytes) -> dict[str, Any]:
     values: dict[str, Any] = dict(description.plain)
     at = 4 + length
     for tensor in description.tensors:
-        dtype = _DTYPES.get(tensor.dtype)
+        dtype = DTYPES.get(tensor.dtype)
         shape = tensor.shape
         n_bytes = math.prod(shape) * dtype.itemsize if dtype else 0
-        sound = min(shape, default=0) >= 0 and math.prod(max(n, 1) for n in shape) <= _MOST_ELEMENTS
+        sound = min(shape, default=0) >= 0 and math.prod(max(n, 1) for n in shape) <= MOST_ELEMENTS
         if dtype is None or not sound or at + n_bytes > len(blob):
             raise StoreError(f"stored state {tensor.name!r} is damaged", "Delete the store")
         raw = bytearray(blob[at : at + n_bytes])

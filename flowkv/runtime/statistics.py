@@ -34,9 +34,14 @@ def statistics(kv: Opening) -> dict[str, Any]:
             "codecs": pool.bytes_by_codec(),
             "compression": _compression(store, kv.planner.tables, device),
         }
+        if pool.copies is not None:
+            staging = {"used_bytes": pool.copies.staged_bytes(), "why_not_pinned": pool.copies.why}
+            report["devices"][device]["staging"] = staging
     for number, tier in enumerate(store.tiers):
+        lane = store.mover.lanes[number]
         report["tiers"][tier.name] = {
             "kind": tier.kind,
+            "engine": getattr(tier, "engine", ""),
             "writable": tier.writable,
             "used_bytes": tier.used_bytes(),
             "capacity_bytes": tier.capacity_bytes,
@@ -44,6 +49,16 @@ def statistics(kv: Opening) -> dict[str, Any]:
             "loaded_bytes": store.loaded_bytes.get(tier.name, 0),
             "stored_bytes": store.stored_bytes.get(tier.name, 0),
             "refused": store.refused.get(tier.name, 0),
+            "answers": store.answers(number),
+            "queued_bytes": lane.schedule.queued_bytes,
+            "in_flight_bytes": lane.schedule.flying_bytes,
+            "dropped": store.dropped.get(tier.name, 0),
+            "coalesced": lane.schedule.joined,
+            "cancelled": lane.cancelled,
+            "load_bytes_per_s": lane.loads.bytes_per_s,
+            "load_latency_s": lane.loads.latency_s,
+            "store_bytes_per_s": lane.stores.bytes_per_s,
+            "store_latency_s": lane.stores.latency_s,
         }
     return report
 

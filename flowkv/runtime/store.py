@@ -6,6 +6,7 @@ slots.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,19 +15,21 @@ from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import CapacityError
 from flowkv.core.geometry import Geometry
-from flowkv.core.layout import CODEC_SHIFT
+from flowkv.core.layout import CODEC_SHIFT, granule_of
 from flowkv.core.sizes import format_size
-from flowkv.observe.events import Bus, Evicted
+from flowkv.observe.events import Bus, Demoted, Evicted
 from flowkv.policy.base import Policy
+from flowkv.policy.rates import Rates
 from flowkv.runtime.index import Block
 from flowkv.runtime.pool import PagePool
-from flowkv.runtime.traffic import Traffic
-from flowkv.tiers.base import FrameInfo, Tier
+from flowkv.runtime.traffic import AWAY, Traffic
+from flowkv.tiers.base import Completion, FrameInfo, Tier
 
 _BATCH_SHARE, _BATCH_PAGES = 64, 32
 """Pages are given up in batches, of this share of the pool and this number of pages at most: what
 a policy is asked costs as much as there are protected pages."""
 _ATTEMPTS = 4
+_LONGEST_S = 0.1
 
 
 class Store(Traffic):
@@ -39,7 +42,8 @@ class Store(Traffic):
         policies: `policies(kind)` makes the policy of one place.
         clock: Time for the policies.
         bus: Where events go.
-        config: See `Traffic`.
+        config: See `Residency`.
+        rates: See `Residency`.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Store(Traffic):
         clock: Clock,
         bus: Bus,
         config: Config,
+        rates: dict[str, Rates] | None = None,
     ) -> None:
         self.pools = pools
         self.device_policies = {device: policies("gpu") for device in pools}
@@ -59,7 +64,10 @@ class Store(Traffic):
         self._held: dict[int, None] = {}
         self._ghosts: set[Block] = set()
         self._lent: dict[tuple[str, int], int] = {}
-        super().__init__(geometry, tiers, policies=policies, clock=clock, bus=bus, config=config)
+        self._unwritten: dict[Block, None] = {}
+        super().__init__(
+            *(geometry, tiers), policies=policies, clock=clock, bus=bus, config=config, rates=rates
+        )
 
     def device(self, group: int) -> str:
         """Name of a group's device."""
@@ -76,9 +84,9 @@ class Store(Traffic):
     # ---- look-up
 
     def find(self, key: bytes) -> Block | None:
-        """The block of this key if it lies somewhere and is exact enough."""
+        """The block of this key if it lies somewhere, or moves, and is exact enough."""
         block = self.index.find(key)
-        if block is None or not block.somewhere:
+        if block is None or not (block.somewhere or self.source(block) >= 0):
             return None
         return block if block.fidelity <= self.fidelity else None
 
@@ -217,11 +225,15 @@ class Store(Traffic):
         return False
 
     def _leave_device(self, block: Block, reason: str) -> None:
+        waited = block in self._unwritten
         if reason == "space" and not block.moving:
             self._demote_page(block)
         n_bytes = self.forms[block.group].of(block.page).page_bytes
         self.bus.emit(Evicted(tier="device", pages=1, n_bytes=n_bytes, reason=reason))
         page, block.page = block.page, -1
+        self._unwritten.pop(block, None)
+        if waited and not block.moving:
+            self.miss_out(self.lasting())
         self.pool(block.group).release(page)
         self.settle(block)
 
@@ -230,8 +242,13 @@ class Store(Traffic):
         for number, tier in enumerate(self.tiers):
             if block.tiers >> number & 1:
                 return
-            if tier.writable and self.admits(block, number):
-                self._save_page(block, number)
+            if tier.writable and not self.rests(number) and self.admits(block, number):
+                n_bytes = self.forms[block.group].of(block.page).page_bytes
+                if self._save_page(block, number):
+                    moved = Demoted(source="device", tier=tier.name, pages=1, n_bytes=n_bytes)
+                    self.bus.emit(moved)
+                elif not self.takes(number, n_bytes) and block not in self._unwritten:
+                    self.miss_out(number)
                 return
 
     def expire(self) -> None:
@@ -252,35 +269,88 @@ class Store(Traffic):
         self.insert(self.device_policies[self.device(block.group)], [block])
 
     def supersede(self, block: Block) -> None:
-        """Erases a block's copies that are too lossy to be read here, before it is made anew."""
+        """Deletes a block's copies that are too lossy to be read here, before it is made anew."""
         if block.tiers and block.fidelity > self.fidelity:
-            self.erase(block)
+            self.delete(block)
 
     def write_down(self, block: Block) -> None:
-        """Saves a full page on the first persistent tier, in the background."""
-        if self.write_back and not block.moving and not block.gone:
-            for number, tier in enumerate(self.tiers):
-                if tier.kind != "host" and tier.writable:
-                    if not block.tiers >> number & 1:
-                        self._save_page(block, number)
-                    return
+        """Saves a full page on the first persistent tier, in the background.
 
-    def _save_page(self, block: Block, number: int) -> None:
+        While that is busy or away the page waits; if it leaves the device meanwhile, it is dropped.
+        """
+        number = self.lasting() if self.write_back else -1
+        if number < 0 or block.moving or block.gone or block.tiers >> number & 1:
+            return
+        n_bytes = self.forms[block.group].of(block.page).page_bytes
+        if self.takes(number, n_bytes) and not self._unwritten:
+            self._save_page(block, number)
+        else:
+            self._unwritten[block] = None
+
+    def drain(self, timeout_s: float = 0.0) -> int:
+        """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""
+        handled = self.mover.drain(timeout_s)
+        number = self.lasting() if self._unwritten else -1
+        while number >= 0 and self._unwritten:
+            block = next(iter(self._unwritten))
+            if block.page >= 0 and not (block.gone or block.moving or block.tiers >> number & 1):
+                if not self.takes(number, self.forms[block.group].of(block.page).page_bytes):
+                    break
+                self._save_page(block, number)
+            self._unwritten.pop(block, None)
+        return handled
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until nothing is being stored or waits for that; False if that took too long.
+
+        Pages that wait for a tier which is away keep waiting.
+        """
+        end_s = time.monotonic() + timeout_s
+        self.drain()
+        while self.mover.storing() or (self._unwritten and not self.rests(self.lasting())):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self.drain(min(left_s, _LONGEST_S))
+        return not self._unwritten
+
+    def _saved(self, block: Block, number: int, codec: int, answer: Completion) -> None:
+        super()._saved(block, number, codec, answer)
+        again = answer.reason in AWAY and self.write_back and number == self.lasting()
+        if again and block.page >= 0 and not block.gone:
+            self._unwritten[block] = None
+
+    def lasting(self) -> int:
+        """Number of the first writable tier that outlives the process, -1 if there is none."""
+        numbers = [number for number, tier in enumerate(self.tiers) if tier.writable]
+        for number in numbers:
+            if self.tiers[number].kind != "host":
+                return number
+        return next((number for number in numbers if self.tiers[number].shared), -1)
+
+    def _save_page(self, block: Block, number: int) -> bool:
         pool, page, group = self.pool(block.group), block.page, block.group
-        body = pool.page_bytes(page, self.forms[group].of(page).page_bytes).cpu().numpy().data
+        n_bytes = self.forms[group].of(page).page_bytes
+        if pool.copies is None:
+            body = pool.page_bytes(page, n_bytes).cpu().numpy().data
+        else:
+            body = pool.copies.download([granule_of(page)], n_bytes)[0].numpy().data
         self.lend(group, page)
-        if not self.save(
-            block, number, self._info(block), body, lambda: self.give_back(group, page)
+        if self.save(
+            block, number, self.describe(block), body, lambda: self.give_back(group, page)
         ):
-            self.give_back(group, page)
+            return True
+        self.give_back(group, page)
+        return False
 
-    def _info(self, block: Block) -> FrameInfo:
+    def describe(self, block: Block) -> FrameInfo:
+        """What the frame of a block's device page says about itself."""
         layout = self.forms[block.group].of(block.page)
         return FrameInfo(
             kind="page",
             codec=block.page >> CODEC_SHIFT,
             fidelity=block.fidelity,
-            layout=layout.fingerprint(),
+            layout=self.forms[block.group].fingerprints[block.page >> CODEC_SHIFT],
             parent=block.parent,
             namespace=block.namespace,
             group=block.group,
@@ -290,10 +360,11 @@ class Store(Traffic):
         )
 
     def forget(self, block: Block) -> None:
-        """Erases a block everywhere; open sequences keep their own use of its page."""
+        """Deletes a block everywhere; open sequences keep their own use of its page."""
         if block.gone:
             return
-        self.erase(block)
+        self.delete(block)
+        self._unwritten.pop(block, None)
         page = block.page
         if page >= 0:
             policy = self.device_policies[self.device(block.group)]

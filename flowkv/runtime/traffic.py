@@ -1,210 +1,85 @@
-"""What the tiers hold, and what moves between them: saved, read, demoted, evicted, erased.
+"""What moves between pages and tiers: saved, read, demoted, evicted, erased.
 
-A block leaves a tier when that tier's policy says so; it is forgotten when no place holds it any
-more. A tier that loses, damages or refuses a frame has missed, and nothing worse.
+A block leaves a tier when that tier's policy says so. A tier that loses, damages or refuses a frame
+has missed, and nothing worse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowkv.core.clock import Clock
-from flowkv.core.config import Config
-from flowkv.core.errors import ConfigError
-from flowkv.core.geometry import Geometry
-from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
-from flowkv.policy.base import Policy
-from flowkv.runtime.forms import make_forms
-from flowkv.runtime.index import UNKNOWN, Block, PrefixIndex
-from flowkv.runtime.mover import Mover
-from flowkv.runtime.states import LAYOUT
-from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Tier
+from flowkv.core.errors import StoreError
+from flowkv.observe.events import Demoted, Evicted, Failed, Quarantined, Stored
+from flowkv.runtime.index import UNKNOWN, Block
+from flowkv.runtime.residency import Residency
+from flowkv.runtime.states import BUNDLE_LAYOUT, LAYOUT
+from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome
+from flowkv.tiers.host import HostTier
 
 _BENIGN = ("", "absent", "layout", "fidelity")
 _REST_DEADLINES = 10
 """For so many deadlines a tier is left alone that missed one: waiting costs a tenth at most."""
+_HOST_BYTES = 1 << 30
+_REST_S = 1.0
+"""So long a tier is left alone that says that it does not answer now."""
+AWAY = ("breaker", "closed")
+"""What a tier says that is not there now, and may be later."""
 
 
-class Traffic:
-    """Blocks below the device. Callers hold the KV lock.
-
-    Args:
-        geometry: The model's layer groups.
-        tiers: The stack, nearest first.
-        policies: `policies(kind)` makes the policy of one place.
-        clock: Time for the policies.
-        bus: Where events go.
-        config: The codec of sealed pages (also what a reader accepts, DESIGN D6), whether they are
-            written down at once, and how long a load may take.
-
-    Raises:
-        ConfigError: A layer group cannot have the codec, or two tiers have one name.
+class Source(NamedTuple):
+    """Where a page may be read from, and as what.
 
     Attributes:
-        forms: The codecs and layouts of each group's pages.
-        fidelity: Index of the lossiest codec that is accepted.
+        tier: Number in the stack.
+        codec: Index of the codec that its copy has, or is guessed to have.
+        last: No other codec is left to be guessed.
+    """
+
+    tier: int
+    codec: int
+    last: bool
+
+
+class Traffic(Residency):
+    """Moves blocks to and from the tiers. Callers hold the KV lock.
+
+    Args:
+        *args: See `Residency`.
+        **options: See `Residency`.
+
+    Attributes:
         loaded_bytes: Bytes loaded, by tier name.
         stored_bytes: Bytes stored, by tier name.
         refused: Frames that a tier gave and that were refused, by tier name.
+        dropped: Pages that should have been saved and were not, as a tier was busy or away.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        tiers: Sequence[Tier],
-        *,
-        policies: Callable[[str], Policy],
-        clock: Clock,
-        bus: Bus,
-        config: Config,
-    ) -> None:
-        self.geometry = geometry
-        self.forms = make_forms(geometry, config)
-        self.fidelity = max(codec for forms in self.forms for codec in forms.layouts)
-        self.clock, self.bus, self.write_back = clock, bus, config.write_back
-        self.tiers: list[Tier] = []
-        self.index, self.mover = PrefixIndex(), Mover([], config.load_deadline_s)
-        self._policies, self.tier_policies = policies, list[Policy]()
-        self._fixed: dict[int, None] = {}
-        self._resting_ns: dict[int, int] = {}
-        self._incoming: list[int] = []
-        self._states_only: set[int] = set()
+    def __init__(self, *args: Any, **options: Any) -> None:
         self.loaded_bytes: dict[str, int] = {}
         self.stored_bytes: dict[str, int] = {}
         self.refused: dict[str, int] = {}
-        for tier in tiers:
-            self.add_tier(tier)
-
-    # ---- the stack
-
-    def add_tier(self, tier: Tier, *, states_only: bool = False) -> None:
-        """Puts a tier below the others and learns what it holds.
-
-        Args:
-            tier: Anything that keeps frames.
-            states_only: No page is demoted to it.
-
-        Raises:
-            ConfigError: Another tier has its name.
-        """
-        if any(other.name == tier.name for other in self.tiers):
-            raise ConfigError(f"two tiers are named {tier.name!r}", "Give each a name of its own")
-        number = len(self.tiers)
-        if states_only:
-            self._states_only.add(number)
-        self.tiers.append(tier)
-        self.mover.tiers.append(tier)
-        self._incoming.append(0)
-        self.tier_policies.append(self._policies(tier.kind))
-        fresh = []
-        for entry in tier.scan():
-            info = entry.info
-            block = self.index.publish(entry.key, info.parent, info.group, info.kind)
-            # Copies may differ; what one of them allows is allowed.
-            block.fidelity = min(info.fidelity, block.fidelity if block.tiers else info.fidelity)
-            block.enter(number, info.codec)
-            if info.kind != "page":
-                block.n_bytes, block.tail = entry.n_bytes, info.tokens
-            elif info.fidelity <= self.fidelity and info.group < len(self.forms):
-                self.forms[info.group].meet(info)
-            block.tenant, block.namespace = info.tenant, info.namespace
-            fresh.append(block)
-        self.insert(self.tier_policies[number], fresh)
+        self.dropped: dict[str, int] = {}
+        self._incoming: dict[int, int] = {}
+        super().__init__(*args, **options)
 
     def detach_tiers(self) -> None:
         """Leaves the tiers to another store; only device pages stay known here."""
-        self.tiers.clear()
         self._incoming.clear()
-        self.mover.forget()
-        self.tier_policies.clear()
-        for block in self.index:
-            block.tiers = block.moving = 0
-            self.settle(block)
-
-    def answers(self, number: int) -> bool:
-        """Whether a tier may be asked now: it owes nothing, and was in time lately."""
-        rested = self.clock.now_ns() >= self._resting_ns.get(number, 0)
-        return rested and not self.mover.overdue(number)
-
-    @property
-    def watches(self) -> bool:
-        """Whether others write to one of the tiers."""
-        return any(tier.shared for tier in self.tiers)
-
-    def place(self, block: Block) -> str:
-        """Name of the nearest place that holds a block; "" if none does."""
-        if block.page >= 0:
-            return "device"
-        return self.tiers[block.nearest].name if block.tiers else ""
-
-    # ---- what is known
-
-    def discover(
-        self, keys: Sequence[bytes], *, group: int, parent: bytes, tenant: bytes, namespace: bytes
-    ) -> None:
-        """Asks the tiers that others write to about pages that are not known here.
-
-        Args:
-            keys: Keys of consecutive pages.
-            group: Their layer group.
-            parent: Key above the first one.
-            tenant: Tenant salt.
-            namespace: Namespace digest.
-        """
-        for number, tier in enumerate(self.tiers):
-            if not tier.shared:
-                continue
-            above, fresh = parent, []
-            for key, there in zip(keys, tier.contains(keys), strict=True):
-                known = self.index.find(key)
-                if there and (known is None or not known.tiers >> number & 1):
-                    block = self.index.publish(key, above, group)
-                    block.tenant, block.namespace = tenant, namespace
-                    block.enter(number, UNKNOWN)
-                    fresh.append(block)
-                above = key
-            self.insert(self.tier_policies[number], fresh)
-
-    def settle(self, block: Block) -> None:
-        """Forgets a block that no place holds and none is about to."""
-        if not block.somewhere and not block.moving and not block.gone:
-            self.dismiss(block)
-        self.protect(block)
-
-    def dismiss(self, block: Block) -> None:
-        """Takes a block out of the index; its slot is free for another one."""
-        self._fixed.pop(block.slot, None)
-        self.index.forget(block)
-
-    def protect(self, block: Block) -> None:
-        """Brings the slots that policies must not choose in line with what a block is used for."""
-        if block.gone:
-            return  # its slot may be another block's by now
-        if block.kept or block.moving:
-            self._fixed[block.slot] = None
-        else:
-            self._fixed.pop(block.slot, None)
-
-    def keep(self, block: Block) -> None:
-        """Lets no policy take a block from anywhere until `unkeep`."""
-        block.kept += 1
-        self.protect(block)
-
-    def unkeep(self, block: Block) -> None:
-        """Ends a `keep`."""
-        block.kept -= 1
-        self.protect(block)
-
-    def insert(self, policy: Policy, blocks: Sequence[Block]) -> None:
-        """Tells a policy that blocks became resident."""
-        if blocks:
-            slots = np.array([block.slot for block in blocks], np.int64)
-            parents = np.array([self.index.slot(block.parent) for block in blocks], np.int64)
-            policy.insert(self.clock.now_ns(), slots, parents)
+        super().detach_tiers()
 
     # ---- saving
+
+    def takes(self, number: int, body_bytes: int) -> bool:
+        """Whether a tier could be given a frame now; if not, it is busy or away."""
+        return not self.rests(number) and self.mover.has_room(number, body_bytes)
+
+    def miss_out(self, number: int) -> None:
+        """Counts a page that a tier should have got."""
+        name = self.tiers[number].name
+        self.dropped[name] = self.dropped.get(name, 0) + 1
 
     def save(
         self,
@@ -223,7 +98,7 @@ class Traffic:
             body: Its bytes; they must stay as they are until `done`.
             done: Called when the tier has answered.
         """
-        if not self._make_room(number, body.nbytes):
+        if not self.takes(number, body.nbytes) or not self._make_room(number, body.nbytes):
             return False
 
         n_bytes = self.tiers[number].frame_bytes(body.nbytes)
@@ -233,14 +108,20 @@ class Traffic:
             done()
             self._saved(block, number, info.codec, answer)
 
-        self.mover.store(number, block.key, info, body, answered)
-        self._incoming[number] += n_bytes
+        if not self.mover.store(number, block.key, info, body, answered):
+            return False
+        self._incoming[number] = self._incoming.get(number, 0) + n_bytes
         block.moving += 1
         self.protect(block)
         return True
 
     def save_state(self, block: Block, info: FrameInfo, body: bytes) -> bool:
-        """Saves bytes on the nearest tier and the first persistent one; False if none has room."""
+        """Saves bytes on the nearest tier and the first persistent one; False if none has room.
+
+        Without any tier, a host tier of 1 GiB is made for them.
+        """
+        if not any(tier.writable for tier in self.tiers):
+            self.add_tier(HostTier(_HOST_BYTES, name="states"), states_only=True)
         writable = [n for n, tier in enumerate(self.tiers) if tier.writable]
         lasting = [n for n in writable if self.tiers[n].kind != "host"]
         block.n_bytes = len(body)
@@ -254,8 +135,10 @@ class Traffic:
         tier = self.tiers[number]
         if answer.outcome is not Outcome.STORED:
             self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
+            if answer.reason in AWAY:
+                self.rest(number, _REST_S)
         elif block.gone:
-            tier.delete([block.key])
+            self._take_back(block, number)
         else:
             # Where others write too, theirs may have been there before.
             block.enter(number, UNKNOWN if tier.shared else codec)
@@ -267,17 +150,27 @@ class Traffic:
             )
         self.settle(block)
 
+    def _take_back(self, block: Block, number: int) -> None:
+        """Erases what was forgotten while it was stored."""
+        tier = self.tiers[number]
+        try:
+            tier.erase([block.key])
+        except StoreError as error:
+            tier.delete([block.key])
+            self.bus.emit(Failed(tier=tier.name, operation="erase", reason=error.problem))
+
     def _make_room(self, number: int, body_bytes: int) -> bool:
         tier, policy = self.tiers[number], self.tier_policies[number]
-        self.mover.drain()  # so that what is on its way is not counted twice
+        self.mover.collect()  # so that what is on its way is not counted twice
         need = tier.frame_bytes(body_bytes)
-        while tier.used_bytes() + self._incoming[number] + need > tier.capacity_bytes:
+        while tier.used_bytes() + self._incoming.get(number, 0) + need > tier.capacity_bytes:
             if need > tier.capacity_bytes:
                 return False
             victims = policy.evict(self.clock.now_ns(), 1, self._fixed)
-            if victims is None:
+            if victims is not None:
+                self._leave_tier(self.index.at(int(victims[0])), number, "space")
+            elif not self.adopt(number):
                 return False
-            self._leave_tier(self.index.at(int(victims[0])), number, "space")
         return True
 
     # ---- reading
@@ -295,8 +188,29 @@ class Traffic:
         """Most bytes of a block's body on a tier; 0 if that cannot be known."""
         if block.n_bytes:
             return block.n_bytes
+        moving = self.mover.on_the_way(block.key) if block.moving else None
+        if moving is not None:
+            return moving.store.body.nbytes
         layouts = [self.forms[block.group].layouts[c] for c in self.codecs_on(block, number)]
         return max((layout.page_bytes for layout in layouts), default=0)
+
+    def sources(self, block: Block) -> Iterator[Source]:
+        """Where a page may be read from now, best first; ask for the next when one did not serve.
+
+        Copies that nobody can read here are struck off.
+        """
+        moving = self.mover.on_the_way(block.key) if block.moving else None
+        if moving is not None and moving.store.info.codec in self.forms[block.group].layouts:
+            yield Source(moving.tier, moving.store.info.codec, True)
+        for number in range(len(self.tiers)):
+            if block.tiers >> number & 1:
+                codecs = self.codecs_on(block, number)
+                if not codecs:
+                    self.unlist(block, number)
+                elif self.answers(number):
+                    for codec in codecs:
+                        if block.tiers >> number & 1:
+                            yield Source(number, codec, codec == codecs[-1])
 
     def read(self, block: Block, number: int) -> tuple[FrameInfo, bytes] | None:
         """A block's bytes from one tier, verified, into fresh memory; None if it cannot give them.
@@ -307,20 +221,26 @@ class Traffic:
         """
         if not self.answers(number):
             return None
-        wished = [LAYOUT]
-        if block.kind != "state":
+        wished = [BUNDLE_LAYOUT if block.kind == "weights" else LAYOUT]
+        if block.kind == "page":
             codecs = self.codecs_on(block, number)
-            wished = [self.forms[block.group].layouts[codec].fingerprint() for codec in codecs]
+            wished = [self.forms[block.group].fingerprints[codec] for codec in codecs]
         for layout in wished:
             body = bytearray(self.body_bytes(block, number))
             wanted = Load(block.key, memoryview(body), layout, self.fidelity)
-            (answer,), _ = self.mover.load(number, [wanted], lambda _: None)
+            (answer,), _ = self.mover.load([(number, wanted)], lambda _: None)
             if answer.outcome is Outcome.HIT and answer.info is not None:
+                self.count_loaded(number, answer.n_bytes)
                 return answer.info, bytes(memoryview(body)[: answer.n_bytes])
             if answer.reason != "layout" or layout == wished[-1]:
                 self.not_served(block, number, answer)
                 break
         return None
+
+    def count_loaded(self, number: int, n_bytes: int) -> None:
+        """Counts bytes that a tier gave."""
+        name = self.tiers[number].name
+        self.loaded_bytes[name] = self.loaded_bytes.get(name, 0) + n_bytes
 
     def not_served(self, block: Block, number: int, answer: Completion) -> None:
         """A tier did not give what it was believed to hold: a miss, counted, never an answer."""
@@ -328,8 +248,9 @@ class Traffic:
         if answer.outcome is Outcome.FAILED:  # it may still be there: ask again another time
             self.bus.emit(Failed(tier=name, operation="load", reason=answer.reason))
             if answer.reason.startswith("deadline"):
-                rest_s = _REST_DEADLINES * self.mover.deadline_s
-                self._resting_ns[number] = self.clock.now_ns() + round(rest_s * 1e9)
+                self.rest(number, _REST_DEADLINES * (answer.seconds or self.mover.deadline_s))
+            elif answer.reason in AWAY:
+                self.rest(number, _REST_S)
             return
         if answer.reason not in _BENIGN:
             self.refused[name] = self.refused.get(name, 0) + 1
@@ -353,14 +274,19 @@ class Traffic:
                     policy.remove(np.array([slot], np.int64))
                     self._leave_tier(block, number, "lease")
 
-    def erase(self, block: Block) -> None:
-        """Erases a block from every tier."""
-        slot = np.array([block.slot], np.int64)
+    def delete(self, block: Block) -> None:
+        """Has every tier forget a block."""
         for number, tier in enumerate(self.tiers):
+            if block.tiers >> number & 1 and tier.writable:
+                tier.delete([block.key])
+        self.strike(block)
+
+    def strike(self, block: Block) -> None:
+        """Takes a block off the lists of all tiers, which are not told."""
+        slot = np.array([block.slot], np.int64)
+        for number, policy in enumerate(self.tier_policies):
             if block.tiers >> number & 1:
-                self.tier_policies[number].remove(slot)
-                if tier.writable:
-                    tier.delete([block.key])
+                policy.remove(slot)
         block.tiers = 0
 
     def _leave_tier(self, block: Block, number: int, reason: str) -> None:
@@ -374,7 +300,7 @@ class Traffic:
 
     def _demote(self, block: Block, number: int) -> None:
         for lower in range(number + 1, len(self.tiers)):
-            if self.tiers[lower].writable and self.admits(block, lower):
+            if self.tiers[lower].writable and not self.rests(lower) and self.admits(block, lower):
                 found = self.read(block, number)
                 if found is not None and self.save(block, lower, found[0], memoryview(found[1])):
                     source, tier = self.tiers[number].name, self.tiers[lower].name

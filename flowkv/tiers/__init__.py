@@ -1,12 +1,13 @@
-"""Places for frames below the device: what one is (`base`), the frame format, memory and disk."""
+"""Places for frames below the device: what one is (`base`), the frame format, and each kind."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError
 from flowkv.tiers.base import (
+    UNBOUNDED,
     Completion,
     Entry,
     FrameInfo,
@@ -15,12 +16,15 @@ from flowkv.tiers.base import (
     Store,
     Tier,
 )
+from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, decode_header, encode_header, verify
 
 __all__ = [
+    "REMOTE_KINDS",
     "BadFrame",
     "Completion",
     "Entry",
+    "Envelope",
     "FrameInfo",
     "Header",
     "Load",
@@ -33,45 +37,47 @@ __all__ = [
     "verify",
 ]
 
-_LATER = {  # kinds with a place in the design and no code yet: the extra that they will need
-    "s3": "object",
-    "gs": "object",
-    "az": "object",
-    "redis": "redis",
-    "valkey": "redis",
-    "mooncake": "mooncake",
-}
+REMOTE_KINDS = ("s3", "gs", "az", "redis", "rediss", "valkey", "valkeys", "unix", "mooncake")
+"""Schemes of the URIs of remote tiers."""
 
 
 def open_tier(
     kind: str,
     *,
-    capacity_bytes: int,
+    capacity_bytes: int = UNBOUNDED,
     path: str = "",
     name: str = "",
     exclusive: bool = False,
     durability: Literal["none", "sync"] = "none",
+    envelope: Envelope | None = None,
     clock: Clock | None = None,
 ) -> Tier:
     """Opens a tier.
 
     Args:
-        kind: "host" or "disk".
-        capacity_bytes: Most bytes the tier may occupy, everything included.
-        path: Directory of a disk tier.
+        kind: "host", "disk", or the scheme of a URI: one of `REMOTE_KINDS`.
+        capacity_bytes: Most bytes the tier may occupy, everything included; a remote one may be
+            left to its engine.
+        path: Directory of a disk tier, the whole URI of a remote one, or the name under which
+            processes of this machine share a host tier.
         name: Name in statistics; default made from the rest.
         exclusive: Refuse a directory that another process owns, instead of only reading it.
         durability: "none" survives the death of the process, "sync" that of the machine.
+        envelope: How frames on disks and remote tiers are checked, encrypted and compressed;
+            default xxh3 and neither of the two.
         clock: Source of time.
 
     Raises:
-        ConfigError: The kind is unknown or not part of this version, or the capacity is too small.
-        StoreError: The directory cannot be used.
+        ConfigError: The kind is unknown, or the capacity is too small.
+        MissingDependencyError: The tier needs an extra that is not installed.
+        StoreError: The directory, or the engine, cannot be used.
     """
-    if kind == "host":
-        from flowkv.tiers.host import HostTier
-
-        return HostTier(capacity_bytes, name=name or "host", clock=clock)
+    if kind in REMOTE_KINDS:
+        opened = {"name": name, "envelope": envelope, "clock": clock}
+        return _open_remote(kind, path, capacity_bytes, opened)
+    if kind not in ("host", "disk"):
+        known = ", ".join(REMOTE_KINDS)
+        raise ConfigError(f"tier kind {kind!r} is unknown", f"Use host, disk, or one of {known}")
     if kind == "disk":
         from flowkv.tiers.disk import DiskTier
 
@@ -81,12 +87,27 @@ def open_tier(
             name=name,
             exclusive=exclusive,
             durability=durability,
+            envelope=envelope,
             clock=clock,
         )
-    if kind in _LATER:
-        raise ConfigError(
-            f"tiers of kind {kind!r} are not available in this version",
-            "Use 'host' and 'disk' tiers; remote ones will come with"
-            f" pip install 'flowkv[{_LATER[kind]}]'",
-        )
-    raise ConfigError(f"tier kind {kind!r} is unknown", "Use 'host' or 'disk'")
+    if path:
+        from flowkv.tiers.shared import SharedTier
+
+        return SharedTier(path, capacity_bytes, clock=clock)
+    from flowkv.tiers.host import HostTier
+
+    return HostTier(capacity_bytes, name=name or "host", clock=clock)
+
+
+def _open_remote(kind: str, uri: str, capacity_bytes: int, opened: dict[str, Any]) -> Tier:
+    if kind in ("s3", "gs", "az"):
+        from flowkv.tiers.remote.object_tier import ObjectTier
+
+        return ObjectTier(uri, capacity_bytes, **opened)
+    if kind == "mooncake":
+        from flowkv.tiers.remote.mooncake import MooncakeTier
+
+        return MooncakeTier(uri, capacity_bytes, **opened)
+    from flowkv.tiers.remote.redis import RedisTier
+
+    return RedisTier(uri, capacity_bytes, **opened)

@@ -1,22 +1,36 @@
 """The frame: a page, or another blob, as it lies below the device. One format in every tier.
 
-    frame  = header | body                 header: whole 4 KiB pages, nearly always one
-    body   = stripe 0 | stripe 1 | ...     as many as `FrameInfo.stripe_bytes` says
-    header = fixed part (256 bytes) | one 16-byte xxh3_128 digest per stripe | zeros
+    frame  = header | stripe 0 | stripe 1 | ...     header: whole 4 KiB pages, nearly always one
+    header = fixed part (256 bytes) | 16 bytes per stripe | stored bytes per stripe | zeros
 
-The header carries a digest over all its own bytes, padding included, so that no bit of a frame can
-change unseen. A header is a pure function of key, info and body: the same frame has the same bytes
-in memory, on a disk and on the wire. Nothing read from a header is used before its digest is right,
-and no length before it was checked against the bytes that are there (DESIGN D5, D11).
+What stands in the header (little endian), and what its digest covers:
 
-xxh3_128 finds accidents, not attackers: the byte `integrity` names the check, and frames of a keyed
-(AEAD) one will be refused by a reader that does not know it.
+       0  magic 8s, version u16, header pages u16, 4 zeros      compared with what they must be
+      16  digest or tag of the header, 16s
+      32  kind, codec, fidelity, integrity, lossless, 3 zeros   from here on: digested
+      40  key, parent, namespace, tenant, 32s each
+     168  layout 16s
+     184  group, tokens, rank, world, head start, head stop, stripes, u32 each, 4 zeros
+     216  stripe bytes u64, generation u64
+     232  salt 16s, 8 zeros
+     256  per stripe: digest of its plain bytes, or its tag, 16s
+          per stripe, in lossless frames only: stored bytes u32
+
+Stored stripes begin at multiples of 4 KiB, so each can be read alone. The digest covers padding
+too: no bit of a header can change unseen. A plain header is a pure function of key, info, body and
+generation: the same frame has the same bytes in memory, on a disk and on the wire. Nothing read
+from a header is used before its digest is right, and no length before it was checked against the
+bytes that are there (DESIGN D5, D11).
+
+xxh3_128 finds accidents, not attackers. The byte `integrity` names the check: a reader that wants
+the keyed one (`tiers.aead`) refuses frames without it, and the other way round (`tiers.envelope`).
 """
 
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import xxhash
 
@@ -26,21 +40,25 @@ from flowkv.core.layout import CODECS, GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo
 
 MAGIC = b"FKVFRAME"
-VERSION = 1
+VERSION = 2
 KINDS = ("page", "state", "weights", "memo")
 DIGEST_BYTES = 16
 LAYOUT_BYTES = 16
+SALT_BYTES = 16
+SIZE_BYTES = 4
 MAX_STRIPES = 1 << 16
-XXH3_128 = 0
+XXH3_128, AES_256_GCM = 0, 1
+"""Values of the byte `integrity`."""
 
-# magic, version, header pages, header digest | kind, codec, fidelity, integrity | key, parent,
-# namespace, tenant, layout | group, tokens, rank, world, head start, head stop, stripes | its bytes
-_FIXED = struct.Struct("<8sHH4x16s 4B4x 32s32s32s32s16s 7I4x Q")
-_FIXED_BYTES = 256
-_FIRST = (GRANULE_BYTES - _FIXED_BYTES) // DIGEST_BYTES
-_NEXT = GRANULE_BYTES // DIGEST_BYTES
-_DIGEST_AT = slice(16, 32)
+FIXED_BYTES = 256
+DIGEST_AT, DIGESTED_FROM = slice(16, 32), 32
+_FIXED = struct.Struct("<8sHH4x16s 5B3x 32s32s32s32s16s 7I4x QQ 16s8x")
+_INTEGRITY_AT = 35
+_RESERVED = struct.Struct("<37x3s172x4s32x8s")
+_ZEROS = tuple(map(bytes, (3, 4, 8)))
 _U32 = 1 << 32
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class BadFrame(FlowKVError, ValueError):
@@ -48,7 +66,8 @@ class BadFrame(FlowKVError, ValueError):
 
     Args:
         reason: One word: "foreign" (no frame of ours), "version", "truncated", "digest", "key",
-            "layout", "fidelity", "stripes", or "invalid" (the producer described it wrongly).
+            "layout", "fidelity", "stripes", "integrity" (checked in another way than the reader
+            insists on), or "invalid" (the producer described it wrongly).
         problem: What is wrong, one sentence without a full stop.
     """
 
@@ -66,12 +85,20 @@ class Header(NamedTuple):
     Attributes:
         key: 32 bytes.
         info: The frame's description.
-        digests: 16 bytes per stripe, in order.
+        digests: 16 bytes per stripe, in order: digests of the plain stripes, or tags.
+        generation: Number that the tier gave the place where the frame lies, or 0.
+        integrity: `XXH3_128` or `AES_256_GCM`.
+        salt: 16 random bytes that the frame's key was derived with; zeros without one.
+        sizes: u32 stored bytes of each stripe; empty where stripes are not compressed.
     """
 
     key: bytes
     info: FrameInfo
     digests: bytes
+    generation: int = 0
+    integrity: int = XXH3_128
+    salt: bytes = bytes(SALT_BYTES)
+    sizes: bytes = b""
 
     @property
     def stripes(self) -> int:
@@ -80,19 +107,31 @@ class Header(NamedTuple):
 
     @property
     def body_bytes(self) -> int:
-        """Length of the body."""
+        """Length of the body, uncompressed."""
         return self.stripes * self.info.stripe_bytes
 
+    @property
+    def header_bytes(self) -> int:
+        """Length of the header."""
+        return header_bytes(self.stripes, lossless=bool(self.sizes))
 
-def header_bytes(stripes: int) -> int:
+    @property
+    def frame_bytes(self) -> int:
+        """Length of the stored frame: header, stripes, and what aligns them."""
+        offset, n_bytes = place(self, 0, self.stripes)
+        return offset + n_bytes
+
+
+def header_bytes(stripes: int, *, lossless: bool = False) -> int:
     """Bytes of the header of a frame with so many stripes."""
-    beyond = max(0, stripes - _FIRST)
-    return GRANULE_BYTES * (1 + -(-beyond // _NEXT))
+    each = DIGEST_BYTES + (SIZE_BYTES if lossless else 0)
+    return -(-(FIXED_BYTES + each * stripes) // GRANULE_BYTES) * GRANULE_BYTES
 
 
-def most_header_bytes(body_bytes: int) -> int:
+def most_header_bytes(body_bytes: int, *, lossless: bool = False) -> int:
     """Upper bound of the header's bytes, for those who know only how long the body is."""
-    return header_bytes(min(MAX_STRIPES, max(1, -(-body_bytes // GRANULE_BYTES))))
+    stripes = min(MAX_STRIPES, max(1, -(-body_bytes // GRANULE_BYTES)))
+    return header_bytes(stripes, lossless=lossless)
 
 
 def count_stripes(key: bytes, info: FrameInfo, body_bytes: int) -> int:
@@ -123,7 +162,7 @@ def count_stripes(key: bytes, info: FrameInfo, body_bytes: int) -> int:
     return stripes
 
 
-def describe(key: bytes, info: FrameInfo, body: memoryview | bytes | bytearray) -> Header:
+def describe(key: bytes, info: FrameInfo, body: Buffer, generation: int = 0) -> Header:
     """What the header of a frame will say: checks `info` and digests every stripe.
 
     Raises:
@@ -131,28 +170,38 @@ def describe(key: bytes, info: FrameInfo, body: memoryview | bytes | bytearray) 
     """
     view = memoryview(body).cast("B")
     count_stripes(key, info, len(view))
-    return Header(key, info, _digests(view, info.stripe_bytes))
+    return Header(key, info, _digests(view, info.stripe_bytes), generation)
+
+
+def fixed_fields(header: Header) -> bytes:
+    """The first 256 bytes of a header, with zeros in place of its own digest or tag."""
+    key, info, _, generation, integrity, salt, sizes = header
+    return _FIXED.pack(
+        *(MAGIC, VERSION, header.header_bytes // GRANULE_BYTES, b""),
+        *(KINDS.index(info.kind), info.codec, info.fidelity, integrity, bool(sizes)),
+        *(key, info.parent, info.namespace, info.tenant, info.layout),
+        *(info.group, info.tokens, info.rank, info.world, info.head_start, info.head_stop),
+        *(header.stripes, info.stripe_bytes, generation, salt),
+    )
+
+
+def lay_out(header: Header) -> bytearray:
+    """The bytes of a header, with zeros in place of its own digest or tag."""
+    return bytearray(
+        b"".join((fixed_fields(header), header.digests, header.sizes)).ljust(
+            header.header_bytes, b"\0"
+        )
+    )
 
 
 def pack_header(header: Header) -> bytes:
     """The bytes of a header that `describe` or `decode_header` made."""
-    key, info, digests = header
-    data = bytearray(header_bytes(header.stripes))
-    _FIXED.pack_into(
-        data,
-        0,
-        *(MAGIC, VERSION, len(data) // GRANULE_BYTES, b""),
-        *(KINDS.index(info.kind), info.codec, info.fidelity, XXH3_128),
-        *(key, info.parent, info.namespace, info.tenant, info.layout),
-        *(info.group, info.tokens, info.rank, info.world, info.head_start, info.head_stop),
-        *(header.stripes, info.stripe_bytes),
-    )
-    data[_FIXED_BYTES : _FIXED_BYTES + len(digests)] = digests
-    data[_DIGEST_AT] = _own_digest(data)
+    data = lay_out(header)
+    data[DIGEST_AT] = xxhash.xxh3_128_digest(memoryview(data)[DIGESTED_FROM:])
     return bytes(data)
 
 
-def encode_header(key: bytes, info: FrameInfo, body: memoryview | bytes | bytearray) -> bytes:
+def encode_header(key: bytes, info: FrameInfo, body: Buffer) -> bytes:
     """The header of a frame, with the digests of its body.
 
     Raises:
@@ -161,50 +210,72 @@ def encode_header(key: bytes, info: FrameInfo, body: memoryview | bytes | bytear
     return pack_header(describe(key, info, body))
 
 
-def decode_header(data: bytes | bytearray | memoryview) -> Header:
+def decode_header(
+    data: Buffer,
+    integrity: int = XXH3_128,
+    sound: Callable[[memoryview], bool] | None = None,
+) -> Header:
     """What a header says; `data` begins with it and may go on.
 
+    Args:
+        data: From the beginning of the frame on.
+        integrity: How the frame must be checked.
+        sound: Whether the bytes of a header are what its producer made; default: by its digest.
+
     Raises:
-        BadFrame: "foreign", "version", "truncated" or "digest".
+        BadFrame: "foreign", "version", "truncated", "digest" or "integrity".
     """
     view = memoryview(data).cast("B")
     size = peek_header_bytes(view)
     if len(view) < size:
         raise BadFrame("truncated", f"a header of {size} bytes ends after {len(view)}")
     view = view[:size]
-    if _own_digest(view) != view[_DIGEST_AT]:
+    if view[_INTEGRITY_AT] != integrity:
+        raise BadFrame("integrity", f"a frame of integrity {view[_INTEGRITY_AT]}")
+    if not (sound or _sound)(view):
         raise BadFrame("digest", "the header does not match its digest")
+    return _parse(view)
+
+
+def _parse(view: memoryview) -> Header:
     fields = _FIXED.unpack_from(view)
-    kind, codec, fidelity, integrity, key = fields[4:9]
-    stripes, step = fields[19:]
-    if integrity != XXH3_128 or kind >= len(KINDS) or not 1 <= stripes <= MAX_STRIPES:
-        raise BadFrame("version", f"integrity {integrity}, kind {kind} or {stripes} stripes")
-    if header_bytes(stripes) != size:
-        raise BadFrame("foreign", f"{stripes} stripes in a header of {size} bytes")
+    kind, codec, fidelity, integrity, lossless, key = fields[4:10]
+    stripes, step, generation, salt = fields[20:]
+    if kind >= len(KINDS) or lossless > 1 or not 1 <= stripes <= MAX_STRIPES:
+        raise BadFrame("version", f"kind {kind}, lossless {lossless} or {stripes} stripes")
+    if _RESERVED.unpack_from(view) != _ZEROS:
+        raise BadFrame("foreign", "fields that this version does not know")
+    if header_bytes(stripes, lossless=bool(lossless)) != len(view):
+        raise BadFrame("foreign", f"{stripes} stripes in a header of {len(view)} bytes")
     info = FrameInfo(
         kind=KINDS[kind],
         codec=codec,
         fidelity=fidelity,
-        parent=fields[9],
-        namespace=fields[10],
-        tenant=fields[11],
-        layout=fields[12],
-        group=fields[13],
-        tokens=fields[14],
-        rank=fields[15],
-        world=fields[16],
-        head_start=fields[17],
-        head_stop=fields[18],
+        parent=fields[10],
+        namespace=fields[11],
+        tenant=fields[12],
+        layout=fields[13],
+        group=fields[14],
+        tokens=fields[15],
+        rank=fields[16],
+        world=fields[17],
+        head_start=fields[18],
+        head_stop=fields[19],
         stripe_bytes=step,
     )
     try:
         count_stripes(key, info, stripes * step)
     except BadFrame as error:
         raise BadFrame("foreign", error.problem) from None
-    return Header(key, info, bytes(view[_FIXED_BYTES : _FIXED_BYTES + stripes * DIGEST_BYTES]))
+    end = FIXED_BYTES + stripes * DIGEST_BYTES
+    sizes = bytes(view[end : end + stripes * SIZE_BYTES]) if lossless else b""
+    if lossless and not all(0 < size <= step for (size,) in struct.iter_unpack("<I", sizes)):
+        raise BadFrame("foreign", "a stripe is stored in more bytes than it has, or in none")
+    digests = bytes(view[FIXED_BYTES:end])
+    return Header(key, info, digests, generation, integrity, salt, sizes)
 
 
-def peek_header_bytes(first_page: bytes | bytearray | memoryview) -> int:
+def peek_header_bytes(first_page: Buffer) -> int:
     """How long the header beginning with this page claims to be; bounded, not yet checked.
 
     Raises:
@@ -212,17 +283,17 @@ def peek_header_bytes(first_page: bytes | bytearray | memoryview) -> int:
     """
     if len(first_page) < GRANULE_BYTES:
         raise BadFrame("truncated", f"a header page ends after {len(first_page)} bytes")
-    magic, version, pages = struct.unpack_from("<8sHH", first_page)
+    magic, version, pages, zeros = struct.unpack_from("<8sHHI", first_page)
     if magic != MAGIC:
         raise BadFrame("foreign", "these bytes do not begin as a frame")
     if version != VERSION:
         raise BadFrame("version", f"frame version {version}, this is version {VERSION}")
-    if not 1 <= pages <= header_bytes(MAX_STRIPES) // GRANULE_BYTES:
+    if zeros or not 1 <= pages <= header_bytes(MAX_STRIPES, lossless=True) // GRANULE_BYTES:
         raise BadFrame("foreign", f"a header of {pages} pages")
     return int(pages) * GRANULE_BYTES
 
 
-def verify(header: Header, body: memoryview | bytes | bytearray) -> None:
+def verify(header: Header, body: Buffer) -> None:
     """Compares every stripe with its digest.
 
     Raises:
@@ -236,7 +307,7 @@ def verify(header: Header, body: memoryview | bytes | bytearray) -> None:
             verify_stripe(header, stripe, view[stripe * step : (stripe + 1) * step])
 
 
-def verify_stripe(header: Header, stripe: int, data: memoryview | bytes | bytearray) -> None:
+def verify_stripe(header: Header, stripe: int, data: Buffer) -> None:
     """Compares one stripe with its digest.
 
     Raises:
@@ -282,13 +353,32 @@ def span(header: Header, first: int, count: int) -> range:
     return range(first, end)
 
 
+def place(header: Header, first: int, stripes: int) -> tuple[int, int]:
+    """Where in a stored frame these stripes lie: offset in bytes, and bytes from there on."""
+    start = header.header_bytes
+    if not header.sizes:
+        step = header.info.stripe_bytes
+        return start + first * step, stripes * step
+    sizes = stored_sizes(header)
+    wished = sizes[first : first + stripes]
+    offset = start + sum(map(aligned, sizes[:first]))
+    return offset, sum(map(aligned, wished[:-1])) + wished[-1]
+
+
+def stored_sizes(header: Header) -> tuple[int, ...]:
+    """Stored bytes of each stripe of a lossless frame."""
+    return struct.unpack(f"<{header.stripes}I", header.sizes)
+
+
+def aligned(n_bytes: int) -> int:
+    """So many bytes and what aligns the next stripe."""
+    return -(-n_bytes // GRANULE_BYTES) * GRANULE_BYTES
+
+
 def _digests(body: memoryview, step: int) -> bytes:
     stripes = [body[at : at + step] for at in range(0, len(body), step)]
     return b"".join(map(xxhash.xxh3_128_digest, stripes))
 
 
-def _own_digest(header: bytearray | memoryview) -> bytes:
-    view = memoryview(header)
-    state = xxhash.xxh3_128(view[: _DIGEST_AT.start])
-    state.update(view[_DIGEST_AT.stop :])
-    return bytes(state.digest())
+def _sound(header: memoryview) -> bool:
+    return xxhash.xxh3_128_digest(header[DIGESTED_FROM:]) == header[DIGEST_AT]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from flowkv.core.clock import Clock, SystemClock
-from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.errors import ConfigError
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
-from flowkv.tiers.completions import Completions
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
     BadFrame,
@@ -21,14 +19,13 @@ from flowkv.tiers.frame import (
     span,
     verify_stripe,
 )
-
-Wish = TypeVar("Wish", Load, Store)
+from flowkv.tiers.immediate import Immediate, failed, missed
 
 OVERHEAD_BYTES = 1024
 """Charged per frame for its Python objects: key, description, table entry."""
 
 
-class HostTier:
+class HostTier(Immediate):
     """Keeps copies of frames in RAM, bounded in bytes; every load is checked against the digests.
 
     Items are answered while they are submitted, so `poll` never waits. Memory that rots, or that
@@ -52,13 +49,11 @@ class HostTier:
     ) -> None:
         if capacity_bytes < 1:
             raise ConfigError(f"a host tier of {capacity_bytes} bytes", "Give it at least one page")
-        self.name, self.capacity_bytes, self.corrupt = name, capacity_bytes, 0
-        self._clock = clock or SystemClock()
+        super().__init__(name, clock or SystemClock())
+        self.capacity_bytes, self.corrupt = capacity_bytes, 0
         self._lock = threading.Lock()
-        self._frames: dict[bytes, tuple[Header, bytes]] = {}
+        self._frames: dict[bytes, tuple[Header, bytearray]] = {}
         self._used_bytes = 0
-        self._answers = Completions()
-        self._closed = False
 
     def used_bytes(self) -> int:
         """Bytes of all frames, with what is charged for their objects."""
@@ -72,33 +67,18 @@ class HostTier:
         """Which keys are there."""
         return [key in self._frames for key in keys]
 
-    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Copies frames into their targets, verified first."""
-        return self._run(items, deadline_s, self._load)
-
-    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Copies bodies."""
-        return self._run(items, deadline_s, self._store)
-
-    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
-        """Answers that were not polled yet."""
-        return self._answers.take(timeout_s)
-
-    def fileno(self) -> int:
-        """An eventfd that is readable while answers wait."""
-        return self._answers.fileno()
-
-    def cancel(self, job: int) -> None:
-        """Too late: all items were answered while they were submitted."""
-
     def delete(self, keys: Sequence[bytes]) -> int:
         """Frees frames."""
         with self._lock:
-            return sum(self._drop(key) for key in keys)
+            return sum(self._drop(key) is not None for key in keys)
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Frees frames; the process may hand their memory out again, blanked or overwritten."""
-        return self.delete(keys)
+        """Overwrites and frees frames."""
+        with self._lock:
+            gone = [body for key in keys if (body := self._drop(key)) is not None]
+            for body in gone:
+                body[:] = bytes(len(body))
+        return len(gone)
 
     def scan(self) -> Iterator[Entry]:
         """All frames, oldest store first."""
@@ -115,62 +95,47 @@ class HostTier:
             self._used_bytes = 0
         self._answers.close()
 
-    def _run(
-        self, items: Sequence[Wish], deadline_s: float, answer: Callable[[Wish], Completion]
-    ) -> int:
-        if self._closed:
-            raise StateError(f"tier {self.name!r} is closed", "Open another one")
-        job, start_ns = self._answers.new_job(), self._clock.now_ns()
-        answers = []
-        for index, item in enumerate(items):
-            late = self._clock.now_ns() - start_ns >= deadline_s * 1e9
-            reply = _failed(item.key, "deadline") if late else answer(item)
-            seconds = (self._clock.now_ns() - start_ns) / 1e9
-            answers.append(reply._replace(job=job, item=index, seconds=seconds))
-        self._answers.put(answers)
-        return job
-
-    def _load(self, item: Load) -> Completion:
+    def _load(self, item: Load, end_ns: int) -> Completion:
         frame = self._frames.get(item.key)
         if frame is None:
-            return Completion(0, 0, item.key, Outcome.MISS)
+            return missed(item.key)
         header, body = frame
         try:
             accept(header, item.key, item.layout, item.fidelity)
             stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
             n_bytes = len(stripes) * step
             if item.target.readonly or item.target.nbytes < n_bytes:
-                return _failed(item.key, "target")
-            part = memoryview(body)[stripes.start * step : stripes.stop * step]
+                return failed(item.key, "target")
+            # The copy is what is verified: the frame may be overwritten by `erase` meanwhile.
+            target = item.target.cast("B")[:n_bytes]
+            target[:] = memoryview(body)[stripes.start * step : stripes.stop * step]
             for number, stripe in enumerate(stripes):
-                verify_stripe(header, stripe, part[number * step : (number + 1) * step])
+                verify_stripe(header, stripe, target[number * step : (number + 1) * step])
         except BadFrame as error:
-            if error.reason == "digest":
-                self._discard(item.key, frame)
-            return Completion(0, 0, item.key, Outcome.MISS, error.reason)
-        item.target.cast("B")[:n_bytes] = part
+            damaged = error.reason == "digest" and self._discard(item.key, frame)
+            return missed(item.key, error.reason if damaged or error.reason != "digest" else "")
         return Completion(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
 
-    def _store(self, item: Store) -> Completion:
+    def _store(self, item: Store, end_ns: int) -> Completion:
         key, body = item.key, item.body
         try:
             charge = _charge(body.nbytes, count_stripes(key, item.info, body.nbytes))
         except BadFrame as error:
-            return _failed(key, error.reason)
+            return failed(key, error.reason)
         with self._lock:
             there = key in self._frames
             if not there and self._used_bytes + charge > self.capacity_bytes:
-                return _failed(key, "full")
+                return failed(key, "full")
             self._used_bytes += 0 if there else charge
         if not there:
             # Digests come from the caller's memory: should it change while it is copied, against
             # the contract, then the copy will not match them and never be served.
             try:
-                frame = describe(key, item.info, body), bytes(body)
+                frame = describe(key, item.info, body), bytearray(body)
             except MemoryError:
                 with self._lock:
                     self._used_bytes -= charge
-                return _failed(key, "memory")
+                return failed(key, "memory")
             with self._lock:
                 if self._closed or key in self._frames:
                     self._used_bytes -= charge
@@ -178,22 +143,20 @@ class HostTier:
                     self._frames[key] = frame
         return Completion(0, 0, key, Outcome.STORED, "", None, 0 if there else body.nbytes)
 
-    def _discard(self, key: bytes, damaged: tuple[Header, bytes]) -> None:
+    def _discard(self, key: bytes, damaged: tuple[Header, bytearray]) -> bool:
+        """Takes a damaged frame out; False if it was taken out meanwhile, and overwritten."""
         with self._lock:
-            self.corrupt += 1
-            if self._frames.get(key) is damaged:
-                self._drop(key)
+            found = self._frames.get(key) is damaged and self._drop(key) is not None
+            self.corrupt += found
+            return found
 
-    def _drop(self, key: bytes) -> bool:
-        frame = self._frames.pop(key, None)
-        if frame is not None:
-            self._used_bytes -= _charge(len(frame[1]), frame[0].stripes)
-        return frame is not None
+    def _drop(self, key: bytes) -> bytearray | None:
+        """The body of a frame that is now forgotten."""
+        header, body = self._frames.pop(key, (None, None))
+        if header is not None and body is not None:
+            self._used_bytes -= _charge(len(body), header.stripes)
+        return body
 
 
 def _charge(body_bytes: int, stripes: int) -> int:
     return body_bytes + DIGEST_BYTES * stripes + OVERHEAD_BYTES
-
-
-def _failed(key: bytes, reason: str) -> Completion:
-    return Completion(0, 0, key, Outcome.FAILED, reason)

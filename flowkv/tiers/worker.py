@@ -1,8 +1,13 @@
 """Jobs of a tier: queued, worked off by threads, answered once and before their deadline.
 
 Loads go before stores, except that one of the threads looks at stores first. An item whose deadline
-passes is answered `FAILED` by whoever polls, even while a thread is stuck with it; what that thread
-brings later is dropped, because it must `claim` an item before it touches the item's memory again.
+passes is answered `FAILED` by whoever polls, even while a thread is stuck with it. What that thread
+brings later is dropped, because it is never given an item's memory, only lent it: the target of a
+load by `claim`, after which no other answer can come, and the body of a store inside `body`, until
+the end of which the answer waits. So work that may take long has no other way than to copy first.
+
+A thread whose item is overdue may never come back. It is set aside with its staging memory, which
+is *retired* until the call returns (DESIGN D10), and replaced, as often as `spares` allows.
 """
 
 from __future__ import annotations
@@ -13,38 +18,65 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, cast
 
 from flowkv.core.clock import Clock
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
 from flowkv.tiers.completions import Completions
 
 _FOREVER_S = 1e9
+_NOTHING = memoryview(b"")
 
 
 class Item:
-    """One wish on its way; `wish` is let go of with the answer."""
+    """One wish on its way. Its memory is let go of with the answer.
+
+    Attributes:
+        wish: What was asked, without the memory.
+        n_bytes: Length of the memory.
+        readonly: Whether the memory cannot be written to.
+        done: The answer.
+        hand: Who works on it.
+    """
 
     __slots__ = (
-        *("claimed", "deadline_ns", "done", "index", "job", "key"),
-        *("n_bytes", "start_ns", "stores", "wish"),
+        *("claimed", "deadline_ns", "done", "hand", "index", "job", "key", "lent", "memory"),
+        *("n_bytes", "overtaken", "readonly", "start_ns", "stores", "wish"),
     )
 
     def __init__(self, job: int, index: int, wish: Load | Store, times_ns: tuple[int, int]) -> None:
         self.job, self.index, self.key = job, index, wish.key
-        self.wish: Load | Store | None = wish
+        self.memory: memoryview | None  # of `Workers`: ask for it there
+        self.wish: Load | Store
+        if isinstance(wish, Load):
+            self.memory, self.wish = wish.target, wish._replace(target=_NOTHING)
+        else:
+            self.memory, self.wish = wish.body, wish._replace(body=_NOTHING)
         self.stores = isinstance(wish, Store)
-        self.n_bytes = (wish.target if isinstance(wish, Load) else wish.body).nbytes
+        self.n_bytes, self.readonly = self.memory.nbytes, self.memory.readonly
         self.start_ns, self.deadline_ns = times_ns
         self.done: Completion | None = None
+        self.hand: Hand | None = None
         self.claimed = False  # a thread is about to answer: too late to expire
+        self.lent = False  # a thread reads the body right now
+        self.overtaken = ""  # what happened meanwhile: the answer, once it is read
 
 
 class Staging:
     """Memory of one thread, as large as the largest frame it met."""
 
     def __init__(self) -> None:
+        self._view = memoryview(b"")
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes it has grown to."""
+        return len(self._view)
+
+    def give_up(self) -> None:
+        """Uses other memory from now on: somebody may still read or write this."""
         self._view = memoryview(b"")
 
     def __call__(self, n_bytes: int) -> memoryview:
@@ -55,6 +87,30 @@ class Staging:
                 block.madvise(mmap.MADV_HUGEPAGE)
             self._view = memoryview(block)
         return self._view[:n_bytes]
+
+
+class Hand:
+    """One thread: what it works on, and in which memory."""
+
+    def __init__(self, stores_first: bool) -> None:
+        self.stores_first, self.staging = stores_first, Staging()
+        self.batch: list[Item] = []
+        self.overdue = False  # all it works on was answered without it
+        self.thread: threading.Thread | None = None
+
+
+class Patience(NamedTuple):
+    """What is done about work that hangs.
+
+    Attributes:
+        spares: Most threads that are replaced while they are overdue.
+        storing: Most threads that store at a time, so that loads find one free; 0 for all.
+        late: Told of every item that a thread works on when its deadline passes.
+    """
+
+    spares: int = 0
+    storing: int = 0
+    late: Callable[[Item], None] | None = None
 
 
 class Workers:
@@ -68,6 +124,7 @@ class Workers:
         threads: Their number; they start with the first item.
         batch: Most stores that are given to `store` at once.
         queue_bytes: Stores waiting beyond this are `FAILED` with reason "busy".
+        patience: What is done about work that hangs; by default nothing.
     """
 
     def __init__(
@@ -80,10 +137,12 @@ class Workers:
         threads: int,
         batch: int,
         queue_bytes: int,
+        patience: Patience | None = None,
     ) -> None:
         self.answers = Completions()
         self._name, self._load, self._store, self._clock = name, load, store, clock
         self._threads_wanted, self._batch, self._queue_bytes = threads, batch, queue_bytes
+        self._patience = patience or Patience()
         self._changed = threading.Condition()
         self._loads: deque[Item] = deque()
         self._stores: deque[Item] = deque()
@@ -91,8 +150,20 @@ class Workers:
         self._followers: dict[bytes, list[Item]] = {}
         self._deadlines: list[tuple[int, int, Item]] = []
         self._ticket = itertools.count()
-        self._threads: list[threading.Thread] = []
+        self._hands: list[Hand] = []
         self._closing = False
+
+    @property
+    def retired_bytes(self) -> int:
+        """Staging memory of threads that are overdue."""
+        with self._changed:
+            return sum(hand.staging.n_bytes for hand in self._hands if hand.overdue)
+
+    @property
+    def overdue(self) -> int:
+        """Threads that are stuck with items which were answered without them."""
+        with self._changed:
+            return sum(hand.overdue for hand in self._hands)
 
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Queues the items of a job; returns its number."""
@@ -106,13 +177,7 @@ class Workers:
                     self._loads.append(item)
                 else:
                     self._queue_store(item)
-            while len(self._threads) < self._threads_wanted:
-                arguments = (len(self._threads) == self._threads_wanted - 1,)
-                thread = threading.Thread(
-                    target=self._run, args=arguments, name=f"flowkv {self._name}", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+            self._refill()
             self._changed.notify_all()
         return job
 
@@ -120,17 +185,35 @@ class Workers:
         """Answers that are ready, those of items whose deadline has passed among them."""
         end_s = time.monotonic() + timeout_s
         while True:
+            self._refill()
             next_s = self._expire()
             left_s = max(0.0, end_s - time.monotonic())
             answers = self.answers.take(min(left_s, max(next_s, 0.001)))
             if answers or time.monotonic() >= end_s:
                 return answers
 
-    def claim(self, item: Item) -> bool:
-        """Whether an item still waits for its answer; if so, only the caller may give it."""
+    def claim(self, item: Item) -> memoryview | None:
+        """The memory of an item that only the caller may answer from now on; None if it was."""
         with self._changed:
             item.claimed = item.done is None
-            return item.claimed
+            return item.memory.cast("B") if item.memory is not None else None
+
+    @contextmanager
+    def body(self, item: Item) -> Iterator[memoryview | None]:
+        """Lends the body of a store, as bytes; None if the item was answered.
+
+        The item is not answered before this ends, so do nothing here that may take long.
+        """
+        with self._changed:
+            memory = item.memory
+            item.lent = memory is not None
+        try:
+            yield memory.cast("B") if memory is not None else None
+        finally:
+            with self._changed:
+                item.lent = False
+                if item.overtaken:
+                    self.answer(item, Outcome.FAILED, item.overtaken)
 
     def answer(
         self,
@@ -147,29 +230,45 @@ class Workers:
                 item.done = Completion(
                     item.job, item.index, item.key, outcome, reason, info, n_bytes, seconds
                 )
-                item.wish = None
+                item.memory = None
                 self.answers.put([item.done])
 
     def cancel(self, job: int) -> None:
         """Answers what is left of a job, except what a thread is about to answer."""
         with self._changed:
             for _, _, item in self._deadlines:
-                if item.job == job and not item.claimed:
-                    self.answer(item, Outcome.FAILED, "cancelled")
+                if item.job == job:
+                    self._overtake(item, "cancelled")
+
+    def fail_waiting(self, reason: str) -> None:
+        """Answers what no thread has begun."""
+        with self._changed:
+            for _, _, item in self._deadlines:
+                if item.hand is None:
+                    self._overtake(item, reason)
 
     def close(self, timeout_s: float) -> bool:
         """Works off what is queued; whether all threads came to an end in time."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+            threads = [hand.thread for hand in self._hands if hand.thread]
         end_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, end_s - time.monotonic()))
+        for thread in threads:
+            while thread.is_alive() and (left_s := end_s - time.monotonic()) > 0:
+                thread.join(min(left_s, max(self._expire(), 0.001)))
         with self._changed:
             for _, _, item in self._deadlines:
-                self.answer(item, Outcome.FAILED, "closed")
+                self._overtake(item, "closed")
             self._deadlines.clear()
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
+
+    def _overtake(self, item: Item, reason: str) -> None:
+        """Fails an item that nobody is about to answer; one whose body is read, right after."""
+        if item.lent:
+            item.overtaken = item.overtaken or reason
+        elif not item.claimed:
+            self.answer(item, Outcome.FAILED, reason)
 
     def _queue_store(self, item: Item) -> None:
         followers = self._followers.get(item.key)
@@ -184,41 +283,81 @@ class Workers:
 
     def _expire(self) -> float:
         """Fails overdue items; returns the seconds until the next deadline."""
+        late = []
         with self._changed:
             now, queue = self._clock.now_ns(), self._deadlines
             while queue and (queue[0][0] <= now or queue[0][2].done):
                 item = heapq.heappop(queue)[2]
-                if not item.claimed:
-                    self.answer(item, Outcome.FAILED, "deadline")
-            return (queue[0][0] - now) / 1e9 if queue else _FOREVER_S
+                if item.done is None:
+                    self._overtake(item, "deadline")
+                    if item.hand is not None:
+                        late.append(item)
+                        self._set_aside(item.hand)
+            next_s = (queue[0][0] - now) / 1e9 if queue else _FOREVER_S
+        if self._patience.late:
+            for item in late:
+                self._patience.late(item)
+        return next_s
 
-    def _run(self, stores_first: bool) -> None:
-        staging = Staging()
-        while batch := self._next(stores_first):
+    def _set_aside(self, hand: Hand) -> None:
+        """Does without a thread that is left with nothing but answered items."""
+        if not hand.overdue and all(item.done for item in hand.batch):
+            overdue = sum(other.overdue for other in self._hands)
+            hand.overdue = overdue < self._patience.spares and not self._closing
+
+    def _refill(self) -> None:
+        """Starts a thread where one is missing and there is work; it starts the next one.
+
+        Not while overdue items are answered: to start a thread takes longer than all the rest.
+        """
+        with self._changed:
+            hands = sum(not hand.overdue for hand in self._hands)
+            if hands < self._threads_wanted and (self._loads or self._stores) and not self._closing:
+                hand = Hand(stores_first=hands == self._threads_wanted - 1)
+                hand.thread = threading.Thread(
+                    target=self._run, args=(hand,), name=f"flowkv {self._name}", daemon=True
+                )
+                self._hands.append(hand)
+                hand.thread.start()
+
+    def _run(self, hand: Hand) -> None:
+        self._refill()
+        while batch := self._next(hand):
             if batch[0].stores:
                 self._guarded(batch, lambda: self._store(batch))
                 self._end_stores(batch)
             else:
-                self._guarded(batch, lambda: self._load(batch[0], staging))
+                self._guarded(batch, lambda: self._load(batch[0], hand.staging))
 
-    def _next(self, stores_first: bool) -> list[Item]:
+    def _next(self, hand: Hand) -> list[Item]:
         """What to do next, none of it answered; nothing when it is time to end."""
         with self._changed:
-            while True:
-                queues = (
-                    (self._stores, self._loads) if stores_first else (self._loads, self._stores)
-                )
-                queue = queues[0] or queues[1]
-                if not queue:
+            hand.batch = []
+            while not hand.overdue:  # else another one has taken its place
+                queue = self._queue_for(hand)
+                if queue is None:
                     if self._closing:
-                        return []
+                        break
                     self._changed.wait()
                     continue
                 count = 1 if queue is self._loads else self._batch
                 self._expire()
                 batch = [self._pop(queue) for _ in range(min(count, len(queue)))]
                 if batch := [item for item in batch if item.done is None]:
+                    hand.batch = batch
+                    for item in batch:
+                        item.hand = hand
                     return batch
+            self._hands.remove(hand)
+            return []
+
+    def _queue_for(self, hand: Hand) -> deque[Item] | None:
+        storing = sum(bool(other.batch) and other.batch[0].stores for other in self._hands)
+        most = self._patience.storing or len(self._hands)
+        stores = self._stores if storing < most else None
+        if hand.stores_first:
+            return stores or self._loads or None
+        return self._loads or stores or None
 
     def _pop(self, queue: deque[Item]) -> Item:
         item = queue.popleft()
@@ -241,6 +380,7 @@ class Workers:
                     first, *self._followers[item.key] = followers
                     self._waiting_bytes += first.n_bytes
                     self._stores.appendleft(first)
+            self._changed.notify_all()
 
     def _guarded(self, batch: list[Item], work: Callable[[], None]) -> None:
         """A thread never dies with items in its hands."""
@@ -249,7 +389,7 @@ class Workers:
             work()
         except MemoryError:
             reason = "memory"
-        except Exception as error:
+        except BaseException as error:  # libraries in other languages panic with one
             reason = f"{type(error).__name__}: {error}"
         for item in batch:
             self.answer(item, Outcome.FAILED, reason)

@@ -49,6 +49,17 @@ def test_tiers_are_the_stack() -> None:
     assert stack(Config(tiers=("host", "disk:./kv"))) == ["gpu:25%", "host:25%", "disk:./kv:10%"]
 
 
+def test_host_tiers_of_several_names() -> None:
+    tiers = ["gpu:8GiB", "host:1GiB", "host:ours:2GiB", "host:theirs:25%"]
+    assert stack(load_config(tiers=tiers)) == tiers
+
+
+def test_frames_are_encrypted_with_a_long_secret_only() -> None:
+    assert (Config().integrity, Config().lossless) == ("xxh3", "auto")
+    config = load_config(integrity="aead", secret="ab" * 16, lossless="off")
+    assert config.secret_bytes == b"\xab" * 16 and "abab" not in repr(config)
+
+
 def test_a_list_of_tiers_can_be_hashed() -> None:
     assert hash(Config(tiers=["gpu"])) == hash(Config(tiers=("gpu",)))  # type: ignore[arg-type]
 
@@ -87,6 +98,11 @@ def test_a_list_of_tiers_can_be_hashed() -> None:
         ({"secret": "xyz"}, r"`\$\.secret`: "),
         ({"secret": "abc"}, r"`\$\.secret`: "),
         ({"secret": "ab" * 65}, r"`\$\.secret`: "),
+        ({"integrity": "crc"}, r"`\$\.integrity`: "),
+        ({"lossless": "zip"}, r"`\$\.lossless`: "),
+        ({"integrity": "aead"}, r"`\$\.secret`: 0 bytes are too few"),
+        ({"integrity": "aead", "secret": "ab" * 15}, r"`\$\.secret`: 15 bytes are too few"),
+        ({"tiers": ["host:a:1GiB", "host:a:2GiB"]}, r"`\$\.tiers\[1\]`: .*named twice"),
     ],
 )
 def test_bad_fields_are_named(fields: dict[str, object], message: str) -> None:

@@ -88,7 +88,7 @@ class Deferred(Wrapped):
 
     @property
     def waiting(self) -> int:
-        return len(self._kept)
+        return sum(len(items) for _, items in self._kept)
 
     def poll(self, timeout_s: float = 0.0) -> list[Completion]:
         if timeout_s > 0:

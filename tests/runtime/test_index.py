@@ -76,3 +76,16 @@ def test_the_tree_is_that_of_a_dictionary(calls: list[tuple[int, bool]]) -> None
     for block in known.values():
         index.forget(block)
     assert not index._children and not index._holes
+
+
+def test_frames_that_lie_about_their_parents_end_no_walk() -> None:
+    index = PrefixIndex()
+    a, b = (bytes([letter]) * 32 for letter in b"ab")
+    index.publish(a, b, 0)
+    index.publish(b, a, 0)
+    index.publish(b"c" * 32, b"c" * 32, 0)
+    assert [len(branch) for branch in index.branches(a)] == [2]
+    assert [len(branch) for branch in index.branches(b"c" * 32)] == [1]
+    for block in list(index):
+        index.forget(block)
+    assert len(index) == 0

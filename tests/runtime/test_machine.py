@@ -235,6 +235,13 @@ class Machine(RuleBasedStateMachine):
         if len(self.open) < 8:
             assert self.kv.warm(prompt, tenant=tenant) <= len(prompt)
 
+    @rule(prompt=PROMPTS, tenant=st.sampled_from(TENANTS), cancel=st.booleans())
+    def prefetch(self, prompt: list[int], tenant: str, cancel: bool) -> None:
+        coming = self.kv.prefetch(prompt, tenant=tenant)
+        if cancel:
+            coming.cancel()
+        assert coming.wait(5.0) and coming.arrived <= coming.pages
+
     # ---- upkeep
 
     @rule()

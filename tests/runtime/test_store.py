@@ -8,7 +8,7 @@ import pytest
 
 from flowkv import KV
 from flowkv.core.clock import ManualClock
-from flowkv.core.errors import CapacityError, ConfigError
+from flowkv.core.errors import CapacityError, ConfigError, StoreError
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier, MemoryTier
 from flowkv.testing.tiers import Faults
@@ -328,7 +328,9 @@ def test_a_read_only_tier_is_read_and_watched() -> None:
     assert reused(reader, Q) == 24, "what the owner writes later is found too"
     published(reader, R)
     assert reader.flush() and len(shared.frames) == 6
-    assert reader.forget(P) == 3 and len(shared.frames) == 6
+    with pytest.raises(StoreError, match=r"3 blocks .* lasting holds 3 of them and can only"):
+        reader.forget(P)
+    assert len(shared.frames) == 6
     stats = reader.stats()["tiers"]["lasting"]
     assert not stats["writable"] and stats["stored_bytes"] == 0
     audit(reader)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from flowkv.testing.tiers import Faults, FlakyTier, MemoryTier, check_tier
 from flowkv.tiers.base import Tier
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.host import HostTier
+
+from .faulty import FastFiles
 
 
 def test_memory_tier() -> None:
@@ -35,22 +39,71 @@ def test_flaky_tier_never_lies() -> None:
     check_tier(lambda n: FlakyTier(HostTier(n), 7, faults), lossy=True)
 
 
-def disks(directory: Path) -> tuple[Callable[[int], Tier], Callable[[Tier], Tier]]:
+def disks(directory: Path, **options: Any) -> tuple[Callable[[int], Tier], Callable[[Tier], Tier]]:
     """A factory of empty disk tiers, and what closes one and opens it again."""
     numbers = itertools.count()
 
     def fresh(capacity_bytes: int) -> Tier:
-        return DiskTier(directory / str(next(numbers)), capacity_bytes)
+        return DiskTier(directory / str(next(numbers)), capacity_bytes, **options)
 
     def reopen(tier: Tier) -> Tier:
         assert isinstance(tier, DiskTier)
         tier.close()
-        return DiskTier(tier.name.removeprefix("disk:"), tier.capacity_bytes)
+        return DiskTier(tier.name.removeprefix("disk:"), tier.capacity_bytes, **options)
 
     return fresh, reopen
 
 
+def reader(tier: Tier) -> Tier:
+    """A second handle of a disk tier's directory, as another process has it."""
+    with pytest.warns(UserWarning, match="another process owns"):
+        return DiskTier(tier.name.removeprefix("disk:"), tier.capacity_bytes)
+
+
+def flip(tier: Tier, number: int) -> None:
+    """Turns a bit of a slab file or of the journal."""
+    directory = Path(tier.name.removeprefix("disk:"))
+    files = sorted(p for p in directory.iterdir() if p.name.startswith(("slab", "journal")))
+    path = files[number % len(files)]
+    at = number // 7 % max(1, path.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([(byte or b"\0")[0] ^ 1 << number % 8]))
+
+
+@pytest.fixture
+def briefly() -> Iterator[None]:
+    """Fewer examples, unless many were asked for."""
+    name, profile = settings.get_current_profile_name(), settings()
+    settings.register_profile("brief", profile, max_examples=max(8, profile.max_examples // 4))
+    settings.load_profile("brief")
+    yield
+    settings.load_profile(name)
+
+
 @pytest.mark.parametrize("capacity_bytes", [256 << 10, 1 << 20])
-def test_disk_tier(tmp_path: Path, capacity_bytes: int) -> None:
+def test_disk_tier(tmp_path: Path, capacity_bytes: int, briefly: None) -> None:
     factory, reopen = disks(tmp_path)
     check_tier(factory, reopen=reopen, capacity_bytes=capacity_bytes)
+
+
+def test_disk_tier_without_threads(tmp_path: Path, briefly: None) -> None:
+    factory, reopen = disks(tmp_path, threads=0, files=FastFiles())
+    check_tier(factory, reopen=reopen, capacity_bytes=512 << 10)
+
+
+def test_disk_tier_and_a_reader(tmp_path: Path, briefly: None) -> None:
+    factory, reopen = disks(tmp_path)
+    check_tier(factory, reopen=reopen, peer=reader, capacity_bytes=512 << 10)
+
+
+def test_damaged_disk_tier(tmp_path: Path, briefly: None) -> None:
+    factory, reopen = disks(tmp_path)
+    check_tier(factory, reopen=reopen, damage=flip, capacity_bytes=512 << 10)
+
+
+def test_disk_tier_on_a_device_that_is_waited_for(tmp_path: Path, briefly: None) -> None:
+    factory, reopen = disks(tmp_path, durability="sync", threads=0, files=FastFiles())
+    check_tier(factory, reopen=reopen, capacity_bytes=512 << 10)

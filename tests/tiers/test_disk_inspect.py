@@ -29,7 +29,7 @@ def fill(directory: Path) -> DiskTier:
 def test_inspect(tmp_path: Path) -> None:
     tier = fill(tmp_path)
     found = inspect(tmp_path)
-    assert (found.format, found.readable, found.owned) == (1, True, True)
+    assert (found.format, found.readable, found.owned) == (2, True, True)
     assert (found.frames, found.bytes) == (7, 5 * 8192 + 2 * 5000)
     assert found.kinds == {"page": Share(5, 5 * 8192), "state": Share(2, 10_000)}
     assert found.codecs == {"kv4c": Share(1, 8192), "raw": Share(6, 4 * 8192 + 10_000)}

@@ -3,29 +3,37 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv.tiers.disk.files import FileIO
+from flowkv.tiers.disk.index import Index
 from flowkv.tiers.disk.journal import (
     CHARGE_BYTES,
-    DELETED,
     PAGE_BYTES,
-    RECORD_BYTES,
     RECORDS,
-    STORED,
-    Held,
     Journal,
-    Record,
-    Slot,
     pack_page,
-    pack_record,
     peek_store_id,
     read_page,
-    unpack_records,
 )
-from flowkv.tiers.disk.recover import replay
+from flowkv.tiers.disk.records import (
+    DELETED,
+    RECORD_BYTES,
+    ROW,
+    STORED,
+    Held,
+    Record,
+    Rows,
+    Slot,
+    newest,
+    pack_record,
+    sensible,
+    unpack_row,
+)
+from flowkv.tiers.frame import AES_256_GCM, XXH3_128
 
 from .faulty import FaultyFiles
 from .frames import info_of, key_of
@@ -34,8 +42,21 @@ STORE = bytes(range(16))
 
 
 def record(seq: int, *, op: int = STORED, name: object = None, slot: int = 0) -> Record:
-    held = Held(seq, Slot(3, slot), 1, info_of(8192, rank=0, world=1))
+    held = Held(seq, Slot(3, slot), 1, info_of(8192, rank=0, world=1), 4096 + 8192)
     return Record(op, key_of(seq if name is None else name), held)
+
+
+def records_of(rows: Rows) -> list[Record]:
+    packed = rows.tobytes()
+    return [unpack_row(packed, row) for row in range(len(rows))]
+
+
+def unpack(packed: bytes) -> list[Record]:
+    return records_of(sensible(np.frombuffer(packed, ROW)))
+
+
+def read_new(journal: Journal) -> list[Record]:
+    return records_of(journal.read_new())
 
 
 def journal_of(path: Path, files: FileIO | None = None, *, write: bool = True) -> Journal:
@@ -57,46 +78,57 @@ def test_sizes() -> None:
 
 @given(
     st.integers(0, 2**64 - 1),
-    st.integers(0, 2**62),
-    st.integers(2, 2**32 - 1),
+    st.integers(0, 2**40 - 1),
+    st.integers(2, 2**23 - 1),
     st.sampled_from([STORED, DELETED]),
+    st.sampled_from([XXH3_128, AES_256_GCM]),
 )
-def test_round_trip(seq: int, slot: int, granules: int, op: int) -> None:
+def test_round_trip(seq: int, slot: int, granules: int, op: int, integrity: int) -> None:
     given_ = Record(
-        op, key_of(seq), Held(seq, Slot(granules, slot), 1, info_of(4096, codec=2, fidelity=3))
+        op,
+        key_of(seq),
+        Held(
+            seq,
+            Slot(granules, slot),
+            1,
+            info_of(4096, codec=2, fidelity=3),
+            stored_bytes=8192 if integrity == XXH3_128 else 4096 + 77,
+            integrity=integrity,
+            lossless=integrity == AES_256_GCM,
+        ),
     )
-    assert list(unpack_records(pack_record(given_))) == [given_]
+    assert unpack(pack_record(given_)) == [given_]
 
 
 @pytest.mark.parametrize("count", [0, 1, RECORDS - 1, RECORDS, RECORDS + 1, 5 * RECORDS + 3])
 def test_what_is_appended_is_read(tmp_path: Path, count: int) -> None:
     journal = journal_of(tmp_path)
-    assert list(journal.read_new()) == []
+    assert read_new(journal) == []
     records = fill(journal, count)
     journal.close()
     journal = journal_of(tmp_path)
-    assert list(journal.read_new()) == records
+    assert read_new(journal) == records
     assert journal.next_seq() == count + 1
     assert (journal.count, journal.bad_pages) == (count, 0)
     more = fill(journal, 30)
     journal.close()
-    assert list(journal_of(tmp_path, write=False).read_new()) == records + more
+    assert read_new(journal_of(tmp_path, write=False)) == records + more
 
 
 def test_a_reader_follows(tmp_path: Path) -> None:
     journal = journal_of(tmp_path)
-    list(journal.read_new())
+    read_new(journal)
     reader = journal_of(tmp_path, write=False)
     rng, seen, all_ = random.Random(0), [], []
     for _ in range(60):
         all_ += fill(journal, rng.randrange(4))
-        seen += reader.read_new()
+        seen += read_new(reader)
         assert seen == all_
     assert not reader.replaced()
-    journal.rewrite((each.key, each.held) for each in all_[-3:])
+    journal.rewrite(map(pack_record, all_[-3:]))
     assert reader.replaced()
     again = journal_of(tmp_path, write=False)
-    assert list(again.read_new()) == all_[-3:]
+    assert read_new(again) == all_[-3:]
     for each in (journal, reader, again):
         each.close()
 
@@ -104,18 +136,18 @@ def test_a_reader_follows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 63, 64, 300, 4095])
 def test_a_torn_end_is_left_behind(tmp_path: Path, cut: int) -> None:
     journal = journal_of(tmp_path)
-    list(journal.read_new())
+    read_new(journal)
     records = fill(journal, RECORDS + 5)
     journal.close()
     path = tmp_path / "journal"
     path.write_bytes(path.read_bytes()[: PAGE_BYTES + cut])
     journal = journal_of(tmp_path)
-    found = list(journal.read_new())
+    found = read_new(journal)
     kept = max(0, min(5, (cut - 64) // RECORD_BYTES))
     assert found == records[: RECORDS + kept]
     more = fill(journal, 3)
     journal.close()
-    assert list(journal_of(tmp_path, write=False).read_new()) == found + more
+    assert read_new(journal_of(tmp_path, write=False)) == found + more
 
 
 def test_flips_cost_one_record_at_most() -> None:
@@ -126,7 +158,7 @@ def test_flips_cost_one_record_at_most() -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         packed, state = read_page(memoryview(damaged), STORE)
         assert state == "bad"
-        found = list(unpack_records(packed))
+        found = unpack(packed)
         assert len(found) >= RECORDS - 1
         assert set(found) <= set(records)
 
@@ -148,13 +180,13 @@ def test_records_that_make_no_sense_are_left_out() -> None:
         good._replace(held=held._replace(info=held.info._replace(fidelity=9))),
         good._replace(held=held._replace(info=held.info._replace(stripe_bytes=1 << 60))),
     ):
-        assert list(unpack_records(pack_record(bad) + pack_record(good))) == [good]
+        assert unpack(pack_record(bad) + pack_record(good)) == [good]
 
 
 def test_an_append_that_fails(tmp_path: Path) -> None:
     files = FaultyFiles()
     journal = journal_of(tmp_path, files)
-    list(journal.read_new())
+    read_new(journal)
     kept = fill(journal, RECORDS - 1)
     files.at, files.left, files.mode = len(files.done), 2, "torn"
     with pytest.raises(OSError, match="torn"):
@@ -165,7 +197,7 @@ def test_an_append_that_fails(tmp_path: Path) -> None:
     more = fill(journal, 2)
     journal.close()
     journal = journal_of(tmp_path)
-    assert list(journal.read_new()) == [*kept, *deleted, *more]
+    assert read_new(journal) == [*kept, *deleted, *more]
     assert journal.count == RECORDS + 3
     journal.close()
 
@@ -174,11 +206,11 @@ def test_a_rewrite_that_fails_changes_nothing(tmp_path: Path) -> None:
     for operation in range(8):
         files = FaultyFiles()
         journal = journal_of(tmp_path, files)
-        there = list(journal.read_new())
+        there = read_new(journal)
         there += fill(journal, 3)
         files.at = len(files.done) + operation
         try:
-            journal.rewrite((each.key, each.held) for each in there)
+            journal.rewrite(map(pack_record, there))
         except OSError as error:
             assert error.strerror == "No space left on device"
         files.armed = False
@@ -186,7 +218,7 @@ def test_a_rewrite_that_fails_changes_nothing(tmp_path: Path) -> None:
         journal.close()
         assert not (tmp_path / "journal.tmp").exists()
         journal = journal_of(tmp_path, write=False)
-        assert list(journal.read_new()) == there
+        assert read_new(journal) == there
         journal.close()
 
 
@@ -199,8 +231,7 @@ def test_the_store_id_is_found(tmp_path: Path) -> None:
     assert peek_store_id(FileIO(), str(path)) is None
 
 
-def test_replay() -> None:
-    index: dict[bytes, Held] = {}
+def test_the_newest_word_about_a_key_and_a_slot_wins() -> None:
     records = [
         record(1, name="a", slot=0),
         record(2, name="b", slot=1),
@@ -211,10 +242,39 @@ def test_replay() -> None:
         record(7, name="e", slot=0),
         record(8, name="x", op=DELETED, slot=9),
     ]
-    replay(records, index, {})
-    assert {key: held.slot.number for key, held in index.items()} == {
-        key_of("d"): 1,
-        key_of("c"): 2,
-        key_of("e"): 0,
-    }
-    assert list(index) == [key_of("d"), key_of("c"), key_of("e")]
+    rows = np.frombuffer(b"".join(map(pack_record, records)), ROW)
+    index = Index()
+    index.load(rows[newest(rows)])
+    assert [(key, held.slot.number) for key, held in index.items()] == [
+        (key_of("d"), 1),
+        (key_of("c"), 2),
+        (key_of("e"), 0),
+    ]
+    assert len(index) == 3 and key_of("d") in index and key_of("a") not in index
+    assert index.get(key_of("c")) == records[5].held
+    assert index.get(key_of("a")) is index.pop(key_of("b")) is None
+    assert list(index.lines()) == [pack_record(records[n]) for n in (4, 5, 6)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=40))
+def test_the_newest_word_as_one_would_read_it_line_by_line(
+    said: list[tuple[int, int, bool]],
+) -> None:
+    records = [
+        record(seq, name=name, slot=slot, op=STORED if stores else DELETED)
+        for seq, (name, slot, stores) in enumerate(said, 1)
+    ]
+    there: dict[bytes, Held] = {}
+    for op, key, held in records:
+        there.pop(key, None)
+        if op == STORED:
+            for other in [k for k, h in there.items() if h.slot == held.slot]:
+                del there[other]
+            there[key] = held
+    rows = np.frombuffer(b"".join(map(pack_record, records)), ROW)
+    index = Index()
+    index.load(rows[newest(rows)])
+    assert list(index.items()) == list(there.items())
+    assert index.oldest(1) == list(there)[:1]
+    index.clear()
+    assert len(index) == 0

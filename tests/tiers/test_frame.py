@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
+import struct
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,13 +14,20 @@ from flowkv.core.layout import CODECS, GRANULE_BYTES
 from flowkv.tiers.frame import (
     KINDS,
     MAX_STRIPES,
+    XXH3_128,
     BadFrame,
+    Header,
     accept,
+    aligned,
     decode_header,
     encode_header,
+    fixed_fields,
     header_bytes,
+    lay_out,
     most_header_bytes,
     pack_header,
+    place,
+    stored_sizes,
     verify,
     verify_stripe,
 )
@@ -25,6 +35,7 @@ from flowkv.tiers.frame import (
 from .frames import LAYOUT, body_of, info_of, key_of
 
 U32 = st.integers(0, 2**32 - 1)
+GOLDEN = "eb64b6ebe000d8928e190da03594a2b757b6d087245a37d9e37a044cde512130"
 
 
 def frame(stripes: int = 3, step: int = GRANULE_BYTES, **changes: object) -> tuple[bytes, bytes]:
@@ -60,6 +71,77 @@ def test_round_trip(
     assert (header.key, header.info, header.body_bytes) == (key_of(odd), info, len(body))
     assert pack_header(header) == data
     verify(header, body)
+
+
+def test_golden_bytes() -> None:
+    """The format stands: other bytes for the same frame need another version."""
+    body = bytes(range(256)) * 32
+    data = encode_header(key_of("golden"), info_of(4096), body)
+    assert hashlib.sha256(data).hexdigest() == GOLDEN
+    assert data[:12] == b"FKVFRAME\2\0\1\0"
+    assert struct.unpack_from("<5B", data, 32) == (0, 0, 0, 0, 0)
+    assert data[40:72] == key_of("golden")
+    assert data[72:184] == b"".join(map(key_of, ("parent", "namespace", "tenant"))) + LAYOUT
+    assert struct.unpack_from("<7I", data, 184) == (1, 64, 1, 4, 2, 4, 2)
+    assert struct.unpack_from("<QQ", data, 216) == (4096, 0)
+    digests = [xxhash.xxh3_128_digest(body[at : at + 4096]) for at in (0, 4096)]
+    assert data[256:] == b"".join(digests).ljust(4096 - 256, b"\0")
+    assert data[16:32] == xxhash.xxh3_128_digest(data[32:])
+
+
+@given(
+    sizes=st.lists(st.integers(1, 8192), min_size=1, max_size=300),
+    generation=st.integers(0, 2**64 - 1),
+    salt=st.binary(min_size=16, max_size=16),
+    data=st.data(),
+)
+def test_sizes_generation_and_salt(
+    sizes: list[int], generation: int, salt: bytes, data: st.DataObject
+) -> None:
+    n = len(sizes)
+    described = Header(key_of(n), info_of(8192), bytes(16 * n), generation, XXH3_128, salt)
+    header = described._replace(sizes=struct.pack(f"<{n}I", *sizes))
+    packed = pack_header(header)
+    assert len(packed) == header_bytes(n, lossless=True) == header.header_bytes
+    assert len(packed) <= most_header_bytes(8192 * n, lossless=True)
+    assert decode_header(packed) == header
+    assert fixed_fields(header) == bytes(lay_out(header)[:256])
+    assert stored_sizes(header) == tuple(sizes)
+    first = data.draw(st.integers(0, n - 1))
+    count = data.draw(st.integers(1, n - first))
+    at, starts = len(packed), []
+    for size in sizes:
+        starts.append(at)
+        at += aligned(size)
+    end = starts[first + count - 1] + sizes[first + count - 1]
+    assert place(header, first, count) == (starts[first], end - starts[first])
+    assert header.frame_bytes == starts[-1] + sizes[-1]
+    assert place(described, first, count) == (
+        described.header_bytes + first * 8192,
+        count * 8192,
+    )
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (4097, 1), (1, 4097)])
+def test_stripes_cannot_be_stored_in_more_than_they_have(sizes: tuple[int, int]) -> None:
+    header = Header(key_of("x"), info_of(4096), bytes(32), sizes=struct.pack("<2I", *sizes))
+    with pytest.raises(BadFrame) as caught:
+        decode_header(pack_header(header))
+    assert caught.value.reason == "foreign"
+
+
+def test_other_kinds_of_frames_are_told_apart() -> None:
+    """Unknown values of the bytes that say how to read the rest, each with a right digest."""
+    data, _ = frame()
+    cases = [(32, 4, "version"), (36, 2, "version"), (35, 1, "integrity")]
+    cases += [(at, 1, "foreign") for at in (*range(37, 40), *range(212, 216), *range(248, 256))]
+    for at, value, reason in cases:
+        other = bytearray(data)
+        other[at] = value
+        other[16:32] = xxhash.xxh3_128_digest(bytes(other[32:]))
+        with pytest.raises(BadFrame) as caught:
+            decode_header(other)
+        assert caught.value.reason == reason
 
 
 def test_every_bit_of_a_header_counts() -> None:
@@ -187,7 +269,7 @@ def test_bytes_that_are_no_frame() -> None:
         data[:4095],
         data[:4096],
         bytes(4096),
-        b"FKVFRAME" + b"\2\0" + data[10:],
+        b"FKVFRAME" + b"\3\0" + data[10:],
         data[:10] + b"\xff\xff" + data[12:],
         data[:10] + b"\0\0" + data[12:],
         data[:10] + b"\1\0" + data[12:],
@@ -203,7 +285,7 @@ def test_bytes_that_are_no_frame() -> None:
 
 @given(st.binary(max_size=5000))
 def test_noise_is_no_frame(data: bytes) -> None:
-    for prefix in (b"", b"FKVFRAME\1\0\1\0"):
+    for prefix in (b"", b"FKVFRAME\2\0\1\0\0\0\0\0"):
         with pytest.raises(BadFrame):
             decode_header(prefix + data)
 

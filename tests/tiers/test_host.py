@@ -7,7 +7,9 @@ import pytest
 
 from flowkv.core.clock import ManualClock
 from flowkv.core.errors import ConfigError, StateError
+from flowkv.tiers import host
 from flowkv.tiers.base import Load, Outcome, Store, Tier
+from flowkv.tiers.frame import BadFrame
 from flowkv.tiers.host import HostTier
 
 from .frames import (
@@ -41,13 +43,35 @@ def test_rotten_memory_is_a_miss() -> None:
     header, body = tier._frames[key_of("a")]
     rotten = bytearray(body)
     rotten[5000] ^= 8
-    tier._frames[key_of("a")] = header, bytes(rotten)
+    tier._frames[key_of("a")] = header, rotten
     target = bytearray(8192)
     job = tier.submit_load([Load(key_of("a"), memoryview(target), LAYOUT, 0)])
     assert outcomes(answers(tier, job, 1)) == [("miss", "digest")]
-    assert target == bytes(8192)
     assert outcomes(get(tier, ["a", "b"])) == [("miss", ""), ("hit", "")]
     assert tier.corrupt == 1
+
+
+def test_erased_memory_is_blank() -> None:
+    tier = HostTier(1 << 20)
+    stored(tier, ["a", "b"])
+    _, body = tier._frames[key_of("a")]
+    assert tier.erase([key_of("a"), key_of("nobody")]) == 1
+    assert body == bytes(8192)
+    assert outcomes(get(tier, ["a", "b"])) == [("miss", ""), ("hit", "")]
+    assert tier.used_bytes() == sum(entry.n_bytes for entry in tier.scan())
+
+
+def test_what_is_erased_while_it_is_read_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = HostTier(1 << 20)
+    stored(tier, ["a"])
+
+    def slow(*arguments: object) -> None:
+        tier.erase([key_of("a")])
+        raise BadFrame("digest", "half of it was overwritten when it was copied")
+
+    monkeypatch.setattr(host, "verify_stripe", slow)
+    assert outcomes(get(tier, ["a"])) == [("miss", "")]
+    assert tier.corrupt == 0
 
 
 def test_full() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from flowkv.core.clock import ManualClock, SystemClock
 from flowkv.tiers.base import Completion, Load, Outcome, Store
-from flowkv.tiers.worker import Item, Staging, Workers
+from flowkv.tiers.worker import Item, Patience, Staging, Workers
 
 from .frames import LAYOUT, info_of, key_of
 
@@ -154,16 +154,16 @@ def test_loads_go_first() -> None:
 
 def test_close_gives_up_on_a_stuck_thread() -> None:
     gate, entered = threading.Event(), threading.Event()
-    target = bytearray(100)
+    target = memoryview(bytearray(100))
 
     def load(item: Item, staging: Staging) -> None:
         entered.set()
         assert gate.wait(20)
-        if pool.claim(item):
-            target[:] = b"x" * 100
+        if (memory := pool.claim(item)) is not None:
+            memory[:] = b"x" * 100
 
     pool = workers(load)
-    pool.submit([wish("a"), wish("b")], 1000)
+    pool.submit([Load(key_of("a"), target, LAYOUT), wish("b")], 1000)
     assert entered.wait(20)
     assert not pool.close(0.05)
     assert [(a.outcome, a.reason) for a in pool.poll(0)] == [(Outcome.FAILED, "closed")] * 2
@@ -191,3 +191,128 @@ def test_staging_grows_and_is_aligned(size: int) -> None:
     large[-1] = 7
     assert (len(small), len(large)) == (10, size)
     assert staging(size)[-1] == 7
+    staging.give_up()
+    staging(size)[-1] = 8
+    assert large[-1] == 7
+
+
+def test_a_body_is_not_touched_after_its_answer() -> None:
+    """F4, S8: whoever is told that a store failed may use the memory again, at once."""
+    clock, reading, gate = ManualClock(), threading.Event(), threading.Event()
+    seen: list[bytes] = []
+
+    def store(items: list[Item]) -> None:
+        with pool.body(items[0]) as memory:
+            assert memory is not None
+            reading.set()
+            assert gate.wait(20)
+            seen.append(bytes(memory))
+
+    pool = workers(store=store, clock=clock)
+    memory = bytearray(b"x" * 100)
+    pool.submit([Store(key_of("a"), info_of(100), memoryview(memory))], 1)
+    assert reading.wait(20)
+    clock.advance(s=2)
+    assert pool.poll(0.02) == []  # overdue, but its body is being read
+    pool.cancel(1)
+    assert pool.poll(0.02) == []
+    gate.set()
+    assert [(a.outcome, a.reason) for a in collect(pool, 1)] == [(Outcome.FAILED, "deadline")]
+    memory[:] = b"y" * 100
+    assert pool.close(20)
+    assert seen == [b"x" * 100]
+
+
+def test_memory_is_out_of_reach_after_the_answer() -> None:
+    clock, gate, entered = ManualClock(), threading.Semaphore(0), threading.Semaphore(0)
+    found: list[object] = []
+
+    def late(item: Item) -> None:
+        entered.release()
+        assert gate.acquire(timeout=20)
+        with pool.body(item) as memory:
+            found.extend([memory, pool.claim(item)])
+        found.extend(getattr(item.wish, name, b"") for name in ("target", "body"))
+
+    pool = workers(lambda item, staging: late(item), lambda items: late(items[0]), clock=clock)
+    for asked in (wish("a"), body("a")):
+        pool.submit([asked], 1)
+        assert entered.acquire(timeout=20)
+        clock.advance(s=2)
+        assert collect(pool, 1)[0].reason == "deadline"
+        gate.release()
+    assert pool.close(20)
+    assert found == [None, None, b"", b""] * 2
+
+
+def test_a_stuck_thread_is_replaced_and_its_memory_retired() -> None:
+    clock, gate, told = ManualClock(), threading.Event(), []
+    busy = threading.Semaphore(0)
+
+    def load(item: Item, staging: Staging) -> None:
+        staging(1)
+        busy.release()
+        if item.deadline_ns < 10**9:
+            assert gate.wait(20)
+        pool.answer(item, Outcome.MISS)
+
+    pool = workers(load, clock=clock, patience=Patience(spares=2, late=told.append))
+    for stuck in range(1, 4):
+        pool.submit([wish(stuck)], 1e-9)
+        assert busy.acquire(timeout=20)
+        clock.advance(ns=2)
+        assert collect(pool, 1)[0].reason == "deadline"
+        assert [item.key for item in told] == [key_of(n) for n in range(1, stuck + 1)]
+        assert pool.overdue == min(stuck, 2)  # the third one has no replacement
+        assert pool.retired_bytes == min(stuck, 2) << 20
+    pool.submit([wish("waits")], 100)
+    assert pool.poll(0.02) == []
+    gate.set()
+    assert collect(pool, 1)[0].outcome is Outcome.MISS
+    end = time.monotonic() + 20
+    while pool.overdue:
+        assert time.monotonic() < end
+    assert pool.retired_bytes == 0
+    assert pool.close(20)
+
+
+def test_stores_leave_threads_to_loads() -> None:
+    gate, storing = threading.Event(), threading.Semaphore(0)
+
+    def store(items: list[Item]) -> None:
+        storing.release()
+        assert gate.wait(20)
+        pool.answer(items[0], Outcome.STORED)
+
+    pool = workers(
+        lambda item, staging: pool.answer(item, Outcome.MISS),
+        store,
+        threads=2,
+        batch=1,
+        patience=Patience(storing=1),
+    )
+    pool.submit([body(n) for n in range(3)], 100)
+    assert storing.acquire(timeout=20)
+    pool.submit([wish("a")], 100)
+    assert collect(pool, 1)[0].outcome is Outcome.MISS
+    gate.set()
+    assert {answer.outcome for answer in collect(pool, 3)} == {Outcome.STORED}
+    assert pool.close(20)
+
+
+def test_what_waits_can_be_failed() -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def load(item: Item, staging: Staging) -> None:
+        entered.set()
+        assert gate.wait(20)
+        pool.answer(item, Outcome.MISS)
+
+    pool = workers(load)
+    pool.submit([wish(n) for n in range(3)], 100)
+    assert entered.wait(20)
+    pool.fail_waiting("breaker")
+    assert [(a.item, a.reason) for a in collect(pool, 2)] == [(1, "breaker"), (2, "breaker")]
+    gate.set()
+    assert [(a.item, a.outcome) for a in collect(pool, 1)] == [(0, Outcome.MISS)]
+    assert pool.close(20)

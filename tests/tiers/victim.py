@@ -1,6 +1,8 @@
-"""Stores and deletes frames until it is killed: `python -m tests.tiers.victim DIRECTORY SEED`.
+"""Stores and deletes frames until it is killed: `python -m tests.tiers.victim`.
 
-Prints "+ n" once frame n is stored, and "- n" before it is deleted.
+A server that has everything loaded: for each line "DIRECTORY SEED" it forks a victim, and says
+"dead" once that was killed. The victim says "pid n", "+ n" once frame n is stored, and "- n" before
+it is deleted. Each kind of engine has its turn.
 """
 
 from __future__ import annotations
@@ -8,11 +10,13 @@ from __future__ import annotations
 import os
 import random
 import sys
+import tempfile
 
 from flowkv.tiers.base import Outcome, Store
 from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.io.ladder import RUNGS, open_engine
 
-from .frames import answers, body_of, info_of, key_of
+from .frames import answers, body_of, hits, info_of, key_of, stored
 
 CAPACITY_BYTES = 1 << 20
 NAMES = 90
@@ -22,12 +26,15 @@ def size_of(name: int) -> int:
     return (9000, 20_000, 4096, 30_000)[name % 4]
 
 
-def say(sign: str, name: int) -> None:
-    os.write(1, f"{sign} {name}\n".encode())  # one small write to a pipe is all or nothing
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # small: all or nothing
 
 
-def main(directory: str, seed: int) -> None:
-    rng, tier = random.Random(seed), DiskTier(directory, CAPACITY_BYTES)
+def suffer(directory: str, seed: int) -> None:
+    say("pid", os.getpid())
+    rng = random.Random(seed)
+    engine = open_engine(RUNGS[seed % len(RUNGS)], directory=os.path.dirname(directory))
+    tier = DiskTier(directory, CAPACITY_BYTES, engine=engine)
     assert tier.writable
     numbers = {key_of(name): name for name in range(NAMES)}
     say("=", 0)
@@ -48,5 +55,28 @@ def main(directory: str, seed: int) -> None:
                 tier.delete([entry.key])
 
 
+def warm_up() -> None:
+    """Loads what victims would load, so that they can be born quickly."""
+    with tempfile.TemporaryDirectory() as directory:
+        tier = DiskTier(os.path.join(directory, "kv"), CAPACITY_BYTES)
+        stored(tier, [0])
+        assert hits(tier, [0]) == 1
+        tier.close()
+
+
+def main() -> None:
+    warm_up()
+    for line in sys.stdin:
+        directory, seed = line.split()
+        child = os.fork()
+        if child == 0:
+            try:
+                suffer(directory, int(seed))
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        say("dead", os.waitstatus_to_exitcode(status))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main()

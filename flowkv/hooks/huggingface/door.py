@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowkv.core.errors import CapacityError, StateError
+from flowkv.core.errors import CapacityError, StateError, StoreError
 from flowkv.hooks.huggingface.admission import Admitted, Wish, admit
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.chunks import extend
@@ -311,7 +311,10 @@ class Door:
                 if self.identity.same_content():
                     return
                 # Written to behind torch's back: what was computed since is named wrongly.
-                self.kv.invalidate()
+                try:
+                    self.kv.invalidate()
+                except StoreError as error:  # a tier that is away, or only read here
+                    self.kv.warn("stale", f"Pages of changed weights may be left: {error}")
             if self.identity.moved(model):
                 self._replan(model)
             self.identity.read(model)

@@ -107,6 +107,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._dense = None
         backend = self.placed.backend
         kernels.append(rows.pack(k), rows.pack(v), self.pages, self.batch, backend=backend)
+        step.appended(self.index)
         self.columns = self._shown(rows.base) + rows.new
         if rows.base == 0:
             return k, v

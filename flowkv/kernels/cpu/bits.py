@@ -7,7 +7,7 @@ uint16 is bfloat16, int16 is float16 (`widen` and `narrow` convert; LLVM vectori
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic

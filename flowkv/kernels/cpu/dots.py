@@ -12,7 +12,7 @@ fold into one vector in log2(LANES) steps. Zero points are a constant per row on
 
 from __future__ import annotations
 
-import llvmlite.binding as llvm  # type: ignore[import-untyped]
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils

@@ -7,7 +7,7 @@ every float32 operation is rounded once, in the order in which it is written.
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 

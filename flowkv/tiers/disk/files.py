@@ -1,16 +1,22 @@
-"""The file operations of a disk tier, in one object, so that a test can make any of them fail."""
+"""The file operations of a disk tier, in one object that tests and the simulator replace."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import mmap
 import os
+import secrets
 import stat
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import cast
 
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
+_LOCK_TRIES, _LOCK_PAUSE_S = 4, 0.01
+ZEROS_BYTES = 1 << 20
 
 Buffer = memoryview | bytearray | bytes
 
@@ -19,13 +25,21 @@ class FileIO:
     """Plain system calls. Every one may raise `OSError`; reads and writes may be short."""
 
     def open(self, path: str, *, write: bool) -> int:
-        """Opens a regular file, creating it (only for us) when `write`; never follows a link."""
+        """Opens a regular file, creating it (only for us) when `write`; never follows a link.
+
+        Raises:
+            OSError: It cannot be opened, is no regular file, or belongs to another user.
+        """
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
         # O_NONBLOCK, without effect on files, keeps a pipe of that name from blocking us
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "not a regular file", path)
+        if write and status.st_uid != os.geteuid():
+            os.close(fd)
+            raise OSError(errno.EPERM, "the file belongs to another user", path)
         return fd
 
     def close(self, fd: int) -> None:
@@ -58,10 +72,11 @@ class FileIO:
         """One `fdatasync`."""
         os.fdatasync(fd)
 
-    def replace(self, source: str, target: str) -> None:
-        """Renames a file over another, atomically, and waits until the directory is written."""
+    def replace(self, source: str, target: str, *, durable: bool = True) -> None:
+        """Renames a file over another, atomically; waits for the directory where `durable`."""
         os.replace(source, target)
-        self.sync_directory(os.path.dirname(target))
+        if durable:
+            self.sync_directory(os.path.dirname(target))
 
     def sync_directory(self, path: str) -> None:
         """Waits until the device knows the directory's new names."""
@@ -70,6 +85,64 @@ class FileIO:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def make_directory(self, path: str) -> None:
+        """Makes a directory for us only, and those above it; it may be there already."""
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+
+    def status(self, path: str) -> tuple[int, int]:
+        """Owner (uid) and mode of what a path leads to."""
+        found = os.stat(path)
+        return found.st_uid, found.st_mode
+
+    def restrict(self, path: str) -> None:
+        """Makes a directory ours only."""
+        os.chmod(path, 0o700)
+
+    def names(self, path: str) -> list[str]:
+        """What is in a directory."""
+        return os.listdir(path)
+
+    def remove(self, path: str) -> None:
+        """Removes a file."""
+        os.unlink(path)
+
+    def same(self, fd: int, path: str) -> bool:
+        """Whether a path leads to an open file."""
+        try:
+            there = os.stat(path, follow_symlinks=False)
+        except OSError:
+            return False
+        mine = os.fstat(fd)
+        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+    def lock(self, path: str) -> int:
+        """Locks a file of that name, and notes our process in it; -1 if another one has it."""
+        fd = self.open(path, write=True)
+        for attempt in range(_LOCK_TRIES):  # `inspect` holds the lock for an instant
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+                return fd
+            except BlockingIOError:
+                if attempt + 1 < _LOCK_TRIES:
+                    time.sleep(_LOCK_PAUSE_S)
+        os.close(fd)
+        return -1
+
+    def random(self, n_bytes: int) -> bytes:
+        """Bytes that nobody can guess, for the name of a store."""
+        return secrets.token_bytes(n_bytes)
+
+    def unlock(self, fd: int) -> None:
+        """Gives a lock up."""
+        os.close(fd)
 
 
 @lru_cache(maxsize=1)
@@ -109,6 +182,22 @@ def write_fully(files: FileIO, fd: int, buffers: Sequence[Buffer], offset: int) 
             count -= len(views.pop(0))
         if views and count:
             views[0] = views[0][count:]
+
+
+@lru_cache(maxsize=1)
+def zeros() -> memoryview:
+    """`ZEROS_BYTES` zeros, aligned as files that bypass the page cache want them."""
+    return memoryview(mmap.mmap(-1, ZEROS_BYTES)).toreadonly()
+
+
+def wipe(files: FileIO, fd: int, offset: int, size: int) -> None:
+    """Overwrites a part of a file.
+
+    Raises:
+        OSError: Some of it may still be there.
+    """
+    for at in range(0, size, ZEROS_BYTES):
+        write_fully(files, fd, [zeros()[: min(ZEROS_BYTES, size - at)]], offset + at)
 
 
 def reason_of(error: OSError) -> str:

@@ -15,9 +15,7 @@ import contextlib
 import fcntl
 import os
 import re
-import secrets
 import stat
-import time
 import warnings
 import weakref
 import zlib
@@ -28,32 +26,53 @@ import msgspec
 from flowkv.core.errors import StoreError
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.disk.files import FileIO, read_fully, write_fully
-from flowkv.tiers.disk.journal import PAGE_BYTES, RECORD_BYTES, peek_store_id
+from flowkv.tiers.disk.journal import PAGE_BYTES, peek_store_id
+from flowkv.tiers.disk.records import RECORD_BYTES
+from flowkv.tiers.frame import VERSION
 
-FORMAT = 1
+FORMAT = 2
 SUPERBLOCK, LOCK, JOURNAL = "superblock.json", "lock", "journal"
+MOST_NAMED = 4096
+"""Tenants and geometries that a superblock names at most; fewer where the capacity is small."""
+
 _OURS = re.compile(r"superblock\.json(\.tmp)?|lock|journal(\.tmp)?|slab-\d{8}|aside-\d+")
-_MOST_BYTES = 1 << 16
-_TRIES, _PAUSE_S = 4, 0.01
+_MOST_BYTES = 1 << 20
+
+
+class Geometry(msgspec.Struct, kw_only=True, frozen=True, order=True):
+    """Frames of one shape: how the bodies with this layout fingerprint are cut."""
+
+    layout: str
+    kind: str
+    stripes: int
+    stripe_bytes: int
 
 
 class Superblock(msgspec.Struct, kw_only=True):
-    """What made the store. Fields may be added; `store` and `format` stay in every format."""
+    """What made the store. Fields may be added; `store` and `format` stay in every format.
+
+    `geometries` and `tenants` (salts, in hex) are hints for whoever looks at the directory: what
+    was in it when it was last opened or closed. Nothing is decided by them.
+    """
 
     store: str
     format: int
     store_id: str = ""
     created_by: str = ""
+    frame_version: int = VERSION
     granule_bytes: int = GRANULE_BYTES
     journal_page_bytes: int = PAGE_BYTES
     record_bytes: int = RECORD_BYTES
     capacity_bytes: int = 0
+    geometries: list[Geometry] = []
+    tenants: list[str] = []
 
     @property
     def known(self) -> bool:
         """Whether this version reads and writes such a store."""
-        sizes = self.granule_bytes, self.journal_page_bytes, self.record_bytes
-        return self.format == FORMAT and sizes == (GRANULE_BYTES, PAGE_BYTES, RECORD_BYTES)
+        sizes = self.granule_bytes, self.journal_page_bytes, self.record_bytes, self.frame_version
+        here = GRANULE_BYTES, PAGE_BYTES, RECORD_BYTES, VERSION
+        return self.format == FORMAT and sizes == here
 
 
 def read_superblock(files: FileIO, directory: Path) -> Superblock | None:
@@ -127,7 +146,8 @@ class Home:
         self._lock_fd = -1
         try:
             self._prepare()
-            self.owner = self._claim()
+            self._lock_fd = files.lock(str(self.path / LOCK))
+            self.owner = self._lock_fd >= 0
             if not self.owner and exclusive:
                 raise StoreError(
                     f"another process owns {self.path}",
@@ -143,7 +163,7 @@ class Home:
                 f"directory {self.path} cannot be used ({error.strerror})",
                 "Choose a directory on a local disk that this user may write to",
             ) from error
-        os.register_at_fork(after_in_child=_Forget(self))
+        _homes.add(self)
 
     def look_again(self) -> Superblock | None:
         """Lets a reader that was faster than the owner see the superblock."""
@@ -152,40 +172,60 @@ class Home:
             self.superblock = there
         return self.superblock
 
+    def note(self, geometries: set[Geometry], tenants: set[str]) -> None:
+        """Tells the superblock what lies here; written only if that is news."""
+        there = self.superblock
+        if there is None or not self.owner:
+            return
+        most = min(MOST_NAMED, 16 + (there.capacity_bytes >> 20))
+        shapes, names = sorted(geometries)[:most], sorted(tenants)[:most]
+        if (shapes, names) != (there.geometries, there.tenants):
+            there.geometries, there.tenants = shapes, names
+            write_superblock(self._files, self.path, there)
+
+    def aside(self) -> list[str]:
+        """Stores of other formats that were moved out of the way."""
+        return [name for name in self._files.names(str(self.path)) if name.startswith("aside-")]
+
     def close(self) -> None:
         """Gives up ownership."""
         if self._lock_fd >= 0:
-            os.close(self._lock_fd)
+            self._files.unlock(self._lock_fd)
             self._lock_fd = -1
 
     def _prepare(self) -> None:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.stat(self.path).st_mode & stat.S_IWOTH:
-            raise StoreError(
-                f"everybody may write to {self.path}", f"Run chmod 700 {self.path}, or use another"
-            )
-        names = os.listdir(self.path)
+        path = str(self.path)
+        self._files.make_directory(path)
+        names = self._files.names(path)
         foreign = [name for name in names if not _OURS.fullmatch(name)]
         if foreign and SUPERBLOCK not in names:
             raise StoreError(
                 f"directory {self.path} holds other files, such as {min(foreign)!r}",
                 "Choose an empty directory or one that does not exist yet",
             )
+        self._guard(empty=not names)
 
-    def _claim(self) -> bool:
-        self._lock_fd = self._files.open(str(self.path / LOCK), write=True)
-        for attempt in range(_TRIES):  # `inspect` holds the lock for an instant
-            try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(self._lock_fd, 0)
-                os.pwrite(self._lock_fd, b"%d\n" % os.getpid(), 0)
-                return True
-            except BlockingIOError:
-                if attempt + 1 < _TRIES:
-                    time.sleep(_PAUSE_S)
-        os.close(self._lock_fd)
-        self._lock_fd = -1
-        return False
+    def _guard(self, *, empty: bool) -> None:
+        """Nobody but us may put files here, or another directory in the place of this one."""
+        real = os.path.realpath(self.path)
+        user, mode = self._files.status(real)
+        if user != os.geteuid():
+            raise StoreError(f"{self.path} belongs to another user", "Use a directory of your own")
+        if mode & stat.S_IWOTH:
+            raise StoreError(
+                f"everybody may write to {self.path}", f"Run chmod 700 {self.path}, or use another"
+            )
+        if mode & stat.S_IWGRP:
+            if not empty:
+                raise StoreError(f"a group may write to {self.path}", f"Run chmod 700 {self.path}")
+            self._files.restrict(real)
+        parent = os.path.dirname(real)
+        _, above = self._files.status(parent)
+        if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+            raise StoreError(
+                f"everybody may replace {self.path}, since everybody may write to {parent}",
+                f"Run chmod +t {parent}, or use a directory elsewhere",
+            )
 
     def _identify(self, capacity_bytes: int) -> None:
         there = read_superblock(self._files, self.path)
@@ -210,7 +250,7 @@ class Home:
         return Superblock(
             store="flowkv",
             format=FORMAT,
-            store_id=(store_id or secrets.token_bytes(16)).hex(),
+            store_id=(store_id or self._files.random(16)).hex(),
             created_by="flowkv",
         )
 
@@ -218,33 +258,33 @@ class Home:
         if not self.owner:
             self._warn(f"{self.path} has format {there.format}, this version reads {FORMAT}: empty")
             return
-        number = 1
-        while (aside := self.path / f"aside-{number}").exists():
+        names, number = self._files.names(str(self.path)), 1
+        while (aside := f"aside-{number}") in names:
             number += 1
-        aside.mkdir(mode=0o700)
-        for name in os.listdir(self.path):
+        self._files.make_directory(str(self.path / aside))
+        for name in names:
             if _OURS.fullmatch(name) and name != LOCK and not name.startswith("aside-"):
-                self._files.replace(str(self.path / name), str(aside / name))
+                self._files.replace(str(self.path / name), str(self.path / aside / name))
         self._warn(
             f"{self.path} has format {there.format}, this version reads {FORMAT}: starting empty."
-            f" The old store was moved to {aside.name}; delete it when no other version needs it."
+            f" The old store was moved to {aside}; delete it when no other version needs it."
         )
 
     def _warn(self, message: str) -> None:
         warnings.warn(message, UserWarning, stacklevel=5)
 
 
-class _Forget:
-    """Closes a child's copy of the lock: else the directory stays owned while the child lives."""
+_homes: weakref.WeakSet[Home] = weakref.WeakSet()
 
-    def __init__(self, home: Home) -> None:
-        self._home = weakref.ref(home)
 
-    def __call__(self) -> None:
-        home = self._home()
-        if home is not None:
-            with contextlib.suppress(OSError):
-                home.close()
+def _forget() -> None:
+    """Closes a child's copies of locks: else a directory stays owned while the child lives."""
+    for home in list(_homes):
+        with contextlib.suppress(OSError):
+            home.close()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def owned(directory: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +13,15 @@ import msgspec
 from flowkv.core.errors import StoreError
 from flowkv.core.layout import CODECS
 from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.home import Superblock, owned, read_superblock
-from flowkv.tiers.disk.journal import Held, Journal
-from flowkv.tiers.disk.recover import check_frame, frames_in_slots, open_journal, replay
+from flowkv.tiers.disk.home import Geometry, Superblock, owned, read_superblock
+from flowkv.tiers.disk.index import Index
+from flowkv.tiers.disk.journal import Journal
+from flowkv.tiers.disk.records import Held, newest
+from flowkv.tiers.disk.recover import check_frame, open_journal, rows_in_slots
 from flowkv.tiers.disk.slab import Slabs
-from flowkv.tiers.frame import BadFrame
+from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.frame import AES_256_GCM, BadFrame
+from flowkv.tiers.keyring import Keyring
 
 
 class Share(msgspec.Struct):
@@ -43,6 +46,10 @@ class Inspection(msgspec.Struct, kw_only=True):
         kinds: By kind of frame.
         codecs: By codec.
         namespaces: By namespace digest, in hex.
+        tenants: Salts of tenants, in hex, that had frames when it was last opened or closed.
+        geometries: Shapes of frames that were there then.
+        encrypted: Frames that need a secret to be read.
+        compressed: Frames whose stripes are compressed.
         bad_pages: Damaged pages of the journal.
         journal_lost: Whether there is no journal, so that the slots had to be read.
     """
@@ -58,6 +65,10 @@ class Inspection(msgspec.Struct, kw_only=True):
     kinds: dict[str, Share] = {}
     codecs: dict[str, Share] = {}
     namespaces: dict[str, Share] = {}
+    tenants: list[str] = []
+    geometries: list[Geometry] = []
+    encrypted: int = 0
+    compressed: int = 0
     bad_pages: int = 0
     journal_lost: bool = False
 
@@ -68,6 +79,7 @@ class ScrubReport(msgspec.Struct, kw_only=True):
     Attributes:
         frames: Frames read.
         bad: Those that are damaged; the owner will find each at its next load, and forget it.
+        locked: Encrypted ones, which could not be checked without their secret.
         bytes: Bytes read.
         seconds: How long it took.
     """
@@ -76,6 +88,7 @@ class ScrubReport(msgspec.Struct, kw_only=True):
     bad: int
     bytes: int
     seconds: float
+    locked: int = 0
 
 
 def inspect(directory: str | os.PathLike[str]) -> Inspection:
@@ -84,7 +97,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     Raises:
         StoreError: There is no store, or it cannot be read.
     """
-    path = Path(directory)
+    path = Path(os.path.abspath(directory))
     superblock = _superblock(path)
     disk_bytes = _disk_bytes(path)
     found = Inspection(
@@ -97,60 +110,104 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     )
     if not superblock.known:
         return found
-    with _reading(path, superblock) as (_, index, journal):
-        found.frames = len(index)
-        found.bytes = sum(held.body_bytes for held in index.values())
-        found.kinds = _shares(index, lambda held: held.info.kind)
-        found.codecs = _shares(index, lambda held: CODECS[held.info.codec])
-        found.namespaces = _shares(index, lambda held: held.info.namespace.hex())
+    found.tenants, found.geometries = superblock.tenants, superblock.geometries
+    with reading(path, superblock, Envelope()) as (_, index, journal):
+        frames = [held for _, held in index.items()]
+        found.frames = len(frames)
+        found.bytes = sum(held.body_bytes for held in frames)
+        found.kinds = _shares(frames, lambda held: held.info.kind)
+        found.codecs = _shares(frames, lambda held: CODECS[held.info.codec])
+        found.namespaces = _shares(frames, lambda held: held.info.namespace.hex())
+        found.encrypted = sum(held.integrity == AES_256_GCM for held in frames)
+        found.compressed = sum(held.lossless for held in frames)
         found.bad_pages = journal.bad_pages if journal else 0
         found.journal_lost = journal is None
     return found
 
 
 def scrub(
-    directory: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
+    directory: str | os.PathLike[str],
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    keyring: Keyring | None = None,
 ) -> ScrubReport:
     """Reads and verifies every frame, changes nothing; may run beside the owner.
 
     Args:
         directory: The store.
         progress: Called with the frames read so far and their number.
+        keyring: Of encrypted frames; without it they are counted, not checked.
 
     Raises:
         StoreError: There is no store, or it cannot be read.
     """
-    path, start_s = Path(directory), time.monotonic()
+    path, start_s = Path(os.path.abspath(directory)), time.monotonic()
+    superblock = known_superblock(path)
+    check = Check(keyring)
+    read_bytes, locked, suspects = 0, 0, []
+    with reading(path, superblock, check.envelope) as (slabs, index, _):
+        for number, (key, held) in enumerate(index.items(), 1):
+            verdict = check(slabs, key, held)
+            read_bytes += held.stored_bytes if verdict is not None else 0
+            locked += verdict is None
+            if verdict is False:
+                suspects.append((key, held.seq))
+            if progress is not None:
+                progress(number, len(index))
+        frames = len(index)
+    with reading(path, superblock, check.envelope) as (_, index, _):
+        # the owner may have dropped or moved a frame while it was read here
+        now = [index.get(key) for key, _ in suspects]
+    bad = sum(
+        held is not None and held.seq == seq for held, (_, seq) in zip(now, suspects, strict=True)
+    )
+    seconds = time.monotonic() - start_s
+    return ScrubReport(frames=frames, bad=bad, locked=locked, bytes=read_bytes, seconds=seconds)
+
+
+class Check:
+    """Reads frames where they lie and says whether they are whole.
+
+    Args:
+        keyring: Of encrypted frames.
+
+    Attributes:
+        envelope: For headers of frames that no journal speaks of.
+    """
+
+    def __init__(self, keyring: Keyring | None = None) -> None:
+        self._plain, self._keyed = Envelope(), None
+        if keyring is not None:
+            self._keyed = Envelope(integrity="aead", keyring=keyring)
+        self.envelope = self._keyed or self._plain
+
+    def __call__(self, slabs: Slabs, key: bytes, held: Held) -> bool | None:
+        """Whether a frame is sound; None if it is encrypted and there is no key."""
+        envelope = self._keyed if held.integrity == AES_256_GCM else self._plain
+        if envelope is None:
+            return None
+        if not slabs.reaches(held.slot, held.stored_bytes):
+            return False
+        data = memoryview(bytearray(held.stored_bytes))
+        try:
+            check_frame(data[: slabs.read(held.slot, data)], key, held, envelope)
+        except (BadFrame, OSError):
+            return False
+        return True
+
+
+def known_superblock(path: Path) -> Superblock:
+    """The superblock of a directory that this version reads.
+
+    Raises:
+        StoreError: There is none, or it is of another format.
+    """
     superblock = _superblock(path)
     if not superblock.known:
         raise StoreError(
             f"{path} has format {superblock.format}", "Scrub it with the version that wrote it"
         )
-    read_bytes, suspects = 0, []
-    with _reading(path, superblock) as (slabs, index, _):
-        for number, (key, held) in enumerate(index.items(), 1):
-            size = held.frame_bytes
-            read_bytes += size
-            if not _sound(slabs, key, held, size):
-                suspects.append((key, held.seq))
-            if progress is not None:
-                progress(number, len(index))
-        frames = len(index)
-    with _reading(path, superblock) as (_, index, _):
-        # the owner may have dropped or moved a frame while it was read here
-        bad = sum(key in index and index[key].seq == seq for key, seq in suspects)
-    return ScrubReport(frames=frames, bad=bad, bytes=read_bytes, seconds=time.monotonic() - start_s)
-
-
-def _sound(slabs: Slabs, key: bytes, held: Held, size: int) -> bool:
-    if not slabs.reaches(held.slot, size):
-        return False
-    data = memoryview(bytearray(size))
-    try:
-        check_frame(data[: slabs.read(held.slot, data)], key, held)
-    except (BadFrame, OSError):
-        return False
-    return True
+    return superblock
 
 
 def _superblock(path: Path) -> Superblock:
@@ -167,23 +224,27 @@ def _superblock(path: Path) -> Superblock:
 
 
 @contextmanager
-def _reading(
-    path: Path, superblock: Superblock
-) -> Iterator[tuple[Slabs, dict[bytes, Held], Journal | None]]:
-    """Slabs, index and journal; the journal is None if it is lost and the slots were read."""
+def reading(
+    path: Path, superblock: Superblock, envelope: Envelope
+) -> Iterator[tuple[Slabs, Index, Journal | None]]:
+    """Slabs, index and journal; the journal is None if it is lost and the slots were read.
+
+    Raises:
+        StoreError: The files cannot be read.
+    """
     files, journal = FileIO(), None
-    slabs = Slabs(files, path)
-    index: dict[bytes, Held] = {}
+    slabs, index = Slabs(files, path), Index()
     try:
         try:
             journal = open_journal(files, path, superblock, write=False)
-            replay(journal.read_new(), index, {})
+            rows = journal.read_new()
+            index.load(rows[newest(rows)])
         except FileNotFoundError:
             pass
-        sound = journal is not None and journal.sound_pages > 0
+        sound = journal is not None and not journal.lost
         if not sound:
-            index.update(frames_in_slots(slabs, itertools.count(1).__next__))
-        yield slabs, index, journal if sound or not index else None
+            index.load(rows_in_slots(slabs, envelope))
+        yield slabs, index, journal if sound or not len(index) else None
     except OSError as error:
         raise _unreadable(path, error) from error
     finally:
@@ -199,9 +260,9 @@ def _unreadable(path: Path, error: OSError) -> StoreError:
     )
 
 
-def _shares(index: dict[bytes, Held], name: Callable[[Held], str]) -> dict[str, Share]:
+def _shares(frames: list[Held], name: Callable[[Held], str]) -> dict[str, Share]:
     shares: dict[str, Share] = {}
-    for held in index.values():
+    for held in frames:
         share = shares.setdefault(name(held), Share())
         share.frames += 1
         share.bytes += held.body_bytes

@@ -2,7 +2,7 @@
 
     file   = page | page | ...                              4 KiB each, appended; the last one grows
     page   = magic, crc32, count, store id, number (64 bytes) | 18 records of 224 bytes
-    record = op, sequence number, slot, everything the frame says about itself | crc32
+    record = `disk.records`, with a crc32 of its own
 
 The newest record of a key, and of a slot, wins. One wrong bit costs at most one record: a page
 whose crc fails is searched record by record, and reading goes on with the next page. Rewriting the
@@ -17,118 +17,39 @@ import contextlib
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import islice
 
-from flowkv.core.layout import CODECS, GRANULE_BYTES
-from flowkv.tiers.base import FrameInfo
+import numpy as np
+
 from flowkv.tiers.disk.files import FileIO, read_fully, write_fully
-from flowkv.tiers.frame import KINDS, MAX_STRIPES, header_bytes
+from flowkv.tiers.disk.records import (
+    RECORD_BYTES,
+    ROW,
+    Held,
+    Record,
+    Rows,
+    pack_record,
+    record_sound,
+    sensible,
+)
 
 PAGE_BYTES = 4096
-RECORD_BYTES = 224
 RECORDS = 18
 CHARGE_BYTES = 228
 """Charged per record: its share of a page, rounded up."""
-STORED, DELETED = 1, 2
 
-_MAGIC = b"FKVJRNL1"
+_MAGIC = b"FKVJRNL2"
 _HEAD = struct.Struct("<8sII16sQ24x")
 _CRC_FROM = 12  # the crc covers what follows it
-_RECORD = struct.Struct("<32s32s32s32s16s Q IQI Q 6I 4B 16x I")
-_CRC = struct.Struct("<I")
-_READ_BYTES = 1 << 22
+_READ_BYTES = 1 << 24
 _BLANK = bytes(PAGE_BYTES)
+_LAST = _HEAD.size + RECORDS * RECORD_BYTES
 
 
-class Slot(NamedTuple):
-    """A place for a frame: size in granules, and position in the slab file of that size."""
-
-    granules: int
-    number: int
-
-
-class Held(NamedTuple):
-    """Where a frame lies and what it says about itself.
-
-    Attributes:
-        seq: Sequence number of the record, unique in the store: the slot's generation.
-        slot: Where it lies.
-        stripes: Stripes of the body.
-        info: The frame's description.
-    """
-
-    seq: int
-    slot: Slot
-    stripes: int
-    info: FrameInfo
-
-    @property
-    def body_bytes(self) -> int:
-        """Length of the body."""
-        return self.stripes * self.info.stripe_bytes
-
-    @property
-    def frame_bytes(self) -> int:
-        """Length of header and body."""
-        return header_bytes(self.stripes) + self.stripes * self.info.stripe_bytes
-
-    @property
-    def charge_bytes(self) -> int:
-        """What the frame is charged: its slot, and its records before and after a compaction."""
-        return self.slot.granules * GRANULE_BYTES + 2 * CHARGE_BYTES
-
-
-class Record(NamedTuple):
-    """One line of the journal: `op` is `STORED` or `DELETED`."""
-
-    op: int
-    key: bytes
-    held: Held
-
-
-def pack_record(record: Record) -> bytes:
-    """224 bytes."""
-    op, key, (seq, slot, stripes, info) = record
-    data = _RECORD.pack(
-        *(key, info.parent, info.namespace, info.tenant, info.layout, seq, *slot, stripes),
-        *(info.stripe_bytes, info.group, info.tokens, info.rank, info.world),
-        *(info.head_start, info.head_stop, op, KINDS.index(info.kind), info.codec, info.fidelity),
-        0,
-    )
-    return data[:-4] + _CRC.pack(zlib.crc32(data[:-4]))
-
-
-def unpack_records(payload: bytes | memoryview) -> Iterator[Record]:
-    """Records of a checked payload; those that make no sense are left out."""
-    shared: dict[bytes, bytes] = {}  # thousands of frames have the same namespace
-    share = shared.setdefault
-    for fields in _RECORD.iter_unpack(payload):
-        key, parent, namespace, tenant, layout, seq, granules, number, stripes = fields[:9]
-        step, group, tokens, rank, world, start, stop, op, kind, codec, fidelity, _ = fields[9:]
-        if op not in (STORED, DELETED) or kind >= len(KINDS) or fidelity >= len(CODECS):
-            continue
-        if not 1 <= stripes <= MAX_STRIPES:
-            continue
-        if header_bytes(stripes) + stripes * step > granules * GRANULE_BYTES:
-            continue
-        info = FrameInfo(
-            KINDS[kind],
-            codec,
-            fidelity,
-            share(layout, layout),
-            parent,
-            share(namespace, namespace),
-            group,
-            tokens,
-            step,
-            share(tenant, tenant),
-            rank,
-            world,
-            start,
-            stop,
-        )
-        yield Record(op, key, Held(seq, Slot(granules, number), stripes, info))
+def charge_bytes(held: Held) -> int:
+    """What a frame is charged: its slot, and its records before and after a compaction."""
+    return held.slot.n_bytes + 2 * CHARGE_BYTES
 
 
 def pack_page(number: int, store_id: bytes, records: Iterable[bytes]) -> bytearray:
@@ -137,25 +58,31 @@ def pack_page(number: int, store_id: bytes, records: Iterable[bytes]) -> bytearr
     packed = b"".join(records)
     _HEAD.pack_into(page, 0, _MAGIC, 0, len(packed) // RECORD_BYTES, store_id, number)
     page[_HEAD.size : _HEAD.size + len(packed)] = packed
-    _seal(page)
+    struct.pack_into("<I", page, 8, zlib.crc32(memoryview(page)[_CRC_FROM:]))
     return page
+
+
+def check_page(page: memoryview, store_id: bytes) -> tuple[int, str]:
+    """Records that a page says it has, and whether it is "sound", "foreign", "blank" or "bad"."""
+    magic, crc, count, owner, _ = _HEAD.unpack_from(page)
+    if magic == _MAGIC and count <= RECORDS and zlib.crc32(page[_CRC_FROM:]) == crc:
+        return (count, "sound") if owner == store_id else (0, "foreign")
+    return 0, "blank" if page == _BLANK else "bad"
 
 
 def read_page(page: memoryview, store_id: bytes) -> tuple[bytes, str]:
     """Packed records of a page, and whether it was "sound", "blank" or "bad"."""
-    magic, crc, count, owner, _ = _HEAD.unpack_from(page)
-    if magic == _MAGIC and count <= RECORDS and zlib.crc32(page[_CRC_FROM:]) == crc:
-        if owner != store_id:
-            return b"", "bad"
-        return bytes(page[_HEAD.size : _HEAD.size + count * RECORD_BYTES]), "sound"
-    if page == _BLANK:
-        return b"", "blank"
-    lines = (
-        page[at : at + RECORD_BYTES]
-        for at in range(_HEAD.size, _HEAD.size + RECORDS * RECORD_BYTES, RECORD_BYTES)
-    )
-    sound = (line for line in lines if zlib.crc32(line[:-4]) == _CRC.unpack(line[-4:])[0])
-    return b"".join(sound), "bad"
+    count, state = check_page(page, store_id)
+    if state == "bad":
+        return salvage(page), state
+    packed = bytes(page[_HEAD.size : _HEAD.size + count * RECORD_BYTES])
+    return packed, "bad" if state == "foreign" else state
+
+
+def salvage(page: memoryview) -> bytes:
+    """Those records of a damaged page that match their own crc."""
+    lines = (page[at : at + RECORD_BYTES] for at in range(_HEAD.size, _LAST, RECORD_BYTES))
+    return b"".join(line for line in lines if record_sound(line))
 
 
 def peek_store_id(files: FileIO, path: str) -> bytes | None:
@@ -176,10 +103,6 @@ def peek_store_id(files: FileIO, path: str) -> bytes | None:
         return None
     finally:
         files.close(fd)
-
-
-def _seal(page: bytearray) -> None:
-    _CRC.pack_into(page, 8, zlib.crc32(memoryview(page)[_CRC_FROM:]))
 
 
 class Journal:
@@ -207,43 +130,86 @@ class Journal:
         self._pages: dict[int, list[bytes]] = {0: []}  # the tail, and pages not on the disk yet
         self._tail = 0
         self._tail_seen: set[bytes] = set()
-        self._next_seq = 1
+        self._next_seq, self._renamed = 1, write
+
+    @property
+    def fd(self) -> int:
+        """The file."""
+        return self._fd
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing that was read so far is of this store: the slots have to be asked.
+
+        A page that was being written when the machine stopped keeps its earlier records.
+        """
+        return not self.sound_pages and not self.count
 
     def next_seq(self) -> int:
         """A sequence number above all others."""
         self._next_seq += 1
         return self._next_seq - 1
 
-    def read_new(self) -> Iterator[Record]:
+    def seq_seen(self, seq: int) -> None:
+        """Tells of a number that was found elsewhere, so that it is not given again."""
+        self._next_seq = max(self._next_seq, seq + 1)
+
+    def read_new(self) -> Rows:
         """Records appended since the last call; from the start at the first call."""
         number, size = self._tail, self._files.size(self._fd)
-        first = number
+        found: list[bytes] = []
         while number * PAGE_BYTES < size:
             want = min(_READ_BYTES, size - number * PAGE_BYTES)
             block = memoryview(bytearray(-(-want // PAGE_BYTES) * PAGE_BYTES))
             read_fully(self._files, self._fd, block[:want], number * PAGE_BYTES)
-            for at in range(0, len(block), PAGE_BYTES):
-                packed, state = read_page(block[at : at + PAGE_BYTES], self._store_id)
-                if number > first:
-                    self._tail_seen.clear()
-                self._tail = number
-                number += 1
-                yield from self._fresh(packed, state, last=number * PAGE_BYTES >= size)
+            pages = [block[at : at + PAGE_BYTES] for at in range(0, len(block), PAGE_BYTES)]
+            found.append(self._read_pages(number, pages))
+            number += len(pages)
+        if number > self._tail:
+            self._tail = number - 1
         if self._write:
             self._start_writing(size)
+        rows = sensible(np.frombuffer(b"".join(found), ROW))
+        if len(rows):
+            self._next_seq = max(self._next_seq, int(rows["seq"].max()) + 1)
+        return rows
 
-    def _fresh(self, packed: bytes, state: str, *, last: bool) -> Iterator[Record]:
-        if self._tail_seen or last:
-            lines = [packed[at : at + RECORD_BYTES] for at in range(0, len(packed), RECORD_BYTES)]
-            packed = b"".join(line for line in lines if line not in self._tail_seen)
-            self._tail_seen.update(lines)
-            self._pages = {self._tail: lines if state != "bad" else [_BLANK] * RECORDS}
-        self.bad_pages += state == "bad"
-        self.sound_pages += state == "sound"
+    def _read_pages(self, number: int, pages: list[memoryview]) -> bytes:
+        """Records of some pages; of the first one only those that were not read before."""
+        counts, rest = [0] * len(pages), {}
+        for at, page in enumerate(pages):
+            counts[at], state = check_page(page, self._store_id)
+            self.sound_pages += state == "sound"
+            if state in ("bad", "foreign"):
+                self.bad_pages += 1
+                rest[at] = salvage(page) if state == "bad" else b""
+        packed = self._gather(pages, counts, rest)
+        last = len(pages) - 1
+        lines = self._lines(pages[last], counts[last], rest.get(last))
+        if self._tail_seen and number == self._tail:
+            first = lines if last == 0 else self._lines(pages[0], counts[0], rest.get(0))
+            fresh = b"".join(line for line in first if line not in self._tail_seen)
+            packed = fresh + packed[len(first) * RECORD_BYTES :]
+        if last > 0 or number > self._tail:
+            self._tail_seen.clear()
+        self._tail_seen.update(lines)
+        full = last in rest  # nothing is ever written into a damaged page
+        self._pages = {number + last: [_BLANK] * RECORDS if full else lines}
         self.count += len(packed) // RECORD_BYTES
-        for record in unpack_records(packed):
-            self._next_seq = max(self._next_seq, record.held.seq + 1)
-            yield record
+        return packed
+
+    def _gather(self, pages: list[memoryview], counts: list[int], rest: dict[int, bytes]) -> bytes:
+        if all(count == RECORDS for count in counts):
+            return b"".join(page[_HEAD.size : _LAST] for page in pages)
+        return b"".join(
+            rest[at] if at in rest else page[_HEAD.size : _HEAD.size + count * RECORD_BYTES]
+            for at, (page, count) in enumerate(zip(pages, counts, strict=True))
+        )
+
+    def _lines(self, page: memoryview, count: int, rest: bytes | None) -> list[bytes]:
+        packed = bytes(page[_HEAD.size : _HEAD.size + count * RECORD_BYTES])
+        packed = packed if rest is None else rest
+        return [packed[at : at + RECORD_BYTES] for at in range(0, len(packed), RECORD_BYTES)]
 
     def _start_writing(self, size: int) -> None:
         if size % PAGE_BYTES or len(self._pages[self._tail]) >= RECORDS:
@@ -286,42 +252,52 @@ class Journal:
         self._pages = {self._tail: self._pages[self._tail]}
 
     def sync(self) -> None:
-        """Waits until the device has what was appended."""
+        """Waits until the device has what was appended, and knows under which name."""
         self._files.sync(self._fd)
+        if self._renamed:
+            self._files.sync_directory(os.path.dirname(self._path))
+            self._renamed = False
 
-    def rewrite(self, live: Iterable[tuple[bytes, Held]]) -> None:
-        """Replaces the file by one with only these frames, atomically.
+    def rewrite(self, live: Iterable[bytes], *, durable: bool = True) -> None:
+        """Replaces the file by one with only these packed records, atomically.
+
+        Args:
+            live: Packed records.
+            durable: Wait for the device before the old file goes; for the name, `sync` waits.
 
         Raises:
             OSError: The old file is still there and in use.
         """
-        lines = [pack_record(Record(STORED, key, held)) for key, held in live]
-        temporary = self._path + ".tmp"
+        lines, temporary, number, count = iter(live), self._path + ".tmp", 0, 0
         fd = self._files.open(temporary, write=True)
         try:
             self._files.truncate(fd, 0)
-            for first in range(0, len(lines) + 1, RECORDS):
-                page = pack_page(first // RECORDS, self._store_id, lines[first : first + RECORDS])
-                write_fully(self._files, fd, [page], first // RECORDS * PAGE_BYTES)
-            self._files.sync(fd)
-            self._files.replace(temporary, self._path)
+            tail = list(islice(lines, RECORDS))
+            while True:
+                pages = [tail]
+                while len(pages[-1]) == RECORDS and len(pages) < 256:
+                    pages.append(list(islice(lines, RECORDS)))
+                data = [pack_page(number + at, self._store_id, p) for at, p in enumerate(pages)]
+                write_fully(self._files, fd, [b"".join(data)], number * PAGE_BYTES)
+                count += sum(map(len, pages[:-1]))
+                number, tail = number + len(pages) - 1, pages[-1]
+                if len(tail) < RECORDS:
+                    break
+            if durable:
+                self._files.sync(fd)
+            self._files.replace(temporary, self._path, durable=False)
         except OSError:
             self._files.close(fd)
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                self._files.remove(temporary)
             raise
         self._files.close(self._fd)
-        self._fd, self.count, self._tail = fd, len(lines), len(lines) // RECORDS
-        self._pages = {self._tail: lines[self._tail * RECORDS :]}
+        self._fd, self.count, self._tail = fd, count + len(tail), number
+        self._pages, self._renamed = {self._tail: tail}, True
 
     def replaced(self) -> bool:
         """Whether the path leads to another file by now."""
-        try:
-            now = os.stat(self._path, follow_symlinks=False)
-        except OSError:
-            return True
-        mine = os.fstat(self._fd)
-        return (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino)
+        return not self._files.same(self._fd, self._path)
 
     def close(self) -> None:
         """Closes the file."""

@@ -3,56 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterable, Iterator
+import mmap
+from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.disk.files import FileIO
 from flowkv.tiers.disk.home import JOURNAL, Superblock
-from flowkv.tiers.disk.journal import STORED, Held, Journal, Record, Slot
-from flowkv.tiers.disk.slab import Slabs, slot_granules
-from flowkv.tiers.frame import (
-    BadFrame,
-    Header,
-    decode_header,
-    header_bytes,
-    peek_header_bytes,
-    verify,
+from flowkv.tiers.disk.index import Index
+from flowkv.tiers.disk.journal import Journal
+from flowkv.tiers.disk.records import (
+    ROW,
+    STORED,
+    Held,
+    Record,
+    Rows,
+    Slot,
+    newest,
+    pack_record,
+    sensible,
 )
+from flowkv.tiers.disk.slab import Slabs
+from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.frame import BadFrame, Header, peek_header_bytes
 
-
-def replay(
-    records: Iterable[Record], index: dict[bytes, Held], owners: dict[Slot, bytes] | None = None
-) -> None:
-    """Applies journal records: the newest of a key wins, and of a slot where `owners` are given."""
-    for op, key, held in records:
-        old = index.pop(key, None)
-        if old is not None and owners is not None:
-            owners.pop(old.slot, None)
-        if op != STORED:
-            continue
-        if owners is not None:
-            index.pop(owners.pop(held.slot, b""), None)
-            owners[held.slot] = key
-        index[key] = held
-
-
-def check_frame(data: memoryview, key: bytes, held: Held) -> tuple[Header, memoryview]:
-    """Header and body of the frame that should lie in a slot, verified.
-
-    Raises:
-        BadFrame: It does not lie there, or is damaged.
-    """
-    header = decode_header(data)
-    if header.key != key:
-        raise BadFrame("key", "the slot holds the frame of another key")
-    if header.stripes != held.stripes or header.info != held.info:
-        raise BadFrame("foreign", "the slot holds another frame of this key")
-    start = header_bytes(held.stripes)
-    body = data[start : start + header.body_bytes]
-    verify(header, body)
-    return header, body
+_KEY_AT = slice(40, 72)  # of a header
 
 
 def open_journal(files: FileIO, directory: Path, superblock: Superblock, *, write: bool) -> Journal:
@@ -63,60 +40,135 @@ def open_journal(files: FileIO, directory: Path, superblock: Superblock, *, writ
     """
     if write:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(directory / f"{JOURNAL}.tmp")  # of a compaction that did not end
+            files.remove(str(directory / f"{JOURNAL}.tmp"))  # of a compaction that did not end
     store_id = bytes.fromhex(superblock.store_id)
     return Journal(files, str(directory / JOURNAL), store_id, write=write)
 
 
-def recover(slabs: Slabs, journal: Journal, index: dict[bytes, Held]) -> None:
+def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) -> Rows:
     """Fills the index of an owner that opens the directory, and tells the slabs what is used.
+
+    Returns:
+        The rows of what is there.
 
     Raises:
         OSError: The files cannot be read.
     """
-    owners: dict[Slot, bytes] = {}
-    replay(journal.read_new(), index, owners)
-    if not journal.sound_pages:
-        for key, held in frames_in_slots(slabs, journal.next_seq):
-            index[key] = held
-        if index:
-            journal.rewrite(index.items())
+    rows = journal.read_new()
+    good = newest(rows)
+    rows = rows[good] if len(good) < len(rows) else rows
+    if journal.lost:
+        rows = rows_in_slots(slabs, envelope)
+        for seq in rows["seq"].tolist():
+            journal.seq_seen(seq)
+        if len(rows):
+            index.load(rows)
+            journal.rewrite(index.lines())
+    rows = within(slabs, rows)
+    index.load(rows)
+    slabs.occupy(rows["granules"], rows["number"])
+    return rows
+
+
+def within(slabs: Slabs, rows: Rows) -> Rows:
+    """Those frames that lie inside of their slab files; a file may have been cut off."""
     ends = {granules: slabs.end_bytes(granules) for granules in slabs.sizes()}
-    for key, held in list(index.items()):
-        granules, number = held.slot
-        if number * granules * GRANULE_BYTES + held.frame_bytes > ends.get(granules, 0):
-            del index[key]  # the slab file was cut off
-    slabs.occupy(held.slot for held in index.values())
+    good = np.zeros(len(rows), np.bool_)
+    for granules, end_bytes in ends.items():
+        mine = rows["granules"] == granules
+        size = granules * GRANULE_BYTES
+        whole, rest = divmod(end_bytes, size)
+        numbers, stored = rows["number"], rows["stored_bytes"]
+        good |= mine & ((numbers < whole) | ((numbers == whole) & (stored <= rest)))
+    return rows if good.all() else rows[good]
 
 
-def frames_in_slots(slabs: Slabs, next_seq: Callable[[], int]) -> Iterator[tuple[bytes, Held]]:
+def rows_in_slots(slabs: Slabs, envelope: Envelope) -> Rows:
     """What the headers of all slots say; for when the journal is lost.
 
-    Slots are blanked when their frames are deleted, so those do not come back.
+    Of a key that two slots claim, the one that was stored last counts.
     """
-    for granules in slabs.sizes():
-        for number in range(slabs.slots(granules)):
-            slot = Slot(granules, number)
-            with contextlib.suppress(BadFrame):
-                header = read_header(slabs, slot)
-                size = header_bytes(header.stripes)
-                if slot_granules(size, header.body_bytes) == granules:
-                    yield header.key, Held(next_seq(), slot, header.stripes, header.info)
+    frames = list(frames_in_slots(slabs, envelope))
+    frames.sort(key=lambda frame: frame[1].seq)
+    packed = b"".join(pack_record(Record(STORED, key, held)) for key, held in frames)
+    rows = sensible(np.frombuffer(packed, ROW))
+    return rows[newest(rows)]
 
 
-def read_header(slabs: Slabs, slot: Slot) -> Header:
-    """The header in a slot.
+def frames_in_slots(
+    slabs: Slabs, envelope: Envelope, locked: list[Slot] | None = None
+) -> Iterator[tuple[bytes, Held]]:
+    """What the headers of all slots say.
+
+    Slots are blanked when their frames are deleted, so those do not come back.
+
+    Args:
+        slabs: Where to look.
+        envelope: How headers are checked.
+        locked: Gets the slots of frames that are checked in another way.
+    """
+    page = aligned_memory(GRANULE_BYTES)
+    for slot in (Slot(g, number) for g in slabs.sizes() for number in range(slabs.slots(g))):
+        try:
+            header = _read_header(slabs, slot, envelope, page)
+        except BadFrame as error:
+            if error.reason == "integrity" and locked is not None:
+                locked.append(slot)
+            continue
+        stored_bytes = header.frame_bytes
+        if stored_bytes <= slot.n_bytes:
+            yield header.key, held_of(header, slot, stored_bytes)
+
+
+def held_of(header: Header, slot: Slot, stored_bytes: int) -> Held:
+    """The journal's words for a frame in a slot."""
+    return Held(
+        header.generation,
+        slot,
+        header.stripes,
+        header.info,
+        stored_bytes,
+        header.integrity,
+        bool(header.sizes),
+    )
+
+
+def _read_header(slabs: Slabs, slot: Slot, envelope: Envelope, page: memoryview) -> Header:
+    if slabs.read(slot, page) < GRANULE_BYTES:
+        raise BadFrame("truncated", "the slot ends within the header")
+    size = peek_header_bytes(page)
+    if size > slot.n_bytes:
+        raise BadFrame("foreign", "the header is longer than the slot")
+    if size > GRANULE_BYTES:
+        page = aligned_memory(size)
+        page = page[: slabs.read(slot, page)]
+    return envelope.head(page, bytes(page[_KEY_AT]))
+
+
+def aligned_memory(n_bytes: int) -> memoryview:
+    """Zeros that a file opened for direct I/O can be read into."""
+    return memoryview(mmap.mmap(-1, n_bytes))
+
+
+def check_frame(data: memoryview, key: bytes, held: Held, envelope: Envelope) -> Header:
+    """The header of the frame that should lie in a slot, once all of its stripes are verified.
 
     Raises:
-        BadFrame: There is none.
+        BadFrame: It does not lie there, or is damaged.
     """
-    first = memoryview(bytearray(GRANULE_BYTES))
-    if slabs.read(slot, first) < GRANULE_BYTES:
-        raise BadFrame("truncated", "the slot ends within the header")
-    size = peek_header_bytes(first)
-    if size == GRANULE_BYTES:
-        return decode_header(first)
-    if size > slot.granules * GRANULE_BYTES:
-        raise BadFrame("foreign", "the header is longer than the slot")
-    whole = memoryview(bytearray(size))
-    return decode_header(whole[: slabs.read(slot, whole)])
+    header = agree(envelope.head(data, key, generation=held.seq), held)
+    scratch = memoryview(bytearray(header.body_bytes))
+    stored = data[header.header_bytes : held.stored_bytes]
+    envelope.open(header, stored, scratch, 0, header.stripes)
+    return header
+
+
+def agree(header: Header, held: Held) -> Header:
+    """A header, if it is the one that the journal speaks of.
+
+    Raises:
+        BadFrame: "foreign": the slot holds another frame of this key.
+    """
+    if header.stripes != held.stripes or header.info != held.info:
+        raise BadFrame("foreign", "the slot holds another frame of this key")
+    return header

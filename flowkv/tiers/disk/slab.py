@@ -4,24 +4,28 @@ One file per slot size, `slab-<granules>`. A slot is `header | body`, whole 4 Ki
 step by an eighth of an octave, so powers of two and most layer counts fit exactly and the rest
 wastes at most an eighth. Space moves between sizes by punching holes into free slots, as late as
 possible: what is charged is what may lie on the disk, whatever the files' lengths say.
+
+A free slot is a *hole*, which has no blocks, or *stale*: it still holds what lay there before. Who
+stores a frame into a stale slot writes all of it, so nothing of the old frame survives behind it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.disk.files import Buffer, FileIO, read_fully, write_fully
-from flowkv.tiers.disk.journal import Slot
+from flowkv.tiers.disk.files import FileIO, read_fully, wipe, write_fully, zeros
+from flowkv.tiers.disk.records import Slot
 
 SLAB_NAME = re.compile(r"slab-(\d{8})")
-_BLANK = bytes(GRANULE_BYTES)
 
 
 def slot_granules(header_bytes: int, body_bytes: int) -> int:
@@ -39,17 +43,18 @@ class _SlabFile:
     def __init__(self, fd: int, reach: int) -> None:
         self.fd, self.reach, self.high = fd, reach, 0
         self.named = False  # whether the device is known to know the file's name
-        self.free: list[int] = []
+        self.free: dict[int, None] = {}
         self.holes: list[int] = []
 
 
 class Slabs:
-    """Allocates, reads and writes slots. Not thread-safe but for `read` and `write`.
+    """Allocates and frees slots. Not thread-safe but for `read`.
 
     Args:
         files: File operations.
         directory: Where the slab files are.
         ahead_bytes: How far a file is grown at a time; 0 for a reader, who changes nothing.
+        open_file: Opens a slab file, for reading or writing; default as `files` does.
 
     Attributes:
         allocated_bytes: Bytes of slots that may have blocks on the disk.
@@ -57,18 +62,28 @@ class Slabs:
         quarantined: Slots taken out of use since the directory was opened.
     """
 
-    def __init__(self, files: FileIO, directory: Path, *, ahead_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        files: FileIO,
+        directory: Path,
+        *,
+        ahead_bytes: int = 0,
+        open_file: Callable[[str, bool], int] | None = None,
+    ) -> None:
         self.allocated_bytes = self.free_bytes = self.quarantined = 0
         self._files, self._directory, self._ahead_bytes = files, directory, ahead_bytes
+        self._open_file = open_file or (lambda path, write: files.open(path, write=write))
         self._slabs: dict[int, _SlabFile] = {}
         self._pins: Counter[Slot] = Counter()
-        self._doomed: dict[Slot, bool] = {}  # to be freed when unpinned, and whether wiped then
+        self._doomed: set[Slot] = set()  # to be freed when unpinned
+        self._named: dict[Slot, None] = {}  # stale slots whose first page still names a frame
+        self._damaged: set[Slot] = set()  # quarantined, and still holding bytes
         self._can_punch = True
 
     def sizes(self) -> list[int]:
         """Slot sizes, in granules, of which there is a file."""
         with contextlib.suppress(FileNotFoundError):
-            found = (SLAB_NAME.fullmatch(name) for name in os.listdir(self._directory))
+            found = map(SLAB_NAME.fullmatch, self._files.names(str(self._directory)))
             return sorted(int(name[1]) for name in found if name and int(name[1]) > 0)
         return []
 
@@ -85,29 +100,36 @@ class Slabs:
 
     def reaches(self, slot: Slot, n_bytes: int) -> bool:
         """Whether the file is long enough to hold so many bytes in a slot."""
-        offset = slot.number * slot.granules * GRANULE_BYTES
-        return offset + n_bytes <= self.end_bytes(slot.granules)
+        return slot.offset + n_bytes <= self.end_bytes(slot.granules)
 
-    def occupy(self, used: Iterable[Slot]) -> None:
+    def fd(self, slot: Slot) -> int:
+        """The file of a slot.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        return self._slab(slot.granules).fd
+
+    def occupy(self, granules: NDArray[np.uint32], numbers: NDArray[np.uint64]) -> None:
         """Tells which slots hold frames; cuts off what lies behind the last one of each file.
 
         No two frames share a slot, and every slot lies within its file (`disk.recover.recover`).
         """
-        taken: dict[int, set[int]] = {granules: set() for granules in self.sizes()}
-        for granules, index in used:
-            taken.setdefault(granules, set()).add(index)
-        for granules, indices in taken.items():
-            slab, size = self._slab(granules), granules * GRANULE_BYTES
-            slab.high = max(indices, default=-1) + 1
-            slab.free = [index for index in range(slab.high) if index not in indices]
-            slab.free.reverse()
+        for each in sorted({*self.sizes(), *np.unique(granules).tolist()}):
+            taken = np.sort(numbers[granules == each]).astype(np.int64)
+            slab, size = self._slab(each), each * GRANULE_BYTES
+            slab.high = int(taken[-1]) + 1 if len(taken) else 0
+            if len(taken) < slab.high:
+                unused = np.ones(slab.high, np.bool_)
+                unused[taken] = False
+                slab.free = dict.fromkeys(np.flatnonzero(unused)[::-1].tolist())
             self._files.truncate(slab.fd, slab.high * size)
             slab.reach = slab.high
             self.allocated_bytes += slab.high * size
             self.free_bytes += len(slab.free) * size
 
-    def take(self, granules: int, budget_bytes: int) -> Slot | None:
-        """A free slot, if all slots together then stay within the budget; None otherwise.
+    def take(self, granules: int, budget_bytes: int) -> tuple[Slot, bool] | None:
+        """A free slot and whether it is stale; None if all would not stay within the budget.
 
         Raises:
             OSError: The file cannot be opened or extended.
@@ -121,41 +143,31 @@ class Slabs:
             return None
         if not fresh:
             self.free_bytes -= size
-            return Slot(granules, slab.free.pop())
+            slot = Slot(granules, slab.free.popitem()[0])
+            self._named.pop(slot, None)
+            return slot, True
         self.allocated_bytes += size
         if slab.holes:
-            return Slot(granules, slab.holes.pop())
+            return Slot(granules, slab.holes.pop()), False
         slab.high += 1
-        return Slot(granules, slab.high - 1)
+        return Slot(granules, slab.high - 1), False
 
-    def give_back(self, slot: Slot, *, wipe: bool = False) -> None:
-        """Frees a slot and blanks its first page, or all of it, once nobody reads it any more.
-
-        So a frame that was deleted stays deleted, even if the journal is lost that says so.
-
-        Raises:
-            OSError: It could not be wiped; the slot is free all the same.
-        """
+    def give_back(self, slot: Slot) -> None:
+        """Frees a slot, once nobody reads it any more."""
         if self._pins[slot] > 0:
-            self._doomed[slot] = wipe
+            self._doomed.add(slot)
             return
-        try:
-            self.write(slot, [bytes(slot.granules * GRANULE_BYTES) if wipe else _BLANK])
-        except OSError:
-            if wipe:
-                raise
-        finally:
-            self._free(slot)
-
-    def _free(self, slot: Slot) -> None:
-        self._slab(slot.granules).free.append(slot.number)
+        self._named[slot] = None
+        self._slab(slot.granules).free[slot.number] = None
         self.free_bytes += slot.granules * GRANULE_BYTES
 
     def quarantine(self, slot: Slot) -> None:
         """Takes a slot out of use until the directory is opened again; gives back its blocks."""
         self.quarantined += 1
-        if self._punch(slot):
+        if self._punch(slot, 1):
             self.allocated_bytes -= slot.granules * GRANULE_BYTES
+        else:
+            self._damaged.add(slot)
 
     def pin(self, slot: Slot) -> None:
         """Keeps a slot from being reused."""
@@ -167,37 +179,82 @@ class Slabs:
         if self._pins[slot] <= 0:
             del self._pins[slot]
             if slot in self._doomed:
-                with contextlib.suppress(OSError):
-                    self.give_back(slot, wipe=self._doomed.pop(slot))
+                self._doomed.discard(slot)
+                self.give_back(slot)
 
     def read(self, slot: Slot, target: memoryview) -> int:
         """Reads the beginning of a slot; returns the bytes that were there."""
-        offset = slot.number * slot.granules * GRANULE_BYTES
-        return read_fully(self._files, self._slab(slot.granules).fd, target, offset)
+        return read_fully(self._files, self.fd(slot), target, slot.offset)
 
-    def write(self, slot: Slot, buffers: Sequence[Buffer]) -> None:
-        """Writes a slot from its beginning, with zeros up to a whole granule.
-
-        Raises:
-            OSError: The slot's content is undefined.
-        """
-        rest = -sum(memoryview(buffer).nbytes for buffer in buffers) % GRANULE_BYTES
-        offset = slot.number * slot.granules * GRANULE_BYTES
-        fd = self._slab(slot.granules).fd
-        write_fully(self._files, fd, [*buffers, bytes(rest)] if rest else buffers, offset)
-
-    def sync(self, sizes: Iterable[int]) -> None:
+    def sync(self, sizes: Iterator[int] | list[int]) -> None:
         """Waits until the device has what was written to the files of these sizes."""
         for granules in sizes:
-            slab = self._slab(granules)
-            self._files.sync(slab.fd)
-            if not slab.named:
-                self._files.sync_directory(str(self._directory))
-                slab.named = True
+            self._files.sync(self._slab(granules).fd)
+            self.name(granules)
+
+    def name(self, granules: int) -> None:
+        """Waits until the device knows the name of a file."""
+        slab = self._slab(granules)
+        if not slab.named:
+            self._files.sync_directory(str(self._directory))
+            slab.named = True
 
     def trim(self, budget_bytes: int) -> None:
         """Gives back the blocks of free slots until all slots stay within the budget."""
         self._reclaim(self.allocated_bytes - budget_bytes, 0)
+
+    # --- what deleted frames leave behind ----------------------------------------------------
+
+    @property
+    def doomed(self) -> int:
+        """Slots of deleted frames that somebody still reads."""
+        return len(self._doomed)
+
+    def to_blank(self, most: int) -> list[Slot]:
+        """Some stale slots that still name a frame, out of use until `blanked`."""
+        slots: list[Slot] = []
+        while self._named and len(slots) < most:
+            slot = self._named.popitem()[0]
+            del self._slabs[slot.granules].free[slot.number]
+            slots.append(slot)
+        return slots
+
+    def blank(self, slot: Slot) -> None:
+        """Overwrites the first page: a deleted frame stays away, even if the journal is lost."""
+        write_fully(self._files, self.fd(slot), [zeros()[:GRANULE_BYTES]], slot.offset)
+
+    def blanked(self, slots: list[Slot]) -> None:
+        """Back into use."""
+        for slot in slots:
+            self._slabs[slot.granules].free[slot.number] = None
+
+    def wipe(self) -> None:
+        """Leaves nothing in any free or quarantined slot, as far as the device is concerned too.
+
+        Raises:
+            OSError: Something may still be there.
+        """
+        for granules, slab in self._slabs.items():
+            for first, count in _runs(sorted(slab.free)):
+                self._wipe(slab, granules, first, count)
+        for slot in list(self._damaged):
+            wipe(self._files, self.fd(slot), slot.offset, slot.n_bytes)
+            self._damaged.discard(slot)
+        for slab in self._slabs.values():  # those only cut short when they were opened, too
+            self._files.sync(slab.fd)
+
+    def _wipe(self, slab: _SlabFile, granules: int, first: int, count: int) -> None:
+        size = granules * GRANULE_BYTES
+        if self._punch(Slot(granules, first), count):
+            for number in range(first, first + count):
+                del slab.free[number]
+                slab.holes.append(number)
+            self.allocated_bytes -= count * size
+            self.free_bytes -= count * size
+        else:
+            wipe(self._files, slab.fd, first * size, count * size)
+        for number in range(first, first + count):
+            self._named.pop(Slot(granules, number), None)
 
     def close(self) -> None:
         """Closes all files."""
@@ -209,7 +266,7 @@ class Slabs:
         slab = self._slabs.get(granules)
         if slab is None:
             path = self._directory / f"slab-{granules:08d}"
-            fd = self._files.open(str(path), write=self._ahead_bytes > 0)
+            fd = self._open_file(str(path), self._ahead_bytes > 0)
             reach = self._files.size(fd) // (granules * GRANULE_BYTES)
             slab = self._slabs.setdefault(granules, _SlabFile(fd, reach))
             if slab.fd != fd:  # another thread was faster
@@ -230,20 +287,31 @@ class Slabs:
         for granules in sorted(self._slabs, key=lambda g: (g == needed, -g)):
             slab, keep = self._slabs[granules], int(granules == needed)
             while got < want_bytes and len(slab.free) > keep:
-                if not self._punch(Slot(granules, slab.free[-1])):
+                slot = Slot(granules, next(reversed(slab.free)))
+                if not self._punch(slot, 1):
                     return got
-                slab.holes.append(slab.free.pop())
+                slab.free.popitem()
+                slab.holes.append(slot.number)
+                self._named.pop(slot, None)
                 got += granules * GRANULE_BYTES
                 self.allocated_bytes -= granules * GRANULE_BYTES
                 self.free_bytes -= granules * GRANULE_BYTES
         return got
 
-    def _punch(self, slot: Slot) -> bool:
-        size = slot.granules * GRANULE_BYTES
+    def _punch(self, slot: Slot, count: int) -> bool:
         if self._can_punch:
             try:
-                self._files.punch(self._slab(slot.granules).fd, slot.number * size, size)
+                self._files.punch(self.fd(slot), slot.offset, count * slot.n_bytes)
                 return True
             except OSError as error:
                 self._can_punch = error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS)
         return False
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """First and count of neighbours."""
+    start = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield numbers[start], at - start
+            start = at

@@ -1,10 +1,9 @@
-"""The core of a disk tier: index, slots, journal and quota, without threads or deadlines.
+"""The core of a disk tier: index, slots, journal and quota; it moves no frames itself.
 
-A store is: digests, then header and body into a free slot, then a journal record, then the index.
-So what is in the index is on the disk, and `kill -9` loses nothing that was acknowledged; nothing
-waits for the device unless the store is `durable`. A load reads the slot and believes only the
-header and the digests that it finds there. Slots being read are pinned; a slot whose bytes are
-wrong is never reused while the directory stays open.
+A store is: a slot (`reserve`), header and body into it, then a journal record and the index
+(`commit`). So what is in the index is on the disk, and `kill -9` loses nothing that was
+acknowledged; nothing waits for the device unless the store is `durable`. Slots being read are
+pinned; a slot whose bytes are wrong is never reused while the directory stays open.
 
 Files are written by their owner only. Anyone else follows the journal, and a frame that moved under
 its eyes is a miss.
@@ -16,48 +15,27 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from flowkv.core.errors import ConfigError, FlowKVError, StoreError
+from flowkv.core.errors import StoreError
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.base import FrameInfo
+from flowkv.tiers.disk.contents import Contents
 from flowkv.tiers.disk.files import FileIO
 from flowkv.tiers.disk.home import Home
-from flowkv.tiers.disk.journal import CHARGE_BYTES, DELETED, STORED, Held, Journal, Record
-from flowkv.tiers.disk.recover import check_frame, open_journal, recover, replay
+from flowkv.tiers.disk.index import Index
+from flowkv.tiers.disk.journal import CHARGE_BYTES, Journal
+from flowkv.tiers.disk.quota import Quota
+from flowkv.tiers.disk.records import DELETED, STORED, Held, Record, Slot, Written
+from flowkv.tiers.disk.recover import open_journal, recover
+from flowkv.tiers.disk.refusal import Refused
 from flowkv.tiers.disk.slab import Slabs, slot_granules
-from flowkv.tiers.frame import (
-    BadFrame,
-    Header,
-    describe,
-    header_bytes,
-    most_header_bytes,
-    pack_header,
-    wanted,
-)
+from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.frame import most_header_bytes, wanted
 
-LEAST_BYTES = 256 << 10
-_FIXED_BYTES = 32 << 10  # superblock, lock, directory, unfinished journal pages, their copies
-_MOVES = 3  # times that a frame may move while a reader reads it
-
-
-class Refused(FlowKVError):
-    """A store that cannot be done now; `reason` is "full", "busy" or "read-only"."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the frame was not stored ({reason})", "Make room, or store it later")
-        self.reason = reason
-
-
-class Written(NamedTuple):
-    """A frame that lies in its slot but is not yet known to the journal."""
-
-    key: bytes
-    held: Held
+_BLANKED_AT_ONCE = 16
 
 
 class DiskStore:
-    """Frames in one directory. Thread-safe; reads and writes of frames run in parallel.
+    """Frames in one directory, as far as books can tell. Thread-safe.
 
     Args:
         directory: A directory of its own; made if it is not there.
@@ -65,11 +43,11 @@ class DiskStore:
         exclusive: Refuse a directory that another process owns, instead of only reading it.
         durable: Wait for the device before a store is acknowledged.
         files: File operations.
+        envelope: How frames are checked, for when the journal is lost.
 
     Attributes:
         owner: Whether this object may write.
         corrupt: Frames found damaged so far.
-        bad_pages: Damaged journal pages met so far.
 
     Raises:
         ConfigError: The capacity is too small.
@@ -84,24 +62,34 @@ class DiskStore:
         exclusive: bool = False,
         durable: bool = False,
         files: FileIO | None = None,
+        envelope: Envelope | None = None,
     ) -> None:
-        if capacity_bytes < LEAST_BYTES:
-            raise ConfigError(
-                f"a disk tier of {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES} bytes"
-            )
-        self.capacity_bytes, self.corrupt = capacity_bytes, 0
+        self.corrupt, self._quota = 0, Quota(capacity_bytes)
         self._files, self._durable = files or FileIO(), durable
+        self._envelope = envelope or Envelope()
         self._lock = threading.RLock()
-        self._index: dict[bytes, Held] = {}
-        self._busy: set[bytes] = set()
-        self._garbage = min(max(capacity_bytes >> 16, 64), 1 << 18)
-        reserve = (capacity_bytes >> 9) + min(capacity_bytes >> 4, 1 << 19)
-        self._fixed_bytes = _FIXED_BYTES + reserve + self._garbage * CHARGE_BYTES
+        self._unpinned = threading.Condition(self._lock)
+        self._tidying = threading.Lock()
+        self._index, self._busy = Index(), set[bytes]()
+        self._contents = Contents()
+        self._freed = False  # whether the journal has deletions that the device may not have
         self._home = Home(self._files, directory, capacity_bytes, exclusive=exclusive)
         self.owner = self._home.owner
-        ahead_bytes = min(1 << 24, capacity_bytes >> 4) if self.owner else 0
-        self._slabs = Slabs(self._files, self._home.path, ahead_bytes=ahead_bytes)
+        self._slabs = Slabs(self._files, self._home.path)
         self._journal: Journal | None = None
+
+    def open(self, open_file: Callable[[str, bool], int] | None = None) -> None:
+        """Reads what is there.
+
+        Args:
+            open_file: Opens slab files for whoever moves the frames.
+
+        Raises:
+            StoreError: It cannot be read.
+        """
+        ahead_bytes = min(1 << 24, self._quota.capacity_bytes >> 4) if self.owner else 0
+        path = self._home.path
+        self._slabs = Slabs(self._files, path, ahead_bytes=ahead_bytes, open_file=open_file)
         try:
             if self.owner:
                 self._recover()
@@ -110,7 +98,7 @@ class DiskStore:
         except OSError as error:
             self.close()
             raise StoreError(
-                f"the store in {self._home.path} cannot be opened ({error.strerror})",
+                f"the store in {path} cannot be opened ({error.strerror})",
                 "Check the disk, or choose another directory",
             ) from error
 
@@ -127,53 +115,131 @@ class DiskStore:
     def used_bytes(self) -> int:
         """Bytes that are charged: frames, and what managing them takes or may take."""
         with self._lock:
-            return self._overhead_bytes() + self._slabs.allocated_bytes - self._slabs.free_bytes
+            overhead = self._quota.overhead_bytes(self._frames())
+            return overhead + self._slabs.allocated_bytes - self._slabs.free_bytes
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Upper bound of what one more frame is charged."""
-        granules = slot_granules(most_header_bytes(body_bytes), body_bytes)
+        header = most_header_bytes(body_bytes, lossless=not self._envelope.plain)
+        granules = slot_granules(header, self._envelope.most_bytes(body_bytes) - header)
         return granules * GRANULE_BYTES + 2 * CHARGE_BYTES
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are in the index."""
         return [key in self._index for key in keys]
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._index
+
     def entries(self) -> list[tuple[bytes, Held]]:
         """The index, oldest store first."""
         with self._lock:
             return list(self._index.items())
 
-    def write(self, key: bytes, info: FrameInfo, body: memoryview) -> Written | None:
-        """Puts a frame into a slot; None if the key is there already. `commit` makes it count.
+    # --- loads ---------------------------------------------------------------------------------
+
+    def pin(self, key: bytes, layout: bytes, fidelity: int) -> Held | None:
+        """Where a frame lies, which then stays as it is until `unpin`; None if it is not there.
 
         Raises:
-            BadFrame: `info` does not fit the body.
-            Refused: There is no room, or the key is being written, or this is a reader.
-            OSError: The slot could not be written and is free again.
+            BadFrame: It is not the one wished for: "layout" or "fidelity".
+        """
+        with self._lock:
+            held = self._index.get(key)
+            if held is None:
+                return None
+            wanted(held.info, layout, fidelity)
+            self._slabs.pin(held.slot)
+            return held
+
+    def unpin(self, slots: Iterable[Slot]) -> None:
+        """Ends a `pin` of each."""
+        with self._lock:
+            for slot in slots:
+                self._slabs.unpin(slot)
+            self._unpinned.notify_all()
+
+    def fd(self, slot: Slot) -> int:
+        """The file that a slot is in.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        return self._slabs.fd(slot)
+
+    def condemn(self, key: bytes, held: Held) -> bool:
+        """Drops a frame that was not in its slot; False if a reader merely saw it move."""
+        with self._lock:
+            self.refresh()
+            now = self._index.get(key)
+            same = now is not None and now.seq == held.seq
+            if not self.owner and not same:
+                return False
+            self.corrupt += 1
+            if same:
+                self._index.pop(key)
+                if self.owner:
+                    self._slabs.quarantine(held.slot)
+                    self._note_deleted([(key, held)])
+            return True
+
+    # --- stores --------------------------------------------------------------------------------
+
+    def reserve(self, key: bytes) -> int | None:
+        """A sequence number for a frame that is about to be written; None if it is there already.
+
+        Raises:
+            Refused: The key is being written, or this is a reader.
         """
         if not self.owner:
             raise Refused("read-only")
-        if key in self._index:
-            return None
-        header = describe(key, info, body)
         with self._lock:
             if key in self._index:
                 return None
             if key in self._busy:
                 raise Refused("busy")
-            granules = slot_granules(header_bytes(header.stripes), header.body_bytes)
-            budget = self.capacity_bytes - self._overhead_bytes(1)
-            slot = self._slabs.take(granules, budget)
-            if slot is None:
-                raise Refused("full")
+            assert self._journal is not None
             self._busy.add(key)
-        written = Written(key, Held(0, slot, header.stripes, info))
-        try:
-            self._slabs.write(slot, [pack_header(header), body])
-        except BaseException:
-            self.abandon([written])
-            raise
-        return written
+            return self._journal.next_seq()
+
+    def release(self, key: bytes) -> None:
+        """Takes a `reserve` back."""
+        with self._lock:
+            self._busy.discard(key)
+
+    def place(self, header_bytes: int, n_bytes: int) -> tuple[Slot, bool]:
+        """A slot for a frame, and whether it is stale, so that all of it must be written.
+
+        Raises:
+            Refused: There is no room.
+            OSError: The slab file cannot be opened or extended.
+        """
+        with self._lock:
+            granules = slot_granules(header_bytes, n_bytes - header_bytes)
+            found = self._slabs.take(granules, self._quota.slots_bytes(self._frames()))
+            if found is None:
+                raise Refused("full")
+            return found
+
+    def to_sync(self, batch: Iterable[Written]) -> list[int]:
+        """Files that must be on the device before a batch counts; none unless durable.
+
+        Raises:
+            OSError: The device could not be told the name of a file.
+        """
+        if not self._durable:
+            return []
+        with self._lock:
+            sizes = {written.held.slot.granules: written.held.slot for written in batch}
+            for granules in sizes:
+                self._slabs.name(granules)
+            files = [self._slabs.fd(slot) for slot in sizes.values()]
+            if files and self._freed and self._journal is not None:
+                # Else a machine that stops now might know of these frames and not of those whose
+                # place they took, and drop some that were promised, to stay within its capacity.
+                files.append(self._journal.fd)
+                self._freed = False
+            return files
 
     def commit(self, batch: Sequence[Written]) -> None:
         """Makes written frames count.
@@ -182,17 +248,13 @@ class DiskStore:
             OSError: None of them counts, and their slots are free again.
         """
         try:
-            if self._durable:
-                self._slabs.sync({written.held.slot.granules for written in batch})
             with self._lock:
                 assert self._journal is not None
-                self._compact()
-                records = [
-                    Record(STORED, key, held._replace(seq=self._journal.next_seq()))
-                    for key, held in batch
-                ]
-                self._journal.append(records)
-                self._index.update((key, held) for _, key, held in records)
+                self._compact(self._quota.garbage)
+                self._journal.append([Record(STORED, *written) for written in batch])
+                for key, held in batch:
+                    self._index[key] = held
+                    self._contents.add(held)
                 self._busy.difference_update(key for key, _ in batch)
                 if self._durable:
                     self._journal.sync()
@@ -200,80 +262,74 @@ class DiskStore:
             self.abandon(batch)
             raise
 
-    def abandon(self, batch: Sequence[Written]) -> None:
+    def abandon(self, batch: Iterable[Written]) -> None:
         """Frees the slots of written frames that shall not count."""
         with self._lock:
             for key, held in batch:
-                if not self.delete([key]):
+                now = self._index.get(key)
+                if now is None or now.seq != held.seq or not self.delete([key]):
                     self._slabs.give_back(held.slot)
                 self._busy.discard(key)
 
-    def read(
-        self, key: bytes, layout: bytes, fidelity: int, memory: Callable[[int], memoryview]
-    ) -> tuple[Header, memoryview] | None:
-        """A frame, verified, in memory that `memory` gives; None if it is not there.
+    # --- deletions -----------------------------------------------------------------------------
 
-        Raises:
-            BadFrame: The frame is not the one wished for; if it was damaged, it is gone now.
-            OSError: The slot could not be read; the frame stays.
-        """
-        for _ in range(_MOVES):
-            with self._lock:
-                held = self._index.get(key)
-                if held is None:
-                    return None
-                wanted(held.info, layout, fidelity)
-                self._slabs.pin(held.slot)
-            try:
-                size = held.frame_bytes
-                if not self._slabs.reaches(held.slot, size):  # before memory is taken for it
-                    raise BadFrame("truncated", "the slab file ends before the frame")
-                data = memory(size)
-                if self._slabs.read(held.slot, data) < size:
-                    raise BadFrame("truncated", "the slot could not be read to its end")
-                return check_frame(data, key, held)
-            except BadFrame:
-                if self._condemn(key, held):
-                    raise
-            finally:
-                with self._lock:
-                    self._slabs.unpin(held.slot)
-        return None
-
-    def _condemn(self, key: bytes, held: Held) -> bool:
-        """Drops a frame that was not in its slot; False if a reader merely saw it move."""
-        with self._lock:
-            self.refresh()
-            now = self._index.get(key)
-            if not self.owner and (now is None or now.seq != held.seq):
-                return False
-            self.corrupt += 1
-            if now is held or not self.owner:
-                self._index.pop(key, None)
-            if now is held and self.owner:
-                self._slabs.quarantine(held.slot)
-                self._note_deleted([(key, held)])
-            return True
-
-    def delete(self, keys: Iterable[bytes], *, wipe: bool = False) -> int:
-        """Forgets frames; a reader forgets none. Returns how many were there.
-
-        Args:
-            keys: Which.
-            wipe: Overwrite the slots; those being read right now, once they are not.
-
-        Raises:
-            OSError: A slot could not be overwritten.
-        """
+    def delete(self, keys: Iterable[bytes]) -> int:
+        """Forgets frames; a reader forgets none. Returns how many were there."""
         if not self.owner:
             return 0
         with self._lock:
-            gone = [(key, held) for key in keys if (held := self._index.pop(key, None))]
+            gone = [(key, held) for key in keys if (held := self._index.pop(key))]
             if gone:
                 self._note_deleted(gone)
             for _, held in gone:
-                self._slabs.give_back(held.slot, wipe=wipe)
+                self._slabs.give_back(held.slot)
             return len(gone)
+
+    @property
+    def doomed(self) -> int:
+        """Slots of deleted frames that are still being read."""
+        return self._slabs.doomed
+
+    def wipe(self, wait_s: float) -> None:
+        """Leaves nothing in any slot that holds no frame, of earlier deletions and damage too.
+
+        Raises:
+            OSError: Something may still be there.
+            Refused: "busy": a slot is still being read after `wait_s`.
+        """
+        with self._tidying, self._lock:
+            if not self._unpinned.wait_for(lambda: not self._slabs.doomed, wait_s):
+                raise Refused("busy")
+            self._slabs.wipe()
+            if self._journal is not None:
+                self._journal.sync()
+
+    def aside(self) -> list[str]:
+        """Stores of other formats in the directory, which this object cannot look into."""
+        return self._home.aside()
+
+    def tidy(self) -> bool:
+        """Does a little of what can wait until nobody waits; whether there may be more.
+
+        Slots of deleted frames lose their first page, and the journal its dead records.
+        """
+        if not self.owner or not self._tidying.acquire(blocking=False):
+            return False
+        try:
+            with self._lock:
+                if self._journal is None:
+                    return False
+                with contextlib.suppress(OSError):
+                    self._compact(self._quota.garbage // 4)
+                slots = self._slabs.to_blank(_BLANKED_AT_ONCE)
+            with contextlib.suppress(OSError):  # the journal says so too
+                for slot in slots:
+                    self._slabs.blank(slot)
+            with self._lock:
+                self._slabs.blanked(slots)
+            return len(slots) == _BLANKED_AT_ONCE
+        finally:
+            self._tidying.release()
 
     def refresh(self) -> None:
         """Lets a reader see what the owner did meanwhile."""
@@ -290,12 +346,17 @@ class DiskStore:
                     return
                 path = self._home.path
                 self._journal = open_journal(self._files, path, superblock, write=False)
-            replay(self._journal.read_new(), self._index)
+            self._index.apply(self._journal.read_new())
 
     def close(self) -> None:
         """Closes all files and gives up ownership; what was committed stays."""
+        while self.tidy():
+            pass
         with self._lock:
             if self._journal is not None:
+                if self.owner:
+                    with contextlib.suppress(OSError):
+                        self._contents.note(self._home)
                 self._journal.close()
                 self._journal = None
             self._slabs.close()
@@ -303,37 +364,41 @@ class DiskStore:
             self.owner = False
             self._index.clear()
 
-    def _overhead_bytes(self, more_frames: int = 0) -> int:
-        # every frame may stand in the journal twice: a compaction writes a second one
-        frames = len(self._index) + len(self._busy) + more_frames
-        return self._fixed_bytes + 2 * CHARGE_BYTES * frames
+    def _frames(self) -> int:
+        return len(self._index) + len(self._busy)
 
     def _note_deleted(self, gone: Iterable[tuple[bytes, Held]]) -> None:
         # If this cannot be written now, it will be with the next record; until then a crash would
         # bring the frames back, unless their slots were reused, which the journal knows.
         assert self._journal is not None
+        self._freed = True
         with contextlib.suppress(OSError):
-            self._compact()
+            self._compact(self._quota.garbage)
         with contextlib.suppress(OSError):
             seq = self._journal.next_seq
             self._journal.append(
                 [Record(DELETED, key, held._replace(seq=seq())) for key, held in gone], keep=True
             )
 
-    def _compact(self) -> None:
+    def _compact(self, garbage: int) -> None:
+        # Beyond all that is charged for it there is no more time to wait for the device.
         assert self._journal is not None
-        if self._journal.count > len(self._index) + self._garbage:
-            self._journal.rewrite(self._index.items())
+        if self._journal.count > len(self._index) + garbage:
+            wait = self._durable or garbage < self._quota.garbage
+            self._journal.rewrite(self._index.lines(), durable=wait)
 
     def _recover(self) -> None:
         superblock = self._home.superblock
         assert superblock is not None
         self._journal = open_journal(self._files, self._home.path, superblock, write=True)
-        recover(self._slabs, self._journal, self._index)
-        excess, drop = self.used_bytes() - self.capacity_bytes, []
-        for key, held in self._index.items():  # opened with a smaller capacity than before
-            if excess > 0:
-                drop.append(key)
-                excess -= held.charge_bytes
-        self.delete(drop)
-        self._slabs.trim(self.capacity_bytes - self._overhead_bytes())
+        rows = recover(self._slabs, self._journal, self._index, self._envelope)
+        excess = self.used_bytes() - self._quota.capacity_bytes
+        if excess > 0:  # opened with a smaller capacity than before
+            self.delete(self._index.oldest(excess))
+        self._slabs.trim(self._quota.slots_bytes(self._frames()))
+        if self._durable:  # what a killed process left to the operating system is promised anew
+            self._slabs.sync(self._slabs.sizes())
+            self._journal.sync()
+        self._contents.start(rows)
+        with contextlib.suppress(OSError):  # of a full disk: only `inspect` misses it
+            self._contents.note(self._home)

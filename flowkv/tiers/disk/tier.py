@@ -1,29 +1,37 @@
 """Frames in a directory on a local disk: they survive the process, and other processes may read.
 
-Two threads move the bytes. A load is read and verified in the thread's own memory and copied to its
-target last, so an overdue answer never lands in memory that its owner has used again, and a target
-sees verified bytes or none. Likewise a store whose deadline passes while it is written is undone.
+Bytes move by an engine (`tiers.io`) between the slab files and an arena; one conductor makes its
+batches. A load is verified before its target sees anything, unless the target lies in the arena
+itself: then the disk writes there, and only the answer says whether it may be looked at. A store
+whose deadline passes while it is written is undone.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
-from flowkv.tiers.disk.files import FileIO, reason_of
-from flowkv.tiers.disk.store import DiskStore, Refused, Written
-from flowkv.tiers.frame import BadFrame, span
-from flowkv.tiers.worker import Item, Staging, Workers
+from flowkv.tiers.base import Completion, Entry, Load, Store
+from flowkv.tiers.disk.conductor import Conductor
+from flowkv.tiers.disk.files import FileIO
+from flowkv.tiers.disk.journal import charge_bytes
+from flowkv.tiers.disk.memory import Staging
+from flowkv.tiers.disk.refusal import Refused
+from flowkv.tiers.disk.store import DiskStore
+from flowkv.tiers.disk.wishes import Wishes
+from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.io.engine import Engine
+from flowkv.tiers.io.staging import Arena
 
-THREADS = 2
-SYNC_BATCH = 32
+STAGING_BYTES = 64 << 20
 CLOSE_S = 60.0
+ERASE_S = 5.0
 
 
 class DiskTier:
@@ -44,11 +52,12 @@ class DiskTier:
         durability: "none" leaves it to the operating system when the device is written, "sync"
             waits for that.
         queue_bytes: Stores waiting beyond this many bytes are `FAILED` with reason "busy".
-        files: File operations, for tests.
+        envelope: How frames are wrapped and checked; default digests, no compression.
+        engine: Moves the bytes, for this tier alone, which closes it; default the best there is.
+        arena: Staging memory shared with others; loads into it are not copied. Default its own.
+        threads: 1, or 0: then `poll` does the work, in the caller's thread.
+        files: File operations, for tests and simulation; the engine is then one over them.
         clock: Source of time.
-
-    Attributes:
-        dropped: Stores refused because another process owns the directory.
 
     Raises:
         ConfigError: The capacity is too small.
@@ -57,7 +66,7 @@ class DiskTier:
 
     kind = "disk"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is one decision of whoever opens a tier)
         self,
         directory: str | os.PathLike[str],
         capacity_bytes: int,
@@ -66,26 +75,42 @@ class DiskTier:
         exclusive: bool = False,
         durability: Literal["none", "sync"] = "none",
         queue_bytes: int = 1 << 28,
+        envelope: Envelope | None = None,
+        engine: Engine | None = None,
+        arena: Arena | None = None,
+        threads: Literal[0, 1] = 1,
         files: FileIO | None = None,
         clock: Clock | None = None,
     ) -> None:
         path, durable = os.fspath(directory), durability == "sync"
-        if durability not in ("none", "sync"):
-            raise ConfigError(f"durability={durability!r}", "Use 'none' or 'sync'")
-        self.name, self.capacity_bytes, self.dropped = name or f"disk:{path}", capacity_bytes, 0
+        if durability not in ("none", "sync") or threads not in (0, 1):
+            raise ConfigError(
+                f"durability={durability!r}, threads={threads}",
+                "Use durability 'none' or 'sync', and 0 or 1 threads",
+            )
+        self.name, self.capacity_bytes = name or f"disk:{path}", capacity_bytes
+        envelope = envelope or Envelope()
         self._store = DiskStore(
-            path, capacity_bytes, exclusive=exclusive, durable=durable, files=files
+            path,
+            capacity_bytes,
+            exclusive=exclusive,
+            durable=durable,
+            files=files,
+            envelope=envelope,
         )
         self.writable, self.shared = self._store.owner, not self._store.owner
         self._pid, self._open, self._closing = os.getpid(), True, threading.Lock()
-        self._workers = Workers(
-            self.name,
-            self._load,
-            self._write,
-            clock or SystemClock(),
-            threads=THREADS,
-            batch=SYNC_BATCH if durable else 1,
-            queue_bytes=queue_bytes,
+        try:
+            self._staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
+            self._engine = engine or _engine(files, self._staging.arena, str(self._store.path))
+            self._store.open(lambda path, write: self._engine.open(path, write=write))
+        except BaseException:
+            self._store.close()
+            raise
+        self._wishes = Wishes(clock or SystemClock(), queue_bytes)
+        self._threads = threads
+        self._conductor = Conductor(
+            self._store, envelope, self._engine, self._staging, self._wishes
         )
         if not self.writable:
             warnings.warn(
@@ -98,6 +123,16 @@ class DiskTier:
     def corrupt(self) -> int:
         """Frames found damaged since the directory was opened."""
         return self._store.corrupt
+
+    @property
+    def dropped(self) -> int:
+        """Stores refused because another process owns the directory."""
+        return self._conductor.dropped
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that moves the bytes."""
+        return self._engine.name
 
     def used_bytes(self) -> int:
         """Bytes charged for frames, and for managing them."""
@@ -122,7 +157,7 @@ class DiskTier:
         """
         self._require_usable()
         self._store.refresh()
-        return self._workers.submit(items, deadline_s)
+        return self._submit(items, deadline_s)
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
         """Queues writes; what does not fit into the queue is `FAILED` with reason "busy".
@@ -131,61 +166,99 @@ class DiskTier:
             StateError: The tier is closed, or was opened before a fork.
         """
         self._require_usable()
-        return self._workers.submit(items, deadline_s)
+        return self._submit(items, deadline_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[Completion]:
         """Answers that are ready; waits up to `timeout_s` for the first one."""
-        return self._workers.poll(timeout_s) if self._pid == os.getpid() else []
+        if self._pid != os.getpid():
+            return []
+        if self._threads or not self._open:
+            return self._wishes.poll(timeout_s)
+        end_s = time.monotonic() + timeout_s
+        while True:
+            self._wishes.expire()
+            while self._conductor.step(0.0):
+                pass
+            answers = self._wishes.poll(0.0)
+            left_s = end_s - time.monotonic()
+            if answers or left_s <= 0 or not self._conductor.busy:
+                return answers
+            self._conductor.step(left_s)
 
     def fileno(self) -> int:
         """An eventfd that is readable while answers wait.
 
         Only `poll` notices a passed deadline, so call it by then, whatever the descriptor says.
         """
-        return self._workers.answers.fileno()
+        return self._wishes.answers.fileno()
+
+    def cancel(self, job: int) -> None:
+        """Answers what is not in use right now."""
+        self._wishes.cancel(job)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forgets frames. Their bytes stay in the slab files until the space is used again."""
         return self._store.delete(keys) if self._usable() else 0
 
-    def cancel(self, job: int) -> None:
-        """Answers what is not under way any more."""
-        self._workers.cancel(job)
-
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Forgets frames and overwrites their slots.
+        """Forgets frames and clears every slot that holds none, those of earlier deletions too.
 
         Raises:
-            StoreError: Another process owns the directory, or a slot could not be overwritten.
+            StoreError: Another process owns the directory, a slot is still being read, or could not
+                be cleared, or the directory has a store of another format in it.
         """
         if not self._usable():
             return 0
         if not self.writable:
             raise StoreError(f"another process owns {self.name}", "Erase there")
         try:
-            return self._store.delete(keys, wipe=True)
+            count = self._store.delete(keys)
+            while not self._threads and self._store.doomed and self._conductor.step(0.0):
+                pass  # nobody else ends the loads that are under way
+            self._store.wipe(ERASE_S if self._threads else 0.0)
+        except Refused as error:
+            raise StoreError(
+                f"{self.name} forgot the frames, but some are being read right now",
+                "Poll for those loads, then erase again",
+            ) from error
         except OSError as error:
             raise StoreError(
-                f"{self.name} could not overwrite a frame ({error.strerror})",
-                "Check the disk, and delete the directory if the frames must not stay",
+                f"{self.name} could not clear the place of a frame ({error.strerror})",
+                "Check the disk and erase again, or delete the directory",
             ) from error
+        if aside := self._store.aside():
+            raise StoreError(
+                f"{self.name} erased its frames, but {aside[0]} holds a store of another format",
+                "Delete that directory",
+            )
+        return count
 
     def scan(self) -> Iterator[Entry]:
         """All frames, oldest store first."""
         if self._usable():
             self._store.refresh()
             for key, held in self._store.entries():
-                yield Entry(key, held.info, held.charge_bytes)
+                yield Entry(key, held.info, charge_bytes(held))
 
     def close(self) -> None:
         """Works off what is queued, for a minute at most, and gives up the directory."""
         if self._pid != os.getpid():
             return
         with self._closing:
-            if self._open:
-                self._open = False
-                if self._workers.close(CLOSE_S):  # else a thread is stuck with the files
-                    self._store.close()
+            if not self._open:
+                return
+            self._open = False
+            ended = self._conductor.stop(CLOSE_S)
+            self._wishes.close()
+            if self._engine.close() and ended:  # else something is stuck with files and memory
+                self._store.close()
+                self._staging.close()
+
+    def _submit(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+        job = self._wishes.submit(items, deadline_s)
+        if self._threads:
+            self._conductor.start(f"flowkv {self.name}")
+        return job
 
     def _usable(self) -> bool:
         return self._open and self._pid == os.getpid()
@@ -195,65 +268,12 @@ class DiskTier:
             why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
             raise StateError(f"tier {self.name!r} {why}", "Open the directory again, here")
 
-    def _load(self, item: Item, staging: Staging) -> None:
-        wish, workers = item.wish, self._workers
-        if not isinstance(wish, Load):
-            return  # answered meanwhile
-        try:
-            found = self._store.read(wish.key, wish.layout, wish.fidelity, staging)
-        except BadFrame as error:
-            workers.answer(item, Outcome.MISS, error.reason)
-        except OSError as error:
-            workers.answer(item, Outcome.FAILED, reason_of(error))
-        else:
-            if found is None:
-                workers.answer(item, Outcome.MISS)
-                return
-            header, body = found
-            try:
-                stripes, step = span(header, wish.first, wish.stripes), header.info.stripe_bytes
-            except BadFrame as error:
-                workers.answer(item, Outcome.MISS, error.reason)
-                return
-            part = body[stripes.start * step : stripes.stop * step]
-            if wish.target.readonly or wish.target.nbytes < len(part):
-                workers.answer(item, Outcome.FAILED, "target")
-            elif workers.claim(item):
-                wish.target.cast("B")[: len(part)] = part
-                workers.answer(item, Outcome.HIT, "", header.info, len(part))
 
-    def _write(self, items: list[Item]) -> None:
-        written: list[tuple[Item, Written]] = []
-        for item in items:
-            wish = item.wish
-            if isinstance(wish, Store):
-                try:
-                    frame = self._store.write(wish.key, wish.info, wish.body.cast("B"))
-                except (BadFrame, Refused) as error:
-                    self.dropped += error.reason == "read-only"
-                    self._workers.answer(item, Outcome.FAILED, error.reason)
-                except OSError as error:
-                    self._workers.answer(item, Outcome.FAILED, reason_of(error))
-                else:
-                    if frame is None:
-                        self._workers.answer(item, Outcome.STORED)
-                    else:
-                        written.append((item, frame))
-        self._commit(written)
+def _engine(files: FileIO | None, arena: Arena, directory: str) -> Engine:
+    if files is not None:
+        from flowkv.tiers.io.files import FilesEngine
 
-    def _commit(self, written: list[tuple[Item, Written]]) -> None:
-        self._store.abandon([frame for item, frame in written if item.done])
-        written = [pair for pair in written if not pair[0].done]
-        if not written:
-            return
-        try:
-            self._store.commit([frame for _, frame in written])
-        except OSError as error:
-            for item, _ in written:
-                self._workers.answer(item, Outcome.FAILED, reason_of(error))
-            return
-        for item, frame in written:
-            if self._workers.claim(item):
-                self._workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
-            else:
-                self._store.delete([frame.key])
+        return FilesEngine(files)
+    from flowkv.tiers.io.ladder import open_engine
+
+    return open_engine(arena=arena, directory=directory)

@@ -1,0 +1,298 @@
+"""What a disk tier was asked for: queued, claimed by its conductor, answered once and in time.
+
+An item whose deadline passes is answered `FAILED` by whoever polls, even while the conductor is
+stuck with it; what comes later is dropped, because an item must be claimed before its memory is
+touched, and a claimed one is answered, or let go of, as soon as memory can be copied.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+from flowkv.core.clock import Clock
+from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
+from flowkv.tiers.completions import Completions
+from flowkv.tiers.io.staging import Arena, Slot
+
+_FOREVER_S = 1e9
+
+
+class Item:
+    """One wish on its way; `wish` is let go of with the answer."""
+
+    __slots__ = (
+        *("claimed", "deadline_ns", "done", "index", "job", "key"),
+        *("lent", "n_bytes", "start_ns", "tries", "wish"),
+    )
+
+    def __init__(self, job: int, index: int, wish: Load | Store, times_ns: tuple[int, int]) -> None:
+        self.job, self.index, self.key = job, index, wish.key
+        self.wish: Load | Store | None = wish
+        self.n_bytes = (wish.target if isinstance(wish, Load) else wish.body).nbytes
+        self.start_ns, self.deadline_ns = times_ns
+        self.done: Completion | None = None
+        self.claimed = False  # about to be answered: too late to expire
+        self.tries = 0
+        self.lent: tuple[Arena, Slot] | None = None  # where the engine writes to the target itself
+
+
+class Answer(NamedTuple):
+    """How an item ends."""
+
+    item: Item
+    outcome: Outcome
+    reason: str = ""
+    info: FrameInfo | None = None
+    n_bytes: int = 0
+
+
+class Wishes:
+    """The queue of one tier. Thread-safe.
+
+    Args:
+        clock: Source of time.
+        queue_bytes: Stores waiting beyond this are `FAILED` with reason "busy".
+    """
+
+    def __init__(self, clock: Clock, queue_bytes: int) -> None:
+        self.answers = Completions()
+        self._clock, self._queue_bytes = clock, queue_bytes
+        self._changed = threading.Condition()
+        self._loads: deque[Item] = deque()
+        self._stores: deque[Item] = deque()
+        self._waiting_bytes = 0
+        self._followers: dict[bytes, list[Item]] = {}
+        self._deadlines: list[tuple[int, int, Item]] = []
+        self._ticket = itertools.count()
+        self._overdue: list[Item] = []
+        self._lent: Counter[Slot] = Counter()
+        self._retired: set[Slot] = set()
+        self.closing = False
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of stores that were not begun."""
+        return self._waiting_bytes
+
+    def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+        """Queues the items of a job; returns its number."""
+        job, now = self.answers.new_job(), self._clock.now_ns()
+        times = now, now + round(min(deadline_s, _FOREVER_S) * 1e9)
+        with self._changed:
+            for index, wish in enumerate(wishes):
+                item = Item(job, index, cast(Load | Store, wish), times)
+                heapq.heappush(self._deadlines, (item.deadline_ns, next(self._ticket), item))
+                if isinstance(wish, Load):
+                    self._loads.append(item)
+                else:
+                    self._queue_store(item)
+            self._changed.notify_all()
+        return job
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Answers that are ready, those of items whose deadline has passed among them."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            next_s = self.expire()
+            left_s = max(0.0, end_s - time.monotonic())
+            answers = self.answers.take(min(left_s, max(next_s, 0.001)))
+            if answers or time.monotonic() >= end_s:
+                return answers
+
+    # --- for the conductor ---------------------------------------------------------------------
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until something is queued, or it is time to end."""
+        with self._changed:
+            if not (self._loads or self._stores or self.closing):
+                self._changed.wait(timeout_s)
+
+    def wake(self) -> None:
+        """Ends a `wait`."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def waiting(self) -> tuple[int, int]:
+        """Loads and stores that were not begun."""
+        return len(self._loads), len(self._stores)
+
+    def next(self, *, stores: bool) -> Item | None:
+        """The first one that waits and is not answered."""
+        with self._changed:
+            queue = self._stores if stores else self._loads
+            while queue:
+                item = self._pop_store() if stores else queue.popleft()
+                if item.done is None:
+                    return item
+                if stores:
+                    self._follow(item)
+            return None
+
+    def put_back(self, item: Item) -> None:
+        """Makes an item the first again: it cannot be begun yet, or must be begun anew."""
+        with self._changed:
+            item.claimed = False
+            if isinstance(item.wish, Store):
+                self._waiting_bytes += item.n_bytes
+                self._stores.appendleft(item)
+            else:
+                self._loads.appendleft(item)
+
+    def claim(self, item: Item) -> bool:
+        """Whether an item still waits for its answer; if so, only the caller may give it."""
+        with self._changed:
+            item.claimed = item.done is None
+            return item.claimed
+
+    def claim_all(self, items: Iterable[Item]) -> None:
+        """Claims those that still wait for their answers (`Item.claimed`)."""
+        with self._changed:
+            for item in items:
+                item.claimed = item.done is None
+
+    def let_go(self, item: Item) -> None:
+        """Ends a claim without an answer."""
+        with self._changed:
+            item.claimed = False
+
+    def answer(self, answers: Iterable[Answer]) -> None:
+        """Answers items, unless they were; stores let their followers go first."""
+        now = self._clock.now_ns()
+        with self._changed:
+            done = []
+            for answer in answers:
+                item = answer.item
+                if item.done is None:
+                    done.append(self._complete(answer, now))
+            self.answers.put(done)
+
+    def end_store(self, item: Item) -> None:
+        """An item that `next` gave is answered and of no more concern: its followers go on."""
+        with self._changed:
+            self._follow(item)
+
+    def lend(self, item: Item, arena: Arena, slot: Slot) -> bool:
+        """The engine will write to the target itself; False if the item was answered meanwhile."""
+        with self._changed:
+            if item.done is not None:
+                return False
+            item.lent = arena, slot
+            self._lent[slot] += 1
+            return True
+
+    def take_back(self, item: Item) -> None:
+        """The engine is done with the target; where its answer came first, so is its slot."""
+        with self._changed:
+            if item.lent is None:
+                return
+            arena, slot = item.lent
+            item.lent = None
+            self._lent[slot] -= 1
+            if not self._lent[slot]:
+                del self._lent[slot]
+                if slot in self._retired:
+                    self._retired.discard(slot)
+                    arena.revive(slot)
+
+    def overdue(self) -> list[Item]:
+        """Items answered by deadline or cancellation since the last call."""
+        if not self._overdue:
+            return []
+        with self._changed:
+            items, self._overdue = self._overdue, []
+            return items
+
+    # --- ends ----------------------------------------------------------------------------------
+
+    def expire(self) -> float:
+        """Fails overdue items; returns the seconds until the next deadline."""
+        with self._changed:
+            now, queue, later = self._clock.now_ns(), self._deadlines, []
+            while queue and (queue[0][0] <= now or queue[0][2].done):
+                entry = heapq.heappop(queue)
+                if entry[2].claimed and entry[2].done is None:
+                    later.append(entry)
+                else:
+                    self._give_up(entry[2], "deadline", now)
+            for entry in later:  # answered in a moment, or let go of
+                heapq.heappush(queue, entry)
+            return (queue[0][0] - now) / 1e9 if queue else _FOREVER_S
+
+    def cancel(self, job: int) -> None:
+        """Answers what is left of a job, except where memory is in use."""
+        with self._changed:
+            now = self._clock.now_ns()
+            for _, _, item in self._deadlines:
+                if item.job == job and not item.claimed and item.lent is None:
+                    self._give_up(item, "cancelled", now)
+
+    def fail_waiting(self, reason: str) -> None:
+        """Fails everything that was not begun."""
+        with self._changed:
+            now = self._clock.now_ns()
+            for item in [*self._loads, *self._stores]:
+                self._give_up(item, reason, now)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Fails everything that is left."""
+        with self._changed:
+            now = self._clock.now_ns()
+            for _, _, item in self._deadlines:
+                self._give_up(item, "closed", now)
+            self._deadlines.clear()
+
+    def _give_up(self, item: Item, reason: str, now: int) -> None:
+        if item.done is not None:
+            return
+        if item.lent is not None and item.lent[1] not in self._retired:
+            arena, slot = item.lent  # before its owner can think that it is free
+            arena.retire(slot)
+            self._retired.add(slot)
+        self.answers.put([self._complete(Answer(item, Outcome.FAILED, reason), now)])
+        self._overdue.append(item)
+
+    def _complete(self, answer: Answer, now: int) -> Completion:
+        item, outcome, reason, info, n_bytes = answer
+        seconds = (now - item.start_ns) / 1e9
+        item.done = Completion(
+            item.job, item.index, item.key, outcome, reason, info, n_bytes, seconds
+        )
+        item.wish = None
+        return item.done
+
+    def _queue_store(self, item: Item) -> None:
+        followers = self._followers.get(item.key)
+        if followers is not None:  # the key is on its way already: wait for that
+            followers.append(item)
+        elif self._stores and self._waiting_bytes + item.n_bytes > self._queue_bytes:
+            self.answers.put(
+                [self._complete(Answer(item, Outcome.FAILED, "busy"), self._clock.now_ns())]
+            )
+        else:
+            self._followers[item.key] = []
+            self._waiting_bytes += item.n_bytes
+            self._stores.append(item)
+
+    def _pop_store(self) -> Item:
+        item = self._stores.popleft()
+        self._waiting_bytes -= item.n_bytes
+        return item
+
+    def _follow(self, item: Item) -> None:
+        # Followers are stored in their turn, which costs nothing if the frame is there: it may have
+        # been deleted again since, so the answer of the first is not theirs.
+        followers = self._followers.pop(item.key, None)
+        while followers:
+            first = followers.pop(0)
+            if first.done is None:
+                self._followers[item.key] = followers
+                self._waiting_bytes += first.n_bytes
+                self._stores.appendleft(first)
+                break

@@ -1,0 +1,290 @@
+"""Lossless compression of 16-bit pages: byte planes apart, then zstd, stripe by stripe.
+
+    stored stripe = stored bytes of the high plane u32 | of the low plane u32 | high | low
+
+A plane is the high or the low byte of every 16-bit value. High bytes hold sign and exponent, and
+compress; low bytes are nearly noise. A plane that did not shrink is stored as it is, and a stripe
+that did not shrink by a page of 4 KiB is stored whole, without this form (`tiers.frame`).
+
+Nothing that zstd says is believed: the size that it declares, and the window that it asks for, are
+compared with what the stripe must be before any memory is touched, and the planes are decompressed
+into memory that was there before. (`max_output_size` of python-zstandard is no such limit: it is
+ignored when the frame declares a size.)
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import zstandard
+from numba import njit
+from numpy.typing import NDArray
+
+from flowkv.core.clock import Clock, SystemClock
+from flowkv.core.layout import CODECS
+from flowkv.tiers.base import FrameInfo
+from flowkv.tiers.frame import BadFrame, Buffer, aligned
+
+LEVEL = 1
+LEAST_GAIN = 1.05
+MARGIN = 1.5
+"""The rate of a tier is that of whole loads. Once those decompress, they are no faster than that,
+and would never show that the tier itself is; with a margin a tier that waits for the decoder is
+left uncompressed again."""
+SAMPLES = 4
+TIMED = 4
+AGAIN = 256
+"""Of the frames of a layout that is not compressed, one in so many is tried again."""
+_LAYOUTS = 1024  # layouts remembered
+_LEAST_PLANE_GAIN = 1.02
+_LEAST_WINDOW_BYTES = 1024
+_RAW = CODECS.index("raw")
+_HEAD = struct.Struct("<II")
+
+
+class Packed(NamedTuple):
+    """A compressed body.
+
+    Attributes:
+        sizes: u32 stored bytes of each stripe.
+        data: The stored stripes, each from a multiple of 4 KiB on.
+    """
+
+    sizes: bytes
+    data: memoryview
+
+
+class Measure:
+    """What was seen of one layout.
+
+    Attributes:
+        offered: Frames seen.
+        frames: Frames compressed.
+        plain_bytes: Their bytes.
+        stored_bytes: What was left of them, with what aligns stripes.
+        low_bytes: Bytes of low planes.
+        low_stored_bytes: What was left of those.
+        decode_s: Seconds that one core took to decompress `decoded_bytes`.
+        decoded_bytes: Of stripes that were decompressed to find out.
+    """
+
+    __slots__ = (
+        "decode_s",
+        "decoded_bytes",
+        "frames",
+        "low_bytes",
+        "low_stored_bytes",
+        "offered",
+        "plain_bytes",
+        "stored_bytes",
+    )
+
+    def __init__(self) -> None:
+        self.offered = self.frames = self.plain_bytes = self.stored_bytes = self.decoded_bytes = 0
+        self.low_bytes = self.low_stored_bytes = 0
+        self.decode_s = 0.0
+
+    @property
+    def gain(self) -> float:
+        """How many times smaller frames become."""
+        return self.plain_bytes / max(1, self.stored_bytes)
+
+    @property
+    def decode_bytes_per_s(self) -> float:
+        """Plain bytes that one core restores a second."""
+        if self.decode_s > 0:
+            return self.decoded_bytes / self.decode_s
+        return math.inf if self.decoded_bytes else 0.0  # a clock that stands still, or no sample
+
+    @property
+    def low_shrinks(self) -> bool:
+        """Whether the low plane is worth a try."""
+        return self.low_bytes >= _LEAST_PLANE_GAIN * self.low_stored_bytes
+
+
+class Lossless:
+    """Decides by measurement which pages are compressed, and compresses them. Thread-safe.
+
+    Only raw pages are candidates: 8- and 4-bit codecs leave nothing to gain. The first frames of a
+    layout are tried; then its pages are compressed as long as they become at least 1.05 times
+    smaller, and as long as `cores` restore them 1.5 times as fast as the tier delivers bytes: then
+    a load takes no longer than without. Before the tier's rate is known nothing is compressed.
+
+    Args:
+        io_bytes_per_s: Tells the rate at which the tier loads plain bytes, as measured; 0 while
+            unknown.
+        cores: Threads of the tier that open frames at a time.
+        decode_bytes_per_s: Tells the rate at which one core restores; default: measured.
+        clock: Source of time.
+    """
+
+    def __init__(
+        self,
+        io_bytes_per_s: Callable[[], float],
+        *,
+        cores: int = 1,
+        decode_bytes_per_s: Callable[[], float] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._io, self._decode = io_bytes_per_s, decode_bytes_per_s
+        self._cores, self._clock = cores, clock or SystemClock()
+        self._lock = threading.Lock()
+        self._layouts: OrderedDict[bytes, Measure] = OrderedDict()
+
+    def measure(self, layout: bytes) -> Measure | None:
+        """What was seen of a layout; None if no page of it was tried."""
+        return self._layouts.get(layout)
+
+    def worth(self, layout: bytes) -> bool:
+        """Whether pages of this layout are compressed, as far as is known."""
+        seen = self._layouts.get(layout)
+        if seen is None or seen.gain < LEAST_GAIN:
+            return False
+        rate = self._decode() if self._decode is not None else seen.decode_bytes_per_s
+        return 0 < MARGIN * self._io() <= self._cores * rate
+
+    def pack(self, info: FrameInfo, body: memoryview) -> Packed | None:
+        """The body compressed, or None if it stays as it is.
+
+        Args:
+            info: Describes it.
+            body: Its stripes, of even length where they are candidates.
+        """
+        step = info.stripe_bytes
+        if info.kind != "page" or info.codec != _RAW or step % 2 or step >= 1 << 32:
+            return None
+        with self._lock:
+            seen = self._layouts.setdefault(info.layout, Measure())
+            if len(self._layouts) > _LAYOUTS:
+                self._layouts.popitem(last=False)
+            trial = seen.frames < SAMPLES or seen.offered % AGAIN == 0
+            seen.offered += 1
+        if not trial and not self.worth(info.layout):
+            return None
+        packed = _pack(body, step, seen, low=trial or seen.low_shrinks)
+        small = len(body) >= LEAST_GAIN * aligned(len(packed.data))
+        if trial and small and self._decode is None:
+            self._time(packed, step, seen)
+        return packed if small and self.worth(info.layout) else None
+
+    def _time(self, packed: Packed, step: int, seen: Measure) -> None:
+        offset = 0
+        for (size,) in struct.iter_unpack("<I", packed.sizes):
+            if size < step:
+                break
+            offset += step
+        stripe = packed.data[offset : offset + size]
+        target, least_ns = memoryview(bytearray(step)), 1 << 62
+        for _ in range(TIMED):  # the first call may have to compile, any may be interrupted
+            start_ns = self._clock.now_ns()
+            unpack_stripe(stripe, target)
+            least_ns = min(least_ns, self._clock.now_ns() - start_ns)
+        seen.decode_s += least_ns / 1e9
+        seen.decoded_bytes += step
+
+
+def unpack_stripe(stored: Buffer, target: memoryview) -> None:
+    """Decompresses a stripe into memory of exactly its length.
+
+    Raises:
+        BadFrame: "digest": these are not the bytes of such a stripe.
+    """
+    view, half = memoryview(stored), len(target) // 2
+    if len(view) < _HEAD.size or len(target) % 2:
+        raise BadFrame("digest", f"a compressed stripe of {len(view)} bytes")
+    high, low = _HEAD.unpack_from(view)
+    if not (0 < high <= half and 0 < low <= half and _HEAD.size + high + low == len(view)):
+        raise BadFrame("digest", f"planes of {high} and {low} bytes in {len(view)}")
+    scratch, middle = _scratch(2, half), _HEAD.size + high
+    planes = (
+        _inflate(view[_HEAD.size : middle], scratch[0]),
+        _inflate(view[middle:], scratch[1]),
+    )
+    _join(*planes, np.frombuffer(target, np.uint8))
+
+
+def _inflate(stored: memoryview, plane: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    if len(stored) == len(plane):
+        return np.frombuffer(stored, np.uint8)
+    try:
+        says = zstandard.get_frame_parameters(stored)
+        window = max(len(plane), _LEAST_WINDOW_BYTES)
+        if says.content_size != len(plane) or says.window_size > window:
+            raise BadFrame("digest", f"a plane of {says.content_size} bytes, not {len(plane)}")
+        reader = _thread.decompressor.stream_reader(stored)
+        n_bytes = reader.readinto(plane.data)
+    except zstandard.ZstdError as error:
+        raise BadFrame("digest", f"a plane that zstd cannot read ({error})") from None
+    if n_bytes != len(plane):
+        raise BadFrame("digest", f"a plane that ends after {n_bytes} bytes")
+    return plane
+
+
+def _pack(body: memoryview, step: int, seen: Measure, *, low: bool) -> Packed:
+    out, sizes, offset, end = memoryview(bytearray(len(body))), [], 0, 0
+    for at in range(0, len(body), step):
+        stripe = body[at : at + step]
+        parts = _pack_stripe(stripe, seen, low=low)
+        if aligned(sum(map(len, parts))) >= step:
+            parts = [stripe]
+        end = offset
+        for part in parts:
+            out[end : end + len(part)] = part
+            end += len(part)
+        sizes.append(end - offset)
+        offset = aligned(end)
+    seen.frames += 1
+    seen.plain_bytes += len(body)
+    seen.stored_bytes += min(len(body), aligned(end))
+    return Packed(struct.pack(f"<{len(sizes)}I", *sizes), out[:end])
+
+
+def _pack_stripe(stripe: memoryview, seen: Measure, *, low: bool) -> list[Buffer]:
+    half, planes = len(stripe) // 2, _scratch(2, len(stripe) // 2)
+    _split(np.frombuffer(stripe, np.uint8), planes[0], planes[1])
+    parts: list[Buffer] = []
+    for plane, tried in zip(planes, (True, low), strict=True):
+        part: Buffer = _thread.compressor.compress(plane.data) if tried else b""
+        parts.append(part if 0 < len(part) < half else bytes(plane.data))
+    if low:
+        seen.low_bytes += half
+        seen.low_stored_bytes += len(parts[1])
+    return [_HEAD.pack(*map(len, parts)), *parts]
+
+
+class _Zstd(threading.local):
+    """What zstd needs, once per thread: neither of the two may be shared."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
+        self.decompressor = zstandard.ZstdDecompressor()
+        self.planes = np.empty(0, np.uint8)
+
+
+_thread = _Zstd()
+
+
+def _scratch(planes: int, n_bytes: int) -> NDArray[np.uint8]:
+    if _thread.planes.size < planes * n_bytes:
+        _thread.planes = np.empty(planes * n_bytes, np.uint8)
+    return _thread.planes[: planes * n_bytes].reshape(planes, n_bytes)
+
+
+@njit(cache=True, nogil=True)
+def _split(stripe, high, low):  # type: ignore[no-untyped-def]
+    for i in range(len(high)):
+        low[i] = stripe[2 * i]
+        high[i] = stripe[2 * i + 1]
+
+
+@njit(cache=True, nogil=True)
+def _join(high, low, stripe):  # type: ignore[no-untyped-def]
+    for i in range(len(high)):
+        stripe[2 * i] = low[i]
+        stripe[2 * i + 1] = high[i]

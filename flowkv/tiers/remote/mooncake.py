@@ -1,0 +1,319 @@
+"""Frames in Mooncake Store: the memory of many machines, reached over TCP, RDMA or NVLink.
+
+Bytes move between the store and an arena that is registered with it once. Not believed: `get`,
+which answers b"" for a miss and for a failure alike; that a key which the master knows can be read;
+that anything is left after a restart. What is promised comes from the frame's own check.
+
+A call on a peer that hangs comes back after half a minute, and a transfer that failed may still
+write: its slot is given to nobody before the client is torn down (DESIGN D10).
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from flowkv.core.clock import Clock
+from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.sizes import parse_size
+from flowkv.tiers.base import UNBOUNDED
+from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.io.staging import Slot
+from flowkv.tiers.remote.backend import ABSENT, Listed
+from flowkv.tiers.remote.limits import Limits
+from flowkv.tiers.remote.session import Session
+from flowkv.tiers.remote.tier import RemoteTier
+
+try:
+    from mooncake.store import MooncakeDistributedStore
+except ImportError:
+    raise MissingDependencyError("a tier in Mooncake Store", "mooncake") from None
+
+DEFAULT_PORT = 50051
+DEFAULT_BUFFER_BYTES = 128 << 20
+CLIENT_BUFFER_BYTES = 1 << 20  # of the client's own, for what is not read into registered memory
+PROBE_BYTES = 4096
+LIMITS = Limits(threads=4, spares=4)
+"""Fewer calls than usual: one that hangs keeps a core busy, in the client's own loop."""
+
+# Error codes of the store (`mooncake-store/include/types.h`).
+NO_AVAILABLE_HANDLE, INVALID_PARAMS, REPLICA_IS_NOT_READY = -200, -600, -703
+OBJECT_NOT_FOUND, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED = -704, -705, -707
+TRANSFER_FAIL, RPC_FAIL, RPC_TIMEOUT, TENANT_QUOTA_EXCEEDED = -800, -900, -901, -1700
+
+_FULL = {NO_AVAILABLE_HANDLE, TENANT_QUOTA_EXCEEDED}
+# Codes that say that nothing moves any more: no transfer began, or it has ended.
+_ENDED = {
+    *(*_FULL, INVALID_PARAMS, REPLICA_IS_NOT_READY),
+    *(OBJECT_NOT_FOUND, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED, RPC_FAIL, RPC_TIMEOUT),
+}
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_OPTIONS = {"prefix", "protocol", "device", "metadata", "local", "tenant", "buffer"}
+
+
+class Mooncake:
+    """A `Backend` on a Mooncake Store.
+
+    Args:
+        uri: `mooncake://master:port`, with `?` and: `prefix=` of the keys, `protocol=` (tcp, rdma),
+            `device=` of the network, `metadata=` (P2PHANDSHAKE), `local=` our own address,
+            `tenant=`, `buffer=` size of the registered memory.
+
+    Raises:
+        ConfigError: The URI cannot be used.
+    """
+
+    asks = 4096
+
+    def __init__(self, uri: str) -> None:
+        parts = urlsplit(uri)
+        options = dict(parse_qsl(parts.query))
+        try:
+            self._master = parts.hostname or "", parts.port or DEFAULT_PORT
+        except ValueError as error:
+            raise ConfigError(f"{uri!r}: {error}", "Write mooncake://host:50051") from error
+        if parts.scheme != "mooncake" or not self._master[0]:
+            raise ConfigError(f"{uri!r} names no master", "Write mooncake://host:50051")
+        if unknown := sorted(options.keys() - _OPTIONS):
+            raise ConfigError(f"option {unknown[0]!r}", f"Use {', '.join(sorted(_OPTIONS))}")
+        prefix = options.get("prefix", "flowkv")
+        if not _PREFIX.fullmatch(prefix):
+            raise ConfigError(f"prefix {prefix!r}", "Use up to 64 letters, digits, '_', '.' or '-'")
+        self.name = "mooncake://{}:{}".format(*self._master)
+        self._prefix, self._options = prefix, options
+        buffer = options.get("buffer", "")
+        self._buffer_bytes = parse_size(buffer) if buffer else DEFAULT_BUFFER_BYTES
+        self._changed = threading.Condition()
+        self._session: Session | None = None
+        self._opening = self._closed = False
+        self._problem = ""
+
+    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> int:
+        """Reads part of an object into registered memory, and copies it from there.
+
+        Raises:
+            OSError: As every backend.
+        """
+        with self._use(timeout_s) as session:
+            slot, ended = session.take(into.nbytes, timeout_s), False
+            begun_s = time.monotonic()
+            try:
+                count = _read(session.client, self._key(name), slot, offset)
+                in_time = time.monotonic() - begun_s <= timeout_s
+                ended = count >= 0 or (count in _ENDED and in_time)
+                if count > 0:
+                    into[:count] = slot.view[:count]
+            finally:
+                session.settle(slot, ended)
+        if count >= 0:
+            return count
+        if count == OBJECT_NOT_FOUND and in_time:
+            return ABSENT
+        raise _failed(count)
+
+    def put(self, name: str, data: memoryview, timeout_s: float) -> None:
+        """Copies a frame into registered memory, and has it stored from there.
+
+        Raises:
+            OSError: As every backend; ENOSPC where no segment has room.
+        """
+        with self._use(timeout_s) as session:
+            slot, ended = session.take(data.nbytes, timeout_s), False
+            begun_s = time.monotonic()
+            try:
+                slot.view[:] = data
+                code = session.client.upsert_from(self._key(name), slot.address, data.nbytes)
+                in_time = time.monotonic() - begun_s <= timeout_s
+                ended = code == 0 or (code in _ENDED and in_time)
+            finally:
+                session.settle(slot, ended)
+        if code:
+            raise _failed(code)
+
+    def delete(self, names: Sequence[str], timeout_s: float) -> None:
+        """Removes objects, leased ones too.
+
+        Raises:
+            OSError: As every backend.
+        """
+        keys = [self._key(name) for name in names]
+        with self._use(timeout_s) as session:
+            codes = session.client.batch_remove(keys, True)
+        if failed := [code for code in codes if code not in (0, OBJECT_NOT_FOUND)]:
+            raise _failed(failed[0])
+
+    def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
+        """What the master believes; a read may still miss.
+
+        Raises:
+            OSError: As every backend.
+        """
+        keys = [self._key(name) for name in names]
+        with self._use(timeout_s) as session:
+            codes = session.client.batch_is_exist(keys)
+        if failed := [code for code in codes if code < 0]:
+            raise _failed(failed[0])
+        return [code == 1 for code in codes]
+
+    def list(self, timeout_s: float) -> Iterator[Listed]:
+        """Nothing: the store has no listing. Frames of others are found by asking for them.
+
+        Raises:
+            OSError: The store does not answer.
+        """
+        with self._use(timeout_s):
+            yield from ()
+
+    def close(self) -> None:
+        """Tears the client down."""
+        with self._changed:
+            session, self._session, self._closed = self._session, None, True
+        if session is not None:
+            session.close()
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    # ---- the client: setting one up may take minutes, and may hang, so a thread of its own does it
+
+    @contextmanager
+    def _use(self, timeout_s: float) -> Iterator[Session]:
+        """A session that is not torn down meanwhile."""
+        with self._changed:
+            if self._session is None:
+                self._begin()
+                self._changed.wait_for(lambda: not self._opening, timeout_s)
+            session = self._session
+            if session is None:
+                if self._opening:
+                    raise TimeoutError("the store did not let us in in time")
+                raise ConnectionError(f"the store could not be opened ({self._problem})")
+            session.users += 1
+        try:
+            yield session
+        finally:
+            with self._changed:
+                session.users -= 1
+                if session.arena.clogged and self._session is session:
+                    self._session = None  # the next call opens another one
+                last = session is not self._session and not session.users
+            if last:
+                session.close()
+
+    def _begin(self) -> None:
+        if not self._opening:
+            self._opening, self._problem = True, ""
+            name = f"flowkv {self.name}"
+            threading.Thread(target=self._connect, name=name, daemon=True).start()
+
+    def _connect(self) -> None:
+        session, problem = None, ""
+        try:
+            session = self._set_up()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        with self._changed:
+            late = session if self._closed else None
+            self._session, self._problem = None if self._closed else session, problem
+            self._opening = False
+            self._changed.notify_all()
+        if late is not None:
+            late.close()
+
+    def _set_up(self) -> Session:
+        probe = socket.create_connection(self._master, 5.0)  # refused at once, unlike by the client
+        local = self._options.get("local") or str(probe.getsockname()[0])
+        probe.close()
+        client, options = MooncakeDistributedStore(), self._options
+        code = client.setup(
+            local,
+            options.get("metadata", "P2PHANDSHAKE"),
+            0,  # we lend the store no memory
+            CLIENT_BUFFER_BYTES,
+            options.get("protocol", "tcp"),
+            options.get("device", ""),
+            "{}:{}".format(*self._master),
+            **({"tenant_id": options["tenant"]} if "tenant" in options else {}),
+        )
+        if code:
+            raise ConnectionError(f"the store cannot be set up (code {code})")
+        return Session(client, self._buffer_bytes)
+
+
+def _read(client: Any, key: str, slot: Slot, offset: int) -> int:
+    """Bytes read into a slot, to its end or the object's; a negative code if it failed."""
+    most = slot.n_bytes
+    if offset == 0 and most > PROBE_BYTES:
+        count = int(client.get_into(key, slot.address, most))
+        if count != INVALID_PARAMS:  # that: the object is longer than the slot
+            return count
+    count = _range(client, key, slot, offset, most)
+    if count != INVALID_PARAMS:  # that: it ends before
+        return count
+    size = int(client.get_size(key))
+    if size < 0:
+        return size
+    return _range(client, key, slot, offset, size - offset) if size > offset else 0
+
+
+def _range(client: Any, key: str, slot: Slot, offset: int, n_bytes: int) -> int:
+    counts = client.get_into_ranges([slot.address], [[key]], [[[0]]], [[[offset]]], [[[n_bytes]]])
+    return int(counts[0][0][0])
+
+
+def _failed(code: int) -> OSError:
+    """What a tier understands."""
+    if code in _FULL:
+        return OSError(errno.ENOSPC, "no segment of the store has room")
+    if code == RPC_TIMEOUT:
+        return TimeoutError("the master of the store did not answer in time")
+    if code == INVALID_PARAMS:
+        return PermissionError(errno.EINVAL, "the store refuses the object")
+    return ConnectionError(f"the store failed with code {code}")
+
+
+class MooncakeTier(RemoteTier):
+    """Frames in Mooncake Store.
+
+    The store evicts what was not read for long, loses what lay on a machine that left, and forgets
+    everything when its master restarts: all of that is a miss. It has no listing: after opening,
+    frames of others are known once `contains` has asked for them.
+
+    Args:
+        uri: As `Mooncake`.
+        capacity_bytes: Most bytes of frames that this process knows of there.
+        name: Shown in statistics; default the address.
+        envelope: How frames are wrapped and checked.
+        clock: Source of time.
+        limits: How much it may do, and how long it may take; default `LIMITS`.
+
+    Raises:
+        ConfigError: The URI or the capacity cannot be used.
+        MissingDependencyError: The client of Mooncake is not installed.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        capacity_bytes: int = UNBOUNDED,
+        *,
+        name: str = "",
+        envelope: Envelope | None = None,
+        clock: Clock | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(
+            Mooncake(uri),
+            capacity_bytes,
+            name=name,
+            envelope=envelope,
+            clock=clock,
+            limits=limits or LIMITS,
+        )

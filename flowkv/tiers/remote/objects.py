@@ -1,0 +1,295 @@
+"""Object stores (S3, GCS, Azure, or a directory) through obstore: `ObjectBackend`.
+
+A frame is one object, `PREFIX/frames/<64 hex digits>`; catalogs (`catalog`) are
+`PREFIX/index/<time and a random number>`. Nothing else becomes a name. Layers are read by ranges,
+and large frames by several ranges at a time, as one connection to an object store is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.layout import GRANULE_BYTES
+from flowkv.tiers.remote.backend import ABSENT, Listed
+
+FRAMES, INDEX = "frames", "index"
+CONNECT_S = 2.0
+RUNGS_S = (2.0, 10.0, 60.0, 300.0)
+"""Timeouts of the clients: each call takes the first that is long enough for its own."""
+
+PART_BYTES, SPLIT_BYTES = 8 << 20, 16 << 20
+"""Reads from `SPLIT_BYTES` on are split into ranges of `PART_BYTES`."""
+
+MOST_HEADS = 64
+STREAM_BYTES = 256 << 10
+LIST_PAGE = 1000
+_NAME = re.compile(r"[0-9a-f]{64}")
+_CLIENT = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
+_NO_RANGES = re.compile("NotPartial")  # the server answers a range with 200 instead of 206
+_BEYOND = re.compile("StartTooLarge|status code: 416")
+_STATUS = re.compile(r"status code: (\d{3})")
+_REFUSED = ("401", "403", "404")
+
+
+Parts: TypeAlias = list[memoryview]
+
+
+class ObjectBackend:
+    """A `Backend` on an object store; credentials come from the environment, as obstore finds them.
+
+    Args:
+        uri: "s3://bucket/prefix", "gs://bucket/prefix", "az://container/prefix",
+            "file:///directory" or "memory:///".
+        options: Settings of obstore's store, such as `endpoint`; they go before the environment.
+
+    Raises:
+        ConfigError: obstore does not understand the address or its settings.
+        MissingDependencyError: obstore is not installed.
+    """
+
+    asks = 0
+
+    def __init__(self, uri: str, options: dict[str, Any] | None = None) -> None:
+        try:
+            import obstore
+            import obstore.store
+        except ImportError:
+            raise MissingDependencyError("a tier in an object store", "object") from None
+        self._obs, self._uri, self._options = obstore, uri, dict(options or {})
+        self.name = re.sub(r"//[^/@]*@", "//", uri.partition("?")[0]).rstrip("/")
+        self._errors: tuple[type[Exception], ...] = (obstore.exceptions.BaseError,)
+        self._any_error = FileNotFoundError, *self._errors
+        self._rungs: dict[float, Any] = {}
+        self._lock, self._ranges = threading.Lock(), True
+        self._local = uri.startswith(("file:", "memory:"))
+        self._store(RUNGS_S[0])
+
+    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> int:
+        """Reads a range, in several requests if it is long."""
+        parts = self._read(f"{FRAMES}/{name}", offset, len(into), timeout_s)
+        return ABSENT if parts is None else _fill(into, parts)
+
+    @property
+    def lends(self) -> int:
+        """Reads shorter than this are lent: a single answer, in obstore's own memory."""
+        return SPLIT_BYTES
+
+    def lend(self, name: str, offset: int, n_bytes: int, timeout_s: float) -> memoryview | None:
+        """Reads without a copy."""
+        parts = self._read(f"{FRAMES}/{name}", offset, n_bytes, timeout_s)
+        if parts is None or len(parts) == 1:
+            return parts[0][:n_bytes] if parts else None
+        return memoryview(b"".join(parts))
+
+    def put(self, name: str, data: memoryview, timeout_s: float) -> None:
+        """Writes an object in one request."""
+        self._write(f"{FRAMES}/{name}", data, timeout_s)
+
+    def delete(self, names: Sequence[str], timeout_s: float) -> None:
+        """Removes objects, in one request for many where the store can."""
+        self._remove([f"{FRAMES}/{name}" for name in names], timeout_s)
+
+    def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
+        """One request per name, or a listing where there are many."""
+        if len(names) > MOST_HEADS:
+            there = {found.name for found in self.list(timeout_s)}
+            return [name in there for name in names]
+        store = self._store(timeout_s)
+        found = []
+        for name in names:
+            try:
+                self._obs.head(store, f"{FRAMES}/{name}")
+            except FileNotFoundError:
+                found.append(False)
+            except self._errors as error:
+                raise self._translated(error) from error
+            else:
+                found.append(True)
+        return found
+
+    def list(self, timeout_s: float) -> Iterator[Listed]:
+        """All frames, a thousand per request."""
+        for name, n_bytes, stored_ns in self._names(FRAMES, timeout_s):
+            if _NAME.fullmatch(name):
+                yield Listed(name, n_bytes, stored_ns)
+
+    def close(self) -> None:
+        """Lets go of the clients; their connections end with them."""
+        self._rungs.clear()
+
+    # ---- catalogs
+
+    def list_catalogs(self, timeout_s: float) -> Sequence[Listed]:
+        """Names and lengths of the catalogs."""
+        return [Listed(*found) for found in self._names(INDEX, timeout_s)]
+
+    def get_catalog(self, name: str, n_bytes: int, timeout_s: float) -> bytes:
+        """A catalog; empty if it is gone."""
+        return b"".join(self._read(f"{INDEX}/{name}", 0, n_bytes, timeout_s) or [])
+
+    def put_catalog(self, name: str, data: bytes, timeout_s: float) -> None:
+        """Writes one."""
+        self._write(f"{INDEX}/{name}", memoryview(data), timeout_s)
+
+    def delete_catalogs(self, names: Sequence[str], timeout_s: float) -> None:
+        """Removes some."""
+        self._remove([f"{INDEX}/{name}" for name in names], timeout_s)
+
+    # ---- requests
+
+    def _read(self, path: str, offset: int, size: int, timeout_s: float) -> Parts | None:
+        store = self._store(timeout_s)
+        try:
+            if offset == 0 and GRANULE_BYTES < size < SPLIT_BYTES:  # probably all of it
+                return self._read_through(store, path, 0, size)
+            if self._ranges:
+                try:
+                    return self._read_ranges(store, path, offset, size)
+                except self._errors as error:
+                    if _NO_RANGES.search(str(error)):
+                        self._ranges = False
+                    elif size < SPLIT_BYTES or not _BEYOND.search(str(error)):
+                        raise  # else the object is shorter than was expected
+            return self._read_through(store, path, offset, size)
+        except FileNotFoundError:
+            return None
+        except self._errors as error:
+            if _BEYOND.search(str(error)):
+                return []
+            raise self._translated(error) from error
+
+    def _read_through(self, store: Any, path: str, offset: int, size: int) -> Parts:
+        """Reads from the object's beginning on, until there is enough."""
+        found = self._obs.get(store, path)
+        if offset == 0 and found.meta["size"] <= size:  # known before a byte of it is read
+            return [memoryview(found.bytes())]
+        parts, at = [], 0
+        for chunk in found.stream(STREAM_BYTES):
+            parts.append(memoryview(chunk)[max(0, offset - at) : max(0, offset + size - at)])
+            at += len(chunk)
+            if at >= offset + size:
+                break
+        return parts
+
+    def _read_ranges(self, store: Any, path: str, offset: int, size: int) -> Parts:
+        end = offset + size
+        if size < SPLIT_BYTES:
+            return [memoryview(self._obs.get_range(store, path, start=offset, end=end))]
+
+        async def fetch() -> list[Any]:  # get_ranges would join them again
+            spans = ((at, min(at + PART_BYTES, end)) for at in range(offset, end, PART_BYTES))
+            wanted = (
+                self._obs.get_range_async(store, path, start=start, end=stop)
+                for start, stop in spans
+            )
+            return await asyncio.gather(*wanted)
+
+        return [memoryview(part) for part in asyncio.run(fetch())]
+
+    def _write(self, path: str, data: memoryview, timeout_s: float) -> None:
+        try:
+            # A store in memory keeps what it is given, and `data` will be used again.
+            whole = bytes(data) if self._uri.startswith("memory:") else data
+            self._obs.put(self._store(timeout_s), path, whole, use_multipart=False)
+        except self._any_error as error:
+            raise self._translated(error) from error
+
+    def _remove(self, paths: Sequence[str], timeout_s: float) -> None:
+        store = self._store(timeout_s)
+        try:
+            self._obs.delete(store, [*paths])
+        except FileNotFoundError:  # some stores stop at the first name that is not there
+            for path in paths:
+                try:
+                    self._obs.delete(store, path)
+                except FileNotFoundError:
+                    continue
+                except self._errors as error:
+                    raise self._translated(error) from error
+        except self._errors as error:
+            raise self._translated(error) from error
+
+    def _names(self, folder: str, timeout_s: float) -> Iterator[tuple[str, int, int]]:
+        try:
+            for page in self._obs.list(self._store(timeout_s), folder, chunk_size=LIST_PAGE):
+                for meta in page:
+                    name = meta["path"].rpartition("/")[2]
+                    yield name, meta["size"], round(meta["last_modified"].timestamp() * 1e9)
+        except self._any_error as error:
+            raise self._translated(error) from error
+
+    def _store(self, timeout_s: float) -> Any:
+        rung_s = next((rung for rung in RUNGS_S if rung >= timeout_s), RUNGS_S[-1])
+        with self._lock:
+            if self._local:
+                rung_s = RUNGS_S[0]  # no clients, and memory must be one
+            if rung_s not in self._rungs:
+                self._rungs[rung_s] = self._open(rung_s)
+            return self._rungs[rung_s]
+
+    def _open(self, timeout_s: float) -> Any:
+        options: dict[str, Any] = dict(self._options)
+        if self._uri.startswith("file:"):
+            options.setdefault("mkdir", True)
+        elif not self._local:
+            client = {"timeout": _span(timeout_s), "connect_timeout": _span(CONNECT_S)}
+            client |= _client_environment(self._uri)
+            options["client_options"] = client | options.get("client_options", {})
+            options["retry_config"] = {"max_retries": 0, "retry_timeout": _span(timeout_s)}
+        try:
+            return self._obs.store.from_url(self._uri, **options)
+        except (ValueError, TypeError, self._obs.exceptions.BaseError) as error:
+            raise ConfigError(
+                f"{self.name} cannot be opened ({_first_line(error)})",
+                "Write s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; "
+                "credentials are read from the environment (AWS_..., GOOGLE_..., AZURE_...)",
+            ) from error
+
+    def _translated(self, error: Exception) -> OSError:
+        kinds, text = self._obs.exceptions, _first_line(error)
+        if isinstance(error, FileNotFoundError):
+            return PermissionError(errno.EACCES, f"there is no such bucket or container: {text}")
+        status = _STATUS.search(text)
+        if isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError) or (
+            status is not None and status[1] in _REFUSED
+        ):
+            return PermissionError(errno.EACCES, text)
+        if re.search(r"timed ?out", str(error), re.I):
+            return TimeoutError(text)
+        return ConnectionError(errno.EIO, text)
+
+
+def _client_environment(uri: str) -> dict[str, Any]:
+    """Settings of HTTP clients that obstore reads from the environment unless it is given some."""
+    vendor = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}.get(uri.partition(":")[0], "")
+    found = {name: os.environ.get(f"{vendor}_{name.upper()}") for name in _CLIENT}
+    return {
+        name: value.lower() == "true" if name.startswith("allow_") else value
+        for name, value in found.items()
+        if value is not None
+    }
+
+
+def _fill(into: memoryview, parts: Parts) -> int:
+    at = 0
+    for part in parts:
+        data = part[: len(into) - at]
+        into[at : at + len(data)] = data
+        at += len(data)
+    return at
+
+
+def _span(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]

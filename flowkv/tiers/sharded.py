@@ -1,0 +1,291 @@
+"""One rank's view of a tier that ranks of any shard layout may have written (see `tiers.heads`)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from flowkv.core.geometry import Geometry
+from flowkv.core.keys import Shard
+from flowkv.tiers.base import Completion, Entry, FrameInfo, Load, Outcome, Store, Tier
+from flowkv.tiers.heads import Division, Form, Heads, stored_key
+
+
+class _Way(NamedTuple):
+    """A way to read one page: its form, and heads that cover this rank's."""
+
+    form: Form
+    cover: list[Heads]
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is this rank's own frame, straight to the target."""
+        return self.cover == [self.form.mine]
+
+
+class _Wish:
+    """One item of the caller's, on its way."""
+
+    def __init__(self, job: int, index: int, item: Load | Store, end_s: float) -> None:
+        self.job, self.index, self.item, self.end_s = job, index, item, end_s
+        self.start_s, self.reason = time.monotonic(), ""
+        self.ways: list[_Way] = []  # not tried yet
+        self.way: _Way | None = None  # None: one frame, as it is
+        self.parts: list[tuple[Heads, memoryview]] = []
+        self.answers: list[Completion | None] = [None]
+
+
+class ShardedTier:
+    """A tier whose pages hold the heads of one rank, whoever wrote the heads below, and how.
+
+    A page that this rank stored is read straight into its target. One that lies below in other
+    pieces (fewer ranks, more ranks, one) is cut out of them or put together, from stripes that the
+    inner tier verified. What a rank stores says which heads it holds, so that others can do so too.
+
+    Args:
+        inner: Where the frames lie.
+        geometry: Of the *whole* model; pages that are stored and loaded have the layout of
+            `geometry.local(shard.rank, shard.world)`.
+        shard: Which rank of how many this is.
+
+    Raises:
+        ConfigError: The shard names other heads than the rank holds.
+        GeometryError: There is no such rank, or heads cannot be divided evenly.
+    """
+
+    def __init__(self, inner: Tier, geometry: Geometry, shard: Shard) -> None:
+        self.inner, self.division = inner, Division(geometry, shard)
+        self.name, self.kind, self.shared = inner.name, inner.kind, inner.shared
+        self.capacity_bytes, self.writable = inner.capacity_bytes, inner.writable
+        if hasattr(inner, "fileno"):  # readable while answers wait
+            self.fileno = inner.fileno
+        self._lock, self._jobs = threading.Lock(), 0
+        self._waiting: dict[int, list[tuple[_Wish, int] | None]] = {}
+        self._ready: list[Completion] = []
+
+    # ---- what is there
+
+    def used_bytes(self) -> int:
+        """Bytes of everybody's frames."""
+        return self.inner.used_bytes()
+
+    def frame_bytes(self, body_bytes: int) -> int:
+        """What the inner tier says."""
+        return self.inner.frame_bytes(body_bytes)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which pages are there with all heads of this rank, however they are divided."""
+        asked = [self.division.names(key) for key in keys]
+        return [any(known) for known in self._known(asked)]
+
+    def _known(self, asked: Sequence[Sequence[Sequence[bytes]]]) -> list[list[bool]]:
+        """For each page, which sets of frames are believed to be there completely."""
+        names = [name for sets in asked for frames in sets for name in frames]
+        there = dict(zip(names, self.inner.contains(names) if names else (), strict=True))
+        return [[all(there[name] for name in frames) for frames in sets] for sets in asked]
+
+    def scan(self) -> Iterator[Entry]:
+        """Pages with all heads of this rank, and whatever else is there; about oldest first.
+
+        What this rank can make no page of is listed frame by frame, under names by which it can be
+        deleted and erased, so that a tenant can be forgotten from any rank.
+        """
+        own, pieces = self.division.own, dict[tuple[bytes, int], dict[Heads, Entry]]()
+        for entry in self.inner.scan():
+            heads = self.division.heads_of(entry.info)
+            name = stored_key(entry.key, heads), entry.info.codec
+            pieces.setdefault(name, {})[heads] = entry
+        listed: set[bytes] = set()
+        for (key, _), found in pieces.items():
+            mine = self._listed(key, found)
+            rest = [e._replace(key=stored_key(e.key, own)) for e in found.values()]
+            for entry in [mine] if mine else rest:
+                if entry.key not in listed:
+                    listed.add(entry.key)
+                    yield entry
+
+    def _listed(self, key: bytes, pieces: dict[Heads, Entry]) -> Entry | None:
+        division = self.division
+        if division.own in pieces:
+            return pieces[division.own]._replace(key=key)
+        info = next(iter(pieces.values())).info
+        form = division.form_of(info)
+        for cover in division.covers(form.mine) if form else ():
+            if form is not None and all(heads in pieces for heads in cover):
+                used = [pieces[heads] for heads in cover]
+                given = division.joined(form, [entry.info for entry in used])
+                return Entry(key, given, sum(entry.n_bytes for entry in used))
+        return None
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forgets pages, with all frames that hold heads of this rank."""
+        names = [[n for frames in self.division.names(key) for n in frames] for key in keys]
+        return self._forget(keys, names, self.inner.delete)
+
+    def erase(self, keys: Sequence[bytes]) -> int:
+        """Erases pages, with the heads of all ranks.
+
+        Raises:
+            StoreError: Some may still be there.
+        """
+        names = [self.division.every_name(key) for key in keys]
+        return self._forget(keys, names, self.inner.erase)
+
+    def _forget(
+        self,
+        keys: Sequence[bytes],
+        names: Sequence[Sequence[bytes]],
+        forget: Callable[[Sequence[bytes]], int],
+    ) -> int:
+        there = self.contains(keys)
+        forget(list(dict.fromkeys(name for several in names for name in several)))
+        return sum(there) - sum(self.contains(keys))
+
+    def close(self) -> None:
+        """Closes the inner tier."""
+        self.inner.close()
+
+    # ---- loads
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        """Reads this rank's own frames, or those of other layouts that cover them."""
+        with self._lock:
+            wishes = self._wishes(items, deadline_s)
+            self._find_ways(wishes)
+            self._load(wishes)
+            return self._jobs
+
+    def _wishes(self, items: Sequence[Load | Store], deadline_s: float) -> list[_Wish]:
+        self._jobs += 1
+        end_s = time.monotonic() + deadline_s
+        return [_Wish(self._jobs, n, item, end_s) for n, item in enumerate(items)]
+
+    def _find_ways(self, wishes: Sequence[_Wish]) -> None:
+        """What may be read for each wish: what is believed to be there, else the rank's own."""
+        for wish in wishes:
+            wish.ways = [
+                _Way(form, cover)
+                for form in self.division.forms(_load_of(wish).layout)
+                for cover in self.division.covers(form.mine)
+            ]
+        asked = [
+            [[stored_key(wish.item.key, heads) for heads in way.cover] for way in wish.ways]
+            for wish in wishes
+        ]
+        for wish, known in zip(wishes, self._known(asked), strict=True):
+            believed = [way for way, is_there in zip(wish.ways, known, strict=True) if is_there]
+            wish.ways = believed or [way for way in wish.ways if way.direct]
+
+    def _load(self, wishes: Sequence[_Wish]) -> None:
+        """Starts the next way of each wish."""
+        loads: list[Load] = []
+        places: list[tuple[_Wish, int] | None] = []
+        for wish in wishes:
+            load, wish.parts = _load_of(wish), []
+            wish.way = wish.ways.pop(0) if wish.ways else None
+            if wish.way is None:
+                fresh = [load._replace(key=stored_key(load.key, self.division.own))]
+            elif wish.way.direct:
+                fresh = [load._replace(key=stored_key(load.key, wish.way.form.mine))]
+            else:
+                fresh = [self._part(wish, wish.way, heads) for heads in wish.way.cover]
+            wish.answers = [None] * len(fresh)
+            places += [(wish, number) for number in range(len(fresh))]
+            loads += fresh
+        if loads:
+            left_s = max(0.0, min(wish.end_s for wish in wishes) - time.monotonic())
+            self._waiting[self.inner.submit_load(loads, deadline_s=left_s)] = places
+
+    def _part(self, wish: _Wish, way: _Way, heads: Heads) -> Load:
+        """The wish for some heads, into memory of their own."""
+        load, layout = _load_of(wish), self.division.part_layout(way.form, heads)
+        stripes = load.stripes or max(0, layout.layers - load.first)
+        memory = memoryview(bytearray(stripes * layout.stripe_stride_bytes))
+        wish.parts.append((heads, memory))
+        key = stored_key(load.key, heads)
+        return load._replace(key=key, target=memory, layout=layout.fingerprint())
+
+    # ---- stores
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        """Writes this rank's heads of pages, and what has no heads."""
+        stores = []
+        for item in items:
+            heads, info = self.division.mark(item.info)
+            stores.append(item._replace(key=stored_key(item.key, heads), info=info))
+        with self._lock:
+            wishes = self._wishes(items, deadline_s)
+            if stores:
+                inner = self.inner.submit_store(stores, deadline_s=deadline_s)
+                self._waiting[inner] = [(wish, 0) for wish in wishes]
+            return self._jobs
+
+    # ---- answers
+
+    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+        """Answers that are ready; waits up to `timeout_s` for the first one."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            fresh = self.inner.poll(max(0.0, end_s - time.monotonic()))
+            with self._lock:
+                for answer in fresh:
+                    self._take(answer)
+                answers, self._ready = self._ready, []
+            if answers or time.monotonic() >= end_s:
+                return answers
+
+    def cancel(self, job: int) -> None:
+        """Cancels what the inner tier still has of a job."""
+        with self._lock:
+            for inner, places in self._waiting.items():
+                if any(place and place[0].job == job for place in places):
+                    self.inner.cancel(inner)
+
+    def _take(self, answer: Completion) -> None:
+        places = self._waiting[answer.job]
+        place = places[answer.item]
+        assert place is not None, "answered twice"
+        places[answer.item] = None
+        if not any(places):
+            del self._waiting[answer.job]
+        wish, part = place
+        wish.answers[part] = answer
+        if all(wish.answers):
+            self._end(wish, [answer for answer in wish.answers if answer])
+
+    def _end(self, wish: _Wish, answers: list[Completion]) -> None:
+        """All parts are answered: with a page, with another way to get it, or with the reason."""
+        bad = next((a for a in answers if a.outcome is Outcome.FAILED), None)
+        bad = bad or next((a for a in answers if a.outcome is Outcome.MISS), None)
+        answer, way = bad or answers[0], wish.way
+        if answer.outcome is Outcome.MISS:
+            wish.reason = wish.reason or answer.reason
+            if wish.ways:
+                self._load([wish])
+                return
+            answer = answer._replace(reason=wish.reason)
+        elif answer.outcome is Outcome.HIT and way is not None and not way.direct:
+            answer = self._joined(wish, way, answers)
+        seconds = time.monotonic() - wish.start_s
+        answer = answer._replace(job=wish.job, item=wish.index, key=wish.item.key, seconds=seconds)
+        self._ready.append(answer)
+
+    def _joined(self, wish: _Wish, way: _Way, answers: list[Completion]) -> Completion:
+        target, stride = _load_of(wish).target, way.form.layout.stripe_stride_bytes
+        infos = [answer.info for answer in answers if answer.info is not None]
+        if [self.division.heads_of(info) for info in infos] != way.cover:
+            return answers[0]._replace(outcome=Outcome.MISS, reason="key", info=None, n_bytes=0)
+        n_bytes = answers[0].n_bytes // infos[0].stripe_bytes * stride
+        if target.readonly or target.nbytes < n_bytes:
+            reason = "target"
+            return answers[0]._replace(outcome=Outcome.FAILED, reason=reason, info=None, n_bytes=0)
+        self.division.assemble(way.form, wish.parts, target.cast("B")[:n_bytes])
+        info: FrameInfo = self.division.joined(way.form, infos)
+        return answers[0]._replace(info=info, n_bytes=n_bytes)
+
+
+def _load_of(wish: _Wish) -> Load:
+    assert isinstance(wish.item, Load)
+    return wish.item

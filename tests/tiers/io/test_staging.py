@@ -1,0 +1,217 @@
+"""The arena: slots never overlap, and retired ones are given to nobody."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowkv.core.errors import ConfigError, StateError
+from flowkv.tiers.io import staging
+from flowkv.tiers.io.extents import Extents, _bin, _least
+from flowkv.tiers.io.staging import PAGE_BYTES, Arena, Slot, address_of
+
+PAGES = 64
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["take", "take", "give", "retire", "revive"]), st.integers(0, 20)),
+    max_size=60,
+)
+
+
+def spans(slots: list[Slot]) -> list[tuple[int, int]]:
+    return sorted((slot.address, slot.address + slot.n_bytes) for slot in slots)
+
+
+@settings(max_examples=60)
+@given(steps)
+def test_slots_are_apart_and_nothing_is_lost(steps: list[tuple[str, int]]) -> None:
+    arena = Arena(PAGES * PAGE_BYTES, huge=False)
+    taken: list[Slot] = []
+    retired: list[Slot] = []
+    for step, number in steps:
+        if step == "take":
+            wanted = max(1, number * PAGE_BYTES - number * 7)
+            slot = arena.take(wanted)
+            if slot is None:
+                assert gap(arena, taken + retired) < -(-wanted // PAGE_BYTES)
+            else:
+                assert len(slot.view) == slot.n_bytes == wanted
+                assert slot.address % PAGE_BYTES == 0
+                taken.append(slot)
+        elif step == "give" and taken:
+            arena.give_back(taken.pop(number % len(taken)))
+        elif step == "retire" and taken:
+            retired.append(taken.pop(number % len(taken)))
+            arena.retire(retired[-1])
+        elif step == "revive" and retired:
+            arena.revive(retired.pop(number % len(retired)))
+        every = spans(taken + retired)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(every))
+        used = [-(-slot.n_bytes // PAGE_BYTES) * PAGE_BYTES for slot in taken + retired]
+        assert arena.free_bytes == arena.n_bytes - sum(used)
+        assert arena.retired_bytes == sum(used[len(taken) :])
+        assert arena.clogged == (arena.retired_bytes > arena.n_bytes // 4)
+    for slot in taken:
+        arena.give_back(slot)
+    for slot in retired:
+        arena.revive(slot)
+    assert arena.take(arena.n_bytes) is not None  # all of it is one piece again
+
+
+def gap(arena: Arena, slots: list[Slot]) -> int:
+    """Pages of the largest gap."""
+    ends = [arena.address, *(address + (n - address) for address, n in spans(slots))]
+    starts = [*(start for start, _ in spans(slots)), arena.address + arena.n_bytes]
+    rounded = [-(-end // PAGE_BYTES) * PAGE_BYTES for end in ends]
+    return max((s - e) // PAGE_BYTES for s, e in zip(starts, rounded, strict=True))
+
+
+def test_bins_are_in_order() -> None:
+    for pages in range(1, 5000):
+        assert _least(_bin(pages)) <= pages < _least(_bin(pages) + 1)
+
+
+def test_many_sizes_against_a_model() -> None:
+    random, extents, free = Random(1), Extents(4096), [True] * 4096
+    held: list[tuple[int, int]] = []
+    for _ in range(4000):
+        if held and random.random() < 0.5:
+            first, pages = held.pop(random.randrange(len(held)))
+            extents.give_back(first, pages)
+            free[first : first + pages] = [True] * pages
+        else:
+            pages = random.choice((1, 2, 7, 15, 16, 17, 31, 33, 100, random.randrange(1, 400)))
+            first = extents.take(pages)
+            if first is not None:
+                assert all(free[first : first + pages]) and first + pages <= 4096
+                free[first : first + pages] = [False] * pages
+                held.append((first, pages))
+        assert extents.free_pages == sum(free)
+
+
+def test_the_best_part_of_the_memory_is_used() -> None:
+    """Sizes of one class at a time: no more is wasted than the last slot."""
+    for pages in (1, 3, 17, 33, 65, 129):
+        extents, count = Extents(1024), 0
+        while extents.take(pages) is not None:
+            count += 1
+        assert count == 1024 // pages
+
+
+def test_slots_are_found_by_their_memory() -> None:
+    arena = Arena(16 * PAGE_BYTES)
+    a, b = arena.take(3 * PAGE_BYTES), arena.take(PAGE_BYTES + 5)
+    assert arena.slot_of(a.view) is a
+    assert arena.slot_of(a.view[PAGE_BYTES + 3 : 2 * PAGE_BYTES]) is a
+    assert arena.slot_of(b.view[PAGE_BYTES:]) is b
+    assert arena.slot_of(b.view[:0]) is None
+    assert arena.slot_of(b.view[::2]) is None
+    assert arena.slot_of(arena.view) is None  # more than a slot
+    assert arena.slot_of(memoryview(bytearray(PAGE_BYTES))) is None
+    tail = b.address - arena.address + PAGE_BYTES
+    assert arena.slot_of(arena.view[tail : tail + 6]) is None  # beyond what was asked for
+    arena.retire(a)
+    assert arena.slot_of(a.view) is None
+    arena.give_back(b)
+    assert arena.slot_of(b.view) is None
+
+
+def test_slots_are_given_back_once() -> None:
+    arena = Arena(4 * PAGE_BYTES)
+    slot = arena.take(1)
+    with pytest.raises(StateError, match="not retired"):
+        arena.revive(slot)
+    arena.retire(slot)
+    for again in (arena.retire, arena.give_back):
+        with pytest.raises(StateError, match="not taken"):
+            again(slot)
+    arena.revive(slot)
+    with pytest.raises(StateError, match="not taken"):
+        arena.give_back(slot)
+    other = arena.take(1)
+    assert other.address == slot.address
+    with pytest.raises(StateError):  # the new owner's memory is not the old one's to give
+        arena.give_back(slot)
+
+
+def test_addresses_are_true() -> None:
+    arena = Arena(5 << 20)
+    slot = arena.take(100)
+    assert arena.address % (2 << 20) == 0
+    assert address_of(slot.view) == slot.address
+    assert arena.address <= slot.address < arena.address + arena.n_bytes
+    slot.view[:] = b"z" * 100
+    at = slot.address - arena.address
+    assert arena.view[at : at + 100] == b"z" * 100
+
+
+def test_closing_keeps_memory_that_may_still_be_written_to() -> None:
+    arena = Arena(PAGE_BYTES * 4)
+    slot = arena.take(PAGE_BYTES)
+    arena.retire(slot)
+    before = len(staging._kept)
+    view = slot.view
+    arena.close()
+    arena.close()
+    assert len(staging._kept) == before + 1
+    view[:4] = b"late"  # what a device may do
+    with pytest.raises(StateError, match="closed"):
+        arena.take(1)
+
+
+def test_closing_leaves_views_alone() -> None:
+    arena = Arena(PAGE_BYTES)
+    slot = arena.take(8)
+    before = len(staging._kept)
+    arena.close()
+    slot.view[:] = b"still ok"
+    assert len(staging._kept) == before
+    assert arena.slot_of(slot.view) is None
+
+
+def test_wrong_sizes_and_nodes() -> None:
+    with pytest.raises(ConfigError, match="at least 4096"):
+        Arena(0)
+    with pytest.raises(ConfigError, match="NUMA node 1023"):
+        Arena(PAGE_BYTES, numa_node=1023)
+    with pytest.raises(ConfigError, match="NUMA node -1"):
+        Arena(PAGE_BYTES, numa_node=-1)
+    arena = Arena(100)
+    assert arena.n_bytes == PAGE_BYTES
+    assert arena.take(PAGE_BYTES + 1) is None
+    assert arena.take(0).view == b""
+
+
+def test_the_first_node_is_there_or_unknown() -> None:
+    try:
+        arena = Arena(PAGE_BYTES, numa_node=0)
+    except ConfigError:
+        pytest.skip("this kernel binds no memory to nodes")
+    arena.take(1).view[:] = b"x"
+
+
+def test_threads_take_and_give() -> None:
+    arena, failures = Arena(256 * PAGE_BYTES), []
+
+    def work(mark: int) -> None:
+        for i in range(200):
+            slot = arena.take((1 + i % 5) * PAGE_BYTES)
+            if slot is None:
+                continue
+            slot.view[:] = bytes([mark]) * slot.n_bytes
+            if bytes(slot.view) != bytes([mark]) * slot.n_bytes:
+                failures.append(slot)
+            arena.give_back(slot)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert arena.free_bytes == arena.n_bytes

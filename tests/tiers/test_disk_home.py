@@ -1,0 +1,366 @@
+"""Whose directory it is, what may be in it, and what is left in it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flowkv.core.errors import StoreError
+from flowkv.tiers.base import Outcome, Store
+from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.disk.files import FileIO
+from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
+from flowkv.tiers.disk.inspect import scrub
+from flowkv.tiers.disk.repair import repair
+from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.keyring import Keyring
+
+from .faulty import FaultyFiles
+from .frames import answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
+
+MIB = 1 << 20
+OURS = re.compile(r"lock|superblock\.json|journal|slab-\d{8}")
+
+
+def test_the_directory_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "kv"
+    DiskTier(directory, MIB).close()
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(StoreError, match="belongs to another user"):
+        DiskTier(directory, MIB)
+
+
+def test_files_of_others_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "kv"
+    DiskTier(directory, MIB).close()
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(directory / "journal", 65534, 65534)
+    with pytest.raises(StoreError, match="belongs to another user"):
+        DiskTier(directory, MIB)
+
+
+@pytest.mark.parametrize(("mode", "works"), [(0o777, False), (0o1777, True), (0o755, True)])
+def test_nobody_may_put_another_directory_in_its_place(
+    tmp_path: Path, mode: int, works: bool
+) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    parent.chmod(mode)
+    if works:
+        DiskTier(parent / "kv", MIB).close()
+        return
+    with pytest.raises(StoreError, match=r"everybody may replace .* Run chmod \+t"):
+        DiskTier(parent / "kv", MIB)
+
+
+def test_a_group_may_not_write(tmp_path: Path) -> None:
+    directory = tmp_path / "kv"
+    directory.mkdir()
+    directory.chmod(0o770)
+    DiskTier(directory, MIB).close()  # it was empty: ours now
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(0o770)
+    with pytest.raises(StoreError, match="a group may write to"):
+        DiskTier(directory, MIB)
+
+
+def test_a_link_to_a_directory_is_judged_by_where_it_leads(tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    (parent / "kv").mkdir(parents=True, mode=0o700)
+    (tmp_path / "link").symlink_to(parent / "kv")
+    tier = DiskTier(tmp_path / "link", MIB)
+    stored(tier, ["a"])
+    tier.close()
+    parent.chmod(0o777)
+    with pytest.raises(StoreError, match="everybody may replace"):
+        DiskTier(tmp_path / "link", MIB)
+
+
+def test_no_name_comes_from_a_key(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "kv", MIB)
+    hostile = [b"../../../../tmp/x".ljust(32, b"/"), bytes(32), b"\n" * 32, b"\xff" * 32]
+    for key in hostile:
+        info = info_of(4096, tenant=hostile[0], namespace=hostile[1], layout=b"/../" * 4)
+        job = tier.submit_store([Store(key, info, memoryview(bytes(4096)))])
+        assert outcomes(answers(tier, job, 1)) == [("stored", "")]
+    assert all(tier.contains(hostile))
+    tier.close()
+    assert all(OURS.fullmatch(name) for name in os.listdir(tmp_path / "kv"))
+    assert os.listdir(tmp_path) == ["kv"]
+
+
+def test_directories_stack(tmp_path: Path) -> None:
+    """Fast before slow: each is bounded by itself, and knows nothing of the other."""
+    fast, slow = DiskTier(tmp_path / "nvme", MIB), DiskTier(tmp_path / "hdd", 4 * MIB)
+    assert fast.name != slow.name
+    done = put(fast, range(100), 16_384)
+    there = [n for n, answer in enumerate(done) if answer.outcome is Outcome.STORED]
+    moved = [n for n in range(100) if n not in there]
+    assert moved and {answer.reason for answer in done} == {"", "full"}
+    stored(slow, moved, 16_384)
+    assert (hits(fast, range(100), 16_384), hits(slow, range(100), 16_384)) == (
+        len(there),
+        len(moved),
+    )
+    fast.close()
+    slow.close()
+
+
+def test_the_superblock_tells_shapes_and_tenants(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, MIB)
+    stored(tier, ["a", "b"])
+    stored(tier, ["c"], size=5000, kind="state", tenant=key_of("other"))
+    tier.close()
+    superblock = read_superblock(FileIO(), tmp_path)
+    assert superblock is not None
+    assert (superblock.format, superblock.frame_version) == (2, 2)
+    shapes = {(shape.kind, shape.stripes, shape.stripe_bytes) for shape in superblock.geometries}
+    assert shapes == {("page", 1, 8192), ("state", 1, 5000)}
+    assert set(superblock.tenants) == {key_of("tenant").hex(), key_of("other").hex()}
+    tier = DiskTier(tmp_path, MIB)
+    tier.delete([key_of("c")])
+    tier.close()
+    DiskTier(tmp_path, MIB).close()  # the hints are made anew of what is there
+    superblock = read_superblock(FileIO(), tmp_path)
+    assert superblock is not None and superblock.tenants == [key_of("tenant").hex()]
+    assert len(superblock.geometries) == 1
+
+
+def test_a_superblock_stays_small(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, MIB)
+    for name in range(40):
+        stored(tier, [name], tenant=key_of(name))
+        tier.delete([key_of(name)])
+    tier.close()
+    superblock = read_superblock(FileIO(), tmp_path)
+    assert superblock is not None and len(superblock.tenants) == 17
+
+
+# --- nothing is left ------------------------------------------------------------------------
+
+
+def anywhere(directory: Path, name: object, size: int = 8192) -> bool:
+    """Whether a part of a frame's body is in any file."""
+    body = body_of(name, size)
+    pieces = [body[at : at + 64] for at in range(0, size - 64, 1000)]
+    data = [path.read_bytes() for path in directory.iterdir() if path.is_file()]
+    return any(piece in content for content in data for piece in pieces)
+
+
+class Solid(FileIO):
+    """A file system without holes."""
+
+    def punch(self, fd: int, offset: int, size: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+
+@pytest.mark.parametrize("files", [FileIO, Solid])
+def test_erased_frames_leave_nothing(tmp_path: Path, files: type[FileIO]) -> None:
+    tier = DiskTier(tmp_path, MIB, files=files())
+    stored(tier, range(6))
+    stored(tier, ["long"], size=73_600)
+    assert anywhere(tmp_path, 0) and anywhere(tmp_path, "long", 73_600)
+    tier.delete([key_of(1), key_of("long")])  # evicted some time before
+    stored(tier, ["short"], size=66_000)  # into the slot of a longer one
+    assert len(list(tmp_path.glob("slab-*"))) == 2
+    (held,) = [held for key, held in tier._store.entries() if key == key_of(2)]
+    slab = tmp_path / "slab-00000003"
+    with slab.open("r+b") as file:
+        file.seek(held.slot.offset)
+        file.write(b"x")
+    assert outcomes(get(tier, [2])) == [("miss", "foreign")]  # and it is quarantined
+    assert tier.erase([key_of(0), key_of("nothing")]) == 1
+    for name in (0, 1, 2):
+        assert not anywhere(tmp_path, name)
+    assert not anywhere(tmp_path, "long", 73_600)
+    assert hits(tier, range(6)) == 3
+    assert hits(tier, ["short"], 66_000) == 1
+    stored(tier, range(100, 110))
+    tier.close()
+    tier = DiskTier(tmp_path, MIB)
+    assert hits(tier, [*range(6), *range(100, 110)]) == 13
+    tier.close()
+
+
+def test_an_erasure_that_fails_says_so(tmp_path: Path) -> None:
+    files = FaultyFiles(mode="EIO", count=10**6)
+    tier = DiskTier(tmp_path, MIB, files=files)
+    stored(tier, ["a", "b"])
+    files.at = len(files.done)
+    with pytest.raises(StoreError, match=r"could not clear .* erase again"):
+        tier.erase([key_of("a")])
+    assert anywhere(tmp_path, "a")
+    files.left = 0
+    assert tier.erase([]) == 0  # the frame is forgotten, its bytes are not
+    assert not anywhere(tmp_path, "a")
+    assert hits(tier, ["b"]) == 1
+    tier.close()
+
+
+def test_what_is_aside_cannot_be_erased(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, MIB)
+    stored(tier, ["a"])
+    tier.close()
+    write_superblock(FileIO(), tmp_path, Superblock(store="flowkv", format=1))
+    with pytest.warns(UserWarning, match="starting empty"):
+        tier = DiskTier(tmp_path, MIB)
+    with pytest.raises(StoreError, match=r"aside-1 holds a store of another format\. Delete"):
+        tier.erase([key_of("a")])
+    tier.close()
+
+
+def test_only_the_owner_erases(tmp_path: Path) -> None:
+    owner = DiskTier(tmp_path, MIB)
+    stored(owner, ["a"])
+    with pytest.warns(UserWarning):
+        reader = DiskTier(tmp_path, MIB)
+    with pytest.raises(StoreError, match="another process owns"):
+        reader.erase([key_of("a")])
+    reader.close()
+    owner.close()
+
+
+def test_deleted_frames_stay_away_without_a_journal(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, MIB)
+    stored(tier, range(40))
+    tier.delete([key_of(n) for n in range(30)])
+    tier.close()
+    (tmp_path / "journal").unlink()
+    tier = DiskTier(tmp_path, MIB)
+    assert {entry.key for entry in tier.scan()} == {key_of(n) for n in range(30, 40)}
+    tier.close()
+
+
+# --- repair ---------------------------------------------------------------------------------
+
+
+def damage(directory: Path, page: int) -> None:
+    data = bytearray((directory / "journal").read_bytes())
+    data[page * 4096 : (page + 1) * 4096] = random.Random(page).randbytes(4096)
+    (directory / "journal").write_bytes(data)
+
+
+def filled(directory: Path, **arguments: object) -> None:
+    tier = DiskTier(directory, MIB, **arguments)  # type: ignore[arg-type]
+    stored(tier, range(40))
+    tier.delete([key_of(3), key_of(25)])
+    stored(tier, ["late"])
+    tier.close()
+
+
+def test_repair_finds_what_the_journal_lost(tmp_path: Path) -> None:
+    filled(tmp_path)
+    damage(tmp_path, 0)
+    report = repair(tmp_path)
+    assert (report.frames, report.bad, report.recovered, report.locked) == (39, 0, 17, 0)
+    assert report.bytes == 39 * 12_288
+    tier = DiskTier(tmp_path, MIB)
+    assert hits(tier, [*range(40), "late"]) == 39
+    assert not any(tier.contains([key_of(3), key_of(25)]))
+    assert tier._store.bad_pages == 0
+    stored(tier, ["new"])
+    tier.close()
+    again = repair(tmp_path)
+    assert (again.frames, again.bad, again.recovered) == (40, 0, 0)
+
+
+def test_repair_drops_what_is_damaged(tmp_path: Path) -> None:
+    filled(tmp_path)
+    slab = tmp_path / "slab-00000003"
+    data = bytearray(slab.read_bytes())
+    for number in (5, 6, 7):
+        data[number * 12_288 + 6000] ^= 1
+    slab.write_bytes(data)
+    seen: list[tuple[int, int]] = []
+    report = repair(tmp_path, lambda done, total: seen.append((done, total)))
+    assert (report.frames, report.bad, report.recovered) == (36, 3, 0)
+    assert seen[-1] == (39, 39)
+    assert repair(str(tmp_path)).bad == 0
+    tier = DiskTier(tmp_path, MIB)
+    assert hits(tier, [*range(40), "late"]) == 36
+    tier.close()
+
+
+def test_repair_of_encrypted_frames_needs_the_secret(tmp_path: Path) -> None:
+    ring = Keyring(bytes(range(32)))
+    sealed = Envelope(integrity="aead", keyring=ring)
+    filled(tmp_path, envelope=sealed)
+    slab = tmp_path / "slab-00000003"
+    data = bytearray(slab.read_bytes())
+    data[5 * 12_288 + 6000] ^= 1
+    slab.write_bytes(data)
+    blind = repair(tmp_path)
+    assert (blind.frames, blind.bad, blind.locked, blind.bytes) == (39, 0, 39, 0)
+    damage(tmp_path, 0)
+    with pytest.raises(StoreError, match=r"damaged journal and 39 encrypted.* Name their secret"):
+        repair(tmp_path)
+    report = repair(tmp_path, keyring=ring)
+    assert (report.frames, report.bad, report.recovered, report.locked) == (38, 1, 17, 0)
+    tier = DiskTier(tmp_path, MIB, envelope=sealed)
+    assert hits(tier, [*range(40), "late"]) == 38
+    tier.close()
+    (tmp_path / "journal").unlink()
+    tier = DiskTier(tmp_path, MIB, envelope=sealed)  # the slots know, for who has the secret
+    assert hits(tier, [*range(40), "late"]) == 38
+    tier.close()
+
+
+def test_repair_of_a_store_of_both_kinds(tmp_path: Path) -> None:
+    ring = Keyring(bytes(range(32)))
+    filled(tmp_path)
+    tier = DiskTier(tmp_path, MIB, envelope=Envelope(integrity="aead", keyring=ring))
+    stored(tier, ["secret"])
+    tier.close()
+    damage(tmp_path, 0)
+    damage(tmp_path, 2)
+    report = repair(tmp_path, keyring=ring)
+    assert (report.frames, report.bad, report.locked) == (40, 0, 0)
+
+
+def test_repair_wants_the_store_for_itself(tmp_path: Path) -> None:
+    filled(tmp_path)
+    owner = DiskTier(tmp_path, MIB)
+    with pytest.raises(StoreError, match="another process owns"):
+        repair(tmp_path)
+    owner.close()
+    assert msgspec.json.decode(msgspec.json.encode(repair(tmp_path)))["frames"] == 39
+    with pytest.raises(StoreError, match="no readable store"):
+        repair(tmp_path / "nowhere")
+
+
+def test_the_wrong_secret_is_a_miss(tmp_path: Path) -> None:
+    filled(tmp_path, envelope=Envelope(integrity="aead", keyring=Keyring(bytes(range(32)))))
+    other = Envelope(integrity="aead", keyring=Keyring(bytes(32)))
+    tier = DiskTier(tmp_path, MIB, envelope=other)
+    assert outcomes(get(tier, [0])) == [("miss", "digest")]
+    tier.close()
+    tier = DiskTier(tmp_path, MIB)  # who wants no encryption gets no encrypted frame
+    assert outcomes(get(tier, [1])) == [("miss", "integrity")]
+    assert tier.contains([key_of(1)]) == [True]
+    tier.close()
+
+
+@pytest.mark.parametrize("size", [8192, 1 << 20])  # checked by the interpreter, and compiled
+def test_an_older_frame_in_the_same_place_is_a_miss(tmp_path: Path, size: int) -> None:
+    """Generations differ: somebody, or a lost write, brought back what lay there before."""
+    tier = DiskTier(tmp_path, 8 * MIB)
+    stored(tier, ["a"], size)
+    (held,) = [held for _, held in tier._store.entries()]
+    slab = tmp_path / f"slab-{held.slot.granules:08d}"
+    before = slab.read_bytes()
+    tier.delete([key_of("a")])
+    stored(tier, ["a"], size)
+    (again,) = [held for _, held in tier._store.entries()]
+    assert again.slot == held.slot and again.seq > held.seq
+    with slab.open("r+b") as file:
+        file.write(before)
+    assert scrub(tmp_path).bad == 1
+    assert outcomes(get(tier, ["a"], size)) == [("miss", "foreign")]
+    tier.close()

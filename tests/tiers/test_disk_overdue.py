@@ -1,0 +1,357 @@
+"""A disk that takes its time, or never answers: answers come all the same, and nobody's memory is
+touched after its answer (D10)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from flowkv.core.clock import ManualClock
+from flowkv.core.errors import StoreError
+from flowkv.tiers.base import Completion, Load, Outcome, Store
+from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.io.staging import Arena
+
+from .frames import LAYOUT, answers, body_of, hits, info_of, key_of, outcomes, stored
+from .gates import GatedEngine
+
+MIB = 1 << 20
+
+
+def load_of(name: object, target: bytearray | memoryview) -> Load:
+    return Load(key_of(name), memoryview(target), LAYOUT)
+
+
+def store_of(name: object, body: bytes | bytearray | None = None, size: int = 8192) -> Store:
+    return Store(key_of(name), info_of(size), memoryview(body or body_of(name, size)))
+
+
+def await_(condition: object, within_s: float = 10.0) -> None:
+    end = time.monotonic() + within_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_an_overdue_load_does_not_touch_its_target(tmp_path: Path) -> None:
+    engine, clock = GatedEngine(), ManualClock()
+    tier = DiskTier(tmp_path, MIB, engine=engine, clock=clock)
+    stored(tier, ["a"])
+    engine.holds = "read"
+    target = bytearray(8192)
+    job = tier.submit_load([load_of("a", target)], deadline_s=3)
+    assert engine.entered.acquire(timeout=20)
+    assert tier.poll() == []
+    clock.advance(s=3)
+    assert outcomes(answers(tier, job, 1)) == [("failed", "deadline")]
+    engine.release()
+    tier.close()
+    assert target == bytes(8192)
+    assert tier.poll() == []
+
+
+def test_an_overdue_store_is_undone(tmp_path: Path) -> None:
+    engine, clock = GatedEngine(), ManualClock()
+    tier = DiskTier(tmp_path, MIB, engine=engine, clock=clock)
+    used = tier.used_bytes()
+    engine.holds = "write"
+    body = bytearray(body_of("a"))
+    job = tier.submit_store([store_of("a", body)], deadline_s=3)
+    assert engine.entered.acquire(timeout=20)
+    clock.advance(s=4)
+    assert outcomes(answers(tier, job, 1)) == [("failed", "deadline")]
+    body[:] = bytes(8192)  # its owner uses the memory again
+    engine.release()
+    stored(tier, ["b"])
+    tier.delete([key_of("b")])
+    assert tier.contains([key_of("a")]) == [False]
+    await_(lambda: tier.used_bytes() == used)
+    tier.close()
+    tier = DiskTier(tmp_path, MIB)
+    assert list(tier.scan()) == []
+    tier.close()
+
+
+def test_a_store_that_waits_for_the_device_is_undone_too(tmp_path: Path) -> None:
+    engine, clock = GatedEngine(), ManualClock()
+    tier = DiskTier(tmp_path, MIB, engine=engine, clock=clock, durability="sync")
+    stored(tier, ["a"])
+    engine.holds = "sync"
+    late = tier.submit_store([store_of("b")], deadline_s=3)
+    assert engine.entered.acquire(timeout=20)
+    behind = tier.submit_store([store_of("c")], deadline_s=30)  # gathers for the next group
+    clock.advance(s=4)
+    assert outcomes(answers(tier, late, 1)) == [("failed", "deadline")]
+    engine.release()
+    assert outcomes(answers(tier, behind, 1)) == [("stored", "")]
+    assert tier.contains([key_of(name) for name in "abc"]) == [True, False, True]
+    tier.close()
+
+
+def test_items_that_wait_too_long_fail(tmp_path: Path) -> None:
+    engine, clock = GatedEngine(), ManualClock()
+    tier = DiskTier(tmp_path, MIB, engine=engine, clock=clock, queue_bytes=3 * 8192)
+    engine.holds = "write"
+    first = tier.submit_store([store_of(0)], deadline_s=3)
+    assert engine.entered.acquire(timeout=20)
+    arena = tier._staging.arena
+    block = arena.take(arena.free_bytes)  # so that nothing more can be begun
+    assert block is not None
+    job = tier.submit_store([store_of(n) for n in range(1, 8)], deadline_s=3)
+    busy: list[Completion] = tier.poll()
+    assert {(answer.outcome, answer.reason) for answer in busy} == {(Outcome.FAILED, "busy")}
+    assert len(busy) == 4
+    clock.advance(s=4)
+    late: list[Completion] = []
+    while len(late) < 4:
+        late += tier.poll(1.0)
+    assert {(answer.outcome, answer.reason) for answer in late} == {(Outcome.FAILED, "deadline")}
+    ends = [(answer.job, answer.item) for answer in busy + late]
+    assert sorted(ends) == [(first, 0), *((job, n) for n in range(7))]
+    arena.give_back(block)
+    engine.release()
+    await_(lambda: not tier._wishes.waiting_bytes)
+    stored(tier, [8])
+    assert tier.contains([key_of(n) for n in range(9)]) == [False] * 8 + [True]
+    tier.close()
+
+
+def test_stores_of_one_key_share_its_fate(tmp_path: Path) -> None:
+    engine = GatedEngine()
+    tier = DiskTier(tmp_path, MIB, engine=engine)
+    engine.holds = "write"
+    item = store_of("a")
+    job = tier.submit_store([item, item, item])
+    assert engine.entered.acquire(timeout=20)
+    engine.release()
+    assert outcomes(answers(tier, job, 3)) == [("stored", "")] * 3
+    assert sum(1 for _ in tier.scan()) == 1
+    tier.close()
+
+
+def test_a_slot_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
+    engine = GatedEngine()
+    tier = DiskTier(tmp_path, MIB, engine=engine)
+    stored(tier, ["a"])
+    (place,) = [held.slot for _, held in tier._store.entries()]
+    engine.holds = "read"
+    job = tier.submit_load([load_of("a", target := bytearray(8192))])
+    assert engine.entered.acquire(timeout=20)
+    assert tier.delete([key_of("a")]) == 1
+    stored(tier, ["b"])
+    assert place not in [held.slot for _, held in tier._store.entries()]
+    engine.release()
+    assert outcomes(answers(tier, job, 1)) == [("hit", "")]
+    assert target == body_of("a")
+    stored(tier, ["c"])
+    assert place in [held.slot for _, held in tier._store.entries()]
+    tier.close()
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_what_is_cancelled_leaves_its_memory_alone(tmp_path: Path, what: str) -> None:
+    engine = GatedEngine()
+    tier = DiskTier(tmp_path, MIB, engine=engine)
+    stored(tier, ["a"])
+    target, body = bytearray(8192), bytearray(body_of("b"))
+    engine.holds = what
+    if what == "read":
+        job = tier.submit_load([load_of("a", target)])
+    else:
+        job = tier.submit_store([store_of("b", body)])
+    assert engine.entered.acquire(timeout=20)
+    tier.cancel(job)
+    assert outcomes(answers(tier, job, 1)) == [("failed", "cancelled")]
+    body[:] = bytes(8192)
+    engine.release()
+    tier.cancel(job)  # once more does nothing
+    assert hits(tier, ["a", "b"]) == 1
+    assert target == bytes(8192)
+    tier.close()
+
+
+def test_too_much_retired_memory_opens_the_breaker(tmp_path: Path) -> None:
+    engine, clock, arena = GatedEngine(), ManualClock(), Arena(MIB)
+    tier = DiskTier(tmp_path, 8 * MIB, engine=engine, clock=clock, arena=arena)
+    stored(tier, range(4), size=128 << 10)
+    engine.holds = "read"
+    targets = [bytearray(128 << 10) for _ in range(4)]
+    job = tier.submit_load([load_of(n, targets[n]) for n in range(4)], deadline_s=3)
+    for _ in range(4):
+        assert engine.entered.acquire(timeout=20)
+    clock.advance(s=4)
+    assert outcomes(answers(tier, job, 4)) == [("failed", "deadline")] * 4
+    await_(lambda: arena.retired_bytes > MIB // 4)
+    for submit in (
+        lambda: tier.submit_load([load_of(0, bytearray(128 << 10))]),
+        lambda: tier.submit_store([store_of("new")]),
+    ):
+        job = submit()
+        assert outcomes(answers(tier, job, 1)) == [("failed", "breaker")]
+    engine.release()  # the disk comes back
+    await_(lambda: not arena.retired_bytes)
+    assert hits(tier, range(4), size=128 << 10) == 4
+    assert targets == [bytearray(128 << 10)] * 4
+    tier.close()
+    assert arena.free_bytes == MIB
+    arena.close()
+
+
+def test_targets_in_the_arena_are_read_into(tmp_path: Path) -> None:
+    size, arena = 256 << 10, Arena(4 * MIB)
+    tier = DiskTier(tmp_path, 8 * MIB, arena=arena)
+    stored(tier, range(3), size=size)
+    slot = arena.take(3 * size)
+    assert slot is not None
+    before = arena.free_bytes
+    job = tier.submit_load(
+        [load_of(n, slot.view[n * size : (n + 1) * size]) for n in range(3)], deadline_s=20
+    )
+    assert outcomes(answers(tier, job, 3)) == [("hit", "")] * 3
+    assert bytes(slot.view) == b"".join(body_of(n, size) for n in range(3))
+    assert arena.free_bytes == before
+    arena.give_back(slot)
+    tier.close()
+    arena.close()
+
+
+def test_a_slot_that_the_disk_still_writes_to_is_retired_before_the_answer(tmp_path: Path) -> None:
+    size, arena, clock, engine = 256 << 10, Arena(4 * MIB), ManualClock(), GatedEngine()
+    tier = DiskTier(tmp_path, 8 * MIB, arena=arena, clock=clock, engine=engine)
+    stored(tier, range(2), size=size)
+    slot = arena.take(2 * size)
+    assert slot is not None
+    engine.holds = "read"
+    job = tier.submit_load([load_of(n, slot.view[n * size :][:size]) for n in (0, 1)], deadline_s=3)
+    for _ in range(2):
+        assert engine.entered.acquire(timeout=20)
+    tier.cancel(job)
+    assert tier.poll() == []  # the targets are in use
+    clock.advance(s=4)
+    assert outcomes(answers(tier, job, 2)) == [("failed", "deadline")] * 2
+    assert arena.retired_bytes >= 2 * size
+    engine.release(1)
+    assert engine.held and arena.retired_bytes >= 2 * size  # half of it may still be written to
+    engine.release()
+    await_(lambda: not arena.retired_bytes)
+    await_(lambda: arena.free_bytes == arena.n_bytes)
+    tier.close()
+    arena.close()
+
+
+def test_a_frame_larger_than_the_arena(tmp_path: Path) -> None:
+    arena = Arena(64 << 10)
+    tier = DiskTier(tmp_path, 8 * MIB, arena=arena)
+    block = arena.take(64 << 10)  # others may have all of it
+    assert block is not None
+    stored(tier, ["a"], size=MIB)
+    stored(tier, ["b"])
+    assert hits(tier, ["a"], size=MIB) == 1
+    assert hits(tier, ["b"]) == 1
+    arena.give_back(block)
+    stored(tier, ["c"], size=MIB)
+    assert hits(tier, ["c"], size=MIB) == 1
+    tier.close()
+    assert arena.free_bytes == 64 << 10
+
+
+def test_stores_do_not_starve(tmp_path: Path) -> None:
+    """Loads come without end; a store among them is done while they are."""
+    tier = DiskTier(tmp_path, 4 * MIB, arena=Arena(256 << 10))
+    stored(tier, range(8), size=32 << 10)
+    target = bytearray(32 << 10)
+    job = -1
+    done: list[Completion] = []
+    for at in range(400):
+        tier.submit_load([load_of(at % 8, target)])
+        if at == 100:
+            job = tier.submit_store([store_of("new")])
+        done += tier.poll()
+    order = [answer.job for answer in done]
+    while len(order) < 401:
+        order += [answer.job for answer in tier.poll(1.0)]
+    assert order.index(job) < 400
+    assert hits(tier, ["new"]) == 1
+    tier.close()
+
+
+def test_close_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowkv.tiers.disk.tier.CLOSE_S", 0.2)
+    engine = GatedEngine()
+    tier = DiskTier(tmp_path, MIB, engine=engine)
+    stored(tier, ["a"])
+    engine.holds = "read"
+    job = tier.submit_load([load_of("a", target := bytearray(8192))])
+    assert engine.entered.acquire(timeout=20)
+    tier.close()
+    assert outcomes(answers(tier, job, 1)) == [("failed", "closed")]
+    assert target == bytes(8192)
+    assert tier.poll() == []
+
+
+def test_erasing_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowkv.tiers.disk.tier.ERASE_S", 0.05)
+    engine = GatedEngine()
+    tier = DiskTier(tmp_path, MIB, engine=engine)
+    stored(tier, ["a"])
+    engine.holds = "read"
+    job = tier.submit_load([load_of("a", bytearray(8192))])
+    assert engine.entered.acquire(timeout=20)
+    with pytest.raises(StoreError, match="being read right now"):
+        tier.erase([key_of("a")])
+    assert tier.contains([key_of("a")]) == [False]
+    with pytest.raises(StoreError, match="being read right now"):
+        tier.erase([])  # still not done
+    engine.release()
+    assert outcomes(answers(tier, job, 1)) == [("hit", "")]
+    assert tier.erase([]) == 0
+    assert body_of("a")[:512] not in (tmp_path / "slab-00000003").read_bytes()
+    tier.close()
+
+
+def test_a_large_store_does_not_starve_either(tmp_path: Path) -> None:
+    """It needs more memory than loads without end ever leave."""
+    engine = GatedEngine()
+    tier = DiskTier(tmp_path, 8 * MIB, arena=Arena(256 << 10), threads=0, engine=engine)
+    size = 60 << 10
+    stored(tier, range(8), size=size)
+    engine.holds = "read"
+    target = bytearray(size)
+    done: list[Completion] = []
+    for at in range(6):
+        tier.submit_load([load_of(at, target)])
+    job = tier.submit_store([store_of("large", None, 200 << 10)])
+    for at in range(400):
+        done += tier.poll()
+        if any(answer.job == job for answer in done):
+            break
+        engine.release(1)
+        tier.submit_load([load_of(at % 8, target)])
+    assert [answer.outcome for answer in done if answer.job == job] == [Outcome.STORED]
+    engine.release()
+    tier.close()
+
+
+def test_nobody_waits_for_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if FlowKV itself is at fault."""
+    tier = DiskTier(tmp_path, MIB)
+    stored(tier, ["a"])
+
+    def wrong(*_: object, **__: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    for place in ("loading.open_all", "loading.Loading.begin"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"flowkv.tiers.disk.{place}", wrong)
+            job = tier.submit_load([load_of("a", bytearray(8192))])
+            reason = "RuntimeError: a fault of ours"
+            assert outcomes(answers(tier, job, 1, within_s=5)) == [("failed", reason)]
+    for place in ("storing.Storing.begin", "storing.Storing.finish"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"flowkv.tiers.disk.{place}", wrong)
+            job = tier.submit_store([store_of(place)])
+            assert outcomes(answers(tier, job, 1, within_s=5)) == [("failed", reason)]
+    assert hits(tier, ["a"]) == 1
+    tier.close()

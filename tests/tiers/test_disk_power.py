@@ -1,0 +1,226 @@
+"""F2: the machine stops at any moment, and comes back with any part of what was not synced."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from flowkv.tiers.base import Load, Outcome, Store
+from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.disk.files import Buffer
+from flowkv.tiers.io.staging import Arena
+
+from .crashing import MemoryFiles
+from .frames import LAYOUT, body_of, info_of, key_of
+
+SMALL = 256 << 10
+NAMES = 20
+PLACE = "/crash/kv"
+BODIES = [body_of(name, 20_480 if name % 3 else 3000) for name in range(NAMES)]
+KEYS = [key_of(name) for name in range(NAMES)]
+INFOS = [info_of(len(body)) for body in BODIES]
+STEPS = 60
+POINTS_PER_RUN = 100
+
+
+class Machine:
+    """A machine with a tier that is kept busy, and loses power again and again."""
+
+    def __init__(self, seed: int, *, durable: bool) -> None:
+        self.rng, self.durable = random.Random(seed), durable
+        self.durability = "sync" if durable else "none"
+        self.arena = Arena(1 << 20, huge=False)
+        self.targets = [memoryview(bytearray(len(body))) for body in BODIES]
+        self.points = self.found = self.before = 0
+
+    def open(self, files: MemoryFiles) -> DiskTier:
+        return DiskTier(
+            PLACE,
+            SMALL,
+            files=files,
+            threads=0,
+            arena=self.arena,
+            durability=self.durability,  # type: ignore[arg-type]
+        )
+
+    def run(self, points: int) -> None:
+        """Random stores and deletions, so many that slots are reused, and power losses."""
+        end = self.points + points
+        while self.points < end:
+            files = MemoryFiles()
+            self.acknowledged: set[int] = set()
+            tier = self.open(files)
+            budget = min(POINTS_PER_RUN, end - self.points)
+            chance = 0.25
+
+            def lose_power(files: MemoryFiles = files, chance: float = chance) -> None:
+                nonlocal budget
+                if budget > 0 and self.rng.random() < chance:
+                    budget -= 1
+                    self.come_back(files.crash(self.rng))
+
+            files.on_change = lose_power
+            for _ in range(STEPS):
+                self.step(tier)
+            files.on_change = lambda: None
+            tier.close()
+
+    def step(self, tier: DiskTier) -> None:
+        name = self.rng.randrange(NAMES)
+        if self.rng.random() < 0.3:
+            self.acknowledged.discard(name)
+            tier.delete([KEYS[name]])
+            return
+        names = {name, *(self.rng.randrange(NAMES) for _ in range(self.rng.randrange(3)))}
+        items = [Store(KEYS[n], INFOS[n], memoryview(BODIES[n])) for n in names]
+        tier.submit_store(items)
+        done = tier.poll()
+        stored = [answer for answer in done if answer.outcome is Outcome.STORED]
+        self.acknowledged |= {KEYS.index(answer.key) for answer in stored}
+        for answer in done:
+            if answer.outcome is not Outcome.STORED:
+                assert answer.reason == "full"
+                oldest = next(tier.scan()).key
+                self.acknowledged.discard(KEYS.index(oldest))
+                tier.delete([oldest])
+
+    def come_back(self, files: MemoryFiles) -> None:
+        """Opens what is left: every frame found is right, and nothing that was safe is lost."""
+        self.points += 1
+        tier = self.open(files)
+        hits = self.hits(tier)
+        assert tier.used_bytes() <= SMALL
+        if self.durable:
+            assert self.acknowledged <= hits, "lost what the device had confirmed"
+        if self.points % 16 == 0:
+            self.go_on(tier, hits)
+        tier.close()
+        self.found, self.before = self.found + len(hits), self.before + len(self.acknowledged)
+
+    def hits(self, tier: DiskTier) -> set[int]:
+        """Which frames are verified hits; their bytes must be right."""
+        there = tier.contains(KEYS)
+        names = [name for name in range(NAMES) if there[name]]
+        tier.submit_load([Load(KEYS[name], self.targets[name], LAYOUT) for name in names])
+        hits = set()
+        for answer in tier.poll():
+            if answer.outcome is not Outcome.HIT:
+                assert answer.reason, answer
+                continue
+            name = names[answer.item]
+            assert self.targets[name] == BODIES[name], "WRONG BYTES"
+            hits.add(name)
+        return hits
+
+    def go_on(self, tier: DiskTier, hits: set[int]) -> None:
+        """Life after the crash: what is stored now is found, and so is what was there."""
+        name = self.rng.randrange(NAMES)
+        tier.submit_store([Store(KEYS[name], INFOS[name], memoryview(BODIES[name]))])
+        (answer,) = tier.poll()
+        if answer.outcome is Outcome.STORED:
+            hits = hits | {name}
+        assert hits <= self.hits(tier)
+
+
+def power_losses(points: int, seed: int, *, durable: bool) -> tuple[int, int, int]:
+    """Points, frames found after them, and frames that were acknowledged before them."""
+    machine = Machine(seed, durable=durable)
+    machine.run(points)
+    return machine.points, machine.found, machine.before
+
+
+class Ordered(MemoryFiles):
+    """Notes what happens to the journal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        self._note(fd, "write")
+        return super().write(fd, buffers, offset)
+
+    def sync(self, fd: int) -> None:
+        self._note(fd, "sync")
+        super().sync(fd)
+
+    def _note(self, fd: int, what: str) -> None:
+        if self._open[fd] is self.files.get(f"{PLACE}/journal"):
+            self.order.append(what)
+
+
+def test_F2_deletions_reach_the_device_before_what_took_their_place() -> None:
+    files = Ordered()
+    tier = DiskTier(PLACE, SMALL, files=files, threads=0, durability="sync")
+    for name, order in ((0, ["write", "sync"]), (1, ["sync", "write", "sync"])):
+        files.order.clear()
+        tier.submit_store([Store(KEYS[name], INFOS[name], memoryview(BODIES[name]))])
+        assert [answer.outcome for answer in tier.poll()] == [Outcome.STORED]
+        assert files.order == order
+        assert tier.delete([KEYS[name]]) == 1
+    tier.close()
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_F2_power_loss(durable: bool) -> None:
+    points, there, before = power_losses(5000, 11, durable=durable)
+    assert points == 5000
+    assert there > before / 4
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("durable", [False, True])
+def test_F2_power_loss_deep(durable: bool) -> None:
+    points, there, before = power_losses(500_000, 12, durable=durable)
+    assert points == 500_000
+    assert there > before / 4
+
+
+def kept(files: MemoryFiles) -> MemoryFiles:
+    """What the next process finds after `kill -9`: everything, and nothing safer than before."""
+    after = MemoryFiles()
+    after.files = files.files
+    return after
+
+
+def test_F2_what_a_killed_process_left_is_safe_before_it_is_confirmed_again() -> None:
+    """A durable tier confirms a frame that is there already; so what it finds must be synced."""
+    files, careless = MemoryFiles(), Machine(0, durable=False)
+    names = range(4)
+    stores = [Store(KEYS[n], INFOS[n], memoryview(BODIES[n])) for n in names]
+    before = careless.open(files)
+    before.submit_store(stores)
+    assert {answer.outcome for answer in before.poll()} == {Outcome.STORED}
+
+    machine = Machine(1, durable=True)
+    files = kept(files)
+    tier = machine.open(files)
+    tier.submit_store(stores)
+    assert {answer.outcome for answer in tier.poll()} == {Outcome.STORED}
+    machine.acknowledged = set(names)
+    for _ in range(40):
+        machine.come_back(files.crash(machine.rng))
+
+
+class Full(MemoryFiles):
+    """A disk that takes no more bytes."""
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+
+def test_F10_a_store_on_a_full_disk_opens_and_is_read() -> None:
+    """Even if a killed process could not note its tenants, which is written at the next opening."""
+    files, machine = MemoryFiles(), Machine(0, durable=False)
+    tier = machine.open(files)
+    tier.submit_store([Store(KEYS[0], INFOS[0], memoryview(BODIES[0]))])
+    tier.poll()
+    full = Full()
+    full.files = files.files
+    again = machine.open(full)
+    assert machine.hits(again) == {0}
+    again.close()

@@ -1,0 +1,83 @@
+"""Frames sealed in staging memory: by the interpreter or by one compiled call, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from flowkv.tiers.base import Outcome, Store
+from flowkv.tiers.disk import DiskTier, sealing
+from flowkv.tiers.disk.sealing import Unsealed, seal_all
+from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.frame import header_bytes
+from flowkv.tiers.io.staging import Arena
+
+from .frames import answers, hits, info_of, key_of, outcomes, stored
+
+SHAPES = [(1, 1), (1, 77), (1, 239), (1, 5001), (3, 4096), (40, 4096), (300, 4096), (16, 65_536)]
+
+
+def sealed(arena: Arena, least: int, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    monkeypatch.setattr(sealing, "COMPILED_BYTES", least)
+    frames = []
+    for number, (stripes, step) in enumerate(SHAPES):
+        start, size = header_bytes(stripes), stripes * step
+        memory = arena.take(start + size)
+        assert memory is not None
+        memory.view[:] = b"\xee" * memory.n_bytes
+        body = memoryview(random.Random(number).randbytes(size + 3))[3:]  # at an odd address
+        frame = Unsealed(key_of(number), info_of(step), body, memory, start, 1000 + number)
+        frames.append(frame)
+    seal_all(frames)
+    data = [bytes(frame.memory.view) for frame in frames]
+    for frame in frames:
+        arena.give_back(frame.memory)
+    return data
+
+
+@pytest.mark.parametrize("least", [0, 1 << 40])
+def test_it_is_what_the_envelope_makes(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(16 << 20)
+    for number, data in enumerate(sealed(arena, least, monkeypatch)):
+        stripes, step = SHAPES[number]
+        body = random.Random(number).randbytes(stripes * step + 3)[3:]
+        made = Envelope().seal(key_of(number), info_of(step), body, generation=1000 + number)
+        assert data == b"".join([made.header, *made.parts])
+    arena.close()
+
+
+def test_what_cannot_be_sealed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(tmp_path, 1 << 20, threads=0)
+    used = tier.used_bytes()
+
+    def none_left(frames: list[Unsealed]) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flowkv.tiers.disk.storing.seal_all", none_left)
+        items = [Store(key_of(n), info_of(8192), memoryview(bytes(8192))) for n in range(3)]
+        job = tier.submit_store(items)
+        assert outcomes(answers(tier, job, 3)) == [("failed", "memory")] * 3
+    assert tier.used_bytes() == used
+    assert tier._staging.arena.free_bytes == tier._staging.arena.n_bytes
+    stored(tier, range(3))
+    assert hits(tier, range(3)) == 3
+    tier.close()
+
+
+def test_large_batches_go_there_and_back(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 64 << 20)
+    bodies = [random.Random(n).randbytes(1 << 20) for n in range(12)]
+    info = info_of(1 << 16)
+    items = [Store(key_of(n), info, memoryview(body)) for n, body in enumerate(bodies)]
+    done = answers(tier, tier.submit_store(items), 12)
+    assert {answer.outcome for answer in done} == {Outcome.STORED}
+    for n, body in enumerate(bodies):
+        held = tier._store._index.get(key_of(n))
+        assert held is not None and held.stripes == 16
+        found = (tmp_path / f"slab-{held.slot.granules:08d}").read_bytes()
+        made = Envelope().seal(key_of(n), info, body, generation=held.seq)
+        assert found[held.slot.offset :][: made.n_bytes] == b"".join([made.header, *made.parts])
+    tier.close()

@@ -1,0 +1,60 @@
+"""Which class a place becomes, and what is said when it cannot."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.tiers import REMOTE_KINDS, Envelope, open_tier
+
+MIB = 1 << 20
+EXTRAS = {
+    "redis": "redis",
+    "rediss": "redis",
+    "valkey": "redis",
+    "mooncake": "mooncake",
+    "unix": "redis",
+}
+
+
+def test_a_host_tier_with_a_path_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Shared:
+        def __init__(self, name: str, capacity_bytes: int, clock: object) -> None:
+            made.append((name, capacity_bytes))
+
+    monkeypatch.setattr("flowkv.tiers.shared.SharedTier", Shared)
+    open_tier("host", path="pool", capacity_bytes=MIB)
+    assert made == [("pool", MIB)]
+    own = open_tier("host", capacity_bytes=MIB)
+    assert (own.name, own.kind, own.shared) == ("host", "host", False)
+
+
+def test_a_disk_tier_gets_the_envelope(tmp_path: Path) -> None:
+    envelope = Envelope()
+    tier = open_tier("disk", path=str(tmp_path), capacity_bytes=MIB, envelope=envelope)
+    assert (tier.kind, tier.capacity_bytes) == ("disk", MIB)
+    tier.close()
+
+
+@pytest.mark.parametrize("kind", REMOTE_KINDS)
+def test_remote_tiers_name_their_extra(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is not there: the sentence says what to install."""
+    extra = EXTRAS.get(kind.removesuffix("s") if kind == "valkeys" else kind, "object")
+    library = {"object": "obstore", "redis": "redis", "mooncake": "mooncake"}[extra]
+    for module in [m for m in sys.modules if m.partition(".")[0] == library]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, library, None)
+    for module in [m for m in sys.modules if m.startswith("flowkv.tiers.remote.")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(MissingDependencyError, match=rf"flowkv\[{extra}\]"):
+        open_tier(kind, path=f"{kind}://localhost:1/kv")
+
+
+def test_unknown_kinds_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'floppy' is unknown.*s3"):
+        open_tier("floppy", capacity_bytes=MIB)

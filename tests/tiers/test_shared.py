@@ -1,0 +1,406 @@
+"""The shared host tier: handles in one process, real processes, kills, stops, damage."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from flowkv.core.errors import ConfigError, StateError, StoreError
+from flowkv.testing.tiers import check_tier
+from flowkv.tiers.base import Load, Store, Tier
+from flowkv.tiers.shared import SharedTier, table
+from flowkv.tiers.shared.memory import LEAST_BYTES, file_name, plan
+
+from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
+from .sharer import CAPACITY_BYTES, audit, start
+
+
+def run(command: str, directory: Path, *arguments: int) -> dict[str, Any]:
+    """What `tests.tiers.sharer` says."""
+    line = [sys.executable, "-m", "tests.tiers.sharer", command, str(directory)]
+    done = subprocess.run(
+        [*line, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=1100
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_is_a_tier(tmp_path: Path) -> None:
+    tier = start(str(tmp_path))
+    assert isinstance(tier, Tier)
+    assert tier.shared and tier.kind == "host"
+    tier.close()
+
+
+def factories(directory: Path) -> tuple[Callable[[int], Tier], Callable[[Tier], Tier]]:
+    numbers = itertools.count()
+
+    def fresh(capacity_bytes: int) -> Tier:
+        return SharedTier(f"n{next(numbers)}", capacity_bytes, directory=directory)
+
+    def reopen(tier: Tier) -> Tier:
+        assert isinstance(tier, SharedTier)
+        tier.close()
+        name = tier.name.removeprefix("host:")
+        return SharedTier(name, tier.capacity_bytes, directory=directory)
+
+    return fresh, reopen
+
+
+@pytest.mark.parametrize("capacity_bytes", [LEAST_BYTES, 1 << 20])
+def test_conformance(tmp_path: Path, capacity_bytes: int) -> None:
+    factory, reopen = factories(tmp_path)
+    check_tier(factory, reopen=reopen, capacity_bytes=capacity_bytes)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("put", "delete", "erase", "get", "reopen")),
+        st.integers(0, 2),
+        st.integers(0, 9),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=40)
+@given(steps=STEPS)
+def test_several_handles_see_one_truth(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]
+) -> None:
+    home, there = str(tmp_path_factory.mktemp("shm")), set[int]()
+    handles = [start(home) for _ in range(3)]
+    for action, number, name in steps:
+        tier, size = handles[number], 3000 + 9000 * (name % 4)
+        if action == "put":
+            stored(tier, [name], size)
+            there.add(name)
+        elif action in ("delete", "erase"):
+            assert getattr(tier, action)([key_of(name)]) == (name in there)
+            there.discard(name)
+        elif action == "reopen":
+            tier.close()
+            handles[number] = start(home)
+        for handle in handles:
+            assert hits(handle, [name], size) == (name in there)
+    audit(handles[0])
+    for handle in handles:
+        assert {entry.key for entry in handle.scan()} == {key_of(name) for name in there}
+        handle.close()
+
+
+@settings(max_examples=80)
+@given(
+    slots=st.integers(9, 12),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 15)), max_size=60),
+)
+def test_the_index_is_a_dict(slots: int, steps: list[tuple[bool, int]]) -> None:
+    index, model = np.zeros((slots, 8), np.int64), dict[int, int]()
+    for number, (insert, name) in enumerate(steps, 1):
+        row = np.array([name, 0, 0, 7, number, 3, 9000, 0], np.int64)  # home: name % slots
+        slot = table.find(index, row)
+        assert (slot >= 0) == (name in model)
+        if insert and slot < 0 and len(model) < 8:
+            table.insert(index, row)
+            model[name] = number
+        elif not insert and slot >= 0:
+            table.remove(index, slot)
+            del model[name]
+        for other, stored_as in model.items():
+            found = table.find(index, np.array([other, 0, 0, 7], np.int64))
+            assert found >= 0 and index[found, 4] == stored_as
+            assert index[found, 7] == table.check_of(index[found])
+        assert np.count_nonzero(index[:, 4]) == len(model)
+
+
+# ---- real processes
+
+
+def test_two_processes_exchange_frames(tmp_path: Path) -> None:
+    found = run("exchange", tmp_path, 600)
+    assert found["mine"] > 50 and found["theirs"] > 50
+    assert found["corrupt"] == 0
+
+
+def test_a_killed_peer(tmp_path: Path) -> None:
+    found = run("kills", tmp_path, 60, 1)
+    assert found["checked"] > 100 and found["said"] > 200
+
+
+def test_a_peer_killed_in_the_middle_of_a_change(tmp_path: Path) -> None:
+    found = run("repairs", tmp_path, 60, 2)
+    assert found["lost"] == 0
+    assert found["repairs"] > 3
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+def test_killed_peers_deep(tmp_path: Path) -> None:
+    assert run("kills", tmp_path / "a", 3000, 3)["said"] > 10_000
+    assert run("repairs", tmp_path / "b", 3000, 4)["lost"] == 0
+
+
+def test_a_stopped_peer_hangs_nobody(tmp_path: Path) -> None:
+    found = run("stopped", tmp_path)
+    assert found["load"] == [["hit", ""]]
+    assert found["store"] == [["failed", "busy"]]
+    assert found["again"] == [["failed", "busy"]] * 3
+    assert found["deleted"] == 0
+    assert "locked" in found["erase"]
+    assert found["opened"] == 2
+    assert found["first_s"] < 5 and found["rest_s"] < 10  # not the deadline of a minute
+    assert found["after"] == [["stored", ""]]
+    assert found["hits"] == 3
+
+
+# ---- damage
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    where=st.sets(st.sampled_from(("index", "links", "claims", "counters")), min_size=1),
+)
+def test_any_damage_is_repaired(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, where: set[str]
+) -> None:
+    tier = start(str(tmp_path_factory.mktemp("shm")))
+    stored(tier, range(8))
+    stored(tier, range(8, 14), 40_000)
+    tier.delete([key_of(name) for name in (1, 3, 9)])
+    rng = np.random.default_rng(seed)
+    counters, index, links, claims = tier._arrays
+    for name, array in zip(
+        ("counters", "index", "links", "claims"),
+        (counters[1:6], index, links[:60], claims[:8]),
+        strict=True,
+    ):
+        if name in where:
+            flat = array.reshape(-1)
+            spots = rng.integers(0, len(flat), rng.integers(1, 6))
+            flat[spots] = rng.integers(-(2**63), 2**63, len(spots)).astype(flat.dtype)
+    counters[table.VERSION] += 1  # as a peer leaves it that died in the middle
+    assert outcomes(put(tier, ["new"])) in ([("stored", "")], [("failed", "full")])
+    tier._bury()
+    audit(tier)
+    hits(tier, [*range(8), "new"])
+    hits(tier, range(8, 14), 40_000)
+    tier.close()
+
+
+def test_a_flipped_bit_is_a_miss_and_the_frame_is_gone(tmp_path: Path) -> None:
+    tier = start(str(tmp_path))
+    stored(tier, ["a"])
+    for at in (100, 4096 + 5000):  # header, body
+        tier._arena[at] ^= 8
+        (outcome,) = outcomes(get(tier, ["a"]))
+        assert outcome in (("miss", "digest"), ("miss", "foreign"))
+        assert outcomes(get(tier, ["a"])) == [("miss", "")]
+        audit(tier)
+        tier.delete([key_of("a")])
+        stored(tier, ["a"])
+    assert tier.corrupt == 2
+    tier.close()
+
+
+def test_a_frame_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, other = start(str(tmp_path)), start(str(tmp_path))
+    stored(tier, ["a"])
+    copies, copy = [], SharedTier._copy
+
+    def slow(self: SharedTier, *arguments: Any) -> None:
+        if not copies:  # before the first byte is copied, all of it moves
+            copies.append(1)
+            other.delete([key_of("a")])
+            stored(other, ["b", "a"])
+        copy(self, *arguments)
+
+    monkeypatch.setattr(SharedTier, "_copy", slow)
+    assert hits(tier, ["a"]) == 1
+    assert tier.corrupt == 0
+    tier.close()
+    other.close()
+
+
+def test_stripes(tmp_path: Path) -> None:
+    tier, body = start(str(tmp_path)), body_of("s", 5 * 4096)
+    stored(tier, ["s"], 5 * 4096, stripe_bytes=4096)
+    target = bytearray(2 * 4096)
+    wish = Load(key_of("s"), memoryview(target), LAYOUT, 0, 2, 2)
+    (answer,) = answers(tier, tier.submit_load([wish]), 1)
+    assert answer.n_bytes == 2 * 4096
+    assert target == body[2 * 4096 : 4 * 4096]
+    tier._arena[4096 + 3 * 4096 + 5] ^= 1  # of the second stripe wished for, and no other
+    other = wish._replace(first=0)
+    assert outcomes(answers(tier, tier.submit_load([other]), 1)) == [("hit", "")]
+    assert outcomes(answers(tier, tier.submit_load([wish]), 1)) == [("miss", "digest")]
+    stored(tier, ["s"], 5 * 4096, stripe_bytes=4096)
+    beyond = wish._replace(first=4)
+    assert outcomes(answers(tier, tier.submit_load([beyond]), 1)) == [("miss", "stripes")]
+    tier.close()
+
+
+def test_erased_bytes_are_nowhere(tmp_path: Path) -> None:
+    tier = start(str(tmp_path))
+    stored(tier, ["secret", "other"])
+    assert body_of("secret")[:64] in tier._memory.path.read_bytes()
+    assert tier.erase([key_of("secret"), key_of("nobody")]) == 1
+    data = tier._memory.path.read_bytes()
+    body = body_of("secret")
+    assert not any(body[at : at + 64] in data for at in range(0, len(body), 512))
+    assert body_of("other") in data
+    tier.close()
+
+
+# ---- the file
+
+
+def test_capacity_is_physical(tmp_path: Path) -> None:
+    tier = SharedTier("n", CAPACITY_BYTES, directory=tmp_path)
+    done = put(tier, range(200), 4096)
+    assert ("failed", "full") in outcomes(done)
+    assert tier.used_bytes() <= tier.capacity_bytes <= CAPACITY_BYTES
+    status = os.stat(tmp_path / file_name("n"))
+    assert max(status.st_size, 512 * status.st_blocks) <= CAPACITY_BYTES + 4096
+    assert status.st_mode & 0o777 == 0o600
+    tier.close()
+
+
+@given(capacity_bytes=st.integers(LEAST_BYTES, 1 << 42))
+def test_plans_use_nearly_all(capacity_bytes: int) -> None:
+    made = plan(capacity_bytes)
+    assert made.file_bytes <= capacity_bytes
+    assert made.granules * 4096 >= 0.97 * capacity_bytes - 20_000
+    assert made.slots > made.granules // 2 and made.rows >= 1
+
+
+def test_no_memory_behind_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = start(str(tmp_path))
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert outcomes(put(tier, ["a"])) == [("failed", "ENOSPC")]
+    monkeypatch.undo()
+    stored(tier, ["a"])
+    tier.close()
+
+
+def test_it_survives_its_processes_and_keeps_its_size(tmp_path: Path) -> None:
+    tier = start(str(tmp_path))
+    stored(tier, ["a"])
+    tier.close()
+    with pytest.warns(UserWarning, match="the size stays"):
+        tier = start(str(tmp_path), capacity_bytes=4 * CAPACITY_BYTES)
+    assert tier.capacity_bytes <= CAPACITY_BYTES
+    assert hits(tier, ["a"]) == 1
+    tier.remove()
+    assert not list(tmp_path.iterdir())
+    tier = start(str(tmp_path))
+    assert list(tier.scan()) == []
+    tier.close()
+
+
+@pytest.mark.parametrize("at", [0, 8, 16, 24, 40, 60])
+def test_another_format_is_an_empty_tier(tmp_path: Path, at: int) -> None:
+    tier, path = start(str(tmp_path)), tmp_path / file_name("test")
+    stored(tier, ["a"])
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    tier.close()
+    path.write_bytes(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fresh = start(str(tmp_path))
+    assert list(fresh.scan()) == []
+    stored(fresh, ["b"])
+    fresh.close()
+
+
+def test_the_file_must_be_ours_alone(tmp_path: Path) -> None:
+    path = tmp_path / file_name("test")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="cannot be used"):
+        start(str(tmp_path))
+    path.unlink()
+    start(str(tmp_path)).close()
+    path.chmod(0o644)
+    with pytest.raises(StoreError, match="others may open"):
+        start(str(tmp_path))
+    with pytest.raises(StoreError, match="cannot be used"):
+        start(str(tmp_path / "nowhere"))
+
+
+@given(name=st.text(min_size=1))
+def test_names_are_no_paths(name: str) -> None:
+    made = file_name(name)
+    assert made.startswith(f"flowkv-{os.getuid()}-")
+    assert "/" not in made and len(made) < 100 and made.isascii() and made.isprintable()
+    assert name == "x" or made != file_name("x")
+
+
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least"):
+        SharedTier("n", LEAST_BYTES - 1, directory=tmp_path)
+    with pytest.raises(ConfigError, match="no name"):
+        SharedTier("", LEAST_BYTES, directory=tmp_path)
+    tier = start(str(tmp_path))
+    tier.close()
+    assert tier.contains([key_of("a")]) == [False]
+    with pytest.raises(StateError, match="closed"):
+        put(tier, ["a"])
+
+
+def test_odd_keys_are_nobodys(tmp_path: Path) -> None:
+    tier = start(str(tmp_path))
+    stored(tier, ["a"])
+    short = key_of("a")[:31]
+    wish = Load(short, memoryview(bytearray(8192)), LAYOUT, 0)
+    assert outcomes(answers(tier, tier.submit_load([wish]), 1)) == [("miss", "")]
+    assert tier.contains([short]) == [False] and tier.delete([short]) == 0
+    assert outcomes(put(tier, ["b"], stripe_bytes=100)) == [("failed", "invalid")]
+    tier.close()
+
+
+def test_threads_of_one_handle(tmp_path: Path) -> None:
+    tier, wrong = start(str(tmp_path), capacity_bytes=CAPACITY_BYTES), list[object]()
+
+    def work(seed: int) -> None:
+        for n in range(60):
+            name = (seed * 7 + n) % 20
+            info, body = info_of(8192), memoryview(body_of(name))
+            tier.submit_store([Store(key_of(name), info, body)])
+            target = bytearray(8192)
+            tier.submit_load([Load(key_of(name), memoryview(target), LAYOUT, 0)])
+            if any(target) and target != body:
+                wrong.append(name)
+            tier.delete([key_of(name + 1)])
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    begun = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - begun < 60
+    assert len(tier.poll()) == 480
+    audit(tier)
+    tier.close()
