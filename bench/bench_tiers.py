@@ -10,6 +10,7 @@ what a device gives.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,22 +23,25 @@ from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.frame import describe, verify
 from flowkv.tiers.host import HostTier
+from flowkv.tiers.shared import SharedTier
 
 ROUND_BYTES = 64 << 20
 SIZES = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20}
 LAYOUT = bytes(16)
 
 
-@pytest.fixture(params=["memory", "host", "disk"])
+@pytest.fixture(params=["memory", "host", "shared", "disk"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     capacity = 4 * ROUND_BYTES
     if request.param == "disk":
         made: Tier = DiskTier(tmp_path / "kv", capacity)
+    elif request.param == "shared":
+        made = SharedTier(f"bench-{os.getpid()}", capacity)
     else:
         made = (HostTier if request.param == "host" else MemoryTier)(capacity)
     request.node.add_marker(pytest.mark.benchmark(group=f"tiers {request.param}"))
     yield made
-    made.close()
+    made.remove() if isinstance(made, SharedTier) else made.close()
 
 
 @pytest.fixture(params=SIZES)

@@ -107,6 +107,9 @@ def goals(device: Device) -> list[tuple[str, str, float | None, str]]:
     cascade = device.of("cascade 32k x 64", "of_read_ceiling")
     prefill = device.of("prefill 16k in 2k chunks", "of_matmul_ceiling")
     streamed = "decode step streamed from pinned memory"
+    pieces, disk = "2048 KiB pieces", "disk to pinned memory to the device"
+    up = device.of(f"{pieces} to the device", "of_to_device_ceiling")
+    down = device.of(f"{pieces} from the device", "of_to_host_ceiling")
     return [
         *rows,
         ("ragged 1k-128k, time over that of 8 x 32k", "at most 1.15x", longer, "x"),
@@ -114,6 +117,9 @@ def goals(device: Device) -> list[tuple[str, str, float | None, str]]:
         ("cascade 32k x 64, share of its byte floor", "at least 75 %", cascade, "%"),
         ("seal and transcode, share of copy bandwidth", "at least 70 %", copied, "%"),
         ("gather and scatter, share of copy bandwidth", "at least 90 %", moved, "%"),
+        ("host to device in pieces of 2 MiB, share of one copy", "at least 90 %", up, "%"),
+        ("device to host in pieces of 2 MiB, share of one copy", "at least 90 %", down, "%"),
+        (f"{disk}, share of the slower", "at least 85 %", device.of(disk, "of_slower"), "%"),
         (f"{streamed}", "reported", device.of(streamed), " us"),
         ("... the same step resident", "reported", device.of(streamed, "resident_us"), " us"),
         ("... exposed copy time", "reported", device.of(streamed, "exposed_us"), " us"),

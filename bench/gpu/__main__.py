@@ -30,6 +30,7 @@ from bench.gpu.attention import CASCADES, CASES, CHUNKED, attention, cascade, ch
 from bench.gpu.machine import Machine
 from bench.gpu.moves import moves, seals, streamed
 from bench.gpu.remade import remade
+from bench.gpu.transfers import transfers
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Job = tuple[str, Callable[[Machine], Iterable[dict[str, Any]]]]
@@ -42,6 +43,7 @@ def jobs(machine: Machine) -> Iterator[Job]:
             small = case.shrunk() if machine.dry else case
             yield case.name, lambda machine, run=run, case=small: [run(case, machine)]
     yield "moves", moves
+    yield "transfers", transfers
     yield "remade", remade
     yield "transcode", seals
     yield "stream", lambda machine: [streamed(machine)]

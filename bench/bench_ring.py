@@ -1,0 +1,296 @@
+"""The engines that move bytes to files, beside fio, in one run: `python -m bench.bench_ring`.
+
+Random direct reads and writes of one file, 16 at a time. Each round runs fio (io_uring, buffers in
+huge pages), then each engine over as many bytes as fio moved: with nothing beside it, with another
+process computing, and with the interpreter busy in another thread. Both take a processor away, only
+the latter the interpreter, too. Ratios are taken within a round; the median and the spread of the
+rounds are shown. Processor time is that of the whole process, the figures of fio are its own.
+
+    python -m bench.bench_ring --json           # one object, for machines
+    python -m bench.bench_ring --directory /nvme --rounds 9 --seconds 2
+
+Huge pages for fio are reserved for the time of the run where that is allowed, else it gets plain
+ones, and the report says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flowkv.tiers.io.engine import OPERATION, READ, WRITE
+from flowkv.tiers.io.ladder import open_engine
+from flowkv.tiers.io.staging import Arena
+from flowkv.tiers.io.threads import ThreadsEngine
+from flowkv.tiers.io.uring import UringEngine
+
+Engine = UringEngine | ThreadsEngine
+KIB = 1 << 10
+SIZES = (64 * KIB, 256 * KIB, 1024 * KIB)
+DEPTH = 16
+HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+class Sample(NamedTuple):
+    """Bytes moved, seconds of the wall, seconds of processors."""
+
+    n_bytes: float
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def rate(self) -> float:
+        return self.n_bytes / self.wall_s
+
+    @property
+    def cost(self) -> float:
+        """Processor seconds of a gigabyte."""
+        return 1e9 * self.cpu_s / self.n_bytes
+
+
+@contextmanager
+def huge_pages(count: int) -> Iterator[str]:
+    """Reserves huge pages; yields the kind of memory that fio can have."""
+    try:
+        before = HUGE_PAGES.read_text()
+        HUGE_PAGES.write_text(str(int(before) + count))
+    except OSError:
+        yield "mmap"
+        return
+    try:
+        enough = int(HUGE_PAGES.read_text()) >= int(before) + count
+        yield "shmhuge" if enough else "mmap"
+    finally:
+        HUGE_PAGES.write_text(before)
+
+
+def fio(path: str, op: int, size: int, seconds: float, memory: str) -> Sample:
+    """What fio reaches."""
+    command = [
+        *("fio", "--name=ring", f"--filename={path}", "--ioengine=io_uring", "--direct=1"),
+        *(f"--rw={'randread' if op == READ else 'randwrite'}", f"--bs={size}"),
+        *(f"--iodepth={DEPTH}", f"--runtime={seconds}", "--time_based", f"--mem={memory}"),
+        *("--norandommap", "--randrepeat=0", "--scramble_buffers=0", "--fallocate=none"),
+        *(f"--size={os.path.getsize(path)}", "--output-format=json"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    moved = job["read" if op == READ else "write"]
+    wall_s = moved["runtime"] / 1e3
+    return Sample(moved["io_bytes"], wall_s, (job["usr_cpu"] + job["sys_cpu"]) / 100 * wall_s)
+
+
+def cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+@contextmanager
+def spinning() -> Iterator[None]:
+    """Another process that computes."""
+    command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield
+    finally:
+        child.kill()
+        child.communicate()
+
+
+class Bench:
+    """One file, one arena, and the engines."""
+
+    def __init__(self, path: str, file_bytes: int) -> None:
+        self.path, self.file_bytes = path, file_bytes
+        self.arena = Arena(DEPTH * max(SIZES))
+        self.arena.view[:] = np.random.default_rng(1).bytes(self.arena.n_bytes)
+        self.random = np.random.default_rng(0)
+        self.engines: dict[str, Engine] = {}
+        try:
+            self.engines["io_uring"] = UringEngine(depth=DEPTH, arena=self.arena)
+        except OSError as error:
+            print(f"no io_uring here: {error}", file=sys.stderr)
+        self.engines["threads"] = ThreadsEngine(threads=DEPTH)
+        self.fds = {name: engine.open(path, write=True) for name, engine in self.engines.items()}
+        self._fill()
+
+    def run(self, name: str, op: int, size: int, n_bytes: float, beside: str) -> Sample:
+        """One engine over about as many bytes; `beside` it nothing, a process, or this thread."""
+        engine, count = self.engines[name], max(4 * DEPTH, round(n_bytes / size))
+        operations = np.empty(count, OPERATION)
+        operations["op"], operations["fd"], operations["length"] = op, self.fds[name], size
+        operations["offset"] = self.random.integers(0, self.file_bytes // size, count) * size
+        operations["address"] = self.arena.address + np.arange(count) % DEPTH * size
+        operations["tag"] = np.arange(count)
+        ended: list[float] = []
+        wrong: list[int] = []
+
+        def wait() -> None:
+            answers = engine.wait(300.0, least=count)
+            ended.append(time.perf_counter())
+            wrong.append(count - int((answers["result"] == size).sum()))
+
+        other = spinning() if beside == "process" else nullcontext()
+        with other:
+            used, began = self._measure(engine, operations, wait, busy=beside == "thread")
+        assert not wrong[0], f"{wrong[0]} of {count} operations failed"
+        return Sample(count * size, ended[0] - began, used)
+
+    def _measure(
+        self, engine: Engine, operations: Any, wait: Callable[[], None], *, busy: bool
+    ) -> tuple[float, float]:
+        """Processor seconds, and when it began."""
+        began, used = time.perf_counter(), cpu_s()
+        engine.submit(operations)
+        if busy:
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            number = 0
+            while waiter.is_alive():
+                for _ in range(2000):
+                    number += 1
+            waiter.join()
+        else:
+            wait()
+        return cpu_s() - used, began
+
+    def close(self) -> None:
+        for name, engine in self.engines.items():
+            assert engine.close()
+            os.close(self.fds[name])
+        self.arena.close()
+
+    def _fill(self) -> None:
+        """Every block of the file is written once, so that reads come from the device."""
+        size = max(SIZES)
+        operations = np.zeros(self.file_bytes // size, OPERATION)
+        operations["op"], operations["fd"] = WRITE, self.fds["threads"]
+        operations["offset"] = np.arange(len(operations)) * size
+        operations["address"], operations["length"] = self.arena.address, size
+        self.engines["threads"].submit(operations)
+        answers = self.engines["threads"].wait(600.0, least=len(operations))
+        assert (answers["result"] == size).all()
+
+
+def measure(bench: Bench, rounds: int, seconds: float, memory: str) -> list[dict[str, Any]]:
+    """A row for each operation, size and engine."""
+    rows = []
+    for op in (READ, WRITE):
+        for size in SIZES:
+            theirs: list[Sample] = []
+            ours: dict[tuple[str, str], list[Sample]] = {}
+            for _ in range(rounds):
+                theirs.append(fio(bench.path, op, size, seconds, memory))
+                n_bytes = seconds * theirs[-1].rate
+                for name in bench.engines:
+                    for beside in ("", "process", "thread"):
+                        sample = bench.run(name, op, size, n_bytes, beside)
+                        ours.setdefault((name, beside), []).append(sample)
+            for name in bench.engines:
+                idle, crowded, busy = (ours[name, x] for x in ("", "process", "thread"))
+                rows.append(
+                    {
+                        "engine": name,
+                        "op": "read" if op == READ else "write",
+                        "kib": size // KIB,
+                        "fio_gb_s": spread([x.rate / 1e9 for x in theirs]),
+                        "of_fio": spread(ratios(idle, theirs, "rate")),
+                        "cpu_of_fio": spread(ratios(idle, theirs, "cost")),
+                        "busy_of_idle": spread(ratios(busy, idle, "rate")),
+                        "busy_of_crowded": spread(ratios(busy, crowded, "rate")),
+                        "cpu_s_per_gb": spread([x.cost for x in idle]),
+                    }
+                )
+    return rows
+
+
+def ratios(some: list[Sample], others: list[Sample], what: str) -> list[float]:
+    return [getattr(a, what) / getattr(b, what) for a, b in zip(some, others, strict=True)]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and most of the rounds."""
+    return {
+        "median": round(statistics.median(values), 3),
+        "min": round(min(values), 3),
+        "max": round(max(values), 3),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Lines for people: median and, in brackets, the spread."""
+    columns = ("fio_gb_s", "of_fio", "cpu_of_fio", "busy_of_idle", "busy_of_crowded")
+    yield f"{'engine':9}{'op':6}{'KiB':>5} " + "".join(f"{name:>21}" for name in columns)
+    for row in rows:
+        cells = (
+            f"{row[name]['median']:.2f} [{row[name]['min']:.2f}-{row[name]['max']:.2f}]"
+            for name in columns
+        )
+        yield f"{row['engine']:9}{row['op']:6}{row['kib']:5} " + "".join(f"{c:>21}" for c in cells)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--directory", type=Path, default=Path("."), help="where the file lies")
+    parser.add_argument("--file-mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument(
+        "--least", type=float, help="exit 1 if io_uring reaches less of fio at 256 KiB or more"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, nothing else")
+    args = parser.parse_args()
+    if not shutil.which("fio"):
+        print("This bench compares with fio: install it (`apt install fio`)", file=sys.stderr)
+        return 2
+    probe = open_engine(directory=str(args.directory))
+    probe.close()
+    if not probe.direct:
+        print(f"{probe.why}: pass a --directory on a local disk", file=sys.stderr)
+        return 2
+    with (
+        tempfile.NamedTemporaryFile(dir=args.directory, prefix="bench-ring-") as file,
+        huge_pages(DEPTH) as memory,
+    ):
+        bench = Bench(file.name, args.file_mib << 20)
+        try:
+            rows = measure(bench, args.rounds, args.seconds, memory)
+        finally:
+            bench.close()
+    report = {
+        "bench": "ring",
+        "depth": DEPTH,
+        "fio_memory": memory,
+        "rounds": args.rounds,
+        "rows": rows,
+    }
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print(f"fio with --mem={memory}; medians of {args.rounds} rounds, with their spread")
+        print("\n".join(table(rows)))
+    shares = [
+        row["of_fio"]["median"] for row in rows if row["engine"] == "io_uring" and row["kib"] >= 256
+    ]
+    return 1 if args.least and min(shares, default=0.0) < args.least else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
