@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import shutil
@@ -222,7 +223,9 @@ def measure(bench: Bench, rounds: int, seconds: float, memory: str) -> list[dict
 
 
 def ratios(some: list[Sample], others: list[Sample], what: str) -> list[float]:
-    return [getattr(a, what) / getattr(b, what) for a, b in zip(some, others, strict=True)]
+    """Round by round; without those in which the other took too little time to be counted."""
+    pairs = [(getattr(a, what), getattr(b, what)) for a, b in zip(some, others, strict=True)]
+    return [a / b for a, b in pairs if b] or [math.nan]
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -224,6 +224,65 @@ def difference(row: dict[str, Any]) -> str:
     return f"{row['delta_bits']:+.4f} ± {row['two_errors']:.4f}"
 
 
+def spread(values: dict[str, float] | None) -> str:
+    if not values:
+        return ""
+    return f"{values['median']:.2f} ({values['min']:.2f} to {values['max']:.2f})"
+
+
+@block
+def ring(results: Results) -> str:
+    found = results.get("ring_cpu", {}).get("rows", [])
+    cells: dict[tuple[str, int], dict[str, list[str]]] = {}
+    for row in found:
+        busy = f"{row['busy_of_crowded']['median']:.2f} ({row['busy_of_idle']['median']:.2f})"
+        cost = f"{row['cpu_of_fio']['median']:.2f}"
+        ways = cells.setdefault((row["engine"], row["kib"]), {})
+        ways[row["op"]] = [spread(row["of_fio"]), cost, busy]
+    rows = [
+        [engine, str(kib), *cells[engine, kib]["read"], *cells[engine, kib]["write"]]
+        for engine, kib in sorted(cells)
+    ]
+    head = ["engine", "KiB", "reads, of fio", "processor time, of fio", "busy"]
+    return table([*head, "writes, of fio", *head[3:]], rows) if rows else NOT_YET.capitalize() + "."
+
+
+@block
+def disk(results: Results) -> str:
+    found = results.get("disk_cpu", {})
+    rows = []
+    for row in found.get("rows", []):
+        rivals = [spread(row.get(f"x {name}")) for name in ("file per block", "RocksDB")]
+        numbers = [f"{row[name]['median']:.2f}" for name in ("gb_s", "cpu_s_per_gb", "of_fio")]
+        busy = f"{row['busy_of_idle']['median']:.2f} of deep" if "busy_of_idle" in row else ""
+        rows.append([row["way"], row["what"], str(row["kib"]), *numbers, *rivals, busy])
+    if not rows:
+        return NOT_YET.capitalize() + "."
+    seconds = found["recovery_s"]
+    head = ["way", "what", "KiB", "GB/s", "CPU s/GB", "of fio", "x file per block", "x RocksDB", ""]
+    return (
+        f"{table(head, rows)}\n\nA store of {found['frames']:,} frames opens in"
+        f" {seconds['median']:.2f} s ({seconds['min']:.2f} to {seconds['max']:.2f})."
+    )
+
+
+@block
+def remote(results: Results) -> str:
+    rows = []
+    for engine, found in results.get("remote_cpu", {}).items():
+        for size in found["sizes"]:
+            kib = size["bytes"] >> 10
+            ratios = [
+                f"{size[way]['ratio']:.2f} ({size[way]['spread'][0]:.2f} to"
+                f" {size[way]['spread'][1]:.2f})"
+                for way in ("get", "put")
+            ]
+            late = found["stopped"]["late_ms"] if size is found["sizes"][0] else None
+            rows.append([engine, str(kib), *ratios, f"{late['p99']:.1f}" if late else ""])
+    head = ["engine", "KiB", "get, of its client", "put, of its client", "late, ms p99"]
+    return table(head, rows) if rows else NOT_YET.capitalize() + "."
+
+
 def render(page: str, results: Results) -> str:
     """The page with all its blocks written anew."""
     for name in re.findall(r"<!-- begin: (\w+) -->", page):

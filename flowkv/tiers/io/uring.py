@@ -22,7 +22,7 @@ from flowkv.tiers.io.opening import open_file
 from flowkv.tiers.io.ring import Ring
 from flowkv.tiers.io.staging import Arena
 
-DEPTH = 64
+DEPTH = 32  # enough for any device; with more, a batch is handed over whole and comes back whole
 CAPACITY = 8192  # operations that the loop knows of at a time; more wait on this side
 CLOSE_S = 10.0
 START_S = 120.0  # the first time on a machine the loop is compiled
