@@ -248,7 +248,9 @@ class ArchiveReader:
         except (msgspec.MsgspecError, RecursionError):
             return None
         sound = all(
-            entry.offset >= GRANULE_BYTES and entry.n_bytes > 0 and len(entry.key) == KEY_BYTES
+            GRANULE_BYTES <= entry.offset < self._size
+            and entry.n_bytes > 0
+            and len(entry.key) == KEY_BYTES
             for entry in index.entries
         )
         return index if sound and index.version == VERSION else None

@@ -218,7 +218,7 @@ class Bundles:
                 wanted = [
                     Load(p.block.key, p.target, BUNDLE_LAYOUT, 0, p.first, p.stripes) for p in here
                 ]
-                answers, _ = self.store.mover.load([(number, one) for one in wanted], _ignore)
+                answers, lent = self.store.mover.load([(number, one) for one in wanted], _ignore)
                 for piece, answer in zip(here, answers, strict=True):
                     if answer.outcome is Outcome.HIT:
                         self.store.count_loaded(number, answer.n_bytes)
@@ -226,6 +226,8 @@ class Bundles:
                     elif not piece.block.gone and piece.block.tiers >> number & 1:
                         self.store.not_served(piece.block, number, answer)
                 self.store.touch([p.block for p in here if not p.block.gone])
+                if lent:
+                    return False  # it may still write there: no other tier's bytes would be safe
             return not pieces
 
     def _holds(self, block: Block, number: int) -> bool:

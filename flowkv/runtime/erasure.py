@@ -17,7 +17,7 @@ from flowkv.core.keys import ROOT
 from flowkv.runtime.index import Block
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.store import Store
-from flowkv.tiers.base import FrameInfo
+from flowkv.tiers.base import FrameInfo, Tier
 
 _PAUSE_S = 0.1
 
@@ -48,9 +48,9 @@ def forget_realm(store: Store, realm: Realm) -> int:
     Raises:
         StoreError: A tier cannot prove that it holds nothing of them any more.
     """
-    _learn(store, realm)
+    unseen = _learn(store, realm)
     doomed = [block for block in store.index if realm.holds(block)]
-    return _erase(store, doomed, realm.holds)
+    return _erase(store, doomed, realm.holds, unseen)
 
 
 def forget_prompt(store: Store, seq: Sequence) -> int:
@@ -69,11 +69,11 @@ def forget_prompt(store: Store, seq: Sequence) -> int:
     Raises:
         StoreError: A tier cannot prove that it holds nothing of them any more.
     """
-    _learn(store, Realm(seq.tenant, seq.namespace))
+    unseen = _learn(store, Realm(seq.tenant, seq.namespace))
     doomed: dict[int, Block] = {}
     for group in range(len(seq.blocks)):
         _doom(store, seq, group, doomed)
-    return _erase(store, list(doomed.values()), lambda _: False)
+    return _erase(store, list(doomed.values()), lambda _: False, unseen)
 
 
 def _doom(store: Store, seq: Sequence, group: int, doomed: dict[int, Block]) -> None:
@@ -110,19 +110,43 @@ def _continues(head: Block, above: bytes, rest: NDArray[np.uint32]) -> bool:
     return bool(np.array_equal(head.tokens[:both], rest[:both]))
 
 
-def _learn(store: Store, realm: Realm) -> None:
-    """Makes those frames known that others wrote, or that are only in a tier's own list."""
-    for number in range(len(store.tiers)):
+def _learn(store: Store, realm: Realm) -> dict[int, str]:
+    """Makes those frames known that others wrote, or that are only in a tier's own list.
+
+    Returns:
+        Numbers of tiers that cannot say what they hold, and why.
+    """
+    unseen = {}
+    for number, tier in enumerate(store.tiers):
+        if problem := _survey(tier):
+            unseen[number] = problem
         store.learn(number, realm.holds)
+    return unseen
 
 
-def _erase(store: Store, doomed: list[Block], meant: Callable[[FrameInfo], bool]) -> int:
+def _survey(tier: Tier) -> str:
+    """Has a tier look anew at what others wrote; why it cannot, "" if it has."""
+    survey: Callable[[], None] | None = getattr(tier, "survey", None)
+    try:
+        if survey is not None:
+            survey()
+    except StoreError as error:
+        return error.problem
+    return ""
+
+
+def _erase(
+    store: Store,
+    doomed: list[Block],
+    meant: Callable[[FrameInfo], bool],
+    unseen: dict[int, str],
+) -> int:
     """Erases blocks from everywhere, then asks every tier whether that is so."""
     keys = {block.key for block in doomed}
     problems = [
         problem
         for number in range(len(store.tiers))
-        if (problem := _erase_from(store, number, keys, meant))
+        if (problem := _erase_from(store, number, keys, meant) or unseen.get(number, ""))
     ]
     for block in doomed:
         store.strike(block)
@@ -152,6 +176,8 @@ def _erase_from(
                     return f"{tier.name}: {error.problem}"
                 store.drain(_PAUSE_S)  # some may just be read
                 continue
+        if problem := _survey(tier):
+            return problem
         left = {entry.key for entry in tier.scan() if entry.key in keys or meant(entry.info)}
         if not left:
             return ""

@@ -99,6 +99,15 @@ class Envelope:
         self._lossless = lossless
         self._thread = threading.local()
 
+    @property
+    def kind(self) -> int:
+        """What the headers of its frames say about their integrity."""
+        return AES_256_GCM if self.integrity == "aead" else XXH3_128
+
+    def reads(self, integrity: int) -> bool:
+        """Whether it can check frames whose headers say so."""
+        return integrity == self.kind and (integrity == XXH3_128 or self._keyring is not None)
+
     def most_bytes(self, body_bytes: int) -> int:
         """Upper bound of a stored frame with such a body, all of it."""
         lossless = self._lossless is not None

@@ -106,6 +106,15 @@ class ShardedTier:
                     listed.add(entry.key)
                     yield entry
 
+    def survey(self) -> None:
+        """Has the inner tier look anew at what others wrote, if it does not see that by itself.
+
+        Raises:
+            StoreError: It cannot.
+        """
+        if hasattr(self.inner, "survey"):
+            self.inner.survey()
+
     def _listed(self, key: bytes, pieces: dict[Heads, Entry]) -> Entry | None:
         division = self.division
         if division.own in pieces:

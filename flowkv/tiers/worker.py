@@ -198,6 +198,11 @@ class Workers:
             item.claimed = item.done is None
             return item.memory.cast("B") if item.memory is not None else None
 
+    def let_go(self, item: Item) -> None:
+        """Ends a claim without an answer."""
+        with self._changed:
+            item.claimed = False
+
     @contextmanager
     def body(self, item: Item) -> Iterator[memoryview | None]:
         """Lends the body of a store, as bytes; None if the item was answered.

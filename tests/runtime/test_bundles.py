@@ -14,10 +14,10 @@ from flowkv import KV
 from flowkv.core.errors import StoreError
 from flowkv.runtime import bundles
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import Load
+from flowkv.tiers.base import Load, Store
 from flowkv.tiers.shared import SharedTier
 from tests.runtime.audit import audit
-from tests.runtime.fakes import Deferred, Wrapped, lasting
+from tests.runtime.fakes import Deferred, Silent, Wrapped, lasting
 from tests.runtime.toy import check_content, make_kv, opened, published, simple
 
 KIB = 1 << 10
@@ -154,6 +154,28 @@ def test_damage_is_a_miss(tmp_path: Path) -> None:
         assert equal(kv.fetch("model", ["embed"]), {"embed": given["embed"]}), "another stripe"
         assert kv.fetch("model") is None and kv.fetch("model", ["down"]) is None
         assert kv.keep("model", given) and equal(kv.fetch("model"), given)
+
+
+def test_memory_that_a_late_tier_may_write_to_is_given_to_nobody() -> None:
+    class Late(Silent):
+        def submit_load(self, items: Any, *, deadline_s: float = 10.0) -> int:
+            self.silent = items[0].target.nbytes > 4096  # the table comes
+            return super().submit_load(items, deadline_s=deadline_s)
+
+    near, far, given = Late(lasting(name="near")), lasting(name="far"), weights()
+    kv = kv_over(near, far, load_deadline_s=0.05)
+    assert kv.keep("model", given) and kv.flush(20.0)
+    for frame in [Store(e.key, e.info, memoryview(near.frames[e.key][1])) for e in near.scan()]:
+        far.submit_store([frame])
+    assert len(far.poll()) == 3
+    with kv.lock:
+        kv.planner.store.learn(1, lambda _: True)
+    found = kv.fetch("model")
+    near.scribble()
+    assert found is None or equal(found, given)
+    assert near.loads == 2 and equal(kv.fetch("model"), given), "the other tier has it"
+    near.speak()
+    audit(kv)
 
 
 def test_another_process_finds_them_on_a_shared_tier(tmp_path: Path) -> None:

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 
 from flowkv import KV
+from flowkv.core.clock import SystemClock
 from flowkv.core.errors import StoreError
 from flowkv.testing import MemoryTier
+from flowkv.tiers.remote.guard import Breaker
+from flowkv.tiers.remote.tier import Limits, RemoteTier
 from flowkv.tiers.shared import SharedTier
 from tests.runtime.audit import audit, audit_empty
 from tests.runtime.fakes import Deferred, Wrapped, lasting
 from tests.runtime.toy import PAGE, check_content, make_kv, opened, published, simple
+from tests.tiers.remote.faulty import FaultyBackend
 from tests.tiers.remote.servers_redis import redis_server
 
 P, Q = [1] * 24, [2] * 24
@@ -173,6 +177,25 @@ class Stubborn(Wrapped):
         if not self.silent:
             raise StoreError("stubborn lost its connection", "Try again")
         return len(keys)
+
+
+def test_frames_that_others_sent_to_an_engine_are_erased_or_named() -> None:
+    engine = FaultyBackend()
+    limits = Limits(open_s=0.3, erase_s=1.0)
+    kv, other = (kv_over(RemoteTier(engine, name=name, limits=limits)) for name in "ab")
+    published(other, P)
+    assert other.flush() and len(engine.objects) == 3
+    engine.always["get"] = "error"
+    with pytest.raises(StoreError, match=r"a cannot say what it holds \(the headers of 3 frames"):
+        kv.forget(tenant="")
+    engine.always["list"] = "error"
+    with pytest.raises(StoreError, match="a cannot say what it holds"):
+        kv.forget(tenant="")
+    engine.release()
+    kv.planner.store.tiers[0]._moves.breaker = Breaker(SystemClock())
+    assert len(engine.objects) == 3 and kv.forget(tenant="") == 3 and not engine.objects
+    for each in (kv, other):
+        each.close()
 
 
 @pytest.mark.parametrize("silent", [False, True])

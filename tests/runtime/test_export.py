@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 
 from flowkv import KV
@@ -237,6 +240,16 @@ def test_without_an_index_frames_are_found_one_after_the_other(
     (tmp_path / "cut.kv").write_bytes(whole[:-100])
     kv = make_kv()
     assert kv.load(tmp_path / "cut.kv").frames == 6 and reused(kv, P) == 24
+
+
+@pytest.mark.parametrize("offset", [1 << 40, (1 << 63) - 1, (1 << 64) - 1])
+def test_an_index_that_leads_nowhere(sample: Path, tmp_path: Path, offset: int) -> None:
+    whole = sample.read_bytes()
+    index = msgspec.msgpack.encode([1, [[bytes(32), offset, 4096]]])
+    digest = xxhash.xxh3_128_digest(index)
+    end = struct.pack("<8sQQ16s", MAGIC, len(whole), len(index), digest)
+    (tmp_path / "lie.kv").write_bytes(whole + index + end)
+    assert make_kv().load(tmp_path / "lie.kv").damaged == 1
 
 
 @pytest.mark.parametrize(

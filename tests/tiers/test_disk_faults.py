@@ -183,7 +183,8 @@ def found(files: MemoryFiles, arena: Arena) -> tuple[set[int], int]:
         if answer.outcome is Outcome.HIT:
             assert targets[answer.item] == FRAME_BODIES[answer.item], "WRONG BYTES"
             there.add(answer.item)
-    bad_pages = tier._store.bad_pages
+    assert tier._store._journal is not None
+    bad_pages = tier._store._journal.bad_pages
     tier.close()
     return there, bad_pages
 

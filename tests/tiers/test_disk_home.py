@@ -15,7 +15,7 @@ from flowkv.tiers.base import Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.files import FileIO
 from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
-from flowkv.tiers.disk.inspect import scrub
+from flowkv.tiers.disk.inspect import inspect, scrub
 from flowkv.tiers.disk.repair import repair
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.keyring import Keyring
@@ -264,7 +264,7 @@ def test_repair_finds_what_the_journal_lost(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, MIB)
     assert hits(tier, [*range(40), "late"]) == 39
     assert not any(tier.contains([key_of(3), key_of(25)]))
-    assert tier._store.bad_pages == 0
+    assert inspect(tmp_path).bad_pages == 0
     stored(tier, ["new"])
     tier.close()
     again = repair(tmp_path)

@@ -9,9 +9,10 @@ import pytest
 from flowkv.tiers.base import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier, opened
 from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.keyring import Keyring
 from flowkv.tiers.lossless import SAMPLES, Lossless
 
-from .frames import LAYOUT, answers, body_of, info_of, key_of
+from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 
 SIZE = 64 << 10
 COUNT = SAMPLES + 12
@@ -50,3 +51,46 @@ def test_compressed_frames_beside_others_are_read_without_a_compressor(
     assert 0 < len(packed) < COUNT, "some frames must be compressed, and some not"
     assert reader.corrupt == 0
     reader.close()
+
+
+@pytest.mark.parametrize("way", ["to aead", "to xxh3", "no key"])
+def test_frames_of_the_other_integrity_are_replaced_when_they_are_stored_anew(
+    tmp_path: Path, way: str
+) -> None:
+    """Not a miss for ever, as they once were; but who has no key replaces nothing."""
+    pytest.importorskip("cryptography")
+    locked, plain = Envelope(integrity="aead", keyring=Keyring(bytes(32))), Envelope()
+    before, after = (plain, locked) if way == "to aead" else (locked, plain)
+    if way == "no key":
+        after = Envelope(integrity="aead")
+    tier = DiskTier(tmp_path, 1 << 20, envelope=before)
+    stored(tier, ["a"])
+    tier.close()
+    tier = DiskTier(tmp_path, 1 << 20, envelope=after)
+    assert outcomes(get(tier, ["a"])) == [("miss", "integrity")]
+    assert outcomes(put(tier, ["a"])) == [("stored", "")]
+    assert hits(tier, ["a"]) == (way != "no key") and tier.corrupt == 0
+    tier.close()
+    tier = DiskTier(tmp_path, 1 << 20, envelope=before)
+    assert hits(tier, ["a"]) == (way == "no key")
+    tier.close()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_frame_whose_integrity_was_damaged_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    monkeypatch.setattr(opened, "COMPILED_BYTES", 0 if compiled else 1 << 60)
+    tier = DiskTier(tmp_path, 1 << 20)
+    stored(tier, ["a"])
+    tier.close()
+    (slab,) = tmp_path.rglob("slab-*")
+    data = bytearray(slab.read_bytes())
+    data[35] ^= 1
+    slab.write_bytes(data)
+    tier = DiskTier(tmp_path, 1 << 20)
+    assert outcomes(get(tier, ["a"])) == [("miss", "integrity")]
+    assert tier.corrupt == 1 and tier.contains([key_of("a")]) == [False]
+    stored(tier, ["a"])
+    assert hits(tier, ["a"]) == 1
+    tier.close()

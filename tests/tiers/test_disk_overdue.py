@@ -3,15 +3,18 @@ touched after its answer (D10)."""
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flowkv.core.clock import ManualClock
 from flowkv.core.errors import StoreError
 from flowkv.tiers.base import Completion, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.disk.sealing import seal_all
 from flowkv.tiers.io.staging import Arena
 
 from .frames import LAYOUT, answers, body_of, hits, info_of, key_of, outcomes, stored
@@ -291,6 +294,27 @@ def test_close_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monkey
     assert tier.poll() == []
 
 
+def test_close_leaves_memory_alone_that_is_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowkv.tiers.disk.tier.CLOSE_S", 0.05)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(frames: object) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        seal_all(frames)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("flowkv.tiers.disk.storing.seal_all", slowly)
+    tier = DiskTier(tmp_path, MIB)
+    job = tier.submit_store([store_of("a")])
+    assert begun.wait(20)
+    tier.close()
+    assert tier.poll() == [], "an answer would say that the body is free"
+    go_on.set()
+    answers(tier, job, 1)
+
+
 def test_erasing_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowkv.tiers.disk.tier.ERASE_S", 0.05)
     engine = GatedEngine()
@@ -354,4 +378,24 @@ def test_nobody_waits_for_what_went_wrong(tmp_path: Path, monkeypatch: pytest.Mo
             job = tier.submit_store([store_of(place)])
             assert outcomes(answers(tier, job, 1, within_s=5)) == [("failed", reason)]
     assert hits(tier, ["a"]) == 1
+    staged = tier._staging.arena
+    assert staged.free_bytes == staged.n_bytes and tier.erase([key_of("a")]) == 1, "nothing leaked"
+    tier.close()
+
+
+def test_memory_with_gaps_is_refused_and_costs_nobody_else_anything(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, MIB)
+    stored(tier, ["a"])
+    gaps, target, used = (
+        np.zeros((8192, 2), np.uint8)[:, 0].data,
+        bytearray(8192),
+        tier.used_bytes(),
+    )
+    job = tier.submit_store([Store(key_of("b"), info_of(8192), gaps)])
+    assert outcomes(answers(tier, job, 1)) == [("failed", "invalid")]
+    assert tier.used_bytes() == used
+    stored(tier, ["b"])
+    job = tier.submit_load([load_of("a", gaps), load_of("a", target)])
+    assert outcomes(answers(tier, job, 2)) == [("failed", "target"), ("hit", "")]
+    assert target == body_of("a") and tier.erase([key_of("a"), key_of("b")]) == 2
     tier.close()

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.testing.tiers import check_tier
 from flowkv.tiers.base import Load, Store, Tier
-from flowkv.tiers.shared import SharedTier, table
+from flowkv.tiers.shared import SharedTier, changes, table
 from flowkv.tiers.shared.memory import LEAST_BYTES, file_name, plan
 
 from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
@@ -38,6 +38,26 @@ def run(command: str, directory: Path, *arguments: int) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def test_what_is_owed_is_given_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one of two threads, or another frame's memory would be free while it is there."""
+    tier = start(str(tmp_path))
+    used, change = tier.used_bytes(), tier._change
+    out, words = np.empty(1, np.int64), np.frombuffer(key_of("a"), np.int64)
+    row = tier._claim(words, 2 * table.GRANULE, out, 1 << 62)
+    tier._owed.append(row)
+
+    def meddled(operation: Any, *arguments: Any, **options: Any) -> int:
+        if operation is changes.release:
+            monkeypatch.undo()
+            stored(tier, ["b"])  # what another thread does just now
+        return change(operation, *arguments, **options)
+
+    monkeypatch.setattr(tier, "_change", meddled)
+    stored(tier, ["c"])
+    assert tier.delete([key_of("b"), key_of("c")]) == 2 and tier.used_bytes() == used
+    tier.close()
 
 
 def test_is_a_tier(tmp_path: Path) -> None:

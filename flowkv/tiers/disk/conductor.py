@@ -155,7 +155,9 @@ class Conductor:
             if wrote:
                 self._commit(self._storing.finish(wrote))
         except Exception as error:
+            self._loading.drop(read)
             self._fail(_reason(error), [flight.item for flight in (*read, *wrote)])
+            self._storing.drop(wrote, _reason(error))
         return True
 
     def _commit(self, wrote: list[Writing]) -> None:
@@ -227,7 +229,8 @@ class Conductor:
                 new = part.begin(item, alone=alone)
             except Exception as error:
                 self._wishes.answer([Answer(item, Outcome.FAILED, _reason(error))])
-                self._wishes.end_store(item)
+                if stores:
+                    self._wishes.end_store(item)
                 continue
             if new is None:  # no memory now
                 self._wishes.put_back(item)

@@ -62,7 +62,7 @@ class Loading:
         n_bytes = count * held.info.stripe_bytes
         if not 0 <= wish.first < wish.first + count <= held.stripes:
             answer = self._end(item, Outcome.MISS, "stripes")
-        elif wish.target.readonly or wish.target.nbytes < n_bytes:
+        elif wish.target.nbytes < n_bytes or not _writable(wish.target):
             answer = self._end(item, Outcome.FAILED, "target")
         elif alone or self._used_bytes < self._staging.arena.n_bytes * (_SHARE - 1) // _SHARE:
             return self._read(flight, wish, n_bytes, alone=alone)
@@ -144,6 +144,13 @@ class Loading:
         self._wishes.answer(answers)
         return more
 
+    def drop(self, flights: list[Reading]) -> None:
+        """Lets go of all that loads hold which could not be finished; others answer them."""
+        for flight in flights:
+            if flight.memory is not None:
+                self._land(flight)
+        self._unpin()
+
     def _whole(self, flight: Reading) -> bool:
         """Whether all of a compressed frame was read, or its header only."""
         ((_, size),) = flight.extents(direct=False)
@@ -183,7 +190,8 @@ class Loading:
 
     def _damaged(self, flight: Reading, reason: str, answers: list[Answer]) -> None:
         item, held = flight.item, flight.held
-        if reason == "integrity" or self._store.condemn(item.key, held):
+        locked = reason == "integrity" and not self._envelope.reads(held.integrity)
+        if locked or self._store.condemn(item.key, held):
             answers.append(Answer(item, Outcome.MISS, reason))
             self._land(flight)
             return
@@ -215,6 +223,10 @@ class Loading:
     def _end(self, item: Item, outcome: Outcome, reason: str = "") -> Begun:
         self._wishes.answer([Answer(item, outcome, reason)])
         return Begun(Flight(item, None), [])
+
+
+def _writable(target: memoryview) -> bool:
+    return target.c_contiguous and not target.readonly
 
 
 def _name(code: int) -> str:

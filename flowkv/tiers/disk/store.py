@@ -107,11 +107,6 @@ class DiskStore:
         """The directory."""
         return self._home.path
 
-    @property
-    def bad_pages(self) -> int:
-        """Damaged journal pages met so far."""
-        return self._journal.bad_pages if self._journal else 0
-
     def used_bytes(self) -> int:
         """Bytes that are charged: frames, and what managing them takes or may take."""
         with self._lock:
@@ -128,8 +123,10 @@ class DiskStore:
         """Which keys are in the index."""
         return [key in self._index for key in keys]
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._index
+    def find(self, key: bytes) -> Held | None:
+        """Where a frame lies, for now."""
+        with self._lock:
+            return self._index.get(key)
 
     def entries(self) -> list[tuple[bytes, Held]]:
         """The index, oldest store first."""
@@ -216,10 +213,9 @@ class DiskStore:
         """
         with self._lock:
             granules = slot_granules(header_bytes, n_bytes - header_bytes)
-            found = self._slabs.take(granules, self._quota.slots_bytes(self._frames()))
-            if found is None:
-                raise Refused("full")
-            return found
+            if found := self._slabs.take(granules, self._quota.slots_bytes(self._frames())):
+                return found
+            raise Refused("full")
 
     def to_sync(self, batch: Iterable[Written]) -> list[int]:
         """Files that must be on the device before a batch counts; none unless durable.

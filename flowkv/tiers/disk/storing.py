@@ -54,12 +54,14 @@ class Storing:
         wish = item.wish
         if not isinstance(wish, Store) or not self._wishes.claim(item):
             return self._end(item)
-        if self._store.owner and wish.key in self._store:
+        if self._store.owner and self._holds(wish.key):
             return self._end(item, Outcome.STORED)
         try:
             stripes = count_stripes(wish.key, wish.info, wish.body.nbytes)
         except BadFrame as error:
             return self._end(item, Outcome.FAILED, error.reason)
+        if not wish.body.c_contiguous:
+            return self._end(item, Outcome.FAILED, "invalid")
         head = header_bytes(stripes, lossless=not self._envelope.plain)
         most = max(self._envelope.most_bytes(wish.body.nbytes), head + wish.body.nbytes)
         memory = self._memory(slot_granules(head, most - head) * 4096, alone=alone)
@@ -84,6 +86,14 @@ class Storing:
         if not self._envelope.plain:
             self._wishes.let_go(item)
         return Begun(flight, [flight.operation(self._store.fd(flight.written.held.slot))])
+
+    def _holds(self, key: bytes) -> bool:
+        """Whether a frame is there. One of another integrity mode would never be read: it goes."""
+        held, envelope = self._store.find(key), self._envelope
+        if held is None or envelope.reads(held.integrity) or not envelope.reads(envelope.kind):
+            return held is not None
+        self._store.delete([key])
+        return False
 
     def seal(self) -> None:
         """Seals what was begun since the last call: before the engine is given it."""
@@ -123,12 +133,13 @@ class Storing:
         return Writing(item, memory, Written(wish.key, held), length)
 
     def drop(self, flights: list[Writing], reason: str) -> None:
-        """Fails stores that could not be sealed."""
+        """Fails stores that could not be sealed, or finished."""
         self._unsealed = []
         for flight in flights:
-            if flight.memory is not None:
+            if flight.memory is not None:  # else it was finished before something went wrong
                 self._free(flight.memory)
-        self._store.abandon(flight.written for flight in flights)
+                flight.memory = None
+                self._store.abandon([flight.written])
         self._answer([Answer(flight.item, Outcome.FAILED, reason) for flight in flights])
 
     def finish(self, flights: list[Writing]) -> list[Writing]:

@@ -249,7 +249,7 @@ class DiskTier:
                 return
             self._open = False
             ended = self._conductor.stop(CLOSE_S)
-            self._wishes.close()
+            self._wishes.close(stuck=not ended)
             if self._engine.close() and ended:  # else something is stuck with files and memory
                 self._store.close()
                 self._staging.close()

@@ -240,12 +240,13 @@ class Wishes:
                 self._give_up(item, reason, now)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Fails everything that is left."""
+    def close(self, *, stuck: bool = False) -> None:
+        """Fails everything that is left, but for what a conductor that is stuck is answering."""
         with self._changed:
             now = self._clock.now_ns()
             for _, _, item in self._deadlines:
-                self._give_up(item, "closed", now)
+                if not (stuck and item.claimed):
+                    self._give_up(item, "closed", now)
             self._deadlines.clear()
 
     def _give_up(self, item: Item, reason: str, now: int) -> None:

@@ -18,15 +18,14 @@ from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.tiers.base import UNBOUNDED, Completion, Entry, Load, Store
 from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.frame import BadFrame
 from flowkv.tiers.remote.aside import Aside, Event
 from flowkv.tiers.remote.backend import Backend
 from flowkv.tiers.remote.guard import Rates, State, attempt
-from flowkv.tiers.remote.known import Fact, Known
+from flowkv.tiers.remote.known import MOST_KNOWN, Fact, Known
 from flowkv.tiers.remote.limits import Limits
 from flowkv.tiers.remote.lookup import Lookup
 from flowkv.tiers.remote.transfer import Transfer
-from flowkv.tiers.worker import Patience, Staging, Workers
+from flowkv.tiers.worker import Patience, Workers
 
 __all__ = ["Limits", "RemoteTier"]
 
@@ -218,10 +217,28 @@ class RemoteTier:
         """All frames known, oldest store first; headers not seen yet are read now, for a while."""
         if not self._usable():
             return
-        self._describe()
+        self._describe(self.limits.open_s)
         for key, fact in self.known.facts():
             if fact.info is not None:
                 yield Entry(key, fact.info, fact.n_bytes)
+
+    def survey(self) -> None:
+        """Looks anew at what others wrote, so that `scan` leaves nothing out that is there now.
+
+        Raises:
+            StoreError: The engine did not list everything, or headers could not be read.
+        """
+        try:
+            self._aside.call(self.refresh, self.limits.erase_s)
+            self._aside.call(lambda: self._list({}), self.limits.erase_s)
+            self._describe(self.limits.erase_s)
+            unseen = sum(fact.info is None for _, fact in self.known.facts())
+            if unseen or len(self.known) >= MOST_KNOWN:
+                raise OSError(f"the headers of {unseen or 'some'} frames could not be read")
+        except OSError as error:
+            raise StoreError(
+                f"{self.name} cannot say what it holds ({error})", "Try again when it answers"
+            ) from error
 
     def close(self) -> None:
         """Works off what is queued, as long as the engine answers, and lets go of it."""
@@ -255,7 +272,9 @@ class RemoteTier:
         Raises:
             OSError: The engine failed.
         """
-        told = self.recall()
+        self._list(self.recall())
+
+    def _list(self, told: dict[bytes, Fact]) -> None:
         facts: list[tuple[bytes, Fact]] = []
         for name, n_bytes, stored_ns in self.backend.list(self.limits.call_s):
             key = bytes.fromhex(name)
@@ -361,25 +380,12 @@ class RemoteTier:
             finally:
                 (self.known.acquit if gone else self.known.keep_condemned)(keys)
 
-    def _describe(self) -> None:
+    def _describe(self, limit_s: float) -> None:
         """Reads the headers of frames of which only the name is known."""
-        missing = [(key, fact) for key, fact in self.known.facts() if fact.info is None]
-        end_ns = self._clock.now_ns() + round(self.limits.open_s * 1e9)
-
-        def left_s() -> float:
-            return (end_ns - self._clock.now_ns()) / 1e9
-
-        def look() -> None:
-            staging = Staging()
-            for key, fact in missing:
-                try:
-                    self._moves.header(key, staging, left_s)
-                except BadFrame:
-                    self.known.drop(key, fact, shun=True)
-
+        missing = [pair for pair in self.known.facts() if pair[1].info is None]
         if missing and self._moves.ready():
             with contextlib.suppress(OSError):
-                self._aside.call(look, self.limits.open_s)
+                self._aside.call(lambda: self._moves.describe(missing, limit_s), limit_s)
 
     def _undo(self, key: bytes) -> None:
         self.delete([key])

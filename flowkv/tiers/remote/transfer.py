@@ -6,7 +6,7 @@ import errno
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from flowkv.core.clock import Clock
@@ -111,14 +111,20 @@ class Transfer:
             self.workers.answer(item, Outcome.MISS)
             return
         was = self.known.get(key)
-        try:
-            self._guarded(item, lambda: self._load(item, wish, staging, was))
-        except BadFrame as error:
-            self.heads.drop(key)
-            if error.reason in DAMAGED:
-                self.corrupt += 1
-                self.known.drop(key, was, shun=True)
-            self.workers.answer(item, Outcome.MISS, error.reason)
+        part = bool(wish.first or wish.stripes)
+        for remembered in (part and self.heads.get(key) is not None, False):
+            try:
+                self._guarded(item, lambda: self._load(item, wish, staging, was))
+            except BadFrame as error:
+                self.heads.drop(key)
+                if remembered and error.reason in DAMAGED:
+                    self.workers.let_go(item)  # others may have replaced it since: read both anew
+                    continue
+                if error.reason in DAMAGED:
+                    self.corrupt += 1
+                    self.known.drop(key, was, shun=True)
+                self.workers.answer(item, Outcome.MISS, error.reason)
+            return
 
     def store(self, items: list[Item]) -> None:
         """Copies the body, then writes the frame, unless it is known to be there."""
@@ -157,6 +163,19 @@ class Transfer:
             return None
         return self._seen(self._envelope.head(page, key))
 
+    def describe(self, missing: Iterable[tuple[bytes, Fact]], limit_s: float) -> None:
+        """Reads the headers of frames of which only the name is known.
+
+        Raises:
+            OSError: The engine failed.
+        """
+        staging, end_ns = Staging(), self._clock.now_ns() + round(limit_s * 1e9)
+        for key, fact in missing:
+            try:
+                self.header(key, staging, lambda: (end_ns - self._clock.now_ns()) / 1e9)
+            except BadFrame:
+                self.known.drop(key, fact, shun=True)
+
     def _load(self, item: Item, wish: Load, staging: Staging, was: Fact | None) -> None:
         left_s = partial(self._left_s, item)
         if wish.first or wish.stripes:
@@ -164,6 +183,9 @@ class Transfer:
             if head is None:
                 return self._absent(item, was)
             stripes = _suits(wish, head)
+            if item.n_bytes < len(stripes) * head.info.stripe_bytes:  # before memory is found
+                self.workers.answer(item, Outcome.FAILED, "target")
+                return None
             offset, n_bytes = self._envelope.place(head, stripes.start, len(stripes))
             stored = self._get(item.key, offset, n_bytes, staging, left_s)
         else:  # in one call, header included: what was read belongs together

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -290,8 +291,7 @@ class SharedTier(Immediate):
         self, words: NDArray[np.int64], n_bytes: int, out: NDArray[np.int64], end_ns: int
     ) -> int:
         buried = False
-        while self._owed and self._change(changes.release, self._owed[-1]) == 0:
-            self._owed.pop()
+        self._repay()
         while True:
             row = self._change(changes.claim, words, self._memory.seat, n_bytes, out, end_ns=end_ns)
             if row == table.GROW:
@@ -303,6 +303,15 @@ class SharedTier(Immediate):
                 if self._bury():
                     continue
             return row
+
+    def _repay(self) -> None:
+        """Gives back claims that could not be when the lock was not to be had."""
+        with contextlib.suppress(IndexError):
+            while True:
+                row = self._owed.pop()  # no other thread gives the same one back
+                if self._change(changes.release, row) == table.BUSY:
+                    self._owed.append(row)
+                    return
 
     def _put(self, first: int, skip: int, data: bytes | memoryview) -> None:
         table.scatter(self._arena, self._arrays, first, skip, np.frombuffer(data, np.uint8))

@@ -12,6 +12,7 @@ import pytest
 from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.testing.tiers import check_tier
 from flowkv.tiers.base import UNBOUNDED, Completion, Load, Outcome, Store, Tier
+from flowkv.tiers.frame import Header, pack_header
 from flowkv.tiers.remote.guard import State
 from flowkv.tiers.remote.known import Fact, Known
 from flowkv.tiers.remote.tier import Limits, RemoteTier
@@ -307,6 +308,35 @@ def test_a_frame_that_others_replaced_or_removed(engine: FaultyBackend, tier: Re
     engine.objects.clear()
     assert outcomes(answers(tier, tier.submit_load([wish]), 1)) == [("miss", "")]
     assert tier.contains([key_of(0)]) == [False] and tier.used_bytes() == 0
+
+
+def test_a_header_that_others_made_stale_is_read_again(
+    engine: FaultyBackend, tier: RemoteTier
+) -> None:
+    other = open_tier(engine, name="other")
+    bodies = [body_of(name, 3 * 4096) for name in "ab"]
+    for each, body in zip((tier, other), bodies, strict=True):
+        job = each.submit_store([Store(key_of(0), info_of(4096), memoryview(body))])
+        assert answers(each, job, 1)[0].outcome is Outcome.STORED
+    wish = Load(key_of(0), memoryview(bytearray(4096)), LAYOUT, 0, 1, 1)
+    assert outcomes(answers(tier, tier.submit_load([wish]), 1)) == [("hit", "")]
+    assert wish.target == bodies[1][4096:8192] and tier.corrupt == 0
+    engine.objects[key_of(0).hex()] = engine.objects[key_of(0).hex()][:-1]
+    wish = wish._replace(first=2)
+    assert answers(tier, tier.submit_load([wish]), 1)[0].outcome is Outcome.MISS
+    assert tier.corrupt == 1 and tier.contains([key_of(0)]) == [False]
+    other.close()
+
+
+def test_lengths_in_a_header_are_checked_before_memory_is_found(
+    engine: FaultyBackend, tier: RemoteTier
+) -> None:
+    lie = Header(key_of(0), info_of(1 << 40), bytes(32))
+    engine.objects[key_of(0).hex()] = pack_header(lie)
+    for first, stripes in ((0, 1), (1, 0), (0, 0)):
+        wish = Load(key_of(0), memoryview(bytearray(4096)), LAYOUT, 0, first, stripes)
+        assert outcomes(answers(tier, tier.submit_load([wish]), 1)) == [("failed", "target")]
+    assert all(hand.staging.n_bytes <= 1 << 20 for hand in tier._workers._hands)
 
 
 # ---- what is known
