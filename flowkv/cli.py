@@ -338,7 +338,7 @@ def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         f" ({format_size(int(rate))}/s)."
     )
     if report.locked:
-        text = f"{report.locked:,} are encrypted and were not checked: give --config."
+        text = f"{report.locked:,} are encrypted, and no secret given opens them: see --config."
         screen.say(text, style="yellow")
     if isinstance(report, RepairReport) and (report.bad or report.recovered):
         text = f"{report.bad:,} damaged ones were dropped, {report.recovered:,} lost ones found."
@@ -356,7 +356,8 @@ def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
 
 def _keyring(path: Path | None) -> Keyring | None:
     config = load_config(path)
-    return Keyring(config.secret_bytes) if config.integrity == "aead" else None
+    wanted = config.integrity == "aead" or config.secret
+    return Keyring(config.secret_bytes) if wanted else None
 
 
 def _doctor(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:

@@ -26,10 +26,10 @@ State = Literal["ok", "note", "warn", "bad"]
 EXTRAS = {  # extra -> (distribution, oldest version, what it is for, whether anything uses it yet)
     "hf": ("transformers", "5.17", "Hugging Face models", True),
     "cli": ("rich", "13", "tables and progress bars", True),
-    "aead": ("cryptography", "43", "encrypted frames", False),
-    "object": ("obstore", "0.6", "object storage", False),
-    "redis": ("redis", "5", "Redis and Valkey", False),
-    "mooncake": ("mooncake-transfer-engine", "0.3", "Mooncake Store", False),
+    "aead": ("cryptography", "47", "encrypted frames", True),
+    "object": ("obstore", "0.6", "object storage", True),
+    "redis": ("redis", "5", "Redis and Valkey", True),
+    "mooncake": ("mooncake-transfer-engine", "0.3", "Mooncake Store", True),
     "metrics": ("prometheus-client", "0.20", "Prometheus metrics", False),
 }
 _CORE = {  # distribution -> oldest version

@@ -298,6 +298,11 @@ def test_repair_of_encrypted_frames_needs_the_secret(tmp_path: Path) -> None:
     slab.write_bytes(data)
     blind = repair(tmp_path)
     assert (blind.frames, blind.bad, blind.locked, blind.bytes) == (39, 0, 39, 0)
+    wrong = Keyring(bytes(32))
+    assert (scrub(tmp_path, keyring=wrong).bad, scrub(tmp_path, keyring=wrong).locked) == (0, 39)
+    lost = repair(tmp_path, keyring=wrong)  # once took them all for damaged, and dropped them
+    assert (lost.frames, lost.bad, lost.locked) == (39, 0, 39)
+    assert scrub(tmp_path, keyring=ring).bad == 1
     damage(tmp_path, 0)
     with pytest.raises(StoreError, match=r"damaged journal and 39 encrypted.* Name their secret"):
         repair(tmp_path)

@@ -151,18 +151,25 @@ def scrub(
             read_bytes += held.stored_bytes if verdict is not None else 0
             locked += verdict is None
             if verdict is False:
-                suspects.append((key, held.seq))
+                suspects.append((key, held))
             if progress is not None:
                 progress(number, len(index))
         frames = len(index)
+    suspects, foreign = check.judged(suspects)
     with reading(path, superblock, check.envelope) as (_, index, _):
         # the owner may have dropped or moved a frame while it was read here
         now = [index.get(key) for key, _ in suspects]
     bad = sum(
-        held is not None and held.seq == seq for held, (_, seq) in zip(now, suspects, strict=True)
+        held is not None and held.seq == seen.seq
+        for held, (_, seen) in zip(now, suspects, strict=True)
     )
-    seconds = time.monotonic() - start_s
-    return ScrubReport(frames=frames, bad=bad, locked=locked, bytes=read_bytes, seconds=seconds)
+    return ScrubReport(
+        frames=frames,
+        bad=bad,
+        locked=locked + foreign,
+        bytes=read_bytes,
+        seconds=time.monotonic() - start_s,
+    )
 
 
 class Check:
@@ -176,7 +183,7 @@ class Check:
     """
 
     def __init__(self, keyring: Keyring | None = None) -> None:
-        self._plain, self._keyed = Envelope(), None
+        self._plain, self._keyed, self._opened = Envelope(), None, 0
         if keyring is not None:
             self._keyed = Envelope(integrity="aead", keyring=keyring)
         self.envelope = self._keyed or self._plain
@@ -193,7 +200,19 @@ class Check:
             check_frame(data[: slabs.read(held.slot, data)], key, held, envelope)
         except (BadFrame, OSError):
             return False
+        self._opened += envelope is self._keyed
         return True
+
+    def judged(self, suspects: list[tuple[bytes, Held]]) -> tuple[list[tuple[bytes, Held]], int]:
+        """Of frames that did not open those that are damaged, and how many may not be.
+
+        A damaged tag looks like another secret's. Where no encrypted frame opened at all, it is
+        the secret that is wrong, as far as anybody can tell.
+        """
+        if self._opened:
+            return suspects, 0
+        damaged = [pair for pair in suspects if pair[1].integrity != AES_256_GCM]
+        return damaged, len(suspects) - len(damaged)
 
 
 def known_superblock(path: Path) -> Superblock:

@@ -18,6 +18,7 @@ from flowkv.tiers.disk.records import (
     RECORD_BYTES,
     ROW,
     STORED,
+    Held,
     Record,
     Slot,
     newest,
@@ -40,7 +41,8 @@ class RepairReport(msgspec.Struct, kw_only=True):
         frames: Frames that are there now.
         bad: Damaged ones that were dropped.
         recovered: Frames that the journal had lost.
-        locked: Encrypted ones, which could not be checked without their secret, and stay.
+        locked: Encrypted ones, which could not be checked without their secret, and stay; all of
+            them, if the secret given opens none.
         bytes: Bytes read.
         seconds: How long it took.
     """
@@ -80,16 +82,18 @@ def repair(
         recovered = _mend(store.path, superblock, check.envelope)
         store.open()
         frames, slabs = store.entries(), Slabs(FileIO(), store.path)
-        bad = locked = read_bytes = 0
+        locked, read_bytes, suspects = 0, 0, list[tuple[bytes, Held]]()
         for number, (key, held) in enumerate(frames, 1):
             verdict = check(slabs, key, held)
             read_bytes += held.stored_bytes if verdict is not None else 0
             locked += verdict is None
             if verdict is False:
-                bad += 1
-                store.condemn(key, held)
+                suspects.append((key, held))
             if progress is not None:
                 progress(number, len(frames))
+        suspects, foreign = check.judged(suspects)
+        for key, held in suspects:
+            store.condemn(key, held)
         slabs.close()
     except StoreError:
         raise
@@ -100,10 +104,10 @@ def repair(
     finally:
         store.close()
     return RepairReport(
-        frames=len(frames) - bad,
-        bad=bad,
+        frames=len(frames) - len(suspects),
+        bad=len(suspects),
         recovered=recovered,
-        locked=locked,
+        locked=locked + foreign,
         bytes=read_bytes,
         seconds=time.monotonic() - start_s,
     )

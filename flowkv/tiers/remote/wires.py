@@ -49,6 +49,13 @@ class Server:
 
     def __init__(self, kind: type[Any], options: dict[str, Any]) -> None:
         self._kind, self._options = kind, options
+        try:
+            kind(**options)
+        except TypeError as error:
+            raise ConfigError(
+                f"the URI has an option that redis-py does not know ({error})",
+                "Use prefix, ttl_s, cluster, or an option of redis-py's connections",
+            ) from None
 
     def connect(self, timeout_s: float) -> Wire:
         """Connects and logs in.

@@ -182,6 +182,7 @@ def test_what_the_server_let_go_is_forgotten_in_time(server: RedisServer) -> Non
     [
         *("http://127.0.0.1", "redis://127.0.0.1:port", "redis://127.0.0.1?protocol=3"),
         *("redis://127.0.0.1?prefix=a:b", "redis://127.0.0.1?ttl_s=0", "redis://h?retry=5"),
+        "redis://127.0.0.1:6390/0?bogus=1",
     ],
 )
 def test_bad_addresses(uri: str) -> None:
