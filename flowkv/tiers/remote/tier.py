@@ -336,10 +336,10 @@ class RemoteTier:
                     looked_ns = self._clock.now_ns()
                     self.refresh() if learnt else self.learn()
                     learnt = True
-            except OSError:
+            except Exception:  # a client library may raise anything, and this thread must go on
                 continue  # loads and stores find out by themselves
         if self._moves.ready():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._delete_condemned()
                 self.flush()
 

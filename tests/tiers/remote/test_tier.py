@@ -520,6 +520,26 @@ def test_opening_an_engine_that_does_not_answer(engine: FaultyBackend) -> None:
     tier.close()
 
 
+def test_the_thread_that_looks_after_it_survives_whatever_a_library_raises(
+    engine: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One exception that is no OSError once ended it, and nothing was noticed any more."""
+    tier, raised = open_tier(engine, limits=QUICK._replace(every_s=0.05)), list[int]()
+    lists = engine.list
+
+    def odd(timeout_s: float) -> object:
+        if len(raised) < 3:
+            raised.append(1)
+            raise RuntimeError("not what one expects")
+        return lists(timeout_s)
+
+    monkeypatch.setattr(engine, "list", odd)
+    wait_for(lambda: len(raised) == 3)
+    engine.objects["ab" * 32] = b"foreign"
+    wait_for(lambda: len(tier.known) == 1)
+    tier.close()
+
+
 def test_opening_an_engine_that_refuses(engine: FaultyBackend) -> None:
     engine.plan["list"] = ["refuse"]
     with pytest.raises(StoreError, match="Check the address"):
