@@ -24,7 +24,7 @@ def quick() -> Iterator[None]:
         "mutants",
         derandomize=True,
         deadline=None,
-        max_examples=400,
+        max_examples=2000,  # a wrong tier ends it at once
         phases=[Phase.generate],
         print_blob=False,
         suppress_health_check=list(HealthCheck),
