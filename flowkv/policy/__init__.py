@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import Policy, Slots
+from flowkv.policy.base import Policy, Slots, Visit
 from flowkv.policy.config import Lease, LfuTtlConfig, LruConfig, PolicyConfig
 from flowkv.policy.lfu_ttl import LfuTtl
 from flowkv.policy.lru import LRU
@@ -31,6 +31,7 @@ __all__ = [
     "Policy",
     "PolicyConfig",
     "Slots",
+    "Visit",
     "make_policy",
 ]
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy import calls
-from flowkv.policy.base import Slots
+from flowkv.policy.base import NO_SLOTS, NO_VISIT, Policy, Slots, Visit
+from flowkv.policy.config import Lease
 from flowkv.policy.order import (
     BIRTHS,
     CLOCK,
@@ -25,7 +26,6 @@ from flowkv.policy.order import (
 )
 
 FIRST_CAPACITY = 1024
-NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
 def as_slots(slots: object) -> Slots:
@@ -38,7 +38,7 @@ def as_slots(slots: object) -> Slots:
     return np.array(slots, dtype=np.int64).reshape(-1)
 
 
-class LeafOrder:
+class LeafOrder(Policy):
     """Gives up leaves only: a block goes after all its resident children.
 
     Among the leaves, expired ones go first, then the smallest key (`flowkv.policy.order`), then the
@@ -74,7 +74,9 @@ class LeafOrder:
         parents: Slots,
         *,
         n_bytes: int = 1,
-        lease: str = "",
+        cost_ns: int = 0,
+        lease: str | Lease = "",
+        tenant: int = 0,
     ) -> None:
         """See `Policy.insert`. All blocks count alike, whatever their `n_bytes`.
 
@@ -98,7 +100,7 @@ class LeafOrder:
             self._grow(room)
             calls.insert(*self._arrays, self._state, slots, parents, times)
 
-    def access(self, now_ns: int, slots: Slots) -> None:
+    def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
         """See `Policy.access`."""
         calls.access(*self._arrays, self._state, as_slots(slots), now_ns)
 
@@ -161,7 +163,7 @@ class LeafOrder:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} resident, {int(self._state[BIRTHS])} ever)"
 
-    def _lease_ns(self, lease: str) -> tuple[int, int]:
+    def _lease_ns(self, lease: str | Lease) -> tuple[int, int]:
         """Lease and maximum age of a class; leaf-first policies have none unless they say so."""
         return NEVER, NEVER
 

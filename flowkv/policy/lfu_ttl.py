@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.config import LONGEST_S, LfuTtlConfig, configure
+from flowkv.policy.config import LONGEST_S, Lease, LfuTtlConfig, configure
 from flowkv.policy.leaf import LeafOrder
 from flowkv.policy.order import NEVER
 
@@ -50,7 +50,9 @@ class LfuTtl(LeafOrder):
             for name, lease in self.config.classes().items()
         }
 
-    def _lease_ns(self, lease: str) -> tuple[int, int]:
+    def _lease_ns(self, lease: str | Lease) -> tuple[int, int]:
+        if isinstance(lease, Lease):
+            return _ns(lease.lease_s), _ns(lease.max_age_s)
         try:
             return self._leases[lease]
         except KeyError:

@@ -8,6 +8,7 @@ from decimal import ROUND_HALF_EVEN, Context, Decimal
 
 import numpy as np
 
+from flowkv.policy.base import NO_VISIT, Policy
 from flowkv.policy.order import aged
 
 EXACT = Context(prec=60, rounding=ROUND_HALF_EVEN)
@@ -33,7 +34,7 @@ class Block:
     here: bool = True
 
 
-class SlowLfuTtl:
+class SlowLfuTtl(Policy):
     """A `Policy` in Python. Parts are methods, so that mutants can spoil them one by one."""
 
     name = "slow"
@@ -100,7 +101,7 @@ class SlowLfuTtl:
 
     # --- the protocol
 
-    def insert(self, now_ns, slots, parents, *, n_bytes=1, lease=""):
+    def insert(self, now_ns, slots, parents, *, n_bytes=1, cost_ns=0, lease="", tenant=0):
         now = self.tick(now_ns)
         for i, (s, p) in enumerate(zip(slots.tolist(), parents.tolist(), strict=True)):
             block = self.blocks.get(s)
@@ -117,7 +118,7 @@ class SlowLfuTtl:
             depth = parent.depth + 1 if parent else i
             self.blocks[s] = Block(parent, now, now, depth, for_s, now + max_age)
 
-    def access(self, now_ns, slots):
+    def access(self, now_ns, slots, visit=NO_VISIT):
         self.tick(now_ns)
         for s in slots.tolist():
             if s in self.blocks and not self.is_expired(self.blocks[s]):
