@@ -123,6 +123,20 @@ def test_evict_one(benchmark, cache, held):
     note(benchmark, BURST, 1)
 
 
+@pytest.mark.parametrize("pinned", [0, 32 * LENGTH], ids="pinned{}".format)
+def test_evict_one_of_pinned(benchmark, cache, pinned):
+    """The same, what is in use being pinned once: it should cost nothing."""
+    cache.policy.pin(np.concatenate([chain for chain, _ in cache.chains[-32:]])[:pinned])
+
+    def burst():
+        for _ in range(BURST):
+            slot = cache.policy.evict(next(cache.clock), 1)
+            cache.policy.insert(next(cache.clock), slot, slot * 0 - 1)
+
+    benchmark(burst)
+    note(benchmark, BURST, 1)
+
+
 @pytest.mark.parametrize("call", ["access", "expired", "evict", "priority"])
 def test_overhead(benchmark, cache, call):
     """What a call costs that has next to nothing to do."""

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from flowkv.measure.policy.finding import GROUPS
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "bench" / "results"
@@ -281,6 +283,31 @@ def remote(results: Results) -> str:
             rows.append([engine, str(kib), *ratios, f"{late['p99']:.1f}" if late else ""])
     head = ["engine", "KiB", "get, of its client", "put, of its client", "late, ms p99"]
     return table(head, rows) if rows else NOT_YET.capitalize() + "."
+
+
+@block
+def policy(results: Results) -> str:
+    report = results.get("policy_cpu", {})
+    parts = []
+    for group, title in GROUPS.items():
+        found = [row for row in report.get("findings", []) if row["group"] == group]
+        if found:
+            head = ["on", "what", "target", "figure", "", "note"]
+            parts.append(f"### {title}\n\n{table(head, map(_promise, found))}")
+    if not parts:
+        return NOT_YET.capitalize() + "."
+    return "\n\n".join([*parts, f"Costs were measured on {report['machine']}."])
+
+
+def _promise(row: dict[str, Any]) -> list[str]:
+    return [
+        row["trace"],
+        row["what"],
+        f"{row['sense']} {row['target']:.4g}",
+        figure(row["measured"]),
+        {True: "met", False: "**missed**", None: ""}[row["met"]],
+        row["note"],
+    ]
 
 
 def render(page: str, results: Results) -> str:

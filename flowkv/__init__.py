@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.attach import attach as attach
     from flowkv.hooks.huggingface.verify import verify as verify
     from flowkv.policy.base import Policy as Policy
+    from flowkv.policy.config import Lease as Lease
     from flowkv.runtime.batch import Step as Step
     from flowkv.runtime.cache import KV as KV
+    from flowkv.runtime.retention import NEVER as NEVER
+    from flowkv.runtime.retention import SOON as SOON
+    from flowkv.runtime.retention import Retain as Retain
     from flowkv.runtime.sequence import Sequence as Sequence
     from flowkv.tiers.base import Tier as Tier
 
@@ -35,12 +39,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KV",
+    "NEVER",
+    "SOON",
     "Config",
     "FlowKVError",
     "Geometry",
     "LayerGroup",
+    "Lease",
     "Namespace",
     "Policy",
+    "Retain",
     "Salt",
     "Sequence",
     "Shard",
@@ -56,12 +64,16 @@ __all__ = [
 
 _HOMES = {
     "KV": "flowkv.runtime.cache",
+    "NEVER": "flowkv.runtime.retention",
+    "SOON": "flowkv.runtime.retention",
     "Config": "flowkv.core.config",
     "FlowKVError": "flowkv.core.errors",
     "Geometry": "flowkv.core.geometry",
     "LayerGroup": "flowkv.core.geometry",
+    "Lease": "flowkv.policy.config",
     "Namespace": "flowkv.core.keys",
     "Policy": "flowkv.policy.base",
+    "Retain": "flowkv.runtime.retention",
     "Salt": "flowkv.core.keys",
     "Sequence": "flowkv.runtime.sequence",
     "Shard": "flowkv.core.keys",

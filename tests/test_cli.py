@@ -13,6 +13,7 @@ import torch
 
 import flowkv
 from flowkv import cli
+from flowkv.cli import command
 from flowkv.core.errors import ConfigError, FlowKVError, UnsupportedModelError
 from flowkv.data import tiny_path
 from flowkv.demo import show
@@ -115,7 +116,7 @@ def test_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_warnings_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        with cli._plain_warnings(debug=False):
+        with command._plain_warnings(debug=False):
             warnings.warn("the store is read only", stacklevel=1)
             warnings.warn("of no interest", FutureWarning, stacklevel=1)
     assert capsys.readouterr().err == "flowkv: note: the store is read only\n"

@@ -19,6 +19,14 @@ import msgspec
 
 from flowkv.core.errors import ConfigError, FlowKVError
 from flowkv.core.layout import CODECS
+from flowkv.core.selection import (
+    PLACE_KINDS,
+    Selection,
+    check_kinds,
+    options_of,
+    parse_policy,
+    parse_quota,
+)
 from flowkv.core.sizes import LOCAL_KINDS, Place, parse_place, parse_size
 
 ENVIRONMENT = "FLOWKV_CONFIG"
@@ -52,7 +60,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         warm_tokens: Tokens before these whose pages "auto" leaves at 8 bits.
         non_finite: What happens to a full page that no codec can hold, as it has NaN, infinity or
             numbers beyond float16's scales: it stays "raw", with a warning, or raises an "error".
-        policy: Name of the policy that chooses what each tier keeps.
+        policy: Name of the policy that chooses what each place keeps, with options if need be:
+            "auto", "lru", "lfu-ttl:tau_s=30".
+        policy_options: Fields of its configuration. Under "gpu", "host", "disk" and "remote": those
+            of these places only, as in `{"gpu": {"lease_s": 600}, "host": {"lease_s": 1800}}`.
+        quotas: What tenants may take of each place, by name: "2GiB:8GiB" keeps 2 GiB from being
+            taken by others and allows 8 GiB at most; "8GiB" is a limit alone, "10%:50%" are shares
+            of each place, and `{"gpu": "1GiB:", "disk": ":50%"}` tells places apart.
+        learned: Keep what policies learned beside a disk tier, so that the next process starts with
+            it. It names no prompt and no tenant.
+        record: File to which requests are written as a trace, with salted ids only; "" for none.
         page_size: Tokens per page, a multiple of 8 between 8 and 256; default 64, 128 for "auto".
         tenant: Tenant of requests that name none. Tenants never share pages.
         namespace: Replaces the model's own identity; two caches with equal namespaces share pages.
@@ -82,6 +99,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     warm_tokens: int = 256
     non_finite: Literal["raw", "error"] = "raw"
     policy: str = "auto"
+    policy_options: dict[str, Any] = {}
+    quotas: dict[str, str | dict[str, str]] = {}
+    learned: bool = True
+    record: str = ""
     page_size: int | None = None
     tenant: str = ""
     namespace: str = ""
@@ -110,8 +131,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise _at("defragment_bytes", f"{self.defragment_bytes} bytes", "Use 0 or more")
         if self.non_finite not in ("raw", "error"):
             raise _at("non_finite", f"{self.non_finite!r} is unknown", "Use raw or error")
-        if not self.policy:
-            raise _at("policy", "the name is empty", 'Use "auto" or a name of the catalogue')
+        self._check_policy()
         if not 8 <= self.tokens_per_page <= 256 or self.tokens_per_page % 8:
             raise _at(
                 "page_size",
@@ -128,6 +148,26 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.tiers is not None:  # given as a list, it could not be hashed
             msgspec.structs.force_setattr(self, "tiers", tuple(self.tiers))
         self.places()
+
+    def _check_policy(self) -> None:
+        with _Blame("policy"):
+            parse_policy(self.policy)
+        with _Blame("policy_options"):
+            check_kinds(self.policy_options)
+        for tenant, quota in self.quotas.items():
+            with _Blame(f"quotas[{tenant!r}]"):
+                for kind in PLACE_KINDS:
+                    parse_quota(quota, kind, None)
+
+    def __hash__(self) -> int:
+        """Of all fields but those that are dictionaries."""
+        values = (getattr(self, name) for name in self.__struct_fields__)
+        return hash(tuple(value for value in values if not isinstance(value, dict)))
+
+    def selection(self, kind: str) -> Selection:
+        """The policy of a kind of place: its name, and all its options."""
+        name, options = parse_policy(self.policy)
+        return Selection(name, {**options, **options_of(self.policy_options, kind)})
 
     def _check_frames(self) -> None:
         if not re.fullmatch(r"([0-9a-fA-F]{2}){0,64}", self.secret):
@@ -149,7 +189,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         shown = []
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
-            if value != field.default:
+            if value != ({} if field.default is msgspec.NODEFAULT else field.default):
                 value = "..." if field.name == "secret" else value
                 shown.append(f"{field.name}={value!r}")
         return f"Config({', '.join(shown)})"

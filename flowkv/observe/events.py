@@ -91,7 +91,7 @@ class LayerArrived(Event, frozen=True, kw_only=True):
 
 
 class Evicted(Event, frozen=True, kw_only=True):
-    """Pages were given up by a tier; `reason` is "space", "lease" or "close"."""
+    """Pages were given up by a tier; `reason` is "space", "lease", "quota" or "close"."""
 
     tier: str
     pages: int

@@ -1,4 +1,4 @@
-"""Reports as one HTML file: key figures, tables and bar charts, readable offline and in print.
+"""Reports as one HTML file: key figures, tables, bars and curves, readable offline and in print.
 
     write_report("report.html", "Restoring a chat", [
         Section("Result", source="measured", parts=[
@@ -23,16 +23,18 @@ from pathlib import Path
 from typing import Literal
 
 from flowkv.core.errors import ConfigError
+from flowkv.observe.curves import MOST_CURVES, Curves, draw_curves
 
 _WIDTH, _BAR, _GAP, _VALUE = 720, 18, 12, 104
 _COLOURS = 6
 
 _STYLE = """
 :root{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1b2130;--soft:#5b6578;
---line:#e2e6ed;--c0:#2f6fde;--c1:#0f9d8a;--c2:#d9822b;--c3:#8a55d7;--c4:#c9406f;--c5:#64748b;--note:#eef3fd}
+--line:#e2e6ed;--c0:#2f6fde;--c1:#0f9d8a;--c2:#d9822b;--c3:#8a55d7;--c4:#c9406f;--c5:#64748b;--note:#eef3fd;
+--c6:#5f9e1f;--c7:#0e8fb8;--c8:#a0522d;--c9:#b59b00;--c10:#d0453a;--c11:#4b4fc4}
 @media(prefers-color-scheme:dark){:root{--page:#12151c;--card:#1a1f29;--ink:#e8ecf3;--soft:#9aa5b8;
 --line:#2c3442;--c0:#6ea0f7;--c1:#3cc4b0;--c2:#eba45c;--c3:#b491f0;--c4:#ec7fa3;--c5:#94a3b8;
---note:#1d2738}}
+--note:#1d2738;--c6:#96cf57;--c7:#54c3e6;--c8:#d29a76;--c9:#dcc845;--c10:#f08178;--c11:#9698f0}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,-apple-system,
 "Segoe UI",Roboto,"Helvetica Neue","DejaVu Sans",sans-serif}
@@ -71,12 +73,17 @@ svg .axis{stroke:var(--line)}
 .s0{fill:var(--c0);background:var(--c0)}.s1{fill:var(--c1);background:var(--c1)}
 .s2{fill:var(--c2);background:var(--c2)}.s3{fill:var(--c3);background:var(--c3)}
 .s4{fill:var(--c4);background:var(--c4)}.s5{fill:var(--c5);background:var(--c5)}
+svg .l{fill:none;stroke-width:2.2;stroke-linejoin:round}
 pre{background:var(--note);border-radius:8px;padding:14px 16px;overflow-x:auto;margin:20px 0 0;
 font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
 footer{color:var(--soft);font-size:.84rem;margin-top:26px}
 @media(max-width:520px){main{padding:28px 14px}section{padding:18px 16px 20px}}
 @media print{body{background:#fff}section{break-inside:avoid;border-color:#ccc}}
 """
+_STYLE += "".join(f".l{i}{{stroke:var(--c{i})}}" for i in range(MOST_CURVES))
+_STYLE += "".join(
+    f".s{i}{{fill:var(--c{i});background:var(--c{i})}}" for i in range(_COLOURS, MOST_CURVES)
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ class Section:
 
     title: str
     text: str = ""
-    parts: Sequence[Figures | Table | Bars | Text] = field(default_factory=tuple)
+    parts: Sequence[Figures | Table | Bars | Curves | Text] = field(default_factory=tuple)
     source: Literal["", "measured", "simulated", "emulated"] = ""
 
 
@@ -201,7 +208,7 @@ def render_report(
     return head + "\n".join(body) + "</main></body></html>\n"
 
 
-def _part(part: Figures | Table | Bars | Text) -> str:
+def _part(part: Figures | Table | Bars | Curves | Text) -> str:
     match part:
         case Figures(items):
             shown = (
@@ -214,6 +221,8 @@ def _part(part: Figures | Table | Bars | Text) -> str:
             return _table(part)
         case Bars():
             return _bars(part)
+        case Curves():
+            return draw_curves(part)
         case Text(text, mono):
             return f"<pre>{_text(text)}</pre>" if mono else f"<p>{_text(text)}</p>"
 
@@ -228,7 +237,7 @@ def _table(table: Table) -> str:
     classes = []
     for cells in zip(*table.rows, strict=True):
         # Text such as "2.5GiB" or "3.4x" is read as a number, too.
-        numeric = all(c is None or _format(c)[:1].isdigit() or _is_number(c) for c in cells)
+        numeric = all(c is None or _reads_as_number(c) for c in cells)
         classes.append(' class="n"' if numeric else "")
     classes += [""] * (len(table.columns) - len(classes))
     heads = zip(classes, table.columns, strict=True)
@@ -291,6 +300,10 @@ def _bars(chart: Bars) -> str:
         f'<div class="scroll"><svg viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-label="{_text(chart.caption)}">{"".join(drawn)}</svg></div></figure>'
     )
+
+
+def _reads_as_number(value: object) -> bool:
+    return _is_number(value) or _format(value).lstrip("-\N{MINUS SIGN}")[:1].isdigit()
 
 
 def _is_number(value: object) -> bool:

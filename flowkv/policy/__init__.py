@@ -4,7 +4,12 @@
 |---|---|---|
 | `lru` | `LRU` | the longest unused |
 | `lfu-ttl` | `LfuTtl` | the expired, then the least frequently used, frequency halving every tau |
-| `auto` | `LfuTtl` | as `lfu-ttl` with its defaults; nothing is chosen or learned at run time yet |
+| `arc` | `ARC` | of what was used once or of what was used again, the longest unused |
+| `cost-aware` | `CostAware` | what saves least time per byte: count times cost per byte |
+| `cyclic` | `Cyclic` | as `lru`; in a circle, what streams, while the rest stays |
+| `hazard` | `HazardIndex` | the least likely to return soon, as learned from what returned when |
+| `auto` | `Hedge` | as the one of these that would hit most here; LRU until one surely does |
+| `opt` | `Optimum` | what is needed latest; has to be told the future, so offline only |
 """
 
 from __future__ import annotations
@@ -15,19 +20,47 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flowkv.core.errors import ConfigError
+from flowkv.policy.arc import ARC
 from flowkv.policy.base import Policy, Slots, Visit
-from flowkv.policy.config import Lease, LfuTtlConfig, LruConfig, PolicyConfig
+from flowkv.policy.config import (
+    ArcConfig,
+    CostAwareConfig,
+    CyclicConfig,
+    HazardConfig,
+    HedgeConfig,
+    Lease,
+    LfuTtlConfig,
+    LruConfig,
+    PolicyConfig,
+)
+from flowkv.policy.cost_aware import CostAware
+from flowkv.policy.cyclic import Cyclic
+from flowkv.policy.hazard.index import HazardIndex
+from flowkv.policy.hedge.hedge import Hedge
 from flowkv.policy.lfu_ttl import LfuTtl
 from flowkv.policy.lru import LRU
+from flowkv.policy.optimum import Optimum, OptimumConfig
 
 __all__ = [
+    "ARC",
     "CATALOGUE",
     "LRU",
+    "ArcConfig",
     "CatalogueEntry",
+    "CostAware",
+    "CostAwareConfig",
+    "Cyclic",
+    "CyclicConfig",
+    "HazardConfig",
+    "HazardIndex",
+    "Hedge",
+    "HedgeConfig",
     "Lease",
     "LfuTtl",
     "LfuTtlConfig",
     "LruConfig",
+    "Optimum",
+    "OptimumConfig",
     "Policy",
     "PolicyConfig",
     "Slots",
@@ -52,9 +85,14 @@ class CatalogueEntry(NamedTuple):
 
 CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
     {
-        "auto": CatalogueEntry(LfuTtl, LfuTtlConfig, {}),
+        "arc": CatalogueEntry(ARC, ArcConfig, {}),
+        "auto": CatalogueEntry(Hedge, HedgeConfig, {}),
+        "cost-aware": CatalogueEntry(CostAware, CostAwareConfig, {}),
+        "cyclic": CatalogueEntry(Cyclic, CyclicConfig, {}),
+        "hazard": CatalogueEntry(HazardIndex, HazardConfig, {}),
         "lfu-ttl": CatalogueEntry(LfuTtl, LfuTtlConfig, {}),
         "lru": CatalogueEntry(LRU, LruConfig, {}),
+        "opt": CatalogueEntry(Optimum, OptimumConfig, {}),
     }
 )
 

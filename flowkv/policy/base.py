@@ -79,7 +79,7 @@ class Policy(ABC):
     ) -> None:
         """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1.
 
-        Counts as an access, unless `access` named them at the same `now_ns`.
+        Counts as an access, unless one was counted at the same `now_ns` already.
 
         Args:
             now_ns: Time.
@@ -151,6 +151,23 @@ class Policy(ABC):
         Victims come in the order in which they go.
         """
 
+    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
+        """Gives up to `n` victims to a prefetch: only what is worth less than that.
+
+        Args:
+            now_ns: Time.
+            n: Most victims.
+            rate: Uses a second that are expected of what comes, in the unit of `wanted`; infinite
+                if its use is certain. Nothing goes whose own is not below that.
+            protected: See `evict`.
+
+        Returns:
+            Victims, in the order in which they go. The default, for policies that expect no rates:
+            all or none for what is certain, and none for anything else.
+        """
+        found = self.evict(now_ns, n, protected) if rate == np.inf else None
+        return NO_SLOTS.copy() if found is None else found
+
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
         """Which of these (not resident) blocks are worth their bytes here. Default: all."""
         return np.ones(len(slots), np.bool_)
@@ -170,6 +187,14 @@ class Policy(ABC):
     @abstractmethod
     def priority(self, slot: int) -> float:
         """Smaller is given up earlier; -inf for a slot that is not resident."""
+
+    def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
+        """The slot that `evict` of one would give up, for comparisons; -1 if there is none.
+
+        The default looks at every resident block, and knows of neither pins nor children.
+        """
+        free = set(self.resident()).difference(protected)
+        return min(free, key=lambda slot: (self.priority(slot), slot), default=-1)
 
     @abstractmethod
     def resident(self) -> Sequence[int]:

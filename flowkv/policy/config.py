@@ -20,20 +20,23 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Base of the configuration of a policy: plain values, comparable and serialisable."""
 
 
-class LruConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Leaf-first LRU has nothing to set."""
+DEFAULT_RANK = 35
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a block may stay: until its last access + `lease_s`, or its birth + `max_age_s`.
+    """How long a block may stay, and what goes before it.
 
     Attributes:
         lease_s: Seconds after the last access; over ten years is no lease.
         max_age_s: Seconds after it became resident, whatever is accessed; likewise.
+        rank: 0 to 100. All blocks of lower rank are given up before any of a higher one.
+        rank_s: Seconds after which the rank falls back to the default, 35.
     """
 
     lease_s: Duration = math.inf
     max_age_s: Duration = math.inf
+    rank: Annotated[int, Meta(ge=0, le=100)] = DEFAULT_RANK
+    rank_s: Duration = math.inf
 
 
 LEASES: dict[str, Lease] = {
@@ -45,22 +48,20 @@ LEASES: dict[str, Lease] = {
 }
 
 
-class LfuTtlConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `LfuTtl` can be told.
+class LeaseConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What every leaf-first policy can be told: how long blocks may stay.
 
     Attributes:
-        tau_s: Half-life of the access count in seconds, at most 30 days; 0 is LRU. About the time
-            between two turns of the traffic: seconds for agents, minutes for people.
         lease_s: Lease of the default class. Infinite by default, since a page on disk should be
             found again next week; 600 suits device memory and 1800 host memory where space is to be
             given back (94 % and 99 % of the hits on published chat, 98 % and 99 % on agents).
         max_age_s: Maximum age of the default class.
         leases: More classes, or other values for known ones: name -> `Lease` or
-            `{"lease_s": ..., "max_age_s": ...}`. Built in: turn_end and tool_wait (lease 1800 s),
-            pinned_prefix (none), one_shot (60 s, at most 600 s old), ephemeral (60 s old at most).
+            `{"lease_s": ..., "max_age_s": ..., "rank": ..., "rank_s": ...}`. Built in: turn_end and
+            tool_wait (lease 1800 s), pinned_prefix (none), one_shot (60 s, at most 600 s old),
+            ephemeral (60 s old at most).
     """
 
-    tau_s: HalfLife = 15.0
     lease_s: Duration = math.inf
     max_age_s: Duration = math.inf
     leases: dict[str, Lease] = {}
@@ -68,6 +69,71 @@ class LfuTtlConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     def classes(self) -> dict[str, Lease]:
         """All lease classes by name, the default class under ""."""
         return {**LEASES, "": Lease(self.lease_s, self.max_age_s), **self.leases}
+
+
+class LruConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Leaf-first LRU has nothing but leases to set."""
+
+
+class ArcConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """ARC has nothing but leases to set."""
+
+
+class LfuTtlConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `LfuTtl` can be told.
+
+    Attributes:
+        tau_s: Half-life of the access count in seconds, at most 30 days; 0 is LRU. About the time
+            between two turns of the traffic: seconds for agents, minutes for people.
+    """
+
+    tau_s: HalfLife = 15.0
+
+
+class HazardConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`HazardIndex` learns what it needs; it has nothing but leases to set."""
+
+
+class CyclicConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `Cyclic` can be told.
+
+    Attributes:
+        streaming: Blocks of room that the circle streams through; as many as are in flight at once.
+        cycle: True if blocks are used in a circle, False if not, None to find out.
+    """
+
+    streaming: Annotated[int, Meta(ge=1, le=1 << 20)] = 2
+    cycle: bool | None = None
+
+
+class HedgeConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `Hedge` can be told; there is rarely a reason.
+
+    Attributes:
+        taus_s: Half-lives of the access counts that are tried, in seconds, beside LRU and the
+            learned index.
+        sample: Blocks that the shadow of an access count holds at most. The conversations that it
+            serves are sampled accordingly.
+    """
+
+    taus_s: Annotated[tuple[HalfLife, ...], Meta(max_length=7)] = (30.0, 120.0, 600.0)
+    sample: Annotated[int, Meta(ge=64, le=1 << 24)] = 2048
+
+
+class CostAwareConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `CostAware` can be told.
+
+    Attributes:
+        tau_s: Half-life of the access count in seconds, above 0 and at most 30 days.
+        ns_per_byte: Cost of computing a byte anew, where an insert does not say. An 8-billion model
+            that prefills 10,000 tokens a second needs about 1.
+        alpha: How much the cost per byte matters: a count is multiplied by its power of `alpha`. 0
+            is `LfuTtl`.
+    """
+
+    tau_s: Annotated[float, Meta(gt=0.0, le=30 * 86_400.0)] = 15.0
+    ns_per_byte: Annotated[float, Meta(gt=0.0, lt=1e15)] = 1.0
+    alpha: Annotated[float, Meta(ge=0.0, le=16.0)] = 1.0
 
 
 C = TypeVar("C", bound=PolicyConfig)

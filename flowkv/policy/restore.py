@@ -35,6 +35,11 @@ class LoadGate:
             known = self._compute_s_per_token or fresh
             self._compute_s_per_token = known + _WEIGHT * (fresh - known)
 
+    @property
+    def seconds_per_token(self) -> float:
+        """What a forward pass takes for each token; 0 while nothing is known."""
+        return self._compute_s_per_token
+
     def load_s(self, n_bytes: dict[str, int]) -> float:
         """Expected seconds to load so many bytes from each tier; 0 where nothing is known."""
         known = ((self.rates[tier], n) for tier, n in n_bytes.items() if tier in self.rates)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,13 +18,20 @@ from flowkv.core.config import load_config
 from flowkv.core.errors import ConfigError, NonFiniteError, StateError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace, Shard
+from flowkv.core.selection import PLACE_KINDS, parse_quota
+from flowkv.core.sizes import format_size
 from flowkv.observe.events import Bus, StepPlanned, Warned
 from flowkv.observe.metrics import Metrics
 from flowkv.policy import make_policy
 from flowkv.policy.base import Policy
+from flowkv.policy.quota import Quota
 from flowkv.policy.restore import LoadGate
+from flowkv.policy.tenants import Tenants
+from flowkv.runtime import learned
 from flowkv.runtime.guard import Guard
 from flowkv.runtime.planner import Planner
+from flowkv.runtime.queue import Queue
+from flowkv.runtime.recording import Recording
 from flowkv.runtime.restore import Restorer
 from flowkv.runtime.sealer import Refusal, describe
 from flowkv.runtime.sequence import Sequence
@@ -29,6 +39,7 @@ from flowkv.runtime.snapshots import Snapshots
 from flowkv.runtime.stack import divided, open_pools, open_tiers
 from flowkv.runtime.store import Store
 from flowkv.runtime.tables import Tables
+from flowkv.runtime.visits import Visits
 from flowkv.tiers.base import Tier
 
 
@@ -66,7 +77,8 @@ class Binding:
             fields["policy"] = policy
         self.config = load_config(config, **fields)
         self._given = [tier for tier in stack or () if not isinstance(tier, str)]
-        self._make_policy = policy if callable(policy) else lambda: make_policy(self.config.policy)
+        self._make_policy = policy if callable(policy) else None
+        self._check_policies()
         self.clock, self.bus = clock or SystemClock(), Bus()
         self.metrics = Metrics()
         # Steps are the one event of every token: who wants them counted subscribes to the bus.
@@ -78,6 +90,7 @@ class Binding:
         self._detach: list[Callable[[], None]] = []
         self._tiers: list[Tier] = []
         self._open: dict[int, Sequence] = {}
+        self._recordings: list[Recording] = []
         self.planner: Planner | None = None
         if geometry is not None:
             if self.config.page_size not in (None, geometry.page_size):
@@ -135,12 +148,13 @@ class Binding:
             geometry,
             pools,
             divided(self._tiers, whole, self.shard),
-            policies=lambda _kind: self._make_policy(),
+            policies=self._policy,
             clock=self.clock,
             bus=self.bus,
             config=self.config,
             rates=self.gate.rates,
         )
+        store.page_cost_ns = lambda: round(self.gate.seconds_per_token * geometry.page_size * 1e9)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
         self.planner = Planner(store, tables, self.lock, self.gate.computed)
         self.planner.publisher.allowed = self._may_publish
@@ -149,6 +163,85 @@ class Binding:
             self.planner.sealer.on_refusal = self._refused
         self.restorer = Restorer(self.planner, self.gate, self.bus)
         self.snapshots = Snapshots(self.restorer)
+        if (path := self._learned()) is not None:
+            self._tell(partial(learned.load, path, store.places))
+        self.visits = Visits(self.planner)
+        self.queue = Queue(self.visits, self.lock)
+        if self.config.record and not self._recordings:
+            self.record(self.config.record)
+
+    def _check_policies(self) -> None:
+        """Has a wrong option told now, and not when a model is attached."""
+        if self._make_policy is not None and self.config.policy_options:
+            raise ConfigError(
+                "policy_options beside a callable that makes policies", "Let the callable set them"
+            )
+        chosen = [self.config.selection(kind) for kind in PLACE_KINDS]
+        for name, options in [one for i, one in enumerate(chosen) if one not in chosen[:i]]:
+            make_policy(name, **options)
+
+    def _policy(self, kind: str, capacity_bytes: int) -> Policy:
+        """The policy of a place."""
+        make, total = self._make_policy, capacity_bytes
+        if make is None:
+            name, options = self.config.selection(kind)
+            make = partial(make_policy, name, **options)
+        if not self.config.quotas:
+            return make()
+        shares = [parse_quota(quota, kind, total) for quota in self.config.quotas.values()]
+        kept = sum(reserve for reserve, _ in shares)
+        if kept > total:
+            raise ConfigError(
+                f"quotas reserve {format_size(kept)} of a {kind} place of {format_size(total)}",
+                "Reserve less, or give the place more bytes",
+            )
+        quotas = [Quota(reserve, inf if limit is None else limit) for reserve, limit in shares]
+        return Tenants(make, dict(enumerate(quotas)))
+
+    def _learned(self) -> Path | None:
+        """Where what policies learned is kept; None if it is not."""
+        places = [place for place in self.config.places(on_cpu=True) if place.kind == "disk"]
+        disks = [tier for tier in self._tiers if tier.kind == "disk"]  # those given come last
+        lasting = [p for p, tier in zip(places, disks, strict=False) if tier.writable]
+        return learned.beside(lasting[0].path) if self.config.learned and lasting else None
+
+    def _save_learned(self) -> None:
+        path = self._learned()
+        if path is not None and self.planner is not None:
+            self._tell(partial(learned.save, path, self.planner.store.places))
+
+    def _tell(self, work: Callable[[], object]) -> None:
+        """Does something with a file that is worth an event if it fails, and nothing more."""
+        try:
+            work()
+        except (ConfigError, OSError) as error:
+            self.bus.emit(Warned(code="learned", message=str(error)))
+
+    def record(self, path: str | os.PathLike[str]) -> Recording:
+        """Writes all requests from now on as a trace, for `flowkv.sim.replay`.
+
+        Only salted hashes of pages are written, lengths and times; no tokens and no names.
+
+        Args:
+            path: A new file; an old one is replaced.
+
+        Returns:
+            The recording, which ends with its `close` or that of the cache.
+
+        Raises:
+            ConfigError: The file cannot be made.
+            StateError: The cache does not know its model yet.
+        """
+        planner = self._bound()
+        recording = Recording(
+            path,
+            self.visits,
+            self.lock,
+            page_size=planner.page_size,
+            warn=lambda problem: self.warn("recording", f"{problem} Check the disk."),
+        )
+        self._recordings.append(recording)
+        return recording
 
     def _may_publish(self, seq: Sequence) -> bool:
         return seq.publishable and seq.namespace == self.namespace and not self.closed

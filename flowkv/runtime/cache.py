@@ -16,11 +16,13 @@ from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace, Shard
 from flowkv.policy.base import Policy
+from flowkv.policy.config import Lease
 from flowkv.runtime.arrival import take_over
 from flowkv.runtime.batch import Step
 from flowkv.runtime.handover import Sender
 from flowkv.runtime.keeping import Keeping
 from flowkv.runtime.opening import Tokens, pack, plain
+from flowkv.runtime.retention import Retain
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.sparsify import chosen, sparsify
 from flowkv.runtime.statistics import statistics
@@ -174,17 +176,30 @@ class KV(Keeping):
         patience_s = self.config.load_deadline_s if patience_s is None else patience_s
         return take_over(self, seq, forward, patience_s=patience_s, chunk=chunk)
 
-    def cache(self, *args: Any, tenant: str | None = None, **inputs: Any) -> Any:
+    def cache(
+        self,
+        *args: Any,
+        tenant: str | None = None,
+        session: str | int | None = None,
+        lease: str | Lease = "",
+        retain: Items[Retain] = (),
+        **inputs: Any,
+    ) -> Any:
         """A Hugging Face cache for one call: `generate(**inputs, past_key_values=kv.cache(...))`.
 
         Args:
             *args: `input_ids`, if not by name.
             tenant: Whose pages may be used and made.
+            session: See `open`; that of all rows.
+            lease: See `open`.
+            retain: See `open`; positions count each row's own tokens, without padding.
             **inputs: What `generate` is given.
         """
         if cache_door is None:
             raise MissingDependencyError("KV.cache", "hf")
-        return cache_door(self, *args, tenant=tenant, **inputs)
+        care = {"session": session, "lease": lease, "retain": retain}
+        said = {name: value for name, value in care.items() if value not in (None, "", ())}
+        return cache_door(self, *args, tenant=tenant, care=said, **inputs)
 
     # ---- upkeep
 
@@ -259,6 +274,9 @@ class KV(Keeping):
                 last.callback(setattr, self, "closed", True)
                 if self.planner:
                     last.callback(self.planner.store.mover.cancel)
+                last.callback(self._save_learned)
+                for recording in self._recordings:
+                    last.callback(recording.close)
                 last.callback(self.flush)  # what was encoded just now, too
                 for seq in list(self._open.values()):
                     last.callback(self._close, seq)

@@ -38,6 +38,11 @@ class Realm(NamedTuple):
         tenant, namespace = self.tenant in (None, info.tenant), self.namespace
         return tenant and namespace in (None, info.namespace)
 
+    def covers(self, realm: tuple[bytes, bytes, int]) -> bool:
+        """Whether ghosts of a namespace, tenant and group are meant."""
+        namespace, tenant, _ = realm
+        return self.tenant in (None, tenant) and self.namespace in (None, namespace)
+
 
 def forget_realm(store: Store, realm: Realm) -> int:
     """Erases all blocks of a tenant or a model, and proves it. Callers hold the KV lock.
@@ -50,7 +55,10 @@ def forget_realm(store: Store, realm: Realm) -> int:
     """
     unseen = _learn(store, realm)
     doomed = [block for block in store.index if realm.holds(block)]
-    return _erase(store, doomed, realm.holds, unseen)
+    try:
+        return _erase(store, doomed, realm.holds, unseen)
+    finally:
+        store.index.ghosts.bury_realm(realm.covers)
 
 
 def forget_prompt(store: Store, seq: Sequence) -> int:
@@ -71,12 +79,28 @@ def forget_prompt(store: Store, seq: Sequence) -> int:
     """
     unseen = _learn(store, Realm(seq.tenant, seq.namespace))
     doomed: dict[int, Block] = {}
-    for group in range(len(seq.blocks)):
-        _doom(store, seq, group, doomed)
-    return _erase(store, list(doomed.values()), lambda _: False, unseen)
+    shared = [_doom(store, seq, group, doomed) for group in range(len(seq.blocks))]
+    try:
+        return _erase(store, list(doomed.values()), lambda _: False, unseen)
+    finally:
+        keys = {block.key for block in doomed.values()}
+        for group, pages in enumerate(shared):
+            _bury(store, seq, group, pages, keys)
 
 
-def _doom(store: Store, seq: Sequence, group: int, doomed: dict[int, Block]) -> None:
+def _bury(store: Store, seq: Sequence, group: int, shared: int, keys: set[bytes]) -> None:
+    """Drops what is left of a group's pages behind the shared ones, and of all that went on."""
+    last = len(seq.tokens) // seq.chains[group].page_size
+    if last:
+        own = {seq.key(group, page) for page in range(min(shared, last - 1), last)}
+        store.index.ghosts.bury(keys | own)
+    else:  # what began with it is not known by its tokens any more: all beginnings go
+        realm = seq.namespace, seq.tenant, group
+        store.index.ghosts.bury_realm(lambda other: other == realm)
+
+
+def _doom(store: Store, seq: Sequence, group: int, doomed: dict[int, Block]) -> int:
+    """Adds a group's blocks; returns how many pages at the beginning stay, as others use them."""
     size, realm = seq.chains[group].page_size, (seq.namespace, seq.tenant, group)
     last = len(seq.tokens) // size
     for page in range(last, -1, -1):
@@ -95,11 +119,12 @@ def _doom(store: Store, seq: Sequence, group: int, doomed: dict[int, Block]) -> 
             else:
                 others = True
         if others or page == 0:
-            return
+            return page
         doomed |= parts
         own = store.index.find(above)
         if own is not None:
             doomed[own.slot] = own
+    return 0
 
 
 def _continues(head: Block, above: bytes, rest: NDArray[np.uint32]) -> bool:

@@ -162,6 +162,7 @@ def _place(store: Store, header: Header, body: memoryview) -> bool:
     for page in pool.allocate(layout.granules, 1, info.codec) or ():
         pool.page_bytes(page, layout.page_bytes).copy_(torch.frombuffer(body, dtype=torch.uint8))
         store.publish(block, page)
+        store.insert([block])
         store.write_down(block)
         return True
     numbers = [n for n, tier in enumerate(store.tiers) if tier.writable]

@@ -7,12 +7,21 @@ can meet (their keys differ from the root on).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
+from flowkv.core.keys import ROOT
+from flowkv.policy.config import Lease
+from flowkv.runtime.ghosts import Ghosts
+
+LEAST_GHOSTS, GHOSTS_PER_BLOCK = 1 << 14, 2
+"""Forgotten blocks whose slots stay theirs: so many, or so many for each known block."""
+
+_TRACELESS = ("state", "memo")
+"""Kinds of blocks that are not worth a ghost: no later request has exactly their tokens."""
 
 UNKNOWN = 15
 """In place of a codec's index, where only the frame itself can tell."""
@@ -22,7 +31,7 @@ class Block:
     """A known page or state: its identity, and where it lies now.
 
     Attributes:
-        slot: Small integer that policies order by; reused after `PrefixIndex.forget`.
+        slot: Small integer that policies order by; its key's alone until nobody knows either.
         key: Chain key.
         parent: Chain key above it.
         group: Layer group.
@@ -36,6 +45,7 @@ class Block:
         moving: Stores of it that are under way.
         pinned: `KV.pin` protects it.
         gone: The index no longer knows it; only open sequences still use its page.
+        lease: What policies are told about how long it should stay, see `policy.Lease`.
         n_bytes: Bytes of a state's body, an upper bound after a restart; 0 for pages.
         tail: Tokens of a state behind its parent page.
         sealable: False once a codec could not hold its page.
@@ -53,6 +63,7 @@ class Block:
         "kept",
         "key",
         "kind",
+        "lease",
         "moving",
         "n_bytes",
         "namespace",
@@ -73,6 +84,7 @@ class Block:
         self.holds = self.kept = self.moving = 0
         self.pinned, self.gone, self.sealable = False, False, True
         self.n_bytes = self.tail = 0
+        self.lease: str | Lease = ""
         self.tokens: NDArray[np.uint32] | None = None
         self.tenant = self.namespace = b""
 
@@ -97,9 +109,19 @@ class Block:
 
 
 class PrefixIndex:
-    """All known blocks. Callers hold the KV lock."""
+    """All known blocks, and the slots of some that were. Callers hold the KV lock.
 
-    def __init__(self) -> None:
+    Args:
+        least_ghosts: Forgotten blocks that keep their slots, if there are not more known ones.
+
+    Attributes:
+        on_drop: Told the slots that belong to no key any more, before others get them.
+    """
+
+    def __init__(self, least_ghosts: int = LEAST_GHOSTS) -> None:
+        self._least_ghosts = least_ghosts
+        self.ghosts = Ghosts(self._drop)
+        self.on_drop: Callable[[list[int]], None] = lambda slots: None
         self._by_key: dict[bytes, Block] = {}
         self._slots: list[Block | None] = []
         self._free: list[int] = []
@@ -130,16 +152,28 @@ class PrefixIndex:
         return block
 
     def slot(self, key: bytes) -> int:
-        """The slot of a key, -1 if it is not known."""
-        block = self._by_key.get(key)
-        return block.slot if block else -1
+        """The slot of a key, be it a ghost's; -1 if it has none."""
+        known = self._by_key.get(key) or self.ghosts.get(key)
+        return known.slot if known else -1
+
+    def chain(self, key: bytes) -> list[int]:
+        """Slots from the first page down to a key, as far up as they are known."""
+        slots: dict[int, None] = {}
+        while key != ROOT and (known := self._by_key.get(key) or self.ghosts.get(key)):
+            if known.slot in slots:
+                break  # a stored frame may lie about what lies above it
+            slots[known.slot] = None
+            key = known.parent
+        return list(reversed(slots))
 
     def publish(self, key: bytes, parent: bytes, group: int, kind: str = "page") -> Block:
         """The block of this key, made if it is new."""
         block = self._by_key.get(key)
         if block is not None:
             return block
-        slot = self._free.pop() if self._free else len(self._slots)
+        slot = self.ghosts.revive(key)
+        if slot < 0:
+            slot = self._free.pop() if self._free else len(self._slots)
         block = Block(slot, key, parent, group, kind)
         if slot == len(self._slots):
             self._slots.append(block)
@@ -151,11 +185,14 @@ class PrefixIndex:
         return block
 
     def forget(self, block: Block) -> None:
-        """Removes a block; what lies below it stays known."""
+        """Removes a block; a page leaves a ghost, and what lies below it stays known."""
         block.gone = True
         del self._by_key[block.key]
         self._slots[block.slot] = None
-        self._free.append(block.slot)
+        if block.kind in _TRACELESS:
+            self._drop([block.slot])
+        else:
+            self._haunt(block)
         if block.key in self._children:
             self._holes[block.key] = block.parent
         else:
@@ -185,6 +222,15 @@ class PrefixIndex:
                     branch.append(block)
             found.append(branch)
         return found
+
+    def _haunt(self, block: Block) -> None:
+        most = max(self._least_ghosts, GHOSTS_PER_BLOCK * len(self._by_key))
+        realm = block.namespace, block.tenant, block.group
+        self.ghosts.add(block.key, block.slot, block.parent, realm, most)
+
+    def _drop(self, slots: list[int]) -> None:
+        self.on_drop(slots)
+        self._free += slots
 
     def _unlink(self, key: bytes, parent: bytes) -> None:
         siblings = self._children[parent]

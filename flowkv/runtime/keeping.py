@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowkv.core.errors import ConfigError
 from flowkv.core.keys import Salt, as_tokens
 from flowkv.runtime import erasure, export
 from flowkv.runtime.bundles import Bundles
@@ -18,6 +19,8 @@ from flowkv.runtime.explain import Explanation, explain
 from flowkv.runtime.export import Exported, Loaded
 from flowkv.runtime.opening import Opening, Tokens, plain
 from flowkv.runtime.prefetch import Prefetch
+from flowkv.runtime.queue import Queued
+from flowkv.runtime.retention import eta_ns, session_number
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.stack import make_envelope
 
@@ -67,6 +70,72 @@ class Keeping(Opening):
             prefetch.start(self.restorer.absent(seq))
             return prefetch
 
+    def enqueue(
+        self,
+        tokens: Tokens,
+        *,
+        tenant: str | None = None,
+        salts: Items[Salt] = (),
+        prefetch: bool = True,
+    ) -> Queued:
+        """Says that a prompt waits to be served: what is known of it stays, and comes nearer.
+
+        `open` of the same prompt serves the request that has waited longest.
+
+        Args:
+            tokens: The prompt.
+            tenant: Whose; default the cache's own.
+            salts: What the prompt's K and V depend on beside the tokens.
+            prefetch: Start to bring it onto its device, as `prefetch` does.
+
+        Returns:
+            The request, which can be cancelled.
+        """
+        with self._probe(tokens, tenant, salts) as seq:
+            queued = self.queue.add(seq)
+            if prefetch:
+                queued.prefetch = Prefetch(seq.planner.store, self.lock)
+                queued.prefetch.start(self.restorer.absent(seq))
+            return queued
+
+    def hint(
+        self,
+        what: Tokens | str | int,
+        eta_s: float,
+        *,
+        sigma: float = 0.5,
+        tenant: str | None = None,
+        salts: Items[Salt] = (),
+    ) -> int:
+        """Says when a prompt, or a conversation, is expected to be used next.
+
+        It holds until the prompt's last known page is used. A wrong hint costs hits, never
+        answers. "This conversation is over" (`flowkv.NEVER`) is worth saying.
+
+        Args:
+            what: A prompt, or the `session` of a conversation that was opened with it.
+            eta_s: Seconds from now, `flowkv.SOON` or `flowkv.NEVER`.
+            sigma: How far off it may be: standard deviation of the logarithm, 0.5 for "within a
+                factor of about two".
+            tenant: Whose; default the cache's own.
+            salts: What the prompt's K and V depend on beside the tokens.
+
+        Returns:
+            Tokens that the hint is about; 0 if nothing of it is known any more.
+
+        Raises:
+            ConfigError: `eta_s` or `sigma` is negative, or no number.
+        """
+        eta = eta_ns(eta_s)
+        if not 0 <= sigma < float("inf"):
+            raise ConfigError(f"sigma={sigma}", "Use 0 or more; 0.5 is a factor of about two")
+        with self._probe(() if isinstance(what, str | int) else what, tenant, salts) as seq:
+            if isinstance(what, str | int):
+                chains = self.visits.session(session_number(what, seq.tenant))
+            else:
+                chains = self.visits.chains(seq)
+            return self.visits.hint(chains, eta, sigma) * self.page_size
+
     def pin(
         self,
         tokens: Tokens,
@@ -91,7 +160,8 @@ class Keeping(Opening):
     ) -> int:
         """Erases a prompt and all that continues it from every tier, or a whole tenant.
 
-        Every tier overwrites or removes the bytes, also those that other processes wrote, and is
+        Requests that wait for what nobody knows then (`enqueue`) are called off. Every tier
+        overwrites or removes the bytes, also those that other processes wrote, and is
         then asked whether anything is left. Beginnings that other prompts share stay. Open
         sequences keep their pages, and publish nothing more.
 
@@ -107,7 +177,7 @@ class Keeping(Opening):
             StoreError: A tier, which the message names, could not prove that nothing is left. All
                 others have erased by then, and the cache knows none of the blocks any more.
         """
-        with self._probe(() if tokens is None else tokens, tenant, salts) as seq:
+        with self._probe(() if tokens is None else tokens, tenant, salts) as seq, self._purged():
             store = seq.planner.store
             store.flush(self.config.load_deadline_s)
             if tokens is None:
@@ -134,7 +204,17 @@ class Keeping(Opening):
             self._bound().store.flush(self.config.load_deadline_s)
             for seq in self._open.values():
                 seq.publishable = False
-            return self._forget_realm(erasure.Realm(None, self.namespace))
+            with self._purged():
+                return self._forget_realm(erasure.Realm(None, self.namespace))
+
+    @contextmanager
+    def _purged(self) -> Iterator[None]:
+        """Afterwards nothing names what was erased within, whatever was raised."""
+        try:
+            yield
+        finally:
+            self.visits.purge()
+            self.queue.purge(self._bound().store.index.slot)
 
     def _forget_realm(self, realm: erasure.Realm) -> int:
         for seq in self._open.values():

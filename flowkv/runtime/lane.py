@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from flowkv.core.errors import FlowKVError
+from flowkv.policy.prefetch.regret import RegretGuard
 from flowkv.policy.rates import Rates
-from flowkv.runtime.schedule import Schedule, Verdict, Wish
+from flowkv.runtime.schedule import Priority, Schedule, Verdict, Wish
 from flowkv.tiers.base import Completion, Load, Outcome, Store, Tier
 from flowkv.tiers.frame import BadFrame, wanted
 
@@ -36,17 +37,26 @@ class Lane:
         tier: The tier.
         deadline_s: Longest wait for a load.
         loads: What loads from it take.
+        clock_ns: Tells the guard the time.
 
     Attributes:
         schedule: What waits and what is in flight.
+        guard: Whether prefetches go on, and how many bytes of them at a time.
         loads: What loads from it took when somebody waited for them.
         stores: What stores to it took.
         overdue: Loads that it owes after their deadline.
         cancelled: Loads that were called off.
     """
 
-    def __init__(self, tier: Tier, deadline_s: float, loads: Rates) -> None:
-        self.tier, self.deadline_s = tier, deadline_s
+    def __init__(
+        self,
+        tier: Tier,
+        deadline_s: float,
+        loads: Rates,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.tier, self.deadline_s, self.clock_ns = tier, deadline_s, clock_ns
+        self.guard = RegretGuard()
         self.schedule, self.loads, self.stores = Schedule(), loads, Rates()
         self.overdue = self.cancelled = 0
         self._jobs: dict[int, _Job] = {}
@@ -55,11 +65,20 @@ class Lane:
     # ---- asking
 
     def ask(self, wish: Wish) -> Verdict:
-        """Queues a wish; `pump` sends it."""
+        """Queues a wish; `pump` sends it. A prefetch is refused while the guard says so."""
+        if wish.priority is Priority.DEMAND:
+            self.guard.demanded(self.clock_ns(), wish.n_bytes, self.schedule.in_the_way())
+        elif wish.priority is Priority.PREFETCH and not self.guard.allows(self.clock_ns()):
+            self.schedule.refused += 1
+            return Verdict.REFUSED
         return self.schedule.ask(wish)
 
     def pump(self) -> int:
         """Sends what may be sent now, one job for all loads of an owner and one for all stores."""
+        if self.schedule.waits(Priority.PREFETCH):
+            self.schedule.chunk_bytes = self.guard.chunk_bytes(self.loads)
+            if not self.guard.allows(self.clock_ns()):
+                self.cancel(None)
         batch, jobs = self.schedule.take(), dict[tuple[bool, int], list[Wish]]()
         for wish in batch:
             jobs.setdefault((wish.stores, id(wish.owner)), []).append(wish)

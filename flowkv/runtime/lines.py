@@ -41,6 +41,7 @@ class Lines:
         self._windows = [
             group.window if group.kind == "sliding" else None for group in self.geometry.groups
         ]
+        self._slides = any(window is not None for window in self._windows)
         self._leaving: list[Sequence] = []
         encodes = any(forms.ladder.rungs for forms in store.forms)
         self.sealer = Sealer(store, tables) if encodes else None

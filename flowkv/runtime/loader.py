@@ -114,19 +114,21 @@ def _load(
     wishes = [(landing.source.tier, wish(store, landing)) for landing in places]
     answers, lent = store.mover.load(wishes, partial(_late, store, places))
     _bring(store, places, answers)
-    arrived, again = [], []
+    arrived, again, fresh = [], [], list[Block]()
     for number, ((landing, path), answer) in enumerate(zip(prepared, answers, strict=True)):
         block = landing.block
         if number in lent:
             store.lend(block.group, landing.page)
         if land(store, landing, answer, brought=True):
             arrived.append(landing)
+            fresh.append(block)
         elif block.page >= 0:  # a prefetch brought it, and counts its bytes
             arrived.append(landing._replace(buffer=landing.buffer[:0]))
         else:
             again.append((block, path))
             continue
         store.hold(block)
+    store.insert(fresh)
     return arrived, again
 
 
@@ -149,6 +151,8 @@ def _bring(store: Store, places: list[Landing], answers: Sequence[Completion]) -
 
 def land(store: Store, landing: Landing, answer: Completion, *, brought: bool = False) -> bool:
     """Publishes a page that came, or gives it back; whether it is the block's page now.
+
+    Policies are to be told of it then (`Store.insert`).
 
     Args:
         store: Where its block is known.

@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.keys import KeyChain, Salt, as_tokens, tenant_salt
+from flowkv.policy.config import Lease
 from flowkv.runtime import swap
 from flowkv.runtime.binding import Binding
 from flowkv.runtime.planner import Planner
+from flowkv.runtime.retention import Retain, make_care
 from flowkv.runtime.sequence import Sequence
 
 Tokens = Items[int] | NDArray[np.generic] | torch.Tensor
@@ -28,7 +30,7 @@ class Opening(Binding):
 
     tokens_seen = tokens_reused = 0
 
-    def open(
+    def open(  # noqa: PLR0913 - what may be said of a request belongs to one call
         self,
         tokens: Tokens,
         *,
@@ -37,6 +39,10 @@ class Opening(Binding):
         limit: int | None = None,
         reuse: bool = True,
         state: bool = False,
+        session: str | int | None = None,
+        lease: str | Lease = "",
+        retain: Items[Retain] = (),
+        request: int = -1,
     ) -> Sequence:
         """Starts a sequence with its known prefix in place.
 
@@ -47,6 +53,12 @@ class Opening(Binding):
             limit: Most tokens to reuse; default all but the last, which must run to give logits.
             reuse: False computes everything anew; pages are published all the same.
             state: The model has recurrent layers: reuse only where a state was saved.
+            session: Name or number of the conversation, which `hint` may name then. It helps
+                policies that learn when conversations go on.
+            lease: How long its pages stay, as a lease class of the policy ("turn_end",
+                "tool_wait", "one_shot", ...) or a `flowkv.policy.Lease`.
+            retain: Spans of tokens that are kept more, or less, than others.
+            request: `Sequence.request` of a sequence that was opened in vain for the same request.
 
         Returns:
             A sequence whose `length` tokens need no computing.
@@ -54,6 +66,7 @@ class Opening(Binding):
         Raises:
             TokenError: Not a flat sequence of ids in [0, 2**32).
             CapacityError: Too many sequences are open.
+            ConfigError: The policy knows no such lease class, or a span holds no token.
         """
         ids = as_tokens(plain(tokens))
         with self.lock:
@@ -62,16 +75,29 @@ class Opening(Binding):
             seq = self._sequence(planner, tenant, salts)
             try:
                 seq.note(ids)
+                seq.prompted, seq.care = len(ids), make_care(session, lease, retain, seq.tenant)
+                self.visits.check(seq)
                 most = len(ids) - 1 if limit is None else min(limit, len(ids))
-                if reuse and most > 0:
-                    source = self.snapshots if state else self.restorer
-                    seq.reused = source.restore(seq, most)
+                with planner.store.moment():
+                    self._begin(seq, request)
+                    if reuse and most > 0:
+                        source = self.snapshots if state else self.restorer
+                        seq.reused = source.restore(seq, most)
             except BaseException:
+                self.visits.abort(seq.request)
+                seq.request = -1
                 self._close(seq)
                 raise
             self.tokens_seen += len(ids)
             self.tokens_reused += seq.reused
             return seq
+
+    def _begin(self, seq: Sequence, request: int) -> None:
+        """Tells policies of a request, unless it is one that they know already."""
+        if request >= 0:
+            seq.request = request
+            return
+        self.visits.begin(seq, self.queue.take(seq))
 
     def _sequence(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
         """A sequence with a line of its own."""
@@ -105,7 +131,11 @@ class Opening(Binding):
         if not seq.closed:
             seq.closed, seq.suspended = True, None
             del self._open[id(seq)]
+            if seq.planner is self.planner:
+                self.visits.end(seq)
             seq.planner.release(seq)
+            if self.config.quotas:
+                seq.planner.store.shed()
 
     def fork(self, seq: Sequence) -> Sequence:
         """A second sequence with the same past; pages are shared until one of them writes.

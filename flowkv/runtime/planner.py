@@ -155,14 +155,15 @@ class Planner(Lines):
                 self.tables.lengths[step.rows] = step.after
                 full = step.after // self.page_size > step.before // self.page_size
                 try:
-                    for b in np.flatnonzero(full).tolist():
-                        self.publish(seqs[b])
+                    filled = [seqs[b] for b in np.flatnonzero(full).tolist()]
+                    self.publisher.publish(filled)
+                    for b in np.flatnonzero(full).tolist() if self._slides else ():
                         self._drop_behind(seqs[b], int(step.after[b]))
                 finally:
                     self._end(step.rows)
                 if self.sealer:
                     self.store.drain()  # what a tier has taken by now can be encoded
-                    self.sealer.seal([seqs[b] for b in np.flatnonzero(full).tolist()])
+                    self.sealer.seal(filled)
                 self.compactor.edge()
             else:
                 advance.finish(self.tables, step)
@@ -179,7 +180,7 @@ class Planner(Lines):
     def publish(self, seq: Sequence) -> None:
         """Makes the sequence's full pages with known tokens known to the index."""
         with self.guard:
-            self.publisher.publish(seq)
+            self.publisher.publish([seq])
 
     def _end(self, rows: NDArray[np.int32]) -> None:
         self.tables.state[rows] = READY

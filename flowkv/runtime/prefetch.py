@@ -74,7 +74,9 @@ class Prefetch:
             store.pool(group).release(landing.page)
         elif land(store, landing, answer):
             self.arrived += 1
+            store.insert([landing.block])
             store.count_loaded(landing.source.tier, answer.n_bytes)
+            store.unproven.add(landing.block, landing.source.tier, answer.n_bytes)
             name = store.tiers[landing.source.tier].name
             event = Promoted(source=name, tier="device", pages=1, n_bytes=answer.n_bytes)
             store.bus.emit(event)

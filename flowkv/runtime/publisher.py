@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from flowkv.core.layout import CODEC_SHIFT
 from flowkv.observe.events import Published
+from flowkv.runtime.index import Block
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.store import Store
 from flowkv.runtime.tables import Tables
@@ -32,28 +33,38 @@ class Publisher:
         self.allowed: Callable[[Sequence], bool] = lambda seq: seq.publishable
         self.on_non_finite: Callable[[int, int], None] = lambda group, page: None
 
-    def publish(self, seq: Sequence) -> None:
-        """Makes the sequence's full pages with known tokens known to the index."""
+    def publish(self, seqs: Iterable[Sequence]) -> None:
+        """Makes the sequences' full pages with known tokens known to the index."""
+        fresh: list[list[Block]] = [[] for _ in self.store.geometry.groups]
+        try:
+            for seq in seqs:
+                self._publish_full(seq, fresh)
+        finally:
+            for blocks in fresh:
+                self.store.insert(blocks)
+
+    def _publish_full(self, seq: Sequence, fresh: list[list[Block]]) -> None:
         full = min(seq.length, len(seq.tokens)) // self.page_size
         for g, blocks in enumerate(seq.blocks):
             start = max(seq.published[g], seq.first_page[g])
             if start >= full or not self.allowed(seq):
                 continue
-            fresh = 0
+            before = len(fresh[g])
             for page_no in range(start, full):
                 if blocks[page_no] is None:
-                    fresh += self._publish(seq, g, page_no)
+                    self._publish(seq, g, page_no, fresh[g])
                 if not seq.publishable:
                     return
             seq.published[g] = full
-            if fresh:
-                tokens = fresh * self.page_size
+            pages = len(fresh[g]) - before
+            if pages:
+                tokens = pages * self.page_size
                 self.store.bus.emit(
-                    Published(group=g, pages=fresh, tokens=tokens, tenant=seq.owner)
+                    Published(group=g, pages=pages, tokens=tokens, tenant=seq.owner)
                 )
 
-    def _publish(self, seq: Sequence, group: int, page_no: int) -> bool:
-        """Whether that made a page known which was not on the device before."""
+    def _publish(self, seq: Sequence, group: int, page_no: int, fresh: list[Block]) -> None:
+        """Makes a page known, or takes the known one; adds what was not on the device before."""
         store, pool = self.store, self.store.pool(group)
         page = int(self.tables.pages[group][seq.row, page_no])
         key = seq.key(group, page_no)
@@ -65,12 +76,12 @@ class Publisher:
             self.tables.pages[group][seq.row, page_no] = block.page
             self.tables.touch()
             seq.blocks[group][page_no] = block
-            return False
+            return
         codec = page >> CODEC_SHIFT
         if not codec and not self._sound(group, page):
             seq.publishable = False
             self.on_non_finite(group, page_no)
-            return False
+            return
         if block is not None:
             store.supersede(block)
         block = store.index.publish(key, seq.parent_key(group, page_no), group)
@@ -78,12 +89,13 @@ class Publisher:
         block.tokens = seq.tokens[first : first + self.page_size].copy()
         block.tenant, block.namespace = seq.tenant, seq.namespace
         block.fidelity = max(seq.fidelity, codec)
+        block.lease = seq.care.of(first, first + self.page_size)
         store.publish(block, page)
+        fresh.append(block)
         store.hold(block)
         seq.blocks[group][page_no] = block
         if codec or not store.forms[group].ladder.rungs:  # else it is once it is encoded
             store.write_down(block)
-        return True
 
     def _sound(self, group: int, page: int) -> bool:
         """Whether a page holds finite numbers only; blanks what lies between its stripes."""

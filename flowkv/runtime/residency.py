@@ -5,21 +5,23 @@ A block is forgotten when no place holds it any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
-
-import numpy as np
 
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import Geometry
+from flowkv.core.keys import ROOT, tenant_salt
+from flowkv.core.layout import CODEC_SHIFT
 from flowkv.observe.events import Bus
 from flowkv.policy.base import Policy
 from flowkv.policy.rates import Rates
 from flowkv.runtime.forms import make_forms
 from flowkv.runtime.index import UNKNOWN, Block, PrefixIndex
 from flowkv.runtime.mover import Mover
+from flowkv.runtime.places import Place, as_slots
 from flowkv.tiers.base import Entry, FrameInfo, Tier
 
 _MOST_LISTED = 1 << 16
@@ -34,7 +36,7 @@ class Residency:
     Args:
         geometry: The model's layer groups.
         tiers: The stack, nearest first.
-        policies: `policies(kind)` makes the policy of one place.
+        policies: `policies(kind, capacity_bytes)` makes the policy of one place.
         clock: Time for the policies.
         bus: Where events go.
         config: The codec of sealed pages (also what a reader accepts, DESIGN D6), whether they are
@@ -48,6 +50,8 @@ class Residency:
         forms: The codecs and layouts of each group's pages.
         fidelity: Index of the lossiest codec that is accepted.
         mover: Transfers to and from the tiers.
+        tier_places: The tiers as policies see them, in the order of the stack.
+        page_cost_ns: Says how long it takes to compute a page; 0 while that is not known.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Residency:
         geometry: Geometry,
         tiers: Sequence[Tier],
         *,
-        policies: Callable[[str], Policy],
+        policies: Callable[[str, int], Policy],
         clock: Clock,
         bus: Bus,
         config: Config,
@@ -67,8 +71,13 @@ class Residency:
         self.clock, self.bus, self.write_back = clock, bus, config.write_back
         self.tiers: list[Tier] = []
         self.index, self.mover = PrefixIndex(), Mover(config.load_deadline_s, rates)
-        self._policies, self.tier_policies = policies, list[Policy]()
-        self._fixed: dict[int, None] = {}
+        self.index.on_drop = self._drop
+        self._policies, self.tier_places = policies, list[Place]()
+        self.page_cost_ns: Callable[[], int] = lambda: 0
+        self._tenants: dict[bytes, int] = {}
+        for name in config.quotas:  # these have the first numbers
+            self.tenant(tenant_salt(name, config.secret_bytes))
+        self._moment_ns: int | None = None
         self._resting_ns: dict[int, int] = {}
         self._states_only: set[int] = set()
         for tier in tiers:
@@ -93,7 +102,8 @@ class Residency:
             self._states_only.add(number)
         self.tiers.append(tier)
         self.mover.add(tier)
-        self.tier_policies.append(self._policies(tier.kind))
+        policy = self._policies(tier.kind, tier.capacity_bytes)
+        self.tier_places.append(Place(tier.name, tier.kind, policy))
         most = _MOST_LISTED if tier.kind == "remote" else None
         listed = list(islice(tier.scan(), most))
         for entry in listed:  # before kernels are told which forms there are
@@ -120,7 +130,7 @@ class Residency:
             tree.append(block)
         # To a policy, what comes last in one call is a leaf, and goes first: the oldest tree last.
         blocks = [block for tree in reversed(fresh) for block in tree]
-        self.insert(self.tier_policies[number], blocks)
+        self.insert(blocks, number)
 
     def learn(self, number: int, meant: Callable[[FrameInfo], bool]) -> None:
         """Makes those frames known that a tier lists, are meant, and are not known there."""
@@ -152,7 +162,7 @@ class Residency:
         """Leaves the tiers to another store; only device pages stay known here."""
         self.tiers.clear()
         self.mover.forget()
-        self.tier_policies.clear()
+        self.tier_places.clear()
         for block in self.index:
             block.tiers = block.moving = 0
             self.settle(block)
@@ -222,7 +232,7 @@ class Residency:
                     block.enter(number, UNKNOWN)
                     fresh.append(block)
                 above = key
-            self.insert(self.tier_policies[number], fresh)
+            self.insert(fresh, number)
 
     def settle(self, block: Block) -> None:
         """Forgets a block that no place holds and none is about to."""
@@ -231,18 +241,17 @@ class Residency:
         self.protect(block)
 
     def dismiss(self, block: Block) -> None:
-        """Takes a block out of the index; its slot is free for another one."""
-        self._fixed.pop(block.slot, None)
+        """Takes a block out of the index; its slot stays its key's until it is a ghost no more."""
+        for place in self.places:
+            place.let_go(block.slot)
         self.index.forget(block)
 
     def protect(self, block: Block) -> None:
-        """Brings the slots that policies must not choose in line with what a block is used for."""
+        """Brings what policies must not choose in line with what a block is used for."""
         if block.gone:
             return  # its slot may be another block's by now
-        if block.kept or block.moving:
-            self._fixed[block.slot] = None
-        else:
-            self._fixed.pop(block.slot, None)
+        for place in self.tier_places:
+            (place.hold if block.kept or block.moving else place.let_go)(block.slot)
 
     def keep(self, block: Block) -> None:
         """Lets no policy take a block from anywhere until `unkeep`."""
@@ -254,9 +263,87 @@ class Residency:
         block.kept -= 1
         self.protect(block)
 
-    def insert(self, policy: Policy, blocks: Sequence[Block]) -> None:
-        """Tells a policy that blocks became resident."""
-        if blocks:
-            slots = np.array([block.slot for block in blocks], np.int64)
-            parents = np.array([self.index.slot(block.parent) for block in blocks], np.int64)
-            policy.insert(self.clock.now_ns(), slots, parents)
+    # ---- what policies are told
+
+    @property
+    def places(self) -> Iterable[Place]:
+        """All places that have a policy, nearest first."""
+        return self.tier_places
+
+    def now_ns(self) -> int:
+        """Time for the policies."""
+        return self.clock.now_ns() if self._moment_ns is None else self._moment_ns
+
+    @contextmanager
+    def moment(self) -> Iterator[None]:
+        """Within it no time passes for the policies.
+
+        What comes back for a request is then inserted when the request was, and counts once.
+        """
+        before, self._moment_ns = self._moment_ns, self.now_ns()
+        try:
+            yield
+        finally:
+            self._moment_ns = before
+
+    def tenant(self, salt: bytes) -> int:
+        """The number by which policies know a tenant."""
+        return self._tenants.setdefault(salt, len(self._tenants))
+
+    def place_of(self, block: Block, number: int) -> Place:
+        """A tier's place; for -1, that of a block's device."""
+        return self.tier_places[number]
+
+    def insert(self, blocks: Sequence[Block], number: int = -1) -> None:
+        """Tells policies that blocks became resident on a tier, or (-1) on their device.
+
+        Args:
+            blocks: Root to leaf, chain after chain. Neighbours of one size, lease and tenant take
+                one call. To a policy, what comes last in one call is deepest, so that chains on a
+                device begin a call each.
+            number: Tier in the stack.
+        """
+        if len(blocks) == 1:  # a decode step that fills one page
+            self._insert(blocks, number)
+            return
+        last, alike = None, list[Block]()
+        for block in blocks:
+            codec = block.page >> CODEC_SHIFT if number < 0 else block.codec_on(number)
+            kind = block.group, codec, block.n_bytes, block.lease, block.tenant
+            if alike and (kind != last or (number < 0 and block.parent == ROOT)):
+                self._insert(alike, number)
+                alike = []
+            last = kind
+            alike.append(block)
+        if alike:
+            self._insert(alike, number)
+
+    def _insert(self, blocks: Sequence[Block], number: int) -> None:
+        first, slot = blocks[0], self.index.slot
+        self.place_of(first, number).policy.insert(
+            self.now_ns(),
+            as_slots([block.slot for block in blocks]),
+            as_slots([slot(block.parent) for block in blocks]),
+            n_bytes=self.size(first, number),
+            cost_ns=self.page_cost_ns(),
+            lease=first.lease,
+            tenant=self.tenant(first.tenant),
+        )
+
+    def remove(self, block: Block, number: int = -1) -> None:
+        """Tells a policy that a block left a tier, or (-1) its device, not by the policy's will."""
+        self.place_of(block, number).policy.remove(as_slots([block.slot]))
+
+    def _drop(self, slots: Sequence[int]) -> None:
+        for place in self.places:
+            place.forget(slots)
+
+    def size(self, block: Block, number: int) -> int:
+        """Most bytes of a block's body on a tier, or (-1) on its device; at least 1."""
+        if block.n_bytes:
+            return block.n_bytes
+        if block.group >= len(self.forms):
+            return 1  # of another model
+        codec = block.page >> CODEC_SHIFT if number < 0 else block.codec_on(number)
+        layouts = self.forms[block.group].layouts
+        return (layouts.get(codec) or layouts[self.forms[block.group].likely[0]]).page_bytes

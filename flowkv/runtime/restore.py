@@ -173,7 +173,6 @@ class Restorer:
             seq.first_page[g], seq.published[g] = first, pages
             self.tables.pages[g][seq.row, first:pages] = [block.page for block in group]
             seq.fidelity = max([seq.fidelity, *(block.fidelity for block in group)])
-            self.store.touch(group)
         self.tables.touch()
         self.tables.lengths[seq.row] = pages * self.page_size
 

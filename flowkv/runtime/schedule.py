@@ -5,9 +5,9 @@ Pure bookkeeping: neither tiers, threads nor time, so that tests drive it on a c
 - A *demand* is what somebody waits for. It goes first, and its bytes in flight have a limit that
   nothing else uses up.
 - *Prefetches* go before *write-backs*; both together have a second, smaller limit, and wait while a
-  demand is queued or in flight.
+  demand is queued or in flight. Prefetches go in *chunks*: a demand finds one in flight at most.
 - Yet write-back has a fair share: for every eight bytes of others, one of its own goes ahead of
-  them, or pages could never leave a busy device.
+  them, or pages could never leave a busy device. Only demands earn it a place before a demand.
 - A frame is loaded once, whoever asks for it meanwhile, and stored once.
 """
 
@@ -89,9 +89,11 @@ class Schedule:
         background_bytes: Most bytes of prefetches and write-backs in flight, likewise.
         queue_bytes: Most bytes of prefetches, and of write-backs, that wait; beyond that they are
             refused. Demands never are.
+        chunk_bytes: Most bytes of prefetches in flight; one alone may be larger.
 
     Attributes:
         background_bytes: May be changed while transfers run.
+        chunk_bytes: Likewise.
         joined: Wishes that needed no transfer of their own.
         refused: Wishes that found the queue full.
     """
@@ -101,16 +103,18 @@ class Schedule:
         demand_bytes: int = 1 << 28,
         background_bytes: int = 1 << 26,
         queue_bytes: int = 1 << 28,
+        chunk_bytes: int = 1 << 22,
     ) -> None:
         self.demand_bytes, self.background_bytes = demand_bytes, background_bytes
-        self.queue_bytes = queue_bytes
+        self.queue_bytes, self.chunk_bytes = queue_bytes, chunk_bytes
         self.joined = self.refused = 0
         self._queues: tuple[dict[Wish, None], ...] = tuple({} for _ in Priority)
         self._queued_bytes = [0 for _ in Priority]
         self._flying: dict[Wish, Priority] = {}
         self._flying_bytes = [0 for _ in Priority]
         self._leaders: dict[tuple[object, ...], Wish] = {}
-        self._credit = 0.0
+        self._awaited: set[Wish] = set()
+        self._credit = [0.0 for _ in Priority]  # earned for write-back, by whom
 
     def __len__(self) -> int:
         """Wishes that wait or are in flight, but for those that follow another."""
@@ -130,6 +134,16 @@ class Schedule:
     def flying_bytes(self) -> int:
         """Bytes in flight."""
         return sum(self._flying_bytes)
+
+    def in_the_way(self) -> int:
+        """Bytes of prefetches that a demand would find in flight; 0 if one has found them yet."""
+        if self._queues[Priority.DEMAND] or self._demanding:
+            return 0
+        return self._flying_bytes[Priority.PREFETCH]
+
+    def waits(self, priority: Priority) -> bool:
+        """Whether any wish of a kind waits to be sent."""
+        return bool(self._queues[priority])
 
     def __iter__(self) -> Iterator[Wish]:
         """All wishes that wait or are in flight, but for those that follow another."""
@@ -168,9 +182,9 @@ class Schedule:
             self._flying[wish] = wish.priority
             self._flying_bytes[wish.priority] += wish.n_bytes
             if wish.priority is Priority.WRITE_BACK:
-                self._credit = max(0.0, self._credit - wish.n_bytes)
+                self._spend(wish.n_bytes)
             elif self._queues[Priority.WRITE_BACK]:
-                self._credit += wish.n_bytes / SHARE
+                self._credit[wish.priority] += wish.n_bytes / SHARE
             batch.append(wish)
         return batch
 
@@ -220,6 +234,8 @@ class Schedule:
             self._unqueue(wish)
             wish.priority = priority
             self._queue(wish)
+        elif wish in self._flying and priority is Priority.DEMAND:
+            self._awaited.add(wish)  # nothing is to be sent that could overtake it
 
     def _queue(self, wish: Wish) -> None:
         self._queues[wish.priority][wish] = None
@@ -229,24 +245,41 @@ class Schedule:
         del self._queues[wish.priority][wish]
         self._queued_bytes[wish.priority] -= wish.n_bytes
         if not self._queues[Priority.WRITE_BACK]:
-            self._credit = 0.0
+            self._credit = [0.0 for _ in Priority]
+
+    def _spend(self, n_bytes: float) -> None:
+        for priority in (Priority.PREFETCH, Priority.DEMAND):
+            paid = min(n_bytes, self._credit[priority])
+            self._credit[priority] -= paid
+            n_bytes -= paid
 
     def _land(self, wish: Wish) -> None:
+        self._awaited.discard(wish)
         priority = self._flying.pop(wish, None)
         if priority is not None:
             self._flying_bytes[priority] -= wish.n_bytes
+
+    @property
+    def _demanding(self) -> bool:
+        """Whether somebody waits for what is in flight."""
+        return bool(self._flying_bytes[Priority.DEMAND] or self._awaited)
 
     def _next(self) -> Wish | None:
         demands, prefetches, write_backs = self._queues
         demand = next(iter(demands), None)
         write_back = next(iter(write_backs), None) if write_backs else None
-        if write_back is not None and self._credit >= write_back.n_bytes and self._fits(write_back):
+        credit = self._credit[Priority.DEMAND]
+        if demand is None and not self._demanding:
+            credit += self._credit[Priority.PREFETCH]
+        if write_back is not None and credit >= write_back.n_bytes and self._fits(write_back):
             return write_back
         if demand is not None:
             return demand if self._fits(demand) else None
-        if self._flying_bytes[Priority.DEMAND]:
+        if self._demanding:
             return None
         first = next(iter(prefetches), write_back)
+        if first is not None and self._fills_chunk(first):
+            first = write_back
         return first if first is not None and self._fits(first) else None
 
     def _fits(self, wish: Wish) -> bool:
@@ -256,3 +289,9 @@ class Schedule:
             return not demand or demand + wish.n_bytes <= self.demand_bytes
         others = prefetch + write_back
         return not others or others + wish.n_bytes <= self.background_bytes
+
+    def _fills_chunk(self, wish: Wish) -> bool:
+        """Whether it is a prefetch too many for the chunk that is in flight."""
+        chunk = self._flying_bytes[Priority.PREFETCH]
+        own = wish.priority is Priority.PREFETCH
+        return own and chunk > 0 and chunk + wish.n_bytes > self.chunk_bytes

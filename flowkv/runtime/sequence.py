@@ -11,12 +11,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
+from flowkv.policy.base import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
+from flowkv.runtime.retention import NO_CARE
 
 if TYPE_CHECKING:
     from flowkv.policy.importance import Importance
     from flowkv.runtime.index import Block
     from flowkv.runtime.planner import Planner
+
+STOPS = {"": UNKNOWN_STOP, "tool_use": TOOL_USE, "turn_end": TURN_END, "cut_off": CUT_OFF}
+"""Why a sequence may have ended, see `Sequence.close`."""
 
 State = Mapping[str, Any]
 """A snapshot of recurrent layers: named tensors, numbers, strings and tuples of them."""
@@ -52,6 +58,9 @@ class Sequence:
         self.salts, self.chains = list(salts), list(chains)
         self.state: State | None = None
         self.owner = ""
+        # As policies know it: the number of its request, -1 without one, and what it asked for.
+        self.request, self.arrived_ns, self.prompted, self.care = -1, 0, 0, NO_CARE
+        self.stop = UNKNOWN_STOP
         self.reused, self.closed = 0, False
         self._close, self.planner = close, planner
         self._tokens, self._known = np.zeros(64, np.uint32), 0
@@ -143,11 +152,22 @@ class Sequence:
         other.first_page, other.published = list(self.first_page), list(self.published)
         other.reused, other.state = self.reused, self.state
         other.fidelity, other.publishable = self.fidelity, self.publishable
-        other.owner = self.owner
+        other.owner, other.care = self.owner, self.care
         other.dropped, other.importance = self.dropped, deepcopy(self.importance)
 
-    def close(self) -> None:
-        """Releases its pages; published ones stay known. Safe to call again, and in a finalizer."""
+    def close(self, stop: str = "") -> None:
+        """Releases its pages; published ones stay known. Safe to call again, and in a finalizer.
+
+        Args:
+            stop: Why it ended, for policies that learn: "tool_use", "turn_end" or "cut_off".
+
+        Raises:
+            ConfigError: There is no such reason.
+        """
+        if stop not in STOPS:
+            raise ConfigError(f"stop={stop!r}", f"Use one of {', '.join(filter(None, STOPS))}")
+        if stop:
+            self.stop = STOPS[stop]
         self._close(self)
 
     def __enter__(self) -> Sequence:

@@ -61,7 +61,7 @@ class Snapshots:
         block = self.store.index.publish(key, parent, 0, "state")
         block.tokens = seq.tokens[pages * size : length].copy()
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
-        block.fidelity = seq.fidelity
+        block.fidelity, block.lease = seq.fidelity, seq.care.lease
         info = FrameInfo(
             kind="state",
             codec=0,
@@ -132,6 +132,7 @@ class Snapshots:
             elsewhere = loaded + length - tokens
             if tokens == pages * self.planner.page_size and self._attach_tail(seq, length, values):
                 seq.fidelity = max(seq.fidelity, block.fidelity)
+                self.store.touch([block])
                 seq.state, reused = values, length
                 tail = Hit(
                     tier=tier, tokens=length - tokens, n_bytes=block.n_bytes, tenant=seq.owner

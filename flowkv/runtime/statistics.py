@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowkv.policy.hedge.hedge import Hedge
+from flowkv.policy.prefetch.regret import RegretGuard
+from flowkv.policy.tenants import Tenants
 from flowkv.runtime.opening import Opening
+from flowkv.runtime.places import Place
 from flowkv.runtime.store import Store
 from flowkv.runtime.tables import Tables
 
@@ -20,6 +24,8 @@ def statistics(kv: Opening) -> dict[str, Any]:
         "blocks": 0,
         "devices": {},
         "tiers": {},
+        "policies": {},
+        "ghosts": 0,
         "events": kv.metrics.snapshot(),
     }
     if kv.planner is None:
@@ -37,6 +43,8 @@ def statistics(kv: Opening) -> dict[str, Any]:
         if pool.copies is not None:
             staging = {"used_bytes": pool.copies.staged_bytes(), "why_not_pinned": pool.copies.why}
             report["devices"][device]["staging"] = staging
+    report["policies"] = {place.name: _policy(kv, place) for place in store.places}
+    report["ghosts"] = len(store.index.ghosts)
     for number, tier in enumerate(store.tiers):
         lane = store.mover.lanes[number]
         report["tiers"][tier.name] = {
@@ -53,6 +61,7 @@ def statistics(kv: Opening) -> dict[str, Any]:
             "queued_bytes": lane.schedule.queued_bytes,
             "in_flight_bytes": lane.schedule.flying_bytes,
             "dropped": store.dropped.get(tier.name, 0),
+            "prefetch": _prefetch(lane.guard),
             "coalesced": lane.schedule.joined,
             "cancelled": lane.cancelled,
             "load_bytes_per_s": lane.loads.bytes_per_s,
@@ -60,6 +69,29 @@ def statistics(kv: Opening) -> dict[str, Any]:
             "store_bytes_per_s": lane.stores.bytes_per_s,
             "store_latency_s": lane.stores.latency_s,
         }
+    return report
+
+
+def _prefetch(guard: RegretGuard) -> dict[str, Any]:
+    """What became of bytes that were brought from a tier before anybody asked for them."""
+    known = guard.saved_bytes + guard.wasted_bytes
+    return {
+        "used_bytes": guard.saved_bytes,
+        "wasted_bytes": guard.wasted_bytes,
+        "precision": guard.saved_bytes / known if known else 0.0,
+        "rests": guard.rests,
+    }
+
+
+def _policy(kv: Opening, place: Place) -> dict[str, Any]:
+    """What a place's policy is, and what the tenants with a quota have of the place."""
+    policy = place.policy
+    report: dict[str, Any] = {"name": policy.name, "digest": f"{policy.digest():016x}"}
+    if isinstance(policy, Hedge):
+        report["chosen"] = policy.chosen
+    if isinstance(policy, Tenants):
+        used = {name: policy.used_bytes(n) for n, name in enumerate(kv.config.quotas)}
+        report["quotas"] = {name: {"used_bytes": n} for name, n in used.items()}
     return report
 
 

@@ -1,4 +1,4 @@
-"""Residency on the devices: who holds which page, what is given up for new ones, and where it goes.
+"""Residency on the devices: what is given up for new pages, and where it goes.
 
 Identity and residency are decided here, by one writer at a time (the KV lock); policies only order
 slots.
@@ -7,162 +7,35 @@ slots.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
-
-from flowkv.core.clock import Clock
-from flowkv.core.config import Config
 from flowkv.core.errors import CapacityError
-from flowkv.core.geometry import Geometry
 from flowkv.core.layout import CODEC_SHIFT, granule_of
 from flowkv.core.sizes import format_size
-from flowkv.observe.events import Bus, Demoted, Evicted
-from flowkv.policy.base import Policy
-from flowkv.policy.rates import Rates
+from flowkv.observe.events import Demoted, Evicted
+from flowkv.runtime.devices import Devices
 from flowkv.runtime.index import Block
-from flowkv.runtime.pool import PagePool
-from flowkv.runtime.traffic import AWAY, Traffic
-from flowkv.tiers.base import Completion, FrameInfo, Tier
+from flowkv.runtime.traffic import AWAY
+from flowkv.tiers.base import Completion, FrameInfo
 
 _BATCH_SHARE, _BATCH_PAGES = 64, 32
-"""Pages are given up in batches, of this share of the pool and this number of pages at most: what
-a policy is asked costs as much as there are protected pages."""
+"""Pages are given up in batches, of this share of the pool and this number of pages at most: a
+call costs as much as the choice of some pages."""
 _ATTEMPTS = 4
 _LONGEST_S = 0.1
 
 
-class Store(Traffic):
+class Store(Devices):
     """Blocks over device pools and tiers. Callers hold the KV lock.
 
     Args:
-        geometry: The model's layer groups.
-        pools: One pool per device name.
-        tiers: The stack below them, nearest first.
-        policies: `policies(kind)` makes the policy of one place.
-        clock: Time for the policies.
-        bus: Where events go.
-        config: See `Residency`.
-        rates: See `Residency`.
+        *args: See `Devices`.
+        **options: See `Devices`.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        pools: dict[str, PagePool],
-        tiers: Sequence[Tier],
-        *,
-        policies: Callable[[str], Policy],
-        clock: Clock,
-        bus: Bus,
-        config: Config,
-        rates: dict[str, Rates] | None = None,
-    ) -> None:
-        self.pools = pools
-        self.device_policies = {device: policies("gpu") for device in pools}
-        self.defragment_bytes = config.defragment_bytes
-        self._held: dict[int, None] = {}
-        self._ghosts: set[Block] = set()
-        self._lent: dict[tuple[str, int], int] = {}
+    def __init__(self, *args: Any, **options: Any) -> None:
         self._unwritten: dict[Block, None] = {}
-        super().__init__(
-            *(geometry, tiers), policies=policies, clock=clock, bus=bus, config=config, rates=rates
-        )
-
-    def device(self, group: int) -> str:
-        """Name of a group's device."""
-        return self.geometry.groups[group].device
-
-    def pool(self, group: int) -> PagePool:
-        """The pool of a group's device."""
-        return self.pools[self.device(group)]
-
-    def page_bytes(self, group: int, codec: int = 0) -> int:
-        """Bytes of a page of a group."""
-        return self.forms[group].layouts[codec].page_bytes
-
-    # ---- look-up
-
-    def find(self, key: bytes) -> Block | None:
-        """The block of this key if it lies somewhere, or moves, and is exact enough."""
-        block = self.index.find(key)
-        if block is None or not (block.somewhere or self.source(block) >= 0):
-            return None
-        return block if block.fidelity <= self.fidelity else None
-
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Tells every policy that a request used these blocks, root to leaf."""
-        now = self.clock.now_ns()
-        slots = np.array([block.slot for block in blocks], np.int64)
-        for policy in (*self.device_policies.values(), *self.tier_policies):
-            policy.access(now, slots)
-
-    def blocks_on(self, device: str) -> list[Block]:
-        """Blocks with a page on a device, also those that only open sequences still use."""
-        groups = {g for g, spec in enumerate(self.geometry.groups) if spec.device == device}
-        known = [*self.index, *self._ghosts]
-        return [block for block in known if block.page >= 0 and block.group in groups]
-
-    # ---- holding device pages
-
-    def hold(self, block: Block) -> None:
-        """Keeps a block's device page where it is until `drop`."""
-        self.pool(block.group).share(block.page)
-        block.holds += 1
-        self.protect(block)
-
-    def drop(self, block: Block) -> None:
-        """Ends a `hold`."""
-        block.holds -= 1
-        self.protect(block)
-        pool, page = self.pool(block.group), block.page
-        if block.gone and not block.holds:
-            self._ghosts.discard(block)
-            block.page = -1
-        pool.release(page)
-
-    def pin(self, block: Block, pinned: bool) -> None:
-        """Protects a block from every policy, or no longer."""
-        if pinned != block.pinned:
-            block.pinned = pinned
-            (self.keep if pinned else self.unkeep)(block)
-
-    def protect(self, block: Block) -> None:
-        """See `Traffic.protect`; here for what sequences hold too."""
-        super().protect(block)
-        if block.gone:
-            return
-        if block.holds or block.kept:
-            self._held[block.slot] = None
-        else:
-            self._held.pop(block.slot, None)
-
-    def dismiss(self, block: Block) -> None:
-        """See `Traffic.dismiss`."""
-        self._held.pop(block.slot, None)
-        super().dismiss(block)
-
-    def lend(self, group: int, page: int) -> None:
-        """Gives a page to a transfer: it neither moves nor becomes free until `give_back`."""
-        self.pool(group).share(page)
-        place = self.device(group), page
-        self._lent[place] = self._lent.get(place, 0) + 1
-
-    def give_back(self, group: int, page: int) -> None:
-        """The transfer is over."""
-        place = self.device(group), page
-        self._lent[place] -= 1
-        if not self._lent[place]:
-            del self._lent[place]
-        self.pool(group).release(page)
-
-    def is_lent(self, group: int, page: int) -> bool:
-        """Whether a transfer uses a page."""
-        return (self.device(group), page) in self._lent
-
-    def lent(self, device: str) -> set[int]:
-        """Pages of a device that transfers use."""
-        return {page for place, page in self._lent if place == device}
+        super().__init__(*args, **options)
 
     # ---- making room
 
@@ -212,11 +85,11 @@ class Store(Traffic):
         return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
 
     def _give_up(self, group: int, short: int) -> bool:
-        device, now = self.device(group), self.clock.now_ns()
-        policy, pages = self.device_policies[device], self.pools[device].capacity_granules
+        device, now = self.device(group), self.now_ns()
+        place, pages = self.device_places[device], self.pools[device].capacity_granules
         share = pages // self.forms[group].raw.granules // _BATCH_SHARE
         for n in dict.fromkeys((max(short, min(share, _BATCH_PAGES)), short, 1)):
-            victims = policy.evict(now, n, self._held)
+            victims = place.evict(now, n)
             if victims is not None:
                 for slot in victims.tolist():
                     self._leave_device(self.index.at(slot), "space")
@@ -226,11 +99,12 @@ class Store(Traffic):
 
     def _leave_device(self, block: Block, reason: str) -> None:
         waited = block in self._unwritten
-        if reason == "space" and not block.moving:
+        if reason != "lease" and not block.moving:
             self._demote_page(block)
         n_bytes = self.forms[block.group].of(block.page).page_bytes
         self.bus.emit(Evicted(tier="device", pages=1, n_bytes=n_bytes, reason=reason))
         page, block.page = block.page, -1
+        self.unproven.leave(block)
         self._unwritten.pop(block, None)
         if waited and not block.moving:
             self.miss_out(self.lasting())
@@ -253,20 +127,26 @@ class Store(Traffic):
 
     def expire(self) -> None:
         """Takes blocks whose lease has run out away from where it ran out."""
-        for policy in self.device_policies.values():
-            for slot in policy.expired(self.clock.now_ns()).tolist():
-                block = self.index.at(slot)
-                if not block.holds and not block.kept:
-                    policy.remove(np.array([slot], np.int64))
-                    self._leave_device(block, "lease")
+        for place in self.device_places.values():
+            for slot in place.expired(self.now_ns()):
+                self._leave_device(self.index.at(slot), "lease")
         super().expire()
+
+    def shed(self) -> None:
+        """Has tenants give up what they have above their quotas."""
+        for place in self.device_places.values():
+            for slot in place.surplus(self.now_ns()):
+                self._leave_device(self.index.at(slot), "quota")
+        super().shed()
 
     # ---- pages that become known, and that are forgotten
 
     def publish(self, block: Block, page: int) -> None:
-        """A private page becomes a block's device page; its one reference becomes the store's."""
+        """A private page becomes a block's device page; its one reference becomes the store's.
+
+        The device's policy is to be told of it (`insert`), of all pages of a request at once.
+        """
         block.page = page
-        self.insert(self.device_policies[self.device(block.group)], [block])
 
     def supersede(self, block: Block) -> None:
         """Deletes a block's copies that are too lossy to be read here, before it is made anew."""
@@ -364,13 +244,13 @@ class Store(Traffic):
         if block.gone:
             return
         self.delete(block)
+        self.unproven.leave(block)
         self._unwritten.pop(block, None)
         page = block.page
         if page >= 0:
-            policy = self.device_policies[self.device(block.group)]
-            policy.remove(np.array([block.slot], np.int64))
+            self.remove(block)
             if block.holds:
-                self._ghosts.add(block)
+                self._orphans.add(block)
             else:
                 block.page = -1
             self.pool(block.group).release(page)

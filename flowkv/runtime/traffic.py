@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from flowkv.core.errors import StoreError
 from flowkv.observe.events import Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.runtime.index import UNKNOWN, Block
+from flowkv.runtime.places import as_slots
 from flowkv.runtime.residency import Residency
 from flowkv.runtime.states import BUNDLE_LAYOUT, LAYOUT
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome
@@ -142,7 +141,7 @@ class Traffic(Residency):
         else:
             # Where others write too, theirs may have been there before.
             block.enter(number, UNKNOWN if tier.shared else codec)
-            self.insert(self.tier_policies[number], [block])
+            self.insert([block], number)
             stored = self.stored_bytes.get(tier.name, 0)
             self.stored_bytes[tier.name] = stored + answer.n_bytes
             self.bus.emit(
@@ -160,13 +159,13 @@ class Traffic(Residency):
             self.bus.emit(Failed(tier=tier.name, operation="erase", reason=error.problem))
 
     def _make_room(self, number: int, body_bytes: int) -> bool:
-        tier, policy = self.tiers[number], self.tier_policies[number]
+        tier, place = self.tiers[number], self.tier_places[number]
         self.mover.collect()  # so that what is on its way is not counted twice
         need = tier.frame_bytes(body_bytes)
         while tier.used_bytes() + self._incoming.get(number, 0) + need > tier.capacity_bytes:
             if need > tier.capacity_bytes:
                 return False
-            victims = policy.evict(self.clock.now_ns(), 1, self._fixed)
+            victims = place.evict(self.now_ns(), 1)
             if victims is not None:
                 self._leave_tier(self.index.at(int(victims[0])), number, "space")
             elif not self.adopt(number):
@@ -259,7 +258,7 @@ class Traffic(Residency):
 
     def unlist(self, block: Block, number: int) -> None:
         """A tier does not hold what was believed, or nothing that can be read here."""
-        self.tier_policies[number].remove(np.array([block.slot], np.int64))
+        self.remove(block, number)
         block.tiers &= ~(1 << number)
         self.settle(block)
 
@@ -267,12 +266,15 @@ class Traffic(Residency):
 
     def expire(self) -> None:
         """Takes blocks whose lease has run out off the tiers where it ran out."""
-        for number, policy in enumerate(self.tier_policies):
-            for slot in policy.expired(self.clock.now_ns()).tolist():
-                block = self.index.at(slot)
-                if not block.kept and not block.moving:
-                    policy.remove(np.array([slot], np.int64))
-                    self._leave_tier(block, number, "lease")
+        for number, place in enumerate(self.tier_places):
+            for slot in place.expired(self.now_ns()):
+                self._leave_tier(self.index.at(slot), number, "lease")
+
+    def shed(self) -> None:
+        """Has tenants give up what they have above their quotas."""
+        for number, place in enumerate(self.tier_places):
+            for slot in place.surplus(self.now_ns()):
+                self._leave_tier(self.index.at(slot), number, "quota")
 
     def delete(self, block: Block) -> None:
         """Has every tier forget a block."""
@@ -283,14 +285,13 @@ class Traffic(Residency):
 
     def strike(self, block: Block) -> None:
         """Takes a block off the lists of all tiers, which are not told."""
-        slot = np.array([block.slot], np.int64)
-        for number, policy in enumerate(self.tier_policies):
+        for number in range(len(self.tiers)):
             if block.tiers >> number & 1:
-                policy.remove(slot)
+                self.remove(block, number)
         block.tiers = 0
 
     def _leave_tier(self, block: Block, number: int, reason: str) -> None:
-        if reason == "space" and block.page < 0 and not block.tiers >> (number + 1):
+        if reason != "lease" and block.page < 0 and not block.tiers >> (number + 1):
             self._demote(block, number)
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
         self.tiers[number].delete([block.key])
@@ -312,5 +313,5 @@ class Traffic(Residency):
         """Whether the policy of a tier finds a block worth its bytes there."""
         if block.kind == "page" and number in self._states_only:
             return False
-        slot = np.array([block.slot], np.int64)
-        return bool(self.tier_policies[number].admit(self.clock.now_ns(), slot)[0])
+        policy = self.tier_places[number].policy
+        return bool(policy.admit(self.now_ns(), as_slots([block.slot]))[0])

@@ -1,4 +1,31 @@
 """Replays traces of requests through the very policy objects that the runtime uses.
 
+    from flowkv.sim import generate, replay
+
+    result = replay(generate("agents", requests=2000, seed=1), policy="auto", size="2%")
+
 Everything here is simulated and says so (DESIGN D17).
 """
+
+from __future__ import annotations
+
+from flowkv.sim.chains import build_trace, join
+from flowkv.sim.character import characterise
+from flowkv.sim.formats import read_trace
+from flowkv.sim.generate import generate
+from flowkv.sim.replay import replay
+from flowkv.sim.result import Result
+from flowkv.sim.sweep import sweep
+from flowkv.sim.trace import Trace
+
+__all__ = [
+    "Result",
+    "Trace",
+    "build_trace",
+    "characterise",
+    "generate",
+    "join",
+    "read_trace",
+    "replay",
+    "sweep",
+]

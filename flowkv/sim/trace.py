@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from flowkv.core.errors import ConfigError
 
-class Trace(NamedTuple):
+LARGEST_BYTES = 1 << 34
+"""No array of a trace may be larger, whatever a file says."""
+
+_ARRAYS = {
+    "ts": "f", "off": "iu", "blk": "iu", "parent": "iu", "depth": "iu", "inl": "iu", "outl": "iu",
+    "sess": "iu", "kind": "iu", "btok": "iu",
+}  # fmt: skip
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError, NotImplementedError,
+    RuntimeError, OverflowError,
+)  # fmt: skip
+_REMEDY = "Pass another file, or make it anew"
+
+
+class Trace(msgspec.Struct, frozen=True, eq=False):
     """R requests over U blocks, numbered densely in the order of their first use.
 
     Equal numbers mean equal whole prefixes, so a block has one parent.
@@ -50,15 +68,80 @@ class Trace(NamedTuple):
         """Different blocks."""
         return len(self.parents)
 
+    def head(self, requests: int) -> Trace:
+        """The first requests alone."""
+        n = min(max(requests, 0), len(self))
+        end = int(self.offsets[n])
+        unique = int(self.blocks[:end].max(initial=-1)) + 1
+        return msgspec.structs.replace(
+            self,
+            times_ns=self.times_ns[:n],
+            offsets=self.offsets[: n + 1],
+            blocks=self.blocks[:end],
+            parents=self.parents[:unique],
+            depths=self.depths[:unique],
+            input_tokens=self.input_tokens[:n],
+            output_tokens=self.output_tokens[:n],
+            sessions=self.sessions[:n],
+            stops=self.stops[:n],
+            tenants=self.tenants[:n],
+        )
+
+    def check(self) -> None:
+        """Looks whether all that is said above holds.
+
+        Raises:
+            ConfigError: If it does not; nothing may be replayed then.
+        """
+        fault = self._fault()
+        if fault:
+            raise ConfigError(f"trace {self.name!r}: {fault}", _REMEDY)
+
+    def _fault(self) -> str:
+        n, u, blocks = len(self), self.unique, self.blocks
+        columns = (self.input_tokens, self.output_tokens, self.sessions, self.stops, self.tenants)
+        if len(self.offsets) != n + 1 or {len(column) for column in columns} != {n}:
+            return "not one value per request everywhere"
+        if len(self.depths) != u or self.block_tokens < 1:
+            return "parents and depths differ in number, or blocks have no tokens"
+        if (np.diff(self.times_ns) < 0).any():
+            return "time runs backwards"
+        if self.offsets[0] != 0 or self.offsets[-1] != len(blocks):
+            return "the offsets do not span the blocks"
+        if (np.diff(self.offsets) < 0).any():
+            return "an offset is smaller than the one before it"
+        first = np.maximum.accumulate(blocks) if len(blocks) else blocks
+        if len(blocks) and (blocks.min() < 0 or first[-1] != u - 1 or blocks[0] != 0):
+            return "blocks are not numbered from 0 to the last"
+        if len(blocks) and (np.diff(first) > 1).any():
+            return "blocks are not numbered in the order of their first use"
+        roots = np.zeros(len(blocks), np.bool_)
+        roots[self.offsets[:-1][np.diff(self.offsets) > 0]] = True
+        above = np.where(roots, -1, np.roll(blocks, 1))
+        if not np.array_equal(self.parents[blocks], above):
+            return "a block follows another one than its parent"
+        depths = np.arange(len(blocks)) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        return "" if np.array_equal(self.depths[blocks], depths) else "a depth is wrong"
+
 
 def read_npz(path: Path) -> Trace:
-    """Reads a trace of `ts, off, blk, parent, depth, inl, outl, sess, kind, btok` arrays."""
-    with np.load(path, allow_pickle=False) as file:
-        a = {name: file[name] for name in file.files}
-    n = len(a["ts"])
-    return Trace(
-        name=path.stem,
-        times_ns=np.round(a["ts"] * 1e9).astype(np.int64),
+    """Reads a trace of `ts, off, blk, parent, depth, inl, outl, sess, kind, btok` arrays.
+
+    Raises:
+        ConfigError: If the file is damaged, or no trace.
+        OSError: The file cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            a = {name: _array(file, name, kinds) for name, kinds in _ARRAYS.items()}
+    except _DAMAGE as error:
+        raise ConfigError(f"{path} is no trace: {error}", _REMEDY) from None
+    n, seconds = len(a["ts"]), a["ts"].astype(np.float64)
+    if not (np.isfinite(seconds) & (np.abs(seconds) < 2**33)).all() or a["btok"].size != 1:
+        raise ConfigError(f"{path} is no trace: a time or the size of a block is none", _REMEDY)
+    trace = Trace(
+        name=Path(path).stem,
+        times_ns=np.round(seconds * 1e9).astype(np.int64),
         offsets=a["off"].astype(np.int64),
         blocks=a["blk"].astype(np.int64),
         parents=a["parent"].astype(np.int64),
@@ -68,5 +151,47 @@ def read_npz(path: Path) -> Trace:
         sessions=a["sess"].astype(np.int64),
         stops=a["kind"].astype(np.int8),
         tenants=np.zeros(n, np.int32),
-        block_tokens=int(a["btok"]),
+        block_tokens=int(a["btok"].ravel()[0]),
     )
+    trace.check()
+    return trace
+
+
+def write_npz(path: Path, trace: Trace) -> None:
+    """Writes a trace for `read_npz`; tenants are left out.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    np.savez_compressed(
+        path,
+        allow_pickle=False,
+        ts=trace.times_ns / 1e9,
+        off=trace.offsets,
+        blk=trace.blocks.astype(np.int32),
+        parent=trace.parents.astype(np.int32),
+        depth=trace.depths,
+        inl=trace.input_tokens,
+        outl=trace.output_tokens,
+        sess=trace.sessions,
+        kind=trace.stops,
+        btok=np.int64(trace.block_tokens),
+    )
+
+
+def _array(file: zipfile.ZipFile, name: str, kinds: str) -> NDArray[np.generic]:
+    """One array, whose size is looked at before there is room for it."""
+    with file.open(f"{name}.npy") as stream:
+        version = npy.read_magic(stream)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, kind = read(stream)
+        size = int(np.prod(shape, dtype=object)) * kind.itemsize
+        if kind.kind not in kinds or len(shape) > 1 or size > LARGEST_BYTES:
+            raise ValueError(f"{name} is an array of {kind} {shape}")
+        left = file.getinfo(f"{name}.npy").file_size - stream.tell()
+        if left != size:
+            raise ValueError(f"{name} should have {size} bytes and has {left}")
+        body = stream.read(size)
+        if len(body) != size:
+            raise ValueError(f"{name} ends early")
+    return np.frombuffer(body, kind).reshape(shape)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 
 import numpy as np
 
-from flowkv.policy.base import NO_VISIT, Policy
-from flowkv.policy.order import aged
+from flowkv.policy.base import NEVER_NS, NO_VISIT, Policy
+from flowkv.policy.order.static_key import aged
 
 EXACT = Context(prec=60, rounding=ROUND_HALF_EVEN)
 
@@ -31,6 +33,9 @@ class Block:
     depth: int
     lease: float
     limit: float
+    rank: int = 35
+    fall: float = math.inf
+    tenant: int = 0
     here: bool = True
 
 
@@ -39,12 +44,18 @@ class SlowLfuTtl(Policy):
 
     name = "slow"
 
-    def __init__(self, tau_ns: int = 7, leases: dict[str, tuple[float, float]] | None = None):
+    def __init__(self, tau_ns: int = 7, leases: dict[str, tuple[float, ...]] | None = None):
         self.tau = tau_ns
         self.leases = leases or {"": (math.inf, math.inf)}
         self.blocks: dict[int, Block] = {}
         self.clock: int | None = None
         self.log: list[object] = []
+        self.left: dict[int, tuple[int, int]] = {}  # slot -> key and last, of what left
+        self.etas: dict[int, int] = {}
+        self.dead: set[int] = set()
+        self.branched: set[int] = set()
+        self.pins: Counter[int] = Counter()
+        self.requests: dict[int, list[int]] = {}
 
     # --- the rules
 
@@ -67,29 +78,67 @@ class SlowLfuTtl(Policy):
     def is_expired(self, block: Block) -> bool:
         return self.clock is not None and self.expiry(block) <= self.clock
 
-    def turn(self, slot: int) -> tuple[bool, int, int, int]:
+    def is_queued(self, slot: int) -> bool:
+        return any(slot in chain for chain in self.requests.values())
+
+    def order_class(self, slot: int) -> int:
         block = self.blocks[slot]
-        return not self.is_expired(block), block.key, -block.depth, slot
+        if self.is_expired(block):
+            return 0
+        if self.is_queued(slot):
+            return 127
+        return 1 if slot in self.dead else 2 + (block.rank if self.clock < block.fall else 35)
 
-    def candidates(self, protected: set[int]) -> list[int]:
-        return [s for s, b in self.blocks.items() if not self.children(b) and s not in protected]
+    def base_key(self, slot: int) -> int:
+        return self.blocks[slot].key
 
-    def can_free(self, n: int, protected: set[int]) -> bool:
-        blocked = set()
-        for slot in protected:
+    def standing(self, slot: int) -> tuple[int, int, bool]:
+        """Class and key; a use ahead counts as one that is as long ago."""
+        here, key, eta = self.order_class(slot), self.base_key(slot), self.etas.get(slot, -math.inf)
+        ahead = eta > self.clock and 1 < here < 127
+        return here, 2 * self.clock - eta if ahead else max(key, eta), ahead
+
+    def turn(self, slot: int) -> tuple[int, int, int, int]:
+        """What goes first is least."""
+        here, key, ahead = self.standing(slot)
+        return here, 2 * key + ahead, -self.blocks[slot].depth, slot
+
+    def blocked(self, slots: Iterable[int]) -> set[int]:
+        """What is pinned and all above it."""
+        found = set()
+        for slot in [*slots, *(s for s, n in self.pins.items() if n > 0)]:
             block = self.blocks.get(slot)
             while block is not None:
-                blocked.add(id(block))
+                found.add(id(block))
                 block = self.parent(block)
-        return n <= len(self.blocks) - len(blocked)
+        return found
+
+    def candidates(self, protected: set[int]) -> list[int]:
+        fixed = self.blocked(protected)
+        return [s for s, b in self.blocks.items() if not self.children(b) and id(b) not in fixed]
+
+    def can_free(self, n: int, protected: set[int]) -> bool:
+        return n <= len(self.blocks) - len(self.blocked(protected))
+
+    def pick(self, slots: list[int]) -> int:
+        return min(slots, key=self.turn)
+
+    def give_up(self, slot: int) -> None:
+        self.drop(slot)
 
     def drop(self, slot: int) -> None:
-        self.blocks.pop(slot).here = False
+        block = self.blocks.pop(slot)
+        block.here = False
+        self.left[slot] = block.key, block.last
 
     def touch(self, block: Block) -> None:
         assert self.clock is not None
         block.key = aged(block.key, self.clock, self.tau)
         block.last = self.clock
+
+    def end_hints(self, slot: int) -> None:
+        self.etas.pop(slot, None)
+        self.dead.discard(slot)
 
     def adopter(self, slot: int, p: int) -> Block | None:
         block = above = self.blocks.get(p)
@@ -98,6 +147,18 @@ class SlowLfuTtl(Policy):
         while above is not None and above is not self.blocks.get(slot):
             above = self.parent(above)
         return block if above is None else None
+
+    def adopt(self, block: Block, parent: Block | None, p: int) -> None:
+        if parent is not None and self.children(parent):
+            self.branched.add(p)
+        block.parent = parent
+
+    def sign(self, block: Block, lease: float, max_age: float, rank: int = 35, s: float = math.inf):
+        """More of what it has."""
+        block.lease = max(block.lease, lease)
+        block.limit = max(block.limit, self.clock + max_age)
+        if rank >= (block.rank if self.clock < block.fall else 35):
+            block.rank, block.fall = rank, self.clock + s
 
     # --- the protocol
 
@@ -109,25 +170,80 @@ class SlowLfuTtl(Policy):
                 self.drop(s)
                 block = None
             if block is not None:
-                self.touch(block)
+                if block.last != now:
+                    self.touch(block)
+                    self.end_hints(s)
+                if lease:
+                    self.sign(block, *self.leases[lease])
                 if self.parent(block) is None:
-                    block.parent = self.adopter(s, p)
+                    self.adopt(block, self.adopter(s, p), p)
                 continue
             parent = self.adopter(s, p)
-            for_s, max_age = self.leases[lease]
+            key, last = self.left.get(s, (None, None))
+            key = now if key is None else key if last == now else aged(key, now, self.tau)
+            for_s, max_age, *rank = self.leases[lease]
             depth = parent.depth + 1 if parent else i
-            self.blocks[s] = Block(parent, now, now, depth, for_s, now + max_age)
+            block = Block(None, key, now, depth, for_s, now + max_age, tenant=tenant)
+            if rank:
+                block.rank, block.fall = rank[0], now + rank[1]
+            self.adopt(block, parent, p)
+            self.blocks[s] = block
 
     def access(self, now_ns, slots, visit=NO_VISIT):
         self.tick(now_ns)
         for s in slots.tolist():
-            if s in self.blocks and not self.is_expired(self.blocks[s]):
-                self.touch(self.blocks[s])
+            if s not in self.blocks or not self.is_expired(self.blocks[s]):
+                self.end_hints(s)
+                if s in self.blocks:
+                    self.touch(self.blocks[s])
+        self.requests.pop(visit.request, None)
 
     def remove(self, slots):
         for s in slots.tolist():
             if s in self.blocks:
                 self.drop(s)
+
+    def forget(self, slots):
+        for s in set(slots.tolist()) - set(self.blocks):
+            self.left.pop(s, None)
+            self.branched.discard(s)
+            self.end_hints(s)
+
+    def pin(self, slots):
+        self.pins.update(s for s in slots.tolist() if s >= 0)
+
+    def unpin(self, slots):
+        for s in slots.tolist():
+            self.pins[s] = max(0, self.pins[s] - 1)
+
+    def enqueue(self, now_ns, request, slots):
+        self.requests[request] = slots.tolist()
+
+    def abort(self, now_ns, request):
+        self.requests.pop(request, None)
+
+    def hint(self, now_ns, slots, eta_ns, sigma=0.5):
+        now = self.tick(now_ns)
+        chain = [s for s in slots.tolist() if s >= 0]
+        for i, s in reversed(list(enumerate(chain))):
+            kids = len(self.children(self.blocks[s])) if s in self.blocks else 0
+            shared = s in self.branched or kids > (i < len(chain) - 1)
+            if eta_ns == NEVER_NS:
+                if shared:
+                    break
+                self.end_hints(s)
+                self.dead.add(s)
+                continue
+            before = self.etas.get(s, -math.inf)
+            self.end_hints(s)
+            when = min(now + max(eta_ns, 0), (1 << 62) - 1)
+            self.etas[s] = min(before, when) if shared and before > now else when
+
+    def invalidate(self, now_ns, tenant):
+        self.tick(now_ns)
+        for block in self.blocks.values():
+            if block.tenant == tenant and not self.is_expired(block):
+                block.limit = -math.inf
 
     def admit(self, now_ns, slots):
         self.tick(now_ns)
@@ -141,8 +257,8 @@ class SlowLfuTtl(Policy):
             return None
         victims = []
         for _ in range(n):
-            victims.append(min(self.candidates(guarded), key=self.turn))
-            self.drop(victims[-1])
+            victims.append(self.pick(self.candidates(guarded)))
+            self.give_up(victims[-1])
         self.log.append(tuple(victims))
         return np.array(victims, np.int64)
 
@@ -153,7 +269,10 @@ class SlowLfuTtl(Policy):
         return np.array(out, np.int64)
 
     def priority(self, slot):
-        return float(self.blocks[slot].key) if slot in self.blocks else -math.inf
+        if slot not in self.blocks:
+            return -math.inf
+        here, key, _ = self.standing(slot)
+        return (here - 37) * 2.0**64 + key
 
     def resident(self):
         return list(self.blocks)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy import LRU, Lease, LfuTtl
-from flowkv.policy.leaf import FIRST_CAPACITY
+from flowkv.policy import LRU, Lease, LfuTtl, Visit
+from flowkv.policy.base import NEVER_NS
+from flowkv.policy.order.leaf_state import FIRST_CAPACITY
 
 S = 10**9
 
@@ -196,3 +197,135 @@ def test_built_in_leases():
     assert policy.expired(10**18).tolist() == [2, 3, 4, 9]
     with pytest.raises(ConfigError, match=r"no lease class 'x'.*turn_end"):
         chain(policy, 0, 7, lease="x")
+
+
+def test_what_is_pinned_stays_with_all_above_it(policy):
+    chain(policy, 1, 0, 1, 2)
+    chain(policy, 2, 3)
+    policy.pin(ids(1))
+    policy.pin(ids(1, 7))  # nests; 7 is not resident yet
+    assert policy.evict(3, 1).tolist() == [2]
+    assert policy.evict(3, 2) is None
+    policy.unpin(ids(1))
+    assert policy.evict(3, 1).tolist() == [3]
+    chain(policy, 4, 7, parent=0)
+    policy.unpin(ids(1, 1, 1))  # more than were pinned
+    assert policy.evict(5, 1).tolist() == [1]
+    assert policy.evict(5, 1) is None
+    policy.unpin(ids(7))
+    assert policy.evict(5, 2).tolist() == [7, 0]
+
+
+def test_hints_of_time_count_as_age(policy):
+    for slot, now in enumerate((0, 10, 20)):
+        chain(policy, now * S, slot)
+    policy.hint(21 * S, ids(2), 15 * S)  # as one unused for 15 s: after 0, before 1
+    policy.hint(21 * S, ids(0), 1 * S)
+    assert policy.evict(21 * S, 1).tolist() == [2]
+    chain(policy, 21 * S, 2)
+    policy.hint(21 * S, ids(2), 9 * S)
+    assert policy.evict(21 * S, 2).tolist() == [1, 2]
+    chain(policy, 22 * S, 3)
+    assert policy.evict(40 * S, 2).tolist() == [0, 3]  # its time has passed: as used at 22 s
+
+
+def test_hints_of_never_go_first_up_to_what_others_use(policy):
+    chain(policy, 1, 0, 1, 2)
+    chain(policy, 1, 3, parent=0)
+    chain(policy, 1, 4)
+    policy.hint(2, ids(0, 1, 2), NEVER_NS)
+    assert policy.evict(3, 5).tolist() == [2, 1, 3, 0, 4]
+
+
+def test_never_spares_what_was_shared_once(policy):
+    chain(policy, 1, 4)
+    chain(policy, 2, 0, 1)
+    chain(policy, 2, 3, parent=0)
+    policy.remove(ids(3))
+    policy.hint(3, ids(0, 1), NEVER_NS)
+    assert policy.evict(4, 3).tolist() == [1, 4, 0]
+
+
+def test_a_use_ends_a_hint_also_of_a_ghost(policy):
+    chain(policy, 1, 0)
+    chain(policy, 2, 1)
+    policy.hint(3, ids(1), NEVER_NS)
+    policy.access(4, ids(1))
+    assert policy.evict(5, 1).tolist() == [0]
+    policy.hint(6, ids(0), NEVER_NS)
+    policy.access(7, ids(0))
+    chain(policy, 7, 0)
+    assert policy.evict(8, 1).tolist() == [1]
+
+
+def test_what_a_queued_request_will_use_goes_last(policy):
+    chain(policy, 1, 0, 1)
+    chain(policy, 2, 2)
+    policy.enqueue(3, 7, ids(0, 1, 5))
+    policy.enqueue(3, 8, ids(0, 1))
+    policy.access(4, ids(0, 1), Visit(request=7))
+    chain(policy, 4, 5)
+    chain(policy, 5, 3)
+    assert policy.evict(6, 3).tolist() == [2, 5, 3]
+    queued = policy.priority(1)
+    policy.abort(7, 99)
+    assert policy.priority(1) == queued
+    policy.abort(7, 8)
+    assert policy.priority(1) < queued
+
+
+def test_ranks_rule_until_they_fall():
+    policy = LRU()
+    chain(policy, 1, 0, lease=Lease(rank=20))
+    chain(policy, 0, 1, lease=Lease(rank=80, rank_s=5))
+    chain(policy, 0, 2)
+    chain(policy, 0, 3, lease=Lease(rank=80))
+    assert policy.evict(2, 2).tolist() == [0, 2]
+    chain(policy, 3, 4)
+    assert policy.evict(6 * S, 1).tolist() == [1]
+    chain(policy, 7 * S, 4, lease=Lease(rank=90))  # an insert that says more prevails
+    chain(policy, 8 * S, 3, lease=Lease(rank=10))  # one that says less does not
+    assert policy.evict(9 * S, 2).tolist() == [3, 4]
+
+
+def test_invalid_blocks_of_a_tenant_are_expired_at_once(policy):
+    chain(policy, 1, 0, 1, tenant=3)
+    chain(policy, 0, 2)
+    chain(policy, 1, 4, parent=1, tenant=5)
+    policy.invalidate(2, 3)
+    policy.invalidate(2, 99)
+    assert policy.expired(2).tolist() == []  # a parent lives as long as its children
+    policy.remove(ids(4))
+    assert policy.expired(2).tolist() == [0, 1]
+    assert policy.priority(1) < policy.priority(2)
+    chain(policy, 3, 0, tenant=3)
+    assert policy.expired(3).tolist() == [1]
+    assert policy.evict(4, 3).tolist() == [1, 2, 0]
+
+
+def test_an_insert_at_the_time_of_an_access_is_no_second_use():
+    policy = LfuTtl(tau_s=100)
+    for now in (0, 7 * S):
+        policy.access(now, ids(0))
+        chain(policy, now, 0)
+        chain(policy, now, 0)
+        chain(policy, now, 1)
+    policy.access(8 * S, ids(1))
+    assert policy.priority(0) < policy.priority(1)
+    policy.access(8 * S, ids(0))
+    assert policy.priority(0) == policy.priority(1)
+
+
+def test_counts_outlive_eviction_until_forgotten():
+    policy = LfuTtl(tau_s=100)
+    for now in range(4):
+        chain(policy, now * S, 0)
+        policy.access(now * S, ids(0))
+    policy.evict(4 * S, 1)
+    chain(policy, 5 * S, 0)
+    chain(policy, 6 * S, 1)
+    assert policy.evict(7 * S, 2).tolist() == [1, 0]
+    policy.forget(ids(0))
+    chain(policy, 8 * S, 0)
+    chain(policy, 9 * S, 1)
+    assert policy.evict(10 * S, 1).tolist() == [0]

@@ -63,9 +63,9 @@ def audit(kv: KV) -> None:
                 if block is not None:
                     assert block.page == page >= 0
                     holds[id(block)] += 1
-    for block in [*store.index, *store._ghosts]:
+    for block in [*store.index, *store._orphans]:
         assert block.holds == holds.pop(id(block), 0)
-        assert block.gone == (block in store._ghosts)
+        assert block.gone == (block in store._orphans)
         assert block.page < 0 or block.page >> CODEC_SHIFT <= block.fidelity
         if block.page >= 0 and not block.gone:
             refs[store.device(block.group)][block.page] += 1
@@ -81,14 +81,16 @@ def audit(kv: KV) -> None:
 
 def audit_residency(store: Store) -> None:
     """Policies know what lies where; what may not leave is protected; nothing lies nowhere."""
-    for device, policy in store.device_policies.items():
-        there = [b.slot for b in store.index if b.page >= 0 and store.device(b.group) == device]
-        assert sorted(policy.resident()) == sorted(there)
-    for number, policy in enumerate(store.tier_policies):
+    used = {b.slot for b in store.index if b.holds or b.kept}
+    for device, place in store.device_places.items():
+        groups = {g for g, spec in enumerate(store.geometry.groups) if spec.device == device}
+        here = [b for b in store.index if b.group in groups]
+        assert sorted(place.policy.resident()) == sorted(b.slot for b in here if b.page >= 0)
+        assert set(place.held) == used & {b.slot for b in here}
+    for number, place in enumerate(store.tier_places):
         there = [block.slot for block in store.index if block.tiers >> number & 1]
-        assert sorted(policy.resident()) == sorted(there)
-    assert set(store._held) == {b.slot for b in store.index if b.holds or b.kept}
-    assert set(store._fixed) == {b.slot for b in store.index if b.moving or b.kept}
+        assert sorted(place.policy.resident()) == sorted(there)
+        assert set(place.held) == {b.slot for b in store.index if b.moving or b.kept}
     for block in store.index:
         assert block.somewhere or block.moving, "a block lies nowhere and is still known"
         assert block.kept == block.pinned
@@ -103,7 +105,10 @@ def audit_index(index: PrefixIndex) -> None:
     for key in index._holes:
         assert index._children[key] and key not in index._by_key
     assert all(index._children.values())
-    assert sorted(index._free) == [i for i, block in enumerate(index._slots) if block is None]
+    ghosts = {index.slot(key) for key in index.ghosts._known}
+    assert not ghosts & {block.slot for block in index} and len(ghosts) == len(index.ghosts)
+    free = [i for i, block in enumerate(index._slots) if block is None and i not in ghosts]
+    assert sorted(index._free) == free
 
 
 def audit_empty(kv: KV) -> None:
@@ -111,7 +116,7 @@ def audit_empty(kv: KV) -> None:
     audit(kv)
     assert kv.planner is not None and not kv._open
     store = kv.planner.store
-    assert len(store.index) == 0 and not store._lent and not store._ghosts
+    assert len(store.index) == 0 and not store._lent and not store._orphans
     assert not store.index._children and not store.index._holes
     assert all(pool.used_bytes() == 0 for pool in store.pools.values())
     assert sorted(kv.planner.tables._free) == list(range(kv.planner.tables.max_rows))

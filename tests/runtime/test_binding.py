@@ -201,7 +201,7 @@ def test_configuration_is_checked_before_anything_is_opened(tmp_path: Path) -> N
     file = tmp_path / "flowkv.toml"
     file.write_text('gpu = "1MiB"\npolicy = "lru"\ntenant = "bob"\nmax_rows = 3\n')
     kv = KV(geometry(), config=file, max_rows=2)
-    assert kv.config.max_rows == 2 and kv.planner.store.device_policies["cpu"].name == "lru"
+    assert kv.config.max_rows == 2 and kv.planner.store.device_places["cpu"].policy.name == "lru"
     published(kv, TEXT)
     assert kv.explain(TEXT, tenant="bob").known == 48
     assert kv.explain(TEXT, tenant="").known == 0

@@ -20,16 +20,69 @@ def ancestors(number: int) -> set[int]:
     return {number >> shift for shift in range(1, 5)}
 
 
-def test_slots_are_dense_and_reused() -> None:
+def test_a_forgotten_block_keeps_its_slot_for_its_key() -> None:
     index = PrefixIndex()
     blocks = [index.publish(key(i), ROOT, 0) for i in (1, 2, 3)]
     assert [block.slot for block in blocks] == [0, 1, 2]
     assert index.publish(key(2), ROOT, 0) is blocks[1]
     index.forget(blocks[1])
-    assert blocks[1].gone and index.find(key(2)) is None and index.slot(key(2)) == -1
+    assert blocks[1].gone and index.find(key(2)) is None and index.slot(key(2)) == 1
     with pytest.raises(StateError, match="slot 1 is not in use"):
         index.at(1)
-    assert index.publish(key(9), ROOT, 0).slot == 1 and len(index) == 3
+    assert index.publish(key(9), ROOT, 0).slot == 3 and len(index) == 3
+    again = index.publish(key(2), ROOT, 0)
+    assert again.slot == 1 and again is not blocks[1] and len(index.ghosts) == 0
+    audit_index(index)
+
+
+def test_the_oldest_ghosts_drop_out_and_their_slots_are_used_again() -> None:
+    index, dropped = PrefixIndex(least_ghosts=8), list[int]()
+    index.on_drop = dropped.extend
+    for number in range(1, 200):
+        index.forget(index.publish(key(number), ROOT, 0))
+        assert len(index.ghosts) <= 8 + 9
+        audit_index(index)
+    assert dropped[:9] == list(range(9)) and len(index._slots) <= 20
+    assert index.slot(key(1)) == -1 and index.slot(key(199)) >= 0
+
+
+def test_what_is_known_makes_room_for_as_many_ghosts_again() -> None:
+    index = PrefixIndex(least_ghosts=0)
+    kept = [index.publish(key(number), ROOT, 0) for number in range(1, 101)]
+    for number in range(101, 401):
+        index.forget(index.publish(key(number), ROOT, 0))
+    assert 200 <= len(index.ghosts) < 264
+    assert index.slot(key(101)) == -1 and index.slot(key(400)) >= 0
+    for block in kept:
+        index.forget(block)
+    assert len(index.ghosts) < 64
+    audit_index(index)
+
+
+def test_ghosts_below_what_is_buried_are_buried_too() -> None:
+    index, dropped = PrefixIndex(), list[int]()
+    index.on_drop = dropped.extend
+    chain = [index.publish(key(i), key(i - 1), 0) for i in range(1, 6)]
+    side = index.publish(key(9), key(2), 0)
+    other = index.publish(key(20), ROOT, 0)
+    for block in (*reversed(chain), side, other):
+        index.forget(block)
+    assert index.chain(key(5)) == [0, 1, 2, 3, 4] and index.chain(key(9)) == [0, 1, 5]
+    assert index.ghosts.bury([key(3)]) == 3 and sorted(dropped) == [2, 3, 4]
+    assert index.chain(key(5)) == [] and index.slot(key(9)) == 5
+    assert index.ghosts.bury([], below=[key(1)]) == 2 and index.slot(key(1)) == 0
+    assert index.ghosts.bury([key(77)]) == 0
+    assert index.ghosts.bury_realm(lambda realm: realm == (b"", b"", 0)) == 2
+    assert len(index.ghosts) == 0 and len(dropped) == 7
+
+
+def test_a_circle_of_stored_frames_is_no_endless_chain() -> None:
+    index = PrefixIndex()
+    blocks = [index.publish(key(1), key(2), 0), index.publish(key(2), key(1), 0)]
+    assert sorted(index.chain(key(1))) == [0, 1]
+    for block in blocks:
+        index.forget(block)
+    assert index.ghosts.bury([key(1)]) == 2
 
 
 def test_descendants_are_found_across_holes() -> None:

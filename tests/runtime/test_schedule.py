@@ -29,7 +29,7 @@ def wish(number: int, kib: int, priority: Priority = Priority.DEMAND, owner: obj
 
 
 def small() -> Schedule:
-    return Schedule(demand_bytes=32 * KIB, background_bytes=16 * KIB, queue_bytes=64 * KIB)
+    return Schedule(32 * KIB, 16 * KIB, queue_bytes=64 * KIB, chunk_bytes=12 * KIB)
 
 
 class Simulation:
@@ -46,14 +46,16 @@ class Simulation:
     def send(self) -> None:
         """Whatever may be sent now; checks the order and the limits at each."""
         waiting = {p: set(queue) for p, queue in zip(Priority, self.schedule._queues, strict=True)}
-        credit = self.schedule._credit
+        credit = sum(self.schedule._credit)
         for one in self.schedule.take():
             ahead = {w for p in Priority if p < one.priority for w in waiting[p]}
-            if ahead:  # only write-back may pass others, and only with its fair share
+            if ahead:  # only write-back may pass others: with its fair share, or beside a chunk
                 assert one.priority is Priority.WRITE_BACK
-                assert credit >= one.n_bytes
-                credit -= one.n_bytes
-            elif one.priority is not Priority.WRITE_BACK and waiting[Priority.WRITE_BACK]:
+                chunk = self.schedule._flying_bytes[Priority.PREFETCH]
+                assert credit >= one.n_bytes or (chunk and not waiting[Priority.DEMAND])
+            if one.priority is Priority.WRITE_BACK:
+                credit = max(0.0, credit - one.n_bytes)
+            elif waiting[Priority.WRITE_BACK]:
                 credit += one.n_bytes / SHARE
             waiting[one.priority].discard(one)
             if not waiting[Priority.WRITE_BACK]:
@@ -71,6 +73,8 @@ class Simulation:
         for demand, limit in ((True, schedule.demand_bytes), (False, schedule.background_bytes)):
             those = [w for w in schedule._flying if (w.priority is Priority.DEMAND) == demand]
             assert most[demand] <= limit or len(those) == 1
+        chunk = [w for w in schedule._flying if w.priority is Priority.PREFETCH]
+        assert sum(w.n_bytes for w in chunk) <= schedule.chunk_bytes or len(chunk) == 1
         assert schedule.flying_bytes == sum(most.values())
         for priority, queue in zip(Priority, schedule._queues, strict=True):
             queued = sum(w.n_bytes for w in queue)
@@ -229,3 +233,34 @@ def test_who_followed_takes_the_place_of_one_that_was_withdrawn() -> None:
     assert schedule.take() == [second]
     assert not schedule.withdraw(second), "it is in flight"
     assert schedule.withdraw(third) and schedule.end(second) == ()
+
+
+def test_nothing_overtakes_a_prefetch_in_flight_that_somebody_waits_for() -> None:
+    schedule = small()
+    waited_for = wish(2, 6, Priority.PREFETCH)
+    for one in (wish(1, 6, Priority.PREFETCH), waited_for, wish(3, 6, Priority.PREFETCH)):
+        schedule.ask(one)
+    first, second = schedule.take()
+    assert second is waited_for and schedule.in_the_way() == 12 * KIB
+    follower = wish(2, 6)
+    assert schedule.ask(follower) is Verdict.JOINED and schedule.in_the_way() == 0
+    schedule.end(first)
+    assert not schedule.take(), "a chunk has room, but for what nobody waits for"
+    assert schedule.end(waited_for) == (follower,)
+    assert len(schedule.take()) == 1
+
+
+def test_what_prefetches_earn_takes_no_write_back_before_a_demand() -> None:
+    schedule = Schedule(1 << 20, 16 * KIB, 1 << 20, chunk_bytes=64 * KIB)
+    schedule.ask(wish(0, 16, Priority.WRITE_BACK))
+    (blocker,) = schedule.take()  # write-backs fill what they may
+    schedule.ask(wish(1, 1, Priority.WRITE_BACK))
+    schedule.end(blocker)
+    schedule.ask(wish(2, 16, Priority.PREFETCH))
+    (prefetch,) = schedule.take()
+    schedule.end(prefetch)  # it has earned the write-back two KiB
+    schedule.ask(wish(3, 4))
+    (sent,) = schedule.take()
+    assert sent.priority is Priority.DEMAND
+    schedule.end(sent)
+    assert [one.priority for one in schedule.take()] == [Priority.WRITE_BACK]

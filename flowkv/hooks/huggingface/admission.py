@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flowkv.core.errors import StateError
@@ -15,6 +16,8 @@ from flowkv.runtime.cache import KV
 from flowkv.runtime.sequence import Sequence
 
 _ROUNDS = 3
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""A request says nothing about how its pages should be kept."""
 
 
 class Admitted(NamedTuple):
@@ -39,12 +42,14 @@ class Wish(NamedTuple):
         tenant: Whose pages; None for the cache's own tenant.
         stateful: Recurrent layers: only where all rows have a state.
         fill: What fills placeholders, which cannot be cut anywhere.
+        care: `session`, `lease` and `retain` for `KV.open`, as far as they are said.
     """
 
     most: int
     tenant: str | None = None
     stateful: bool = False
     fill: Fill | None = None
+    care: Mapping[str, Any] = NOTHING
 
 
 def admit(kv: KV, prompts: Items[Prompt], wish: Wish) -> Admitted:
@@ -54,10 +59,11 @@ def admit(kv: KV, prompts: Items[Prompt], wish: Wish) -> Admitted:
         CapacityError: Too many sequences are open.
     """
     most, pads = wish.most, [prompt.pad for prompt in prompts]
+    requests = [-1] * len(pads)
     if wish.stateful and any(pads):
         most = 0  # states of padded rows depend on the padding of their batch
     for _ in range(_ROUNDS):
-        seqs = _open(kv, prompts, most, wish)
+        seqs = _open(kv, prompts, requests, most, wish)
         if not any(seq.length for seq in seqs):
             return Admitted(seqs, 0, None)
         base = min(pad + seq.length for pad, seq in zip(pads, seqs, strict=True))
@@ -70,16 +76,18 @@ def admit(kv: KV, prompts: Items[Prompt], wish: Wish) -> Admitted:
                 return Admitted(seqs, base, states)
             base = cut = 0
         most = cut if cut < base or wish.stateful else 0
-        discard(kv, seqs)
-    return Admitted(_open(kv, prompts, 0, wish), 0, None)
+        requests = discard(kv, seqs)
+    return Admitted(_open(kv, prompts, requests, 0, wish), 0, None)
 
 
-def _open(kv: KV, prompts: Items[Prompt], most: int, wish: Wish) -> list[Sequence]:
+def _open(
+    kv: KV, prompts: Items[Prompt], requests: Items[int], most: int, wish: Wish
+) -> list[Sequence]:
     seqs: list[Sequence] = []
     slack = 0 if wish.stateful else kv.page_size - 1  # a row is cut within a page, if need be
     limit = most
     try:
-        for prompt in prompts:
+        for prompt, request in zip(prompts, requests, strict=True):
             tokens = min(most, limit + slack) - prompt.pad
             seq = kv.open(
                 prompt.tokens,
@@ -88,6 +96,8 @@ def _open(kv: KV, prompts: Items[Prompt], most: int, wish: Wish) -> list[Sequenc
                 limit=max(tokens, 0),
                 reuse=tokens > 0,
                 state=wish.stateful,
+                request=request,
+                **wish.care,
             )
             seqs.append(seq)
             limit = min(limit, prompt.pad + seq.length)
@@ -114,10 +124,21 @@ def _align(kv: KV, prompts: Items[Prompt], seqs: list[Sequence], base: int, wish
     return True
 
 
-def discard(kv: KV, seqs: list[Sequence]) -> None:
-    """Closes sequences that were opened in vain: they are no requests, and do not count."""
+def discard(kv: KV, seqs: list[Sequence]) -> list[int]:
+    """Closes sequences that were opened in vain, which do not count; returns their requests."""
+    requests = [seq.request for seq in seqs]
+    for seq in seqs:
+        seq.request = -1  # it goes on in another sequence
     uncount(kv, sum(len(seq.tokens) for seq in seqs), sum(seq.reused for seq in seqs))
     close_all(seqs)
+    return requests
+
+
+def abort(kv: KV, requests: Items[int]) -> None:
+    """Tells policies that requests do not go on."""
+    with kv.lock:
+        for request in requests:
+            kv.visits.abort(request)
 
 
 def uncount(kv: KV, seen: int, reused: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from flowkv.core.errors import ConfigError, StateError, UnsupportedModelError
-from flowkv.hooks.huggingface.admission import Wish, admit
+from flowkv.hooks.huggingface.admission import NOTHING, Wish, admit
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.door import Door
 from flowkv.hooks.huggingface.identity import Identity
@@ -133,7 +134,13 @@ def _read_dense(door: Door, switch: Switch, note: str) -> None:
         placed.in_pages = False
 
 
-def make_cache(kv: KV, *args: Any, tenant: str | None = None, **inputs: Any) -> PagedCache:
+def make_cache(
+    kv: KV,
+    *args: Any,
+    tenant: str | None = None,
+    care: Mapping[str, Any] = NOTHING,
+    **inputs: Any,
+) -> PagedCache:
     """`KV.cache`: a cache for one call, `generate(**inputs, past_key_values=kv.cache(**inputs))`.
 
     With an attached model this does what happens by itself, for a tenant of choice. Without one it
@@ -144,6 +151,7 @@ def make_cache(kv: KV, *args: Any, tenant: str | None = None, **inputs: Any) -> 
         kv: The cache.
         *args: `input_ids`, if not by name.
         tenant: Whose pages may be used and made; default the cache's own tenant.
+        care: `session`, `lease` and `retain` for `KV.open`, as far as they are said.
         **inputs: What `generate` is given.
 
     Raises:
@@ -155,18 +163,20 @@ def make_cache(kv: KV, *args: Any, tenant: str | None = None, **inputs: Any) -> 
     if args:
         inputs = {(door.names.ids if door else "input_ids"): args[0], **inputs}
     if door is not None and door.hung:
-        cache = door.open(inputs, tenant)
-        cache.tenant = tenant
+        cache = door.open(inputs, tenant, care)
+        cache.tenant, cache.care = tenant, care
         return cache
     if kv.geometry is None:
         raise ConfigError(
             "the cache does not know its model",
             "Call flowkv.attach(model), or pass a geometry to KV(...)",
         )
-    return _unattached(kv, inputs, tenant)
+    return _unattached(kv, inputs, tenant, care)
 
 
-def _unattached(kv: KV, inputs: dict[str, Any], tenant: str | None) -> PagedCache:
+def _unattached(
+    kv: KV, inputs: dict[str, Any], tenant: str | None, care: Mapping[str, Any]
+) -> PagedCache:
     assert kv.geometry is not None
     call = Call(Names(("logits_to_keep",), False, {}), inputs)
     more = call.problem or call.modal or call.condition or call.types
@@ -180,11 +190,11 @@ def _unattached(kv: KV, inputs: dict[str, Any], tenant: str | None) -> PagedCach
     plan = plan_geometry(kv.geometry)
     # `generate` makes positions from the mask, which count a row's own tokens.
     prompts = [prompt._replace(salts=[]) for prompt in call.prompts(pads)[0]]
-    found = admit(kv, prompts, Wish(call.columns - 1, tenant))
+    found = admit(kv, prompts, Wish(call.columns - 1, tenant, care=care))
     rows = Rows(kv, found.seqs, pads, found.base, layers=len(plan.placed))
     rows.promised = call.columns
     cache = PagedCache(rows, plan)
-    cache.tenant = tenant
+    cache.tenant, cache.care = tenant, care
     return cache
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         recurrent: Its recurrent layers, if there are any.
         door: The attached model that it serves, or None.
         tenant: Whose pages it uses, if not the cache's own tenant's.
+        care: `session`, `lease` and `retain` of its requests, as far as they were said.
         options: Arguments beside token ids that its first forward was given.
         close: Releases it now instead of when nobody holds it any more.
     """
@@ -40,6 +42,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     recurrent: Recurrent | None
     door: Any
     tenant: str | None
+    care: Mapping[str, Any]
     options: dict[str, Any]
     close: weakref.finalize[..., PagedCache]
 
@@ -47,7 +50,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         layers = [_layer(rows, plan, index) for index in range(len(plan.specs))]
         Cache.__init__(self, layers=layers)
         self.rows, self.plan, self.door = rows, plan, door
-        self.tenant, self.options = None, {}
+        self.tenant, self.care, self.options = None, {}, {}
         self.recurrent = Recurrent(plan, rows, layers) if plan.stateful else None
         # Works because neither rows nor layers refer to the cache.
         self.close = weakref.finalize(self, release, rows, rows.seqs, self.recurrent)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flowkv.core.errors import CapacityError
-from flowkv.hooks.huggingface.admission import Wish, admit, discard, uncount
+from flowkv.hooks.huggingface.admission import Wish, abort, admit, discard, uncount
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.inputs import Call, Prompt
 from flowkv.runtime.cache import KV
@@ -31,15 +31,16 @@ def extend(kv: KV, cache: PagedCache, call: Call) -> dict[str, Any]:
     if rows.switch is not None and rows.base + call.columns >= rows.switch:
         return call.given
     try:
-        found = admit(kv, _prompts(cache, call), Wish(most, cache.tenant, cache.plan.stateful))
+        wish = Wish(most, cache.tenant, cache.plan.stateful, care=cache.care)
+        found = admit(kv, _prompts(cache, call), wish)
     except CapacityError:
         return call.given
     gained = found.base - rows.base
     if gained <= 0:
-        discard(kv, found.seqs)
+        abort(kv, discard(kv, found.seqs))
         uncount(kv, -len(rows.seqs) * call.columns, 0)
         return call.given
-    discard(kv, list(rows.seqs))
+    abort(kv, discard(kv, list(rows.seqs)))
     rows.seqs[:] = found.seqs
     rows.rebase(found.base)
     if cache.recurrent is not None and found.states is not None:

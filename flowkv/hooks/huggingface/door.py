@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flowkv.core.errors import CapacityError, StateError, StoreError
-from flowkv.hooks.huggingface.admission import Admitted, Wish, admit
+from flowkv.hooks.huggingface.admission import NOTHING, Admitted, Wish, admit
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.chunks import extend
 from flowkv.hooks.huggingface.fill import Fill
@@ -181,7 +181,9 @@ class Door:
             0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
         )
 
-    def open(self, given: dict[str, Any], tenant: str | None) -> PagedCache:
+    def open(
+        self, given: dict[str, Any], tenant: str | None, care: Mapping[str, Any] = NOTHING
+    ) -> PagedCache:
         """A paged cache for a prompt that is about to be given to `generate`.
 
         Raises:
@@ -195,7 +197,7 @@ class Door:
                 f"no cache for this prompt: {call.problem or 'its mask is more than left padding'}",
                 "Call generate without past_key_values",
             )
-        found, _ = self._admit(call, pads, call.columns - 1, tenant=tenant)
+        found, _ = self._admit(call, pads, call.columns - 1, tenant=tenant, care=care)
         paged = PagedCache(*self._rows(found, call, pads), self)
         self._enter(paged, found, call)
         return paged
@@ -207,6 +209,7 @@ class Door:
         most: int,
         *,
         tenant: str | None = None,
+        care: Mapping[str, Any] = NOTHING,
         reuse: bool = True,
     ) -> tuple[Admitted, Fill]:
         self._save_states()
@@ -214,7 +217,7 @@ class Door:
         if not reuse or not self.continues or (switch is not None and call.columns >= switch):
             most = 0
         prompts, fill = call.prompts(pads)
-        wish = Wish(max(most, 0), tenant, self.plan.stateful, fill)
+        wish = Wish(max(most, 0), tenant, self.plan.stateful, fill, care)
         return admit(self.kv, prompts, wish), fill
 
     def _rows(self, found: Admitted, call: Call, pads: list[int]) -> tuple[Rows, ModelPlan]:

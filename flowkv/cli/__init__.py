@@ -1,0 +1,10 @@
+"""The `flowkv` command: demo, generate, inspect, scrub, doctor, sim, bench.
+
+Results go to standard output, everything else to standard error; `--json` prints exactly one JSON
+value. Exit status: 0 done, 1 the answer is bad news (tokens differ, frames are damaged, a target is
+missed) or something unexpected, 2 wrong use or input, 130 interrupted.
+"""
+
+from flowkv.cli.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,79 @@
+"""`flowkv bench`: what is promised, beside what is measured."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flowkv.cli.arguments import adder
+from flowkv.core.errors import ConfigError
+from flowkv.demo.show import Screen
+from flowkv.measure.policy.finding import GROUPS
+
+_STATES = {True: "ok", False: "bad", None: "note"}
+_WORDS = {True: "met", False: "missed", None: "-"}
+
+
+def add_verbs(verbs: Any) -> None:
+    """Adds the verb, with verbs of its own, to what `add_subparsers` gave."""
+    bench = verbs.add_parser(
+        "bench",
+        help="measure what is promised",
+        description="Measures what is promised.",
+        epilog="flowkv bench VERB --help tells more.",
+    )
+    verb = adder(bench.add_subparsers(title="verbs", metavar="VERB", required=True))
+    policy = verb("policy", _policy, "measure policies, prefetch and the simulator")
+    policy.add_argument(
+        "--quick", action="store_true", help="beginnings of traces only; judges nothing"
+    )
+    policy.add_argument("--out", type=Path, metavar="FILE", help="write the result there, too")
+
+
+def _policy(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.measure.policy.run import measure_policies
+
+    if given.out is not None and not given.out.absolute().parent.is_dir():
+        raise ConfigError(f"there is no directory for {given.out}", "Make it first")
+    with Screen(to_stderr=True).progress("measuring") as tell:
+        report = measure_policies(quick=given.quick, tell=tell)
+    if not report.public:
+        screen.say(
+            "FLOWKV_TRACES is not set: generated traces only. The targets were set on public ones.",
+            style="yellow",
+        )
+    for group, title in GROUPS.items():
+        found = [f for f in report.findings if f["group"] == group]
+        if found:
+            states = [_STATES[f["met"]] for f in found]
+            screen.say(title, style="bold")
+            screen.table(_COLUMNS, list(map(_cells, found)), numbers=False, states=states)
+    counts = report.summary
+    screen.say(
+        f"{counts['met']} targets met, {counts['missed']} missed, {counts['not_measured']} not"
+        f" measured.{' A quick run judges nothing.' if given.quick else ''}"
+    )
+    if given.out is not None:
+        given.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    return int(counts["missed"] > 0 and not given.quick), report
+
+
+_COLUMNS = ["", "trace", "target", "figure", "", "note"]
+
+
+def _cells(finding: dict[str, Any]) -> list[str]:
+    return [
+        finding["what"],
+        finding["trace"],
+        f"{finding['sense']} {_figure(finding['target'])}",
+        _figure(finding["measured"]),
+        _WORDS[finding["met"]],
+        finding["note"],
+    ]
+
+
+def _figure(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"

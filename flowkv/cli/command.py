@@ -1,0 +1,111 @@
+"""From words to an exit status: parsing, JSON, warnings, and what becomes of errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+import msgspec
+
+import flowkv
+from flowkv.cli import bench, demo, doctor, generate, sim, stores
+from flowkv.cli.arguments import Misused, Parser, adder
+from flowkv.core.errors import FlowKVError
+from flowkv.demo.run import DemoFailed
+from flowkv.demo.show import Screen
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status and never raises for a reason outside itself.
+
+    Args:
+        arguments: Words behind `flowkv`; default those of the process.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json, debug = "--json" in words, "--debug" in words
+    if arguments is None:
+        signal.signal(signal.SIGTERM, _terminated)
+    try:
+        given = _parser().parse_args(words)
+        # Whatever a library prints belongs to standard error: standard output is the result.
+        result_stream = sys.stdout
+        with contextlib.ExitStack() as stack:
+            if as_json:
+                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            stack.enter_context(_plain_warnings(debug))
+            status, result = given.run(given, Screen(to_stderr=as_json))
+        if as_json:
+            _print_json(result, result_stream)
+        sys.stdout.flush()
+        return int(status)
+    except Misused as error:
+        return _complain(as_json, f"{error}", usage=error.usage)
+    except FlowKVError as error:
+        if debug:
+            traceback.print_exc()
+        return _complain(as_json, str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has seen enough, as in `flowkv inspect DIR | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        kind = "" if isinstance(error, DemoFailed) else f"{type(error).__name__}: "
+        text = f"Something unexpected happened: {kind}{error}".rstrip(".")
+        hint = "" if debug else ". Run again with --debug for details"
+        return _complain(as_json, f"{text}{hint}.", status=1)
+
+
+def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(143)  # unwinds, so that processes and temporary directories are cleaned up
+
+
+def _complain(as_json: bool, text: str, *, usage: str = "", status: int = 2) -> int:
+    print(f"{usage}flowkv: {text}", file=sys.stderr)
+    if as_json:
+        _print_json({"error": text}, sys.stdout)
+    return status
+
+
+def _print_json(result: Any, stream: Any) -> None:
+    # msgspec writes NaN as null, which JSON knows.
+    stream.write(msgspec.json.encode(result, enc_hook=str).decode() + "\n")
+    stream.flush()
+
+
+@contextlib.contextmanager
+def _plain_warnings(debug: bool) -> Iterator[None]:
+    """Shows FlowKV's own warnings as sentences, and others only to those who debug."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if debug or category is UserWarning:
+            print(f"flowkv: note: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="flowkv",
+        description="A paged, tiered, shared and persistent key/value cache for any PyTorch model.",
+        epilog="flowkv VERB --help tells more.",
+    )
+    parser.add_argument("--version", action="version", version=f"flowkv {flowkv.__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for plain in (demo, generate, stores, doctor):
+        plain.add_verbs(adder(verbs))
+    for nested in (sim, bench):
+        nested.add_verbs(verbs)
+    return parser

@@ -1,0 +1,71 @@
+"""`flowkv demo`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flowkv.cli.arguments import AddVerb, count
+from flowkv.cli.generate import model_arguments
+from flowkv.core.config import load_config
+from flowkv.core.errors import ConfigError
+from flowkv.demo.show import Screen
+
+
+def add_verbs(verb: AddVerb) -> None:
+    """Adds the verb."""
+    _demo_arguments(verb("demo", _demo, "see prompts survive a restart, on a trained model"))
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    model_arguments(parser, required=False)
+    parser.add_argument(
+        "--store", default="", metavar="DIR[:SIZE]", help="default a temporary directory"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the temporary directory")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        default=Path("flowkv-report.html"),
+        metavar="FILE",
+        help="default %(default)s",
+    )
+    parser.add_argument(
+        "--context", type=count, default=0, metavar="N", help="tokens of the longest prompt"
+    )
+    for flag, default, about in (
+        ("--turns", 4, "of the conversation"),
+        ("--rows", 3, "of the batch"),
+        ("--repeats", 3, "behind a median"),
+        ("--max-new-tokens", 24, "of an answer"),
+    ):
+        about += "; default %(default)s"
+        parser.add_argument(flag, type=count, default=default, metavar="N", help=about)
+
+
+def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.data import tiny_path
+    from flowkv.demo.records import Plan
+    from flowkv.demo.run import run_demo
+    from flowkv.demo.workload import Sizes
+
+    if given.turns < 2:
+        raise ConfigError("a conversation of one turn has no past", "Give --turns 2 or more")
+    load_config(disk=given.store or None)  # better before a model is loaded than after it
+    sizes = Sizes(turns=given.turns, rows=given.rows, answer=given.max_new_tokens)
+    if given.context:
+        sizes = msgspec.structs.replace(sizes, context=given.context)
+    plan = Plan(
+        model=given.model or str(tiny_path()),
+        store=given.store,
+        sizes=sizes,
+        repeats=given.repeats,
+        dtype=given.dtype,
+        device=given.device,
+        threads=given.threads,
+    )
+    summary = run_demo(plan, screen, report=given.report, keep=given.keep, debug=given.debug)
+    return (0 if summary.tokens_identical else 1), summary

@@ -1,0 +1,104 @@
+"""`flowkv inspect` and `flowkv scrub`: what lies in the directory of a disk tier."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flowkv.cli.arguments import AddVerb
+from flowkv.core.config import load_config
+from flowkv.core.sizes import format_size
+from flowkv.demo.show import Screen
+from flowkv.tiers.keyring import Keyring
+
+
+def add_verbs(verb: AddVerb) -> None:
+    """Adds the verbs."""
+    show = verb("inspect", _inspect, "show what a store holds")
+    check = verb("scrub", _scrub, "check every frame of a store")
+    for added in (show, check):
+        added.add_argument("directory", type=Path, metavar="DIR", help="directory of a disk tier")
+    _scrub_arguments(check)
+
+
+def _scrub_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="drop damaged frames, find those that a damaged journal lost, and write it anew;"
+        " nobody may have the store open",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="has the secret of encrypted frames, as TOML"
+    )
+
+
+def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.tiers.disk.inspect import inspect
+
+    found = inspect(given.directory)
+    shares = {"kind": found.kinds, "codec": found.codecs, "namespace": found.namespaces}
+    rows = [
+        [f"{label} {name[:16]}", f"{share.frames:,}", format_size(share.bytes)]
+        for label, group in shares.items()
+        for name, share in group.items()
+    ]
+    rows.append(["all frames", f"{found.frames:,}", format_size(found.bytes)])
+    screen.table(["", "frames", "bytes"], rows, title=f"Store {given.directory.absolute()}")
+    full = f"{format_size(found.disk_bytes)} of {format_size(found.capacity_bytes)}"
+    owner = "in use by a process" if found.owned else "in use by nobody"
+    screen.say(f"Format {found.format}, {full} on disk, {owner}.")
+    for count, what in ((found.encrypted, "encrypted"), (found.compressed, "compressed")):
+        if count:
+            screen.say(f"{count:,} frames are {what}.")
+    if not found.readable:
+        screen.say("This version of FlowKV does not read that format.", style="yellow")
+    if found.journal_lost:
+        screen.say("Its journal is lost: the frames were found in their slots.", style="yellow")
+    elif found.bad_pages:
+        text = f"{found.bad_pages} pages of its journal are damaged: frames may be missing above."
+        screen.say(text, style="yellow")
+    return 0, {"directory": str(given.directory), **msgspec.structs.asdict(found)}
+
+
+def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.tiers.disk.inspect import scrub
+    from flowkv.tiers.disk.repair import RepairReport, repair
+
+    keyring = _keyring(given.config)
+    check = repair if given.repair else scrub
+    with screen.progress("repairing" if given.repair else "checking") as tell:
+        report = check(
+            given.directory,
+            lambda done, total: tell(done, total, f"{done:,} frames"),
+            keyring=keyring,
+        )
+    rate = report.bytes / report.seconds if report.seconds else 0.0
+    screen.say(
+        f"{report.frames:,} frames, {format_size(report.bytes)} in {report.seconds:.2f} s"
+        f" ({format_size(int(rate))}/s)."
+    )
+    if report.locked:
+        text = f"{report.locked:,} are encrypted, and no secret given opens them: see --config."
+        screen.say(text, style="yellow")
+    if isinstance(report, RepairReport) and (report.bad or report.recovered):
+        text = f"{report.bad:,} damaged ones were dropped, {report.recovered:,} lost ones found."
+        screen.say(text, style="yellow")
+    elif report.bad:
+        text = f"{report.bad:,} are damaged. None will be served: their prompts are computed again."
+        screen.say(text, style="red bold")
+    elif not report.locked:
+        screen.say("All are sound.", style="green")
+    return int(report.bad > 0), {
+        "directory": str(given.directory),
+        **msgspec.structs.asdict(report),
+    }
+
+
+def _keyring(path: Path | None) -> Keyring | None:
+    config = load_config(path)
+    wanted = config.integrity == "aead" or config.secret
+    return Keyring(config.secret_bytes) if wanted else None

@@ -1,0 +1,166 @@
+"""A policy of your own from one function: score a block when it is used, the least goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.policy.base import NEVER_NS, NO_VISIT, Slots, Visit
+from flowkv.policy.config import Lease, LeaseConfig, configure
+from flowkv.policy.order.calls import assign
+from flowkv.policy.order.image import column, length_of, uncolumn
+from flowkv.policy.order.leaf import LeafOrder, as_slots
+from flowkv.policy.order.slots import CLOCK, LATEST
+
+PAST = np.dtype(
+    [
+        ("uses", np.int64),
+        ("first_ns", np.int64),
+        ("before_ns", np.int64),
+        ("last_ns", np.int64),
+        ("n_bytes", np.int64),
+        ("cost_ns", np.int64),
+    ]
+)
+
+
+class Use(NamedTuple):
+    """Blocks that are used now, root to leaf, and what is known of each; equally long vectors.
+
+    Attributes:
+        slots: Their numbers.
+        uses: How often they were used, this time included; evictions do not reset it.
+        first_ns: Their first use.
+        before_ns: The use before this one; the same as `first_ns` at the first.
+        depth: Blocks above them.
+        n_bytes: Bytes of each, as their last insert said.
+        cost_ns: Time to compute each anew, likewise; 0 if unknown.
+        visit: The request, as far as it is known.
+    """
+
+    slots: Slots
+    uses: Slots
+    first_ns: Slots
+    before_ns: Slots
+    depth: Slots
+    n_bytes: Slots
+    cost_ns: Slots
+    visit: Visit
+
+
+class ByScore(LeafOrder):
+    """Gives up, among the leaves, the one with the least score; override `score`, nothing else.
+
+    Leaves only, pins, leases, ranks, tenants, queued requests, hints that a block is never used
+    again, snapshots: all that a policy must do besides is done. (A hint of a time is ignored: what
+    it is worth beside a score of any unit nobody knows.) A score counts from the block's use until
+    its next one, so a policy that ages needs a score to which time adds the same for all, as the
+    logarithm of a decaying count; see `flowkv.policy.order.static_key`.
+
+    `score` runs once per request on whole vectors: plain numpy is fast enough to replay millions of
+    blocks in seconds.
+
+    Args:
+        **options: Fields of `LeaseConfig`.
+    """
+
+    name = "by-score"
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(leases=configure(LeaseConfig, self.name, options))
+        self._past = np.zeros(0, PAST)
+
+    def score(self, now_ns: int, use: Use) -> NDArray[Any]:
+        """Numbers, not NaN; the smaller, the earlier a block goes. This one is LRU.
+
+        Args:
+            now_ns: Time.
+            use: The blocks.
+        """
+        return np.full(len(use.slots), now_ns)
+
+    def insert(
+        self,
+        now_ns: int,
+        slots: Slots,
+        parents: Slots,
+        *,
+        n_bytes: int = 1,
+        cost_ns: int = 0,
+        lease: str | Lease = "",
+        tenant: int = 0,
+    ) -> None:
+        """See `LeafOrder.insert`."""
+        slots = as_slots(slots)
+        super().insert(now_ns, slots, parents, lease=lease, tenant=tenant)
+        if len(self._past) < len(self._arrays[0]):
+            grown = np.zeros(len(self._arrays[0]), PAST)
+            grown[: len(self._past)] = self._past
+            self._past = grown
+        self._past["n_bytes"][slots], self._past["cost_ns"][slots] = n_bytes, cost_ns
+        now = int(self._state[CLOCK])
+        past = self._past[slots]
+        self._use(slots[(past["uses"] == 0) | (past["last_ns"] != now)], NO_VISIT)
+
+    def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
+        """See `LeafOrder.access`."""
+        slots = as_slots(slots)
+        super().access(now_ns, slots, visit)
+        slots = slots[(slots >= 0) & (slots < len(self._past))]
+        nodes = self._arrays[0][slots]
+        self._use(slots[(nodes["birth"] != 0) & (nodes["live"] >= 0)], visit)
+
+    def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
+        """See `LeafOrder.hint`; only `NEVER_NS` has an effect."""
+        if eta_ns == NEVER_NS:
+            super().hint(now_ns, slots, eta_ns, sigma)
+        else:
+            self.admit(now_ns, as_slots([]))  # time passes
+
+    def forget(self, slots: Slots) -> None:
+        """See `LeafOrder.forget`."""
+        slots = as_slots(slots)
+        super().forget(slots)
+        slots = slots[(slots >= 0) & (slots < len(self._past))]
+        self._past[slots[self._arrays[0]["birth"][slots] == 0]] = np.zeros(1, PAST)
+
+    def _use(self, slots: Slots, visit: Visit) -> None:
+        """Counts a use of each and scores them anew."""
+        if len(slots) == 0:
+            return
+        slots = np.unique(slots) if len(np.unique(slots)) != len(slots) else slots
+        now, past = int(self._state[CLOCK]), self._past[slots]
+        fresh = past["uses"] == 0
+        past["first_ns"] = np.where(fresh, now, past["first_ns"])
+        past["before_ns"] = np.where(fresh, now, past["last_ns"])
+        past["last_ns"] = now
+        past["uses"] += 1
+        self._past[slots] = past
+        depth = self._arrays[0]["depth"][slots].astype(np.int64)
+        uses, first, before = past["uses"], past["first_ns"], past["before_ns"]
+        use = Use(slots, uses, first, before, depth, past["n_bytes"], past["cost_ns"], visit)
+        assign(*self._arrays, self._state, slots, _keys(self.score(now, use)))
+
+    def _more(self) -> dict[str, object]:
+        return {f"past_{field}": column(self._past[field]) for field in PAST.names or ()}
+
+    def _take_more(self, values: Mapping[str, Any], n: int) -> None:
+        columns = {field: values.get(f"past_{field}") for field in PAST.names or ()}
+        length = max(length_of(numbers, 8) for numbers in columns.values())
+        past = np.zeros(max(n, length), PAST)
+        for field, numbers in columns.items():
+            past[field][:length] = uncolumn(numbers, np.int64, length)
+        self._past = past
+
+
+def _keys(scores: NDArray[Any]) -> Slots:
+    """Integers in the order of the scores: integers themselves, floats by their bits."""
+    scores = np.ascontiguousarray(scores)
+    if scores.dtype.kind in "iu":
+        return np.clip(scores.astype(np.int64), -LATEST, LATEST)
+    bits = np.where(scores == 0, 0.0, scores.astype(np.float64)).view(np.int64)
+    ordered = np.where(bits < 0, bits ^ np.iinfo(np.int64).max, bits)
+    return np.asarray(ordered >> 1, np.int64).clip(-LATEST, LATEST)

@@ -1,0 +1,250 @@
+"""The best that any policy could do, from knowing the future: Belady's algorithm with bypass.
+
+What is needed latest goes first, what is never needed again before that; of equals the deepest.
+Because who uses a block uses all above it, a block is needed no later than those below it: so the
+rule keeps chains whole by itself, and is optimal for prefix hits too, not only for single blocks.
+A request's own blocks are among the candidates (bypass), and time is counted in requests.
+
+`belady` is the plain function, `Optimum` the same rule as a `Policy` of the catalogue.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.core.errors import ConfigError
+from flowkv.policy.base import NO_SLOTS, NO_VISIT, Slots, Visit
+from flowkv.policy.config import Lease, LeaseConfig, configure
+from flowkv.policy.order.compiled import SLOT_BITS, SLOT_MASK, Array, inner, kernel
+from flowkv.policy.order.heap import put, take
+from flowkv.policy.order.leaf import LeafOrder, as_slots
+from flowkv.policy.order.ranking import reorder
+
+NOT_AGAIN = 1 << 40
+"""As the next use: there is none."""
+
+
+@kernel
+def fill_next_uses(offsets: Array, blocks: Array, following: Array, uses: Array) -> None:
+    """Walks the trace backwards; `following[b]` is the request that uses `b` next."""
+    for r in range(len(offsets) - 2, -1, -1):
+        for j in range(offsets[r], offsets[r + 1]):
+            uses[j] = following[blocks[j]]
+        for j in range(offsets[r], offsets[r + 1]):
+            following[blocks[j]] = r
+
+
+@inner
+def rank(tree: Array, state: Array, heap: Array, b: int) -> None:
+    """Puts a leaf where it belongs among the leaves."""
+    i = tree[b].place
+    if i < 0:
+        i = state[0]
+        state[0] += 1
+    tie = (SLOT_MASK - tree[b].depth) << SLOT_BITS | b
+    put(heap, tree["place"], state[0], i, (-tree[b].due, tie))
+
+
+@inner
+def unrank(tree: Array, state: Array, heap: Array, b: int) -> None:
+    """A block is no leaf any more."""
+    if tree[b].place >= 0:
+        take(heap, tree["place"], state[0], tree[b].place)
+        state[0] -= 1
+
+
+@kernel
+def replay(
+    offsets: Array,
+    blocks: Array,
+    uses: Array,
+    tree: Array,
+    heap: Array,
+    state: Array,
+    capacity: int,
+    hits: Array,
+) -> None:
+    """Fills `hits` with the leading resident blocks; `state` = leaves, resident blocks."""
+    for r in range(len(offsets) - 1):
+        first, end = offsets[r], offsets[r + 1]
+        run = first
+        while run < end and tree[blocks[run]].here:
+            run += 1
+        hits[r] = run - first
+        for j in range(end - 1, first - 1, -1):  # so that what is no leaf in the end never was
+            b = blocks[j]
+            tree[b].due = uses[j]
+            tree[b].depth = j - first
+            p = tree[b].parent
+            if not tree[b].here:
+                tree[b].here = 1
+                state[1] += 1
+                if p >= 0:
+                    tree[p].kids += 1
+                    unrank(tree, state, heap, p)
+            if tree[b].kids == 0:
+                rank(tree, state, heap, b)
+        while state[1] > capacity:
+            b = heap[0, 1] & SLOT_MASK
+            p = tree[b].parent
+            unrank(tree, state, heap, b)
+            tree[b].here = 0
+            state[1] -= 1
+            if p >= 0:
+                tree[p].kids -= 1
+                if tree[p].kids == 0:
+                    rank(tree, state, heap, p)
+
+
+TREE = np.dtype(
+    [
+        ("due", np.int64),  # the request that uses it next
+        ("parent", np.int32),
+        ("depth", np.int32),
+        ("kids", np.int32),  # resident children
+        ("place", np.int32),  # among the leaves, -1 for none
+        ("here", np.int32),
+        ("spare", np.int32),
+    ]
+)
+
+
+def next_uses(
+    offsets: NDArray[np.int64], blocks: NDArray[np.int64], unique: int
+) -> NDArray[np.int64]:
+    """For every use of a block the request that uses it next, `NOT_AGAIN` for none.
+
+    Args:
+        offsets: i8 [R + 1]; the blocks of request r are `blocks[offsets[r]:offsets[r + 1]]`.
+        blocks: Numbers below `unique`.
+        unique: Different blocks.
+    """
+    uses = np.empty(len(blocks), np.int64)
+    fill_next_uses(offsets, blocks, np.full(unique, NOT_AGAIN, np.int64), uses)
+    return uses
+
+
+def belady(
+    offsets: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+    parents: NDArray[np.int64],
+    capacity: int,
+    uses: NDArray[np.int64] | None = None,
+) -> NDArray[np.int64]:
+    """The hits of the optimum, request by request, from cold.
+
+    Args:
+        offsets: i8 [R + 1]; the blocks of request r are `blocks[offsets[r]:offsets[r + 1]]`, root
+            to leaf. A chain may be of any blocks, but a block's parent precedes it wherever it is
+            used (the optimum for prefixes) or is -1 (the optimum for single blocks).
+        blocks: Dense numbers from 0.
+        parents: i8 [U], -1 for roots.
+        capacity: Blocks that fit.
+        uses: What `next_uses` gave, where several sizes are asked for.
+
+    Returns:
+        i8 [R]: leading resident blocks of each request.
+
+    Raises:
+        ConfigError: If `capacity` is negative.
+
+    References:
+        L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966.
+    """
+    if capacity < 0:
+        raise ConfigError(f"a place cannot hold {capacity} blocks", "Use 0 or more")
+    if uses is None:
+        uses = next_uses(offsets, blocks, len(parents))
+    tree = np.zeros(len(parents), TREE)
+    tree["parent"], tree["place"] = parents, -1
+    hits = np.zeros(max(len(offsets) - 1, 0), np.int64)
+    heap = np.zeros((len(parents) + 1, 2), np.int64)
+    replay(offsets, blocks, uses, tree, heap, np.zeros(2, np.int64), capacity, hits)
+    return hits
+
+
+@kernel
+def foretell(
+    nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, keys: Array
+) -> None:
+    """Gives resident slots their keys."""
+    for i in range(len(slots)):
+        s = slots[i]
+        if 0 <= s < len(nodes) and nodes[s].birth != 0:
+            nodes[s].key = keys[i]
+            reorder(nodes, terms, heaps, state, s)
+
+
+class OptimumConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `Optimum` can be told, besides the future."""
+
+
+class Optimum(LeafOrder):
+    """Belady with bypass as a policy: an upper bound for comparisons, not for serving.
+
+    Gives up, among the leaves, what is needed latest. It has to be told the future with `foresee`
+    before the first request; without, nothing is ever needed again, and the deepest goes first.
+    Replayed with everything eligible after each request it has the hits of `belady`, exactly. It
+    needs no hints, and does not listen to any.
+
+    Args:
+        **options: Fields of `OptimumConfig`: leases.
+    """
+
+    name = "opt"
+
+    def __init__(self, **options: object) -> None:
+        self.config = configure(OptimumConfig, self.name, options)
+        super().__init__(leases=self.config)
+        self._offsets = self._uses = NO_SLOTS
+        self._requests = 0
+        self._chain, self._due = NO_SLOTS, NO_SLOTS  # this request's blocks so far; its uses
+
+    def foresee(self, offsets: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+        """Tells all requests that will come, in order, as in `belady`.
+
+        `access` tells by `visit.request`, or by counting where that is -1, which of them it is.
+        """
+        unique = int(blocks.max()) + 1 if len(blocks) else 0
+        self._offsets, self._uses = offsets, next_uses(offsets, blocks, unique)
+
+    def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
+        """See `Policy.access`. Names the first blocks of the request; `insert` adds the others."""
+        super().access(now_ns, slots, visit)
+        r = visit.request if visit.request >= 0 else self._requests
+        self._requests += 1
+        known = r + 1 < len(self._offsets)
+        self._due = self._uses[self._offsets[r] : self._offsets[r + 1]] if known else NO_SLOTS
+        self._chain = as_slots(slots).copy()
+        self._rank()
+
+    def insert(
+        self,
+        now_ns: int,
+        slots: Slots,
+        parents: Slots,
+        *,
+        n_bytes: int = 1,
+        cost_ns: int = 0,
+        lease: str | Lease = "",
+        tenant: int = 0,
+    ) -> None:
+        """See `Policy.insert`: blocks of the request that was last accessed."""
+        super().insert(now_ns, slots, parents, lease=lease, tenant=tenant)
+        slots = as_slots(slots)
+        self._chain = np.append(self._chain, slots[~np.isin(slots, self._chain)])
+        self._rank()
+
+    def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
+        """Nothing: it knows."""
+
+    def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
+        """Nothing: it knows."""
+
+    def _rank(self) -> None:
+        """Ranks the blocks of the present request by their next use."""
+        keys = np.full(len(self._chain), -NOT_AGAIN, np.int64)
+        n = min(len(keys), len(self._due))
+        keys[:n] = -self._due[:n]
+        foretell(*self._arrays, self._state, self._chain, keys)

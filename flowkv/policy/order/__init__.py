@@ -1,0 +1,1 @@
+"""The compiled order over slots that all leaf-first policies share."""

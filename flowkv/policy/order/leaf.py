@@ -1,0 +1,269 @@
+"""The `Policy` protocol over the compiled order: what the leaf-first policies have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.core.errors import ConfigError
+from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, Policy, Slots, Visit
+from flowkv.policy.config import LONGEST_S, Lease, LeaseConfig
+from flowkv.policy.order import calls, insertion
+from flowkv.policy.order.compiled import SLOT_LIMIT
+from flowkv.policy.order.leaf_state import LeafState
+from flowkv.policy.order.rings import members
+from flowkv.policy.order.slots import (
+    BIRTHS,
+    CLOCK,
+    CLOCK_LIMIT,
+    COUNT,
+    DIGEST,
+    LISTS,
+    NEVER,
+    RUN_OUT,
+    STALE,
+    TENANTS,
+    worth,
+)
+
+
+def as_slots(slots: object) -> Slots:
+    """A contiguous, writable int64 vector: the one type the compiled calls are made for."""
+    if type(slots) is np.ndarray and slots.dtype == np.int64 and slots.ndim == 1:
+        flags = slots.flags
+        return slots if flags.c_contiguous and flags.writeable else slots.copy()
+    if isinstance(slots, Collection) and not isinstance(slots, (Sequence, np.ndarray)):
+        return np.fromiter(slots, np.int64, len(slots))
+    return np.array(slots, dtype=np.int64).reshape(-1)
+
+
+class LeafOrder(LeafState, Policy):
+    """Gives up leaves only: a block goes after all its resident children.
+
+    Among the leaves, in this order: the expired; those hinted never to be used again; the others by
+    rank (`Lease`), then by key; those that a queued request will use. Of equals the deepest goes
+    first, then the smallest slot. The depth of a block is fixed when it is inserted: one more than
+    its parent's, or, without a resident parent, its place in the array, since arrays run from root
+    to leaf. So the blocks of one request go deepest first even where no parent is known.
+
+    *Key.* The static key of a decayed access count (`.static_key`). The count of a
+    block outlives its residence until `forget`. Several inserts and an access at one `now_ns` are
+    one access; two accesses are two.
+
+    *Hints.* A block that is expected back in `eta_ns` competes as one that has been unused for as
+    long as is left till then; once the time has passed, as one that was used then. `sigma` is not
+    needed. A block above several chains goes by the earliest. `NEVER_NS` holds for the chain's last
+    block and those above it that no other chain uses. A hint ends with the block's next use.
+
+    *Leases.* A block expires at min(last access + lease, birth + max age) of its class, a parent
+    not before its resident children. No access revives it, only `insert` does, which begins a new
+    life; an expired parent is no parent. An insert that names a lease, of a block that is resident
+    already, prolongs its lease and raises its rank, and never the opposite.
+
+    A parent that is removed leaves its children resident, as roots. A block that is inserted again
+    while resident takes the parent it is given if it has none. Memory: 128 bytes per slot number up
+    to the largest one used, 16 per leaf, and 16 where leases or hints are used.
+
+    Args:
+        tau_ns: Half-life of a block's access count in nanoseconds; 0 for recency alone.
+        leases: Lease classes.
+    """
+
+    name = "leaf-order"
+
+    def __init__(self, tau_ns: int = 0, leases: LeaseConfig | None = None) -> None:
+        super().__init__(tau_ns, leases or LeaseConfig())
+        self._leases = {
+            name: _numbers(lease, name != "") for name, lease in self.config.classes().items()
+        }
+
+    # ---- what happens
+
+    def insert(
+        self,
+        now_ns: int,
+        slots: Slots,
+        parents: Slots,
+        *,
+        n_bytes: int = 1,
+        cost_ns: int = 0,
+        lease: str | Lease = "",
+        tenant: int = 0,
+    ) -> None:
+        """See `Policy.insert`. All blocks count alike, whatever their `n_bytes`.
+
+        Raises:
+            ConfigError: If the arrays differ in length or hold what is no slot number, or there is
+                no such lease class.
+        """
+        slots, parents = as_slots(slots), as_slots(parents)
+        if len(slots) != len(parents):
+            raise ConfigError(
+                f"insert got {len(slots)} slots and {len(parents)} parents",
+                "Pass one parent per slot, -1 where it is unknown",
+            )
+        terms, extra = self._lease(lease), self._extra(n_bytes, cost_ns)
+        if not 0 <= tenant < len(self._state) - LISTS - TENANTS:
+            self._welcome(tenant)
+        said = (slots, parents, terms, (now_ns, tenant, extra))
+        room = insertion.insert(*self._arrays, self._state, *said)
+        if room < 0:
+            raise ConfigError(
+                f"slot numbers must lie in 0..{SLOT_LIMIT - 1}",
+                "Number the blocks of a tier densely from 0",
+            )
+        if room > 0:
+            self._grow(room)
+            insertion.insert(*self._arrays, self._state, *said)
+
+    def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
+        """See `Policy.access`. Of blocks that are not resident only the hints end."""
+        calls.access(*self._arrays, self._state, as_slots(slots), now_ns)
+        if self._queued and visit.request in self._queued:
+            calls.queue(*self._arrays, self._state, self._queued.pop(visit.request), -1)
+
+    def remove(self, slots: Slots) -> None:
+        """See `Policy.remove`. Children of a removed block stay, as roots."""
+        calls.remove(*self._arrays, self._state, as_slots(slots))
+
+    def forget(self, slots: Slots) -> None:
+        """See `Policy.forget`. Ends their counts and hints; resident ones are ignored."""
+        calls.forget(*self._arrays, self._state, as_slots(slots))
+
+    def abort(self, now_ns: int, request: int) -> None:
+        """See `Policy.abort`."""
+        if request in self._queued:
+            calls.queue(*self._arrays, self._state, self._queued.pop(request), -1)
+
+    def pin(self, slots: Slots) -> None:
+        """See `Policy.pin`. What is above a pinned block stays as well, while both are resident."""
+        slots = as_slots(slots)
+        room = calls.pin(*self._arrays, self._state, slots, 1)
+        if room > 0:
+            self._grow(room)
+            calls.pin(*self._arrays, self._state, slots, 1)
+
+    def unpin(self, slots: Slots) -> None:
+        """See `Policy.unpin`. Slots that are not pinned are ignored."""
+        calls.pin(*self._arrays, self._state, as_slots(slots), -1)
+
+    def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
+        """See `Policy.hint` and the notes of this class."""
+        said = (as_slots(slots), now_ns, min(eta_ns, NEVER_NS))
+        room = calls.hint(*self._arrays, self._state, *said)
+        if room > 0:
+            self._grow(room)
+            calls.hint(*self._arrays, self._state, *said)
+
+    def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
+        """See `Policy.enqueue`. A request that is enqueued again has another chain now."""
+        self.abort(now_ns, request)
+        slots = as_slots(slots).copy()
+        room = calls.queue(*self._arrays, self._state, slots, 1)
+        if room > 0:
+            self._grow(room)
+            calls.queue(*self._arrays, self._state, slots, 1)
+        self._queued[request] = slots
+
+    def invalidate(self, now_ns: int, tenant: int) -> None:
+        """See `Policy.invalidate`. O(1); the next call that decides does the rest, once a block."""
+        if not 0 <= tenant < len(self._state) - LISTS - TENANTS:
+            self.admit(now_ns, NO_SLOTS)  # nobody it knows; but the time is
+        else:
+            calls.invalidate(*self._arrays, self._state, now_ns, tenant)
+
+    # ---- what is decided
+
+    def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
+        """Everything: these policies choose what leaves, not what enters."""
+        self._state[CLOCK] = max(min(now_ns, CLOCK_LIMIT), self._state[CLOCK])
+        return np.ones(len(slots), np.bool_)
+
+    def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
+        """See `Policy.evict`. Victims in the order in which they go, children before parents.
+
+        None if fewer than `n` blocks are neither pinned or protected, nor above such a block. What
+        is in use for longer than a call is better pinned: that costs an eviction nothing.
+
+        Raises:
+            ConfigError: If `n` is negative.
+        """
+        if n < 0:
+            raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
+        if n > self._state[COUNT]:
+            n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
+        victims = np.empty(n, np.int64)
+        guarded = as_slots(protected) if len(protected) else NO_SLOTS
+        done = calls.evict(*self._arrays, self._state, guarded, victims, now_ns)
+        return victims if done else None
+
+    def expired(self, now_ns: int) -> Slots:
+        """See `Policy.expired`. Ascending; they stay until removed, evicted or inserted again."""
+        count = calls.tick(*self._arrays, self._state, now_ns)
+        if count == 0:
+            return np.empty(0, np.int64)
+        out = np.empty(count, np.int64)
+        members(self._arrays[1], self._state, RUN_OUT, out)
+        out.sort()
+        calls.record(self._state, out)
+        return out
+
+    def priority(self, slot: int) -> float:
+        """The static key in nanoseconds, as of the last call; other classes lie far away."""
+        nodes = self._arrays[0]
+        if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
+            return -np.inf
+        if self._state[STALE]:
+            calls.tick(*self._arrays, self._state, self._state[CLOCK])
+        return float(worth(nodes, self._arrays[1], self._state, slot))
+
+    def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
+        """See `Policy.weakest`; O(1), and as long for each protected block as for a pin."""
+        guarded = as_slots(protected) if len(protected) else NO_SLOTS
+        return int(calls.peek(*self._arrays, self._state, guarded, now_ns))
+
+    def resident(self) -> Sequence[int]:
+        """Slots it believes to be resident, ascending."""
+        births: list[int] = np.flatnonzero(self._arrays[0]["birth"]).tolist()
+        return births
+
+    def digest(self) -> int:
+        """64-bit rolling hash of the answers of `evict` and of `expired`, where it names any."""
+        return int(self._state[DIGEST]) & 0xFFFF_FFFF_FFFF_FFFF
+
+    def __len__(self) -> int:
+        return int(self._state[COUNT])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} resident, {int(self._state[BIRTHS])} ever)"
+
+    # ---- parts
+
+    def _extra(self, n_bytes: int, cost_ns: int) -> int:
+        """What a block's worth adds to its key."""
+        return 0
+
+    def _lease(self, lease: str | Lease) -> Slots:
+        """A lease as the compiled calls take it."""
+        if isinstance(lease, Lease):
+            return _numbers(lease, True)
+        try:
+            return self._leases[lease]
+        except KeyError:
+            known = ", ".join(sorted(filter(None, self._leases)))
+            raise ConfigError(
+                f"policy {self.name!r} knows no lease class {lease!r}",
+                f"Use one of {known}, or define it with leases=",
+            ) from None
+
+
+def _numbers(lease: Lease, explicit: bool) -> Slots:
+    """`calls.LEASE_S` and so on."""
+    times = (_ns(lease.lease_s), _ns(lease.max_age_s), lease.rank, _ns(lease.rank_s), explicit)
+    return np.array(times, np.int64)
+
+
+def _ns(seconds: float) -> int:
+    return NEVER if seconds > LONGEST_S else max(1, round(seconds * 1e9))

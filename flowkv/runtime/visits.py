@@ -1,0 +1,193 @@
+"""Requests, as the policies of all places are told of them: once each, by the slots of its chain.
+
+Every policy sees every request, whichever place the pages come from, and pages that lie nowhere any
+more as well: so that it learns from what it gave up. Where a model has several layer groups, each
+has a chain of its own, and is a request (and a conversation) of its own to the policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from flowkv.policy.base import Slots, Visit
+from flowkv.runtime.index import Block
+from flowkv.runtime.places import as_slots
+from flowkv.runtime.planner import Planner
+from flowkv.runtime.retention import NO_CARE
+from flowkv.runtime.sequence import Sequence
+
+MOST_SESSIONS = 1 << 14
+"""Conversations whose last page is remembered, so that a hint can name them."""
+_LARGEST = (1 << 62) - 1
+
+
+class Visits:
+    """Numbers requests and tells policies of them. Callers hold the KV lock.
+
+    Args:
+        planner: Groups and store.
+
+    Attributes:
+        followers: Told of every request that ended: its sequence, the whole pages of its prompt,
+            and when it arrived.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self.store, self.page_size = planner.store, planner.page_size
+        self._windows = [planner.window(g) for g in range(len(planner.geometry.groups))]
+        self.followers: list[Callable[[Sequence, int, int], None]] = []
+        self._requests = 0
+        self._sessions: dict[int, tuple[bytes, ...]] = {}
+
+    # ---- requests
+
+    def number(self) -> int:
+        """A number for a request; the groups' are this one and those after it."""
+        first = self._requests
+        self._requests += len(self._windows)
+        return first
+
+    def begin(self, seq: Sequence, request: int = -1) -> None:
+        """A request with these tokens arrived.
+
+        Args:
+            seq: Opened just now; nothing of it is attached or computed.
+            request: Its number, if it was enqueued.
+        """
+        seq.request = self.number() if request < 0 else request
+        now, tokens = self.store.now_ns(), seq.known
+        seq.arrived_ns = now
+        for g, slots in enumerate(self.chains(seq)):
+            session = self._of(seq.care.session, g)
+            visit = Visit(seq.request + g, session, tokens, tokens // self.page_size)
+            for place in self.store.places:
+                place.policy.access(now, slots, visit)
+        if seq.care is not NO_CARE:
+            self._care(seq)
+
+    def end(self, seq: Sequence) -> None:
+        """A request ended; only what `begin` was told of has an end."""
+        if seq.request < 0:
+            return
+        now, output = self.store.now_ns(), max(0, seq.known - seq.prompted)
+        for g in range(len(self._windows)):
+            for place in self.store.places:
+                place.policy.complete(now, seq.request + g, stop=seq.stop, output_tokens=output)
+        seq.request = -1
+        for follower in list(self.followers):
+            follower(seq, seq.prompted // self.page_size, seq.arrived_ns)
+        if seq.care.session >= 0 and seq.publishable:
+            self._remember(seq, min(seq.length, seq.known) // self.page_size)
+
+    def abort(self, request: int) -> None:
+        """A request that was enqueued, or began, will not go on."""
+        now = self.store.now_ns()
+        for g in range(len(self._windows) if request >= 0 else 0):
+            for place in self.store.places:
+                place.policy.abort(now, request + g)
+
+    def enqueue(self, seq: Sequence) -> int:
+        """A request with these tokens waits to be served; returns its number."""
+        request, now = self.number(), self.store.now_ns()
+        for g, slots in enumerate(self.chains(seq)):
+            for place in self.store.places:
+                place.policy.enqueue(now, request + g, slots)
+        return request
+
+    # ---- chains
+
+    def chains(self, seq: Sequence) -> list[Slots]:
+        """For each group, the slots of the prompt's known pages from the first one on.
+
+        Ghosts are among them. Groups that forget what lies behind their window may begin later.
+        """
+        most, found = seq.known // self.page_size, dict[int, Slots]()
+        groups = range(len(self._windows))
+        for g in sorted(groups, key=lambda g: self._windows[g] is not None):
+            slots = self._known(seq, g, most)
+            if self._windows[g] is None:
+                most = min(most, len(slots))
+            found[g] = as_slots(slots)
+        return [found[g] for g in groups]
+
+    def _known(self, seq: Sequence, group: int, most: int) -> list[int]:
+        slots, whole = [], self._windows[group] is None
+        for page in range(most):
+            slot = self.store.index.slot(seq.key(group, page))
+            if slot >= 0:
+                slots.append(slot)
+            elif whole:
+                break
+        return slots
+
+    def _of(self, session: int, group: int) -> int:
+        return (session + group) & _LARGEST if session >= 0 else -1
+
+    # ---- how pages should be kept
+
+    def check(self, seq: Sequence) -> None:
+        """Asks every policy whether it knows the lease of a request.
+
+        Raises:
+            ConfigError: One does not.
+        """
+        if seq.care.lease:
+            for place in self.store.places:
+                none = as_slots(())
+                place.policy.insert(self.store.now_ns(), none, none, lease=seq.care.lease)
+
+    def _care(self, seq: Sequence) -> None:
+        """What is known of the prompt already is kept as the request says from now on."""
+        if seq.care.session >= 0:
+            self._remember(seq, seq.known // self.page_size)
+        if not seq.care.lease and not seq.care.retain:
+            return
+        for g in range(len(self._windows)):
+            blocks = list[Block]()
+            for page in range(seq.known // self.page_size):
+                block = self.store.index.find(seq.key(g, page))
+                lease = seq.care.of(page * self.page_size, (page + 1) * self.page_size)
+                if block is not None and lease:
+                    block.lease = lease
+                    blocks.append(block)
+            self.store.insert([block for block in blocks if block.page >= 0])
+            for number in range(len(self.store.tiers)):
+                self.store.insert([b for b in blocks if b.tiers >> number & 1], number)
+
+    # ---- hints
+
+    def hint(self, chains: Iterable[Slots], eta_ns: int, sigma: float) -> int:
+        """The next use of chains is expected in about `eta_ns`; returns slots of the longest."""
+        now, longest = self.store.now_ns(), 0
+        for slots in chains:
+            if len(slots):
+                longest = max(longest, len(slots))
+                for place in self.store.places:
+                    place.policy.hint(now, slots, eta_ns, sigma)
+        return longest
+
+    def session(self, session: int) -> list[Slots]:
+        """The chains of a conversation, as far as they are remembered."""
+        keys = self._sessions.get(session, ())
+        return [as_slots(self.store.index.chain(key)) for key in keys]
+
+    def _remember(self, seq: Sequence, pages: int) -> None:
+        if not pages:
+            return
+        keys = tuple(self._deepest(seq, g, pages) for g in range(len(self._windows)))
+        self._sessions.pop(seq.care.session, None)
+        self._sessions[seq.care.session] = keys
+        if len(self._sessions) > MOST_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+
+    def _deepest(self, seq: Sequence, group: int, pages: int) -> bytes:
+        known = (seq.key(group, page) for page in range(pages - 1, 0, -1))
+        first = seq.key(group, 0)
+        return next((key for key in known if self.store.index.slot(key) >= 0), first)
+
+    def purge(self) -> None:
+        """Forgets conversations whose last page is not known any more."""
+        slot = self.store.index.slot
+        for session, keys in list(self._sessions.items()):
+            if any(slot(key) < 0 for key in keys):
+                del self._sessions[session]

@@ -1,0 +1,161 @@
+"""`characterise`: what a trace is like, before any policy."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.sim.conversations import next_turns
+from flowkv.sim.distance import lru_hit_ratios, stack_distances
+from flowkv.sim.result import Row
+from flowkv.sim.trace import Trace
+
+WINDOWS_S = (60.0, 600.0, 3600.0)
+SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+TURNS = (0, 1, 2, 3, 5, 10)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Percentiles of something; all 0 of nothing."""
+
+    p10: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Character(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trace is like.
+
+    Attributes:
+        trace: Its name.
+        requests: How many.
+        sessions: Different ones that are known.
+        tenants: Different ones.
+        span_s: From the first request to the last.
+        block_tokens: Tokens of a block.
+        blocks: Blocks asked for.
+        unique: Different ones.
+        infinite_hit_ratio: Of a cache that never gives up anything; no policy exceeds it.
+        used_once: Share of the different blocks that are asked for only once.
+        top_share: Share of all blocks asked for that falls on the 1 % of them asked for most.
+        blocks_per_request: Lengths of chains.
+        extending: Share of the requests that continue the blocks of an earlier one.
+        gap_s: From a request to the one that continues it.
+        reuse_s: From a use of a block to its next use.
+        reuse_requests: The same in requests.
+        stack_distance: The same in blocks: what leaf-first LRU needs to have room for.
+        arrival_s: Mean time between requests.
+        arrival_cv: Its coefficient of variation; 1 is random, more is bursty.
+        working_set: Seconds -> different blocks within a window so long, mean over windows.
+        returns: Turn -> share of the requests that are that turn (0 the first) and are continued.
+        lru: Share of the different blocks that fit -> hit ratio of leaf-first LRU, from distances.
+    """
+
+    trace: str
+    requests: int
+    sessions: int
+    tenants: int
+    span_s: float
+    block_tokens: int
+    blocks: int
+    unique: int
+    infinite_hit_ratio: float
+    used_once: float
+    top_share: float
+    blocks_per_request: Spread
+    extending: float
+    gap_s: Spread
+    reuse_s: Spread
+    reuse_requests: Spread
+    stack_distance: Spread
+    arrival_s: float
+    arrival_cv: float
+    working_set: dict[float, float]
+    returns: dict[int, float]
+    lru: dict[float, float]
+
+    def row(self) -> Row:
+        """Plain values, nested ones under joined names."""
+        flat: Row = {}
+        for name, value in msgspec.to_builtins(self, str_keys=True).items():
+            if isinstance(value, dict):
+                flat.update({f"{name}_{key}": inner for key, inner in value.items()})
+            else:
+                flat[name] = value
+        return flat
+
+
+def characterise(trace: Trace) -> Character:
+    """Looks at a trace; takes a second or so per million blocks."""
+    sizes, n = np.diff(trace.offsets), max(len(trace), 1)
+    uses = np.sort(np.bincount(trace.blocks, minlength=trace.unique))[::-1]
+    top = max(1, round(trace.unique / 100))
+    turns = next_turns(trace, use_sessions=False)
+    going_on = np.flatnonzero(turns >= 0)
+    arrivals = np.diff(trace.times_ns) / 1e9
+    mean = float(arrivals.mean()) if len(arrivals) else 0.0
+    times, requests = _reuses(trace)
+    distances = stack_distances(trace)
+    pages = [max(1, int(size * trace.unique + 1e-9)) for size in SIZES]
+    return Character(
+        trace=trace.name,
+        requests=len(trace),
+        sessions=len(np.unique(trace.sessions[trace.sessions >= 0])),
+        tenants=len(np.unique(trace.tenants)),
+        span_s=float(arrivals.sum()),
+        block_tokens=trace.block_tokens,
+        blocks=len(trace.blocks),
+        unique=trace.unique,
+        infinite_hit_ratio=1.0 - trace.unique / max(len(trace.blocks), 1),
+        used_once=float((uses == 1).mean()) if len(uses) else 0.0,
+        top_share=float(uses[:top].sum() / max(len(trace.blocks), 1)),
+        blocks_per_request=_spread(sizes),
+        extending=len(going_on) / n,
+        gap_s=_spread((trace.times_ns[turns[going_on]] - trace.times_ns[going_on]) / 1e9),
+        reuse_s=_spread(times),
+        reuse_requests=_spread(requests),
+        stack_distance=_spread(distances[distances >= 0]),
+        arrival_s=mean,
+        arrival_cv=float(arrivals.std() / mean) if mean else 0.0,
+        working_set={window: _working_set(trace, window) for window in WINDOWS_S},
+        returns=_returns(turns),
+        lru=dict(zip(SIZES, lru_hit_ratios(distances, pages), strict=True)),
+    )
+
+
+def _spread(values: NDArray[np.generic]) -> Spread:
+    if not len(values):
+        return Spread(0.0, 0.0, 0.0, 0.0)
+    return Spread(*np.percentile(values.astype(np.float64), (10, 50, 90, 99)).tolist())
+
+
+def _reuses(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Seconds and requests from each use of a block to its next."""
+    users = np.repeat(np.arange(len(trace)), np.diff(trace.offsets))
+    order = np.argsort(trace.blocks, kind="stable")
+    again = trace.blocks[order[1:]] == trace.blocks[order[:-1]]
+    before, after = users[order[:-1][again]], users[order[1:][again]]
+    return (trace.times_ns[after] - trace.times_ns[before]) / 1e9, after - before
+
+
+def _working_set(trace: Trace, window_s: float) -> float:
+    """Different blocks per window, mean over the windows with any."""
+    if not len(trace.blocks):
+        return 0.0
+    windows = (trace.times_ns - trace.times_ns[0]) // round(window_s * 1e9)
+    each = np.repeat(windows, np.diff(trace.offsets))
+    pairs = np.unique(each * trace.unique + trace.blocks)
+    return len(pairs) / len(np.unique(each))
+
+
+def _returns(turns: NDArray[np.int64]) -> dict[int, float]:
+    """Share of the requests of each turn that are continued."""
+    number = np.zeros(len(turns), np.int64)
+    for r, following in enumerate(turns.tolist()):
+        if following >= 0:
+            number[following] = number[r] + 1
+    return {
+        turn: float((turns[number == turn] >= 0).mean()) for turn in TURNS if (number == turn).any()
+    }

@@ -1,0 +1,176 @@
+"""What things cost: models, accelerators and the places behind them, as plain constants.
+
+Each constant has its source beside it, or says that it is an assumption. Nothing here is measured
+by FlowKV; whatever is computed from it is simulated (DESIGN D17).
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from flowkv.core.errors import ConfigError
+from flowkv.sim.trace import Trace
+
+Positive = Annotated[float, Meta(gt=0.0)]
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a model decides about the cost of keys and values.
+
+    Attributes:
+        parameters: Weights that take part in each token.
+        layers: Layers with attention.
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        head_dim: Numbers of each.
+        bytes_per_number: Of stored keys and values.
+    """
+
+    parameters: Positive = 8.0e9
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    bytes_per_number: Positive = 2.0
+
+    def token_bytes(self) -> float:
+        """Keys and values of one token."""
+        return 2.0 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_number
+
+    def prefill_flops(self, first: NDArray[np.float64], tokens: float) -> NDArray[np.float64]:
+        """To compute `tokens` tokens that follow `first` others.
+
+        Twice the weights per token, and two products of each query with the keys before it
+        (causal), over all heads and layers: Hoffmann et al., arXiv 2203.15556, appendix F.
+        """
+        attended = tokens * (first + (tokens + 1) / 2)
+        return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.heads * (
+            self.head_dim * attended
+        )
+
+
+MODELS = MappingProxyType(
+    {
+        "8b": Shape(),
+        "70b": Shape(parameters=70.6e9, layers=80, heads=64),
+        "1b": Shape(parameters=1.24e9, layers=16, head_dim=64),
+    }
+)
+"""Shapes of common dense models with grouped-query attention, in bf16; from their public
+configuration files."""
+
+
+class Place(NamedTuple):
+    """Where blocks may lie.
+
+    Attributes:
+        name: For tables.
+        latency_s: Before the first byte of a transfer to the accelerator.
+        bytes_per_s: Of that transfer.
+        dollars_per_gib_hour: Price of its room.
+    """
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+    dollars_per_gib_hour: float
+
+
+class Hardware(NamedTuple):
+    """An accelerator and what it can reach.
+
+    Attributes:
+        name: In `HARDWARE`.
+        flops: Dense bf16 operations a second, as the maker states them.
+        efficiency: Share of these that a prefill reaches; an assumption everywhere.
+        memory_bytes: Of the accelerator.
+        dollars_per_hour: To rent it; an assumption everywhere.
+        places: Fastest first; the first is the accelerator's own memory.
+    """
+
+    name: str
+    flops: float
+    efficiency: float
+    memory_bytes: float
+    dollars_per_hour: float
+    places: tuple[Place, ...]
+
+    def place(self, name: str) -> Place:
+        """One of its places.
+
+        Raises:
+            ConfigError: If it has none of that name.
+        """
+        for place in self.places:
+            if place.name == name:
+                return place
+        names = ", ".join(place.name for place in self.places)
+        raise ConfigError(f"{self.name} has no place {name!r}", f"Its places are {names}")
+
+    def prefill_s(self, flops: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds that so much work takes."""
+        return flops / (self.flops * self.efficiency)
+
+
+# Prices of room are assumptions: the accelerator's own memory costs its share of the rent; host
+# memory 0.004, NVMe 0.00011 and objects 0.00003 dollars per GiB and hour are the order of public
+# cloud list prices in 2025. Latencies of host and NVMe: tens of microseconds are what a copy and a
+# read take to begin (assumptions); of a remote store about one round trip and a look-up.
+_DISK = Place("disk", 100e-6, 6.5e9, 0.00011)  # one PCIe 4 x4 drive, read: data sheets, 6.5-7 GB/s
+_REMOTE = Place("remote", 1e-3, 10e9, 0.0005)  # 100 Gbit/s at 80 %; assumption
+_HOST_GIB = 0.004
+
+
+def _server(name: str, flops: float, memory_gb: float, rate: float, link: float) -> Hardware:
+    """A data-centre accelerator. `rate`: bytes a second of its memory, `link`: to the host."""
+    dollars = {"h100": 3.0, "h200": 3.8, "b200": 6.0, "mi300x": 3.0}[name]
+    memory = memory_gb * 1e9
+    own = Place("hbm", 1e-6, rate, dollars / (memory / 2**30))
+    host = Place("dram", 15e-6, link, _HOST_GIB)
+    return Hardware(name, flops, 0.5, memory, dollars, (own, host, _DISK, _REMOTE))
+
+
+HARDWARE = MappingProxyType(
+    {
+        hardware.name: hardware
+        for hardware in (
+            # Makers' data sheets: dense bf16, memory, its bandwidth. Link: PCIe 5 x16 is 63 GB/s,
+            # of which copies reach about 55.
+            _server("h100", 989e12, 80, 3.35e12, 55e9),
+            _server("h200", 989e12, 141, 4.8e12, 55e9),
+            _server("b200", 2250e12, 180, 8.0e12, 55e9),
+            _server("mi300x", 1307e12, 192, 5.3e12, 55e9),
+            # A laptop with a mobile GPU and a PCIe 4 x8 link; all figures are assumptions.
+            Hardware(
+                "laptop",
+                40e12,
+                0.4,
+                8e9,
+                0.05,
+                (
+                    Place("hbm", 2e-6, 256e9, 0.05 / (8e9 / 2**30)),
+                    Place("dram", 20e-6, 12e9, _HOST_GIB),
+                    Place("disk", 120e-6, 3.5e9, 0.00011),
+                    Place("remote", 20e-3, 100e6, 0.0005),
+                ),
+            ),
+        )
+    }
+)
+"""Accelerators by name."""
+
+CODECS = MappingProxyType({"raw": 1.0, "kv8": 0.53, "kv4": 0.28})
+"""Bytes after compression over bytes before, scales included; INT8 and INT4 pages of 64 tokens and
+more (docs/guides/codecs.md)."""
+
+
+def block_costs(trace: Trace, model: Shape = MODELS["8b"]) -> NDArray[np.float64]:
+    """f8 [U]: operations to compute each block, given all blocks before it."""
+    tokens = float(trace.block_tokens)
+    return model.prefill_flops(np.multiply(trace.depths, tokens, dtype=np.float64), tokens)

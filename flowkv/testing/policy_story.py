@@ -1,0 +1,358 @@
+"""A policy's life as a Hypothesis state machine: everything its driver may tell and ask it.
+
+Three copies of the policy live through the same story. One gets the times as they come, backwards
+too; one gets the clamped times, and is saved and restored now and then; one hears nothing but what
+must have an effect: no questions, no refused evictions. All three must answer alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
+
+from flowkv.policy.base import NEVER_NS, Policy, Slots, Visit
+from flowkv.policy.config import DEFAULT_RANK, Lease
+from flowkv.testing.policy_model import PolicyModel, require
+
+SLOTS = 12
+SECOND = 10**9
+steps_ns = st.sampled_from([0, 0, 1, SECOND, 7 * SECOND, 100 * SECOND, -1, -3 * SECOND])
+masks = st.integers(0, (1 << SLOTS + 2) - 1)
+slot_sets = st.builds(  # about a quarter of all slots
+    lambda a, b: [s for s in range(SLOTS + 2) if a & b & 1 << s], masks, masks
+)
+few_slots = st.lists(st.integers(0, SLOTS + 2), max_size=2)
+requests = st.integers(0, 3)
+
+
+def array(slots: Sequence[int]) -> Slots:
+    """As policies get them."""
+    return np.array(slots, dtype=np.int64)
+
+
+def overrides(policy: Policy, *methods: str) -> bool:
+    """Whether a policy does more than `Policy` in all these."""
+    return all(getattr(type(policy), m) is not getattr(Policy, m) for m in methods)
+
+
+class PolicyStory(RuleBasedStateMachine):
+    """See the module; what is declared below is said to `check_policy`."""
+
+    make: Callable[[], Policy]
+    leases: tuple[str | Lease, ...]
+    leaf_first: bool
+    key_order: bool
+    heeds: frozenset[str]
+
+    @initialize(start=st.sampled_from([0, 5 * SECOND, 10**18, -SECOND]))
+    def begin(self, start: int) -> None:
+        """Makes the three copies."""
+        self.raw, self.twin, self.quiet = self.make(), self.make(), self.make()
+        require(isinstance(self.raw, Policy), "it must have every method of Policy")
+        require(bool(self.raw.name), "its name must not be empty")
+        self.clock = self.clamped = start
+        self.model = PolicyModel(self.leaf_first)
+        self.heeded = set(self.heeds)
+        if not overrides(self.raw, "enqueue"):
+            self.heeded.discard("queue")
+        if not any(isinstance(x, Lease) and x.rank != DEFAULT_RANK for x in self.leases):
+            self.heeded.discard("rank")
+        for first in (0, 3):
+            self.insert(SECOND, 3, first, True, first, (1, 0, 0))
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    @rule(
+        dt=steps_ns,
+        n=st.integers(1, 4),
+        first=st.integers(0, SLOTS),
+        known=st.booleans(),
+        lease=st.integers(0, 7),
+        said=st.tuples(st.integers(1, 1 << 40), st.integers(0, 1 << 40), st.integers(0, 1)),
+    )
+    def insert(
+        self, dt: int, n: int, first: int, known: bool, lease: int, said: tuple[int, int, int]
+    ) -> None:
+        """A chain becomes resident, below `first` if that is resident and parents are known."""
+        self.ask_expired(dt)
+        order = [(first + 5 * i) % SLOTS for i in range(SLOTS)]
+        slots = [s for s in order if s not in self.model.parent][:n]
+        above = [first, *slots][: len(slots)] if known else [-1] * len(slots)
+        word = self.leases[lease % len(self.leases)]
+        rank = word.rank if isinstance(word, Lease) else DEFAULT_RANK
+        n_bytes, cost_ns, tenant = said
+        for s, p in zip(slots, above, strict=True):
+            mine = p if self.model.tenant.get(p, tenant) == tenant else -1
+            self.model.add(s, mine, tenant, rank)
+        above = [self.model.parent[s] for s in slots]
+        more: dict[str, Any] = {"n_bytes": n_bytes, "cost_ns": cost_ns, "tenant": tenant}
+        self.tell(lambda x, now, a, b: x.insert(now, a, b, lease=word, **more), slots, above)
+
+    @rule(
+        dt=steps_ns,
+        end=st.integers(0, SLOTS),
+        strangers=slot_sets,
+        request=st.integers(-1, 3),
+        session=st.integers(-1, 1),
+        tokens=st.sampled_from([0, 1, 10**6]),
+    )
+    def access(
+        self, dt: int, end: int, strangers: list[int], request: int, session: int, tokens: int
+    ) -> None:
+        """A request uses the chain down to `end`, and names some slots that are not resident."""
+        self.pass_time(dt, silently=True)
+        path = self.model.path(end) + [s for s in strangers if s not in self.model.parent]
+        visit = Visit(request, session, tokens, len(path))
+        self.tell(lambda x, now, a: x.access(now, a, visit), path)
+        self.model.queued.pop(request, None)
+
+    @rule(dt=steps_ns, request=requests, stop=st.integers(0, 3), tokens=st.integers(0, 10**6))
+    def complete(self, dt: int, request: int, stop: int, tokens: int) -> None:
+        """A request ended, known or not."""
+        self.pass_time(dt)
+        self.tell(lambda x, now: x.complete(now, request, stop=stop, output_tokens=tokens))
+
+    @rule(slots=few_slots)
+    def remove(self, slots: list[int]) -> None:
+        """Blocks vanish, resident or not; their children stay as roots."""
+        here = sorted(set(slots) & set(self.model.parent))
+        self.tell(lambda x, now, a: x.remove(a), slots, quiet=here)
+        self.model.drop(here)
+
+    @rule(slots=few_slots)
+    def forget(self, slots: list[int]) -> None:
+        """Nobody knows some blocks any more that are neither resident, pinned nor queued for."""
+        busy = {
+            *self.model.parent,
+            *self.model.pins,
+            *chain.from_iterable(self.model.queued.values()),
+        }
+        self.tell(lambda x, now, a: x.forget(a), [s for s in slots if s not in busy])
+
+    @rule(slot=st.integers(0, SLOTS - 1))
+    def reuse(self, slot: int) -> None:
+        """Another block takes the slot, and has none of the children of the last one."""
+        self.remove([slot])
+        self.forget([slot])
+        self.model.add(slot, -1, 0, DEFAULT_RANK)
+        self.tell(lambda x, now, a, b: x.insert(now, a, b), [slot], [-1])
+
+    @precondition(lambda self: overrides(self.raw, "pin", "unpin"))
+    @rule(end=st.integers(0, SLOTS), others=few_slots)
+    def pin(self, end: int, others: list[int]) -> None:
+        """A chain, and some others, resident or not, must stay."""
+        slots = self.model.path(end) + others
+        self.tell(lambda x, now, a: x.pin(a), slots)
+        self.model.pins.update(slots)
+
+    @precondition(lambda self: self.model.pins)
+    @rule(which=slot_sets)
+    def unpin(self, which: list[int]) -> None:
+        """Some pins end."""
+        slots = [s for s in which if self.model.pins[s]] or [min(self.model.pins)]
+        self.tell(lambda x, now, a: x.unpin(a), slots)
+        self.model.pins.subtract(slots)
+        self.model.pins += type(self.model.pins)()
+
+    @rule(
+        dt=steps_ns,
+        end=st.integers(0, SLOTS),
+        eta_ns=st.sampled_from([0, 1, SECOND, 50 * SECOND, NEVER_NS]),
+        sigma=st.sampled_from([0.0, 0.5, 2.0]),
+    )
+    def hint(self, dt: int, end: int, eta_ns: int, sigma: float) -> None:
+        """The application says when it comes back; for a slot that is not resident, too."""
+        self.pass_time(dt)
+        path = self.model.path(end) or [end]
+        self.tell(lambda x, now, a: x.hint(now, a, eta_ns, sigma), path)
+        self.model.hinted.update(path)
+
+    @rule(dt=steps_ns, request=requests, end=st.integers(0, SLOTS))
+    def enqueue(self, dt: int, request: int, end: int) -> None:
+        """A request waits; perhaps it waited already, for another chain."""
+        self.pass_time(dt)
+        path = self.model.path(end) or [end]
+        self.tell(lambda x, now, a: x.enqueue(now, request, a), path)
+        self.model.queued[request] = path
+
+    @rule(dt=steps_ns, request=requests)
+    def abort(self, dt: int, request: int) -> None:
+        """A request will not go on, known or not."""
+        self.pass_time(dt)
+        self.tell(lambda x, now: x.abort(now, request))
+        self.model.queued.pop(request, None)
+
+    @rule(dt=steps_ns, tenant=st.integers(0, 2))
+    def invalidate(self, dt: int, tenant: int) -> None:
+        """All that a tenant has is stale; the third one has nothing."""
+        self.ask_expired(dt)
+        self.tell(lambda x, now: x.invalidate(now, tenant))
+        stale = self.model.stale_of(tenant)
+        self.ask_expired(0)
+        if overrides(self.raw, "invalidate"):
+            require(stale <= self.model.gone, "an invalid block had not expired")
+
+    @precondition(lambda self: overrides(self.twin, "snapshot", "restore"))
+    @rule()
+    def save(self) -> None:
+        """One copy is saved, and a fresh one goes on from there."""
+        image, fresh = self.twin.snapshot(), self.make()
+        require(isinstance(image, bytes), "a snapshot is bytes")
+        fresh.restore(image)
+        self.twin = fresh
+
+    # --- what is decided ------------------------------------------------------------------------
+
+    @rule(
+        dt=steps_ns,
+        n=st.sampled_from([1, 1, 2, 3, 5, 0, -1, -2, -2, -3]),
+        protected=slot_sets,
+        box=st.sampled_from([list, set, tuple, frozenset, array]),
+    )
+    def evict(
+        self, dt: int, n: int, protected: list[int], box: Callable[..., Collection[int]]
+    ) -> None:
+        """Room is needed: for `n` blocks or, if negative, for about all that can be had."""
+        self.ask_expired(dt)
+        model = self.model
+        most = len(model.parent) - len(model.stuck(protected))
+        n = n if n >= 0 else max(0, most + n + 2)
+        free = set(model.parent) - set(protected) - set(model.pins)
+        worth = {s: self.raw.priority(s) for s in model.parent}
+        before, weakest = self.raw.digest(), self.raw.weakest(self.clock, box(protected))
+        got = self.raw.evict(self.clock, n, box(protected))
+        same = self.twin.evict(self.clamped, n, box(protected))
+        if got is None or same is None:
+            require(got is None and same is None, "equal stories must give equal answers")
+            require(n > most, f"evict({n}) was refused; {most} can be freed leaf by leaf")
+            return
+        quiet = self.quiet.evict(self.clamped, n, box(protected))
+        victims = self.take(got, same)
+        require(quiet is not None and victims == quiet.tolist(), "a call without effect had one")
+        require(len(victims) == n, f"evict({n}) gave {len(victims)} victims")
+        require(n == 0 or before != self.raw.digest(), "the digest must tell of every decision")
+        if n == 1 and overrides(self.raw, "weakest"):
+            require(victims == [weakest], "the weakest was not the one that went")
+        self.leave(victims, free, worth if n == 1 and self.key_order else {})
+
+    @rule(
+        dt=steps_ns,
+        n=st.integers(0, 3),
+        rate=st.sampled_from([0.0, 1e-3, 1.0, math.inf]),
+        protected=slot_sets,
+    )
+    def displace(self, dt: int, n: int, rate: float, protected: list[int]) -> None:
+        """A prefetch asks for room."""
+        self.ask_expired(dt)
+        free = set(self.model.parent) - set(protected) - set(self.model.pins)
+        got = self.raw.displace(self.clock, n, rate, protected)
+        same = self.twin.displace(self.clamped, n, rate, protected)
+        quiet = self.quiet.displace(self.clamped, n, rate, protected)
+        victims = self.take(got, same)
+        require(victims == quiet.tolist(), "a call without effect had one")
+        require(len(victims) <= n, f"displace({n}) gave {len(victims)} victims")
+        self.leave(victims, free, {})
+
+    @rule(dt=steps_ns)
+    def ask_expired(self, dt: int) -> None:
+        """What has run out?"""
+        self.pass_time(dt)
+        got = self.take(self.raw.expired(self.clock), self.twin.expired(self.clamped))
+        require(len(set(got)) == len(got), "expired named a slot twice")
+        require(set(got) <= set(self.model.parent), "expired named a slot that is not resident")
+        require(self.model.gone <= set(got), "an expired block came back without an insert")
+        self.model.gone = set(got)
+
+    @rule(dt=steps_ns, slots=slot_sets)
+    def ask_admit(self, dt: int, slots: list[int]) -> None:
+        """What would be worth its bytes?"""
+        self.pass_time(dt)
+        news = [s for s in slots if s not in self.model.parent]
+        got = self.raw.admit(self.clock, array(news))
+        same = self.twin.admit(self.clamped, array(news))
+        require(got.dtype == np.bool_ and got.shape == (len(news),), "admit: one bool per slot")
+        require(bool(np.array_equal(got, same)), "equal stories must give equal answers")
+
+    @rule(dt=steps_ns, n=st.integers(0, 4))
+    def ask_wanted(self, dt: int, n: int) -> None:
+        """What should come back?"""
+        self.pass_time(dt)
+        (got, rates), (same, equal) = (
+            self.raw.wanted(self.clock, n),
+            self.twin.wanted(self.clamped, n),
+        )
+        tips = self.take(got, same)
+        require(bool(np.array_equal(rates, equal)), "equal stories must give equal answers")
+        require(len(tips) <= n and len(tips) == len(rates), "wanted: at most n, one rate each")
+        require(not set(tips) & set(self.model.parent), "wanted named what is resident")
+        require(bool(np.all(np.diff(rates) <= 0)), "wanted: the best first")
+        require(bool(np.all(rates >= 0)), "wanted: rates are numbers from 0 upwards")
+
+    @invariant()
+    def agrees(self) -> None:
+        """Residence, priorities and digests, after every call."""
+        here = list(self.raw.resident())
+        require(len(set(here)) == len(here), "resident names a slot twice")
+        require(set(here) == set(self.model.parent), "resident is not what came and did not go")
+        for s in range(-1, SLOTS + 3):
+            value = self.raw.priority(s)
+            require(not math.isnan(value), "a priority must be a number")
+            is_here = value > -math.inf
+            require(is_here == (s in self.model.parent), "priority is -inf where not resident")
+        digest = self.raw.digest()
+        require(0 <= digest < 1 << 64, "digest is an unsigned number of 64 bits")
+        require(digest == self.raw.digest() == self.twin.digest(), "equal stories: equal digests")
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def pass_time(self, dt: int, silently: bool = False) -> None:
+        """Moves the raw clock, perhaps backwards, and the clamped one.
+
+        A call that a policy ignores does not tell it the time; an eviction of nothing does.
+        """
+        self.clock = self.clamped + dt
+        self.clamped = max(self.clamped, self.clock)
+        if not silently:
+            self.raw.evict(self.clock, 0)
+            self.twin.evict(self.clamped, 0)
+
+    def tell(
+        self, call: Callable[..., None], *arrays: list[int], quiet: list[int] | None = None
+    ) -> None:
+        """One call to all three; arrays that are kept or written show up."""
+        mine = [array(a) for a in arrays]
+        call(self.raw, self.clock, *mine)
+        for a, given in zip(mine, arrays, strict=True):
+            require(a.tolist() == given, "an argument was written to")
+            a[:] = -7
+        call(self.twin, self.clamped, *[array(a) for a in arrays])
+        if quiet is None:
+            call(self.quiet, self.clamped, *[array(a) for a in arrays])
+        elif quiet:
+            call(self.quiet, self.clamped, array(quiet))
+
+    def take(self, got: NDArray[Any], same: NDArray[Any]) -> list[int]:
+        """The answer of two copies, which must be equal; scribbles over one of them."""
+        answer: list[int] = got.tolist()
+        require(got.ndim == 1 and got.dtype.kind == "i", "an answer is a vector of integers")
+        require(answer == same.tolist(), "equal stories must give equal answers")
+        if got.flags.writeable:
+            got[:] = -7
+        return answer
+
+    def leave(self, victims: list[int], free: set[int], worth: dict[int, float]) -> None:
+        """Victims go, each of which must have been free to, in its turn."""
+        require(len(set(victims)) == len(victims), "a slot was given up twice")
+        require(set(victims) <= set(self.model.parent), "a victim was not resident")
+        require(set(victims) <= free, "a protected or pinned slot was given up")
+        for victim in victims:
+            self.model.judge(victim, free, worth, self.heeded)
+            self.model.drop([victim])
+            free.discard(victim)

@@ -1,0 +1,173 @@
+"""The hedge as written down, slowly: lists and sets, sorted where something is chosen."""
+
+from __future__ import annotations
+
+import math
+
+from flowkv.policy.hedge.ghost import mixed
+from flowkv.policy.order.static_key import aged
+
+HALF_LIFE_S = 1800.0
+
+
+class SlowHedge:
+    """What a hedge keeps beside the order; `worth(slot)` tells what the learned order thinks."""
+
+    def __init__(self, taus, sample):
+        self.taus, self.sample = taus, sample
+        self.rows = len(taus) + 1
+        self.up, self.next, self.depth, self.line = {}, {}, {}, {}
+        self.here, self.ghosts = set(), []  # ghosts: oldest first
+        self.keys = [{} for _ in range(self.rows)]
+        self.held = [set() for _ in range(self.rows)]
+        self.active = self.room = self.mask = self.serial = 0
+        self.remained = []
+        self.last = self.last_time = self.time = None
+        self.blocks = self.surplus = self.failed = self.entry = 0
+        self.lately = self.squares = 0.0
+        self.stats = [[0.0, 0.0, 0.0] for _ in range(self.rows)]
+
+    # ---- lineage and list
+
+    def name(self, s, above):
+        self.line[s], self.up[s], self.next[s] = self.now_line, above, None
+        self.depth[s] = self.depth[above] + 1 if above is not None else 0
+        if above is not None and self.next[above] is None:
+            self.next[above] = s
+
+    def arrive(self, slots, session):
+        self.ghosts = self.ghosts[-self.room :] if self.room else self.ghosts
+        known = max([i + 1 for i, s in enumerate(slots) if s in self.line], default=0)
+        after = self.next[slots[known - 1]] if known else None
+        if session >= 0:
+            self.now_line = mixed(session)
+        elif known and (after is None or known == len(slots) or self.next[after] is None):
+            self.now_line = self.line[slots[known - 1]]
+        else:
+            self.serial += 1
+            self.now_line = mixed(self.serial)
+        for i in range(known, len(slots)):
+            self.name(slots[i], slots[i - 1] if i else None)
+        here, found = len(self.here & set(slots)), len(set(self.ghosts) & set(slots))
+        for s in reversed(slots):
+            if s in self.ghosts or s in self.here:
+                self.ghosts = [g for g in self.ghosts if g != s] + [s]
+        return here, found
+
+    def insert(self, now, slots, parents):
+        above = self.last if self.last_time == now else None
+        for i, (s, p) in enumerate(zip(slots, parents, strict=True)):
+            if p >= 0 and p in self.line:
+                above = p
+            elif i == 0 and s in self.line:
+                above = self.up[s]
+            if s not in self.line:
+                self.name(s, above)
+                self.last = s
+            self.here.add(s)
+            if s not in self.ghosts:
+                at = self.ghosts.index(above) if above in self.ghosts else len(self.ghosts)
+                self.ghosts.insert(at, s)
+            above = s
+        if self.now_line & self.mask == 0:
+            for k in range(self.rows - 1):
+                for s in set(slots) - self.held[k]:
+                    self.keys[k].setdefault(s, now)
+                    self.held[k].add(s)
+        if self.active != self.rows - 1:
+            self.held[-1] |= set(slots)
+
+    # ---- shadows
+
+    def leaves(self, k):
+        return self.held[k] - {self.up[s] for s in self.held[k]}
+
+    def trim(self, k, most, key):
+        while len(self.held[k]) > most:
+            self.held[k].remove(min(self.leaves(k), key=lambda s: (key(s), -self.depth[s], s)))
+
+    def learn(self, worth):
+        slack = self.room >> 5
+        if self.room and len(self.held[-1]) > self.room + slack:
+            self.trim(self.rows - 1, self.room - slack, worth)
+
+    def evicted(self, victims, capacity_left):
+        self.here -= set(victims)
+        self.remained.append(capacity_left)
+        epoch = (len(self.remained) // 64) * 64
+        self.room = max(1, *self.remained[max(0, epoch - 65) :][-127:])
+        while self.room // (self.mask + 1) > self.sample:
+            self.mask = 2 * self.mask + 1
+            for k in range(self.rows - 1):
+                while gone := {s for s in self.leaves(k) if self.line[s] & self.mask}:
+                    self.held[k] -= gone
+        for k in range(self.rows - 1):
+            self.trim(k, max(1, self.room // (self.mask + 1)), self.keys[k].get)
+
+    # ---- the rule
+
+    def rate(self, k):
+        weight, gain, spread = self.stats[k]
+        weight = max(weight, 1.0)
+        return gain / weight, math.sqrt(spread + 24.0**2) / weight
+
+    def credit(self, k, n, more):
+        for i, x in enumerate((n, more, more * more)):
+            self.stats[k][i] += x
+
+    def in_debt(self, k, debt, share):
+        rate, doubt = self.rate(k)
+        return self.surplus < -(debt + share * self.blocks) and rate <= 3 * doubt
+
+    def decide(self):
+        least = [0.0]
+        for k in range(1, self.rows):
+            rate, doubt = self.rate(k)
+            least.append(rate - (1.0 if k == self.rows - 1 else 2.0) * doubt)
+        best = least.index(max(least))
+        if self.active == 0:
+            early = self.blocks < 1.5 * self.failed
+            return 0 if early or self.in_debt(best, 24, 0.0005) else best
+        since = self.surplus - self.entry
+        broke = since < 0 and self.in_debt(self.active, 64, 0.0006)
+        bad = self.lately < -2 * math.sqrt(self.squares + 24.0**2)
+        if since < -(40 + 0.0004 * self.blocks) or broke or bad:
+            return 0
+        (rate, doubt), (mine, also) = self.rate(best), self.rate(self.active)
+        better = rate - 1.02 * mine > math.hypot(doubt, also)
+        return best if best and best != self.active and better else self.active
+
+    def access(self, now, slots, session, worth):
+        here, found = self.arrive(slots, session)
+        if self.time is not None and now > self.time:
+            fade = 0.5 ** ((now - self.time) / 1e9 / HALF_LIFE_S)
+            self.lately, self.squares = self.lately * fade, self.squares * fade
+            self.stats = [[x * fade for x in row] for row in self.stats]
+        self.time = self.last_time = now
+        n, more = len(slots), here - found
+        self.last = slots[-1] if slots else None
+        self.blocks, self.surplus = self.blocks + n, self.surplus + more
+        self.lately, self.squares = self.lately + more, self.squares + more * more
+        if self.active == self.rows - 1:
+            self.credit(-1, n, more)
+        chosen = self.decide()
+        if chosen != self.active:
+            self.failed = self.blocks if chosen == 0 else self.failed
+            self.entry, self.lately, self.squares = self.surplus, 0.0, 0.0
+            if self.active == self.rows - 1:
+                self.held[-1] = set(self.here)
+            self.active = chosen
+        if self.active != self.rows - 1:
+            self.learn(worth)
+            self.credit(-1, n, len(self.held[-1] & set(slots)) - found)
+            self.held[-1] |= self.here & set(slots)
+        if self.now_line & self.mask == 0:
+            hits = []
+            for k, tau in enumerate(self.taus):
+                hits.append(len(self.held[k] & set(slots)))
+                for s in slots:
+                    old = self.keys[k].get(s)
+                    self.keys[k][s] = now if old is None else aged(old, now, tau)
+                self.held[k] |= self.here & set(slots)
+            for k in range(1, self.rows - 1):
+                self.credit(k, n, hits[k] - hits[0])

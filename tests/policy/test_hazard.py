@@ -1,0 +1,294 @@
+"""The learned order: what its model may and may not do, what it keeps, and what it learns."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowkv.core.errors import ConfigError
+from flowkv.policy import HazardIndex, Lease, Visit
+from flowkv.policy.base import NEVER_NS, TOOL_USE, TURN_END
+from flowkv.policy.hazard.features import (
+    BUCKETS,
+    FEATURES,
+    SIZES,
+    STARTS,
+    TIP,
+    TRAITS,
+    describe_all,
+)
+from flowkv.policy.hazard.hint import beyond, hinted_index
+from flowkv.policy.hazard.image import is_model
+from flowkv.policy.hazard.model import (
+    BASE_LIMIT,
+    BASES,
+    BINS,
+    EDGES_NS,
+    MOST_INDEX,
+    REACH,
+    WEIGHT_LIMIT,
+    bin_of,
+    decay,
+    fresh_model,
+    hazard,
+    index,
+    logistic,
+    teach,
+)
+from flowkv.policy.hazard.tips import TIPS, key_of, value_of
+
+S = 10**9
+whole = st.integers(-(1 << 31), (1 << 31) - 1)
+anything = st.floats(allow_nan=True, allow_infinity=True)
+few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+def ids(*values):
+    return np.array(values, np.int64)
+
+
+# ---- the arithmetic
+
+
+@given(anything)
+@few
+def test_a_hazard_is_a_probability_whatever_the_weights_say(x):
+    assert 0.0 < logistic(x) < 1.0
+    if abs(x) < 17:
+        assert logistic(x) == pytest.approx(1 / (1 + math.exp(-x)), rel=1e-9)
+
+
+@given(st.floats(0, 1e6))
+@few
+def test_decay(x):
+    assert decay(x) == pytest.approx(math.exp(-x) if x < 40 else 0.0, rel=1e-9, abs=1e-17)
+
+
+@given(st.floats(-6, 6))
+@few
+def test_tail_of_the_normal_distribution(z):
+    assert beyond(z) == pytest.approx(0.5 * math.erfc(z / math.sqrt(2)), abs=2e-7)
+
+
+@given(st.lists(st.one_of(whole, st.integers(0, 40)), min_size=4, max_size=4), anything, anything)
+@few
+def test_every_history_has_one_bucket_per_feature(counts, pace, spread):
+    tips, traits = np.zeros(1, TIP), np.full((1, TRAITS), pace)
+    tips["blocks"], tips["known"], tips["turn"], tips["output"] = counts
+    tips["blocks"], tips["known"] = abs(tips["blocks"]), abs(tips["known"])
+    tips["turn"] = abs(tips["turn"])
+    tips["stop"], traits[0, 2] = counts[0] & 127, spread
+    rows = np.zeros((1, FEATURES), np.int32)
+    describe_all(tips, traits, rows)
+    inside = (rows[0] >= STARTS) & (rows[0] < STARTS + np.array(list(SIZES.values())))
+    assert inside.all(), rows
+
+
+@given(st.integers(0, 1 << 62))
+@few
+def test_bins(age):
+    b = bin_of(age)
+    assert EDGES_NS[b] <= age and (b == BINS - 1 or age < EDGES_NS[b + 1])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, BINS - 1), st.integers(0, 1))))
+@few
+def test_learning_stays_within_bounds_and_finite(events):
+    rng = np.random.default_rng(0)
+    rows = (STARTS + rng.integers(0, 1 << 20, (4, FEATURES)) % list(SIZES.values())).astype("i4")
+    models = fresh_model()
+    models[0, :BASES:2] = rng.choice([-WEIGHT_LIMIT, 0, WEIGHT_LIMIT], BUCKETS * 9)
+    models[0, BASES:REACH:2] = rng.choice([-BASE_LIMIT, 0, BASE_LIMIT], BINS)
+    for row, i, returned in events * 20:
+        teach(models, rows[row], i, returned)
+        assert 0.0 < hazard(models[0], rows[row], i) < 1.0
+        assert 0.0 <= index(models, rows[row], i) <= MOST_INDEX
+    assert is_model(models)
+
+
+def test_learning_finds_the_rate():
+    rng = np.random.default_rng(1)
+    models, row = fresh_model(), STARTS.astype("i4")
+    for _ in range(3000):
+        teach(models, row, 7, int(rng.random() < 0.3))
+    assert hazard(models[0], row, 7) == pytest.approx(0.3, abs=0.08)
+
+
+@given(st.floats(1e-9, 1e6), st.floats(0, 10), st.floats(0, 1e6))
+@few
+def test_a_hint_gives_an_index_or_gives_up(eta, sigma, age):
+    value = hinted_index(eta, sigma, age)
+    assert value == -1.0 or 0.0 < value <= MOST_INDEX
+
+
+def test_hints_prefer_the_sooner_and_the_surer():
+    assert hinted_index(5.0, 0.5, 0.0) > hinted_index(50.0, 0.5, 0.0) > 0
+    assert hinted_index(50.0, 0.5, 40.0) > hinted_index(50.0, 0.5, 0.0)
+    assert hinted_index(5.0, 0.5, 5000.0) == -1.0
+
+
+@given(st.floats(0, 1e12), st.floats(0, 1e12))
+@few
+def test_keys_keep_the_order_of_indices(a, b):
+    assert (1 << 61) <= key_of(a) < 1 << 62
+    if a < b:
+        assert key_of(a) <= key_of(b)
+    if 1e-12 < a < 1e12:
+        assert value_of(key_of(a)) == pytest.approx(a, rel=1e-12)
+
+
+# ---- what it keeps
+
+
+def turn(policy, now, chain, request, stop=TOOL_USE, output=50):
+    policy.access(now, ids(*chain), Visit(request, blocks=len(chain)))
+    new = [s for s in chain if policy.priority(s) == -math.inf]
+    parents = {s: p for s, p in zip(chain[1:], chain, strict=False)}
+    policy.insert(now, ids(*new), ids(*[parents.get(s, -1) for s in new]))
+    policy.complete(now, request, stop=stop, output_tokens=output)
+
+
+def teach_policy(policy, rounds=150):
+    """Tool calls return after 3 s, ended turns never do."""
+    now = 0
+    for i in range(rounds):
+        chain = [8 * i + k for k in range(3)]
+        turn(policy, now, chain, 2 * i, TOOL_USE if i % 2 else TURN_END)
+        if i % 2:
+            turn(policy, now + 3 * S, [*chain, 8 * i + 3], 2 * i + 1, TURN_END)
+        policy.remove(ids(*chain, 8 * i + 3))
+        now += 400 * S
+    return now
+
+
+def test_it_learns_which_answers_are_followed_by_another_turn():
+    policy = HazardIndex()
+    now = teach_policy(policy)
+    turn(policy, now, [5000, 5001, 5002], 10_000, TURN_END)
+    turn(policy, now, [6000, 6001, 6002], 10_001, TOOL_USE)
+    assert policy.priority(6002) > 3 * policy.priority(5002)
+    assert policy.evict(now, 3).tolist() == [5002, 5001, 5000]
+
+
+def test_hints_never_ranks_and_queue():
+    policy = HazardIndex()
+    for k in range(5):
+        turn(policy, 0, [10 * k, 10 * k + 1], k)
+    policy.hint(S, ids(0, 1), 2 * S)
+    policy.hint(S, ids(10, 11), 900 * S)
+    policy.hint(S, ids(20, 21), NEVER_NS)
+    policy.enqueue(S, 77, ids(30, 31))
+    policy.insert(S, ids(40, 41), ids(-1, 40), lease=Lease(rank=10))  # a lower rank changes nothing
+    order = policy.evict(S, 10).tolist()
+    assert order[:2] == [21, 20]
+    assert order[-2:] == [31, 30]
+    assert order.index(11) < order.index(1)
+
+
+def test_a_hint_ends_with_the_next_use_and_a_later_one_replaces_it():
+    policy, plain = HazardIndex(), HazardIndex()
+    for p in (policy, plain):
+        turn(p, 0, [1, 2], 0)
+    policy.hint(0, ids(1, 2), NEVER_NS)
+    policy.hint(0, ids(1, 2), 60 * S)
+    assert policy.priority(2) == pytest.approx(hinted_index(60.0, 0.5, 0.0))
+    for p in (policy, plain):
+        turn(p, S, [1, 2], 1)
+    assert policy.priority(2) == plain.priority(2)
+
+
+def test_blocks_of_many_chains_outlive_their_tips():
+    policy = HazardIndex()
+    for k in range(12):
+        turn(policy, k * S, [0, 1, 100 + k], k)
+    victims = policy.evict(12 * S, 12).tolist()
+    assert set(victims) == {100 + k for k in range(12)}
+
+
+def test_memory_is_bounded():
+    policy = HazardIndex()
+    for k in range(30_000):
+        turn(policy, k * S, [k % 64], k)
+        policy.remove(ids(k % 64))
+        policy.forget(ids(k % 64))
+    assert len(policy._mind[1]) <= 4 * (4096 + 5 * 64)
+    assert int(policy._mind[-1][TIPS]) <= len(policy._mind[1])
+    assert len(policy._open) <= 1
+
+
+def test_strange_slots_and_requests_are_ignored():
+    policy = HazardIndex()
+    policy.access(0, ids(-5, 1 << 40, 3), Visit(1))
+    policy.complete(0, 99, stop=1)
+    policy.hint(0, ids(7), S)
+    policy.hint(0, ids(), S)
+    policy.forget(ids(3, -1, 1 << 40))
+    assert policy.evict(0, 1) is None
+
+
+# ---- carrying it over
+
+
+def test_a_model_warms_another_policy():
+    teacher = HazardIndex()
+    teach_policy(teacher)
+    saved = teacher.save_model()
+    assert len(saved) < 200_000
+    warm, cold = HazardIndex(), HazardIndex()
+    warm.load_model(saved)
+    for policy in (warm, cold):
+        turn(policy, 0, [0, 1, 2], 0, TURN_END)
+        turn(policy, 0, [10, 11, 12], 1, TOOL_USE)
+    assert warm.priority(12) > 3 * warm.priority(2)
+    assert cold.priority(12) == cold.priority(2)
+
+
+def test_a_wrong_model_is_found_out():
+    teacher, warm, cold = HazardIndex(), HazardIndex(), HazardIndex()
+    now = 0
+    for i in range(400):  # nothing ever returns, whatever the reason to stop
+        now += 3 * S
+        turn(teacher, now, [i], i)
+        teacher.remove(ids(i))
+    warm.load_model(teacher.save_model())
+    teach_policy(warm, 60)
+    now = teach_policy(cold, 60)
+    for policy in (warm, cold):
+        turn(policy, now, [6000, 6001, 6002], 10_001, TOOL_USE)
+    assert warm.priority(6002) == cold.priority(6002)
+
+
+@pytest.mark.parametrize("spoil", ["version", "short", "nan", "bytes"])
+def test_damaged_models_are_refused(spoil):
+    saved = HazardIndex().save_model()
+    at = len(saved) // 2
+    damaged = {
+        "version": saved[:1] + b"\x07" + saved[2:],
+        "short": saved[:-9],
+        "nan": saved[:at] + b"\xff" * 8 + saved[at + 8 :],
+        "bytes": b"no model",
+    }[spoil]
+    with pytest.raises(ConfigError, match=r"start without it|hazard model"):
+        HazardIndex().load_model(damaged)
+
+
+def test_a_snapshot_goes_on_as_if_nothing_had_happened():
+    policy = HazardIndex()
+    now = teach_policy(policy, 20)
+    for k in range(6):
+        turn(policy, now + k * S, [8000 + 10 * k, 8001 + 10 * k], 500 + k)
+    policy.access(now + 9 * S, ids(8000, 8001), Visit(900, blocks=3))
+    copy = HazardIndex()
+    copy.restore(policy.snapshot())
+    for p in (policy, copy):
+        p.complete(now + 10 * S, 900, stop=TURN_END, output_tokens=9)
+        p.evict(now + 30 * S, 7)
+        turn(p, now + 31 * S, [8010, 8011, 8012], 901)
+        p.evict(now + 90 * S, 4)
+    assert policy.digest() == copy.digest()
+    assert policy.resident() == copy.resident()
+    assert [policy.priority(s) for s in range(8100)] == [copy.priority(s) for s in range(8100)]

@@ -1,0 +1,118 @@
+"""The compiled learned order equals the slow rules, decision by decision, to the last bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from flowkv.policy import HazardIndex, Visit
+from tests.policy.hazard_reference import SlowHazard
+
+S = 10**9
+FOREST = [-1, 0, 1, 2, 3, 2, 5, 1, 7, 0, 9, 10, -1, 12, 13, 13]  # parents
+NODES = st.integers(0, len(FOREST) - 1)
+STEPS = st.sampled_from([0, 1, S // 3, S, 2 * S, 4 * S, 9 * S, 40 * S, 900 * S, 10**14, -S])
+CALLS = st.one_of(
+    st.tuples(st.just("request"), STEPS, NODES, st.integers(0, 3), st.integers(0, 900)),
+    st.tuples(st.just("pages"), STEPS, NODES, st.booleans()),
+    st.tuples(st.just("evict"), STEPS, st.integers(0, 5), st.lists(NODES, max_size=2)),
+    st.tuples(st.just("hint"), STEPS, NODES, st.integers(1, 90), st.floats(0.1, 2)),
+    st.tuples(st.just("remove"), NODES, st.booleans()),
+    st.tuples(st.just("pin"), NODES, st.integers(-1, 1)),
+)
+
+
+def ids(values):
+    return np.array(values, np.int64)
+
+
+def chain_to(node):
+    path = []
+    while node >= 0:
+        path.insert(0, node)
+        node = FOREST[node]
+    return path
+
+
+class Pair:
+    """Both, told the same. `known`: whether parents are told."""
+
+    def __init__(self, known, announced):
+        self.fast, self.slow = HazardIndex(), SlowHazard()
+        self.known, self.announced, self.now, self.requests = known, announced, 0, 0
+
+    def insert(self, slots):
+        parents = [FOREST[s] if self.known else -1 for s in slots]
+        self.fast.insert(self.now, ids(slots), ids(parents))
+        self.slow.insert(self.now, slots, parents)
+
+    def request(self, dt, end, stop, output):
+        """As a driver with an index of its own: it names what it knows, and inserts the rest."""
+        self.now += dt
+        path, r = chain_to(end), self.requests
+        self.requests += 1
+        n = next((i for i, s in enumerate(path) if s not in self.slow.owner), len(path))
+        visit = Visit(r, blocks=len(path) if self.announced else 0)
+        self.fast.access(self.now, ids(path[:n]), visit)
+        self.slow.access(self.now, path[:n], visit)
+        self.insert([s for s in path if s not in self.slow.here])
+        if output:
+            self.now += S
+            self.fast.complete(self.now, r, stop=stop, output_tokens=output)
+            self.slow.complete(self.now, r, stop, output)
+
+    def pages(self, dt, end, one_by_one):
+        """Blocks arrive with no request: a prefetch, or pages filled while an answer is written."""
+        self.now += dt
+        slots = [s for s in chain_to(end) if s not in self.slow.here]
+        for part in [[s] for s in slots] if one_by_one else [slots]:
+            self.insert(part)
+
+    def evict(self, dt, n, protected):
+        self.now += dt
+        got = self.fast.evict(self.now, n, protected)
+        assert (None if got is None else got.tolist()) == self.slow.evict(self.now, n, protected)
+
+    def hint(self, dt, end, eta, sigma):
+        self.now += dt
+        self.fast.hint(self.now, ids(chain_to(end)), eta * S, sigma)
+        self.slow.hint(self.now, chain_to(end), eta * S, sigma)
+
+    def remove(self, slot, forget):
+        """A block is forgotten after those below it: they have been gone for longer."""
+        below = any(slot in chain_to(s)[:-1] for s in self.slow.owner)
+        for call in ("remove", "forget") if forget and not below else ("remove",):
+            getattr(self.fast, call)(ids([slot]))
+            getattr(self.slow, call)([slot])
+
+    def pin(self, slot, by):
+        (self.fast.pin if by > 0 else self.fast.unpin)(ids([slot]))
+        self.slow.pins[slot] = max(self.slow.pins[slot] + (1 if by > 0 else -1), 0)
+
+    def check(self):
+        assert set(self.fast.resident()) == set(self.slow.here)
+        for s in self.slow.here:
+            if self.slow.leaf(s):
+                assert self.fast.priority(s) == self.slow.keys[s]
+
+
+@pytest.mark.parametrize(("known", "announced"), [(True, True), (False, True), (True, False)])
+def test_equals_the_slow_rules(known, announced):
+    @settings(
+        max_examples=25,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],  # a story is short; shrinking it takes minutes
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(CALLS, min_size=20, max_size=45))
+    def tell(story):
+        pair = Pair(known, announced)
+        for name, *said in story:
+            getattr(pair, name)(*said)
+            pair.check()
+
+    tell()

@@ -1,0 +1,231 @@
+"""The hedge: what it keeps beside the order, when it changes its mind, and that nothing is lost."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowkv.core.errors import ConfigError
+from flowkv.policy import LRU, Hedge, Lease
+from flowkv.policy.base import NEVER_NS, NO_VISIT, Visit
+from flowkv.policy.hazard.tips import worth_of
+from flowkv.policy.hedge.ghost import HERE, MASK, ROOM
+from flowkv.policy.hedge.image import list_ghosts
+from flowkv.policy.hedge.shadow import AWAY
+from flowkv.policy.order.image import unseal
+from flowkv.policy.order.slots import BIRTHS
+from flowkv.sim.generate import generate
+from flowkv.sim.loop import run_through
+from flowkv.testing import check_policy
+from tests.policy.hedge_reference import SlowHedge
+
+S = 10**9
+
+
+class Watched(Hedge):
+    """Tells a slow hedge the same story, and compares after every call."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.slow = SlowHedge(self._taus.tolist(), self._sample)
+        self.turns = []
+
+    def access(self, now_ns, slots, visit):
+        copies = []
+
+        def worth(s):  # of copies, made at the first question: a question must change nothing
+            if not copies:
+                copies.append(tuple(x.copy() for x in self._mind))
+            return worth_of(copies[0], s, now_ns)
+
+        super().access(now_ns, slots, visit)
+        self.slow.access(now_ns, slots.tolist(), visit.session, worth)
+        self.compare()
+
+    def insert(self, now_ns, slots, parents, **said):
+        super().insert(now_ns, slots, parents, **said)
+        self.slow.insert(now_ns, slots.tolist(), parents.tolist())
+        self.compare()
+
+    def evict(self, now_ns, n, protected=()):
+        victims = super().evict(now_ns, n, protected)
+        self.slow.evicted(victims.tolist(), len(self))
+        self.compare()
+        return victims
+
+    def _turn(self, chosen):
+        self.turns.append(chosen)
+        super()._turn(chosen)
+
+    def compare(self):
+        slow, (cells, book, _) = self.slow, self._watch
+        assert self._active == slow.active
+        assert (book[HERE], book[ROOM], book[MASK]) == (len(slow.here), slow.room, slow.mask)
+        assert set(self.resident()) == slow.here == set(np.flatnonzero(cells["here"]).tolist())
+        ghosts = np.empty(len(slow.ghosts), np.int64)
+        list_ghosts(cells, book, ghosts)
+        assert ghosts[::-1].tolist() == slow.ghosts
+        shades = [*self._sampled[0], self._learned[0]]
+        for k, shade in enumerate(shades):
+            if k < len(shades) - 1 or self._active < k:
+                assert set(np.flatnonzero(shade["place"] != AWAY).tolist()) == slow.held[k], k
+        assert self.surplus == slow.surplus
+
+
+@pytest.mark.parametrize(
+    ("kind", "requests", "capacity", "sample", "turns"),
+    [("scan", 1200, 60, 2048, [1]), ("rag", 250, 90, 64, [4]), ("chat", 200, 300, 128, [4])],
+)
+def test_against_the_slow_one(kind, requests, capacity, sample, turns):
+    policy = Watched(sample=sample)
+    run_through(generate(kind, requests=requests, seed=5), policy, capacity)
+    assert policy.turns == turns
+    assert policy._watch[1][MASK] == (0 if sample > capacity else 2 ** (capacity // sample) - 1)
+
+
+class Restless(Hedge):
+    """Lets another rule decide after every few blocks, whatever they would hit."""
+
+    def access(self, now_ns, slots, visit=NO_VISIT):
+        super().access(now_ns, slots, visit)
+        chosen = int(self._state[BIRTHS]) // 3 % (len(self._taus) + 1)
+        if chosen != self._active:
+            self._turn(chosen)
+
+
+def test_nothing_is_lost_when_another_rule_decides():
+    check_policy(Restless, leases=("", "one_shot"), max_examples=60)
+
+
+def test_every_turn_keeps_the_promises_of_the_order():
+    """Pins, ranks and what is certain hold whoever decides, and victims come in its order."""
+    for chosen in range(5):
+        policy = Hedge()
+        for i in range(6):
+            policy.access(i * S, np.array([i]), Visit(request=i))
+            policy.insert(
+                i * S, np.array([i]), np.array([-1]), lease=Lease(rank=10 if i == 4 else 35)
+            )
+        policy.pin(np.array([0]))
+        policy.enqueue(6 * S, 9, np.array([1]))
+        policy.hint(6 * S, np.array([5]), NEVER_NS)
+        if chosen:
+            policy._turn(chosen)
+        assert policy.evict(7 * S, 2).tolist() == [5, 4]
+        assert sorted(policy.evict(7 * S, 2, protected=[]).tolist()) == [2, 3]
+        assert policy.evict(7 * S, 2) is None
+        assert policy.evict(7 * S, 1).tolist() == [1]
+        policy.unpin(np.array([0]))
+        assert policy.evict(7 * S, 1).tolist() == [0]
+        assert len(policy.resident()) == 0
+
+
+def beside_the_order(policy):
+    """What a snapshot holds besides that of the order and its model."""
+    values = unseal(policy.snapshot(), policy.name, policy.config)
+    del values["mind"]
+    return values
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 4), st.integers(0, 250), st.sampled_from(["rag", "scan"]))
+def test_snapshot_goes_on_from_here(chosen, at, kind):
+    trace = generate(kind, requests=300, seed=2)
+    policy, other = Hedge(sample=64), None
+    here = np.zeros(trace.unique, bool)
+    for r, now in enumerate(trace.times_ns.tolist()):
+        if r == at:
+            if chosen != policy._active:
+                policy._turn(chosen)
+            other = Hedge(sample=64)
+            other.restore(policy.snapshot())
+            assert beside_the_order(other) == beside_the_order(policy)
+        chain = trace.blocks[trace.offsets[r] : trace.offsets[r + 1]]
+        new = chain[~here[chain]]
+        here[new] = True
+        surplus = max(0, int(here.sum()) - 80)
+        for each in (policy,) if other is None else (policy, other):
+            each.access(now, chain, Visit(r))
+            each.insert(now, new, trace.parents[new])
+            victims = each.evict(now, surplus)
+        here[victims] = False
+        assert other is None or other.digest() == policy.digest()
+    assert other is not None
+    assert beside_the_order(other) == beside_the_order(policy)
+    assert (other.chosen, other.surplus) == (policy.chosen, policy.surplus)
+
+
+def test_a_damaged_snapshot_is_refused_and_changes_nothing():
+    trace = generate("rag", requests=60, seed=2)
+    policy = Hedge(sample=64)
+    run_through(trace, policy, 80)
+    image = policy.snapshot()
+    whole = msgspec.msgpack.decode(image)
+    changes = {
+        "slots": [-1, 10**6, "x"],
+        "cells": [[], None],
+        "ghosts": [b"", b"x"],
+        "book": [b"\xff" * 128, b""],
+        "sums": [b"\xff" * (8 * (7 + 3 * 5))],
+        "held": [b"x"],
+        "keys": [b"x"],
+        "active": [5, -1, None],
+        "mind": [b"", 7],
+    }
+    values = whole[3] if isinstance(whole, list) else whole["values"]
+    for field, wrong in changes.items():
+        for value in wrong:
+            kept, values[field] = values[field], value
+            with pytest.raises(ConfigError, match="snapshot"):
+                policy.restore(msgspec.msgpack.encode(whole))
+            values[field] = kept
+    assert policy.snapshot() == image
+    with pytest.raises(ConfigError, match="other options"):
+        Hedge().restore(image)
+
+
+KINDS = [("bursts", 0.02), ("drift", 0.1), ("scan", 0.02), ("cyclic", 0.1), ("agents", 0.1)]
+
+
+@pytest.mark.parametrize(("kind", "size"), KINDS)
+def test_never_much_worse_than_lru(kind, size):
+    trace = generate(kind, requests=1500, seed=3)
+    capacity = int(size * trace.unique)
+    policy = Hedge()
+    hits, lru = (run_through(trace, p, capacity).sum() for p in (policy, LRU()))
+    assert hits - lru >= -0.002 * len(trace.blocks)
+    assert policy.surplus == pytest.approx(hits - lru, abs=0.002 * len(trace.blocks))
+
+
+def test_a_cyclic_scan_hits():
+    """LRU hits nothing in a circle that does not fit; whoever takes over hits a good part."""
+    trace = generate("cyclic", requests=20_000)
+    policy = Hedge()
+    hits = run_through(trace, policy, int(0.3 * trace.unique)).sum()
+    assert hits > 0.1 * len(trace.blocks)
+    assert policy.chosen != "lru"
+
+
+def test_what_a_number_named_before_is_forgotten():
+    """Numbers that name other blocks later leave no trace of what they were."""
+    policy = Hedge(sample=64)
+    rng = np.random.default_rng(0)
+    for r in range(200):
+        chain = 10 * int(rng.integers(3)) + np.arange(10)
+        new = np.setdiff1d(chain, policy.resident())
+        policy.access(r * S, chain, Visit(r))
+        policy.insert(r * S, new, np.where(new % 10 == 0, -1, new - 1))
+        if r % 7 == 3:
+            gone = policy.evict(r * S, 5)
+            policy.forget(gone)
+            for shade in [*policy._sampled[0], policy._learned[0]]:
+                assert (shade["place"][gone] == AWAY).all()
+            assert not policy._watch[0]["ghost"][gone].any()
+            assert (policy._watch[0]["line"][gone] == -1).all()
+        if r % 11 == 5:
+            policy.remove(np.array([19]))
+            assert policy._learned[0]["place"][19] == AWAY
+    assert policy.evict(10**12, len(policy)) is not None

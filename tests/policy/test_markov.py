@@ -1,0 +1,171 @@
+"""The Markov predictor: against its reference, against Bayes, after drift, in bounded memory."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+from numpy.typing import NDArray
+
+from flowkv.core.errors import ConfigError
+from flowkv.policy.prefetch.markov import Markov
+from tests.policy.markov_reference import SlowMarkov
+
+STREAMS = st.lists(st.integers(-3, 5), max_size=60)
+
+
+def array(symbols: list[int]) -> NDArray[np.int64]:
+    return np.array(symbols, np.int64)
+
+
+class Source:
+    """A random chain of some order, and what a reader who knows its matrix would predict."""
+
+    def __init__(self, order: int, alphabet: int, concentration: float, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.order, self.alphabet = order, alphabet
+        self.matrix = self.random.dirichlet(np.full(alphabet, concentration), alphabet**order)
+        self.context = 0
+
+    def draw(self, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Symbols, and the context before each."""
+        symbols, contexts = np.empty(n, np.int64), np.empty(n, np.int64)
+        steps, sums = self.random.random(n), self.matrix.cumsum(1)
+        for i in range(n):
+            contexts[i] = self.context
+            x = int(np.searchsorted(sums[self.context], steps[i]))
+            symbols[i] = x = min(x, self.alphabet - 1)
+            self.context = (self.context * self.alphabet + x) % len(self.matrix)
+        return symbols, contexts
+
+    def bayes(self, contexts: NDArray[np.int64], n: int) -> NDArray[np.int64]:
+        return np.argsort(-self.matrix, axis=1, kind="stable")[contexts, :n]
+
+
+def recall(markov: Markov, source: Source, n: int, length: int = 3000) -> float:
+    """Share of the next symbols among the `n` predicted, against the best that can be done."""
+    symbols, contexts = source.draw(length)
+    best = (source.bayes(contexts, n) == symbols[:, None]).any(1).sum()
+    found = 0
+    for x in symbols:
+        found += int(x) in markov.predict(n)[0]
+        markov.observe(array([x]))
+    return found / float(best)
+
+
+CHAINS = [(1, 64, 0.1), (1, 32, 0.3), (2, 16, 0.3), (3, 8, 0.3)]
+
+
+@pytest.mark.parametrize(("order", "alphabet", "concentration"), CHAINS)
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_recall_is_nearly_that_of_bayes(
+    order: int, alphabet: int, concentration: float, n: int
+) -> None:
+    source, markov = Source(order, alphabet, concentration, seed=order + n), Markov()
+    markov.observe(source.draw(30_000)[0])
+    assert recall(markov, source, n) >= 0.95
+
+
+def test_an_order_that_the_stream_does_not_have_costs_little() -> None:
+    ratios = []
+    for order in (1, 3):
+        source, markov = Source(1, 32, 0.3, seed=1), Markov(order=order)
+        markov.observe(source.draw(30_000)[0])
+        ratios.append(recall(markov, source, 2))
+    assert ratios[1] >= ratios[0] - 0.02
+
+
+def test_a_low_order_cannot_follow_a_high_one() -> None:
+    """So the test above measures something."""
+    source, markov = Source(3, 8, 0.3, seed=1), Markov(order=1)
+    markov.observe(source.draw(30_000)[0])
+    assert recall(markov, source, 1) < 0.8
+
+
+def test_old_habits_fade() -> None:
+    before, after = Source(1, 32, 0.3, seed=1), Source(1, 32, 0.3, seed=2)
+    markov, stubborn = Markov(), Markov(memory=1 << 20)
+    for one in (markov, stubborn):
+        before.random = np.random.default_rng(3)
+        one.observe(before.draw(60_000)[0])
+        after.random = np.random.default_rng(4)
+        one.observe(after.draw(12_000)[0])
+    assert recall(markov, after, 2) >= 0.95
+    assert recall(stubborn, after, 2) < 0.9
+
+
+def test_a_cycle_is_learned_in_one_round() -> None:
+    markov = Markov()
+    markov.observe(np.arange(500))
+    markov.observe(array([0]))
+    assert markov.predict(1)[0].tolist() == [1]
+    symbols, uses = markov.predict(8, steps=8)
+    assert set(symbols.tolist()) == set(range(1, 9)) and all(uses > 0)
+
+
+@given(STREAMS, STREAMS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
+def test_it_is_its_reference(
+    first: list[int], second: list[int], order: int, successors: int, steps: int
+) -> None:
+    fast = Markov(order=order, successors=successors, memory=8)
+    slow = SlowMarkov(order, successors, 8)
+    for part in (first, second):
+        fast.observe(array(part))
+        slow.observe(part)
+        for n in (1, 3, 100):
+            symbols, scores = fast.predict(n)
+            assert list(zip(symbols.tolist(), scores.tolist(), strict=True)) == slow.predict(n)
+        symbols, scores = fast.predict(5, steps)
+        assert scores.tolist() == pytest.approx([p for _, p in slow.predict(5, steps)])
+    assert fast.seen == len(first) + len(second)
+
+
+@given(STREAMS, STREAMS)
+def test_it_is_deterministic_and_goes_on_from_a_snapshot(first: list[int], second: list[int]):
+    markov, other = Markov(memory=8), Markov(memory=8)
+    markov.observe(array(first))
+    other.restore(markov.snapshot())
+    for one in (markov, other):
+        for x in second:
+            one.observe(array([x]))
+    assert markov.snapshot() == other.snapshot()
+    for mine, its in zip(markov.predict(9), other.predict(9), strict=True):
+        assert mine.tolist() == its.tolist()
+
+
+@given(STREAMS)
+def test_probabilities_are_probabilities(stream: list[int]) -> None:
+    markov = Markov(successors=2, memory=4)
+    markov.observe(array(stream))
+    symbols, scores = markov.predict(100)
+    assert len(set(symbols.tolist())) == len(symbols) and set(symbols.tolist()) <= set(stream)
+    assert all(scores > 0) and scores.sum() <= 1 + 1e-9
+    assert (np.diff(scores) <= 0).all()
+    far = markov.predict(100, steps=3)[1]
+    assert far.sum() <= 3 + 1e-9
+
+
+def test_memory_is_bounded_and_what_is_used_stays() -> None:
+    markov = Markov(contexts=64, order=1)
+    size = len(markov.snapshot())
+    noise = np.random.default_rng(0).integers(1000, 1_000_000, 20_000)
+    for part in noise.reshape(-1, 4):
+        markov.observe(array([1, 2, 1, 2]))
+        markov.observe(part)
+    markov.observe(array([1]))
+    assert len(markov.snapshot()) == size
+    assert markov.predict(1)[0].tolist() == [2]
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"power of two\. Use 8192"):
+        Markov(contexts=5000)
+    with pytest.raises(ConfigError, match="order"):
+        Markov(order=4)
+    with pytest.raises(ConfigError, match="no snapshot"):
+        Markov().restore(b"xx")
+    with pytest.raises(ConfigError, match="Restore it on an object with these"):
+        Markov().restore(Markov(order=2).snapshot())
+    assert len(Markov().predict(0)[0]) == 0 and len(Markov().predict(3)[0]) == 0
+    assert repr(Markov()) == "Markov(order=3, 0 uses seen)"

@@ -1,0 +1,486 @@
+"""What the prefetcher decides: against its reference, and its invariants, over a small shop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from flowkv.core.errors import ConfigError
+from flowkv.policy.base import NEVER_NS, NO_SLOTS
+from flowkv.policy.prefetch import Fetch, Prefetcher
+from flowkv.policy.prefetch.credit import HINT, LEARNED, QUEUE, Credit, class_of
+from flowkv.policy.prefetch.hints import Hint
+from flowkv.policy.prefetch.regret import RegretGuard
+from flowkv.policy.rates import Rates
+from tests.policy.prefetch_reference import S, Shop, SlowPrefetcher
+
+PARENTS = [-1, 0, 1, 2, 1, 4, -1, 6, 7, 7]
+TIPS = [3, 5, 8, 9, 2, 0]
+OPTIONS: dict[str, Any] = {"horizon_s": 20.0, "probe_share": 0.5, "floor": 0.5, "candidates": 3}
+
+
+def patient() -> RegretGuard:
+    """Never stops anything."""
+    return RegretGuard(trial_bytes=1 << 40)
+
+
+def array(slots: list[int]) -> np.ndarray:
+    return np.array(slots, np.int64)
+
+
+class Drive:
+    """Both prefetchers over one shop each; all that they plan is carried out and compared."""
+
+    def __init__(self, capacity: int, **options: Any) -> None:
+        self.shops = Shop(PARENTS, capacity), Shop(PARENTS, capacity)
+        options = OPTIONS | options
+        self.fast = Prefetcher(capacity, guard=patient(), **options)
+        self.slow = SlowPrefetcher(capacity, **options)
+        self.now, self.flying = 0, list[int]()
+        self.fetches = list[Fetch]()
+
+    def both(self, call: Callable[[Shop], Any]) -> None:
+        first, second = (call(shop) for shop in self.shops)
+        assert first == second
+
+    def serve(self, tip: int, request: int) -> None:
+        shop = self.shops[0]
+        chain = shop.way(tip)
+        hits = next((i for i, s in enumerate(chain) if s not in shop.place), len(chain))
+        demanded = len([s for s in chain if s in shop.known and s not in shop.place])
+        self.fast.accessed(self.now, array(chain), hits, demanded, request)
+        self.slow.accessed(self.now, chain, hits, demanded, request)
+        came = [s for s in chain if s in self.flying]
+        self.land(came)
+        for one in self.shops:
+            one.access(self.now, array(chain))
+            one.insert(self.now, array(chain), array([PARENTS[s] for s in chain]))
+        self.make_room()
+
+    def make_room(self) -> None:
+        over = -self.shops[0].room_bytes()
+        if over > 0:
+            gone = [shop.displace(self.now, over, math.inf).tolist() for shop in self.shops]
+            assert gone[0] == gone[1] and len(gone[0]) == over
+            for shop in self.shops:
+                shop.place -= set(gone[0])
+            self.fast.left(self.now, array(gone[0]))
+            self.slow.left(self.now, gone[0])
+
+    def land(self, slots: list[int]) -> None:
+        self.flying = [s for s in self.flying if s not in slots]
+        self.fast.landed(self.now, array(slots))
+        self.slow.landed_now(self.now, slots)
+        for shop in self.shops:
+            shop.insert(self.now, array(slots), array([PARENTS[s] for s in slots]))
+
+    def fail(self) -> None:
+        gone, self.flying = self.flying, []
+        self.fast.failed(self.now, array(gone))
+        self.slow.failed(self.now, gone)
+        for shop in self.shops:
+            shop.place -= set(gone)
+
+    def plan(self, at_once: bool) -> None:
+        shop, other = self.shops
+        slowly = self.slow.plan(self.now, other)
+        for fetch in self.fast.plan(self.now, shop, shop):
+            self.check(fetch)
+            assert next(slowly) == (fetch.kind, fetch.slots.tolist(), fetch.victims.tolist())
+            for one in self.shops:
+                one.place -= set(fetch.victims.tolist())
+                one.place |= set(fetch.slots.tolist())  # its room is taken from now on
+            self.fetches.append(fetch)
+            self.flying += fetch.slots.tolist()
+            if at_once:
+                self.land(fetch.slots.tolist())
+        assert next(slowly, None) is None
+
+    def check(self, fetch: Fetch) -> None:
+        """From the source only, parents first, within budget, at the cost of what is worth less."""
+        shop, slots, victims = self.shops[0], fetch.slots.tolist(), fetch.victims.tolist()
+        assert len(slots) + len(victims) > 0 and len(set(slots)) == len(slots)
+        for i, slot in enumerate(slots):
+            assert slot in shop.known and slot not in shop.here and slot not in self.flying
+            assert PARENTS[slot] in (-1, *slots[:i]) or PARENTS[slot] in shop.place
+        assert len(shop.place) - len(victims) + len(slots) <= shop.capacity_bytes
+        if fetch.kind != QUEUE:
+            assert all(shop.rates[v] * 1.2 < fetch.rate * (1 + 1e-12) for v in victims)
+        for victim in victims:
+            assert not {victim} & {above for s in slots for above in shop.way(s)}
+
+    def compare(self) -> None:
+        assert sum(self.fast.used_bytes) == self.slow.used
+        assert sum(self.fast.wasted_bytes) == self.slow.wasted
+        assert self.fast.displaced_bytes == self.slow.displaced
+        assert self.fast.unproven_bytes == len(self.slow.landed) + len(self.slow.flying)
+        assert sum(self.fast.fetched_bytes) == sum(len(f.slots) for f in self.fetches)
+        for purse, bytes_left in self.slow.purse.items():
+            assert self.fast.credit.purses[purse] == pytest.approx(bytes_left)
+        assert self.fast.credit.probes == pytest.approx(self.slow.probes)
+
+
+TIP, REQUEST = st.sampled_from(TIPS), st.integers(0, 3)
+RATE = st.sampled_from([0.0, 0.1, 0.3, 0.31, 1.0, 4.0])
+EVENTS = st.one_of(
+    st.tuples(st.just("serve"), TIP, REQUEST),
+    st.tuples(st.just("serve"), TIP, REQUEST),
+    st.tuples(st.just("plan"), st.booleans()),
+    st.tuples(st.just("plan"), st.just(True)),
+    st.tuples(st.just("pass"), st.sampled_from([S // 2, S, 3 * S, 25 * S])),
+    st.tuples(st.just("rate"), st.integers(0, len(PARENTS) - 1), RATE),
+    st.tuples(st.just("rate"), st.integers(0, len(PARENTS) - 1), RATE),
+    st.tuples(st.just("enqueue"), TIP, REQUEST),
+    st.tuples(st.just("abort"), REQUEST),
+    st.tuples(st.just("hint"), TIP, st.sampled_from([0, S, 4 * S, 9 * S, NEVER_NS])),
+    st.tuples(st.just("fail")),
+)
+LIMITS = st.fixed_dictionaries(
+    {},
+    optional={
+        "bytes_per_s": st.sampled_from([0.5, 2.0]),
+        "unproven": st.sampled_from([0.3, 1.0]),
+        "flying_bytes": st.just(2.0),
+        "probe_share": st.sampled_from([0.0, 1.0]),
+    },
+)
+
+
+def run(events: list[tuple], capacity: int, limits: dict[str, Any]) -> Drive:
+    drive = Drive(capacity, **limits)
+    for event in events:
+        match event:
+            case "serve", tip, request:
+                drive.serve(tip, request)
+            case "plan", at_once:
+                drive.plan(at_once)
+            case "pass", ns:
+                drive.now += ns
+            case "rate", slot, rate:
+                for shop in drive.shops:
+                    shop.rates[slot] = rate
+            case "enqueue", tip, request:
+                drive.fast.enqueue(drive.now, request, array(drive.shops[0].way(tip)))
+                drive.slow.enqueue(drive.now, request, drive.shops[0].way(tip))
+            case "abort", request:
+                drive.fast.abort(drive.now, request)
+                drive.slow.abort(drive.now, request)
+            case "hint", tip, eta:
+                drive.fast.hint(drive.now, array(drive.shops[0].way(tip)), eta, 0.5)
+                drive.slow.hint(drive.now, drive.shops[0].way(tip), eta, 0.5)
+            case _:
+                drive.fail()
+        drive.compare()
+    return drive
+
+
+@settings(max_examples=150)
+@given(st.lists(EVENTS, max_size=40), st.integers(4, 9), LIMITS)
+def test_it_decides_what_its_reference_decides(
+    events: list[tuple], capacity: int, limits: dict[str, Any]
+) -> None:
+    run(events, capacity, limits)
+
+
+@pytest.mark.deep
+@settings(max_examples=10_000)
+@given(st.lists(EVENTS, max_size=150), st.integers(4, 12), LIMITS)
+def test_it_decides_what_its_reference_decides_at_length(
+    events: list[tuple], capacity: int, limits: dict[str, Any]
+) -> None:
+    run(events, capacity, limits)
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_equal_events_give_equal_digests(events: list[tuple]) -> None:
+    first, second = run(events, 5, {}), run(events, 5, {})
+    assert first.fast.digest() == second.fast.digest()
+    fetches = [(f.slots.tolist(), f.victims.tolist()) for f in first.fetches]
+    assert (first.fast.digest() == 0) == (not fetches)
+
+
+# ---- one thing at a time
+
+
+def known(capacity: int = 8, **options: Any) -> Drive:
+    """A shop that knows all blocks and holds none."""
+    drive = Drive(capacity, **options)
+    for shop in drive.shops:
+        shop.known |= set(range(len(PARENTS)))
+    return drive
+
+
+def planned(drive: Drive) -> list[tuple[int, list[int], list[int]]]:
+    before = len(drive.fetches)
+    drive.plan(True)
+    return [(f.kind, f.slots.tolist(), f.victims.tolist()) for f in drive.fetches[before:]]
+
+
+def test_to_bring_nothing_is_the_normal_answer() -> None:
+    drive = known()
+    for _ in range(9):
+        drive.now += S
+        assert planned(drive) == []
+
+
+def test_the_queue_goes_first_then_hints_then_what_is_learned() -> None:
+    drive = known(capacity=10, unproven=1.0)
+    drive.fast.credit.probes = drive.slow.probes = 9.0
+    for shop in drive.shops:
+        shop.rates[5] = 4.0
+    for one in (drive.fast, drive.slow):
+        way = drive.shops[0].way
+        as_slots = array if one is drive.fast else list
+        one.hint(0, as_slots(way(9)), 0, 0.5)
+        one.enqueue(0, 7, as_slots(way(3)))
+    assert [(kind, slots) for kind, slots, _ in planned(drive)] == [
+        (QUEUE, [0, 1, 2, 3]),
+        (HINT, [6, 7, 9]),
+        (LEARNED, [4, 5]),
+    ]
+
+
+def test_what_is_queued_makes_room_and_what_is_likely_only_at_the_cost_of_the_less_likely() -> None:
+    drive = known(capacity=4, unproven=1.0)
+    drive.serve(3, 0)
+    for shop in drive.shops:
+        for slot in range(4):
+            shop.rates[slot] = 1.0
+        shop.rates[8] = 1.2
+    drive.fast.credit.probes = drive.slow.probes = 9.0
+    assert planned(drive) == [], "1.2 is not more than 1.0 and a margin of 0.2"
+    for one in (drive.fast, drive.slow):
+        one.enqueue(0, 7, array([6, 7, 8]) if one is drive.fast else [6, 7, 8])
+    assert planned(drive) == [(QUEUE, [6, 7, 8], [3, 2, 1])]
+
+
+def test_what_a_chain_hangs_on_does_not_go_for_it() -> None:
+    drive = known(capacity=4, unproven=1.0)
+    drive.serve(8, 0)
+    for shop in drive.shops:
+        shop.insert(0, array([0]), array([-1]))
+        for slot in (6, 7, 8):
+            shop.rates[slot] = 1.0
+        shop.rates[2] = 4.0  # the way to it begins at 0, which is worth nothing by itself
+    drive.fast.credit.probes = drive.slow.probes = 9.0
+    assert planned(drive) == [(LEARNED, [1, 2], [8, 7])]
+
+
+def test_bytes_a_second_are_limited_and_saved_up_for_a_burst() -> None:
+    drive = known(bytes_per_s=1.0, burst_s=3.0)
+    for one in (drive.fast, drive.slow):
+        one.enqueue(0, 1, array([0, 1, 2, 3]) if one is drive.fast else [0, 1, 2, 3])
+    assert planned(drive) == []
+    drive.now = 100 * S
+    assert planned(drive) == [(QUEUE, [0, 1, 2], [])]
+    assert planned(drive) == []
+    drive.now += S
+    assert planned(drive) == [(QUEUE, [3], [])]
+
+
+def clear(drive: Drive) -> None:
+    """Everything leaves the place."""
+    for shop in drive.shops:
+        shop.place.clear()
+        shop.here.clear()
+    drive.fast.left(drive.now, np.arange(len(PARENTS)))
+    drive.slow.left(drive.now, list(range(len(PARENTS))))
+
+
+def test_a_request_that_ran_or_was_called_off_is_not_queued_any_more() -> None:
+    for ends in ("serve", "abort"):
+        drive = known()
+        for one in (drive.fast, drive.slow):
+            one.enqueue(0, 1, array([0, 1]) if one is drive.fast else [0, 1])
+        if ends == "serve":
+            drive.serve(1, 1)
+            clear(drive)
+        else:
+            drive.fast.abort(0, 1)
+            drive.slow.abort(0, 1)
+        assert planned(drive) == []
+
+
+def test_what_is_hinted_waits_for_its_time_whatever_was_learned() -> None:
+    drive = known(unproven=1.0)
+    drive.fast.credit.probes = drive.slow.probes = 9.0
+    for shop in drive.shops:
+        shop.rates[1] = 4.0
+    for one in (drive.fast, drive.slow):
+        one.hint(0, array([0, 1]) if one is drive.fast else [0, 1], 100 * S, 0.1)
+    assert planned(drive) == []
+    for one in (drive.fast, drive.slow):
+        one.hint(0, array([0, 1]) if one is drive.fast else [0, 1], NEVER_NS, 0.1)
+    drive.now = 2 * S
+    assert planned(drive) == [(LEARNED, [0, 1], [])], "the policy should know that it is over"
+
+
+def test_what_is_on_its_way_is_not_brought_twice_and_counts_when_it_is_waited_for() -> None:
+    drive = known()
+    for request, tip in ((1, [0, 1]), (2, [0, 1, 2])):
+        drive.fast.enqueue(0, request, array(tip))
+        drive.slow.enqueue(0, request, tip)
+        drive.plan(at_once=False)
+    assert [f.slots.tolist() for f in drive.fetches] == [[0, 1], [2]]
+    drive.fast.accessed(0, array([0, 1]), 0, 0, 1)
+    drive.slow.accessed(0, [0, 1], 0, 0, 1)
+    assert drive.fast.used_bytes[QUEUE] == 2
+    drive.land([0, 1, 2])
+    drive.compare()
+    clear(drive)
+    assert drive.fast.wasted_bytes[QUEUE] == 1
+    drive.compare()
+
+
+def test_what_a_prefetch_pushed_out_and_somebody_asks_for_is_displaced_unless_long_ago() -> None:
+    for late in (False, True):
+        drive = known(capacity=3, unproven=1.0)
+        drive.serve(2, 0)
+        for one in (drive.fast, drive.slow):
+            one.enqueue(0, 1, array([6, 7]) if one is drive.fast else [6, 7])
+        assert planned(drive) == [(QUEUE, [6, 7], [2, 1])]
+        drive.now += 21 * S if late else S
+        drive.serve(2, 2)
+        assert drive.fast.displaced_bytes == (0 if late else 2)
+        drive.compare()
+
+
+def test_the_horizon_of_a_block_that_was_brought_again_begins_again() -> None:
+    drive = known()
+    for request in (1, 2):
+        for one in (drive.fast, drive.slow):
+            one.enqueue(drive.now, request, array([0, 1]) if one is drive.fast else [0, 1])
+        assert planned(drive) == [(QUEUE, [0, 1], [])]
+        if request == 1:
+            drive.now += 15 * S
+            clear(drive)
+            drive.compare()
+    drive.now += 6 * S  # the first horizon, of 20 seconds, is over
+    drive.plan(True)
+    assert drive.fast.wasted_bytes[QUEUE] == 2 and drive.fast.unproven_bytes == 2
+    drive.compare()
+
+
+def test_a_hint_is_followed_in_time_and_not_before() -> None:
+    drive = known(slack_s=1.0, early=1.0)
+    for one in (drive.fast, drive.slow):
+        one.hint(0, array([0, 1]) if one is drive.fast else [0, 1], 100 * S, 0.5)
+    start = round(100 * S * math.exp(-0.5)) - S
+    drive.now = start - 1
+    assert planned(drive) == []
+    drive.now = start
+    assert planned(drive) == [(HINT, [0, 1], [])]
+
+
+def test_a_slow_place_below_is_asked_earlier() -> None:
+    rates = Rates()
+    for _ in range(9):
+        rates.add(1, 5.0)
+    prefetcher = Prefetcher(8, rates=rates, guard=patient(), slack_s=1e-3)
+    shop = Shop(PARENTS, 8)
+    shop.known |= {0, 1}
+    prefetcher.hint(0, array([0]), 0)
+    for fetch in prefetcher.plan(0, shop, shop):  # so that it knows what a block weighs
+        prefetcher.landed(0, fetch.slots)
+        shop.insert(0, fetch.slots, NO_SLOTS)
+    prefetcher.hint(0, array([0, 1]), 100 * S, 1e-9)
+    start = 100 * S - round((1e-3 + 2 * 5.0) * 1e9)
+    assert prefetcher.due_ns(start - S // 2) <= start
+    assert not list(prefetcher.plan(start - S, shop, shop))
+    assert [f.slots.tolist() for f in prefetcher.plan(start + S, shop, shop)] == [[1]]
+
+
+def test_learned_prefetches_that_are_never_used_cost_a_share_of_the_demand_at_most() -> None:
+    drive = Drive(8, probe_share=0.25, unproven=1.0)
+    demanded = 0
+    for shop in drive.shops:
+        shop.known |= set(range(len(PARENTS)))
+        shop.rates[8] = 4.0
+    for turn in range(200):
+        drive.now += S
+        before = drive.slow.probes
+        drive.plan(True)
+        demanded += 4
+        drive.serve([3, 5][turn % 2], 0)
+        assert drive.slow.probes <= before + 1
+        for shop in drive.shops:
+            shop.place.clear(), shop.here.clear()
+        drive.fast.left(drive.now, np.arange(len(PARENTS)))
+        drive.slow.left(drive.now, list(range(len(PARENTS))))
+    brought = drive.fast.fetched_bytes[LEARNED]
+    assert 0 < brought <= 0.25 * demanded and drive.fast.precision(LEARNED) == 0.0
+
+
+def test_learned_prefetches_that_are_right_pay_for_more() -> None:
+    drive = Drive(8, probe_share=0.02, unproven=1.0)
+    for shop in drive.shops:
+        shop.known |= set(range(len(PARENTS)))
+        shop.rates[3] = 4.0
+    for _ in range(100):
+        drive.now += S
+        drive.plan(True)
+        drive.serve(3, 0)
+        for shop in drive.shops:
+            shop.place.clear(), shop.here.clear()
+        drive.fast.left(drive.now, np.arange(len(PARENTS)))
+        drive.slow.left(drive.now, list(range(len(PARENTS))))
+    assert drive.fast.precision(LEARNED) == 1.0
+    assert drive.fast.fetched_bytes[LEARNED] > 100
+
+
+def test_a_reason_below_the_floor_runs_dry_and_one_above_does_not() -> None:
+    for precision, alive in ((0.3, False), (0.5, True)):
+        credit = Credit(1000, floor=0.4, probe_share=0.0)
+        purse = class_of(LEARNED, 1.0)
+        credit.refund(purse, 500)
+        spent = 0
+        for _ in range(1000):
+            n = min(10.0, credit.affords(purse))
+            credit.pay(purse, n)
+            credit.used(purse, precision * n)
+            credit.wasted(purse, (1 - precision) * n)
+            spent += n
+        assert (spent == 10_000) == alive
+        assert credit.precision(LEARNED) == pytest.approx(precision, abs=0.01)
+
+
+def test_the_guard_stops_everything() -> None:
+    guard = RegretGuard(trial_bytes=1, rest_s=10.0)
+    prefetcher, shop = Prefetcher(8, guard=guard), Shop(PARENTS, 8)
+    shop.known |= {0}
+    prefetcher.enqueue(0, 1, array([0]))
+    guard.wasted(0, 10)
+    assert not list(prefetcher.plan(0, shop, shop))
+    assert len(list(prefetcher.plan(10 * S, shop, shop))) == 1
+
+
+@pytest.mark.parametrize("sigma", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("passed", [0.05, 0.5, 1.0, 3.0])
+def test_the_rate_of_a_hint_is_that_of_a_lognormal_time(sigma: float, passed: float) -> None:
+    draws = np.exp(sigma * np.random.default_rng(0).normal(size=2_000_000))
+    later = draws[draws > passed]
+    if len(later) > 1000:
+        expected = 1.0 / (later - passed).mean()
+        assert Hint(0, S, sigma).rate(round(passed * S)) == pytest.approx(expected, rel=0.05)
+    assert Hint(0, S, sigma).rate(10**6 * S) > 0
+
+
+def test_it_begins_with_a_little_of_what_another_one_earned() -> None:
+    teacher, pupil = Prefetcher(1000), Prefetcher(500)
+    purse = class_of(LEARNED, 1.0)
+    teacher.credit.used(purse, 200)
+    teacher.credit.wasted(purse, 100)
+    pupil.warm(teacher.snapshot(), trust=0.1)
+    assert pupil.credit.purses[purse] == pytest.approx(0.1 * 500 * 0.5)
+    assert pupil.precision(LEARNED) == pytest.approx(2 / 3, abs=0.01)
+    with pytest.raises(ConfigError, match="no state of a prefetcher"):
+        pupil.warm(b"rubbish")
+    with pytest.raises(ConfigError, match="margin"):
+        Prefetcher(8, margin=-1)
+    assert "0 bytes brought" in repr(pupil)

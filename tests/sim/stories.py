@@ -1,0 +1,60 @@
+"""Small traces for property tests, and where the public ones are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from flowkv.sim import Trace, build_trace, read_trace
+from flowkv.sim.chains import wide
+
+S = 10**9
+TRACES = os.environ.get("FLOWKV_TRACES")
+PUBLIC = ["moon_conv", "moon_synth", "lmc_agent", "kct_dev"]
+needs_traces = pytest.mark.skipif(
+    TRACES is None, reason="FLOWKV_TRACES names no directory of traces"
+)
+
+words = st.lists(st.integers(0, 2), min_size=0, max_size=5)
+requests = st.tuples(st.sampled_from([0, 0, 1, 3, 40]), words, st.integers(-1, 2))
+stories = st.lists(requests, min_size=1, max_size=24)
+
+
+def told(story: list[tuple[int, list[int], int]], **more: object) -> Trace:
+    """Requests of (seconds since the last, letters, session)."""
+    letters = [letter for _, word, _ in story for letter in word]
+    return build_trace(
+        "story",
+        np.cumsum([gap * S for gap, _, _ in story]),
+        [len(word) for _, word, _ in story],
+        wide(letters),
+        4,
+        sessions=[session for _, _, session in story],
+        stops=[len(word) % 4 for _, word, _ in story],
+        output_tokens=[3 * len(word) for _, word, _ in story],
+        **more,
+    )
+
+
+traces = st.builds(told, stories)
+
+
+def public(name: str) -> Trace:
+    """One of the published traces."""
+    return read_trace(Path(str(TRACES)) / "blocks" / f"{name}.npz")
+
+
+def chains(trace: Trace) -> list[list[int]]:
+    """The blocks of each request."""
+    ends = zip(trace.offsets[:-1], trace.offsets[1:], strict=True)
+    return [trace.blocks[a:b].tolist() for a, b in ends]
+
+
+def same(one: Trace, other: Trace) -> bool:
+    """Whether two traces are equal, but for their names."""
+    fields = [name for name in one.__struct_fields__ if name != "name"]
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in fields)

@@ -1,0 +1,257 @@
+"""Files: what is written is read, and what is damaged is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowkv.core.errors import ConfigError
+from flowkv.sim import generate, read_trace
+from flowkv.sim.mooncake import read_mooncake, write_mooncake
+from flowkv.sim.sessions import read_sessions
+from flowkv.sim.trace import write_npz
+from tests.sim.stories import TRACES, S, chains, needs_traces, public, same, told, traces
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("traces")
+
+
+@settings(max_examples=25)
+@given(trace=traces, name=st.sampled_from(["a.npz", "a.jsonl", "a.jsonl.zst"]))
+def test_what_is_written_is_read(folder, trace, name):
+    path = folder / name
+    (write_npz if name == "a.npz" else write_mooncake)(path, trace)
+    if name != "a.npz":  # sessions are numbered anew, in order of appearance
+        got = read_mooncake(path, block_tokens=trace.block_tokens)
+        assert chains(got) == chains(trace)
+        assert np.array_equal(got.times_ns, trace.times_ns)
+        assert np.array_equal(got.stops, trace.stops)
+        known = trace.sessions >= 0
+        assert np.array_equal(got.sessions < 0, ~known)
+        pairs = set(zip(got.sessions[known].tolist(), trace.sessions[known].tolist(), strict=True))
+        assert len(pairs) == len(set(trace.sessions[known].tolist()))
+    else:
+        got = read_trace(path)
+        assert same(got, trace)
+    assert got.name == "a"
+
+
+def test_tenants_survive_lines(tmp_path):
+    trace = generate("chat", requests=200, seed=1, tenants=3)
+    write_mooncake(tmp_path / "t.jsonl.zst", trace)
+    got = read_trace(tmp_path / "t.jsonl.zst")
+    assert got.block_tokens == 512  # as the lengths suggest
+    first = {tenant: i for i, tenant in reversed(list(enumerate(trace.tenants.tolist())))}
+    order = sorted(first, key=first.__getitem__)
+    assert got.tenants.tolist() == [order.index(tenant) for tenant in trace.tenants.tolist()]
+
+
+def test_ids_need_not_be_chain_correct(tmp_path):
+    """Equal ids below different blocks are different blocks."""
+    lines = [{"timestamp": 5, "hash_ids": [1, 9]}, {"timestamp": 0, "hash_ids": [2, 9]}]
+    path = tmp_path / "loose.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    trace = read_trace(path)
+    assert chains(trace) == [[0, 1], [2, 3]]
+    assert trace.times_ns.tolist() == [0, 5_000_000]
+    assert trace.parents.tolist() == [-1, 0, -1, 2]
+
+
+def test_ids_of_64_bits(tmp_path):
+    path = tmp_path / "big.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "hash_ids": [2**64 - 1, 2**63, 5]}))
+    assert read_trace(path).unique == 3
+    path.write_text(json.dumps({"timestamp": 0, "hash_ids": [2**64]}))
+    with pytest.raises(ConfigError, match="64 bits"):
+        read_trace(path)
+
+
+SESSIONS = [
+    {
+        "id": "a",
+        "block_size": 64,
+        "tool_tokens": 256,
+        "system_tokens": 128,
+        "requests": [
+            {"t": 0.0, "in": 520, "out": 9, "stop": "tool_use", "runs": [[1, 8]]},
+            {"t": 5.0, "in": 640, "out": 9, "stop": "end_turn", "runs": [[1, 9], [30, 1]]},
+            {
+                "t": 7.0,
+                "type": "subagent",
+                "tool_tokens": 256,
+                "system_tokens": 0,
+                "requests": [{"t": 1.0, "in": 400, "out": 9, "stop": None, "runs": [[90, 6]]}],
+            },
+        ],
+    },
+    {
+        "id": "b",
+        "block_size": 64,
+        "tool_tokens": 256,
+        "system_tokens": 128,
+        "requests": [{"t": 0.0, "in": 520, "out": 9, "stop": "tool_use", "runs": [[1, 8]]}],
+    },
+]
+
+
+def test_sessions_start_at_random(tmp_path):
+    path = tmp_path / "some.jsonl.zst"
+    body = "".join(json.dumps(line) + "\n" for line in SESSIONS).encode()
+    path.write_bytes(zstandard.ZstdCompressor().compress(body))
+    one, again = read_trace(path), read_sessions(path, seed=1)
+    assert same(one, again)
+    trace = read_sessions(path, seed=2, span_s=100.0, block_tokens=128)
+    assert trace.times_ns[-1] <= 108 * S
+    assert not np.array_equal(trace.times_ns, one.times_ns)
+    by_session = {s: [] for s in (0, 1)}
+    for session, chain in zip(trace.sessions.tolist(), chains(trace), strict=True):
+        by_session[session].append(chain)
+    first, second, helper = by_session[0]
+    (other,) = by_session[1]
+    assert [len(c) for c in (first, second, helper, other)] == [4, 5, 3, 4]
+    assert second[:4] == first
+    assert first[:3] == other[:3]  # 384 tokens of prompts: three blocks of 128
+    assert first[3] != other[3]
+    assert helper[:2] == first[:2]  # its own prompts end after the tools' 256 tokens
+    assert helper[2] != first[2]
+    gaps = np.diff(trace.times_ns[trace.sessions == 0])
+    assert gaps.tolist() == [5 * S, 3 * S]
+    with pytest.raises(ConfigError, match="multiple of 64"):
+        read_sessions(path, block_tokens=100)
+    with pytest.raises(ConfigError, match="cannot start within"):
+        read_sessions(path, span_s=0.0)
+
+
+# ---- damage
+
+
+def test_what_is_no_trace(tmp_path):
+    with pytest.raises(ConfigError, match="there is no file"):
+        read_trace(tmp_path / "missing.npz")
+    with pytest.raises(ConfigError, match="there is no file"):
+        read_trace(tmp_path)
+    for body in (b"", b"\n\n", b"{}", b'{"a": 1}\n', b"[1]", b"\x00\x01\x02", b"text", b"\xff{}"):
+        (tmp_path / "x").write_bytes(body)
+        with pytest.raises(ConfigError):
+            read_trace(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"timestamp": -1, "hash_ids": [1]}',
+        '{"timestamp": 1e300, "hash_ids": [1]}',
+        '{"hash_ids": [1]}',
+        '{"timestamp": 0, "hash_ids": ["a"]}',
+        '{"timestamp": 0, "hash_ids": [1.5]}',
+        '{"timestamp": 0, "hash_ids": [1], "input_length": -4}',
+        '{"timestamp": 0, "hash_ids": [1], "output_length": 1e20}',
+        '{"timestamp": 0, "hash_ids": [1',
+        '{"requests": [{"t": 0}]}',
+        '{"requests": [], "block_size": 0}',
+        '{"requests": [{"runs": [[0, 99999999999]]}], "block_size": 64}',
+        '{"requests": [{"runs": [[-1, 4]]}], "block_size": 64}',
+    ],
+)
+def test_bad_lines_name_their_number(tmp_path, line):
+    path = tmp_path / "bad.jsonl"
+    good = '{"timestamp": 0, "hash_ids": [1]}\n' if "hash_ids" in line else ""
+    path.write_text(good + line + "\n")
+    with pytest.raises(ConfigError, match=f"line {2 if good else 1}"):
+        read_trace(path)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_damaged_files_end_in_a_sentence(folder, data):
+    """Bytes are changed or cut off: the file is read, as something, or refused; never more."""
+    name = data.draw(st.sampled_from(["d.npz", "d.jsonl", "d.jsonl.zst"]))
+    path = folder / name
+    trace = told([(1, [i % 3, i % 2, 1], i % 2) for i in range(12)])
+    (write_npz if name == "d.npz" else write_mooncake)(path, trace)
+    body = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(body) - 1))
+    if data.draw(st.booleans()):
+        del body[at:]
+    else:
+        body[at] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(bytes(body))
+    try:
+        read_trace(path).check()
+    except ConfigError as error:
+        assert str(path) in str(error) or "trace" in str(error)
+
+
+def test_an_array_is_not_believed_before_it_is_there(tmp_path):
+    """A header that promises terabytes costs nothing."""
+    path = tmp_path / "bomb.npz"
+    write_npz(path, told([(0, [0, 1], 0)]))
+    with zipfile.ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    head = parts["blk.npy"]
+    parts["blk.npy"] = head.replace(b"(2,)", b"(4000000000000,)").replace(b" " * 13, b"  ", 1)
+    with zipfile.ZipFile(path, "w") as file:
+        for name, body in parts.items():
+            file.writestr(name, body)
+    with pytest.raises(ConfigError, match="blk"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("change", ["missing", "objects", "floats", "short", "nan", "matrix"])
+def test_arrays_of_another_kind(tmp_path, change):
+    path = tmp_path / "odd.npz"
+    trace = told([(0, [0, 1], 0), (1, [0], 1)])
+    write_npz(path, trace)
+    with np.load(path) as file:
+        arrays = dict(file)
+    if change == "missing":
+        del arrays["off"]
+    elif change == "objects":
+        arrays["blk"] = np.array(["x", "y", "z"])
+    elif change == "floats":
+        arrays["blk"] = arrays["blk"].astype(np.float64)
+    elif change == "short":
+        arrays["sess"] = arrays["sess"][:1]
+    elif change == "nan":
+        arrays["ts"] = arrays["ts"] * np.nan
+    else:
+        arrays["parent"] = arrays["parent"][None]
+    np.savez(path, **arrays)
+    with pytest.raises(ConfigError, match="trace"):
+        read_trace(path)
+
+
+# ---- published files
+
+
+@needs_traces
+def test_formats_of_one_published_trace_agree():
+    lines = read_trace(Path(TRACES) / "blocks" / "lmc_agent.jsonl.zst")
+    arrays = public("lmc_agent")
+    assert chains(lines) == chains(arrays)
+    assert lines.block_tokens == arrays.block_tokens == 16
+    verbatim = read_trace(Path(TRACES) / "mooncake" / "conversation_trace.jsonl.zst")
+    assert np.array_equal(verbatim.blocks, public("moon_conv").blocks)
+    assert verbatim.unique == 182_790  # chain ids: as many as raw ones
+
+
+@needs_traces
+@pytest.mark.slow
+def test_raw_sessions_are_the_published_trace_but_for_their_starts():
+    path = Path(TRACES) / "raw" / "kct_sessions_even.jsonl.zst"
+    raw, trace = read_sessions(path, seed=1), public("kct_dev")
+    assert (len(raw), len(raw.blocks), raw.unique) == (len(trace), len(trace.blocks), trace.unique)
+    assert np.array_equal(np.bincount(raw.stops), np.bincount(trace.stops))
+    assert sorted(raw.input_tokens.tolist()) == sorted(trace.input_tokens.tolist())
+    other = read_sessions(path, seed=7, span_s=7200.0)
+    assert other.unique == raw.unique
+    assert other.times_ns[-1] < raw.times_ns[-1]

@@ -1,0 +1,150 @@
+"""Several places: the same decisions as the plain loop where there is one, and sums that fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowkv.core.errors import ConfigError
+from flowkv.policy import CATALOGUE, make_policy
+from flowkv.policy.optimum import Optimum
+from flowkv.sim import generate, replay
+from flowkv.sim.hardware import CODECS, HARDWARE, MODELS, Shape, block_costs
+from flowkv.sim.loop import run_through
+from flowkv.sim.tiers import Stack, Tier, first_tokens_s, tier_from
+from tests.sim.stories import told, traces
+
+
+def fresh(name, trace):
+    policy = make_policy(name)
+    if isinstance(policy, Optimum):
+        policy.foresee(trace.offsets, trace.blocks)
+    return policy
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@settings(max_examples=15)
+@given(trace=traces, capacity=st.integers(0, 12))
+def test_one_place_is_the_plain_loop(name, trace, capacity):
+    """The ledger, with ids and a table, decides what the loop over dense numbers decides."""
+    plain, placed = fresh(name, trace), fresh(name, trace)
+    hits = run_through(trace, plain, capacity)
+    course = Stack(trace, [placed], [capacity]).run()
+    assert course.hits.tolist() == hits.tolist()
+    assert plain.digest() == placed.digest()
+
+
+@settings(max_examples=25)
+@given(trace=traces, rooms=st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_sums(trace, rooms):
+    stack = Stack(trace, [make_policy("lru") for _ in rooms], rooms)
+    course = stack.run()
+    assert stack.found.sum(axis=1).tolist() == course.hits.tolist()
+    alone = run_through(trace, make_policy("lru"), rooms[0])
+    assert (course.hits >= alone).all()
+    assert (stack.found[:, 0] <= alone).all() or len(rooms) == 1
+    if max(rooms) >= trace.unique:
+        assert course.loaded.sum() == 0
+
+
+def test_what_leaves_one_place_is_found_in_the_next():
+    trace = generate("agents", requests=1200, seed=1)
+    alone = replay(trace, "lru", size="2%")
+    both = replay(trace, "lru", size="2%", tiers=["dram:10%"])
+    assert both.extra["hit_ratio_hbm"] == pytest.approx(alone.prefix_hit_ratio, abs=0.02)
+    assert both.prefix_hit_ratio > alone.prefix_hit_ratio + 0.2
+    assert both.prefix_hit_ratio == pytest.approx(
+        both.extra["hit_ratio_hbm"] + both.extra["hit_ratio_dram"]
+    )
+    assert both.row()["source"] == "simulated"
+    assert both.closure is None
+
+
+def test_compression_is_room():
+    trace = generate("agents", requests=1200, seed=1)
+    ratios = [
+        replay(trace, "lru", size="2%", codec=codec).prefix_hit_ratio for codec in ("raw", "kv8")
+    ]
+    tiers = ["dram:3%", "dram:3%:kv8", "dram:3%:kv4"]
+    results = [replay(trace, "lru", size="1%", tiers=[tier]) for tier in tiers]
+    hits = [result.prefix_hit_ratio for result in results]
+    assert hits == sorted(hits)
+    assert len(set(hits)) == 3
+    rooms = [result.extra["room_gib_dram"] for result in results]
+    assert rooms == pytest.approx([rooms[0]] * 3, rel=0.02)
+    assert ratios[0] < ratios[1]
+
+
+def test_times_by_hand():
+    """Four blocks of 4 tokens: two in the first place, one in the second, one nowhere."""
+    trace = told([(0, [0, 1, 0, 1], 0)])
+    machine, shape = HARDWARE["h100"], Shape(parameters=1e9)
+    tiers = [Tier(place="hbm", size=0.5), Tier(place="disk", size=0.5)]
+    costs = block_costs(trace, shape) / (machine.flops * machine.efficiency)
+    last = float(shape.prefill_flops(np.array([16.0]), 1.0)[0]) / machine.flops / 0.5
+    disk = machine.place("disk")
+    load = disk.latency_s + 4 * shape.token_bytes() / disk.bytes_per_s
+    got = first_tokens_s(trace, np.array([[2, 1]]), tiers, machine, shape)
+    assert got.tolist() == pytest.approx([min(load, costs[2]) + costs[3] + last])
+    everything = first_tokens_s(trace, np.array([[4, 0]]), tiers, machine, shape)
+    assert everything.tolist() == pytest.approx([last])
+    nothing = first_tokens_s(trace, np.array([[0, 0]]), tiers, machine, shape)
+    assert nothing.tolist() == pytest.approx([costs.sum() + last])
+
+
+@settings(max_examples=30)
+@given(trace=traces, name=st.sampled_from(list(HARDWARE)), data=st.data())
+def test_a_load_is_never_slower_than_to_compute(trace, name, data):
+    sizes = np.diff(trace.offsets)
+    found = np.array([[data.draw(st.integers(0, int(n))), 0] for n in sizes])
+    found[:, 1] = sizes - found[:, 0]
+    tiers = [Tier(place="hbm", size=1.0), Tier(place="remote", size=1.0)]
+    some, none = (
+        first_tokens_s(trace, f, tiers, HARDWARE[name], MODELS["8b"]) for f in (found, found * 0)
+    )
+    assert (some <= none * (1 + 1e-12)).all()
+    assert (some > 0).all()
+
+
+def test_profiles_are_plausible():
+    for machine in HARDWARE.values():
+        rates = [place.bytes_per_s for place in machine.places]
+        prices = [place.dollars_per_gib_hour for place in machine.places]
+        latencies = [place.latency_s for place in machine.places]
+        assert rates[0] == max(rates)
+        assert prices[0] == max(prices)
+        assert latencies == sorted(latencies)
+    assert MODELS["8b"].token_bytes() == 131_072
+    assert CODECS["raw"] == 1.0 > CODECS["kv8"] > CODECS["kv4"]
+
+
+def test_deep_blocks_cost_more():
+    costs = block_costs(told([(0, [0, 1, 2, 0], 0)]))
+    assert (np.diff(costs) > 0).all()
+
+
+def test_named_hardware_adds_times():
+    trace = generate("chat", requests=300, seed=1)
+    results = [replay(trace, name, size="5%", hardware="laptop") for name in ("lru", "opt")]
+    lru, opt = (result.row() for result in results)
+    assert opt["ttft_ms_mean"] < lru["ttft_ms_mean"] < lru["ttft_ms_mean_without"]
+    assert lru["hardware"] == "laptop"
+
+
+def test_wrong_tiers_are_named():
+    trace = generate("chat", requests=50, seed=1)
+    assert tier_from("dram:5%:kv8") == Tier(place="dram", size=0.05, codec="kv8")
+    for bad in ("dram", "dram:", "dram:x", "a:1%:raw:b"):
+        with pytest.raises(ConfigError, match=r"is no (tier|share)"):
+            tier_from(bad)
+    for more, message in [
+        ({"tiers": ["tape:5%"]}, "no place 'tape'"),
+        ({"tiers": ["dram:5%:zip"]}, "no codec 'zip'"),
+        ({"tiers": ["dram:5%"], "hardware": "abacus"}, "'abacus' is not known"),
+        ({"tiers": ["dram:5%"], "model": "9t"}, "'9t' is not known"),
+        ({"tiers": ["dram:5%"], "hints": 0.5}, "with tiers there are no hints"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            replay(trace, "lru", size="1%", **more)

@@ -1,0 +1,217 @@
+"""`flowkv sim` and `flowkv bench`: tables, rows for scripts, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flowkv import cli
+from flowkv.sim import generate, replay
+from flowkv.sim.hierarchy import published_workload, write_workload
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    """Run a command; return its standard output."""
+    assert cli.main(words) == status
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return out
+
+
+def rows(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> list[dict]:
+    """Run a command with --json; return the list that it prints."""
+    out = shown(capsys, *words, "--json", status=status)
+    assert out.count("\n") == 1 and out.endswith("\n")
+    found = json.loads(out)
+    assert isinstance(found, list)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run a command that must be refused; return what it says."""
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    return err
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> str:
+    """The first steps of the published workload, as a file."""
+    full = published_workload()
+    path = tmp_path / "steps.jsonl"
+    write_workload(path, full._replace(steps=full.steps[:3], positions=full.positions[:3]))
+    return str(path)
+
+
+def test_sim_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "usage: flowkv sim" in refused(capsys, "sim")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["sim replay", "sim sweep", "sim characterise", "sim hierarchy", "bench policy"],
+)
+def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main([*verb.split(), "--help"])
+    assert done.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+CHAT, AGENTS = "chat:requests=200", "agents:requests=60,seed=3"
+FIELDS = {
+    "policy",
+    "size",
+    "pages",
+    "prefix_hit_ratio",
+    "closure",
+    "load_traffic_vs_lru",
+    "prefetch_precision",
+    "blocks_per_s",
+}
+
+
+def test_replay_gives_a_row_per_policy_and_size(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(capsys, "sim", "replay", CHAT, "--policy", "lru,auto,opt", "--sizes", "1%,10%")
+    assert [(row["policy"], row["size"]) for row in found] == [
+        (name, size) for size in (0.01, 0.1) for name in ("lru", "auto", "opt")
+    ]
+    assert all(row.keys() >= FIELDS for row in found)
+    for row in found:
+        assert row["closure"] in {"lru": [0.0], "opt": [1.0]}.get(row["policy"], [row["closure"]])
+        assert row["trace"] == CHAT and row["source"] == "simulated" and row["blocks_per_s"] > 0
+    trace = generate("chat", requests=200)
+    hits = replay(trace, "lru", size=0.1).prefix_hit_ratio
+    assert found[3]["prefix_hit_ratio"] == hits
+
+
+def test_what_the_policy_is_told_stands_in_the_row(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--policy", "lru,opt", "--sizes", "2%", "--hints", "0.5", "--queue", "1"]
+    told, bound = rows(capsys, "sim", "replay", AGENTS, *words, "--prefetch")
+    assert (told["policy"], told["hints"], told["queue_s"], told["prefetch"]) == (
+        "lru", 0.5, 1.0, True,
+    )  # fmt: skip
+    assert (bound["policy"], bound["hints"], bound["prefetch"]) == ("opt", None, False)
+    assert bound["closure"] == 1.0 and bound["prefetched"] == 0
+
+
+def test_replay_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "sim", "replay", AGENTS, "--sizes", "5%", "--hints", "0.5")
+    assert "lru+hints" in out and "auto+hints" in out and "opt+" not in out
+    assert "60 requests" in out and "Simulated." in out
+
+
+def test_sweep_walks_traces_and_writes_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "r.html"
+    words = [CHAT, AGENTS, CHAT, "--sizes", "2%,20%", "--policy", "lru,opt", "--html", str(file)]
+    found = rows(capsys, "sim", "sweep", *words)
+    assert [row["trace"] for row in found] == [CHAT] * 4 + [AGENTS] * 4
+    page = file.read_text()
+    assert f"<h2>{CHAT}</h2>" in page and f"<h2>{AGENTS}</h2>" in page
+    assert page.count("<polyline") == 4
+
+
+def test_replays_in_other_processes_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sim", "replay", AGENTS, "--sizes", "2%,20%", "--policy", "lru"]
+    one, two = rows(capsys, *words), rows(capsys, *words, "--jobs", "2")
+    assert [row["digest"] for row in one] == [row["digest"] for row in two]
+
+
+def test_tiers_and_hardware_add_times_and_prices(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [AGENTS, "--sizes", "5%", "--tiers", "dram:20%,disk:100%:kv8", "--hardware", "h200"]
+    found = rows(capsys, "sim", "replay", *words)
+    assert [row["policy"] for row in found] == ["lru", "auto"], "no optimum of several places"
+    for row in found:
+        assert row["hardware"] == "h200" and row["closure"] is None
+        parts = sum(row[f"hit_ratio_{place}"] for place in ("hbm", "dram", "disk"))
+        assert parts == pytest.approx(row["prefix_hit_ratio"])
+        assert 0 < row["ttft_ms_mean"] < row["ttft_ms_mean_without"]
+    out = shown(capsys, "sim", "replay", AGENTS, "--sizes", "5%", "--hardware", "laptop")
+    assert "from hbm" in out and "$/Mtok" in out and "opt" in out
+
+
+def test_files_of_one_name_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / folder / "t.jsonl" for folder in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(
+            '{"timestamp": 0, "hash_ids": [1, 2]}\n{"timestamp": 9, "hash_ids": [1, 2, 3]}\n'
+        )
+    words = ["--sizes", "50%", "--policy", "lru"]
+    found = rows(capsys, "sim", "sweep", *map(str, paths), *words)
+    assert [row["trace"] for row in found] == list(map(str, paths))
+    (alone,) = rows(capsys, "sim", "replay", str(paths[0]), *words)
+    assert alone["trace"] == "t"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["chatt"], "Did you mean 'chat'?"),
+        (["none.jsonl"], "there is no file none.jsonl"),
+        (["chat:speed=3"], "unknown field 'speed'"),
+        (["chat:seed"], "Write options as seed=3"),
+        (["chat", "--policy", "magic"], "no policy 'magic'. Use one of"),
+        (["chat", "--sizes", "much"], "no share of a trace's blocks. Use"),
+        (["chat:requests=9", "--hints", "-1"], "hints with an error of -1.0"),
+        (["chat:requests=9", "--queue", "-1"], "is no time. Use"),
+        (["chat", "--html", "/none/r.html"], "no directory for /none/r.html. Make it first"),
+        (["chat", "--jobs", "0"], "no count"),
+        (["chat", "--html", "r.html", "--policy", "lru," * 13], "12 policies at most"),
+        (["chat:requests=9", "--hardware", "abacus"], "Use one of h100"),
+        (["chat:requests=9", "--tiers", "attic:5%"], "Its places are"),
+    ],
+)
+def test_replay_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, "sim", "replay", *words)
+
+
+def test_characterise_prints_and_gives_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "sim", "characterise", CHAT)
+    assert "hit ratio with room for everything" in out and "Working set" in out
+    found = json.loads(shown(capsys, "sim", "characterise", CHAT, "--json"))
+    assert (found["trace"], found["requests"]) == (CHAT, 200)
+    assert found["lru"]["1.0"] == pytest.approx(found["infinite_hit_ratio"])
+
+
+def test_hierarchy_prints_three_tables(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "sim", "hierarchy", "--trace", steps, "--policy", "lru")
+    assert "kvflow: hot, warm, cold" in out and "floor: raw, Belady" in out
+    assert out.count("exposed ms") == 3 and "Simulated." in out
+
+
+def test_hierarchy_gives_rows(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sim", "hierarchy", "--trace", steps, "--policy", "lru,lfu-ttl", "--machine", "h200"]
+    found = rows(capsys, *words)
+    assert [row["plan"] for row in found[:2]] == ["all in HBM", "hot, warm, cold"]
+    assert {row["rules"] for row in found} == {"published", "strict", "pressure"}
+    assert sum("lfu-ttl" in row["plan"] for row in found) >= 9
+
+
+def test_hierarchy_with_room_for_everything_needs_no_link(
+    steps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = rows(capsys, "sim", "hierarchy", "--trace", steps, "--policy", "lru", "--hbm", "4GiB")
+    assert {row["cxl_read_bytes"] for row in found if row["rules"] == "pressure"} == {0}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policy", "magic"], "no policy 'magic'. Use one of"),
+        (["--policy", ","], "names nothing"),
+        (["--sram", "0"], "holds nothing. Give --sram and --hbm a size"),
+        (["--hbm", "much"], "is not a size. Write a size like"),
+        (["--machine", "abacus"], "no machine 'abacus'. Use kvflow"),
+        (["--trace", "/none"], "cannot read /none"),
+    ],
+)
+def test_hierarchy_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, "sim", "hierarchy", *words)
