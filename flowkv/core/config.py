@@ -67,6 +67,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         quotas: What tenants may take of each place, by name: "2GiB:8GiB" keeps 2 GiB from being
             taken by others and allows 8 GiB at most; "8GiB" is a limit alone, "10%:50%" are shares
             of each place, and `{"gpu": "1GiB:", "disk": ":50%"}` tells places apart.
+        prefetch: "auto" brings pages onto their device before they are asked for: for requests that
+            wait, hints, and what policies learned, where these were right. Fields of
+            `flowkv.policy.prefetch.PrefetchConfig` do so with other values; "off" brings only what
+            `KV.prefetch` and `KV.enqueue` ask for.
         learned: Keep what policies learned beside a disk tier, so that the next process starts with
             it. It names no prompt and no tenant.
         record: File to which requests are written as a trace, with salted ids only; "" for none.
@@ -101,6 +105,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     policy: str = "auto"
     policy_options: dict[str, Any] = {}
     quotas: dict[str, str | dict[str, str]] = {}
+    prefetch: Literal["auto", "off"] | dict[str, Any] = "auto"
     learned: bool = True
     record: str = ""
     page_size: int | None = None
@@ -131,6 +136,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise _at("defragment_bytes", f"{self.defragment_bytes} bytes", "Use 0 or more")
         if self.non_finite not in ("raw", "error"):
             raise _at("non_finite", f"{self.non_finite!r} is unknown", "Use raw or error")
+        if not isinstance(self.prefetch, dict) and self.prefetch not in ("auto", "off"):
+            raise _at("prefetch", f"{self.prefetch!r} is unknown", "Use auto, off, or its fields")
         self._check_policy()
         if not 8 <= self.tokens_per_page <= 256 or self.tokens_per_page % 8:
             raise _at(

@@ -91,7 +91,7 @@ class LayerArrived(Event, frozen=True, kw_only=True):
 
 
 class Evicted(Event, frozen=True, kw_only=True):
-    """Pages were given up by a tier; `reason` is "space", "lease", "quota" or "close"."""
+    """A tier gave up pages; `reason` is "space", "lease", "quota", "prefetch" or "close"."""
 
     tier: str
     pages: int

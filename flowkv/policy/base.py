@@ -40,12 +40,14 @@ class Visit(NamedTuple):
         session: The application's conversation, any 62-bit number; -1 if unknown.
         tokens: Input tokens; 0 if unknown.
         blocks: Blocks of the whole request, known ones or not; 0 if unknown.
+        tenant: Whose it is; -1 if unknown.
     """
 
     request: int = -1
     session: int = -1
     tokens: int = 0
     blocks: int = 0
+    tenant: int = -1
 
 
 NO_VISIT = Visit()

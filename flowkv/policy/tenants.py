@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import NO_SLOTS, NO_VISIT, Policy, Slots, Visit
+from flowkv.policy.base import NO_SLOTS, NO_VISIT, Slots, Visit
 from flowkv.policy.config import Lease
-from flowkv.policy.quota import Account, Quota
+from flowkv.policy.holdings import Holdings
+from flowkv.policy.quota import Account, chains_above, evictable
 
 MASK = (1 << 64) - 1
 
 
-class Tenants(Policy):
+class Tenants(Holdings):
     """Gives up what the tenants' own policies would, from the tenant whose loss is least.
 
     Tenants above their limit go first, the one that is furthest above. Then the block of smallest
@@ -26,39 +27,14 @@ class Tenants(Policy):
     whole numbers of blocks, and must fit the place together.
 
     A block belongs to the tenant that it was inserted for, until `forget`. A request belongs to
-    the tenant of its first known block, or of the blocks that it inserts.
+    the tenant that it names, else of its first known block, else of the blocks that it inserts.
+    Tenants without a quota of any kind share one policy.
 
     Args:
         make: Makes a policy for one tenant.
         quotas: Tenant -> quota.
         default: Quota of all others.
     """
-
-    name = "tenants"
-
-    def __init__(
-        self,
-        make: Callable[[], Policy],
-        quotas: Mapping[int, Quota] | None = None,
-        default: Quota = Quota(),  # noqa: B008, frozen
-    ) -> None:
-        self._make, self._quotas, self._default = make, dict(quotas or {}), default
-        self._accounts: dict[int, Account] = {}
-        self._owner: dict[int, int] = {}
-        self._here: dict[int, tuple[int, int]] = {}  # resident slot -> its parent, its bytes
-        self._pins: Counter[int] = Counter()
-        self._requests: dict[int, int] = {}
-        self._untold: tuple[int, Slots, Visit] | None = None
-        self._digest, self._now = 0, -(1 << 61)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Sum of all reserves."""
-        return sum(quota.reserve_bytes for quota in self._quotas.values())
-
-    def used_bytes(self, tenant: int) -> int:
-        """Bytes of a tenant's resident blocks."""
-        return self._accounts[tenant].used if tenant in self._accounts else 0
 
     # ---- what happens
 
@@ -74,12 +50,14 @@ class Tenants(Policy):
         tenant: int = 0,
     ) -> None:
         """See `Policy.insert`."""
-        account = self._account(tenant)
-        self._tell(now_ns, tenant, account)
+        now_ns, payer = self._clock(now_ns), self._payer(tenant)
+        account = self._account(payer)
+        if len(slots):
+            self._tell(payer, account)
         owner, here = self._owner, self._here
         for s, p in zip(slots.tolist(), parents.tolist(), strict=True):
-            if s not in here and owner.get(s) != tenant:
-                self._hand_over(s, tenant)
+            if s not in here and owner.get(s) != payer:
+                self._hand_over(s, payer)
             parent = p if p in here and owner[p] == owner[s] and p != s else -1
             if s not in here:
                 here[s] = parent, n_bytes
@@ -88,7 +66,9 @@ class Tenants(Policy):
                 account.largest = max(account.largest, n_bytes)
             elif here[s][0] not in here:
                 here[s] = parent, here[s][1]
-        mine = np.array([owner[s] == tenant for s in slots.tolist()], np.bool_)
+            if here[s][0] >= 0:
+                self._below.setdefault(here[s][0], set()).add(s)
+        mine = np.array([owner[s] == payer for s in slots.tolist()], np.bool_)
         said = {"n_bytes": n_bytes, "cost_ns": cost_ns, "lease": lease, "tenant": tenant}
         account.policy.insert(now_ns, slots[mine], parents[mine], **said)  # type: ignore[arg-type]
         for t, theirs in self._parts(slots[~mine]):
@@ -96,12 +76,19 @@ class Tenants(Policy):
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
         """See `Policy.access`."""
+        now_ns = self._clock(now_ns)
         parts = self._parts(slots)
         self._untold = None
-        if not parts:
+        if visit.tenant >= 0:
+            first = self._payer(visit.tenant)
+            if all(t != first for t, _ in parts):
+                parts.append((first, NO_SLOTS))
+        elif not parts:
             self._untold = now_ns, slots.copy(), visit
             return
-        first = next(self._owner[s] for s in slots.tolist() if s in self._owner)
+        else:
+            first = next(self._owner[s] for s in slots.tolist() if s in self._owner)
+        self._account(first)
         if visit.request >= 0:
             self._requests[visit.request] = first
         for t, theirs in parts:
@@ -120,19 +107,24 @@ class Tenants(Policy):
     def forget(self, slots: Slots) -> None:
         """See `Policy.forget`."""
         gone = np.array([s for s in slots.tolist() if s not in self._here], np.int64)
-        for t, theirs in self._parts(gone):
-            self._accounts[t].policy.forget(theirs)
+        for account in self._accounts.values():  # one may know of a block that it does not own
+            account.policy.forget(gone)
         for s in gone.tolist():
             self._owner.pop(s, None)
+        if self._untold is not None:
+            then, told, visit = self._untold
+            self._untold = then, told[~np.isin(told, gone)], visit
 
     def complete(self, now_ns: int, request: int, *, stop: int = 0, output_tokens: int = 0) -> None:
         """See `Policy.complete`."""
+        now_ns = self._clock(now_ns)
         account = self._accounts.get(self._requests.pop(request, -1))
         if account is not None:
             account.policy.complete(now_ns, request, stop=stop, output_tokens=output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
         """See `Policy.abort`."""
+        now_ns = self._clock(now_ns)
         account = self._accounts.get(self._requests.pop(request, -1))
         if account is not None:
             account.policy.abort(now_ns, request)
@@ -154,12 +146,14 @@ class Tenants(Policy):
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
         """See `Policy.hint`. Told to whom the last block belongs."""
+        now_ns = self._clock(now_ns)
         tenant = self._owner.get(int(slots[-1])) if len(slots) else None
         if tenant is not None:
             self._accounts[tenant].policy.hint(now_ns, self._of(tenant, slots), eta_ns, sigma)
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
         """See `Policy.enqueue`. Told to whom the last block belongs."""
+        now_ns = self._clock(now_ns)
         self.abort(now_ns, request)
         tenant = self._owner.get(int(slots[-1])) if len(slots) else None
         if tenant is not None:
@@ -168,8 +162,10 @@ class Tenants(Policy):
 
     def invalidate(self, now_ns: int, tenant: int) -> None:
         """See `Policy.invalidate`."""
-        if tenant in self._accounts:
-            self._accounts[tenant].policy.invalidate(now_ns, tenant)
+        now_ns = self._clock(now_ns)
+        account = self._accounts.get(self._payer(tenant))
+        if account is not None:
+            account.policy.invalidate(now_ns, tenant)
 
     # ---- what is decided
 
@@ -177,7 +173,7 @@ class Tenants(Policy):
         """See `Policy.evict`. None also where more would touch somebody's reserve."""
         if n < 0:
             raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
-        self._now = max(now_ns, self._now)
+        now_ns = self._clock(now_ns)
         guarded = {int(s) for s in protected}
         can = self._evictable(guarded)
         if n > sum(can.values()):
@@ -192,9 +188,24 @@ class Tenants(Policy):
                 del can[tenant]
         return self._answer(victims)
 
+    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
+        """See `Policy.displace`. Down to the reserves, as `evict`; and what is above a limit."""
+        now_ns = self._clock(now_ns)
+        guarded = {int(s) for s in protected}
+        can = self._evictable(guarded)
+        victims: list[int] = []
+        while len(victims) < n and can:
+            tenant = self._poorest(can, guarded)
+            took = self._take(tenant, 1, guarded, rate)
+            victims += took
+            can[tenant] -= len(took)
+            if not took or can[tenant] <= 0:
+                del can[tenant]
+        return self._answer(victims) if victims else NO_SLOTS.copy()
+
     def shed(self, now_ns: int, protected: Collection[int] = ()) -> Slots:
         """Gives up what tenants have above their limits, as far as it may go."""
-        self._now = max(now_ns, self._now)
+        now_ns = self._clock(now_ns)
         victims: list[int] = []
         guarded = {int(s) for s in protected}
         for tenant, account in self._accounts.items():
@@ -207,6 +218,7 @@ class Tenants(Policy):
 
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
         """See `Policy.admit`. Blocks that nobody is known to own are admitted."""
+        now_ns = self._clock(now_ns)
         answer = np.ones(len(slots), np.bool_)
         owners = np.array([self._owner.get(s, -1) for s in slots.tolist()], np.int64)
         for t in np.unique(owners[owners >= 0]).tolist():
@@ -215,11 +227,13 @@ class Tenants(Policy):
 
     def expired(self, now_ns: int) -> Slots:
         """See `Policy.expired`."""
+        now_ns = self._clock(now_ns)
         parts = [account.policy.expired(now_ns) for account in self._accounts.values()]
         return np.concatenate([NO_SLOTS, *parts])
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """See `Policy.wanted`."""
+        now_ns = self._clock(now_ns)
         parts = [account.policy.wanted(now_ns, n) for account in self._accounts.values()]
         slots = np.concatenate([NO_SLOTS, *(part[0] for part in parts)])
         worth = np.concatenate([np.empty(0), *(part[1] for part in parts)])
@@ -244,7 +258,7 @@ class Tenants(Policy):
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
         """See `Policy.weakest`."""
-        self._now = max(now_ns, self._now)
+        now_ns = self._clock(now_ns)
         guarded = {int(s) for s in protected}
         can = self._evictable(guarded)
         if not can:
@@ -254,70 +268,10 @@ class Tenants(Policy):
 
     # ---- parts
 
-    def _account(self, tenant: int) -> Account:
-        account = self._accounts.get(tenant)
-        if account is None:
-            quota = self._quotas.get(tenant, self._default)
-            account = self._accounts[tenant] = Account(self._make(), quota)
-        return account
-
-    def _parts(self, slots: Slots) -> list[tuple[int, Slots]]:
-        """The slots of each tenant that owns some, in order; unknown ones belong to nobody."""
-        owners = [self._owner.get(s, -1) for s in slots.tolist()]
-        kinds = sorted(set(owners) - {-1})
-        if len(kinds) == 1 and -1 not in owners:
-            return [(kinds[0], slots)]
-        each = np.array(owners, np.int64)
-        return [(t, slots[each == t]) for t in kinds]
-
-    def _of(self, tenant: int, slots: Slots) -> Slots:
-        return np.array([s for s in slots.tolist() if self._owner.get(s) == tenant], np.int64)
-
-    def _tell(self, now_ns: int, tenant: int, account: Account) -> None:
-        """The request whose blocks nobody owned is this tenant's."""
-        if self._untold is not None:
-            then, slots, visit = self._untold
-            self._untold = None
-            if visit.request >= 0:
-                self._requests[visit.request] = tenant
-            account.policy.access(then, slots, visit)
-
-    def _hand_over(self, slot: int, tenant: int) -> None:
-        """A slot that is not resident belongs to this tenant now, and so do its pins."""
-        one, pins = np.array([slot]), self._pins[slot]
-        old = self._accounts.get(self._owner.get(slot, -1))
-        if old is not None:
-            for _ in range(pins if old.pins else 0):
-                old.policy.unpin(one)
-            old.policy.forget(one)
-        self._owner[slot] = tenant
-        for _ in range(pins if self._accounts[tenant].pins else 0):
-            self._accounts[tenant].policy.pin(one)
-
-    def _drop(self, slots: Slots) -> None:
-        for s in slots.tolist():
-            if s in self._here:
-                _, n_bytes = self._here.pop(s)
-                account = self._accounts[self._owner[s]]
-                account.used -= n_bytes
-                account.count -= 1
-
     def _evictable(self, guarded: Collection[int]) -> dict[int, int]:
         """Blocks that each tenant can give up leaf by leaf and may, down to its reserve."""
-        stuck: set[int] = set()
-        for s in (*self._pins, *guarded):
-            while s in self._here and s not in stuck:
-                stuck.add(s)
-                s = self._here[s][0]
-        blocked = Counter(self._owner[s] for s in stuck)
-        can = {}
-        for tenant, account in self._accounts.items():
-            free = account.count - blocked[tenant]
-            if account.quota.reserve_bytes:
-                free = min(free, max(0, account.spare // account.largest))
-            if free > 0:
-                can[tenant] = free
-        return can
+        stuck = chains_above((*self._pins, *guarded), self._here)
+        return evictable(self._accounts, Counter(self._owner[s] for s in stuck))
 
     def _poorest(self, can: Collection[int], guarded: set[int]) -> int:
         """Whose turn it is to lose a block, of these tenants."""
@@ -337,10 +291,18 @@ class Tenants(Policy):
         """What a tenant's policy must be told not to give up."""
         return guarded if account.pins else guarded | set(self._pins)
 
-    def _take(self, tenant: int, n: int, guarded: set[int]) -> list[int]:
-        """Some victims of one tenant; none if it has no more to give."""
+    def _take(self, tenant: int, n: int, guarded: set[int], rate: float = math.nan) -> list[int]:
+        """Some victims of one tenant, worth less than `rate` if that is given and it may have them.
+
+        None if it has no more to give.
+        """
         account = self._accounts[tenant]
-        got = account.policy.evict(self._now, n, self._shield(account, guarded))
+        shield = self._shield(account, guarded)
+        got: Slots | None
+        if math.isnan(rate) or account.excess > 0:
+            got = account.policy.evict(self._now, n, shield)
+        else:
+            got = account.policy.displace(self._now, n, rate, shield)
         if got is None:
             return []
         self._drop(got)

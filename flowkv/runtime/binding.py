@@ -24,10 +24,13 @@ from flowkv.observe.events import Bus, StepPlanned, Warned
 from flowkv.observe.metrics import Metrics
 from flowkv.policy import make_policy
 from flowkv.policy.base import Policy
+from flowkv.policy.config import configure
+from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.quota import Quota
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Tenants
 from flowkv.runtime import learned
+from flowkv.runtime.foresight import Foresight
 from flowkv.runtime.guard import Guard
 from flowkv.runtime.planner import Planner
 from flowkv.runtime.queue import Queue
@@ -157,6 +160,7 @@ class Binding:
         store.page_cost_ns = lambda: round(self.gate.seconds_per_token * geometry.page_size * 1e9)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
         self.planner = Planner(store, tables, self.lock, self.gate.computed)
+        self.planner.foresight = self._foresight(self.planner)
         self.planner.publisher.allowed = self._may_publish
         self.planner.publisher.on_non_finite = self._non_finite
         if self.planner.sealer:
@@ -179,6 +183,18 @@ class Binding:
         chosen = [self.config.selection(kind) for kind in PLACE_KINDS]
         for name, options in [one for i, one in enumerate(chosen) if one not in chosen[:i]]:
             make_policy(name, **options)
+        if isinstance(self.config.prefetch, dict):
+            configure(PrefetchConfig, "prefetch", self.config.prefetch)
+
+    def _foresight(self, planner: Planner) -> Foresight | None:
+        """What brings pages nearer before they are asked for; None without a tier, or if off."""
+        if not planner.store.tiers or self.config.prefetch == "off":
+            return None
+        said, size = self.config.prefetch, planner.page_size
+        windows = [planner.window(g) for g in range(len(planner.geometry.groups))]
+        pages = [None if w is None else max(1, -(-(w - 1) // size)) for w in windows]
+        options = said if isinstance(said, dict) else {}
+        return Foresight(planner.store, self.lock, pages, options)
 
     def _policy(self, kind: str, capacity_bytes: int) -> Policy:
         """The policy of a place."""

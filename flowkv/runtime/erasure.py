@@ -53,9 +53,9 @@ def forget_realm(store: Store, realm: Realm) -> int:
     Raises:
         StoreError: A tier cannot prove that it holds nothing of them any more.
     """
-    unseen = _learn(store, realm)
-    doomed = [block for block in store.index if realm.holds(block)]
     try:
+        unseen = _learn(store, realm)
+        doomed = [block for block in store.index if realm.holds(block)]
         return _erase(store, doomed, realm.holds, unseen)
     finally:
         store.index.ghosts.bury_realm(realm.covers)
@@ -77,10 +77,11 @@ def forget_prompt(store: Store, seq: Sequence) -> int:
     Raises:
         StoreError: A tier cannot prove that it holds nothing of them any more.
     """
-    unseen = _learn(store, Realm(seq.tenant, seq.namespace))
     doomed: dict[int, Block] = {}
-    shared = [_doom(store, seq, group, doomed) for group in range(len(seq.blocks))]
+    shared = [0] * len(seq.blocks)
     try:
+        unseen = _learn(store, Realm(seq.tenant, seq.namespace))
+        shared = [_doom(store, seq, group, doomed) for group in range(len(seq.blocks))]
         return _erase(store, list(doomed.values()), lambda _: False, unseen)
     finally:
         keys = {block.key for block in doomed.values()}

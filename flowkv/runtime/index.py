@@ -151,6 +151,10 @@ class PrefixIndex:
             raise StateError(f"slot {slot} is not in use", "Report this as a bug")
         return block
 
+    def get(self, slot: int) -> Block | None:
+        """The block of this slot; None if it is a ghost's, or nobody's."""
+        return self._slots[slot] if 0 <= slot < len(self._slots) else None
+
     def slot(self, key: bytes) -> int:
         """The slot of a key, be it a ghost's; -1 if it has none."""
         known = self._by_key.get(key) or self.ghosts.get(key)

@@ -33,6 +33,7 @@ class Keeping(Opening):
         with self.lock:
             planner = self._bound()
             planner.store.drain()
+            self._look_ahead(planner)
             seq = self._lineless(planner, tenant, salts)
             seq.note(as_tokens(plain(tokens)))
             yield seq
@@ -94,9 +95,16 @@ class Keeping(Opening):
         with self._probe(tokens, tenant, salts) as seq:
             queued = self.queue.add(seq)
             if prefetch:
-                queued.prefetch = Prefetch(seq.planner.store, self.lock)
-                queued.prefetch.start(self.restorer.absent(seq))
+                queued.prefetch = self._nearer(seq, queued)
             return queued
+
+    def _nearer(self, seq: Sequence, queued: Queued) -> Prefetch:
+        absent, foresight = self.restorer.absent(seq), seq.planner.foresight
+        if foresight is not None:
+            return foresight.enqueue(queued.request, self.visits.chains(seq))
+        prefetch = Prefetch(seq.planner.store, self.lock)
+        prefetch.start(absent)
+        return prefetch
 
     def hint(
         self,

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.keys import KeyChain, Salt, as_tokens, tenant_salt
+from flowkv.policy.base import NEVER_NS
 from flowkv.policy.config import Lease
 from flowkv.runtime import swap
 from flowkv.runtime.binding import Binding
@@ -136,6 +137,11 @@ class Opening(Binding):
             seq.planner.release(seq)
             if self.config.quotas:
                 seq.planner.store.shed()
+            self._look_ahead(seq.planner)
+
+    def _look_ahead(self, planner: Planner) -> None:
+        if planner.foresight is not None and planner.foresight.due_ns < NEVER_NS:
+            planner.foresight.edge()
 
     def fork(self, seq: Sequence) -> Sequence:
         """A second sequence with the same past; pages are shared until one of them writes.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowkv.policy.base import NO_SLOTS, Policy, Slots
 from flowkv.policy.tenants import Tenants
@@ -52,6 +53,17 @@ class Place:
             return self.policy.evict(now_ns, n, self.held)
         self._tell()
         return self.policy.evict(now_ns, n)
+
+    def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
+        """See `Policy.wanted`."""
+        return self.policy.wanted(now_ns, n)
+
+    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
+        """See `Policy.displace`."""
+        if not self._counts:
+            return self.policy.displace(now_ns, n, rate, {*self.held, *protected})
+        self._tell()
+        return self.policy.displace(now_ns, n, rate, protected)
 
     def expired(self, now_ns: int) -> list[int]:
         """Slots whose lease has run out here and that nothing protects, removed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from flowkv.core.errors import GeometryError, StateError
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.observe.events import StepPlanned
+from flowkv.policy.base import NEVER_NS
 from flowkv.runtime import advance
 from flowkv.runtime.advance import FILLS, GROWS, REFUSED, SHARES, Advance
 from flowkv.runtime.guard import Guard
@@ -22,6 +23,9 @@ from flowkv.runtime.publisher import Publisher
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.store import Store
 from flowkv.runtime.tables import READY, STEPPING, Tables
+
+if TYPE_CHECKING:  # it lies above
+    from flowkv.runtime.foresight import Foresight
 
 
 class Follower(Protocol):
@@ -46,6 +50,7 @@ class Planner(Lines):
         measured: Told the tokens and seconds of each committed step.
 
     Attributes:
+        foresight: Brings what is expected next, where there are tiers to bring it from.
         sender: Told which layers have written the new tokens of a step, see `runtime.handover`.
     """
 
@@ -60,6 +65,7 @@ class Planner(Lines):
         self.measured = measured
         self.publisher = Publisher(store, tables)
         self.sender: Follower | None = None
+        self.foresight: Foresight | None = None
         self._places = {
             layer: (g, i)
             for g, group in enumerate(self.geometry.groups)
@@ -169,6 +175,8 @@ class Planner(Lines):
                 advance.finish(self.tables, step)
                 self._let_leave()
             self.store.drain()
+            if self.foresight is not None and self.foresight.due_ns < NEVER_NS:
+                self.foresight.edge()
 
     def undo(self, step: Advance) -> None:
         """Gives back the pages of a step that did not happen."""

@@ -10,6 +10,9 @@ from flowkv.runtime.prefetch import Prefetch
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.visits import Visits
 
+MOST_WAITING = 1 << 14
+"""Requests that wait at most; the oldest is called off for one more: nobody came to open it."""
+
 
 class Queued:
     """A request that waits, as `KV.enqueue` returns it.
@@ -17,11 +20,12 @@ class Queued:
     Opening its prompt serves it; `cancel` it if that is not going to happen.
 
     Attributes:
+        request: The number by which policies know it.
         prefetch: Pages on their way to the device for it; None if none were asked for.
     """
 
     def __init__(self, queue: Queue, key: bytes, request: int) -> None:
-        self._queue, self._key, self._request = queue, key, request
+        self._queue, self._key, self.request = queue, key, request
         self.prefetch: Prefetch | None = None
 
     @property
@@ -54,6 +58,8 @@ class Queue:
         key = self._name(seq)
         queued = Queued(self, key, self._visits.enqueue(seq))
         self._waiting.setdefault(key, []).append(queued)
+        if len(self._waiting) > MOST_WAITING:
+            self.cancel(next(iter(self._waiting.values()))[0])
         return queued
 
     def take(self, seq: Sequence) -> int:
@@ -90,7 +96,7 @@ class Queue:
         handles.remove(queued)
         if not handles:
             del self._waiting[queued._key]
-        return queued._request
+        return queued.request
 
     def _name(self, seq: Sequence) -> bytes:
         pages = seq.known // seq.chains[0].page_size

@@ -51,6 +51,7 @@ class Residency:
         fidelity: Index of the lossiest codec that is accepted.
         mover: Transfers to and from the tiers.
         tier_places: The tiers as policies see them, in the order of the stack.
+        on_drop: Told the slots that name nothing any more.
         page_cost_ns: Says how long it takes to compute a page; 0 while that is not known.
     """
 
@@ -72,6 +73,7 @@ class Residency:
         self.tiers: list[Tier] = []
         self.index, self.mover = PrefixIndex(), Mover(config.load_deadline_s, rates)
         self.index.on_drop = self._drop
+        self.on_drop: Callable[[Sequence[int]], None] = lambda slots: None
         self._policies, self.tier_places = policies, list[Place]()
         self.page_cost_ns: Callable[[], int] = lambda: 0
         self._tenants: dict[bytes, int] = {}
@@ -337,6 +339,7 @@ class Residency:
     def _drop(self, slots: Sequence[int]) -> None:
         for place in self.places:
             place.forget(slots)
+        self.on_drop(slots)
 
     def size(self, block: Block, number: int) -> int:
         """Most bytes of a block's body on a tier, or (-1) on its device; at least 1."""

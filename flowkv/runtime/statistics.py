@@ -25,6 +25,7 @@ def statistics(kv: Opening) -> dict[str, Any]:
         "devices": {},
         "tiers": {},
         "policies": {},
+        "prefetch": {},
         "ghosts": 0,
         "events": kv.metrics.snapshot(),
     }
@@ -44,6 +45,8 @@ def statistics(kv: Opening) -> dict[str, Any]:
             staging = {"used_bytes": pool.copies.staged_bytes(), "why_not_pinned": pool.copies.why}
             report["devices"][device]["staging"] = staging
     report["policies"] = {place.name: _policy(kv, place) for place in store.places}
+    foresight = kv.planner.foresight
+    report["prefetch"] = foresight.report() if foresight is not None else {}
     report["ghosts"] = len(store.index.ghosts)
     for number, tier in enumerate(store.tiers):
         lane = store.mover.lanes[number]

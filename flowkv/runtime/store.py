@@ -7,6 +7,7 @@ slots.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from flowkv.core.errors import CapacityError
@@ -131,6 +132,12 @@ class Store(Devices):
             for slot in place.expired(self.now_ns()):
                 self._leave_device(self.index.at(slot), "lease")
         super().expire()
+
+    def displace(self, slots: Sequence[int]) -> None:
+        """Takes blocks off their device that its policy has given up for a prefetch."""
+        for slot in slots:
+            self._leave_device(self.index.at(slot), "prefetch")
+        self.mover.drain()
 
     def shed(self) -> None:
         """Has tenants give up what they have above their quotas."""

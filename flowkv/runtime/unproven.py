@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flowkv.runtime.index import Block
 from flowkv.runtime.mover import Mover
 
@@ -14,10 +16,14 @@ class Unproven:
 
     Args:
         mover: Has the guards.
+
+    Attributes:
+        on_leave: Told of those that left unused.
     """
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
+        self.on_leave: Callable[[Block], None] = lambda block: None
         self._pages: dict[Block, tuple[int, int]] = {}
 
     def __len__(self) -> int:
@@ -40,3 +46,4 @@ class Unproven:
         if found is not None and found[0] < len(self._mover.lanes):
             lane = self._mover.lanes[found[0]]
             lane.guard.wasted(lane.clock_ns(), found[1])
+            self.on_leave(block)

@@ -34,6 +34,7 @@ class Visits:
 
     def __init__(self, planner: Planner) -> None:
         self.store, self.page_size = planner.store, planner.page_size
+        self.foresight = planner.foresight
         self._windows = [planner.window(g) for g in range(len(planner.geometry.groups))]
         self.followers: list[Callable[[Sequence, int, int], None]] = []
         self._requests = 0
@@ -56,12 +57,15 @@ class Visits:
         """
         seq.request = self.number() if request < 0 else request
         now, tokens = self.store.now_ns(), seq.known
+        tenant, pages = self.store.tenant(seq.tenant), seq.known // self.page_size
         seq.arrived_ns = now
         for g, slots in enumerate(self.chains(seq)):
             session = self._of(seq.care.session, g)
-            visit = Visit(seq.request + g, session, tokens, tokens // self.page_size)
+            visit = Visit(seq.request + g, session, tokens, pages, tenant)
             for place in self.store.places:
                 place.policy.access(now, slots, visit)
+            if self.foresight is not None:
+                self.foresight.accessed(now, visit.request, g, slots)
         if seq.care is not NO_CARE:
             self._care(seq)
 
@@ -85,6 +89,8 @@ class Visits:
         for g in range(len(self._windows) if request >= 0 else 0):
             for place in self.store.places:
                 place.policy.abort(now, request + g)
+            if self.foresight is not None:
+                self.foresight.abort(now, request + g, g)
 
     def enqueue(self, seq: Sequence) -> int:
         """A request with these tokens waits to be served; returns its number."""
@@ -157,13 +163,15 @@ class Visits:
     # ---- hints
 
     def hint(self, chains: Iterable[Slots], eta_ns: int, sigma: float) -> int:
-        """The next use of chains is expected in about `eta_ns`; returns slots of the longest."""
+        """The next use of chains, one a group, is expected; returns slots of the longest."""
         now, longest = self.store.now_ns(), 0
-        for slots in chains:
+        for g, slots in enumerate(chains):
             if len(slots):
                 longest = max(longest, len(slots))
                 for place in self.store.places:
                     place.policy.hint(now, slots, eta_ns, sigma)
+                if self.foresight is not None:
+                    self.foresight.hint(now, g, slots, eta_ns, sigma)
         return longest
 
     def session(self, session: int) -> list[Slots]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,25 +51,60 @@ def next_turns(trace: Trace, *, use_sessions: bool = True) -> NDArray[np.int64]:
     return turns
 
 
-def hint_etas(trace: Trace, sigma: float, seed: int = 0) -> NDArray[np.int64]:
-    """What an application hints after each request: the true gap with a lognormal error.
+@kernel
+def repeat(
+    offsets: Array, blocks: Array, sessions: Array, order: Array, users: Array, again: Array
+) -> None:
+    """Fills `again`: how many leading blocks of each request are sent again, and by which one.
+
+    `order` has the requests session by session; `users` is scratch, -1 for each block.
+    """
+    for i in range(len(order) - 1, -1, -1):
+        r = order[i]
+        for j in range(offsets[r], offsets[r + 1]):
+            later = users[blocks[j]]
+            if later >= 0 and sessions[later] == sessions[r]:
+                again[r, 0], again[r, 1] = j - offsets[r] + 1, later
+            users[blocks[j]] = r
+
+
+class Hints(NamedTuple):
+    """What an application hints after each request.
+
+    Attributes:
+        etas_ns: i8 [R], nanoseconds until the next use of the part that is sent again; `NEVER_NS`
+            if nothing is.
+        counts: i8 [R], leading blocks of the request that are sent again: what the time is about.
+            The others are never used again.
+    """
+
+    etas_ns: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+def hints_of(trace: Trace, sigma: float, seed: int = 0) -> Hints:
+    """Hints of an application that knows which part of a prompt it sends again, and about when.
+
+    That part ends at the deepest block that a later request of the same session has too; where
+    sessions are not known, that any later request has. So what is sent again is the truth, and that
+    nothing is; the time until the first such request is the true one with a lognormal error.
 
     Args:
         trace: The trace.
         sigma: Standard deviation of the natural logarithm of the error; 0 is the truth.
         seed: Of the errors.
 
-    Returns:
-        i8 [R]: nanoseconds from the request to the one that continues its chain; `NEVER_NS` if none
-        does, as where a session goes on with another prompt.
-
     Raises:
         ConfigError: If sigma is negative or not finite.
     """
     if not 0.0 <= sigma < float("inf"):
         raise ConfigError(f"hints with an error of {sigma}", "Use 0 (exact), or 0.5 for instance")
-    turns = next_turns(trace, use_sessions=False)  # of the chain, which a session may abandon
+    again = np.zeros((len(trace), 2), np.int64)
+    order = np.argsort(trace.sessions, kind="stable")
+    users = np.full(trace.unique, -1, np.int64)
+    repeat(trace.offsets, trace.blocks, trace.sessions, order, users, again)
+    counts, turns = again.T
     gaps = (trace.times_ns[turns] - trace.times_ns).astype(np.float64)
     errors = np.exp(sigma * np.random.default_rng(seed).standard_normal(len(trace)))
     etas = np.minimum(gaps * errors, 2.0**62).astype(np.int64)
-    return np.where(turns < 0, NEVER_NS, etas)
+    return Hints(np.where(counts == 0, NEVER_NS, etas), counts)

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.policy.base import Policy, Slots, Visit
+from flowkv.policy.base import NEVER_NS, Policy, Slots, Visit
 from flowkv.policy.order.compiled import Array, kernel
 from flowkv.policy.prefetch import Prefetcher
+from flowkv.sim.conversations import Hints
 from flowkv.sim.trace import Trace
 
 Progress = Callable[[int, int], None]
@@ -59,7 +60,7 @@ class OnePlace:
         trace: What to replay.
         policy: A fresh policy.
         capacity: Blocks that fit.
-        etas_ns: i8 [R], what the application hints after each request; none without.
+        hints: What the application hints after each request; none without.
         sigma: Error of the hints, as the policy is told.
         queue_ns: Each request is known so long before it runs.
         prefetcher: Brings blocks before they are asked for.
@@ -72,14 +73,14 @@ class OnePlace:
         policy: Policy,
         capacity: int,
         *,
-        etas_ns: NDArray[np.int64] | None = None,
+        hints: Hints | None = None,
         sigma: float = 0.0,
         queue_ns: int = 0,
         prefetcher: Prefetcher | None = None,
         costs_ns: NDArray[np.int64] | None = None,
     ) -> None:
         self.trace, self.policy, self.capacity_bytes = trace, policy, capacity
-        self.etas_ns, self.sigma, self.queue_ns = etas_ns, sigma, queue_ns
+        self.hints, self.sigma, self.queue_ns = hints, sigma, queue_ns
         self.prefetcher, self.costs_ns = prefetcher, costs_ns
         self.here = np.zeros(trace.unique, np.bool_)
         self.seen = np.zeros(trace.unique, np.bool_)
@@ -159,17 +160,26 @@ class OnePlace:
         if len(new):
             policy.insert(now, new, parents, **said)
         policy.complete(now, r, stop=stop, output_tokens=output)
-        if self.etas_ns is not None:
-            policy.hint(now, chain, int(self.etas_ns[r]), self.sigma)
+        if self.hints is not None:
+            self._hint(now, r, policy)
         surplus = self.used - self.capacity_bytes
         victims = policy.evict(now, surplus) if surplus > 0 else None
         course.policy_ns[r] += perf_counter_ns() - start
         if victims is not None:
             self._left(now, victims)
         if self.prefetcher is not None:
-            if self.etas_ns is not None:
-                self.prefetcher.hint(now, chain, int(self.etas_ns[r]), self.sigma)
+            if self.hints is not None:
+                self._hint(now, r, self.prefetcher)
             self._due = self.prefetcher.due_ns(now)
+
+    def _hint(self, now: int, r: int, to: Policy | Prefetcher) -> None:
+        """What the application says after a request: what is not sent again, and when the rest."""
+        assert self.hints is not None
+        chain, n = self.chain(r), int(self.hints.counts[r])
+        if n < len(chain):
+            to.hint(now, chain, NEVER_NS)
+        if n > 0:
+            to.hint(now, chain[:n], int(self.hints.etas_ns[r]), self.sigma)
 
     def enqueue(self, now: int, r: int) -> None:
         """A request is known that will run later."""

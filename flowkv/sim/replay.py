@@ -21,7 +21,7 @@ from flowkv.policy import Policy, make_policy
 from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.prefetch import Prefetcher
 from flowkv.sim.bounds import bounds_of
-from flowkv.sim.conversations import hint_etas
+from flowkv.sim.conversations import hints_of
 from flowkv.sim.hardware import HARDWARE, MODELS, Hardware, Shape, block_costs
 from flowkv.sim.place import Course, OnePlace, Progress
 from flowkv.sim.result import Result, judge
@@ -50,7 +50,8 @@ class Settings(TypedDict, total=False):
     Attributes:
         options: Of the policy, if it is given by name.
         hints: The application tells when each conversation goes on, with this standard deviation of
-            the error's natural logarithm, and never where it ends; nothing without.
+            the error's natural logarithm, and which part of its prompt it will send again; never
+            where it ends (see `flowkv.sim.conversations.hints_of`); nothing without.
         queue_s: Requests are known so many seconds before they run.
         prefetch: Bring blocks before they are asked for, from a place that has all blocks seen so
             far; a mapping of options of `Prefetcher` turns it on too.
@@ -168,7 +169,7 @@ def _place(trace: Trace, policy: Policy, capacity: int, settings: Settings) -> O
         trace,
         policy,
         capacity,
-        etas_ns=None if sigma is None else hint_etas(trace, sigma, settings.get("seed", 0)),
+        hints=None if sigma is None else hints_of(trace, sigma, settings.get("seed", 0)),
         sigma=sigma or 0.0,
         queue_ns=round(queue_s * 1e9),
         prefetcher=Prefetcher(capacity, **told) if on and capacity else None,

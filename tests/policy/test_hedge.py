@@ -229,3 +229,23 @@ def test_what_a_number_named_before_is_forgotten():
             policy.remove(np.array([19]))
             assert policy._learned[0]["place"][19] == AWAY
     assert policy.evict(10**12, len(policy)) is not None
+
+
+def test_a_model_that_was_brought_decides_once_it_is_proved():
+    """From the same kind of traffic: before there is evidence of hits. From another: never."""
+    teachers = {kind: generate(kind, requests=2500, seed=3) for kind in ("agents", "chat")}
+    models = {}
+    for kind, trace in teachers.items():
+        teacher = Hedge()
+        run_through(trace, teacher, trace.unique // 100)
+        models[kind] = teacher.save_model()
+    trace = generate("agents", requests=300, seed=4)
+    hits = {}
+    for source in ("agents", "chat", None):
+        policy = Hedge()
+        if source is not None:
+            policy.load_model(models[source])
+        hits[source] = run_through(trace, policy, trace.unique // 20)
+        assert policy.surplus >= 0
+    assert hits["agents"].sum() > 1.01 * hits[None].sum()
+    assert hits["chat"].sum() >= 0.995 * hits[None].sum()

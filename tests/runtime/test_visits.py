@@ -56,7 +56,10 @@ def test_every_place_is_told_of_a_request_once() -> None:
     for log in logs:
         visits = [call for call in log.calls if call.name == "access"]
         assert [call.arguments[1] for call in visits] == [(), (0, 1, 2)]
-        assert [tuple(call.arguments[2]) for call in visits] == [(0, -1, 25, 3), (1, -1, 29, 3)]
+        assert [tuple(call.arguments[2]) for call in visits] == [
+            (0, -1, 25, 3, 0),
+            (1, -1, 29, 3, 0),
+        ]
         ends = [call for call in log.calls if call.name == "complete"]
         assert [call.arguments[1] for call in ends] == [0, 1]
         assert [call.options for call in ends] == [

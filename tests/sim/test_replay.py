@@ -16,7 +16,7 @@ from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.prefetch import Prefetcher
 from flowkv.sim import generate, replay, sweep
 from flowkv.sim.bounds import bounds_of
-from flowkv.sim.conversations import hint_etas, next_turns
+from flowkv.sim.conversations import hints_of, next_turns
 from flowkv.sim.loop import run_through
 from flowkv.sim.place import OnePlace
 from flowkv.sim.sizes import pages_of, share_of
@@ -122,22 +122,36 @@ def test_next_turns_by_session_and_by_blocks():
     assert next_turns(told(cut)).tolist() == [1, -1, -1]  # the last block of the first was partial
 
 
+def said_by(trace, sigma=0.0):
+    """What is hinted after each request, in seconds: (eta, how many blocks)."""
+    etas, counts = hints_of(trace, sigma)
+    etas = [None if eta == NEVER_NS else eta / 1e9 for eta in etas.tolist()]
+    return list(zip(etas, counts.tolist(), strict=True))
+
+
+def test_a_hint_is_about_what_its_session_sends_again():
+    a, b = [0, 0, 0], [0, 1]
+    story = [(0, a, 7), (1, [0, 0, 1], 8), (2, b, 7), (4, a[:2], 7), (8, b, 8)]
+    assert said_by(told(story)) == [(7, 2), (14, 1), (4, 1), (None, 0), (None, 0)]
+    unknown = [(gap, word, -1) for gap, word, _ in story]
+    assert said_by(told(unknown)) == [(1, 2), (6, 2), (12, 2), (8, 1), (None, 0)]
+
+
 def test_hints_are_true_gaps_with_errors():
     trace = generate("agents", requests=3000, seed=5)
-    turns = next_turns(trace, use_sessions=False)
-    exact = hint_etas(trace, 0.0)
-    assert ((exact == NEVER_NS) == (turns < 0)).all()
-    on = turns >= 0
-    gaps = (trace.times_ns[turns] - trace.times_ns)[on]
-    assert (exact[on] == gaps).all()
-    noisy = hint_etas(trace, 0.5, seed=1)
-    errors = np.log(noisy[on][gaps > 0] / gaps[gaps > 0])
+    exact = hints_of(trace, 0.0)
+    on = exact.counts > 0
+    assert ((exact.etas_ns == NEVER_NS) == ~on).all()
+    gaps = exact.etas_ns[on]
+    noisy = hints_of(trace, 0.5, seed=1)
+    assert (noisy.counts == exact.counts).all()
+    errors = np.log(noisy.etas_ns[on][gaps > 0] / gaps[gaps > 0])
     assert abs(errors.mean()) < 0.05
     assert abs(errors.std() - 0.5) < 0.03
-    assert (noisy == hint_etas(trace, 0.5, seed=1)).all()
-    assert (noisy != hint_etas(trace, 0.5, seed=2)).any()
+    assert (noisy.etas_ns == hints_of(trace, 0.5, seed=1).etas_ns).all()
+    assert (noisy.etas_ns != hints_of(trace, 0.5, seed=2).etas_ns).any()
     with pytest.raises(ConfigError, match="hints with an error of -1"):
-        hint_etas(trace, -1.0)
+        hints_of(trace, -1.0)
 
 
 def test_hints_help():

@@ -16,6 +16,7 @@ from flowkv.policy.hazard.tips import (
     begin,
     find_return,
     follow,
+    give_up,
     judge,
     rekey,
     rekey_tip,
@@ -26,7 +27,7 @@ from flowkv.policy.order import calls
 from flowkv.policy.order.calls import change_pins, choose
 from flowkv.policy.order.compiled import SLOT_MASK, Array, fold, kernel, room_for
 from flowkv.policy.order.ranking import reorder
-from flowkv.policy.order.residence import drop, expire
+from flowkv.policy.order.residence import expire
 from flowkv.policy.order.slots import (
     BLOCKED,
     CLASS_WORTH,
@@ -41,7 +42,6 @@ from flowkv.policy.order.slots import (
     QUEUED_CLASS,
     RANKED,
     class_of,
-    parent_of,
 )
 
 
@@ -152,13 +152,10 @@ def announce(
 @kernel
 def remove(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> None:
     """Drops what is resident; a parent that becomes a leaf is judged as one."""
-    nodes, terms, heaps, state = order
+    nodes, state = order[0], order[3]
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].birth != 0:
-            p = parent_of(nodes, s)
-            drop(nodes, terms, heaps, state, s)
-            if p >= 0 and nodes[p].kids == 0:
-                rekey(order, mind, p, state[CLOCK])
+            give_up(order, mind, s, state[CLOCK])
 
 
 @kernel
@@ -195,10 +192,7 @@ def evict(
             s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
             victims[i] = s
             fold(state, DIGEST, s)
-            p = parent_of(nodes, s)
-            drop(nodes, terms, heaps, state, s)
-            if p >= 0 and nodes[p].kids == 0:
-                rekey(order, mind, p, now)
+            give_up(order, mind, s, now)
             if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
                 expire(nodes, terms, heaps, state, now)
     change_pins(nodes, terms, heaps, state, protected, -1)

@@ -27,6 +27,7 @@ from flowkv.policy.order.image import column, damaged, uncolumn
 
 Mind = tuple[NDArray[Any], ...]
 MODEL_VERSION = 1
+TAIL_LIMIT = 1e15  # counts of a model; a sum of them is finite
 PSEUDO, PSEUDO_BASE = 0.5, 5.0  # sums of squared steps that a loaded weight starts with
 
 
@@ -90,7 +91,7 @@ def is_model(models: NDArray[np.float64]) -> bool:
         and (bases <= BASE_LIMIT).all()
         and (models[:, 1:REACH:2] >= 0).all()
         and (models[:, BASES + 1 : REACH : 2] > 0).all()
-        and (tail >= 0).all()
+        and ((tail >= 0) & (tail <= TAIL_LIMIT)).all()
         and (models[:, REACH : REACH + 8].sum(axis=1) > 0).all()
     )
 
@@ -167,6 +168,9 @@ def _fits(own: Any, tips: Any, traits: Any, counters: Any) -> bool:
         (tips["done"], 0, 2),
         (tips["bin"], -1, BINS),
         (tips["turn"], 0, 1 << 31),
+        (tips["known"], 0, 1 << 31),
+        (tips["blocks"], 0, 1 << 31),
+        (tips["seen"], 0, 1 << 31),
         (tips["output"], -1, 1 << 31),
         (counters[2 : 2 + BINS - 1], 0, n + 1),
     )

@@ -12,16 +12,18 @@ from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, UNKNOWN_STOP, Slots, Visit
 from flowkv.policy.config import HazardConfig, Lease, configure
 from flowkv.policy.hazard import calls as hazard_calls
+from flowkv.policy.hazard import desk as hazard_desk
 from flowkv.policy.hazard import reach as hazard_prefetch
 from flowkv.policy.hazard.features import FEATURES, TIP, TRAITS
 from flowkv.policy.hazard.image import mind_columns, mind_of, model_bytes, model_of, requests_of
-from flowkv.policy.hazard.model import fresh_model, speaker
+from flowkv.policy.hazard.model import LOSS, fresh_model
 from flowkv.policy.hazard.tips import COUNTERS, NEXT, OWN, REACHED, TIPS
 from flowkv.policy.order import calls
 from flowkv.policy.order.compiled import SLOT_LIMIT
+from flowkv.policy.order.desk import Desk
 from flowkv.policy.order.image import damaged, seal, unseal
 from flowkv.policy.order.leaf import LeafOrder, as_slots
-from flowkv.policy.order.slots import CLOCK, COUNT, NEVER, STALE
+from flowkv.policy.order.slots import CLOCK, COUNT, LISTS, NEVER, STALE, TENANTS
 
 FIRST_TIPS = 1024
 GHOSTS = 4096
@@ -68,6 +70,7 @@ class HazardIndex(LeafOrder):
         )
         self._mind[-1][REACHED:] = self._mind[-1][NEXT] = NEVER
         self._open: dict[int, int] = {}
+        self._laid = Desk()
         self._asked = np.zeros(0, hazard_prefetch.ASKED)
         super().__init__(1, self.config)  # 1 ns leaves a key beyond the clock as it is
         self._make_room(FIRST_TIPS)
@@ -87,8 +90,16 @@ class HazardIndex(LeafOrder):
     ) -> None:
         """See `LeafOrder.insert`."""
         slots, parents = as_slots(slots), as_slots(parents)
-        said: dict[str, Any] = {"n_bytes": n_bytes, "cost_ns": cost_ns, "tenant": tenant}
-        super().insert(now_ns, slots, parents, lease=lease, **said)
+        done = hazard_desk.NOT_DONE
+        if len(slots) == len(parents) and 0 <= tenant < len(self._state) - LISTS - TENANTS:
+            numbers = now_ns, tenant, self._extra(n_bytes, cost_ns)
+            arguments = slots, parents, self._lease(lease), numbers
+            done = hazard_desk.insert(self._desk, *arguments)
+        if done == 0:
+            return
+        if done != hazard_desk.NOT_JOINED:  # there is no room, or something to complain of
+            said: dict[str, Any] = {"n_bytes": n_bytes, "cost_ns": cost_ns, "tenant": tenant}
+            super().insert(now_ns, slots, parents, lease=lease, **said)
         self._make_room(len(slots))
         hazard_calls.join(self._order, self._mind, slots, parents)
 
@@ -96,10 +107,10 @@ class HazardIndex(LeafOrder):
         """See `Policy.access`. Known blocks that are not resident teach as well."""
         slots = as_slots(slots)
         said = (now_ns, visit.blocks)
-        tip = hazard_calls.visit(self._order, self._mind, slots, *said)
+        tip = hazard_desk.visit(self._desk, slots, *said)
         if tip < 0:
             slots = self._fit(slots)
-            tip = hazard_calls.visit(self._order, self._mind, slots, *said)
+            tip = hazard_desk.visit(self._desk, slots, *said)
         if self._queued and visit.request in self._queued:
             self.abort(now_ns, visit.request)
         if visit.request >= 0:
@@ -111,8 +122,7 @@ class HazardIndex(LeafOrder):
         """See `Policy.complete`."""
         tip = self._open.pop(request, -1)
         if tip >= 0:
-            hazard_calls.tick(self._order, self._mind, now_ns)
-            hazard_calls.finish(self._order, self._mind, tip, stop, output_tokens)
+            hazard_desk.finish(self._desk, now_ns, tip, stop, output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
         """See `Policy.abort`."""
@@ -149,7 +159,7 @@ class HazardIndex(LeafOrder):
             n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
         victims = np.empty(n, np.int64)
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        done = hazard_calls.evict(self._order, self._mind, guarded, victims, now_ns)
+        done = hazard_desk.evict(self._desk, guarded, victims, now_ns)
         return victims if done else None
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
@@ -173,7 +183,7 @@ class HazardIndex(LeafOrder):
 
     def expired(self, now_ns: int) -> Slots:
         """See `LeafOrder.expired`."""
-        if hazard_calls.tick(self._order, self._mind, now_ns) == 0:
+        if hazard_desk.tick(self._desk, now_ns) == 0:
             return np.empty(0, np.int64)
         return super().expired(now_ns)
 
@@ -217,15 +227,20 @@ class HazardIndex(LeafOrder):
         self._widen(used, room)  # as it was, so that tips go when they would have gone
 
     def save_model(self) -> bytes:
-        """What has been learned, for `load_model` elsewhere: less than 100 KB of msgpack."""
+        """What has been learned, for `load_model` elsewhere: less than 100 KB of msgpack.
+
+        Of two models the one that has predicted better lately; of equals what was brought.
+        """
         models = self._mind[4]
-        return model_bytes(models[speaker(models)])
+        best = len(models) - 1 - int(np.argmin(models[::-1, LOSS]))
+        return model_bytes(models[best])
 
     def load_model(self, saved: bytes) -> None:
         """Starts warm, from what `save_model` gave.
 
-        The model that is learned here goes on beside it, and the one that has predicted better
-        lately decides: a model from another kind of traffic is found out within some dozen turns.
+        The model that is learned here goes on beside it. What was brought decides once it has
+        predicted clearly better, and as long as it does so: a dozen turns prove a model of the same
+        kind of traffic, and one from another kind is hardly ever heard.
 
         Raises:
             ConfigError: If it comes from another version or is damaged.
@@ -235,6 +250,15 @@ class HazardIndex(LeafOrder):
         self._mind = (own, tips, traits, rows, both, counters)
 
     # ---- parts
+
+    @property
+    def _desk(self) -> NDArray[Any]:
+        """Where everything lies, for `hazard_desk`."""
+        desk, arrays, state, mind = self._laid, self._arrays, self._state, self._mind
+        kept = desk.groups
+        if kept and kept[0] is arrays and kept[1] is state and kept[2] is mind:
+            return desk.words
+        return desk.lay(hazard_desk.KINDS, (arrays, state, mind))
 
     @property
     def _order(self) -> tuple[NDArray[Any], ...]:

@@ -58,13 +58,15 @@ WEIGHT_LIMIT, BASE_LIMIT, LOGIT_LIMIT = 8.0, 16.0, 18.0
 BASES = 2 * BUCKETS * KNOTS
 REACH = BASES + 2 * BINS
 REACHES = 8
-LOSS = REACH + REACHES  # log loss of its predictions, halving every 700 events or so
+LOSS = REACH + REACHES  # bits lost by its predictions, halving every 700 events or so
+PROOF = 6.0  # bits by which a model that was brought must be the better one
 MODEL_SIZE = LOSS + 1
 FORGET = 0.999
 
 LN2 = 0.6931471805599453
 EXP = tuple(1.0 / math.factorial(k) for k in range(10, -1, -1))
 MOST_INDEX = 1e6
+CERTAIN = 1.0 - 1e-9  # more than rounding can add to a ratio
 
 
 def fresh_model() -> Array:
@@ -123,7 +125,13 @@ def bin_of(age_ns: int) -> int:
 def hazard(model: Array, row: Array, i: int) -> float:
     """The hazard of bin `i` for a chain whose features are `row`."""
     k, u = BEFORE[i], BEYOND[i]
-    low, high = said_at(model, row, k), said_at(model, row, k + 1)
+    if u == 1.0:  # beyond the last knot: a third of all questions
+        return float(logistic(model[BASES + 2 * i] + said_at(model, row, k + 1)))
+    low = high = 0.0
+    for f in range(FEATURES):
+        at = 2 * (np.int64(row[f]) * KNOTS + k)
+        low += model[at]
+        high += model[at + 2]
     return float(logistic(model[BASES + 2 * i] + (1.0 - u) * low + u * high))
 
 
@@ -132,7 +140,7 @@ def said_at(model: Array, row: Array, k: int) -> float:
     """What the features say at a knot."""
     total = 0.0
     for f in range(FEATURES):
-        total += model[2 * (row[f] * KNOTS + k)]
+        total += model[2 * (np.int64(row[f]) * KNOTS + k)]
     return total
 
 
@@ -151,10 +159,13 @@ def learn(model: Array, row: Array, i: int, returned: int) -> None:
     step = returned - h
     k, u = BEFORE[i], BEYOND[i]
     nudge(model, BASES + 2 * i, step, BASE_RATE, 0.0, BASE_LIMIT)
+    before, after = (1.0 - u) * step, u * step
     for f in range(FEATURES):
-        at = 2 * (row[f] * KNOTS + k)
-        nudge(model, at, (1.0 - u) * step, RATE, EASE, WEIGHT_LIMIT)
-        nudge(model, at + 2, u * step, RATE, EASE, WEIGHT_LIMIT)
+        at = 2 * (np.int64(row[f]) * KNOTS + k)
+        if u < 1.0:
+            nudge(model, at, before, RATE, EASE, WEIGHT_LIMIT)
+        if u > 0.0:
+            nudge(model, at + 2, after, RATE, EASE, WEIGHT_LIMIT)
 
 
 @kernel
@@ -166,8 +177,8 @@ def teach(models: Array, row: Array, i: int, returned: int) -> None:
 
 @inner
 def speaker(models: Array) -> int:
-    """The model that has predicted best lately; of equals what was brought."""
-    return 1 if len(models) > 1 and models[1, LOSS] <= models[0, LOSS] else 0
+    """The model that decides: what was brought, while it has clearly predicted better lately."""
+    return 1 if len(models) > 1 and models[1, LOSS] + PROOF <= models[0, LOSS] else 0
 
 
 @kernel
@@ -192,7 +203,11 @@ def reach(models: Array, short: int) -> float:
 
 @kernel
 def index(models: Array, row: Array, i: int) -> float:
-    """The Gittins index at the beginning of bin `i`, in 1/s."""
+    """The Gittins index at the beginning of bin `i`, in 1/s.
+
+    Ends as soon as no later horizon can be better. What is left to gain costs no less time than if
+    all of it came evenly within the next bin, since none of those after it is shorter.
+    """
     model = models[speaker(models)]
     alive, gained, spent, best = 1.0, 0.0, 0.0, 0.0
     at, low, high = -1, 0.0, 0.0  # the last two knots, and what the features say there
@@ -207,6 +222,8 @@ def index(models: Array, row: Array, i: int) -> float:
         spent += alive * WIDTHS[b] * (1.0 - 0.5 * h)
         alive *= 1.0 - h
         best = max(best, gained / spent)
-        if alive < 1e-3:
+        if alive < 1e-3 or b + 1 == BINS:
+            break
+        if gained + alive < best * CERTAIN * (spent + 0.5 * alive * WIDTHS[b + 1]):
             break
     return min(best, MOST_INDEX)

@@ -6,10 +6,10 @@ import numpy as np
 
 from flowkv.policy.hazard.features import INDEX
 from flowkv.policy.hazard.model import bin_of
-from flowkv.policy.hazard.tips import TIPS, advance, rekey, value_of, worth_of
+from flowkv.policy.hazard.tips import TIPS, advance, give_up, value_of, worth_of
 from flowkv.policy.order.calls import change_pins, choose
 from flowkv.policy.order.compiled import SLOT_MASK, Array, fold, inner, kernel
-from flowkv.policy.order.residence import drop, expire
+from flowkv.policy.order.residence import expire
 from flowkv.policy.order.slots import (
     BLOCKED,
     COUNT,
@@ -19,7 +19,6 @@ from flowkv.policy.order.slots import (
     DUES,
     QUEUED_CLASS,
     class_of,
-    parent_of,
 )
 
 ASKED = np.dtype(
@@ -131,10 +130,7 @@ def displace(
         victims[found] = s
         found += 1
         fold(state, DIGEST, s)
-        p = parent_of(nodes, s)
-        drop(nodes, terms, heaps, state, s)
-        if p >= 0 and nodes[p].kids == 0:
-            rekey(order, mind, p, now)
+        give_up(order, mind, s, now)
         if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
             expire(nodes, terms, heaps, state, now)
     change_pins(nodes, terms, heaps, state, protected, -1)

@@ -37,7 +37,8 @@ from flowkv.policy.hazard.model import (
 )
 from flowkv.policy.order.compiled import Array, inner, kernel
 from flowkv.policy.order.heap import put
-from flowkv.policy.order.slots import MODE, NEVER, words
+from flowkv.policy.order.residence import drop
+from flowkv.policy.order.slots import MODE, NEVER, parent_of, words
 from flowkv.policy.order.static_key import log2
 
 OWN = np.dtype(
@@ -123,6 +124,19 @@ def rekey(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int) -
     i, row = nodes[s].place, nodes[s].row
     if i >= 0:
         put(heaps[row], nodes["place"], state[row], i, words(nodes, terms, s, row))
+
+
+@inner
+def give_up(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int) -> None:
+    """Ends the residence of a slot; the parent that becomes a leaf by that is judged as one.
+
+    It is judged first, so that it moves once.
+    """
+    nodes, terms, heaps, state = order
+    p = parent_of(nodes, s)
+    if p >= 0 and nodes[p].kids == 1:
+        rekey(order, mind, p, now)
+    drop(nodes, terms, heaps, state, s)
 
 
 @inner

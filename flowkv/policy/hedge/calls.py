@@ -48,22 +48,6 @@ def access(watch: tuple[Array, ...], slots: Array, session: int, now: int, activ
     return int(chosen) + (SAMPLED if book[LINE] & book[MASK] == 0 else 0)
 
 
-@kernel
-def come(watch: tuple[Array, ...], slots: Array, parents: Array, now: int) -> bool:
-    """Blocks became resident; returns whether they are in the sample. They have cells."""
-    cells, book, _sums = watch
-    hedge_ghost.come(cells, book, slots, parents, now)
-    return bool(book[LINE] & book[MASK] == 0)
-
-
-@kernel
-def go(watch: tuple[Array, ...], slots: Array) -> None:
-    """Blocks were given up here."""
-    cells, book, _sums = watch
-    hedge_ghost.go(cells, book, slots, False)
-    hedge_ghost.measure(book)
-
-
 @inner
 def crowded(counts: Array, width: int, n: int) -> bool:
     """Whether a heap might be too narrow for `n` leaves more."""
@@ -101,6 +85,39 @@ def keep(cells: Array, shadows: tuple[Array, ...], slots: Array, now: int) -> bo
 
 
 @kernel
+def come(
+    watch: tuple[Array, ...], shadows: tuple[Array, ...], slots: Array, parents: Array, now: int
+) -> int:
+    """Blocks became resident; they have cells.
+
+    Returns:
+        0 if they are not in the sample, 1 if the sampled shadows hold them now, -1 if `keep` has
+        still to see to that, with wider heaps.
+    """
+    cells, book, _sums = watch
+    hedge_ghost.come(cells, book, slots, parents, now)
+    if book[LINE] & book[MASK] != 0:
+        return 0
+    return 1 if keep(cells, shadows, slots, now) else -1
+
+
+@kernel
+def go(
+    watch: tuple[Array, ...],
+    shadows: tuple[Array, ...],
+    slots: Array,
+    sample: int,
+    grown: bool,
+) -> None:
+    """Blocks were given up here; so do the sampled shadows, where they have `grown`."""
+    cells, book, _sums = watch
+    hedge_ghost.go(cells, book, slots, False)
+    hedge_ghost.measure(book)
+    if grown:
+        trim(watch, shadows, sample)
+
+
+@inner
 def trim(watch: tuple[Array, ...], shadows: tuple[Array, ...], sample: int) -> None:
     """The sampled shadows give up what is too much; the sample shrinks as the place grows."""
     cells, book, _sums = watch

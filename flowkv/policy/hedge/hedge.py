@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, Policy, Slots, Visit
 from flowkv.policy.config import HedgeConfig, Lease, configure
 from flowkv.policy.hazard.index import HazardIndex
+from flowkv.policy.hazard.model import speaker
 from flowkv.policy.hedge import calls as hedge_calls
 from flowkv.policy.hedge import ghost as hedge_ghost
 from flowkv.policy.hedge import rule as hedge_rule
@@ -32,7 +33,8 @@ class Hedge(HazardIndex):
     holds only numbers, and is judged by what that hits (`flowkv.policy.hedge.shadow`). LRU's own is
     of full size, always: so how many hits more than LRU there really were is known exactly
     (`flowkv.policy.hedge.ghost`), and a rule that disappoints is dismissed before the damage passes
-    a small share of all blocks (`flowkv.policy.hedge.rule`).
+    a small share of all blocks (`flowkv.policy.hedge.rule`). A model that was brought
+    (`load_model`) and predicts well here spares the learned order the wait for such evidence.
 
     One order holds the blocks, whoever decides; another rule sorts the same leaves by another key.
     So pins, leases, ranks, tenants and queued requests go on as they were. Hints of a time are
@@ -93,10 +95,12 @@ class Hedge(HazardIndex):
         said: dict[str, Any] = {"n_bytes": n_bytes, "cost_ns": cost_ns, "tenant": tenant}
         super().insert(now_ns, slots, parents, lease=lease, **said)
         now = self._state[CLOCK]
-        if hedge_calls.come(self._watch, slots, parents, now):
-            while not hedge_calls.keep(self._watch[0], self._sampled, slots, now):
-                self._widen_sampled()
+        kept = hedge_calls.come(self._watch, self._sampled, slots, parents, now)
+        if kept != 0:
             self._grown = True
+        while kept < 0:
+            self._widen_sampled()
+            kept = 0 if hedge_calls.keep(self._watch[0], self._sampled, slots, now) else -1
         if self._active != len(self._taus):
             self._learn(slots, False)
 
@@ -111,6 +115,9 @@ class Hedge(HazardIndex):
             slots = slots[(slots >= 0) & (slots < len(self._watch[0]))]
             answer = hedge_calls.access(self._watch, slots, *said)
         chosen = answer % hedge_calls.SAMPLED
+        if chosen == 0 and len(self._mind[4]) > 1 and self._proved():
+            chosen = len(self._taus)
+            hedge_rule.turn(self._watch[2], chosen)
         if chosen != self._active:
             self._turn(chosen)
         if chosen != len(self._taus):
@@ -212,6 +219,10 @@ class Hedge(HazardIndex):
 
     # ---- parts
 
+    def _proved(self) -> bool:
+        """Whether a model that was brought predicts well here, and no rule has failed yet."""
+        return speaker(self._mind[4]) == 1 and self._watch[2][hedge_rule.FAILED] == 0.0
+
     def _mode(self) -> tuple[int, int]:
         """How the order sorts while the present row decides."""
         learned = self._active == len(self._taus)
@@ -250,10 +261,8 @@ class Hedge(HazardIndex):
 
     def _give_up(self, victims: Slots) -> None:
         """Notes victims; shadows follow, where anything was added to them."""
-        hedge_calls.go(self._watch, victims)
-        if self._grown:
-            self._grown = False
-            hedge_calls.trim(self._watch, self._sampled, self._sample)
+        hedge_calls.go(self._watch, self._sampled, victims, self._sample, self._grown)
+        self._grown = False
 
     def _learn(self, slots: Slots, asked: bool) -> None:
         """Shows these blocks to the learned order's shadow."""

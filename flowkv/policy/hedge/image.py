@@ -108,7 +108,6 @@ def memory_of(values: Mapping[str, Any], here: NDArray[np.bool_], rows: int) -> 
 def _fits(cells: Any, book: Any, sums: Any, ghosts: Any, held: Any) -> bool:
     """Whether all of it can be used without looking."""
     n, up, line = len(cells), cells["up"], cells["line"]
-    bound = (up >= 0) & (cells["birth"][np.maximum(up, 0)] == cells["bond"])
     ranges = (
         (up, -1, n - 1),
         (cells["next"], -1, n - 1),
@@ -122,6 +121,7 @@ def _fits(cells: Any, book: Any, sums: Any, ghosts: Any, held: Any) -> bool:
     )
     if not all(((low <= x) & (x <= high)).all() for x, low, high in ranges):
         return False
+    bound = (up >= 0) & (cells["birth"][np.maximum(up, 0)] == cells["bond"])
     used = cells["here"] == 1
     used |= held.any(axis=0)
     used[ghosts] = True

@@ -42,14 +42,20 @@ def fresh_shades(rows: int, n: int) -> Array:
 
 
 @inner
+def stand(shade: Array, leaves: Array, count: Array, cells: Array, s: int, i: int) -> None:
+    """A block takes entry `i` of the leaves, whoever had it, and goes where its key says."""
+    tie = (SLOT_MASK - min(cells[s].depth, SLOT_MASK)) << SLOT_BITS | s
+    put(leaves, shade["place"], count[LEAVES], i, (shade[s].key, tie))
+
+
+@inner
 def lift(shade: Array, leaves: Array, count: Array, cells: Array, s: int) -> None:
     """A block stands among the leaves, according to its key."""
     i = shade[s].place
     if i < 0:
         i = count[LEAVES]
         count[LEAVES] += 1
-    tie = (SLOT_MASK - min(cells[s].depth, SLOT_MASK)) << SLOT_BITS | s
-    put(leaves, shade["place"], count[LEAVES], i, (shade[s].key, tie))
+    stand(shade, leaves, count, cells, s, i)
 
 
 @inner
@@ -60,20 +66,27 @@ def sink(shade: Array, leaves: Array, count: Array, s: int) -> None:
 
 
 @inner
+def bared(shade: Array, cells: Array, s: int) -> int:
+    """The held block that becomes a leaf once `s` is given up, -1 for none."""
+    p = above_of(cells, s)
+    return int(p) if p >= 0 and shade[p].kids == 1 and shade[p].place != AWAY else -1
+
+
+@inner
 def drop(shade: Array, leaves: Array, count: Array, cells: Array, s: int) -> int:
     """A block is given up; returns the one above it if that is a leaf now, else -1."""
-    if shade[s].place >= 0:
+    p, q, i = above_of(cells, s), bared(shade, cells, s), shade[s].place
+    if q >= 0 and i >= 0:  # it takes its place
+        stand(shade, leaves, count, cells, q, i)
+    elif i >= 0:
         sink(shade, leaves, count, s)
     shade[s].place = AWAY
     count[HELD] -= 1
-    p = above_of(cells, s)
-    if p < 0:
-        return -1
-    shade[p].kids -= 1
-    if shade[p].kids > 0 or shade[p].place == AWAY:
-        return -1
-    lift(shade, leaves, count, cells, p)
-    return int(p)
+    if p >= 0:
+        shade[p].kids -= 1
+    if q >= 0 and i < 0:
+        lift(shade, leaves, count, cells, q)
+    return int(q)
 
 
 @inner
@@ -196,7 +209,8 @@ def trim_learned(
     for i in range(n // 2 - 1, -1, -1):
         sift_down(leaves, shade["place"], n, i)
     while count[HELD] > capacity - slack:
-        p = drop(shade, leaves, count, cells, leaves[0, 1] & SLOT_MASK)
+        s = leaves[0, 1] & SLOT_MASK
+        p = bared(shade, cells, s)
         if p >= 0:
-            appraise(shade, mind, p, now)
-            lift(shade, leaves, count, cells, p)
+            appraise(shade, mind, p, now)  # first, so that it moves once
+        drop(shade, leaves, count, cells, s)

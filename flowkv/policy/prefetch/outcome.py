@@ -121,6 +121,12 @@ class Outcomes:
             self._settle(unused)
         return outcome
 
+    def forget(self, slots: Slots) -> None:
+        """Slots that name other blocks next."""
+        self._settle(self.drop(slots))
+        self._settle(slots[self.of(slots) == LANDED])
+        self._slots["pushed"][slots] = False
+
     def tick(self, now_ns: int) -> Outcome:
         """What nobody asked for within the horizon is wasted."""
         outcome = Outcome()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -24,11 +24,12 @@ import xxhash
 from msgspec import Meta
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import NO_SLOTS, Policy, Slots
+from flowkv.policy.base import NO_SLOTS, Slots
 from flowkv.policy.config import PolicyConfig, configure
 from flowkv.policy.prefetch.credit import HINT, KINDS, LEARNED, QUEUE, Credit, class_of
 from flowkv.policy.prefetch.hints import Hint, Hints
 from flowkv.policy.prefetch.outcome import FREE, Outcome, Outcomes
+from flowkv.policy.prefetch.reach import Fetch, Giver, Reach
 from flowkv.policy.prefetch.regret import RegretGuard
 from flowkv.policy.rates import Rates
 
@@ -71,44 +72,6 @@ class PrefetchConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_o
     floor: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.4
     probe_share: Share = 0.01
     horizon_s: Seconds = 600.0
-
-
-class Reach(Protocol):
-    """What a driver knows about the place and the one below it, at this moment."""
-
-    capacity_bytes: int
-    """Of the place."""
-
-    def room_bytes(self) -> int:
-        """Free in the place."""
-        ...
-
-    def sizes(self, slots: Slots) -> Slots:
-        """Bytes of blocks."""
-        ...
-
-    def missing(self, tip: int) -> tuple[int, Slots]:
-        """The deepest ancestor of `tip` that is in the place, or -1, and what lies between.
-
-        Root to leaf, and only as far as the source holds it without a gap; `tip` comes last.
-        """
-        ...
-
-
-class Fetch(NamedTuple):
-    """A decision, carried out at once: what leaves the place, and what comes.
-
-    Attributes:
-        kind: `QUEUE`, `HINT` or `LEARNED`.
-        rate: Uses a second that are expected.
-        slots: What to bring, root to leaf.
-        victims: What the policy has given up for that; the driver removes it.
-    """
-
-    kind: int
-    rate: float
-    slots: Slots
-    victims: Slots
 
 
 class Prefetcher:
@@ -218,9 +181,21 @@ class Prefetcher:
         self._tick(now_ns)
         self._outcomes.drop(slots)
 
+    def forget(self, slots: Slots) -> None:
+        """Nobody knows these blocks any more: their slots may name others next."""
+        gone = set(slots.tolist())
+        self._hints.end(list(gone))
+        self._queue = {r: tip for r, tip in self._queue.items() if tip not in gone}
+        self._outcomes.forget(slots)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is enqueued and no hint holds."""
+        return not self._queue and not len(self._hints)
+
     # ---- what is decided
 
-    def plan(self, now_ns: int, policy: Policy, reach: Reach) -> Iterator[Fetch]:
+    def plan(self, now_ns: int, policy: Giver, reach: Reach) -> Iterator[Fetch]:
         """What to bring now, the most certain first.
 
         Carry each out, or have it begin, before asking for the next: `reach` must know of it.
@@ -265,7 +240,7 @@ class Prefetcher:
         return anchor, slots[self._outcomes.of(slots) == FREE]
 
     def _bring(
-        self, now_ns: int, kind: int, tip: int, rate: float, policy: Policy, reach: Reach
+        self, now_ns: int, kind: int, tip: int, rate: float, policy: Giver, reach: Reach
     ) -> Iterator[Fetch]:
         anchor, slots = self._missing(tip, reach)
         purse = class_of(kind, rate)
@@ -310,7 +285,7 @@ class Prefetcher:
         return slots[:take], sizes[:take]
 
     def _make_room(
-        self, now_ns: int, sizes: Slots, bound: float, anchor: int, policy: Policy, reach: Reach
+        self, now_ns: int, sizes: Slots, bound: float, anchor: int, policy: Giver, reach: Reach
     ) -> Slots:
         """Has the policy give up what is worth less than `bound`, as far as that is needed."""
         protected = () if anchor < 0 else (anchor,)
