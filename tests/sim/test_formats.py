@@ -86,7 +86,6 @@ SESSIONS = [
             {"t": 5.0, "in": 640, "out": 9, "stop": "end_turn", "runs": [[1, 9], [30, 1]]},
             {
                 "t": 7.0,
-                "type": "subagent",
                 "tool_tokens": 256,
                 "system_tokens": 0,
                 "requests": [{"t": 1.0, "in": 400, "out": 9, "stop": None, "runs": [[90, 6]]}],
