@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, Slots, Visit
 from flowkv.policy.config import Lease, LeaseConfig, configure
+from flowkv.policy.order.calls import assign
 from flowkv.policy.order.compiled import SLOT_BITS, SLOT_MASK, Array, inner, kernel
 from flowkv.policy.order.heap import put, take
 from flowkv.policy.order.leaf import LeafOrder, as_slots
-from flowkv.policy.order.ranking import reorder
 
 NOT_AGAIN = 1 << 40
 """As the next use: there is none."""
@@ -164,18 +164,6 @@ def belady(
     return hits
 
 
-@kernel
-def foretell(
-    nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, keys: Array
-) -> None:
-    """Gives resident slots their keys."""
-    for i in range(len(slots)):
-        s = slots[i]
-        if 0 <= s < len(nodes) and nodes[s].birth != 0:
-            nodes[s].key = keys[i]
-            reorder(nodes, terms, heaps, state, s)
-
-
 class OptimumConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `Optimum` can be told, besides the future."""
 
@@ -247,4 +235,4 @@ class Optimum(LeafOrder):
         keys = np.full(len(self._chain), -NOT_AGAIN, np.int64)
         n = min(len(keys), len(self._due))
         keys[:n] = -self._due[:n]
-        foretell(*self._arrays, self._state, self._chain, keys)
+        assign(*self._arrays, self._state, self._chain, keys)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -23,6 +22,7 @@ from bench.nodevice import NoDevice, active  # noqa: E402
 from flowkv.kernels.triton import direct as triton_direct  # noqa: E402
 from flowkv.kernels.triton import launch as triton_launch  # noqa: E402
 from flowkv.kernels.triton.launch import launch  # noqa: E402
+from tests.calls import calls_of  # noqa: E402
 
 
 @triton.jit(do_not_specialize=["fixed"])
@@ -298,22 +298,8 @@ def test_triton_3_8_is_warned_of_once(launches: Launches, monkeypatch: pytest.Mo
 def test_a_direct_launch_is_little_python(launches: Launches) -> None:
     """Counted, not timed: `bench/bench_launch.py` has the times."""
 
-    def calls(call: Any) -> int:
-        count = 0
-
-        def profile(frame: Any, event: str, arg: Any) -> None:
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(profile)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-        return count
-
     args = arguments()
     run()
-    direct = calls(lambda: launch(move, (4, 2), *args, SIZE=16, FLAG=True))
-    plain = calls(lambda: move[4, 2](*args, SIZE=16, FLAG=True, enable_fp_fusion=True))
+    direct = calls_of(lambda: launch(move, (4, 2), *args, SIZE=16, FLAG=True), {"call"})
+    plain = calls_of(lambda: move[4, 2](*args, SIZE=16, FLAG=True, enable_fp_fusion=True), {"call"})
     assert direct <= 10 < plain

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from flowkv import KV
+from tests.calls import calls_of
 from tests.runtime.toy import make_kv, opened, prefill, simple
 
 ROWS = 8
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """Python and C functions that are called; one loop over rows or pages more shows up here."""
-    count = 0
-
-    def tally(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(tally)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def decode(kv: KV, seqs: list, tokens: int = 1) -> Callable[[], None]:

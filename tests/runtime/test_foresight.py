@@ -17,9 +17,10 @@ from flowkv.policy import LRU
 from flowkv.policy.base import NEVER_NS, Slots
 from flowkv.tiers.base import Completion, Load, Outcome
 from flowkv.tiers.host import HostTier
+from tests.calls import calls_of
 from tests.runtime.audit import audit
 from tests.runtime.fakes import Wrapped, lasting
-from tests.runtime.test_cost import calls_of, decode
+from tests.runtime.test_cost import decode
 from tests.runtime.toy import advance, check_content, geometry, make_kv, opened, published, simple
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24

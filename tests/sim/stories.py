@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from flowkv.policy import Optimum, make_policy
 from flowkv.sim import Trace, build_trace, read_trace
 from flowkv.sim.chains import wide
 
@@ -58,3 +59,11 @@ def same(one: Trace, other: Trace) -> bool:
     """Whether two traces are equal, but for their names."""
     fields = [name for name in one.__struct_fields__ if name != "name"]
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in fields)
+
+
+def fresh(name, trace):
+    """A policy of the catalogue; `opt` knows the trace."""
+    policy = make_policy(name)
+    if isinstance(policy, Optimum):
+        policy.foresee(trace.offsets, trace.blocks)
+    return policy

@@ -20,7 +20,7 @@ from flowkv.sim.conversations import hints_of, next_turns
 from flowkv.sim.loop import run_through
 from flowkv.sim.place import OnePlace
 from flowkv.sim.sizes import pages_of, share_of
-from tests.sim.stories import PUBLIC, needs_traces, public, told, traces
+from tests.sim.stories import PUBLIC, fresh, needs_traces, public, told, traces
 
 ROW = [
     "policy",
@@ -32,13 +32,6 @@ ROW = [
     "prefetch_precision",
     "blocks_per_s",
 ]
-
-
-def fresh(name, trace):
-    policy = make_policy(name)
-    if isinstance(policy, Optimum):
-        policy.foresee(trace.offsets, trace.blocks)
-    return policy
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -9,19 +9,11 @@ from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy import CATALOGUE, make_policy
-from flowkv.policy.optimum import Optimum
 from flowkv.sim import generate, replay
 from flowkv.sim.hardware import CODECS, HARDWARE, MODELS, Shape, block_costs
 from flowkv.sim.loop import run_through
 from flowkv.sim.tiers import Stack, Tier, first_tokens_s, tier_from
-from tests.sim.stories import told, traces
-
-
-def fresh(name, trace):
-    policy = make_policy(name)
-    if isinstance(policy, Optimum):
-        policy.foresee(trace.offsets, trace.blocks)
-    return policy
+from tests.sim.stories import fresh, told, traces
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -12,8 +12,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, UNKNOWN_STOP, Slots, Visit
 from flowkv.policy.config import HazardConfig, Lease, configure
 from flowkv.policy.hazard import calls as hazard_calls
-from flowkv.policy.hazard import desk as hazard_desk
-from flowkv.policy.hazard import reach as hazard_prefetch
+from flowkv.policy.hazard import desk, reach
 from flowkv.policy.hazard.features import FEATURES, TIP, TRAITS
 from flowkv.policy.hazard.image import mind_columns, mind_of, model_bytes, model_of, requests_of
 from flowkv.policy.hazard.model import LOSS, fresh_model
@@ -71,7 +70,7 @@ class HazardIndex(LeafOrder):
         self._mind[-1][REACHED:] = self._mind[-1][NEXT] = NEVER
         self._open: dict[int, int] = {}
         self._laid = Desk()
-        self._asked = np.zeros(0, hazard_prefetch.ASKED)
+        self._asked = np.zeros(0, reach.ASKED)
         super().__init__(1, self.config)  # 1 ns leaves a key beyond the clock as it is
         self._make_room(FIRST_TIPS)
 
@@ -90,14 +89,14 @@ class HazardIndex(LeafOrder):
     ) -> None:
         """See `LeafOrder.insert`."""
         slots, parents = as_slots(slots), as_slots(parents)
-        done = hazard_desk.NOT_DONE
+        done = desk.NOT_DONE
         if len(slots) == len(parents) and 0 <= tenant < len(self._state) - LISTS - TENANTS:
             numbers = now_ns, tenant, self._extra(n_bytes, cost_ns)
             arguments = slots, parents, self._lease(lease), numbers
-            done = hazard_desk.insert(self._desk, *arguments)
+            done = desk.insert(self._desk, *arguments)
         if done == 0:
             return
-        if done != hazard_desk.NOT_JOINED:  # there is no room, or something to complain of
+        if done != desk.NOT_JOINED:  # there is no room, or something to complain of
             said: dict[str, Any] = {"n_bytes": n_bytes, "cost_ns": cost_ns, "tenant": tenant}
             super().insert(now_ns, slots, parents, lease=lease, **said)
         self._make_room(len(slots))
@@ -107,10 +106,10 @@ class HazardIndex(LeafOrder):
         """See `Policy.access`. Known blocks that are not resident teach as well."""
         slots = as_slots(slots)
         said = (now_ns, visit.blocks)
-        tip = hazard_desk.visit(self._desk, slots, *said)
+        tip = desk.visit(self._desk, slots, *said)
         if tip < 0:
             slots = self._fit(slots)
-            tip = hazard_desk.visit(self._desk, slots, *said)
+            tip = desk.visit(self._desk, slots, *said)
         if self._queued and visit.request in self._queued:
             self.abort(now_ns, visit.request)
         if visit.request >= 0:
@@ -122,7 +121,7 @@ class HazardIndex(LeafOrder):
         """See `Policy.complete`."""
         tip = self._open.pop(request, -1)
         if tip >= 0:
-            hazard_desk.finish(self._desk, now_ns, tip, stop, output_tokens)
+            desk.finish(self._desk, now_ns, tip, stop, output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
         """See `Policy.abort`."""
@@ -159,14 +158,14 @@ class HazardIndex(LeafOrder):
             n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
         victims = np.empty(n, np.int64)
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        done = hazard_desk.evict(self._desk, guarded, victims, now_ns)
+        done = desk.evict(self._desk, guarded, victims, now_ns)
         return victims if done else None
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """See `Policy.displace`. A queued request's blocks stay, whatever comes."""
         victims = np.empty(max(min(n, int(self._state[COUNT])), 0), np.int64)
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        prefetch = hazard_prefetch.displace
+        prefetch = reach.displace
         count = prefetch(self._order, self._mind, guarded, victims, now_ns, rate)
         return victims[:count]
 
@@ -175,15 +174,15 @@ class HazardIndex(LeafOrder):
         if n < 1:
             return NO_SLOTS.copy(), np.empty(0)
         if len(self._asked) < len(self._mind[0]):
-            self._asked = np.zeros(len(self._mind[0]), hazard_prefetch.ASKED)
+            self._asked = np.zeros(len(self._mind[0]), reach.ASKED)
         slots, rates = np.empty(n, np.int64), np.zeros(n)
         arrays = self._order, self._mind, self._asked, slots, rates
-        count = hazard_prefetch.wanted(*arrays, now_ns)
+        count = reach.wanted(*arrays, now_ns)
         return slots[:count], rates[:count]
 
     def expired(self, now_ns: int) -> Slots:
         """See `LeafOrder.expired`."""
-        if hazard_desk.tick(self._desk, now_ns) == 0:
+        if desk.tick(self._desk, now_ns) == 0:
             return np.empty(0, np.int64)
         return super().expired(now_ns)
 
@@ -219,7 +218,7 @@ class HazardIndex(LeafOrder):
         requests = requests_of(values.get("open"), len(mind[1]))
         super().restore(order)
         self._mind, self._open = mind, requests
-        self._asked = np.zeros(0, hazard_prefetch.ASKED)
+        self._asked = np.zeros(0, reach.ASKED)
         self._grow(len(mind[0]))
         room, used = values.get("room"), len(mind[1])
         if not isinstance(room, int) or not used <= room <= FIRST_TIPS + 64 * used:
@@ -253,12 +252,12 @@ class HazardIndex(LeafOrder):
 
     @property
     def _desk(self) -> NDArray[Any]:
-        """Where everything lies, for `hazard_desk`."""
-        desk, arrays, state, mind = self._laid, self._arrays, self._state, self._mind
-        kept = desk.groups
+        """Where everything lies, for `desk`."""
+        laid, arrays, state, mind = self._laid, self._arrays, self._state, self._mind
+        kept = laid.groups
         if kept and kept[0] is arrays and kept[1] is state and kept[2] is mind:
-            return desk.words
-        return desk.lay(hazard_desk.KINDS, (arrays, state, mind))
+            return laid.words
+        return laid.lay(desk.KINDS, (arrays, state, mind))
 
     @property
     def _order(self) -> tuple[NDArray[Any], ...]:

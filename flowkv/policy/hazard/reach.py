@@ -31,7 +31,7 @@ ASKED = np.dtype(
 """By slot: what the end of a chain was worth when it was last asked for."""
 
 
-LEAST_KEY = 1 << 61  # keys that stand for a worth begin there; see `hazard_tips.key_of`
+LEAST_KEY = 1 << 61  # keys that stand for a worth begin there; see `tips.key_of`
 
 
 @inner
@@ -114,7 +114,7 @@ def displace(
     now: int,
     rate: float,
 ) -> int:
-    """As `hazard_calls.evict`, while what goes next is worth less than `rate`; returns how many."""
+    """As `calls.evict`, while what goes next is worth less than `rate`; returns how many."""
     nodes, terms, heaps, state = order
     now = expire(nodes, terms, heaps, state, now)
     advance(order, mind, now)

@@ -9,9 +9,7 @@ and sums (`flowkv.policy.hedge.rule`). `shadows` = shades, heaps and counts of s
 from __future__ import annotations
 
 from flowkv.policy.hazard.tips import rekey
-from flowkv.policy.hedge import ghost as hedge_ghost
-from flowkv.policy.hedge import rule as hedge_rule
-from flowkv.policy.hedge import shadow as hedge_shadow
+from flowkv.policy.hedge import ghost, rule, shadow
 from flowkv.policy.hedge.ghost import FOUND, LINE, MASK, ROOM
 from flowkv.policy.hedge.shadow import AWAY, HELD, LEAVES, NO_KEY
 from flowkv.policy.order.compiled import Array, fold, inner, kernel
@@ -36,15 +34,15 @@ def access(watch: tuple[Array, ...], slots: Array, session: int, now: int, activ
     for s in slots:
         if s < 0 or s >= len(cells):
             return -1
-    rows = (len(sums) - hedge_rule.ROWS) // 3
-    here, book[FOUND] = hedge_ghost.arrive(cells, book, slots, session, now)
+    rows = (len(sums) - rule.ROWS) // 3
+    here, book[FOUND] = ghost.arrive(cells, book, slots, session, now)
     more = here - book[FOUND]
-    hedge_rule.witness(sums, now, len(slots), more)
+    rule.witness(sums, now, len(slots), more)
     if active == rows - 1:
-        hedge_rule.credit(sums, active, len(slots), more)
-    chosen = hedge_rule.decide(sums, rows, active)
+        rule.credit(sums, active, len(slots), more)
+    chosen = rule.decide(sums, rows, active)
     if chosen != active:
-        hedge_rule.turn(sums, chosen)
+        rule.turn(sums, chosen)
     return int(chosen) + (SAMPLED if book[LINE] & book[MASK] == 0 else 0)
 
 
@@ -66,10 +64,10 @@ def serve(
     shades, heaps, counts = shadows
     if crowded(counts, heaps.shape[1], len(slots)):
         return False
-    lru = hedge_shadow.serve(shades[0], heaps[0], counts[0], cells, taus[0], slots, now)
+    lru = shadow.serve(shades[0], heaps[0], counts[0], cells, taus[0], slots, now)
     for k in range(1, len(taus)):
-        hits = hedge_shadow.serve(shades[k], heaps[k], counts[k], cells, taus[k], slots, now)
-        hedge_rule.credit(sums, k, len(slots), hits - lru)
+        hits = shadow.serve(shades[k], heaps[k], counts[k], cells, taus[k], slots, now)
+        rule.credit(sums, k, len(slots), hits - lru)
     return True
 
 
@@ -80,7 +78,7 @@ def keep(cells: Array, shadows: tuple[Array, ...], slots: Array, now: int) -> bo
     if crowded(counts, heaps.shape[1], len(slots)):
         return False
     for k in range(len(shades)):
-        hedge_shadow.keep(shades[k], heaps[k], counts[k], cells, slots, now)
+        shadow.keep(shades[k], heaps[k], counts[k], cells, slots, now)
     return True
 
 
@@ -95,7 +93,7 @@ def come(
         still to see to that, with wider heaps.
     """
     cells, book, _sums = watch
-    hedge_ghost.come(cells, book, slots, parents, now)
+    ghost.come(cells, book, slots, parents, now)
     if book[LINE] & book[MASK] != 0:
         return 0
     return 1 if keep(cells, shadows, slots, now) else -1
@@ -111,8 +109,8 @@ def go(
 ) -> None:
     """Blocks were given up here; so do the sampled shadows, where they have `grown`."""
     cells, book, _sums = watch
-    hedge_ghost.go(cells, book, slots, False)
-    hedge_ghost.measure(book)
+    ghost.go(cells, book, slots, False)
+    ghost.measure(book)
     if grown:
         trim(watch, shadows, sample)
 
@@ -125,10 +123,10 @@ def trim(watch: tuple[Array, ...], shadows: tuple[Array, ...], sample: int) -> N
     while book[ROOM] // (book[MASK] + 1) > sample:
         book[MASK] = 2 * book[MASK] + 1
         for k in range(len(shades)):
-            hedge_shadow.thin(shades[k], heaps[k], counts[k], cells, book[MASK])
+            shadow.thin(shades[k], heaps[k], counts[k], cells, book[MASK])
     capacity = max(book[ROOM] // (book[MASK] + 1), 1)
     for k in range(len(shades)):
-        hedge_shadow.trim(shades[k], heaps[k], counts[k], cells, capacity)
+        shadow.trim(shades[k], heaps[k], counts[k], cells, capacity)
 
 
 @kernel
@@ -149,11 +147,11 @@ def learn(
     if count[LEAVES] + len(slots) > len(leaves):
         return False
     if asked and book[ROOM] > 0:
-        hedge_shadow.trim_learned(shade, leaves, count, cells, mind, book[ROOM], now)
-    hits = hedge_shadow.serve_learned(shade, leaves, count, cells, mind, slots, now)
+        shadow.trim_learned(shade, leaves, count, cells, mind, book[ROOM], now)
+    hits = shadow.serve_learned(shade, leaves, count, cells, mind, slots, now)
     if asked:
-        row = (len(sums) - hedge_rule.ROWS) // 3 - 1
-        hedge_rule.credit(sums, row, len(slots), hits - book[FOUND])
+        row = (len(sums) - rule.ROWS) // 3 - 1
+        rule.credit(sums, row, len(slots), hits - book[FOUND])
     return True
 
 
@@ -161,7 +159,7 @@ def learn(
 def lose(watch: tuple[Array, ...], slots: Array) -> None:
     """Blocks left, for another reason than that they were too many: LRU has lost them too."""
     cells, book, _sums = watch
-    hedge_ghost.go(cells, book, slots, True)
+    ghost.go(cells, book, slots, True)
 
 
 @kernel
@@ -172,7 +170,7 @@ def drop(cells: Array, shadows: tuple[Array, ...], slots: Array, forget: bool) -
         if 0 <= s < len(cells):
             for k in range(len(shades)):
                 if shades[k, s].place != AWAY:
-                    hedge_shadow.drop(shades[k], heaps[k], counts[k], cells, s)
+                    shadow.drop(shades[k], heaps[k], counts[k], cells, s)
                 if forget:
                     shades[k, s].key, shades[k, s].kids = NO_KEY, 0
 
@@ -183,7 +181,7 @@ def forget(watch: tuple[Array, ...], slots: Array) -> None:
     cells, book, _sums = watch
     for s in slots:
         if 0 <= s < len(cells):
-            hedge_ghost.unname(cells, book, s)
+            ghost.unname(cells, book, s)
 
 
 # ---- another row decides
@@ -230,5 +228,5 @@ def copy_place(cells: Array, learned: tuple[Array, ...], mind: tuple[Array, ...]
         shade[s].place, shade[s].kids = AWAY, 0
     for s in range(len(cells)):
         if cells[s].here == 1:
-            hedge_shadow.appraise(shade, mind, s, now)
-            hedge_shadow.hold(shade, leaves, count, cells, s)
+            shadow.appraise(shade, mind, s, now)
+            shadow.hold(shade, leaves, count, cells, s)

@@ -14,9 +14,7 @@ from flowkv.policy.config import HedgeConfig, Lease, configure
 from flowkv.policy.hazard.index import HazardIndex
 from flowkv.policy.hazard.model import speaker
 from flowkv.policy.hedge import calls as hedge_calls
-from flowkv.policy.hedge import ghost as hedge_ghost
-from flowkv.policy.hedge import rule as hedge_rule
-from flowkv.policy.hedge import shadow as hedge_shadow
+from flowkv.policy.hedge import ghost, rule, shadow
 from flowkv.policy.hedge.image import Memory, columns_of, memory_of, refill
 from flowkv.policy.order.image import damaged, seal, unseal
 from flowkv.policy.order.leaf import LeafOrder, as_slots
@@ -57,17 +55,17 @@ class Hedge(HazardIndex):
         taus = np.array([0, *(round(tau_s * 1e9) for tau_s in config.taus_s)], np.int64)
         rows = len(taus)
         self._watch = (
-            hedge_ghost.fresh_cells(0),
-            hedge_ghost.fresh_book(),
-            hedge_rule.fresh_sums(rows + 1),
+            ghost.fresh_cells(0),
+            ghost.fresh_book(),
+            rule.fresh_sums(rows + 1),
         )
         self._sampled: tuple[NDArray[Any], ...] = (
-            hedge_shadow.fresh_shades(rows, 0),
+            shadow.fresh_shades(rows, 0),
             np.zeros((rows, FIRST_LEAVES, 2), np.int64),
             np.zeros((rows, 2), np.int64),
         )
         self._learned: tuple[NDArray[Any], ...] = (
-            hedge_shadow.fresh_shades(1, 0)[0],
+            shadow.fresh_shades(1, 0)[0],
             np.zeros((FIRST_LEAVES, 2), np.int64),
             np.zeros(2, np.int64),
         )
@@ -117,7 +115,7 @@ class Hedge(HazardIndex):
         chosen = answer % hedge_calls.SAMPLED
         if chosen == 0 and len(self._mind[4]) > 1 and self._proved():
             chosen = len(self._taus)
-            hedge_rule.turn(self._watch[2], chosen)
+            rule.turn(self._watch[2], chosen)
         if chosen != self._active:
             self._turn(chosen)
         if chosen != len(self._taus):
@@ -188,14 +186,14 @@ class Hedge(HazardIndex):
     @property
     def surplus(self) -> int:
         """Blocks that hit so far, less those that plain LRU would have hit."""
-        return int(self._watch[2][hedge_rule.SURPLUS])
+        return int(self._watch[2][rule.SURPLUS])
 
     # ---- carrying it over
 
     def snapshot(self) -> bytes:
         """See `Policy.snapshot`. About 100 bytes per slot more than `HazardIndex`'s."""
         shades = np.concatenate([self._sampled[0], self._learned[0][None]])
-        memory = Memory(*self._watch, shades["key"], shades["place"] != hedge_shadow.AWAY)
+        memory = Memory(*self._watch, shades["key"], shades["place"] != shadow.AWAY)
         own = {"mind": super().snapshot(), "active": self._active, "grown": self._grown}
         return seal(self.name, self.config, own | columns_of(memory))
 
@@ -221,7 +219,7 @@ class Hedge(HazardIndex):
 
     def _proved(self) -> bool:
         """Whether a model that was brought predicts well here, and no rule has failed yet."""
-        return speaker(self._mind[4]) == 1 and self._watch[2][hedge_rule.FAILED] == 0.0
+        return speaker(self._mind[4]) == 1 and self._watch[2][rule.FAILED] == 0.0
 
     def _mode(self) -> tuple[int, int]:
         """How the order sorts while the present row decides."""
@@ -234,11 +232,11 @@ class Hedge(HazardIndex):
         """Takes over what a snapshot told of."""
         cells, rows = memory.cells, len(self._taus)
         n = len(cells)
-        shades = hedge_shadow.fresh_shades(rows + 1, n)
+        shades = shadow.fresh_shades(rows + 1, n)
         shades["key"] = memory.keys
         heaps, counts = np.zeros((rows + 1, n, 2), np.int64), np.zeros((rows + 1, 2), np.int64)
-        for shadow in zip(shades, heaps, counts, memory.held, strict=True):
-            refill(shadow[:3], cells, shadow[3])
+        for row in zip(shades, heaps, counts, memory.held, strict=True):
+            refill(row[:3], cells, row[3])
         self._watch = cells, memory.book, memory.sums
         self._sampled = shades[:rows].copy(), heaps[:rows].copy(), counts[:rows].copy()
         self._learned = shades[rows].copy(), heaps[rows].copy(), counts[rows].copy()
@@ -255,7 +253,7 @@ class Hedge(HazardIndex):
         if chosen == learned:
             hedge_calls.follow_learned(self._order, self._mind)
         else:
-            everybody = self._watch[1][hedge_ghost.MASK] == 0
+            everybody = self._watch[1][ghost.MASK] == 0
             shade, tau = self._sampled[0][chosen], self._taus[chosen]
             hedge_calls.follow_counts(self._order, shade, tau, everybody)
 
@@ -294,12 +292,12 @@ class Hedge(HazardIndex):
         super()._grow(room)
         cells, book, sums = self._watch
         old, new = len(cells), len(self._arrays[0])
-        more = hedge_ghost.fresh_cells(new)
+        more = ghost.fresh_cells(new)
         more[:old] = cells
         self._watch = more, book, sums
-        shades = hedge_shadow.fresh_shades(len(self._taus), new)
+        shades = shadow.fresh_shades(len(self._taus), new)
         shades[:, :old] = self._sampled[0]
         self._sampled = (shades, *self._sampled[1:])
-        shade = hedge_shadow.fresh_shades(1, new)[0]
+        shade = shadow.fresh_shades(1, new)[0]
         shade[:old] = self._learned[0]
         self._learned = (shade, *self._learned[1:])

@@ -4,7 +4,7 @@ Three reasons, in this order. The *queue*: a request that waits will use its cha
 soon. A *hint*: the application expects a chain at about some time; bringing it starts early enough
 for the transfer, some slack and the error of the hint, and not before. And what the place's policy
 has *learned* (`Policy.wanted`). All three pay for what they bring from a purse that fills when they
-were right (`prefetch_credit`); on traffic that cannot be predicted the learned reason so switches
+were right (`credit`); on traffic that cannot be predicted the learned reason so switches
 itself off. Nothing goes for a prefetch that is worth more than it (`Policy.displace`), and while a
 `RegretGuard` says that prefetching costs more than it saves, nothing is brought at all. To bring
 nothing is the normal answer.
