@@ -1,7 +1,7 @@
-"""The figures of `bench/results/*.json` into `docs/benchmarks.md`.
+"""The figures of `bench/results/*.json` into `docs/benchmarks.md`, and plots beside their pages.
 
     python -m bench.render            # write them
-    python -m bench.render --check    # 1 if the page says something else
+    python -m bench.render --check    # 1 if a page or plot says something else
 
 What is between two marks, `<!-- begin: NAME -->` and `<!-- end: NAME -->`, is written by the
 function of that name below; all else on the page is prose. A figure that no file holds is "not
@@ -18,7 +18,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from bench.plots import plots
 from flowkv.measure.policy.finding import GROUPS
+from flowkv.measure.restore.promise import GROUPS as ENGINES
+from flowkv.measure.restore.protocol import PARTS
+from flowkv.measure.restore.report import SUMMARY, situation, summary_cells
+from flowkv.measure.restore.row import Row
+from flowkv.measure.restore.table import by_cell, summaries
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -299,6 +307,40 @@ def policy(results: Results) -> str:
     return "\n\n".join([*parts, f"Costs were measured on {report['machine']}."])
 
 
+@block
+def restore(results: Results) -> str:
+    report = results.get("restore_cpu", {})
+    rows = msgspec.convert(report.get("rows", []), list[Row])
+    found, parts = report.get("findings", []), []
+    for engine, title in ENGINES.items():
+        own = [row for row in rows if row.engine == engine]
+        if not own:
+            continue
+        head = ["on", "what", "target", "figure", "", "note"]
+        promised = [_promise(row) for row in found if row["group"] == engine]
+        parts.append(f"### {title} ({own[0].label})\n\n{table(head, promised)}")
+        for part in dict.fromkeys(row.part for row in own):
+            mine = [row for row in own if row.part == part]
+            lines = map(summary_cells, summaries(mine))
+            told = f"{PARTS[part]}: {len(by_cell(mine))} cells, {mine[0].label}."
+            parts.append(f"{told}\n\n{table(SUMMARY, lines)}")
+            if mine[0].repetitions > 1:
+                parts.append(table(REPEATED, map(_repeated, mine)))
+    if not parts:
+        return NOT_YET.capitalize() + "."
+    return "\n\n".join([*parts, f"Run on {report['machine']}."])
+
+
+REPEATED = ["cell", "policy", "ms", "least to most", "x bound", "computed", "MB loaded"]
+
+
+def _repeated(row: Row) -> list[str]:
+    ends = f"{1e3 * row.ttft_min_s:,.0f} to {1e3 * row.ttft_max_s:,.0f}"
+    where = f"{row.model} on {row.gpu}, {situation(row)}"
+    numbers = [f"{1e3 * row.ttft_s:,.0f}", ends, f"{row.bound_ratio:.3f}", f"{row.computed:.0%}"]
+    return [where, row.policy, *numbers, f"{row.link_bytes / 1e6:,.0f}"]
+
+
 def _promise(row: dict[str, Any]) -> list[str]:
     return [
         row["trace"],
@@ -320,15 +362,21 @@ def render(page: str, results: Results) -> str:
     return page
 
 
+def files(results: Results) -> dict[Path, str]:
+    """What is written, by where it lies."""
+    drawn = {ROOT / "docs" / name: svg for name, svg in plots(results).items()}
+    return {PAGE: render(PAGE.read_text(), results), **drawn}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    page = PAGE.read_text()
-    written = render(page, load())
+    written = files(load())
     if args.check:
-        return int(written != page)
-    PAGE.write_text(written)
+        return int(any(path.read_text() != text for path, text in written.items()))
+    for path, text in written.items():
+        path.write_text(text)
     return 0
 
 

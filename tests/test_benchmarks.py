@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_the_page_shows_the_results() -> None:
     page = render.PAGE.read_text()
-    assert render.render(page, render.load()) == page, "run python -m bench.render"
+    written = render.files(render.load())
+    assert written[render.PAGE] == page, "run python -m bench.render"
+    assert all(path.read_text() == text for path, text in written.items())
     for name in render.BLOCKS:
         assert f"<!-- begin: {name} -->" in page and f"<!-- end: {name} -->" in page
 

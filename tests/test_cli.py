@@ -23,6 +23,7 @@ from flowkv.measure.generate import timed_generate
 from flowkv.observe import doctor
 from flowkv.tiers.base import FrameInfo, Outcome, Store
 from flowkv.tiers.disk import DiskTier
+from tests.observe.chrome import read_chrome
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -143,7 +144,8 @@ def test_a_second_run_reuses_the_first(tmp_path: Path, capsys: pytest.CaptureFix
     words += ["--store", f"{tmp_path / 'kv'}:64MiB", "--max-new-tokens", "6", "--threads", "1"]
     threads = torch.get_num_threads()
     try:
-        first, second = as_json(capsys, *words), as_json(capsys, *words)
+        first = as_json(capsys, *words)
+        second = as_json(capsys, *words, "--trace", str(tmp_path / "trace.json"))
         assert cli.main(words) == 0
     finally:
         torch.set_num_threads(threads)
@@ -155,6 +157,9 @@ def test_a_second_run_reuses_the_first(tmp_path: Path, capsys: pytest.CaptureFix
     assert tier["kind"] == "disk" and tier["loaded_bytes"] > 0
     shown = capsys.readouterr().out
     assert "256 of 310 tokens reused" in shown and first["answers"][0]["answer"] in shown
+    seen = read_chrome((tmp_path / "trace.json").read_text())
+    steps = [instant for instant in seen.instants if instant.track == "steps"]
+    assert len(steps) >= 2 * 6, "one for every token"
 
 
 def test_prompts_of_one_call_have_one_length() -> None:

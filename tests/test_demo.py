@@ -7,15 +7,21 @@ import math
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flowkv import cli
 from flowkv.core.errors import ConfigError
-from flowkv.demo import run
-from flowkv.demo.records import Findings, Plan, Sample
+from flowkv.demo import report as demo_report
+from flowkv.demo import run, slow
+from flowkv.demo.records import Findings, Plan, Sample, Watched
 from flowkv.demo.summary import summarise
 from flowkv.demo.workload import Case, Sizes, build_workload
+from flowkv.observe.events import RestoreEnded
+from flowkv.observe.timeline import Timeline
+from flowkv.tiers.base import Completion, Outcome
 from flowkv.tiers.disk.inspect import Inspection
+from tests.observe.chrome import read_chrome
 
 SMALL = Sizes(context=384, turns=3, rows=2, answer=8)
 
@@ -99,6 +105,57 @@ def test_figures_are_medians_of_the_right_samples() -> None:
     assert math.isnan(summary.ttft_again_s), "what was not measured is no figure"
 
 
+def test_restores_say_how_they_came_about() -> None:
+    ended = {"request": 1, "tokens": 256, "resident_tokens": 0, "computed_tokens": 64}
+    ended |= {"loaded_tokens": 192, "n_bytes": 9, "started_s": 5.0, "seconds": 0.5}
+    timeline = Timeline(ended=RestoreEnded(**ended), spans=())
+    stored, restored = findings([sample("disk", "talk", 0.1)])
+    restored.restores = [Watched(timeline=timeline), Watched(timeline=timeline, bytes_per_s=2e7)]
+    again = msgspec.json.decode(msgspec.json.encode(restored), type=Findings)
+    assert again == restored, "the processes tell each other all of it"
+    plain, slow = summarise(Plan(model="m", store=""), stored, again).restores
+    assert plain.startswith("measured: 256 tokens in 500.0 ms, 64 computed, 192 loaded")
+    assert slow.startswith("from a disk of 20 MB/s, emulated: 256 tokens")
+    sections = [demo_report._restore(watched) for watched in again.restores]
+    assert [section.source for section in sections] == ["measured", "emulated"]
+    assert "20 MB/s" in sections[1].title
+
+
+class Instant:
+    """A tier that answers at once, whatever it was asked."""
+
+    def __init__(self, *answers: Completion) -> None:
+        self.answers, self.name = list(answers), "instant"
+
+    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+        ready, self.answers = self.answers, []
+        return ready
+
+    def fileno(self) -> int:
+        return 0
+
+
+def test_a_slow_disk_is_as_slow_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(slow.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(slow.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
+    hits = [Completion(1, n, b"", Outcome.HIT, n_bytes=500, seconds=0.25) for n in range(3)]
+    miss, written = Completion(2, 0, b"", Outcome.MISS), Completion(3, 0, b"", Outcome.STORED)
+    tier = slow.Slow(Instant(*hits, miss, written._replace(n_bytes=500)), 1000.0)
+    assert tier.name == "instant" and not hasattr(tier, "fileno")
+    assert {answer.job for answer in tier.poll()} == {2, 3}, "only loads are slowed down"
+    clock[0] += 0.499
+    assert tier.poll() == []
+    (first,) = tier.poll(1.0)
+    assert (first.item, first.seconds) == (0, pytest.approx(0.75))
+    assert clock[0] == pytest.approx(100.5, abs=2e-3)
+    clock[0] += 5
+    assert [answer.seconds for answer in tier.poll()] == [pytest.approx(s) for s in (1.25, 1.75)]
+    tier._tier.answers = [hits[0]]
+    assert tier.poll() == [], "an idle link saves nothing up"
+    assert tier.poll(0.1) == [] and len(tier.poll(0.5)) == 1
+
+
 def test_one_wrong_token_is_told() -> None:
     summary = summarise(
         Plan(model="m", store=""), *findings([sample("disk", "batch", 0.1, identical=False)])
@@ -119,7 +176,9 @@ def test_second_process_answers_from_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report, store = tmp_path / "report.html", tmp_path / "kv"
-    words = ["demo", "--json", "--store", f"{store}:256MiB", "--report", str(report), *WORDS]
+    trace = tmp_path / "trace.json"
+    words = ["demo", "--json", "--store", f"{store}:256MiB", "--report", str(report)]
+    words += ["--trace", str(trace), *WORDS]
     status = cli.main(words)
     out, err = capsys.readouterr()
     assert status == 0, err
@@ -136,6 +195,11 @@ def test_second_process_answers_from_disk(
     page = Path(found["report"]).read_text()
     assert found["report"] == str(report)
     assert "measured" in page and "Tokens identical" in page
+    assert "How it was restored" in page and "emulated" in page
+    assert [said.partition(" ")[0] for said in found["restores"]] == ["measured:", "from"]
+    assert all("computed" in said or "loaded" in said for said in found["restores"])
+    restores = read_chrome(trace.read_text()).on("requests")
+    assert len(restores) >= 2 and all(one.args["n_bytes"] > 0 for one in restores)
     assert "Time to the first token" in err, "people read on standard error"
 
 
@@ -167,9 +231,12 @@ def test_what_a_process_cannot_do_is_explained(
     assert f"there is no folder {model}" in err and "Traceback" not in err
 
 
-def test_reports_need_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--report", str(tmp_path / "none" / "r.html")]) == 2
-    assert "--report" in capsys.readouterr().err
+@pytest.mark.parametrize("flag", ["--report", "--trace"])
+def test_reports_need_a_place(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", flag, str(tmp_path / "none" / "r.html")]) == 2
+    assert flag in capsys.readouterr().err
 
 
 def test_temporary_directories_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ MODEL_NAME = re.compile(
     re.IGNORECASE,
 )
 MAY_NAME_MODELS = ("hooks", "data", "demo", "demo.py")
+SHAPES_OF_MODELS = {"sim/restore/model.py"}  # a table of what published models cost
 
 UNSAFE_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "pd.read_pickle"}
@@ -61,7 +62,8 @@ def test_file_holds_one_idea(source: Path) -> None:
 
 @each_source
 def test_models_are_named_only_at_their_door(source: Path) -> None:
-    if source.relative_to(PACKAGE).parts[0] in MAY_NAME_MODELS:
+    inside = source.relative_to(PACKAGE)
+    if inside.parts[0] in MAY_NAME_MODELS or inside.as_posix() in SHAPES_OF_MODELS:
         return
     for number, line in enumerate(source.read_text().splitlines(), 1):
         assert not MODEL_NAME.search(line), f"{name(source)}:{number} names a model: {line.strip()}"

@@ -10,7 +10,8 @@ over poisoned memory; a case that answers wrongly is reported and not timed. Cal
 CUDA graphs, as engines do, and replayed in turn over the sets; times are medians, from events.
 Ceilings are measured in the same run: reading and copying device memory, to and from pinned memory,
 and a bfloat16 matrix product. FlashInfer and vLLM's kernel run where they can be imported
-(`bench/gpu/vllm_shim.py`); what is absent is skipped with a sentence.
+(`bench/gpu/vllm_shim.py`); what is absent is skipped with a sentence. Restores run last, beside
+their lower bound; `flowkv bench restore --engine cuda --full` is all of their protocol.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from bench.gpu.attention import CASCADES, CASES, CHUNKED, attention, cascade, ch
 from bench.gpu.machine import Machine
 from bench.gpu.moves import moves, seals, streamed
 from bench.gpu.remade import remade
+from bench.gpu.restores import restores
 from bench.gpu.transfers import transfers
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -48,6 +50,7 @@ def jobs(machine: Machine) -> Iterator[Job]:
     yield "transcode", seals
     yield "stream", lambda machine: [streamed(machine)]
     yield "launch", launch
+    yield "restore", restores
 
 
 def launch(machine: Machine) -> Iterator[dict[str, Any]]:

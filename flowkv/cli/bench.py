@@ -8,13 +8,12 @@ from typing import Any
 
 import msgspec
 
+from flowkv.cli import restores
 from flowkv.cli.arguments import adder
+from flowkv.cli.promised import show_promises
 from flowkv.core.errors import ConfigError
 from flowkv.demo.show import Screen
 from flowkv.measure.policy.finding import GROUPS
-
-_STATES = {True: "ok", False: "bad", None: "note"}
-_WORDS = {True: "met", False: "missed", None: "-"}
 
 
 def add_verbs(verbs: Any) -> None:
@@ -31,6 +30,7 @@ def add_verbs(verbs: Any) -> None:
         "--quick", action="store_true", help="beginnings of traces only; judges nothing"
     )
     policy.add_argument("--out", type=Path, metavar="FILE", help="write the result there, too")
+    restores.add_verbs(verb)
 
 
 def _policy(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
@@ -45,12 +45,7 @@ def _policy(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             "FLOWKV_TRACES is not set: generated traces only. The targets were set on public ones.",
             style="yellow",
         )
-    for group, title in GROUPS.items():
-        found = [f for f in report.findings if f["group"] == group]
-        if found:
-            states = [_STATES[f["met"]] for f in found]
-            screen.say(title, style="bold")
-            screen.table(_COLUMNS, list(map(_cells, found)), numbers=False, states=states)
+    show_promises(screen, GROUPS, report.findings, "trace")
     counts = report.summary
     screen.say(
         f"{counts['met']} targets met, {counts['missed']} missed, {counts['not_measured']} not"
@@ -59,21 +54,3 @@ def _policy(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     if given.out is not None:
         given.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     return int(counts["missed"] > 0 and not given.quick), report
-
-
-_COLUMNS = ["", "trace", "target", "figure", "", "note"]
-
-
-def _cells(finding: dict[str, Any]) -> list[str]:
-    return [
-        finding["what"],
-        finding["trace"],
-        f"{finding['sense']} {_figure(finding['target'])}",
-        _figure(finding["measured"]),
-        _WORDS[finding["met"]],
-        finding["note"],
-    ]
-
-
-def _figure(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "-"

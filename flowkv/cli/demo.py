@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from flowkv.cli.arguments import AddVerb, count
-from flowkv.cli.generate import model_arguments
+from flowkv.cli.generate import model_arguments, trace_argument
 from flowkv.core.config import load_config
 from flowkv.core.errors import ConfigError
 from flowkv.demo.show import Screen
@@ -33,6 +33,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="default %(default)s",
     )
+    trace_argument(parser)
     parser.add_argument(
         "--context", type=count, default=0, metavar="N", help="tokens of the longest prompt"
     )
@@ -66,6 +67,7 @@ def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         dtype=given.dtype,
         device=given.device,
         threads=given.threads,
+        trace=str(given.trace.absolute()) if given.trace else "",
     )
     summary = run_demo(plan, screen, report=given.report, keep=given.keep, debug=given.debug)
     return (0 if summary.tokens_identical else 1), summary

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import flowkv
@@ -28,6 +30,12 @@ def model_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--threads", type=count, default=0, help="threads of torch")
 
 
+def trace_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds what has a trace written."""
+    about = "write a Chrome trace of what was computed and loaded when, for Perfetto"
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=about)
+
+
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     model_arguments(parser, required=True)
     parser.add_argument(
@@ -40,6 +48,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens", type=count, default=64, metavar="N", help="default %(default)s"
     )
+    trace_argument(parser)
 
 
 def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
@@ -56,7 +65,10 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             torch.set_num_threads(given.threads)
         loaded = load_model(given.model, dtype=given.dtype, device=given.device or None)
     kv = flowkv.attach(loaded.model, disk=given.store)
-    try:
+    with ExitStack() as stack:
+        stack.callback(kv.close)
+        if given.trace:
+            stack.enter_context(kv.trace(given.trace))
         answers = []
         for number, answer in enumerate(
             answer_all(loaded, kv, prompts, max_new_tokens=given.max_new_tokens), 1
@@ -71,8 +83,6 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             )
         kv.flush()
         stats = kv.stats()
-    finally:
-        kv.close()
     result = {
         "answers": answers,
         "tokens_reused": stats["tokens_reused"],

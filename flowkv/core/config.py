@@ -92,6 +92,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             memory lies scattered between pages of several sizes; 0 for never.
         max_rows: Most sequences in one step.
         load_deadline_s: Longest wait for a page before it is computed instead.
+        audit: Share of restored pages, 0 to 1, that are recomputed and compared with what was
+            restored; what is wrong is forgotten everywhere, and told. 0.01 costs about as much as
+            recomputing a hundredth of what is restored.
     """
 
     gpu: int | str | None = None
@@ -120,6 +123,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     defragment_bytes: int = 16 << 20
     max_rows: int = 256
     load_deadline_s: float = 10.0
+    audit: float = 0.0
 
     def __post_init__(self) -> None:
         if self.tiers is not None:
@@ -149,6 +153,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise _at("max_rows", f"{self.max_rows} rows", "Use at least 1")
         if not 0 < self.load_deadline_s < float("inf"):
             raise _at("load_deadline_s", f"{self.load_deadline_s} seconds", "Use a positive time")
+        if not 0 <= self.audit <= 1:
+            raise _at("audit", f"{self.audit} is no share", "Use 0 (none) to 1 (every page)")
         if self.durability not in ("none", "sync"):
             raise _at("durability", f"{self.durability!r} is unknown", "Use none or sync")
         self._check_frames()

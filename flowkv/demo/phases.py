@@ -13,18 +13,25 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 import flowkv
+from flowkv.core.config import load_config
 from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.sizes import parse_place
-from flowkv.demo.records import Findings, Plan, Sample
+from flowkv.demo.records import Findings, Plan, Sample, Watched
 from flowkv.demo.show import Tell
+from flowkv.demo.slow import Slow
 from flowkv.demo.workload import Case, Workload, build_workload
 from flowkv.hooks.huggingface.load import Loaded, load_model
 from flowkv.measure.generate import NOTHING, Reuse, timed_generate
+from flowkv.observe.timeline import Timeline, Timelines
+from flowkv.runtime.stack import make_envelope
+from flowkv.tiers.base import UNBOUNDED, Tier
+from flowkv.tiers.disk import DiskTier
 
 
 class _Meter:
@@ -127,7 +134,7 @@ def store_phase(plan: Plan, work: Path, tell: Tell) -> Findings:
 def restore_phase(plan: Plan, work: Path, cases: list[Case], tell: Tell) -> Findings:
     """Second process: takes the conversation up where the first left it, from disk."""
     asked, earlier = cases[-2:], cases[:-2]
-    total = 2 + 4 + plan.repeats * 2 * len(asked) + len(earlier)
+    total = 2 + 4 + (plan.repeats + 1) * 2 * len(asked) + len(earlier)
     tell(0, total, "loading the model")
     loaded, workload = _prepare(plan)
     meter = _Meter(loaded, plan, tell, total)
@@ -153,7 +160,52 @@ def restore_phase(plan: Plan, work: Path, cases: list[Case], tell: Tell) -> Find
         tiers=tiers,
         machine=_machine(loaded.model, plan),
         attach_s=attach_s,
+        restores=_watch(meter, asked),
     )
+
+
+def _watch(meter: _Meter, asked: list[Case]) -> list[Watched]:
+    """Restores the last turn twice more, with a look at how: from the disk, and from a slow one.
+
+    The slow one takes about as long to load a prompt as the model takes to compute it. No time of
+    this is among the figures, since being watched costs a little.
+    """
+    plan, talk, model = meter.plan, asked[0], meter.model
+    directory = parse_place(f"disk:{plan.store}").path
+    said = [sample for sample in meter.samples if sample.case == talk.name]
+    compute_s = median(sample.ttft_s for sample in said if sample.way == "recompute")
+    n_bytes = max(sum(sample.loaded_bytes.values()) for sample in said)
+    slow = n_bytes / compute_s
+    found = []
+    _drop_page_cache(Path(directory))
+    with _attached(model, plan.store) as kv:
+        found += [Watched(timeline=one) for one in _watched(meter, asked, kv, plan.trace)]
+    if not slow:  # nothing was restored, or other tiers have it
+        return found
+    with _attached(model, _slow_disk(plan.store, slow)) as kv:
+        found += [Watched(timeline=one, bytes_per_s=slow) for one in _watched(meter, asked, kv, "")]
+    return found
+
+
+def _slow_disk(place: str, bytes_per_s: float) -> Slow:
+    """The store as a tier object, opened as the cache itself would."""
+    config = load_config(disk=place)
+    (disk,) = (one for one in config.places(on_cpu=True) if one.kind == "disk")
+    most = disk.size_bytes(shutil.disk_usage(disk.path).total)
+    envelope = make_envelope(config)
+    tier = DiskTier(disk.path, most or UNBOUNDED, name="slow disk", envelope=envelope)
+    return Slow(tier, bytes_per_s)
+
+
+def _watched(meter: _Meter, asked: list[Case], kv: flowkv.KV, trace: str) -> list[Timeline]:
+    """Timelines of the first case, after others that teach the cache the rates."""
+    talk, *others = asked
+    with kv.trace(trace) if trace else contextlib.nullcontext():
+        for case in others:
+            meter.paged("watched", case, kv, whole=False)
+        with Timelines(kv.bus) as restores:
+            meter.paged("watched", talk, kv, whole=False)
+    return restores.ended
 
 
 def _prepare(plan: Plan) -> tuple[Loaded, Workload]:
@@ -167,8 +219,9 @@ def _prepare(plan: Plan) -> tuple[Loaded, Workload]:
 
 
 @contextlib.contextmanager
-def _attached(model: Any, place: str) -> Iterator[flowkv.KV]:
-    kv = flowkv.attach(model, disk=place)
+def _attached(model: Any, place: str | Tier) -> Iterator[flowkv.KV]:
+    disk: dict[str, Any] = {"disk": place} if isinstance(place, str) else {"tiers": [place]}
+    kv = flowkv.attach(model, **disk)
     try:
         if kv.geometry is None:
             raise UnsupportedModelError(

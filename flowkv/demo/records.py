@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from flowkv.demo.workload import Case, Sizes
+from flowkv.observe.timeline import Timeline
 
 PLAN = "plan.json"
 FINDINGS = "{}-findings.json"
@@ -23,6 +24,7 @@ class Plan(msgspec.Struct, kw_only=True):
         dtype: Of weights and cache.
         device: Where the model computes; "" chooses.
         threads: Threads of torch; 0 leaves torch's choice.
+        trace: File that gets a Chrome trace of the restores that are watched; "" for none.
     """
 
     model: str
@@ -32,6 +34,7 @@ class Plan(msgspec.Struct, kw_only=True):
     dtype: str = "float32"
     device: str = ""
     threads: int = 0
+    trace: str = ""
 
 
 class Sample(msgspec.Struct, kw_only=True):
@@ -40,7 +43,8 @@ class Sample(msgspec.Struct, kw_only=True):
     Attributes:
         way: "cold" (without FlowKV, first process), "first" (FlowKV attached, nothing stored),
             "again" (pages in the pool of the same process), "recompute" (without FlowKV, second
-            process), "disk" (second process, pages on disk).
+            process), "disk" (second process, pages on disk), "watched" (the same once more, with
+            its timeline taken).
         case: Name of the case.
         ttft_s: Time to the first token.
         ttft_cpu_s: CPU time of the calling thread meanwhile.
@@ -62,6 +66,18 @@ class Sample(msgspec.Struct, kw_only=True):
     loaded_bytes: dict[str, int] = {}
 
 
+class Watched(msgspec.Struct, kw_only=True):
+    """A restore of the conversation's last turn, as it went.
+
+    Attributes:
+        timeline: What was computed, what was loaded, and when they met.
+        bytes_per_s: Of the slow disk that was emulated; 0.0 for the disk as it is.
+    """
+
+    timeline: Timeline
+    bytes_per_s: float = 0.0
+
+
 class Findings(msgspec.Struct, kw_only=True):
     """What one process found out.
 
@@ -73,6 +89,7 @@ class Findings(msgspec.Struct, kw_only=True):
         fresh: Whether the store knew nothing of this before.
         cases: The requests.
         texts: What the last turn asked and what was answered, to be shown.
+        restores: Those that were watched.
     """
 
     samples: list[Sample]
@@ -82,3 +99,4 @@ class Findings(msgspec.Struct, kw_only=True):
     fresh: bool = True
     cases: list[Case] = []
     texts: list[str] = []
+    restores: list[Watched] = []

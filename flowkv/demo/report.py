@@ -7,15 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowkv.core.sizes import format_size
-from flowkv.demo.records import Plan
+from flowkv.demo.records import Plan, Watched
 from flowkv.demo.show import seconds, times
 from flowkv.demo.summary import CaseSummary, Summary
 from flowkv.observe.report import Bars, Figures, Section, Table, Text, write_report
+from flowkv.observe.restores import restore_section
 
 _EXCERPT = 420  # characters of the last prompt that are shown
 
 
-def write_demo_report(path: Path, plan: Plan, summary: Summary, texts: Sequence[str]) -> Path:
+def write_demo_report(
+    path: Path,
+    plan: Plan,
+    summary: Summary,
+    texts: Sequence[str],
+    *,
+    restores: Sequence[Watched] = (),
+) -> Path:
     """Writes the report and returns its path.
 
     Args:
@@ -23,9 +31,17 @@ def write_demo_report(path: Path, plan: Plan, summary: Summary, texts: Sequence[
         plan: What was run.
         summary: What came out.
         texts: The last turn's prompt and answer.
+        restores: How the last turn was restored.
     """
-    sections = [_headline(summary), _first_token(summary), _conversation(summary)]
-    sections += [_batch(plan, summary), _bytes(summary), _method(plan, summary), _excerpt(texts)]
+    sections = [_headline(summary), _first_token(summary)]
+    sections += map(_restore, restores)
+    sections += [
+        _conversation(summary),
+        _batch(plan, summary),
+        _bytes(summary),
+        _method(plan, summary),
+        _excerpt(texts),
+    ]
     today = datetime.datetime.now().astimezone()
     machine = summary.machine
     return write_report(
@@ -37,6 +53,14 @@ def write_demo_report(path: Path, plan: Plan, summary: Summary, texts: Sequence[
         f" FlowKV {machine['flowkv']}, torch {machine['torch']}, Python {machine['python']};"
         f" {today:%Y-%m-%d %H:%M %Z}; {summary.seconds:.0f} s in all.",
     )
+
+
+def _restore(watched: Watched) -> Section:
+    if not watched.bytes_per_s:
+        return restore_section(watched.timeline, title="How it was restored")
+    rate = f"{watched.bytes_per_s / 1e6:.3g} MB/s"
+    title = f"How it would be from a disk of {rate}"
+    return restore_section(watched.timeline, title=title, source="emulated")
 
 
 def _headline(summary: Summary) -> Section:

@@ -46,7 +46,9 @@ def run_demo(
         FlowKVError: What a process could explain.
         DemoFailed: What it could not.
     """
-    _check_report(report)
+    _check_file(report, "the report", "--report")
+    if plan.trace:
+        _check_file(Path(plan.trace), "the trace", "--trace")
     started = time.monotonic()
     screen.say("FlowKV demo", style="bold")
     screen.say("One process fills a store and exits; a second one starts and answers from it.")
@@ -61,18 +63,18 @@ def run_demo(
     summary = summarise(plan, stored, restored, store_bytes=store_bytes)
     summary.store = str(lasting) if lasting.exists() else ""
     summary.seconds = time.monotonic() - started
-    summary.report = str(write_demo_report(report, plan, summary, stored.texts))
-    _show(summary, screen)
+    summary.report = str(
+        write_demo_report(report, plan, summary, stored.texts, restores=restored.restores)
+    )
+    _show(summary, plan, screen)
     return summary
 
 
-def _check_report(report: Path) -> None:
+def _check_file(path: Path, what: str, flag: str) -> None:
     """Better before the work than after it."""
-    folder = report.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or report.is_dir():
-        raise ConfigError(
-            f"the report {report} cannot be written", "Choose another file with --report"
-        )
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
+        raise ConfigError(f"{what} {path} cannot be written", f"Choose another file with {flag}")
 
 
 @contextlib.contextmanager
@@ -166,7 +168,7 @@ def _last_line(log: Path) -> str:
     return lines[-1][:300]
 
 
-def _show(summary: Summary, screen: Screen) -> None:
+def _show(summary: Summary, plan: Plan, screen: Screen) -> None:
     start, talk, batch = summary.cases[0], summary.cases[-2], summary.cases[-1]
     screen.say()
     shown = [start, talk, batch] if len(summary.cases) > 2 else [talk, batch]
@@ -194,6 +196,8 @@ def _show(summary: Summary, screen: Screen) -> None:
         ["processes", f"{summary.processes[0]}, then {summary.processes[1]}"],
     ]
     screen.table(["", ""], facts, numbers=False)
+    for line in summary.restores:
+        screen.say(f"The last turn, {line}.")
     if summary.tokens_identical:
         screen.say("All answers are identical to those without FlowKV.", style="green")
     else:
@@ -215,6 +219,8 @@ def _show(summary: Summary, screen: Screen) -> None:
     if summary.store:
         screen.say(f"Store:  {summary.store}")
     screen.say(f"Report: {summary.report}")
+    if plan.trace:
+        screen.say(f"Trace:  {plan.trace}  (open it in https://ui.perfetto.dev)")
     screen.say(f"Took {summary.seconds:.0f} s.", style="dim")
 
 

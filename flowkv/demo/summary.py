@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from flowkv.demo.records import Findings, Plan, Sample
+from flowkv.demo.records import Findings, Plan, Sample, Watched
 from flowkv.demo.workload import Case
 
 
@@ -70,6 +70,7 @@ class Summary(msgspec.Struct, kw_only=True):
         report: Path of the HTML report.
         store: Directory of the store; "" if it was removed.
         store_was_new: Whether it knew nothing of these prompts before.
+        restores: How restores of the last turn went that were watched, a line each.
         repeats: Measurements behind each median.
         seconds: Duration of the whole demo.
         model: What was asked for.
@@ -95,6 +96,7 @@ class Summary(msgspec.Struct, kw_only=True):
     report: str = ""
     store: str = ""
     store_was_new: bool
+    restores: list[str]
     repeats: int
     seconds: float = 0.0
     model: str
@@ -139,12 +141,18 @@ def summarise(plan: Plan, stored: Findings, restored: Findings, *, store_bytes: 
         pool_bytes=sum(pool["used_bytes"] for pool in stored.tiers["devices"].values()),
         device=restored.machine["device"],
         store_was_new=stored.fresh,
+        restores=[_told(watched) for watched in restored.restores],
         repeats=plan.repeats,
         model=plan.model,
         machine={k: v for k, v in restored.machine.items() if k != "pid"},
         cases=cases,
         processes=[stored.machine["pid"], restored.machine["pid"]],
     )
+
+
+def _told(watched: Watched) -> str:
+    slow = f"from a disk of {watched.bytes_per_s / 1e6:.3g} MB/s, emulated"
+    return f"{slow if watched.bytes_per_s else 'measured'}: {watched.timeline.describe()}"
 
 
 def _case(case: Case, samples: list[Sample]) -> CaseSummary:

@@ -18,17 +18,19 @@ _STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class Curves:
-    """Values over a size, one curve per name; the x axis is logarithmic.
+    """Values over a size, one curve per name; the x axis is logarithmic unless told otherwise.
 
     Attributes:
         caption: What is shown.
-        sizes: Positive, ascending.
+        sizes: Ascending; positive if the axis is logarithmic.
         series: Name -> one value per size; one that is not finite is left out.
         x: What a size is, below the axis.
         dashed: Names whose curves are bounds, not results.
         colours: Name -> number of its colour, so that a name has one colour in all charts of a
             page; default their order.
         percent: Whether sizes and values are shares, shown as percent.
+        log_x: Whether equal factors of sizes are equally far apart.
+        log_y: The same of values, which must be positive then.
     """
 
     caption: str
@@ -38,22 +40,25 @@ class Curves:
     dashed: Sequence[str] = ()
     colours: Mapping[str, int] = field(default_factory=dict)
     percent: bool = True
+    log_x: bool = True
+    log_y: bool = False
 
 
 def draw_curves(chart: Curves) -> str:
     """The figure as HTML.
 
     Raises:
-        ConfigError: If a curve lacks values, sizes do not ascend, or there are too many curves.
+        ConfigError: If a curve lacks values, sizes do not ascend, there are too many curves, or a
+            value has no logarithm.
     """
     _check(chart)
-    low, high, step = _range(chart)
-    drawn = [_y_axis(low, high, step, chart.percent), _x_axis(chart)]
+    ticks = _log_ticks(chart) if chart.log_y else _ticks(chart)
+    drawn = [_y_axis(chart, ticks), _x_axis(chart)]
     colours = {name: chart.colours.get(name, i) for i, name in enumerate(chart.series)}
     for name, values in chart.series.items():
         number = colours[name]
         points = [
-            (_x(chart.sizes, size), _y(low, high, value), size, value)
+            (_x(chart, size), _y(chart, ticks, value), size, value)
             for size, value in zip(chart.sizes, values, strict=True)
             if math.isfinite(value)
         ]
@@ -84,42 +89,66 @@ def _check(chart: Curves) -> None:
             f"chart {chart.caption!r} has {len(chart.series)} curves", f"Show 1 to {MOST_CURVES}"
         )
     sizes = list(chart.sizes)
-    if not sizes or sizes[0] <= 0 or sizes != sorted(set(sizes)):
+    least = 0 if chart.log_x else -math.inf
+    if not sizes or sizes[0] <= least or sizes != sorted(set(sizes)):
         raise ConfigError(
-            f"sizes of chart {chart.caption!r} do not ascend from above 0", "Sort them"
+            f"sizes of chart {chart.caption!r} do not ascend, or not from above 0", "Sort them"
         )
     if any(len(values) != len(sizes) for values in chart.series.values()):
         raise ConfigError(f"chart {chart.caption!r} lacks values", "Give every size one value")
+    if chart.log_y and not all(value > 0 for value in _finite(chart)):
+        raise ConfigError(f"chart {chart.caption!r} has values without a logarithm", "Leave 0 out")
 
 
-def _range(chart: Curves) -> tuple[float, float, float]:
-    """Lowest and highest value of the axis, and the step between its lines."""
-    values = [v for vs in chart.series.values() for v in vs if math.isfinite(v)]
+def _finite(chart: Curves) -> list[float]:
+    return [v for vs in chart.series.values() for v in vs if math.isfinite(v)]
+
+
+def _ticks(chart: Curves) -> list[float]:
+    """Values of the lines of a linear axis, lowest first; the first and last are its ends."""
+    values = _finite(chart)
     top, bottom = max([*values, 0.0]), min([*values, 0.0])
     span = top - bottom or 1.0
     step = next((s for s in _STEPS if span / s <= 6), span / 5)
-    return math.floor(bottom / step) * step, math.ceil((top or span) / step) * step, step
+    low, high = math.floor(bottom / step) * step, math.ceil((top or span) / step) * step
+    return [low + number * step for number in range(round((high - low) / step) + 1)]
 
 
-def _x(sizes: Sequence[float], size: float) -> float:
-    first, last = math.log(sizes[0]), math.log(sizes[-1])
-    share = (math.log(size) - first) / (last - first) if last > first else 0.5
+def _log_ticks(chart: Curves) -> list[float]:
+    """The same of a logarithmic axis: 1, 2 and 5 of every decade, or 1 alone where that is much."""
+    values = _finite(chart) or [1.0]
+    decades = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
+    leading = (1, 2, 5) if len(decades) <= 4 else (1,)
+    ticks = [lead * 10.0**decade for decade in decades for lead in leading]
+    first = max((i for i, tick in enumerate(ticks) if tick <= min(values)), default=0)
+    last = min(i for i, tick in enumerate([*ticks, math.inf]) if tick >= max(values))
+    return ticks[first : max(last, first + 1) + 1]
+
+
+def _x(chart: Curves, size: float) -> float:
+    def scale(value: float) -> float:
+        return math.log(value) if chart.log_x else value
+
+    first, last = scale(chart.sizes[0]), scale(chart.sizes[-1])
+    share = (scale(size) - first) / (last - first) if last > first else 0.5
     return _LEFT + 14 + share * (_WIDTH - _LEFT - _RIGHT - 28)
 
 
-def _y(low: float, high: float, value: float) -> float:
+def _y(chart: Curves, ticks: Sequence[float], value: float) -> float:
+    low, high = ticks[0], ticks[-1]
+    if chart.log_y:
+        low, high, value = math.log(low), math.log(high), math.log(value)
     return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def _y_axis(low: float, high: float, step: float, percent: bool) -> str:
+def _y_axis(chart: Curves, ticks: Sequence[float]) -> str:
     parts = []
-    for number in range(round((high - low) / step) + 1):
-        value = low + number * step
-        y = _y(low, high, value)
+    for value in ticks:
+        y = _y(chart, ticks, value)
         parts.append(
             f'<line class="axis" x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}"/>'
             f'<text class="v" x="{_LEFT - 10}" y="{y + 4.5:.1f}" text-anchor="end">'
-            f"{_label(value, percent)}</text>"
+            f"{_label(value, chart.percent)}</text>"
         )
     return "".join(parts)
 
@@ -127,7 +156,7 @@ def _y_axis(low: float, high: float, step: float, percent: bool) -> str:
 def _x_axis(chart: Curves) -> str:
     bottom, parts, last = _HEIGHT - _BOTTOM, [], -math.inf
     for size in chart.sizes:
-        x = _x(chart.sizes, size)
+        x = _x(chart, size)
         if x - last < 44:  # labels would overlap
             continue
         last = x
@@ -144,7 +173,9 @@ def _x_axis(chart: Curves) -> str:
 
 
 def _label(value: float, percent: bool) -> str:
-    return f"{100 * value:.4g}%" if percent else f"{value:.4g}"
+    if percent:
+        return f"{100 * value:.4g}%"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _value(value: float, percent: bool) -> str:

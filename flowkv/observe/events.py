@@ -64,6 +64,57 @@ class Restored(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class RestoreSpan(Event, frozen=True, kw_only=True):
+    """One piece of a restore, as it happened.
+
+    `engine` is "compute", "suffix" or the name of the tier it was loaded from; times are those of
+    `time.perf_counter`. A span over all layers has `layers` = their number and `layer` 0.
+    """
+
+    request: int
+    engine: str
+    token: int
+    tokens: int
+    layer: int
+    layers: int
+    started_s: float
+    seconds: float
+    n_bytes: int = 0
+
+
+class RestoreEnded(Event, frozen=True, kw_only=True):
+    """A prefix is there: which of its tokens were computed, which loaded, and how long it took.
+
+    `exposed_s` is the part of that in which the caller waited for loads; `bound_s` what the
+    measured rates say nobody could beat, 0.0 while they are not known; `failed` counts loads that
+    did not come and were recomputed.
+    """
+
+    request: int
+    tokens: int
+    resident_tokens: int
+    computed_tokens: int
+    loaded_tokens: int
+    n_bytes: int
+    started_s: float
+    seconds: float
+    exposed_s: float = 0.0
+    bound_s: float = 0.0
+    failed: int = 0
+    tenant: str = ""
+
+
+class Audited(Event, frozen=True, kw_only=True):
+    """A restored page was recomputed and compared; `error` over `bound` is a mismatch."""
+
+    tier: str
+    group: int
+    page: int
+    codec: str
+    error: float
+    bound: float
+
+
 class Stored(Event, frozen=True, kw_only=True):
     """Pages were written to a tier."""
 

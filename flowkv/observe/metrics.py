@@ -60,6 +60,20 @@ _RULES: dict[type[Event], _Rule] = {
         {"tokens": "restored_tokens_total", "n_bytes": "restored_bytes_total"},
         {"seconds": "restore_seconds"},
     ),
+    events.RestoreSpan: _Rule(
+        "restore_spans_total", ("engine",), {"n_bytes": "restore_span_bytes_total"}
+    ),
+    events.RestoreEnded: _Rule(
+        "overlapped_restores_total",
+        (),
+        {
+            "computed_tokens": "restore_computed_tokens_total",
+            "loaded_tokens": "restore_loaded_tokens_total",
+            "failed": "restore_failed_loads_total",
+        },
+        {"seconds": "overlapped_restore_seconds", "exposed_s": "restore_exposed_seconds"},
+    ),
+    events.Audited: _Rule("audited_pages_total", ("tier", "codec")),
     events.Stored: _Rule(
         "stores_total",
         ("tier",),
@@ -255,7 +269,8 @@ class Metrics:
         for field, name in rule.sums.items():
             self.count(name, getattr(event, field), **labels)
         for field, name in rule.spreads.items():
-            buckets = SECONDS_BUCKETS if field == "seconds" else COUNT_BUCKETS
+            timed = field == "seconds" or field.endswith("_s")
+            buckets = SECONDS_BUCKETS if timed else COUNT_BUCKETS
             self.observe(name, getattr(event, field), buckets=buckets, **labels)
         for field, name in rule.levels.items():
             self.set(name, getattr(event, field), **labels)

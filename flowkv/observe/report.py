@@ -24,11 +24,12 @@ from typing import Literal
 
 from flowkv.core.errors import ConfigError
 from flowkv.observe.curves import MOST_CURVES, Curves, draw_curves
+from flowkv.observe.overlap import Overlap, draw_overlap
 
 _WIDTH, _BAR, _GAP, _VALUE = 720, 18, 12, 104
 _COLOURS = 6
 
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1b2130;--soft:#5b6578;
 --line:#e2e6ed;--c0:#2f6fde;--c1:#0f9d8a;--c2:#d9822b;--c3:#8a55d7;--c4:#c9406f;--c5:#64748b;--note:#eef3fd;
 --c6:#5f9e1f;--c7:#0e8fb8;--c8:#a0522d;--c9:#b59b00;--c10:#d0453a;--c11:#4b4fc4}
@@ -74,14 +75,16 @@ svg .axis{stroke:var(--line)}
 .s2{fill:var(--c2);background:var(--c2)}.s3{fill:var(--c3);background:var(--c3)}
 .s4{fill:var(--c4);background:var(--c4)}.s5{fill:var(--c5);background:var(--c5)}
 svg .l{fill:none;stroke-width:2.2;stroke-linejoin:round}
+svg circle.met{fill:var(--card);stroke:var(--ink);stroke-width:2.2}
+svg text.met{font-weight:600;paint-order:stroke;stroke:var(--card);stroke-width:4px}
 pre{background:var(--note);border-radius:8px;padding:14px 16px;overflow-x:auto;margin:20px 0 0;
 font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
 footer{color:var(--soft);font-size:.84rem;margin-top:26px}
 @media(max-width:520px){main{padding:28px 14px}section{padding:18px 16px 20px}}
 @media print{body{background:#fff}section{break-inside:avoid;border-color:#ccc}}
 """
-_STYLE += "".join(f".l{i}{{stroke:var(--c{i})}}" for i in range(MOST_CURVES))
-_STYLE += "".join(
+STYLE += "".join(f".l{i}{{stroke:var(--c{i})}}" for i in range(MOST_CURVES))
+STYLE += "".join(
     f".s{i}{{fill:var(--c{i});background:var(--c{i})}}" for i in range(_COLOURS, MOST_CURVES)
 )
 
@@ -127,6 +130,10 @@ class Text:
     mono: bool = False
 
 
+Part = Figures | Table | Bars | Curves | Overlap | Text
+"""What a section can show."""
+
+
 @dataclass(frozen=True)
 class Section:
     """One card of the report.
@@ -140,7 +147,7 @@ class Section:
 
     title: str
     text: str = ""
-    parts: Sequence[Figures | Table | Bars | Curves | Text] = field(default_factory=tuple)
+    parts: Sequence[Part] = field(default_factory=tuple)
     source: Literal["", "measured", "simulated", "emulated"] = ""
 
 
@@ -188,7 +195,7 @@ def render_report(
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head>"
+        f"<title>{_text(title)}</title><style>{STYLE}</style></head>"
     )
     body = [f"<body><main><h1>{_text(title)}</h1>"]
     if lead:
@@ -208,7 +215,7 @@ def render_report(
     return head + "\n".join(body) + "</main></body></html>\n"
 
 
-def _part(part: Figures | Table | Bars | Curves | Text) -> str:
+def _part(part: Part) -> str:
     match part:
         case Figures(items):
             shown = (
@@ -223,6 +230,8 @@ def _part(part: Figures | Table | Bars | Curves | Text) -> str:
             return _bars(part)
         case Curves():
             return draw_curves(part)
+        case Overlap():
+            return draw_overlap(part)
         case Text(text, mono):
             return f"<pre>{_text(text)}</pre>" if mono else f"<p>{_text(text)}</p>"
 

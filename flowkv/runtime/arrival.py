@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flowkv.core.errors import FlowKVError
 from flowkv.observe.events import LayerArrived
 from flowkv.runtime.batch import Step
 from flowkv.runtime.handover import stripe_key, stripe_layout
+from flowkv.runtime.restoration import Late
 from flowkv.runtime.sequence import Sequence
 from flowkv.tiers.base import FrameInfo, Load, Outcome
 
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.002
 _MOST_ASKED = 1024
-
-
-class Late(FlowKVError, TimeoutError):
-    """A layer that another process was to send did not arrive in time.
-
-    Args:
-        layer: Its index in the model.
-    """
-
-    def __init__(self, layer: int) -> None:
-        super().__init__(f"layer {layer} of some pages did not arrive in time", "Compute them")
-        self.layer = layer
 
 
 class _Stripe(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from contextvars import ContextVar, Token
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ class Step:
         counts: int64 `[B]`: new tokens T of each row.
         awaits: Told each layer once it has written its new tokens; returns when it may attend.
         tokens: int64 `[1, N]`: the new token ids, packed row after row; None for `KV.plan`.
+        audits: It only recomputes what is known, to compare; nobody needs its logits.
     """
 
     _open = False  # until everything is reserved
@@ -43,6 +45,7 @@ class Step:
         self.seqs, self.counts = list(seqs), counts
         self.tokens: torch.Tensor | None = None
         self.awaits: Callable[[int], None] | None = None
+        self.audits = False
         self._planner = planner
         self._started_s = time.perf_counter()
         self._token: Token[Step | None] | None = None
@@ -52,6 +55,9 @@ class Step:
         self._watch: Watch | None = None
         self._advance = planner.reserve(self.seqs, counts)
         self._open = True
+        coming = [seq.restoration for seq in self.seqs if seq.restoration is not None]
+        if coming:  # nobody attends to pages that are not there
+            self.awaits = partial(_all, [restoration.wait for restoration in coming])
 
     def give(self, tokens: NDArray[np.uint32]) -> None:
         """Tells the step its token ids; what the sequences do not know yet is noted in them.
@@ -183,6 +189,10 @@ class Step:
         if self.awaits is not None:
             self.awaits(layer)
 
+    def refresh(self) -> None:
+        """Other pages took the place of some meanwhile: kernels are told anew where all lie."""
+        self._batches.clear()
+
     def watch(self) -> None:
         """From now on, this step remembers how much its tokens look at which pages.
 
@@ -229,7 +239,7 @@ class Step:
 
     def _measure(self) -> None:
         # Decoding says nothing about the rate at which a prompt is computed.
-        if self._advance.most_new >= self._planner.page_size:
+        if self._advance.most_new >= self._planner.page_size and not self.audits:
             seconds = time.perf_counter() - self._started_s
             self._planner.measured(int(self._advance.starts[-1]), seconds)
 
@@ -250,3 +260,8 @@ class Step:
             self.commit()
         else:
             self.rollback()
+
+
+def _all(waits: Items[Callable[[int], None]], layer: int) -> None:
+    for wait in waits:
+        wait(layer)

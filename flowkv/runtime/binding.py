@@ -20,8 +20,9 @@ from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace, Shard
 from flowkv.core.selection import PLACE_KINDS, parse_quota
 from flowkv.core.sizes import format_size
-from flowkv.observe.events import Bus, StepPlanned, Warned
+from flowkv.observe.events import Bus, RestoreSpan, StepPlanned, Warned
 from flowkv.observe.metrics import Metrics
+from flowkv.observe.trace import Trace
 from flowkv.policy import make_policy
 from flowkv.policy.base import Policy
 from flowkv.policy.config import configure
@@ -36,6 +37,7 @@ from flowkv.runtime.planner import Planner
 from flowkv.runtime.queue import Queue
 from flowkv.runtime.recording import Recording
 from flowkv.runtime.restore import Restorer
+from flowkv.runtime.restores import Restores
 from flowkv.runtime.sealer import Refusal, describe
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.snapshots import Snapshots
@@ -78,14 +80,16 @@ class Binding:
             fields["tiers"] = tuple(tier for tier in stack if isinstance(tier, str))
         if isinstance(policy, str):
             fields["policy"] = policy
+        if isinstance(namespace, str) and namespace:
+            fields["namespace"] = namespace  # for `attach`, which asks the configuration
         self.config = load_config(config, **fields)
         self._given = [tier for tier in stack or () if not isinstance(tier, str)]
         self._make_policy = policy if callable(policy) else None
         self._check_policies()
         self.clock, self.bus = clock or SystemClock(), Bus()
         self.metrics = Metrics()
-        # Steps are the one event of every token: who wants them counted subscribes to the bus.
-        self.metrics.follow(self.bus, without=[StepPlanned])
+        # Steps and spans come too often: who wants them counted subscribes to the bus.
+        self.metrics.follow(self.bus, without=[RestoreSpan, StepPlanned])
         self.lock, self.closed, self._pid = Guard(), False, os.getpid()
         self.gate = LoadGate()
         self.namespace = b""
@@ -94,6 +98,7 @@ class Binding:
         self._tiers: list[Tier] = []
         self._open: dict[int, Sequence] = {}
         self._recordings: list[Recording] = []
+        self._traces: list[Trace] = []
         self.planner: Planner | None = None
         if geometry is not None:
             if self.config.page_size not in (None, geometry.page_size):
@@ -159,7 +164,11 @@ class Binding:
         )
         store.page_cost_ns = lambda: round(self.gate.seconds_per_token * geometry.page_size * 1e9)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
-        self.planner = Planner(store, tables, self.lock, self.gate.computed)
+        self.planner = planner = Planner(store, tables, self.lock, self.gate.computed)
+        # What a sender writes is for others, whose rates nobody here knows.
+        store.pays = lambda tier, n_bytes, reach: planner.sender is not None or (
+            self.gate.pays_to_store(tier, n_bytes, geometry.page_size, reach)
+        )
         self.planner.foresight = self._foresight(self.planner)
         self.planner.publisher.allowed = self._may_publish
         self.planner.publisher.on_non_finite = self._non_finite
@@ -167,6 +176,7 @@ class Binding:
             self.planner.sealer.on_refusal = self._refused
         self.restorer = Restorer(self.planner, self.gate, self.bus)
         self.snapshots = Snapshots(self.restorer)
+        self.restores = Restores(store, self.gate, self.bus)
         if (path := self._learned()) is not None:
             self._tell(partial(learned.load, path, store.places))
         self.visits = Visits(self.planner)
@@ -258,6 +268,28 @@ class Binding:
         )
         self._recordings.append(recording)
         return recording
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """Writes who works on what, and when, for Perfetto: `with kv.trace("restore.json"): ...`.
+
+        There is a track per engine, tier and request. Every event is in the file at once, also if
+        an exception ends the block or the process. Without a trace nothing of this is done.
+
+        Args:
+            path: A file of JSON; an old one is replaced.
+
+        Returns:
+            The trace, which ends with its block, its `close` or that of the cache.
+
+        Raises:
+            ConfigError: The file cannot be made.
+            StateError: The cache is closed.
+        """
+        self._alive()
+        check = "Check the disk."
+        trace = Trace(path, self.bus, warn=lambda said: self.warn("trace", f"{said} {check}"))
+        self._traces = [*(other for other in self._traces if not other.closed), trace]
+        return trace
 
     def _may_publish(self, seq: Sequence) -> bool:
         return seq.publishable and seq.namespace == self.namespace and not self.closed

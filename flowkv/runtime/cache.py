@@ -17,6 +17,7 @@ from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace, Shard
 from flowkv.policy.base import Policy
 from flowkv.policy.config import Lease
+from flowkv.runtime import audit, front
 from flowkv.runtime.arrival import take_over
 from flowkv.runtime.batch import Step
 from flowkv.runtime.handover import Sender
@@ -116,7 +117,11 @@ class KV(Keeping):
         """Steps that compute what is missing of the prompts: `for step in kv.prefill(seqs): ...`.
 
         Each step is entered while the loop body runs, and committed when the loop goes on. Leaving
-        the loop early rolls the current step back.
+        the loop early rolls the current step back. With `audit=` some steps recompute restored
+        pages first (`Step.audits`); what is wrong is computed anew with the rest.
+
+        Of sequences that were opened with `wait=False`, part is computed while the rest is loaded;
+        what follows that is computed once all of it is there. `restore` also overlaps the two.
 
         Args:
             seqs: Sequences whose prompts were given to `open`.
@@ -128,6 +133,8 @@ class KV(Keeping):
         """
         if chunk < 1:
             raise ConfigError(f"chunk={chunk}", "Compute at least one token per row and step")
+        yield from front.prefill(self, seqs, chunk)
+        yield from audit.steps(self, [seq for seq in seqs if seq.position < len(seq.tokens)])
         while True:
             rows = [seq for seq in seqs if seq.position < len(seq.tokens)]
             if not rows:
@@ -135,6 +142,51 @@ class KV(Keeping):
             parts = [seq.tokens[seq.position : seq.position + chunk].copy() for seq in rows]
             with self.step(rows, parts) as step:
                 yield step
+
+    def restore(
+        self, seqs: Items[Sequence], forward: Callable[[Step], Any], *, chunk: int = 512
+    ) -> list[Any]:
+        """Finishes the prefill of prompts opened with `wait=False`, in the least time it can take.
+
+        Part of each prefix is computed from the front while the rest of it is loaded from the back.
+        What follows the prefix is computed behind the loads: each layer of that forward waits for
+        that layer of the pages. What does not come in time is computed here, in further forwards.
+
+        Args:
+            seqs: Sequences in no step.
+            forward: Called with each step, over one of the sequences, inside of which your model
+                runs; it may be called again for tokens whose first forward was given up.
+            chunk: Most tokens in one step.
+
+        Returns:
+            For each sequence, what `forward` returned for the end of its prompt; None if nothing
+            was left to compute.
+
+        Raises:
+            CapacityError: The pages do not fit.
+            ConfigError: `chunk` is no positive number.
+        """
+        if chunk < 1:
+            raise ConfigError(f"chunk={chunk}", "Compute at least one token per step")
+        outputs = front.restore(self, seqs, forward, chunk)
+        return audit.mend(self, seqs, forward, outputs, chunk)
+
+    def audit(self, seq: Sequence, forward: Callable[[Step], Any]) -> int:
+        """Recomputes those restored pages of a sequence that `audit=` samples, and compares.
+
+        What differs by more than its codec and the model's rounding explain is forgotten on every
+        tier, with all that continues it, and told by a warning and events (`Audited`,
+        `Quarantined`). As long as part of the prompt is to be computed, the sequence then ends
+        before it, and `prefill` computes it anew; `prefill` audits by itself.
+
+        Args:
+            seq: A sequence in no step.
+            forward: Called with each step, inside of which your model runs over one page.
+
+        Returns:
+            Pages that were wrong.
+        """
+        return audit.run(self, seq, forward)
 
     def hand_over(self) -> Sender:
         """Sends pages to other processes while they are computed, layer by layer.
@@ -269,6 +321,8 @@ class KV(Keeping):
             if self.planner is not None and self.planner.sender is not None:
                 self.planner.sender.close()
             with ExitStack() as last:  # what closing one of them raises does not keep the others
+                for trace in self._traces:
+                    last.callback(trace.close)
                 for tier in self.planner.store.tiers if self.planner else self._tiers:
                     last.callback(tier.close)
                 last.callback(setattr, self, "closed", True)

@@ -23,6 +23,9 @@ LEAST_GHOSTS, GHOSTS_PER_BLOCK = 1 << 14, 2
 _TRACELESS = ("state", "memo")
 """Kinds of blocks that are not worth a ghost: no later request has exactly their tokens."""
 
+_WIDEST = 16
+"""Branches that are followed to find a long one."""
+
 UNKNOWN = 15
 """In place of a codec's index, where only the frame itself can tell."""
 
@@ -206,6 +209,17 @@ class PrefixIndex:
         """Known blocks directly below a key; `ROOT` is above all first pages."""
         found = map(self._by_key.get, self._children.get(key, ()))
         return [block for block in found if block is not None]
+
+    def reach(self, block: Block, most: int) -> int:
+        """Pages of the longest chain of known ones through a block, as far as `most`."""
+        pages, above = 1, self._by_key.get(block.parent)
+        while above is not None and pages < most:
+            pages, above = pages + 1, self._by_key.get(above.parent)
+        level = self.children(block.key)
+        while level and pages < most:
+            pages += 1
+            level = [below for one in level[:_WIDEST] for below in self.children(one.key)]
+        return pages
 
     def branches(self, key: bytes) -> list[list[Block]]:
         """Known blocks below a key, all the way down, by the child that they continue.

@@ -194,8 +194,7 @@ class Keeping(Opening):
                 return erasure.forget_prompt(store, seq)
             finally:
                 for open_seq in self._open.values():
-                    if any(b is not None and b.gone for group in open_seq.blocks for b in group):
-                        open_seq.publishable = False
+                    open_seq.publishable &= not open_seq.forgotten
 
     def invalidate(self) -> int:
         """Erases everything of this model on every tier, for instance after its weights changed.

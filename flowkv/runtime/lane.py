@@ -201,9 +201,11 @@ class Lane:
         return True
 
     def cancel(self, owner: object) -> int:
-        """Calls off the loads of an owner (None: of any) that nobody else waits for."""
+        """Calls off the loads of an owner (None: all prefetches) that nobody else waits for."""
         known = [one for wish in self.schedule for one in (wish, *wish.followers)]
         mine = [one for one in known if one.owner is not None and owner in (None, one.owner)]
+        if owner is None:
+            mine = [one for one in mine if not one.demanded]
         flying = set()
         for wish in mine:
             if self.schedule.withdraw(wish):

@@ -52,6 +52,19 @@ class Lines:
         return self._windows[group]
 
     def idle(self, seq: Sequence) -> None:
+        """Makes sure that a sequence is open, in no step, and has all its pages.
+
+        Raises:
+            StateError: It is not.
+        """
+        self.ready(seq)
+        if seq.restoration is not None and seq.restoration.settled:
+            raise StateError(
+                "part of the sequence is still on its way",
+                "Call its restoration's complete() and finish() first, or KV.restore",
+            )
+
+    def ready(self, seq: Sequence) -> None:
         """Makes sure that a sequence is open and in no step.
 
         Raises:
@@ -114,6 +127,12 @@ class Lines:
                 self.tables.reserve(first + len(fresh))
                 for page_no, page in enumerate(fresh, first):
                     self._place(seq, g, page_no, page)
+
+    def put(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
+        """Puts a page into a sequence's line, right behind the others; -1 leaves a hole."""
+        with self.guard:
+            self.tables.reserve(page_no + 1)
+            self._place(seq, group, page_no, page)
 
     def _place(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
         blocks = seq.blocks[group]
@@ -185,13 +204,22 @@ class Lines:
                 "Open the prompt anew with reuse=False",
             )
 
+    def stepping(self, seq: Sequence) -> bool:
+        """Whether a step is under way with a sequence."""
+        return int(self.tables.state[seq.row]) == STEPPING
+
     def _drop_behind(self, seq: Sequence, length: int) -> None:
         for g, window in enumerate(self._windows):
             if window is not None:
                 keep = max(0, length - window - WINDOW_SLACK_TOKENS) // self.page_size
-                for page_no in range(seq.first_page[g], keep):
-                    self._let_go(seq, g, page_no)
-                seq.first_page[g] = max(seq.first_page[g], keep)
+                self.drop_before(seq, g, keep)
+
+    def drop_before(self, seq: Sequence, group: int, page_no: int) -> None:
+        """Lets go of a group's pages before a number: they lie behind its window."""
+        with self.guard:
+            for number in range(seq.first_page[group], page_no):
+                self._let_go(seq, group, number)
+            seq.first_page[group] = max(seq.first_page[group], page_no)
 
     # ---- cutting, forking, releasing
 

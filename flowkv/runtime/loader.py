@@ -171,6 +171,7 @@ def land(store: Store, landing: Landing, answer: Completion, *, brought: bool = 
             if block.tiers >> source.tier & 1:
                 block.enter(source.tier, source.codec)
             store.publish(block, page)
+            store.samples.came(block.key, store.tiers[source.tier].name)
             return True
         pool.release(page)  # it came by another way, or was forgotten meanwhile
         return False

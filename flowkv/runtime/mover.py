@@ -182,6 +182,35 @@ class Mover:
                 demand.give_up(tier, self.lanes[tier], now - started)
         return [demand.answers[index] for index in range(len(wanted))], demand.lent
 
+    def demand(self, tier: int, item: Load, done: Done, owner: object) -> Wish | None:
+        """Reads a frame that somebody is going to wait for; a later `drain` sends it.
+
+        Args:
+            tier: Number in the stack.
+            item: What to read, and where to.
+            done: Called with the answer, now or in a later `drain`.
+            owner: What `cancel` calls it off by.
+
+        Returns:
+            What `give_up` takes; None if it was answered from memory.
+        """
+        held = self.on_the_way(item.key) if self._storing else None
+        answer = from_memory(item, held.store) if held else None
+        if answer is not None:
+            self.from_memory += 1
+            done(answer)
+            return None
+        wish = Wish(item, done, Priority.DEMAND, owner)
+        self.lanes[tier].ask(wish)
+        return wish
+
+    def give_up(self, tier: int, wish: Wish) -> bool:
+        """Waits for a load no longer; whether the tier still owes it, and may write to its target.
+
+        `done` is called when it does answer.
+        """
+        return self.lanes[tier].give_up(wish)
+
     def prefetch(self, tier: int, items: Sequence[tuple[Load, Done]], owner: object) -> int:
         """Reads frames of one tier in the background, as far as there is room for that.
 
@@ -205,7 +234,7 @@ class Mover:
         return len(items)
 
     def cancel(self, owner: object = None) -> int:
-        """Calls off the prefetches of an owner, or all; each is still answered."""
+        """Calls off the loads of an owner, or all prefetches; each is still answered."""
         return sum(lane.cancel(owner) for lane in self.lanes)
 
 

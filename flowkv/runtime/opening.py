@@ -14,6 +14,7 @@ from flowkv.policy.base import NEVER_NS
 from flowkv.policy.config import Lease
 from flowkv.runtime import swap
 from flowkv.runtime.binding import Binding
+from flowkv.runtime.outset import begin
 from flowkv.runtime.planner import Planner
 from flowkv.runtime.retention import Retain, make_care
 from flowkv.runtime.sequence import Sequence
@@ -44,8 +45,10 @@ class Opening(Binding):
         lease: str | Lease = "",
         retain: Items[Retain] = (),
         request: int = -1,
+        wait: bool = True,
+        computable: bool = True,
     ) -> Sequence:
-        """Starts a sequence with its known prefix in place.
+        """Starts a sequence with its known prefix in place, or on its way.
 
         Args:
             tokens: The prompt.
@@ -60,6 +63,10 @@ class Opening(Binding):
                 "tool_wait", "one_shot", ...) or a `flowkv.policy.Lease`.
             retain: Spans of tokens that are kept more, or less, than others.
             request: `Sequence.request` of a sequence that was opened in vain for the same request.
+            wait: False returns at once, with what is on the device; `Sequence.restoration` brings
+                the rest, which `restore` and `prefill` see to, and which may be computed in part
+                while it is loaded. None of it, where nothing is to be loaded. Not yet with `state`.
+            computable: With `wait=False`: whether you can compute part of the prefix.
 
         Returns:
             A sequence whose `length` tokens need no computing.
@@ -82,8 +89,12 @@ class Opening(Binding):
                 with planner.store.moment():
                     self._begin(seq, request)
                     if reuse and most > 0:
-                        source = self.snapshots if state else self.restorer
-                        seq.reused = source.restore(seq, most)
+                        if wait or state:
+                            source = self.snapshots if state else self.restorer
+                            seq.reused = source.restore(seq, most)
+                        else:
+                            begin(self.restores, self.restorer, seq, most, computable=computable)
+                            seq.reused = seq.length
             except BaseException:
                 self.visits.abort(seq.request)
                 seq.request = -1
@@ -130,6 +141,8 @@ class Opening(Binding):
 
     def _close(self, seq: Sequence) -> None:
         if not seq.closed:
+            if seq.restoration is not None:
+                seq.restoration.abandon()
             seq.closed, seq.suspended = True, None
             del self._open[id(seq)]
             if seq.planner is self.planner:

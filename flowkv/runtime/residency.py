@@ -22,6 +22,7 @@ from flowkv.runtime.forms import make_forms
 from flowkv.runtime.index import UNKNOWN, Block, PrefixIndex
 from flowkv.runtime.mover import Mover
 from flowkv.runtime.places import Place, as_slots
+from flowkv.runtime.samples import Samples
 from flowkv.tiers.base import Entry, FrameInfo, Tier
 
 _MOST_LISTED = 1 << 16
@@ -53,6 +54,9 @@ class Residency:
         tier_places: The tiers as policies see them, in the order of the stack.
         on_drop: Told the slots that name nothing any more.
         page_cost_ns: Says how long it takes to compute a page; 0 while that is not known.
+        pays: `pays(tier, n_bytes, reach)` says whether a page of so many bytes there can ever be
+            worth loading; `reach(most)` are the pages of its longest prompt, as far as `most`.
+        samples: Restored pages that are to be audited.
     """
 
     def __init__(
@@ -76,11 +80,14 @@ class Residency:
         self.on_drop: Callable[[Sequence[int]], None] = lambda slots: None
         self._policies, self.tier_places = policies, list[Place]()
         self.page_cost_ns: Callable[[], int] = lambda: 0
+        self.pays: Callable[[str, int, Callable[[int], int]], bool] = lambda *page: True
         self._tenants: dict[bytes, int] = {}
         for name in config.quotas:  # these have the first numbers
             self.tenant(tenant_salt(name, config.secret_bytes))
         self._moment_ns: int | None = None
         self._resting_ns: dict[int, int] = {}
+        self.samples = Samples(config.audit)
+        self._condemned: set[tuple[int, bytes]] = set()
         self._states_only: set[int] = set()
         for tier in tiers:
             self.add_tier(tier)
@@ -228,6 +235,7 @@ class Residency:
             above, fresh = parent, []
             for key, there in zip(keys, tier.contains(keys), strict=True):
                 known = self.index.find(key)
+                there = there and (number, key) not in self._condemned
                 if there and (known is None or not known.tiers >> number & 1):
                     block = self.index.publish(key, above, group, kind)
                     block.tenant, block.namespace = tenant, namespace

@@ -115,6 +115,13 @@ class Restorer:
             wanted = min(wanted, pages - 1)
         return 0, 0
 
+    def attach_resident(self, seq: Sequence, pages: int) -> None:
+        """Attaches so many leading pages, all of which are on their device."""
+        blocks = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
+        for block in (block for group in blocks for block in group):
+            self.store.hold(block)
+        self._attach(seq, blocks, pages)
+
     def report(self, seq: Sequence, tokens: int, loaded: int, limit: int) -> None:
         """Says on the bus what was found on the device, and what nowhere."""
         if tokens > loaded:

@@ -51,6 +51,7 @@ class Wish:
         n_bytes: Bytes of its target or body.
         alike: Equal for wishes that one answer serves.
         stores: Whether it is a store.
+        demanded: Whether it was a demand from the first.
         flying: The tier has it, and owes the answer.
         ended: It was answered.
         followers: Wishes for the same, answered with it.
@@ -58,7 +59,7 @@ class Wish:
     """
 
     __slots__ = (
-        *("alike", "done", "ended", "flying", "followers", "item", "leader"),
+        *("alike", "demanded", "done", "ended", "flying", "followers", "item", "leader"),
         *("n_bytes", "owner", "priority", "stores"),
     )
 
@@ -70,6 +71,7 @@ class Wish:
         owner: object = None,
     ) -> None:
         self.item, self.done, self.priority, self.owner = item, done, priority, owner
+        self.demanded = priority is Priority.DEMAND
         if isinstance(item, Load):
             self.stores, self.n_bytes = False, item.target.nbytes
             key, _, layout, fidelity, first, stripes = item

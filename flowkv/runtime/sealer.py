@@ -82,6 +82,11 @@ class Sealer:
         for done in self._done:
             done[child] = done[row]
 
+    def exempt(self, row: int) -> None:
+        """No page of a line is encoded until it has another sequence."""
+        for done in self._done:
+            done[row] = np.iinfo(np.int64).max
+
     # ---- encoding
 
     def seal(self, seqs: Iterable[Sequence]) -> None:

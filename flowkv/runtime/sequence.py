@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flowkv.policy.importance import Importance
     from flowkv.runtime.index import Block
     from flowkv.runtime.planner import Planner
+    from flowkv.runtime.restoration import Restoration
 
 STOPS = {"": UNKNOWN_STOP, "tool_use": TOOL_USE, "turn_end": TURN_END, "cut_off": CUT_OFF}
 """Why a sequence may have ended, see `Sequence.close`."""
@@ -39,6 +40,7 @@ class Sequence:
         salts: What K and V depend on beside the tokens.
         reused: Tokens that were known when it was opened.
         state: Snapshot restored with the prefix, for hybrid models; None otherwise.
+        restoration: What is still on its way of a known prefix; None once that is over.
         closed: True after `close`.
         planner: What its pages belong to.
     """
@@ -57,6 +59,7 @@ class Sequence:
         self.row, self.tenant, self.namespace = row, tenant, namespace
         self.salts, self.chains = list(salts), list(chains)
         self.state: State | None = None
+        self.restoration: Restoration | None = None
         self.owner = ""
         # As policies know it: the number of its request, -1 without one, and what it asked for.
         self.request, self.arrived_ns, self.prompted, self.care = -1, 0, 0, NO_CARE
@@ -131,6 +134,12 @@ class Sequence:
         self._known = min(self._known, known)
         for keys, chain in zip(self._keys, self.chains, strict=True):
             del keys[self._known // chain.page_size :]
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether anything that it holds, or waits for, was forgotten meanwhile."""
+        held = any(block is not None and block.gone for blocks in self.blocks for block in blocks)
+        return held or (self.restoration is not None and self.restoration.gone)
 
     def key(self, group: int, page: int) -> bytes:
         """Chain key of a full page whose tokens are known."""

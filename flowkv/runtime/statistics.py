@@ -9,6 +9,7 @@ from flowkv.policy.prefetch.regret import RegretGuard
 from flowkv.policy.tenants import Tenants
 from flowkv.runtime.opening import Opening
 from flowkv.runtime.places import Place
+from flowkv.runtime.samples import Samples
 from flowkv.runtime.store import Store
 from flowkv.runtime.tables import Tables
 
@@ -27,6 +28,7 @@ def statistics(kv: Opening) -> dict[str, Any]:
         "policies": {},
         "prefetch": {},
         "ghosts": 0,
+        "audit": {},
         "events": kv.metrics.snapshot(),
     }
     if kv.planner is None:
@@ -48,6 +50,7 @@ def statistics(kv: Opening) -> dict[str, Any]:
     foresight = kv.planner.foresight
     report["prefetch"] = foresight.report() if foresight is not None else {}
     report["ghosts"] = len(store.index.ghosts)
+    report["audit"] = _audit(store.samples)
     for number, tier in enumerate(store.tiers):
         lane = store.mover.lanes[number]
         report["tiers"][tier.name] = {
@@ -64,6 +67,7 @@ def statistics(kv: Opening) -> dict[str, Any]:
             "queued_bytes": lane.schedule.queued_bytes,
             "in_flight_bytes": lane.schedule.flying_bytes,
             "dropped": store.dropped.get(tier.name, 0),
+            "unpaid": store.unpaid.get(tier.name, 0),
             "prefetch": _prefetch(lane.guard),
             "coalesced": lane.schedule.joined,
             "cancelled": lane.cancelled,
@@ -83,6 +87,18 @@ def _prefetch(guard: RegretGuard) -> dict[str, Any]:
         "wasted_bytes": guard.wasted_bytes,
         "precision": guard.saved_bytes / known if known else 0.0,
         "rests": guard.rests,
+    }
+
+
+def _audit(samples: Samples) -> dict[str, Any]:
+    """What came of restored pages that were recomputed."""
+    return {
+        "share": samples.share,
+        "audited": samples.audited,
+        "mismatches": samples.mismatches,
+        "skipped": samples.skipped,
+        "waiting": len(samples),
+        "worst": samples.worst,
     }
 
 

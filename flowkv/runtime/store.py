@@ -36,6 +36,7 @@ class Store(Devices):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._unwritten: dict[Block, None] = {}
+        self._held_back = False  # until the first page that would not pay
         super().__init__(*args, **options)
 
     # ---- making room
@@ -117,7 +118,9 @@ class Store(Devices):
         for number, tier in enumerate(self.tiers):
             if block.tiers >> number & 1:
                 return
-            if tier.writable and not self.rests(number) and self.admits(block, number):
+            if not tier.writable or self.rests(number) or not self.worth_saving(block, number):
+                continue
+            if self.admits(block, number):
                 n_bytes = self.forms[block.group].of(block.page).page_bytes
                 if self._save_page(block, number):
                     moved = Demoted(source="device", tier=tier.name, pages=1, n_bytes=n_bytes)
@@ -164,10 +167,33 @@ class Store(Devices):
         """Saves a full page on the first persistent tier, in the background.
 
         While that is busy or away the page waits; if it leaves the device meanwhile, it is dropped.
+        What would not have paid before comes along once its prompt is long enough.
         """
         number = self.lasting() if self.write_back else -1
-        if number < 0 or block.moving or block.gone or block.tiers >> number & 1:
+        if number < 0 or not self._unwritten_on(block, number):
             return
+        if not self.worth_saving(block, number):
+            self._held_back = True
+            return
+        chain = [block]
+        while self._held_back:
+            above = self.index.find(chain[-1].parent)
+            if above is None or not self._may_write(above, number):
+                break
+            chain.append(above)
+        for one in reversed(chain):
+            self._write_down(one, number)
+
+    def _unwritten_on(self, block: Block, number: int) -> bool:
+        return not (block.moving or block.gone or block.tiers >> number & 1)
+
+    def _may_write(self, block: Block, number: int) -> bool:
+        """Whether a page is as it will stay, and is neither written down nor about to be."""
+        sealed = block.page >> CODEC_SHIFT or not self.forms[block.group].ladder.rungs
+        final = block.page >= 0 and (sealed or not block.sealable)
+        return bool(final and self._unwritten_on(block, number) and block not in self._unwritten)
+
+    def _write_down(self, block: Block, number: int) -> None:
         n_bytes = self.forms[block.group].of(block.page).page_bytes
         if self.takes(number, n_bytes) and not self._unwritten:
             self._save_page(block, number)
@@ -245,6 +271,13 @@ class Store(Devices):
             stripe_bytes=layout.stripe_stride_bytes,
             tenant=block.tenant,
         )
+
+    def condemn(self, block: Block) -> None:
+        """Forgets a block whose content is wrong, also where others wrote it and it stays."""
+        for number, tier in enumerate(self.tiers):
+            if block.tiers >> number & 1 and not tier.writable:
+                self._condemned.add((number, block.key))
+        self.forget(block)
 
     def forget(self, block: Block) -> None:
         """Deletes a block everywhere; open sequences keep their own use of its page."""

@@ -6,6 +6,8 @@ batch and however long its contexts are.
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -38,6 +40,7 @@ class Tables:
         self.pages: list[NDArray[np.int32]] = []
         self._device_tables: list[torch.Tensor] = []
         self._dirty = True
+        self._former: list[list[weakref.ref[NDArray[np.int32]]]] = []
         self.lengths = np.zeros(max_rows + 1, np.int64)
         self.state = np.full(max_rows + 1, CLOSED, np.uint8)
         self.fidelity = np.zeros(max_rows + 1, np.uint8)
@@ -74,6 +77,15 @@ class Tables:
         if pages > have:
             self._resize(max(pages, 2 * have))
 
+    def replace(self, group: int, row: int, page_no: int, page: int) -> None:
+        """Puts another page in a line, for steps under way on a CPU as well."""
+        self.pages[group][row, page_no] = page
+        for former in self._former:  # what steps read that began before the lines grew
+            table = former[group]()
+            if table is not None and page_no < table.shape[1]:
+                table[row, page_no] = page
+        self.touch()
+
     def touch(self) -> None:
         """Says that `pages` changed; device copies follow at the next `table`."""
         self._dirty = True
@@ -90,6 +102,9 @@ class Tables:
     def _resize(self, pages: int) -> None:
         # Fresh arrays: a step of another thread goes on reading the old ones, which stay right.
         old, self.pages = self.pages, []
+        if old:
+            alive = (tables for tables in self._former if any(ref() is not None for ref in tables))
+            self._former = [*alive, [weakref.ref(table) for table in old]]
         for g in range(len(self.devices)):
             table = np.full((self.max_rows, pages), -1, np.int32)
             if old:

@@ -7,6 +7,7 @@ has missed, and nothing worse.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from flowkv.core.errors import StoreError
@@ -54,6 +55,7 @@ class Traffic(Residency):
         stored_bytes: Bytes stored, by tier name.
         refused: Frames that a tier gave and that were refused, by tier name.
         dropped: Pages that should have been saved and were not, as a tier was busy or away.
+        unpaid: Pages that were not saved as loading them could never pay, by tier name.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -61,6 +63,7 @@ class Traffic(Residency):
         self.stored_bytes: dict[str, int] = {}
         self.refused: dict[str, int] = {}
         self.dropped: dict[str, int] = {}
+        self.unpaid: dict[str, int] = {}
         self._incoming: dict[int, int] = {}
         super().__init__(*args, **options)
 
@@ -79,6 +82,23 @@ class Traffic(Residency):
         """Counts a page that a tier should have got."""
         name = self.tiers[number].name
         self.dropped[name] = self.dropped.get(name, 0) + 1
+
+    def worth_saving(self, block: Block, number: int) -> bool:
+        """Whether a page can ever be worth loading from a tier; if not, that is counted."""
+        if block.kind != "page" or block.group >= len(self.forms):
+            return True
+        name = self.tiers[number].name
+        if self.pays(name, self._prompt_bytes, partial(self.index.reach, block)):
+            return True
+        self.unpaid[name] = self.unpaid.get(name, 0) + 1
+        return False
+
+    @cached_property
+    def _prompt_bytes(self) -> int:
+        """What each page of a long prompt takes, in all groups whose pages it needs all of."""
+        groups = zip(self.forms, self.geometry.groups, strict=True)
+        whole = [forms for forms, group in groups if group.window is None] or self.forms
+        return sum(forms.layouts[forms.ladder.idle].page_bytes for forms in whole)
 
     def save(
         self,
@@ -301,7 +321,9 @@ class Traffic(Residency):
 
     def _demote(self, block: Block, number: int) -> None:
         for lower in range(number + 1, len(self.tiers)):
-            if self.tiers[lower].writable and not self.rests(lower) and self.admits(block, lower):
+            if not self.tiers[lower].writable or self.rests(lower):
+                continue
+            if self.worth_saving(block, lower) and self.admits(block, lower):
                 found = self.read(block, number)
                 if found is not None and self.save(block, lower, found[0], memoryview(found[1])):
                     source, tier = self.tiers[number].name, self.tiers[lower].name

@@ -14,6 +14,7 @@ from flowkv.sim.character import characterise
 from flowkv.sim.formats import read_trace
 from flowkv.sim.generate import generate
 from flowkv.sim.replay import replay
+from flowkv.sim.restore import lower_bound
 from flowkv.sim.result import Result
 from flowkv.sim.sweep import sweep
 from flowkv.sim.trace import Trace
@@ -25,6 +26,7 @@ __all__ = [
     "characterise",
     "generate",
     "join",
+    "lower_bound",
     "read_trace",
     "replay",
     "sweep",

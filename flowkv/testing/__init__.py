@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowkv.testing.codecs import check_codec as check_codec
     from flowkv.testing.policies import check_policy as check_policy
+    from flowkv.testing.restores import check_restore_policy as check_restore_policy
     from flowkv.testing.tiers import FlakyTier as FlakyTier
     from flowkv.testing.tiers import MemoryTier as MemoryTier
     from flowkv.testing.tiers import check_tier as check_tier
@@ -20,10 +21,18 @@ _PLACES = {
     "MemoryTier": "flowkv.testing.tiers",
     "check_codec": "flowkv.testing.codecs",
     "check_policy": "flowkv.testing.policies",
+    "check_restore_policy": "flowkv.testing.restores",
     "check_tier": "flowkv.testing.tiers",
 }
 
-__all__ = ["FlakyTier", "MemoryTier", "check_codec", "check_policy", "check_tier"]
+__all__ = [
+    "FlakyTier",
+    "MemoryTier",
+    "check_codec",
+    "check_policy",
+    "check_restore_policy",
+    "check_tier",
+]
 
 
 def __getattr__(name: str) -> Any:

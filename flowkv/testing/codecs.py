@@ -18,8 +18,8 @@ from flowkv.kernels import (
     transcode,
 )
 from flowkv.kernels.coding import SOUND
+from flowkv.kernels.loss import bounds
 from flowkv.kernels.reference import codec as reference_codec
-from flowkv.testing.codec_bounds import bounds
 
 try:
     from hypothesis import HealthCheck, Phase, given, settings

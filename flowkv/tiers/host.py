@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError
 from flowkv.core.layout import GRANULE_BYTES
+from flowkv.tiers.apart import Apart
 from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
@@ -21,6 +25,8 @@ from flowkv.tiers.frame import (
 )
 from flowkv.tiers.immediate import Immediate, failed, missed
 
+APART_BYTES = 1 << 20
+"""A job of so many bytes takes longer than to wake a thread for it."""
 OVERHEAD_BYTES = 1024
 """Charged per frame for its Python objects: key, description, table entry."""
 
@@ -28,8 +34,9 @@ OVERHEAD_BYTES = 1024
 class HostTier(Immediate):
     """Keeps copies of frames in RAM, bounded in bytes; every load is checked against the digests.
 
-    Items are answered while they are submitted, so `poll` never waits. Memory that rots, or that
-    something else in the process overwrites, is a miss with reason "digest" and the frame is gone.
+    Small jobs are answered while they are submitted. Loads that take longer are carried out by a
+    thread, so that whoever asked can compute meanwhile. Memory that rots, or that something else in
+    the process overwrites, is a miss with reason "digest" and the frame is gone.
 
     Args:
         capacity_bytes: Most bytes it may occupy.
@@ -51,9 +58,43 @@ class HostTier(Immediate):
             raise ConfigError(f"a host tier of {capacity_bytes} bytes", "Give it at least one page")
         super().__init__(name, clock or SystemClock())
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
-        self._lock = threading.Lock()
+        self._lock, self._apart = threading.Lock(), Apart(f"flowkv {name}")
+        self._waiting: set[int] = set()  # jobs of the thread that nobody cancelled
         self._frames: dict[bytes, tuple[Header, bytearray]] = {}
         self._used_bytes = 0
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        """Copies frames into their targets, verified; many bytes in the background.
+
+        Raises:
+            StateError: The tier is closed, or was opened before a fork.
+        """
+        if sum(item.target.nbytes for item in items) < APART_BYTES or not self._usable():
+            return super().submit_load(items, deadline_s=deadline_s)
+        job, start_ns = self._answers.new_job(), self._clock.now_ns()
+        end_ns = start_ns + round(min(deadline_s, 1e9) * 1e9)
+        self._waiting.add(job)
+        self._apart.give(lambda: self._carry_out(job, items, start_ns, end_ns))
+        return job
+
+    def _carry_out(self, job: int, items: Sequence[Load], start_ns: int, end_ns: int) -> None:
+        for index, item in enumerate(items):
+            if self._closed or job not in self._waiting:
+                reply = failed(item.key, "closed" if self._closed else "cancelled")
+            elif self._clock.now_ns() >= end_ns:
+                reply = failed(item.key, "deadline")
+            else:
+                try:
+                    reply = self._load(item, end_ns)
+                except Exception as error:
+                    reply = failed(item.key, f"{type(error).__name__}: {error}")
+            seconds = (self._clock.now_ns() - start_ns) / 1e9
+            self._answers.put([reply._replace(job=job, item=index, seconds=seconds)])
+        self._waiting.discard(job)
+
+    def cancel(self, job: int) -> None:
+        """Leaves out what was not carried out yet of a job."""
+        self._waiting.discard(job)
 
     def used_bytes(self) -> int:
         """Bytes of all frames, with what is charged for their objects."""
@@ -91,6 +132,9 @@ class HostTier(Immediate):
         """Frees everything."""
         with self._lock:
             self._closed = True
+        if self._pid == os.getpid():  # threads do not follow into a child
+            self._apart.close()
+        with self._lock:
             self._frames.clear()
             self._used_bytes = 0
         self._answers.close()
@@ -108,7 +152,8 @@ class HostTier(Immediate):
                 return failed(item.key, "target")
             # The copy is what is verified: the frame may be overwritten by `erase` meanwhile.
             target = item.target.cast("B")[:n_bytes]
-            target[:] = memoryview(body)[stripes.start * step : stripes.stop * step]
+            part = memoryview(body)[stripes.start * step : stripes.stop * step]
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(part, np.uint8))  # without GIL
             for number, stripe in enumerate(stripes):
                 verify_stripe(header, stripe, target[number * step : (number + 1) * step])
         except BadFrame as error:

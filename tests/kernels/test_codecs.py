@@ -20,10 +20,10 @@ from flowkv.kernels import (
 )
 from flowkv.kernels.coding import SOUND
 from flowkv.kernels.cpu import pages as cpu
+from flowkv.kernels.loss import bounds, by_token, turning
 from flowkv.kernels.reference import codec as reference_codec
 from flowkv.kernels.reference.codec import decoded, rotate
 from flowkv.testing import check_codec
-from flowkv.testing.codec_bounds import bounds, by_token, turning
 from flowkv.testing.codecs import KINDS, page_of
 from tests.kernels.codec_pages import (
     DTYPES,

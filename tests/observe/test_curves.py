@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -28,6 +29,28 @@ def test_points_lie_where_their_values_are() -> None:
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2), "decades are equally far apart"
     assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2) and y0 > y2, "up is more"
     assert [y for _, y in flat] == [y2] * 3
+
+
+def test_equal_factors_are_equally_far_apart_on_a_logarithmic_axis() -> None:
+    chart = Curves("c", [1.0, 2.0, 3.0], {"a": [0.03, 0.3, 3.0]}, percent=False, log_y=True)
+    ((x0, y0), (x1, y1), (x2, y2)) = points(draw_curves(chart))[0]
+    assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2) and y0 > y2
+    assert x1 - x0 > x2 - x1, "sizes are logarithmic, too"
+    svg = draw_curves(chart)
+    assert re.findall(r'text-anchor="end">([^<]*)<', svg) == [
+        *("0.02", "0.05", "0.1", "0.2", "0.5", "1", "2", "5")
+    ]
+    plain = draw_curves(dataclasses.replace(chart, log_x=False))
+    (x0, _), (x1, _), (x2, _) = points(plain)[0]
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+
+
+@pytest.mark.parametrize("values", [[1.0, 1.0], [10.0, 10.0], [5.0, 5.0], [1e-4, 1e4], [math.nan]])
+def test_a_logarithmic_axis_always_has_two_ends(values: list[float]) -> None:
+    sizes = [float(i + 1) for i in range(len(values))]
+    svg = draw_curves(Curves("c", sizes, {"a": values}, percent=False, log_y=True))
+    assert len(re.findall(r'text-anchor="end">', svg)) >= 2
+    assert all(0 < y < 330 for curve in points(svg) for _, y in curve)
 
 
 def test_negative_values_have_room() -> None:
@@ -64,6 +87,7 @@ def test_labels_do_not_overlap() -> None:
         (Curves("c", [2.0, 1.0], {"a": [0, 0]}), "do not ascend"),
         (Curves("c", [0.0, 1.0], {"a": [0, 0]}), "do not ascend"),
         (Curves("c", [1.0, 2.0], {"a": [0]}), "lacks values"),
+        (Curves("c", [1.0], {"a": [0.0]}, log_y=True), "without a logarithm"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(chart: Curves, said: str) -> None:

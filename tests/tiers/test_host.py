@@ -157,3 +157,79 @@ def test_closed() -> None:
 def test_needs_room() -> None:
     with pytest.raises(ConfigError):
         HostTier(0)
+
+
+# ---- loads that a thread carries out
+
+
+def load_all(tier: HostTier, names: list[str], size: int, damaged: str = "") -> list[Load]:
+    for name in names:
+        body = body_of(name, size)
+        info = info_of(size, stripe_bytes=4096)
+        answers(tier, tier.submit_store([Store(key_of(name), info, memoryview(body))]), 1)
+    if damaged:
+        tier._frames[key_of(damaged)][1][-1] ^= 1
+    return [Load(key_of(name), memoryview(bytearray(size)), LAYOUT, 0) for name in names]
+
+
+def test_many_bytes_come_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "APART_BYTES", 1 << 14)
+    tier, names = HostTier(1 << 20), ["a", "b", "c"]
+    loads = load_all(tier, names, 8192, damaged="b")
+    threads, begin, inner = set[str](), threading.Event(), tier._load
+
+    def load(item: Load, end_ns: int) -> object:
+        threads.add(threading.current_thread().name)
+        assert begin.wait(10)
+        return inner(item, end_ns)
+
+    monkeypatch.setattr(tier, "_load", load)
+    job = tier.submit_load(loads)
+    assert tier.poll() == [], "whoever asked goes on meanwhile"
+    begin.set()
+    found = answers(tier, job, 3)
+    assert outcomes(found) == [("hit", ""), ("miss", "digest"), ("hit", "")]
+    assert bytes(loads[0].target) == body_of("a", 8192) and found[0].n_bytes == 8192
+    assert threads == {"flowkv host"}
+    small = tier.submit_load(loads[:1])
+    assert [one.job for one in tier.poll()] == [small], "a small job is answered at once"
+    tier.close()
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "late", "raise"])
+def test_what_a_thread_does_not_carry_out_is_answered(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "APART_BYTES", 1)
+    clock = ManualClock()
+    tier = HostTier(1 << 20, clock=clock)
+    loads, inner = load_all(tier, ["a", "b"], 8192), tier._load
+    begun, go_on = threading.Event(), threading.Event()
+
+    def load(item: Load, end_ns: int) -> object:
+        begun.set()
+        assert go_on.wait(10)
+        if how == "raise":
+            raise ValueError("odd")
+        return inner(item, end_ns)
+
+    monkeypatch.setattr(tier, "_load", load)
+    job = tier.submit_load(loads, deadline_s=1.0)
+    assert begun.wait(10)
+    closing = threading.Thread(target=tier.close)
+    if how == "cancel":
+        tier.cancel(job)
+    elif how == "close":
+        closing.start()
+        while not tier._closed:
+            pass
+    elif how == "late":
+        clock.advance(s=2.0)
+    go_on.set()
+    reasons = {"cancel": "cancelled", "close": "closed", "late": "deadline"}
+    second = ("failed", reasons.get(how, "ValueError: odd"))
+    first = ("hit", "") if how != "raise" else second
+    assert outcomes(answers(tier, job, 2)) == [first, second]
+    if how == "close":
+        closing.join()
+    tier.close()

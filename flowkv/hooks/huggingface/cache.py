@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from flowkv.hooks.huggingface.plan import ModelPlan
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.states import Recurrent, release
 from flowkv.hooks.huggingface.versions import Cache, DynamicCache, removed
+
+if TYPE_CHECKING:
+    from flowkv.hooks.huggingface.nested import Nested
 
 SNAPSHOT_PAGES = 16
 """Recurrent states are saved at least every so many pages."""
@@ -34,6 +37,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         tenant: Whose pages it uses, if not the cache's own tenant's.
         care: `session`, `lease` and `retain` of its requests, as far as they were said.
         options: Arguments beside token ids that its first forward was given.
+        audits: Computes restored pages once more after the first forward, or None.
         close: Releases it now instead of when nobody holds it any more.
     """
 
@@ -44,13 +48,14 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     tenant: str | None
     care: Mapping[str, Any]
     options: dict[str, Any]
+    audits: Nested | None
     close: weakref.finalize[..., PagedCache]
 
     def __init__(self, rows: Rows, plan: ModelPlan, door: Any = None) -> None:
         layers = [_layer(rows, plan, index) for index in range(len(plan.specs))]
         Cache.__init__(self, layers=layers)
         self.rows, self.plan, self.door = rows, plan, door
-        self.tenant, self.care, self.options = None, {}, {}
+        self.tenant, self.care, self.options, self.audits = None, {}, {}, None
         self.recurrent = Recurrent(plan, rows, layers) if plan.stateful else None
         # Works because neither rows nor layers refer to the cache.
         self.close = weakref.finalize(self, release, rows, rows.seqs, self.recurrent)

@@ -13,13 +13,16 @@ import torch
 
 from flowkv.core.errors import CapacityError, StateError, StoreError
 from flowkv.hooks.huggingface.admission import NOTHING, Admitted, Wish, admit
+from flowkv.hooks.huggingface.auditing import audit_rows
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.chunks import extend
 from flowkv.hooks.huggingface.fill import Fill
 from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import Call, Names
+from flowkv.hooks.huggingface.nested import Nested
 from flowkv.hooks.huggingface.notes import usual
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
+from flowkv.hooks.huggingface.restoring import Restoring
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.switch import decoder_of
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
@@ -122,6 +125,7 @@ class Door:
                 cache.rows.abandon()
             else:
                 cache.finish()
+                audit_rows(cache)
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
         """Whether a forward begins a cache that nobody else has plans for."""
@@ -161,7 +165,12 @@ class Door:
             return given
         assert pads is not None
         try:
-            found, fill = self._admit(call, pads, call.columns - call.keep, reuse=call.skippable)
+            found, fill = self._admit(
+                call, pads, call.columns - call.keep, reuse=call.skippable, wait=False
+            )
+            restoring = Restoring(self.kv, found.seqs, pads, call.types)
+            if restoring:
+                found = restoring.restore(found, self._nested(call, call.types, fill), fill)
         except CapacityError as error:
             self._refuse(error.problem, "capacity")
             return given
@@ -169,11 +178,18 @@ class Door:
             self._refuse(str(error))
             return given
         rows, plan = self._rows(found, call, pads)
-        rows.checked = True
+        rows.checked, rows.restoring, rows.uneven = True, restoring or None, bool(restoring)
         paged = PagedCache.take_over(cache, rows, plan, self)
         self._enter(paged, found, call)
-        self._begin(paged, call, call.columns - found.base)
+        paged.audits = self._nested(call, call.types, fill) if self.kv.config.audit else None
+        if not self._begin(paged, call, call.columns - found.base):
+            return given
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
+
+    def _nested(self, call: Call, types: Mapping[str, torch.Tensor], fill: Fill) -> Nested:
+        model = self._model()
+        assert model is not None
+        return Nested(self, model, self.plan, call, types, fill)
 
     @staticmethod
     def _usual(call: Call, pads: list[int]) -> bool:
@@ -197,8 +213,13 @@ class Door:
                 f"no cache for this prompt: {call.problem or 'its mask is more than left padding'}",
                 "Call generate without past_key_values",
             )
-        found, _ = self._admit(call, pads, call.columns - 1, tenant=tenant, care=care)
-        paged = PagedCache(*self._rows(found, call, pads), self)
+        found, _ = self._admit(
+            call, pads, call.columns - 1, tenant=tenant, care=care, wait=bool(call.modal)
+        )
+        rows, plan = self._rows(found, call, pads)
+        rows.restoring = Restoring(self.kv, rows.seqs, pads, call.types) or None
+        rows.uneven = rows.restoring is not None
+        paged = PagedCache(rows, plan, self)
         self._enter(paged, found, call)
         return paged
 
@@ -211,13 +232,15 @@ class Door:
         tenant: str | None = None,
         care: Mapping[str, Any] = NOTHING,
         reuse: bool = True,
+        wait: bool = True,
     ) -> tuple[Admitted, Fill]:
         self._save_states()
         switch = self.identity.switch
         if not reuse or not self.continues or (switch is not None and call.columns >= switch):
             most = 0
         prompts, fill = call.prompts(pads)
-        wish = Wish(max(most, 0), tenant, self.plan.stateful, fill, care)
+        stateful = self.plan.stateful
+        wish = Wish(max(most, 0), tenant, stateful, fill, care, wait=wait or stateful)
         return admit(self.kv, prompts, wish), fill
 
     def _rows(self, found: Admitted, call: Call, pads: list[int]) -> tuple[Rows, ModelPlan]:
@@ -260,6 +283,11 @@ class Door:
         call = Call(self.names, given)
         if call.columns == 0:
             return given
+        if rows.restoring is not None:
+            fill = Fill([seq.tokens for seq in rows.seqs], {}, {})
+            nested = self._nested(call, rows.restoring.types, fill)
+            rows.restoring.meet(nested, front=not training, columns=rows.base)
+            cache.audits = nested if self.kv.config.audit else None
         have = len(rows.seqs)
         rows.expand(call.rows)
         if len(rows.seqs) != have or rows.forwards == 0:
@@ -294,13 +322,18 @@ class Door:
         self._begin(cache, call, call.columns)
         return call.given
 
-    def _begin(self, cache: PagedCache, call: Call, columns: int) -> None:
+    def _begin(self, cache: PagedCache, call: Call, columns: int) -> bool:
         cache.rows.wants_weights = call.wants_weights
         try:
             cache.rows.begin(columns)
         except CapacityError as error:
             self._refuse(error.problem, "capacity")
+            kept = cache.rows.land()
+            if not kept:
+                cache.rows.crop(cache.rows.base)
             cache.give_up()
+            return kept
+        return True
 
     # ---- identity
 

@@ -9,6 +9,7 @@ content salts all runs, and is used whole or not at all.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -118,7 +119,29 @@ class Fill:
 
     def rest(self, base: int, pads: Sequence[int]) -> dict[str, Any]:
         """The arguments for the part of the batch behind column `base`, which `cut` chose."""
-        left = [i for i, run in enumerate(self.runs) if pads[run.row] + run.first >= base]
+        return self.of({row: (base - pad, sys.maxsize) for row, pad in enumerate(pads)})
+
+    def parts(self, row: int, first: int, stop: int) -> bool:
+        """Whether a span of a row's tokens can be filled by itself: no run lies across its ends."""
+        met = [r for r in self.runs if r.row == row and r.first < stop and r.stop > first]
+        return all(self.exact and first <= run.first and run.stop <= stop for run in met)
+
+    def whole(self, row: int, stop: int, page_size: int) -> int:
+        """Where a part of a row that has at least `stop` tokens, in pages, may end."""
+        runs = [run for run in self.runs if run.row == row]
+        if runs and not self.exact:
+            stop = max(stop, *(run.stop for run in runs))
+        while any(run.first < stop < run.stop for run in runs) or stop % page_size:
+            stop += page_size - stop % page_size
+        return stop
+
+    def of(self, spans: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
+        """The arguments for spans of tokens of some rows, in which runs lie whole or not at all."""
+        left = [
+            i
+            for i, run in enumerate(self.runs)
+            if run.row in spans and spans[run.row][0] <= run.first < spans[run.row][1]
+        ]
         if len(left) == len(self.runs):
             return dict(self.inputs)
         if not left:

@@ -108,6 +108,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         backend = self.placed.backend
         kernels.append(rows.pack(k), rows.pack(v), self.pages, self.batch, backend=backend)
         step.appended(self.index)
+        self.batch = step.batch(self.placed.group)  # pages may have been put in place meanwhile
         self.columns = self._shown(rows.base) + rows.new
         if rows.base == 0:
             return k, v

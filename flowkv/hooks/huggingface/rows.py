@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from flowkv.kernels.operands import Pages, Ragged
 from flowkv.runtime.batch import Step
 from flowkv.runtime.cache import KV
 from flowkv.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from flowkv.hooks.huggingface.restoring import Restoring
 
 
 class Rows:
@@ -46,6 +49,8 @@ class Rows:
         checked: The model was looked at right before the first forward.
         promised: Columns of a prompt whose ids no hook will show, of a model not attached.
         switch: Length from which positions are encoded otherwise, if there is one.
+        uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
+        restoring: What is on its way until the first forward is over, or None.
 
     Args:
         kv: Where the pages are.
@@ -74,8 +79,9 @@ class Rows:
         self.step: Step | None = None
         self.driven = False  # by layers: no hook says when a forward begins and ends
         self.wants_weights = self.blind = self.by_column = False
-        self.prefilling, self.checked = True, False
+        self.prefilling, self.checked, self.uneven = True, False, False
         self.switch: int | None = None
+        self.restoring: Restoring | None = None
         self.promised = 0
         self._index: torch.Tensor | None = None
         self._notes = Notes()
@@ -116,14 +122,26 @@ class Rows:
             self.go_blind()
         if self.switch is not None and total >= self.switch:
             self.go_blind()
-        if self.base >= self.most_pad:
+        if self.uneven:
+            counts = (total - self.pads - self._lengths()).clip(0, new)
+            ragged = bool((counts < new).any())
+        elif self.base >= self.most_pad:
             counts, ragged = self._one if new == 1 else self._one * new, False
         else:
             counts = (total - self.pads).clip(0, new)
             ragged = bool((counts < new).any())
         self.step = self.kv.plan(self.seqs, counts)
+        if self.restoring is not None:
+            self.step.awaits = self._await
         self.new, self.total, self.updated, self.driven = new, total, 0, driven
         self._index = self._real(counts) if ragged else None
+
+    def _await(self, layer: int) -> None:
+        if self.restoring is not None and self.restoring.wait(layer) and self.step is not None:
+            self.step.refresh()
+
+    def _lengths(self) -> NDArray[np.int64]:
+        return np.array([seq.length for seq in self.seqs], np.int64)
 
     def _real(self, counts: NDArray[np.int64]) -> torch.Tensor:
         found = [
@@ -136,6 +154,8 @@ class Rows:
         step, self.step = self.step, None
         if step is None:
             return
+        if self.restoring is not None:
+            self.restoring.complete()  # of layers, too, that the forward left out
         if self.updated != self.layers:
             self.go_blind()  # a layer was skipped: its part of the new pages is not written
         full = self.total >= self._next_full
@@ -144,7 +164,10 @@ class Rows:
             if not self.blind and not self.trusted(self):
                 self.go_blind()
         step.commit()
-        self.base = self.total
+        self.base, self.uneven = self.total, False
+        if self.restoring is not None:
+            self.restoring.finish(ok=True)
+            self.restoring = None
         self.forwards += 1
         if full:
             self._look()
@@ -156,6 +179,22 @@ class Rows:
             step.rollback()
             self.total = self.base
             self._notes.drop(self.base)
+            self.land(wait=False)
+
+    def land(self, *, wait: bool = True) -> bool:
+        """Nothing is on its way any more; False if the rows hold less than was to come.
+
+        Args:
+            wait: For what is on its way. Otherwise what has not come yet is given up.
+        """
+        restoring, self.restoring = self.restoring, None
+        if restoring is None:
+            return True
+        restoring.finish(ok=wait and restoring.complete())
+        apart(self.kv, self.seqs)
+        base, held = self.base, (self._lengths() + self.pads).min(initial=self.base)
+        self.rebase(int(held))
+        return self.base == base
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, D]` as the kernels want it, `[N, H, D]`: row after row, without padding."""
@@ -183,9 +222,15 @@ class Rows:
     @contextmanager
     def reading(self, layer: int, group: int) -> Iterator[tuple[Pages, Ragged]]:
         """What is in the cache now, outside a step; until it is left, no page moves."""
+        self.land()
         step = self.kv.plan(self.seqs, self._one * 0)
         try:
-            yield step.pages(layer), step.batch(group)
+            batch = step.batch(group)
+            if self.uneven:
+                shown = torch.from_numpy((self.base - self.pads).clip(0))
+                shown = shown.to(batch.lengths.device, batch.lengths.dtype)
+                batch = batch._replace(lengths=shown)
+            yield step.pages(layer), batch
         finally:
             step.rollback()
 
@@ -269,6 +314,7 @@ class Rows:
     def crop(self, columns: int) -> None:
         """Takes the last `columns` columns back."""
         self.abandon()
+        self.land()
         self.flush()
         self.base = self.total = max(self.base - columns, 0)
         for seq, pad in zip(self.seqs, self.pads.tolist(), strict=True):
@@ -282,6 +328,7 @@ class Rows:
         self.abandon()
         if list(indices) == list(range(len(self.seqs))):
             return
+        self.land()
         self.flush()
         old, taken = list(self.seqs), set[int]()
         fresh: list[Sequence] = []
@@ -301,6 +348,7 @@ class Rows:
     def fork(self) -> Rows:
         """An independent copy."""
         self.abandon()
+        self.land()
         self.flush()
         seqs: list[Sequence] = []
         try:
@@ -315,6 +363,7 @@ class Rows:
         )
         twin.blind, twin.by_column, twin.promised = self.blind, self.by_column, self.promised
         twin.prefilling, twin.switch, twin.forwards = self.prefilling, self.switch, self.forwards
+        twin.uneven = self.uneven
         return twin
 
     def alive(self) -> None:
@@ -335,3 +384,15 @@ def close_all(seqs: list[Sequence], *_: Any) -> None:
     for seq in seqs:
         seq.close()
     seqs.clear()
+
+
+def apart(kv: KV, seqs: list[Sequence]) -> None:
+    """Gives every row a sequence of its own."""
+    taken = set[int]()
+    for row, seq in enumerate(seqs):
+        if id(seq) in taken:
+            seqs[row] = kv.fork(seq)
+            with kv.lock:
+                kv.tokens_seen += len(seq.tokens)
+                kv.tokens_reused += seq.reused
+        taken.add(id(seq))

@@ -25,13 +25,14 @@ class Finding(msgspec.Struct, frozen=True):
     """A target beside what was measured.
 
     Attributes:
-        group: Of `GROUPS`.
+        group: Of `GROUPS`, or of another protocol's.
         what: The promise.
         trace: On which trace or stream; "" where there is none.
         target: The bound.
         sense: Which side of the bound is good.
         measured: The figure; None if it was not taken.
-        source: "simulated" (counted in a replay) or "measured" (time on this machine).
+        source: "simulated" (counted in a replay, or on a virtual clock), "emulated" (devices that
+            sleep) or "measured" (time on this machine).
         note: Why it was not taken, or what it is made of.
     """
 
@@ -41,7 +42,7 @@ class Finding(msgspec.Struct, frozen=True):
     target: float
     sense: Literal["at least", "at most"]
     measured: float | None
-    source: Literal["simulated", "measured"] = "simulated"
+    source: Literal["simulated", "emulated", "measured"] = "simulated"
     note: str = ""
 
     @property

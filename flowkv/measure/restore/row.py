@@ -1,0 +1,178 @@
+"""What is restored, and what came of it: one cell of the protocol, one line of its table."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+OURS = "flowkv"
+"""FlowKV's own policy."""
+
+Label = Literal["simulated", "emulated", "measured"]
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One situation that every policy is put into.
+
+    Attributes:
+        part: Of the protocol (`protocol.PARTS`).
+        model: Whose shape it has.
+        gpu: What computes.
+        tokens: Of the prefix; of a batch, their median.
+        suffix: New tokens behind it.
+        gbps: Of the link, 1e9 bits per second; 0 where it is not throttled.
+        compute_share: Share of the computing that restores get; others use the rest.
+        lengths: Tokens of each prefix of a batch; () for one request of `tokens`.
+        stages: Devices that hold a part of the layers each.
+        codecs: In which the prefix lies there, most precise first.
+        link: What is loaded over: "limited", "pcie", "memory" or "disk".
+    """
+
+    part: str
+    model: str
+    gpu: str
+    tokens: int
+    suffix: int
+    gbps: float
+    compute_share: float = 1.0
+    lengths: tuple[int, ...] = ()
+    stages: int = 1
+    codecs: tuple[str, ...] = ("raw",)
+    link: str = "limited"
+
+    @property
+    def batch(self) -> int:
+        """Requests that are restored at once."""
+        return len(self.lengths) or 1
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one policy did in one cell, once.
+
+    Attributes:
+        ttft_s: To the first token of each request, suffix included.
+        link_bytes: That were loaded.
+        computed: Share of the prefixes' cells that were computed: where the pointers met.
+        compute_busy: Share of the time until the last first token in which something was computed;
+            None where that is not known.
+        link_busy: The same of the link.
+        planner_s: Spent in the policy's own code.
+        boundary_bytes: Activations between stages, part of `link_bytes`.
+        error: Largest difference of a restored number from that of a full prefill; None where
+            nothing real is restored.
+        same_token: Whether the first token is that of the full prefill; None likewise.
+    """
+
+    ttft_s: tuple[float, ...]
+    link_bytes: float
+    computed: float
+    compute_busy: float | None
+    link_busy: float | None
+    planner_s: float
+    boundary_bytes: float = 0.0
+    error: float | None = None
+    same_token: bool | None = None
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What nobody can beat.
+
+    Attributes:
+        mean_s: Of the times to the first token, averaged over the batch.
+        makespan_s: Of the last of them.
+        computed: Share of the prefixes that is computed where that is reached.
+    """
+
+    mean_s: float
+    makespan_s: float
+    computed: float = 0.0
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy in a cell, over all repetitions.
+
+    Attributes:
+        engine: What played the devices.
+        model: See `Cell`, like all that is not told here.
+        gpu: See `Cell`.
+        tokens: See `Cell`.
+        suffix: See `Cell`.
+        gbps: See `Cell`.
+        compute_share: See `Cell`.
+        batch: Requests at once.
+        policy: Its name.
+        ttft_s: Median over the repetitions of the batch's mean time to the first token.
+        bound_s: Lower bound of that.
+        bound_ratio: `ttft_s` over `bound_s`.
+        link_bytes: That were loaded, median.
+        label: How the times came about.
+        part: See `Cell`.
+        lengths: See `Cell`.
+        stages: See `Cell`.
+        codec: The codecs of the stored prefix, with slashes.
+        link: See `Cell`.
+        repetitions: How often it was run.
+        ttft_min_s: Of the fastest repetition.
+        ttft_max_s: Of the slowest.
+        makespan_s: Until the last first token of the batch, median.
+        makespan_bound_s: Lower bound of that.
+        bound_computed: Share of the prefix that is computed where that is reached.
+        worst_s: The longest any request of the batch took, largest over the repetitions.
+        computed: Share of the prefix that was computed, median: where the pointers met.
+        boundary_bytes: Activations between stages, part of `link_bytes`.
+        compute_busy: Utilisation of what computes, median; None where that is not known.
+        link_busy: Utilisation of the link, likewise.
+        planner_share: Time in the policy's own code over `ttft_s`, median.
+        error: Largest difference from a full prefill; None where nothing real is restored.
+        same_token: Whether every first token was that of the full prefill; None likewise.
+    """
+
+    engine: str
+    model: str
+    gpu: str
+    tokens: int
+    suffix: int
+    gbps: float
+    compute_share: float
+    batch: int
+    policy: str
+    ttft_s: float
+    bound_s: float
+    bound_ratio: float
+    link_bytes: float
+    label: Label
+    part: str
+    lengths: tuple[int, ...] = ()
+    stages: int = 1
+    codec: str = "raw"
+    link: str = "limited"
+    repetitions: int = 1
+    ttft_min_s: float = 0.0
+    ttft_max_s: float = 0.0
+    makespan_s: float = 0.0
+    makespan_bound_s: float = 0.0
+    bound_computed: float = 0.0
+    worst_s: float = 0.0
+    computed: float = 0.0
+    boundary_bytes: float = 0.0
+    compute_busy: float | None = None
+    link_busy: float | None = None
+    planner_share: float = 0.0
+    error: float | None = None
+    same_token: bool | None = None
+
+    def kept(self) -> dict[str, object]:
+        """Its fields for a file: without those that have their default, six digits each."""
+        fields = {field.name: field.default for field in msgspec.structs.fields(self)}
+        told = ((name, getattr(self, name)) for name in fields)
+        return {
+            name: float(f"{value:.6g}") if isinstance(value, float) else value
+            for name, value in told
+            if value != fields[name]
+        }
+
+    def cell(self) -> tuple[object, ...]:
+        """What rows have in common that are to be compared."""
+        what = (self.engine, self.part, self.model, self.gpu, self.tokens, self.suffix, self.gbps)
+        return (*what, self.compute_share, self.lengths, self.stages, self.codec, self.link)

@@ -1,0 +1,255 @@
+"""Traces for Perfetto and `chrome://tracing`: who worked on what, and when.
+
+    with kv.trace("restore.json"):
+        model.generate(**inputs)
+
+The file is in Chrome's JSON array format, one event per line. Each line is written at once, and the
+format does not need its end: what a process wrote before it died can be opened. Counts and times
+are written, as in the events; no tokens, and no names of tenants.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from flowkv.core.errors import ConfigError
+from flowkv.observe.events import (
+    Bus,
+    Demoted,
+    Event,
+    Promoted,
+    Restored,
+    RestoreEnded,
+    RestoreSpan,
+    StepPlanned,
+    Subscription,
+)
+from flowkv.observe.timeline import idle
+
+_ENGINES, _TIERS, _REQUESTS, _EVENTS = range(4)  # in the order in which they are shown
+_HIDDEN = frozenset({"tenant", "started_s", "seconds"})
+
+
+class Trace:
+    """A trace that is being written, as `KV.trace` returns it. Ends with `close`, or the cache.
+
+    Each engine and each tier is a group of its own, a "process" of the format, and so are requests,
+    with a track each. What overlaps goes on further tracks of its group, since the slices of one
+    may not cross. What happened before the trace began is cut off. What cannot be written ends the
+    trace, with a warning, and nothing else.
+
+    Args:
+        path: The file; an old one is replaced.
+        bus: Whose events are written; None if only `note` brings any.
+        warn: Told what went wrong.
+        clock: Seconds, of the clock that events carry.
+
+    Raises:
+        ConfigError: The file cannot be made.
+
+    Attributes:
+        events: Events written so far.
+        closed: Whether it has ended.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        bus: Bus | None = None,
+        *,
+        warn: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.path, self.events, self.closed = Path(path), 0, False
+        self._warn, self._clock, self._pid = warn, clock, os.getpid()
+        self._lock = threading.Lock()
+        self._groups: dict[str, int] = {}
+        self._tracks: dict[tuple[str, str], list[_Track]] = {}
+        self._numbers = 0
+        self._began_ns = _ns(clock())
+        try:  # unbuffered: a line is in the file, whole, before the next event happens
+            self._file = self.path.open("wb", buffering=0)
+            self._size = self._file.write(b"[")
+        except OSError as error:
+            raise ConfigError(
+                f"a trace cannot be written to {self.path} ({error.strerror or error})",
+                "Name a file in a directory that can be written",
+            ) from error
+        self._subscription: Subscription | None = bus.subscribe(self.note) if bus else None
+
+    def note(self, event: Event) -> None:
+        """Writes an event."""
+        now_s, problem = self._clock(), ""
+        with self._lock:
+            if self.closed or os.getpid() != self._pid:  # a forked child shares the file
+                return
+            try:
+                lines = self._lines(event, now_s)
+                self._write(lines)
+                self.events += bool(lines)
+            except OSError as error:
+                problem = f"The trace {self.path} ends here, as it cannot be written ({error})."
+                self._end()
+        if problem and self._warn is not None:
+            self._warn(problem)
+
+    def _write(self, lines: list[bytes]) -> None:
+        # The comma comes before a line: at any moment the file ends with an event.
+        text = b"".join(b",\n" + line for line in lines)[self._size == 1 :]
+        if self._file.write(text) != len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += len(text)
+
+    # ---- what an event looks like
+
+    def _lines(self, event: Event, now_s: float) -> list[bytes]:
+        place = _place(event)
+        seconds = getattr(event, "seconds", 0.0)
+        started_s = getattr(event, "started_s", now_s - seconds)
+        first = max(0, _ns(started_s) - self._began_ns)
+        stop = max(0, _ns(started_s + seconds) - self._began_ns)
+        if (seconds and not stop) or (isinstance(event, RestoreSpan) and idle(event)):
+            return []
+        if isinstance(event, Restored) and self._drawn(place, first):
+            first = stop  # its pieces are there already
+        track, lines = self._track(place, first, stop)
+        shape = {"ph": "X", "dur": (stop - first) / 1e3} if stop > first else {"ph": "i", "s": "t"}
+        line = {
+            "name": place.label,
+            "cat": type(event).__name__,
+            "ts": first / 1e3,
+            "pid": track.group,
+            "tid": track.number,
+            "args": _arguments(event),
+            **shape,
+        }
+        if isinstance(event, RestoreEnded):  # that was the last of its track
+            del self._tracks[place.group, place.track]
+        return [*lines, msgspec.json.encode(line)]
+
+    def _track(self, place: _Place, first: int, stop: int) -> tuple[_Track, list[bytes]]:
+        """A track with room from `first` to `stop`, and the lines that introduce it if it is new.
+
+        Slices of a track may lie one in the other, as the same work for two requests does, but they
+        may not cross.
+        """
+        tracks = self._tracks.setdefault((place.group, place.track), [])
+        same = [track for track in tracks if (track.first, track.stop) == (first, stop)]
+        free = [track for track in tracks if track.stop <= first]
+        if same or (tracks and stop == first):  # an instant is no slice: it may lie anywhere
+            return (same or tracks)[0], []
+        if free:
+            track, lines = max(free, key=lambda track: track.stop), list[bytes]()
+        else:
+            track, lines = self._new_track(place, len(tracks) + 1)
+            tracks.append(track)
+        track.first, track.stop = first, stop
+        return track, lines
+
+    def _drawn(self, place: _Place, first: int) -> bool:
+        return any(t.stop > first for t in self._tracks.get((place.group, place.track), ()))
+
+    def _new_track(self, place: _Place, number: int) -> tuple[_Track, list[bytes]]:
+        said: list[tuple[str, dict[str, Any]]] = []
+        group = self._groups.get(place.group)
+        if group is None:
+            group = self._groups[place.group] = len(self._groups) + 1
+            said.append(("process_name", {"name": place.group}))
+            said.append(("process_sort_index", {"sort_index": 1000 * place.rank + group}))
+        self._numbers += 1
+        track = _Track(group, self._numbers)
+        name = f"{place.track} ({number})" if number > 1 else place.track
+        said.append(("thread_name", {"name": name}))
+        said.append(("thread_sort_index", {"sort_index": track.number}))
+        ids = {"ph": "M", "pid": group, "tid": track.number}
+        return track, [msgspec.json.encode({"name": n, **ids, "args": args}) for n, args in said]
+
+    # ---- its end
+
+    def close(self) -> None:
+        """Ends the trace. Safe to call again, from any thread."""
+        with self._lock:
+            if os.getpid() == self._pid:
+                self._end()
+
+    def _end(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if self._subscription is not None:
+            self._subscription.close()
+        with suppress(OSError), self._file:
+            self._file.truncate(self._size)  # half a line may be there, if the disk is full
+            self._file.seek(self._size)
+            self._file.write(b"\n]\n")
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<flowkv.Trace: {self.events} events to {self.path}>"
+
+
+class _Track:
+    """A track of a group, and the last slice on it in nanoseconds."""
+
+    __slots__ = ("first", "group", "number", "stop")
+
+    def __init__(self, group: int, number: int) -> None:
+        self.group, self.number, self.first, self.stop = group, number, 0, 0
+
+
+class _Place(NamedTuple):
+    """Where an event is shown, and as what."""
+
+    rank: int
+    group: str
+    track: str
+    label: str
+
+
+def _place(event: Event) -> _Place:
+    if isinstance(event, RestoreSpan):
+        tokens = f"{event.token}-{event.token + event.tokens}"
+        if event.engine == "suffix":
+            return _Place(_ENGINES, "compute", "compute", f"suffix, {_layers(event)}")
+        if event.engine == "compute":
+            return _Place(_ENGINES, "compute", "compute", f"compute {tokens}")
+        part = "" if event.layer == 0 and event.layers > 1 else f", {_layers(event)}"
+        return _Place(_TIERS, event.engine, event.engine, f"load {tokens}{part}")
+    if isinstance(event, RestoreEnded):
+        label = f"restore {event.tokens} tokens"
+        return _Place(_REQUESTS, "requests", f"request {event.request}", label)
+    if isinstance(event, StepPlanned):
+        return _Place(_ENGINES, "compute", "steps", f"step, {event.new_tokens} tokens")
+    moved = isinstance(event, Promoted | Demoted)
+    tier: str = getattr(event, "source" if moved else "tier", "")
+    label = type(event).__name__.lower()
+    return _Place(_TIERS, tier, tier, label) if tier else _Place(_EVENTS, "events", "events", label)
+
+
+def _layers(span: RestoreSpan) -> str:
+    last = span.layer + span.layers - 1
+    return f"layer {last}" if span.layers == 1 else f"layers {span.layer}-{last}"
+
+
+def _arguments(event: Event) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(event)
+    told = {name: value for name, value in fields.items() if name not in _HIDDEN}
+    return {k: v.hex() if isinstance(v, bytes) else v for k, v in told.items()}
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

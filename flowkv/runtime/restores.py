@@ -1,0 +1,236 @@
+"""All restores of a cache that are under way: one policy, one state, links that they share.
+
+The policy decides, this executes: it asks tiers for what the policy wants loaded, and tells the
+state what came. Nothing of it blocks.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from flowkv.observe.events import Bus, RestoreSpan
+from flowkv.policy.restore import (
+    Compute,
+    Load,
+    LoadGate,
+    RestorePolicy,
+    Span,
+    State,
+    make_restore_policy,
+)
+from flowkv.policy.restore.costs import Measured
+from flowkv.runtime.flights import Flight, Flights
+from flowkv.runtime.prior import Prior
+from flowkv.runtime.store import Store
+
+if TYPE_CHECKING:
+    from flowkv.runtime.restoration import Restoration
+
+_PAUSE_S = 0.0005
+_AHEAD_S = 0.05
+_LEAST_BYTES, _MOST_BYTES = 1 << 22, 1 << 26
+"""In flight from one tier are as many bytes as it gives in that time, within these bounds."""
+
+
+class Restores:
+    """Restores of one cache. Callers hold the KV lock.
+
+    Args:
+        store: Where pages are known.
+        gate: Told what loads take.
+        bus: Where spans go.
+        policy: A `RestorePolicy`, or its name.
+
+    Attributes:
+        policy: Decides.
+        costs: What was measured so far.
+        state: How far all of them are.
+        flights: Loads under way.
+    """
+
+    def __init__(
+        self, store: Store, gate: LoadGate, bus: Bus, policy: str | RestorePolicy = "flowkv"
+    ) -> None:
+        self.store, self.gate, self.bus = store, gate, bus
+        self.policy = make_restore_policy(policy)
+        self.costs = Measured(Prior(gate))
+        self.state, self.flights = State(self.costs), Flights(store)
+        self._active: dict[int, Restoration] = {}
+        self._busy_s: dict[str, float] = {}
+        self._computed_s: dict[int, float] = {}
+        self._numbers = 0
+        self._pumping = False
+
+    def number(self) -> int:
+        """A number for a request."""
+        self._numbers += 1
+        return self._numbers
+
+    def add(self, restoration: Restoration) -> None:
+        """A restore begins."""
+        self.state.add(restoration.request)
+        self._active[restoration.request.number] = restoration
+
+    def remove(self, restoration: Restoration) -> None:
+        """A restore is over; what is on its way for it is called off."""
+        number = restoration.request.number
+        if self._active.pop(number, None) is not None:
+            self.flights.cancel(restoration)
+            self.state.remove(number)
+            self.policy.forget(number)
+            if not self._active:
+                self._computed_s.clear()
+
+    # ---- loads
+
+    def pump(self) -> None:
+        """Takes the answers that are there, and asks for as much more as links should have."""
+        if self._pumping:  # an answer ended a restore, which is why this was called
+            return
+        self._pumping = True
+        try:
+            self.store.drain()
+            self.flights.expire()
+            if self._active:
+                self._now()
+                for tier in self._tiers():
+                    self._fill(tier)
+                self.store.drain()
+        finally:
+            self._pumping = False
+
+    def _tiers(self) -> Iterable[str]:
+        sources = (s for one in self._active.values() for s in one.request.sources)
+        return dict.fromkeys(source.tier for source in sources)
+
+    def _fill(self, tier: str) -> None:
+        """Asks a tier for what the policy wants, up to its window."""
+        room = self._window(tier) - self.flights.flying_bytes(tier)
+        while room > 0:
+            op = self.policy.next_load(self.state, tier)
+            if op is None:
+                return
+            room -= self._load(op, tier)
+
+    def _window(self, tier: str) -> float:
+        rates = self.gate.rates.get(tier)
+        expected = rates.bytes_per_s * _AHEAD_S if rates else 0.0
+        return min(max(expected, _LEAST_BYTES), _MOST_BYTES)
+
+    def _load(self, op: Load, tier: str) -> int:
+        self.state.begin(op)
+        restoration = self._active[op.request]
+        flight = Flight(op, restoration, tier, self._arrived)
+        return self.flights.begin(
+            flight, restoration.back.pieces(op), restoration.back.tier_of(op.source)
+        )
+
+    def load_rest(self, restoration: Restoration) -> bool:
+        """Asks for cells that the policy leaves where they are, though nobody computes them.
+
+        Returns:
+            False if there are none.
+        """
+        number = restoration.request.number
+        progress = self.state.requests[number]
+        for layer in range(progress.request.layers):
+            floor = max(progress.front[layer], progress.lost)
+            if floor < progress.back[layer]:
+                tokens = Span(floor, progress.back[layer])
+                op = Load(number, Span(layer, layer + 1), tokens, 0)
+                self._load(op, progress.request.sources[0].tier)
+                self.store.drain()
+                return True
+        return False
+
+    def rest(self, seconds: float) -> None:
+        """Waits for the next answer of a tier, without the KV lock."""
+        numbers = self.flights.busy()
+        tiers = [self.store.tiers[number] for number in numbers if number < len(self.store.tiers)]
+        ready = [tier.fileno() for tier in tiers if hasattr(tier, "fileno")]
+        if not ready or len(ready) < len(tiers):
+            time.sleep(_PAUSE_S)
+            return
+        waiting = select.poll()
+        for number in ready:
+            waiting.register(number, select.POLLIN)
+        waiting.poll(1000 * seconds)
+
+    def _arrived(self, flight: Flight) -> None:
+        restoration = self._active.get(flight.op.request)
+        if restoration is None or restoration is not flight.owner:
+            return
+        self._now()
+        self._measure(flight)
+        restoration.arrived(flight)
+
+    def _measure(self, flight: Flight) -> None:
+        """Loads in flight at one time share the link: each counts from the end of the last."""
+        n_bytes, op = flight.n_bytes.total(), flight.op
+        request = self._active[op.request].request
+        begun_s = max(flight.started_s, self._busy_s.get(flight.tier, 0.0))
+        self._busy_s[flight.tier] = max(flight.ended_s, begun_s)
+        flight.seconds = seconds = max(0.0, flight.ended_s - begun_s)
+        if n_bytes and seconds > 0 and not flight.lost:
+            source = request.sources[op.source]
+            self.costs.loaded(request, op.source, round(n_bytes / source.cell_bytes), seconds)
+            if len(flight.n_bytes) == 1:
+                (number,) = flight.n_bytes
+                self.gate.loaded(self.store.tiers[number].name, n_bytes, seconds)
+        if self.bus.wants(RestoreSpan):
+            (first, size), (layer, layers) = _cut(op.tokens), _cut(op.layers)
+            span = RestoreSpan(
+                request=op.request,
+                engine=flight.tier,
+                token=first,
+                tokens=size,
+                layer=layer,
+                layers=layers,
+                started_s=begun_s,
+                seconds=seconds,
+                n_bytes=n_bytes,
+            )
+            self.bus.emit(span)
+
+    # ---- computing
+
+    def computed(self, thread: int) -> None:
+        """Takes what a thread has computed: rows of one forward share its time, by their tokens."""
+        now, found = time.perf_counter(), []
+        for one in self._active.values():
+            if (done := one.computed(thread)) is not None:
+                found.append((one, done))
+        begun_s = min(done.started_s for _, done in found)
+        # Handed out together and computed one after the other: each from the end of the last.
+        begun_s = max(begun_s, self._computed_s.get(thread, 0.0))
+        self._computed_s[thread] = now
+        tokens = sum(done.op.tokens.size for _, done in found)
+        for one, done in found:
+            one.told(done.op, begun_s, (now - begun_s) * done.op.tokens.size / tokens)
+
+    def choose(self, among: Iterable[Restoration]) -> tuple[Restoration, Compute | None] | None:
+        """What is computed next for one of these; `Compute` is None where only the suffix is left.
+
+        Returns:
+            None if nothing is to be computed now: all wait for loads.
+        """
+        numbers = [one.request.number for one in among if one.request.number in self._active]
+        if not numbers:
+            return None
+        self._now()
+        op = self.policy.next_compute(self.state, numbers)
+        if op is None:
+            return None
+        if not isinstance(op, Compute):
+            return self._active[op.request], None
+        return self._active[op.request], op
+
+    def _now(self) -> None:
+        self.state.now_s = time.perf_counter()
+
+
+def _cut(span: Span) -> tuple[int, int]:
+    return span.first, span.size

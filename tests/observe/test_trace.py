@@ -1,0 +1,304 @@
+"""Traces: their format, their tracks, and that they survive whatever ends the program."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowkv.core.errors import ConfigError
+from flowkv.observe import events
+from flowkv.observe.events import Bus, Event, RestoreEnded, RestoreSpan
+from flowkv.observe.trace import Trace
+from tests.observe.chrome import read_chrome
+
+
+class Clock:
+    """A clock that stands still until it is told."""
+
+    def __init__(self, now_s: float = 100.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def span(engine: str, started_s: float, seconds: float, **fields: Any) -> RestoreSpan:
+    said = {"request": 1, "token": 0, "tokens": 64, "layer": 0, "layers": 4, **fields}
+    return RestoreSpan(engine=engine, started_s=started_s, seconds=seconds, **said)
+
+
+def ended(started_s: float, seconds: float, **fields: Any) -> RestoreEnded:
+    said = {"request": 1, "tokens": 256, "resident_tokens": 0, "computed_tokens": 128}
+    said |= {"loaded_tokens": 128, "n_bytes": 4096, **fields}
+    return RestoreEnded(started_s=started_s, seconds=seconds, **said)
+
+
+def test_engines_tiers_and_requests_have_tracks(tmp_path: Path) -> None:
+    bus, clock = Bus(), Clock()
+    with Trace(tmp_path / "t.json", bus, clock=clock) as trace:
+        bus.emit(span("compute", 100.001, 0.010, tokens=128))
+        bus.emit(span("disk", 100.001, 0.004, token=192, n_bytes=7))
+        bus.emit(span("host:chat", 100.005, 0.004, token=128, layer=2, layers=1))
+        bus.emit(span("suffix", 100.011, 0.002, token=256, layer=3, layers=1))
+        bus.emit(ended(100.001, 0.012, request=17, failed=2))
+        assert trace.events == 5
+    shown = read_chrome((tmp_path / "t.json").read_text())
+    assert [(s.name, s.first, s.stop) for s in shown.on("compute")] == [
+        ("compute 0-128", 1_000_000, 11_000_000),
+        ("suffix, layer 3", 11_000_000, 13_000_000),
+    ]
+    assert [s.name for s in shown.on("disk")] == ["load 192-256"]
+    assert [s.name for s in shown.on("host:chat")] == ["load 128-192, layer 2"]
+    (request,) = shown.on("requests")
+    assert (request.track, request.stop - request.first) == ("request 17", 12_000_000)
+    assert request.args["failed"] == 2 and request.args["loaded_tokens"] == 128
+    assert shown.on("disk")[0].args["n_bytes"] == 7
+
+
+def test_what_overlaps_goes_on_further_tracks(tmp_path: Path) -> None:
+    with Trace(tmp_path / "t.json", clock=Clock()) as trace:
+        for number in range(6):
+            trace.note(span("disk", 100 + 0.010 * number, 0.025))
+        trace.note(events.Evicted(tier="disk", pages=1, n_bytes=1))
+        for request in (1, 2):  # one forward over two rows
+            trace.note(span("compute", 100.0, 0.5, request=request))
+    shown = read_chrome((tmp_path / "t.json").read_text())
+    assert shown.tracks("disk") == {"disk", "disk (2)", "disk (3)"}, "three at a time"
+    assert [s.track for s in shown.instants] == ["disk"], "an instant crosses nothing"
+    assert shown.tracks("compute") == {"compute"} and len(shown.on("compute")) == 2
+
+
+def test_other_events_are_shown_too(tmp_path: Path) -> None:
+    clock = Clock()
+    seen: list[Event] = [
+        events.Stored(tier="disk", pages=2, n_bytes=10, seconds=0.25),
+        events.Stored(tier="disk", pages=2, n_bytes=10),
+        events.Promoted(source="remote", tier="device", pages=1, n_bytes=5),
+        events.Quarantined(tier="disk", key=b"\x01\xff", reason="digest"),
+        events.Miss(tokens=5, tenant="alice"),
+        events.StepPlanned(rows=2, new_tokens=3, context_tokens=9),
+        events.Audited(tier="disk", group=0, page=3, codec="raw", error=math.inf, bound=0.0),
+    ]
+    with Trace(tmp_path / "t.json", clock=clock) as trace:
+        clock.now_s += 1
+        for event in seen:
+            trace.note(event)
+    text = (tmp_path / "t.json").read_text()
+    assert "alice" not in text, "tenants may be private"
+    shown = read_chrome(text)
+    (stored,) = shown.slices
+    assert (stored.first, stored.stop) == (750_000_000, 1_000_000_000), "it has just ended"
+    placed = [(s.group, s.track, s.name) for s in shown.instants]
+    assert placed == [
+        ("disk", "disk", "stored"),
+        ("remote", "remote", "promoted"),
+        ("disk", "disk", "quarantined"),
+        ("events", "events", "miss"),
+        ("compute", "steps", "step, 3 tokens"),
+        ("disk", "disk", "audited"),
+    ]
+    assert shown.instants[2].args["key"] == "01ff"
+    assert shown.instants[-1].args["error"] is None
+
+
+def test_what_was_restored_is_drawn_once(tmp_path: Path) -> None:
+    clock = Clock()
+    with Trace(tmp_path / "t.json", clock=clock) as trace:
+        clock.now_s += 1
+        alone = events.Restored(tier="disk", tokens=64, n_bytes=9, seconds=0.5)
+        trace.note(alone)
+        clock.now_s += 1
+        trace.note(span("disk", 101.4, 0.3))
+        trace.note(alone)
+    shown = read_chrome((tmp_path / "t.json").read_text())
+    assert [s.name for s in shown.on("disk")] == ["restored", "load 0-64"]
+    (told,) = shown.instants
+    assert (told.name, told.first) == ("restored", 2_000_000_000)
+
+
+def test_every_event_can_be_written(tmp_path: Path) -> None:
+    kinds = [k for k in vars(events).values() if isinstance(k, type) and issubclass(k, Event)]
+    filled = {"int": 3, "float": 0.5, "str": "x", "bytes": b"x"}
+    clock = Clock(0.0)
+    with Trace(tmp_path / "t.json", clock=clock) as trace:
+        clock.now_s = 1.0
+        for kind in kinds:
+            said = {name: filled[text] for name, text in kind.__annotations__.items()}
+            trace.note(kind(**said))
+        assert trace.events == len(kinds) >= 20
+    read_chrome((tmp_path / "t.json").read_text())
+
+
+def test_what_came_before_is_cut_off(tmp_path: Path) -> None:
+    with Trace(tmp_path / "t.json", clock=Clock(50.0)) as trace:
+        trace.note(span("compute", 49.0, 1.5))
+        trace.note(span("compute", 48.0, 1.0))
+        assert trace.events == 1
+    (left,) = read_chrome((tmp_path / "t.json").read_text()).slices
+    assert (left.first, left.stop) == (0, 500_000_000)
+
+
+times = st.integers(0, 40).map(lambda n: 7.0 + n / 1000)
+spans = st.builds(
+    span,
+    st.sampled_from(["compute", "suffix", "disk", "host"]),
+    times,
+    st.integers(0, 15).map(lambda n: n / 1000),
+    request=st.integers(1, 3),
+)
+stories = st.lists(spans | st.builds(ended, times, st.just(0.02), request=st.integers(1, 3)))
+
+
+@given(story=stories)
+@settings(max_examples=60, deadline=None)
+def test_any_order_of_events_is_a_sound_trace(
+    story: list[Event], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "story.json"
+    clock = Clock(7.01)
+    with Trace(path, clock=clock) as trace:
+        for event in story:
+            trace.note(event)
+    shown = read_chrome(path.read_text())
+    began, lasting = 7_010_000_000, list[Any]()
+    for event in story:
+        stop = round((event.started_s + event.seconds) * 1e9)
+        if stop > max(began, round(event.started_s * 1e9)):
+            lasting.append(event)
+    assert len(shown.slices) == len(lasting)
+
+
+# ---- what ends it
+
+
+def test_an_exception_ends_it_whole(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with pytest.raises(RuntimeError, match="model"), Trace(path) as trace:
+        trace.note(events.Miss(tokens=1))
+        raise RuntimeError("the model failed")
+    assert trace.closed and path.read_text().endswith("\n]\n")
+    assert len(read_chrome(path.read_text()).instants) == 1
+
+
+def test_a_process_that_is_killed_leaves_what_happened(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    code = f"""
+        import os, signal
+        from flowkv.observe import events
+        from flowkv.observe.trace import Trace
+        bus = events.Bus()
+        trace = Trace({str(path)!r}, bus)
+        for tokens in range(1, 101):
+            bus.emit(events.Miss(tokens=tokens))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
+    assert ran.returncode < 0
+    text = path.read_text()
+    assert not text.endswith("]\n")
+    assert [s.args["tokens"] for s in read_chrome(text).instants] == list(range(1, 101))
+
+
+def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
+    Trace(tmp_path / "t.json").close()
+    assert read_chrome((tmp_path / "t.json").read_text()).slices == []
+
+
+def test_nothing_is_written_once_it_is_closed(tmp_path: Path) -> None:
+    bus = Bus()
+    trace = Trace(tmp_path / "t.json", bus)
+    assert bus.wants(RestoreSpan)
+    trace.close()
+    trace.close()
+    assert not bus.wants(RestoreSpan), "nobody pays for a trace that is over"
+    trace.note(events.Miss(tokens=1))
+    assert trace.events == 0 and read_chrome((tmp_path / "t.json").read_text()).instants == []
+
+
+def test_a_full_disk_ends_it_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus, said = Bus(), list[str]()
+    trace = Trace(tmp_path / "t.json", bus, warn=said.append)
+    bus.emit(events.Miss(tokens=1))
+    file = trace._file
+
+    class Full:
+        """Room for ten more bytes."""
+
+        def write(self, data: bytes) -> int:
+            return file.write(data[:10])
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(file, name)
+
+        def __enter__(self) -> None:
+            file.__enter__()
+
+        def __exit__(self, *_: object) -> None:
+            file.close()
+
+    monkeypatch.setattr(trace, "_file", Full())
+    bus.emit(events.Miss(tokens=2))
+    bus.emit(events.Miss(tokens=3))
+    assert trace.closed and file.closed and len(said) == 1 and "t.json" in said[0]
+    shown = read_chrome((tmp_path / "t.json").read_text())
+    assert [s.args["tokens"] for s in shown.instants] == [1], "no half line is left"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    bus = Bus()
+    with Trace(tmp_path / "t.json", bus) as trace:
+        child = os.fork()
+        if not child:
+            bus.emit(events.Miss(tokens=9))
+            trace.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        bus.emit(events.Miss(tokens=1))
+    (mine,) = read_chrome((tmp_path / "t.json").read_text()).instants
+    assert mine.args["tokens"] == 1
+
+
+def test_threads_write_whole_lines(tmp_path: Path) -> None:
+    bus = Bus()
+
+    def work(request: int) -> None:
+        for number in range(50):
+            bus.emit(span("disk", trace._began_ns / 1e9 + number, 1.5, request=request))
+
+    with Trace(tmp_path / "t.json", bus) as trace:
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(read_chrome((tmp_path / "t.json").read_text()).on("disk")) == 200
+
+
+def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
+    bus = Bus()
+    with pytest.raises(ConfigError, match="directory that can be written"):
+        Trace(tmp_path / "no" / "t.json", bus)
+    assert not bus.wants(RestoreSpan)
+
+
+def test_requests_leave_nothing_behind(tmp_path: Path) -> None:
+    with Trace(tmp_path / "t.json", clock=Clock()) as trace:
+        for request in range(30):
+            trace.note(span("disk", 100.0 + request, 0.5, request=request))
+            trace.note(ended(100.0 + request, 0.5, request=request))
+        assert len(trace._tracks) == 1, "a server may trace for days"
+    assert len(read_chrome((tmp_path / "t.json").read_text()).tracks("requests")) == 30
