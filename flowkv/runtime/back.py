@@ -118,15 +118,20 @@ class Back:
         self.drop([one.page_no for one in self if not first <= one.page_no < stop])
         planner.tables.lengths[seq.row] = stop * self._restorer.page_size
 
-    def close(self, first: int, whole: int, stop: int) -> None:
+    def close(self, first: int, whole: int, stop: int) -> int:
         """Cuts the line to what is there, and makes that known.
 
         Args:
             first: Pages that were there before `place`.
             whole: Pages that there are with those that `place` put.
             stop: Pages that are there.
+
+        Returns:
+            Pages that are left.
         """
         seq, planner = self._seq, self._planner
+        if stop < whole and seq.state is not None:  # of a recurrent layer: it fits all of it only
+            stop, seq.state = 0, None
         for g in range(len(self._groups)):
             seen = self._restorer.first(g, stop)
             if stop > first and seq.first_page[g] < seen:
@@ -138,6 +143,7 @@ class Back:
                 planner.shorten(seq, 0)
         seq.published = [min(done, first) for done in seq.published]
         planner.publish(seq)
+        return stop
 
     def fill(self, other: Sequence, stop: int) -> None:
         """Takes what is missing from another sequence; see `Restoration.fill`."""

@@ -55,9 +55,11 @@ class Step:
         self._watch: Watch | None = None
         self._advance = planner.reserve(self.seqs, counts)
         self._open = True
-        coming = [seq.restoration for seq in self.seqs if seq.restoration is not None]
-        if coming:  # nobody attends to pages that are not there
-            self.awaits = partial(_all, [restoration.wait for restoration in coming])
+        self._waited_s = 0.0
+        self._coming = [seq for seq in self.seqs if seq.restoration is not None]
+        if self._coming:  # nobody attends to pages that are not there
+            waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
+            self.awaits = partial(_all, waits)
 
     def give(self, tokens: NDArray[np.uint32]) -> None:
         """Tells the step its token ids; what the sequences do not know yet is noted in them.
@@ -187,7 +189,9 @@ class Step:
         if self._planner.sender is not None:
             self._planner.sender.appended(self, layer)
         if self.awaits is not None:
+            begun_s = time.perf_counter()
             self.awaits(layer)
+            self._waited_s += time.perf_counter() - begun_s
 
     def refresh(self) -> None:
         """Other pages took the place of some meanwhile: kernels are told anew where all lie."""
@@ -210,8 +214,8 @@ class Step:
         """The new tokens are written: lengths advance, and full pages are published.
 
         Raises:
-            StateError: The step was given token ids, and the model left layers out: what is in
-                their pages is not theirs. The step is rolled back.
+            StateError: The step was given token ids, and the model left layers out, or went on
+                though pages did not come: what it wrote is not theirs. The step is rolled back.
         """
         if not self._open:
             return
@@ -223,11 +227,24 @@ class Step:
                 "Call flowkv.attention(..., layer=i), or scaled_dot_product_attention with "
                 "is_causal=True inside flowkv.intercept(), in every layer of the geometry",
             )
+        self._refuse_absent()
         self._open = False
         self._planner.commit(self.seqs, self._advance)
         if self._watch is not None:
             self._watch.tell(self.seqs, self.groups, self._advance)
         self._measure()
+
+    def _refuse_absent(self) -> None:
+        """What was computed over pages that are not there yet is nobody's."""
+        absent = [seq for seq in self._coming if seq.restoration and seq.restoration.lacks]
+        if absent and self.tokens is not None and self.tokens.numel():
+            self.rollback()
+            raise StateError(
+                "a step went on over pages that did not come",
+                "Let flowkv.runtime.restoration.Late pass, or fill what is missing",
+            )
+        for seq in absent:
+            seq.publishable = False
 
     def rollback(self) -> None:
         """Forgets the step: lengths, tokens and pages are as before it."""
@@ -240,7 +257,7 @@ class Step:
     def _measure(self) -> None:
         # Decoding says nothing about the rate at which a prompt is computed.
         if self._advance.most_new >= self._planner.page_size and not self.audits:
-            seconds = time.perf_counter() - self._started_s
+            seconds = time.perf_counter() - self._started_s - self._waited_s
             self._planner.measured(int(self._advance.starts[-1]), seconds)
 
     def __del__(self) -> None:

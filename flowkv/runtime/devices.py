@@ -54,6 +54,7 @@ class Devices(Traffic):
         self.defragment_bytes = config.defragment_bytes
         self._orphans: set[Block] = set()
         self._lent: dict[tuple[str, int], int] = {}
+        self._awaited: set[tuple[str, int]] = set()
         super().__init__(
             *(geometry, tiers), policies=policies, clock=clock, bus=bus, config=config, rates=rates
         )
@@ -154,7 +155,24 @@ class Devices(Traffic):
         self._lent[place] -= 1
         if not self._lent[place]:
             del self._lent[place]
+            self._awaited.discard(place)
         self.pool(group).release(page)
+
+    def awaits(self, group: int, page: int, awaited: bool) -> None:
+        """A lent page is to hold what a sequence waits for, or no longer: it is not leaving."""
+        place = self.device(group), page
+        (self._awaited.add if awaited else self._awaited.discard)(place)
+
+    def leaving(self, device: str) -> int:
+        """Pages of a device that become free as soon as transfers let go of them."""
+        lent = (place for place in self._lent.keys() - self._awaited if place[0] == device)
+        return sum(self.pools[device].references(page) == 1 for _, page in lent)
+
+    def join(self) -> None:
+        """What is computed from now on comes after the copies to all devices."""
+        for pool in self.pools.values():
+            if pool.copies is not None:
+                pool.copies.join()
 
     def is_lent(self, group: int, page: int) -> bool:
         """Whether a transfer uses a page."""

@@ -116,10 +116,15 @@ class Flights:
         """
         self._flights[flight] = None
         asked = 0
-        for piece in pieces:
-            asked += self._ask(flight, piece, piece.inbound.sources(prefer))
-        self._allow(flight)
-        self._less(flight)
+        try:
+            for piece in pieces:
+                asked += self._ask(flight, piece, piece.inbound.sources(prefer))
+        except BaseException:
+            flight.lost = True
+            raise
+        finally:
+            self._allow(flight)
+            self._less(flight)
         return asked
 
     def expire(self) -> None:
@@ -194,7 +199,7 @@ class Flights:
         known = not inbound.block.gone and (source.last or answer.reason != "layout")
         if known and answer.reason != "cancelled":
             self._store.not_served(inbound.block, source.tier, answer)
-        if inbound.wanted and not inbound.held:
+        if inbound.wanted and not inbound.held and not flight.called_off:
             self._ask(flight, trip.piece, trip.sources)
             self._allow(flight)
         else:

@@ -146,8 +146,10 @@ class Inbound:
         block, store = self.block, self._store
         if not self.complete or self.held or block.gone:
             return False
+        if self._line is not None and self._at(self._line) != self.page:
+            self._line = None  # a step went on without it, past its window
         if block.page >= 0:
-            if self._line is None:  # nobody uses ours yet
+            if self._line is None:  # nobody uses ours
                 self._hold()
                 self._give_back()
             return False
@@ -157,13 +159,15 @@ class Inbound:
         store.pool(self.group).share(self.page)
         store.publish(block, self.page)
         store.samples.came(block.key, store.tiers[source.tier].name)
-        store.samples.came(block.key, store.tiers[source.tier].name)
         self._hold()
         if self._line is not None:
             self._line.blocks[self.group][self.page_no] = block
             store.pool(self.group).release(self.page)  # what the line had of its own
         self._give_back()
         return True
+
+    def _at(self, line: Sequence) -> int:
+        return int(line.planner.tables.pages[self.group][line.row, self.page_no])
 
     def place(self, seq: Sequence) -> None:
         """Puts it into the line of its sequence, which lets go of it from then on."""
@@ -222,6 +226,8 @@ class Inbound:
         if self.held and self._line is None:
             self._store.drop(self.block)
         self._unkeep()
+        if self._lent >= 0:
+            self._store.awaits(self.group, self._lent, False)
         self.let_go()
 
     def let_go(self) -> None:
@@ -241,6 +247,7 @@ class Inbound:
 
     def _lend(self) -> None:
         self._store.lend(self.group, self.page)
+        self._store.awaits(self.group, self.page, True)
         self._store.pool(self.group).release(self.page)
         self._lent = self.page
 

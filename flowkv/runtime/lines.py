@@ -245,6 +245,8 @@ class Lines:
             if length < now:  # else no page changes, and a step may be under way
                 self.idle(seq)
                 self._shorten(seq, now, length)
+            if seq.restoration is not None and not seq.restoration.settled:
+                seq.restoration.cancel()  # what it brings lies behind the cut
             seq.forget_tokens(length)
 
     def shorten(self, seq: Sequence, pages: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -14,7 +15,7 @@ from flowkv.policy.base import NEVER_NS
 from flowkv.policy.config import Lease
 from flowkv.runtime import swap
 from flowkv.runtime.binding import Binding
-from flowkv.runtime.outset import begin
+from flowkv.runtime.outset import begin, begin_whole
 from flowkv.runtime.planner import Planner
 from flowkv.runtime.retention import Retain, make_care
 from flowkv.runtime.sequence import Sequence
@@ -65,7 +66,8 @@ class Opening(Binding):
             request: `Sequence.request` of a sequence that was opened in vain for the same request.
             wait: False returns at once, with what is on the device; `Sequence.restoration` brings
                 the rest, which `restore` and `prefill` see to, and which may be computed in part
-                while it is loaded. None of it, where nothing is to be loaded. Not yet with `state`.
+                while it is loaded. None of it, where nothing is to be loaded. With `state`, all of
+                it is loaded; if some does not come, `length` is 0 and `state` None afterwards.
             computable: With `wait=False`: whether you can compute part of the prefix.
 
         Returns:
@@ -89,9 +91,12 @@ class Opening(Binding):
                 with planner.store.moment():
                     self._begin(seq, request)
                     if reuse and most > 0:
-                        if wait or state:
+                        if wait:
                             source = self.snapshots if state else self.restorer
                             seq.reused = source.restore(seq, most)
+                        elif state:
+                            attach = partial(begin_whole, self.restores, self.restorer, seq)
+                            seq.reused = self.snapshots.begin(seq, most, attach)
                         else:
                             begin(self.restores, self.restorer, seq, most, computable=computable)
                             seq.reused = seq.length

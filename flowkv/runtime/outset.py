@@ -28,6 +28,35 @@ def begin(
     """
     restorer.store.expire()
     pages = restorer.match(seq, max(0, limit) // restorer.page_size)
+    prospect = _look(restores, restorer, seq, pages, computable)
+    here = seq.length
+    known = prospect.pages * restorer.page_size if prospect is not None else here
+    restorer.report(seq, known, known - here, limit)
+    return None if prospect is None else _launch(restores, restorer, seq, prospect, computable)
+
+
+def begin_whole(restores: Restores, restorer: Restorer, seq: Sequence, pages: int) -> bool:
+    """Attaches so many known pages, also those that are still on their way: all or none of them.
+
+    Callers hold the KV lock.
+
+    Returns:
+        Whether they are attached. If not, the sequence may hold some of them.
+    """
+    prospect = _look(restores, restorer, seq, pages, computable=False)
+    if prospect is None:
+        return seq.length == pages * restorer.page_size
+    restoration = _launch(restores, restorer, seq, prospect, computable=False)
+    if restoration.settle() == pages * restorer.page_size:
+        return True
+    restoration.abandon()
+    return False
+
+
+def _look(
+    restores: Restores, restorer: Restorer, seq: Sequence, pages: int, computable: bool
+) -> Prospect | None:
+    """Attaches what is on the device of known pages; finds the rest, if it is worth loading."""
     resident = resident_pages(restorer, seq, pages)
     if resident:
         restorer.attach_resident(seq, resident)
@@ -35,13 +64,17 @@ def begin(
     if prospect is not None and not _worth(restores, prospect, restorer.page_size, computable):
         prospect.drop()
         prospect = None
-    known = pages if prospect is not None else resident
-    restorer.report(seq, known * restorer.page_size, (known - resident) * restorer.page_size, limit)
-    if prospect is None:
-        return None
-    seq.restoration = Restoration(restores, restorer, seq, prospect, computable=computable)
+    return prospect
+
+
+def _launch(
+    restores: Restores, restorer: Restorer, seq: Sequence, prospect: Prospect, computable: bool
+) -> Restoration:
+    """Begins to load what was found."""
+    restoration = Restoration(restores, restorer, seq, prospect, computable=computable)
+    seq.restoration = restoration
     restores.pump()
-    return seq.restoration
+    return restoration
 
 
 def _worth(restores: Restores, prospect: Prospect, size: int, computable: bool) -> bool:

@@ -69,20 +69,25 @@ def look(restorer: Restorer, seq: Sequence, resident: int, pages: int) -> Prospe
     Returns:
         None if nothing of it can be loaded: it is out of reach for now, or does not fit.
     """
-    inbound: list[dict[int, Inbound]] = []
-    for g in range(len(seq.blocks)):
-        numbers = range(max(resident, restorer.first(g, pages)), pages)
-        found = [(page, restorer.find(seq, g, page)) for page in numbers]
-        inbound.append({n: Inbound(restorer.store, b, n) for n, b in found if b is not None})
-    absent = [one for group in inbound for one in group.values() if not one.held]
-    stop = max((one.page_no for one in absent), default=-1) + 1
-    ways = _ways(restorer, absent)
-    sources, tiers = _sources(restorer, absent, ways, (stop - resident) * restorer.page_size)
-    prospect = Prospect(pages, resident, stop, inbound, sources, tiers)
-    if not sources or not _reserve(restorer, absent, ways):
+    while resident < pages:
+        inbound: list[dict[int, Inbound]] = []
+        for g in range(len(seq.blocks)):
+            numbers = range(max(resident, restorer.first(g, pages)), pages)
+            found = [(page, restorer.find(seq, g, page)) for page in numbers]
+            inbound.append({n: Inbound(restorer.store, b, n) for n, b in found if b is not None})
+        absent = [one for group in inbound for one in group.values() if not one.held]
+        ways = _ways(restorer, absent)
+        stop = max((one.page_no for one in absent), default=-1) + 1
+        sources, tiers = _sources(restorer, absent, ways, (stop - resident) * restorer.page_size)
+        prospect = Prospect(pages, resident, stop, inbound, sources, tiers)
+        if sources and _reserve(restorer, absent, ways):
+            return prospect
         prospect.drop()
-        return None
-    return prospect
+        away = [one.page_no for one, way in zip(absent, ways, strict=True) if not way]
+        if not away:
+            return None
+        pages = restorer.match(seq, min(away))  # as far as it can be reached
+    return None
 
 
 def _ways(restorer: Restorer, absent: list[Inbound]) -> list[dict[int, int]]:

@@ -25,7 +25,7 @@ from flowkv.runtime.back import Back
 from flowkv.runtime.flights import Flight
 from flowkv.runtime.prospect import Prospect
 from flowkv.runtime.restore import Restorer
-from flowkv.runtime.restores import Restores
+from flowkv.runtime.restores import Restores, rest
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.tally import Tally
 
@@ -238,6 +238,7 @@ class Restoration:
             if self._stop > first:
                 self.back.place(first, self._stop)
                 self._phase = _Phase.BEHIND
+                self._restores.state.fronted(self.request.number)
                 self._restores.pump()
             else:
                 self._end(ok=True)
@@ -253,9 +254,14 @@ class Restoration:
         while not self._ready(index, begun_s):
             if self._broken:
                 raise Late(layer)
-            self._restores.rest(_PAUSE_S)
+            self._rest()
 
-    def _ready(self, index: int, begun_s: float) -> bool:
+    def _rest(self) -> None:
+        with self._guard:
+            files = self._restores.files()
+        rest(files, _PAUSE_S)
+
+    def _ready(self, index: int, begun_s: float, *, suffix: bool = True) -> bool:
         with self._guard:
             self.pump()
             if self._phase is not _Phase.BEHIND:
@@ -264,25 +270,17 @@ class Restoration:
                 self._stuck()
                 if not self._broken or not self._there(index):
                     return False
-            self._tally.waited(index, begun_s)
-            self._join()
+            self._tally.waited(index, begun_s, suffix=suffix)
+            self._restores.store.join()
             return True
 
     def _there(self, index: int) -> bool:
         return self.back.there(index) if self._broken else self._progress.there(index)
 
     def _stuck(self) -> None:
-        """Asks for what nobody asks for, so that a wait has an end."""
-        if self._broken or self._restores.flights.busy():
-            return
-        if not self._restores.load_rest(self) and not self._progress.restored:
+        """A wait has an end: all was asked for that links have room for, and nothing is owed."""
+        if not self._restores.flights.busy() and not self._progress.restored:
             self._broken = True
-
-    def _join(self) -> None:
-        """What is computed from now on comes after the copies to the device."""
-        for pool in self._restores.store.pools.values():
-            if pool.copies is not None:
-                pool.copies.join()
 
     def complete(self, timeout_s: float | None = None) -> bool:
         """Waits until all of it is there, after `settle`; False if that is not going to be.
@@ -291,17 +289,17 @@ class Restoration:
             timeout_s: Longest wait; by default as long as tiers may take to answer.
         """
         self.settle()
-        begun_s = time.perf_counter()
+        begun_s = since_s = time.perf_counter()
         layers = iter(range(self.request.layers))
         index = next(layers, None)
         while index is not None:
-            if self._ready(index, begun_s):
-                index = next(layers, None)
+            if self._ready(index, since_s, suffix=False):
+                index, since_s = next(layers, None), time.perf_counter()
                 continue
             waited_s = time.perf_counter() - begun_s
             if self._broken or (timeout_s is not None and waited_s >= timeout_s):
                 return False
-            self._restores.rest(_PAUSE_S)
+            self._rest()
         return True
 
     def fill(self, other: Sequence) -> None:
@@ -317,6 +315,7 @@ class Restoration:
             StateError: The other one has not got it.
         """
         with self._guard:
+            self._restores.store.join()
             self.back.fill(other, self._stop)
 
     # ---- the end
@@ -342,10 +341,11 @@ class Restoration:
 
     def _close_line(self, ok: bool) -> None:
         self.seq.restoration = None  # from here on, its line is like any other
+        self._restores.store.join()
         first, whole = self._tally.front // self._size, self._stop
         if not ok or not all(map(self._there, range(self.request.layers))):
             self._stop = self.back.reach(first, whole, lambda one: one.complete)
-        self.back.close(first, whole, self._stop)
+        self._stop = self.back.close(first, whole, self._stop)
 
     def cancel(self) -> None:
         """Calls it off. What came of a settled one stays, as far as it is complete."""

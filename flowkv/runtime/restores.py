@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 0.0005
 _AHEAD_S = 0.05
-_LEAST_BYTES, _MOST_BYTES = 1 << 22, 1 << 26
+_LEAST_PAGES, _LEAST_BYTES, _MOST_BYTES = 4, 1 << 22, 1 << 26
 """In flight from one tier are as many bytes as it gives in that time, within these bounds."""
 
 
@@ -58,6 +58,7 @@ class Restores:
         self.policy = make_restore_policy(policy)
         self.costs = Measured(Prior(gate))
         self.state, self.flights = State(self.costs), Flights(store)
+        store.give_up_late = self.flights.expire
         self._active: dict[int, Restoration] = {}
         self._busy_s: dict[str, float] = {}
         self._computed_s: dict[int, float] = {}
@@ -93,7 +94,6 @@ class Restores:
         self._pumping = True
         try:
             self.store.drain()
-            self.flights.expire()
             if self._active:
                 self._now()
                 for tier in self._tiers():
@@ -110,7 +110,7 @@ class Restores:
         """Asks a tier for what the policy wants, up to its window."""
         room = self._window(tier) - self.flights.flying_bytes(tier)
         while room > 0:
-            op = self.policy.next_load(self.state, tier)
+            op = self.policy.next_load(self.state, tier) or self._left(tier)
             if op is None:
                 return
             room -= self._load(op, tier)
@@ -118,7 +118,17 @@ class Restores:
     def _window(self, tier: str) -> float:
         rates = self.gate.rates.get(tier)
         expected = rates.bytes_per_s * _AHEAD_S if rates else 0.0
-        return min(max(expected, _LEAST_BYTES), _MOST_BYTES)
+        return min(max(expected, self._least(tier)), _MOST_BYTES)
+
+    def _least(self, tier: str) -> float:
+        """A few pages: of a small model, a fixed number of bytes would be all there is."""
+        pages = (
+            source.cell_bytes * one.request.layers * one.request.unit
+            for one in self._active.values()
+            for source in one.request.sources
+            if source.tier == tier
+        )
+        return min(_LEAST_PAGES * max(pages, default=0.0), _LEAST_BYTES)
 
     def _load(self, op: Load, tier: str) -> int:
         self.state.begin(op)
@@ -128,36 +138,24 @@ class Restores:
             flight, restoration.back.pieces(op), restoration.back.tier_of(op.source)
         )
 
-    def load_rest(self, restoration: Restoration) -> bool:
-        """Asks for cells that the policy leaves where they are, though nobody computes them.
+    def _left(self, tier: str) -> Load | None:
+        """What the policy leaves where it is, though nobody computes it any more: by layers."""
+        for number, one in self._active.items():
+            progress = self.state.requests[number]
+            if not progress.fronted or one.request.sources[0].tier != tier:
+                continue
+            for layer in range(one.request.layers):
+                floor = max(progress.front[layer], progress.lost)
+                if floor < progress.back[layer]:
+                    return Load(number, Span(layer, layer + 1), Span(floor, progress.back[layer]))
+        return None
 
-        Returns:
-            False if there are none.
-        """
-        number = restoration.request.number
-        progress = self.state.requests[number]
-        for layer in range(progress.request.layers):
-            floor = max(progress.front[layer], progress.lost)
-            if floor < progress.back[layer]:
-                tokens = Span(floor, progress.back[layer])
-                op = Load(number, Span(layer, layer + 1), tokens, 0)
-                self._load(op, progress.request.sources[0].tier)
-                self.store.drain()
-                return True
-        return False
-
-    def rest(self, seconds: float) -> None:
-        """Waits for the next answer of a tier, without the KV lock."""
+    def files(self) -> list[int]:
+        """What can be polled for the next answer of a tier; empty if that cannot be polled for."""
         numbers = self.flights.busy()
         tiers = [self.store.tiers[number] for number in numbers if number < len(self.store.tiers)]
-        ready = [tier.fileno() for tier in tiers if hasattr(tier, "fileno")]
-        if not ready or len(ready) < len(tiers):
-            time.sleep(_PAUSE_S)
-            return
-        waiting = select.poll()
-        for number in ready:
-            waiting.register(number, select.POLLIN)
-        waiting.poll(1000 * seconds)
+        files = [tier.fileno() for tier in tiers if hasattr(tier, "fileno")]
+        return files if len(files) == len(tiers) else []
 
     def _arrived(self, flight: Flight) -> None:
         restoration = self._active.get(flight.op.request)
@@ -230,6 +228,23 @@ class Restores:
 
     def _now(self) -> None:
         self.state.now_s = time.perf_counter()
+
+
+def rest(files: Iterable[int], seconds: float) -> None:
+    """Waits for the next answer of a tier, without the KV lock.
+
+    Args:
+        files: As `Restores.files` said.
+        seconds: Longest wait.
+    """
+    waiting, polls = select.poll(), False
+    for number in files:
+        waiting.register(number, select.POLLIN)
+        polls = True
+    if polls:
+        waiting.poll(1000 * seconds)
+    else:
+        time.sleep(_PAUSE_S)
 
 
 def _cut(span: Span) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -119,8 +119,40 @@ class Snapshots:
         Returns:
             Tokens attached; `seq.state` holds the state if there are any.
         """
+        loaded = 0
+
+        def attach(pages: int) -> bool:
+            nonlocal loaded
+            tokens, loaded = self.restorer.attach(seq, pages)
+            return tokens == pages * self.planner.page_size
+
+        reused, tail = self._restore(seq, limit, attach)
+        self.restorer.report(seq, reused, loaded + tail if reused else 0, limit)
+        return reused
+
+    def begin(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> int:
+        """As `restore`, without a wait for pages that are not on the device.
+
+        `seq.restoration` is settled then. A state fits all of its tokens: what does not come has
+        to be put in place by `Restoration.fill`, or none is left.
+
+        Args:
+            seq: A fresh sequence.
+            limit: Most tokens.
+            attach: Attaches so many known pages, also those on their way; whether it did.
+
+        Returns:
+            Tokens that were on the device, or came with the state.
+        """
+        reused, tail = self._restore(seq, limit, attach)
+        coming = seq.restoration
+        loading = coming.tokens - coming.front if coming is not None else 0
+        self.restorer.report(seq, reused, loading + tail, limit)
+        return reused - loading
+
+    def _restore(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> tuple[int, int]:
+        """Tries one state after the other; returns the tokens attached, and those in its tail."""
         self.store.expire()
-        reused = elsewhere = 0
         for length, block in self._candidates(seq, limit):
             pages = length // self.planner.page_size
             if self.restorer.match(seq, pages) < pages:
@@ -128,21 +160,18 @@ class Snapshots:
             values, tier = self._load(block)
             if values is None:
                 continue
-            tokens, loaded = self.restorer.attach(seq, pages)
-            elsewhere = loaded + length - tokens
-            if tokens == pages * self.planner.page_size and self._attach_tail(seq, length, values):
+            if attach(pages) and self._attach_tail(seq, length, values):
                 seq.fidelity = max(seq.fidelity, block.fidelity)
                 self.store.touch([block])
-                seq.state, reused = values, length
-                tail = Hit(
-                    tier=tier, tokens=length - tokens, n_bytes=block.n_bytes, tenant=seq.owner
-                )
-                self.store.bus.emit(tail)
-                break
+                seq.state, tail = values, length - pages * self.planner.page_size
+                hit = Hit(tier=tier, tokens=tail, n_bytes=block.n_bytes, tenant=seq.owner)
+                self.store.bus.emit(hit)
+                return length, tail
+            if seq.restoration is not None:
+                seq.restoration.abandon()
             self.planner.vacate(seq)
             self.planner.tables.lengths[seq.row] = 0
-        self.restorer.report(seq, reused, elsewhere if reused else 0, limit)
-        return reused
+        return 0, 0
 
     def known(self, seq: Sequence) -> list[Block]:
         """Known states within a prompt."""

@@ -7,7 +7,7 @@ slots.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowkv.core.errors import CapacityError
@@ -32,10 +32,14 @@ class Store(Devices):
     Args:
         *args: See `Devices`.
         **options: See `Devices`.
+
+    Attributes:
+        give_up_late: Gives up loads that are overdue, so that nothing waits behind them.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._unwritten: dict[Block, None] = {}
+        self.give_up_late: Callable[[], None] = lambda: None
         self._held_back = False  # until the first page that would not pay
         super().__init__(*args, **options)
 
@@ -68,7 +72,7 @@ class Store(Devices):
         pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
         while (pages := pool.allocate(granules, count, codec)) is None:
             short = count - pool.available(granules)
-            leaving = sum(pool.references(page) == 1 for page in self.lent(self.device(group)))
+            leaving = self.leaving(self.device(group))
             if leaving >= short and self.mover.drain(self.mover.deadline_s):
                 continue  # enough pages are only waiting for a tier to take them
             if not self._give_up(group, max(1, short - leaving)) and (
@@ -203,6 +207,7 @@ class Store(Devices):
     def drain(self, timeout_s: float = 0.0) -> int:
         """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""
         handled = self.mover.drain(timeout_s)
+        self.give_up_late()
         number = self.lasting() if self._unwritten else -1
         while number >= 0 and self._unwritten:
             block = next(iter(self._unwritten))

@@ -50,11 +50,11 @@ class Tally:
             self._n_bytes[tier] += n_bytes
             self._seconds[tier] = self._seconds.get(tier, 0.0) + flight.seconds
 
-    def waited(self, index: int, begun_s: float) -> None:
-        """The suffix asked for a layer at `begun_s`, and goes on now."""
+    def waited(self, index: int, begun_s: float, *, suffix: bool) -> None:
+        """Somebody asked for a layer at `begun_s`, and goes on now: the suffix, or no compute."""
         now = time.perf_counter()
         self._exposed_s += now - begun_s
-        if index != self._progress.suffix or not self._request.suffix:
+        if not suffix or index != self._progress.suffix or not self._request.suffix:
             return  # asked once more, or in an order of its own
         self._behind(begun_s)
         if self._progress.there(index):

@@ -155,6 +155,22 @@ def whisper() -> torch.nn.Module:
     return _ready(transformers.WhisperForConditionalGeneration, config, factor=32.0, embeddings=1.0)
 
 
+def t5() -> torch.nn.Module:
+    """A text model with an encoder, without positions and, in `generate`, mostly without a mask."""
+    config = transformers.T5Config(
+        vocab_size=256,
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return _ready(transformers.T5ForConditionalGeneration, config)
+
+
 IMAGE_TOKEN, IMAGE_PATCHES = 255, 4
 
 

@@ -12,12 +12,15 @@ from hypothesis import given
 
 from flowkv import KV, Sequence
 from flowkv.core.keys import Salt
+from flowkv.runtime.restoration import Late
 from flowkv.runtime.states import encode_state
 from flowkv.testing import FlakyTier, MemoryTier
 from flowkv.testing.tiers import Faults
+from flowkv.tiers.base import Load
 from flowkv.tiers.host import HostTier
 from tests.runtime.audit import audit
 from tests.runtime.fakes import lasting
+from tests.runtime.links import Link, Trouble, evict, forward
 from tests.runtime.toy import (
     PAGE,
     advance,
@@ -205,6 +208,60 @@ def test_states_of_damaged_or_foreign_frames_are_misses() -> None:
         flaky.save_state(seq, state_of(TEXT[:11]))
         seq.close()
         check(flaky, TEXT)
+
+
+class Faulty(Link):
+    """A link that troubles pages only."""
+
+    def _carry_out(self, job: int, index: int, item: Load) -> None:
+        header, _ = self.inner.frames[item.key]
+        trouble = self.trouble
+        if header.info.kind == "state":
+            self.trouble = Trouble()
+        super()._carry_out(job, index, item)
+        self.trouble = trouble
+
+
+@given(
+    length=st.integers(1, 40),
+    keep=st.integers(0, 3),
+    fail=st.sampled_from([0.0, 0.3]),
+    plain=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_pages_below_a_state_come_behind(
+    length: int, keep: int, fail: float, plain: bool, seed: int
+) -> None:
+    link = Faulty(per_poll=100, seed=seed)
+    kv = make_kv(simple() if plain else None, tiers=[link], prefetch="off")
+    talk(kv, TEXT[:length])
+    evict(kv, keep)
+    link.per_poll, link.trouble = 1, Trouble(fail=fail, miss=fail / 3)
+    with kv.open(TEXT, state=True, wait=False) as seq:
+        there, coming = seq.reused, seq.restoration
+        if coming is not None:
+            assert coming.settled and not coming.request.computable
+            assert seq.length == length and there == length - coming.tokens + coming.front
+        assert seq.length == length or (fail and not seq.length), "all of it or nothing"
+        assert (seq.state is None) == (seq.length == 0)
+        first = kv.step([seq], [TEXT[seq.length : seq.length + 3]])
+        try:
+            with first as step:
+                forward(step)
+            kept = True
+        except Late:
+            kept = False
+        if coming is not None:
+            coming.finish(ok=kept)
+        assert kept or fail
+        if not kept and seq.length < length:
+            assert seq.length == 0 and seq.state is None
+        check_content(kv, seq, TEXT[: seq.length])
+        audit(kv)
+        prefill(kv, seq)
+        check_content(kv, seq, TEXT)
+        audit(kv)
+    kv.close()
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,8 @@ def _shared(prompts: Items[Prompt], seqs: Items[Sequence], row: int) -> Sequence
 
 def reach(seq: Sequence) -> int:
     """Where the known prefix of a sequence ends, once what is on its way is there."""
-    return seq.length if seq.restoration is None else seq.restoration.tokens
+    coming = 0 if seq.restoration is None else seq.restoration.tokens
+    return max(seq.length, coming)  # a saved state reaches further than its whole pages
 
 
 def _align(kv: KV, prompts: Items[Prompt], seqs: list[Sequence], base: int, wish: Wish) -> bool:

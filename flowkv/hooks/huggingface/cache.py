@@ -98,6 +98,16 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             if self.recurrent.due(every):
                 self.recurrent.save()
 
+    def fail(self) -> None:
+        """A forward of the model failed: as before it, as far as that can be."""
+        base, rows = self.rows.base, self.rows
+        stateful = self.recurrent is not None
+        if stateful and rows.step is not None:
+            rows.go_blind()  # some states may be further than others
+        rows.abandon()
+        if stateful and rows.base < base:
+            self.empty()
+
     def follow(self) -> None:
         """Lets every layer agree with the rows again."""
         for layer in self.paged:
@@ -149,6 +159,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
                 getattr(layer, name)(argument)
         self.rows.select(rows)
         self.follow()
+
+    def empty(self) -> None:
+        """Forgets all tokens; those computed from now on begin a prompt again."""
+        if self.recurrent is not None:
+            for layer in self.recurrent.layers.values():
+                layer.reset()
+        self.rows.crop(self.rows.base)
 
     def reset(self) -> None:
         """Forgets all tokens."""

@@ -22,6 +22,7 @@ from flowkv.hooks.huggingface.inputs import Call, Names
 from flowkv.hooks.huggingface.nested import Nested
 from flowkv.hooks.huggingface.notes import usual
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
+from flowkv.hooks.huggingface.prefill import check_paired, wants_last, without_known
 from flowkv.hooks.huggingface.restoring import Restoring
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.switch import decoder_of
@@ -122,7 +123,7 @@ class Door:
         cache = _own(given.get("past_key_values"))
         if module is self._model() and isinstance(cache, PagedCache):
             if output is None:
-                cache.rows.abandon()
+                cache.fail()
             else:
                 cache.finish()
                 audit_rows(cache)
@@ -152,6 +153,8 @@ class Door:
         """Turns a fresh cache into a paged one in place; returns the arguments still to compute."""
         self.refresh()
         call = Call(self.names, given)
+        if self.names.encoder and not call.keep and wants_last(self._model()):
+            call.keep = 1
         pads = None if call.problem else call.pads()
         problem = call.problem
         if self.identity.compiled:
@@ -213,9 +216,8 @@ class Door:
                 f"no cache for this prompt: {call.problem or 'its mask is more than left padding'}",
                 "Call generate without past_key_values",
             )
-        found, _ = self._admit(
-            call, pads, call.columns - 1, tenant=tenant, care=care, wait=bool(call.modal)
-        )
+        wait = bool(call.modal) or self.plan.stateful
+        found, _ = self._admit(call, pads, call.columns - 1, tenant=tenant, care=care, wait=wait)
         rows, plan = self._rows(found, call, pads)
         rows.restoring = Restoring(self.kv, rows.seqs, pads, call.types) or None
         rows.uneven = rows.restoring is not None
@@ -239,8 +241,7 @@ class Door:
         if not reuse or not self.continues or (switch is not None and call.columns >= switch):
             most = 0
         prompts, fill = call.prompts(pads)
-        stateful = self.plan.stateful
-        wish = Wish(max(most, 0), tenant, stateful, fill, care, wait=wait or stateful)
+        wish = Wish(max(most, 0), tenant, self.plan.stateful, fill, care, wait=wait)
         return admit(self.kv, prompts, wish), fill
 
     def _rows(self, found: Admitted, call: Call, pads: list[int]) -> tuple[Rows, ModelPlan]:
@@ -279,10 +280,11 @@ class Door:
         """Begins a forward over a cache that is paged already; returns its arguments."""
         rows = cache.rows
         rows.alive()
-        rows.abandon()
+        cache.fail()
         call = Call(self.names, given)
         if call.columns == 0:
             return given
+        check_paired(call)
         if rows.restoring is not None:
             fill = Fill([seq.tokens for seq in rows.seqs], {}, {})
             nested = self._nested(call, rows.restoring.types, fill)
@@ -292,6 +294,7 @@ class Door:
         rows.expand(call.rows)
         if len(rows.seqs) != have or rows.forwards == 0:
             cache.follow()
+        call = without_known(rows, call)
         # A cache made beforehand knows its images from `kv.cache(...)`, nobody else's.
         filled = bool(rows.forwards == 0 and call.modal and not call.problem)
         if (
@@ -330,7 +333,7 @@ class Door:
             self._refuse(error.problem, "capacity")
             kept = cache.rows.land()
             if not kept:
-                cache.rows.crop(cache.rows.base)
+                cache.empty()
             cache.give_up()
             return kept
         return True

@@ -34,18 +34,21 @@ class _Coming:
         restoration: Brings it.
         shared: Several rows are of this prompt.
         front: Tokens that were computed, or there, when the rest was left to come.
+        over: Nothing is waited for any more.
     """
 
     def __init__(self, part: Part, restoration: Restoration, *, shared: bool) -> None:
         self.part, self.restoration, self.shared = part, restoration, shared
-        self.front, self._over = part.seq.length, False
+        self.front, self.over = part.seq.length, False
 
     def finish(self, kv: KV, *, ok: bool) -> None:
         """Ends it; what came counts as reused."""
         self.restoration.finish(ok=ok)
-        if not self._over:
-            self._over = True
+        if not self.over:
+            self.over = True
             came = max(0, self.restoration.tokens - self.front)
+            if not self.restoration.tokens:
+                came = -self.part.seq.reused  # a saved state was of no use, nor was its prefix
             self.part.seq.reused += came
             uncount(kv, 0, -came)
 
@@ -81,6 +84,11 @@ class Restoring:
     def __bool__(self) -> bool:
         return bool(self._coming)
 
+    @property
+    def cut(self) -> bool:
+        """Whether rows that hold less than was to come can be gone on with."""
+        return self._nested is None or self._nested.cut
+
     # ---- before the user's forward
 
     def restore(self, found: Admitted, nested: Nested, fill: Fill) -> Admitted:
@@ -90,9 +98,10 @@ class Restoring:
             The rows, each with a sequence of its own, and the columns that need no computing.
         """
         try:
-            self.meet(nested, front=True)
+            self.meet(nested, front=nested.cut)
             ends = [p + seq.length for p, seq in zip(self._pads, found.seqs, strict=True)]
-            return found._replace(base=fill.cut(min(ends), self._pads))
+            base = fill.cut(min(ends), self._pads)
+            return found._replace(base=base, states=found.states if base == found.base else None)
         except BaseException:
             close_all(found.seqs)
             raise
@@ -112,8 +121,8 @@ class Restoring:
             while front and (wanted := self._wanted(nested)):
                 nested.compute(wanted, self._pump)
         for one in self._coming:
-            one.front = one.part.seq.length
             one.restoration.settle()
+            one.front = one.restoration.front
         for one in self._coming:
             if one.shared:  # what is on its way cannot be forked
                 one.finish(self._kv, ok=one.restoration.complete())
@@ -142,8 +151,12 @@ class Restoring:
     def _parts(self) -> list[Part]:
         return [one.part for one in self._coming]
 
+    @property
+    def _left(self) -> list[_Coming]:
+        return [one for one in self._coming if not one.over]
+
     def _pump(self, layer: int) -> None:
-        for one in self._coming:
+        for one in self._left:
             one.restoration.pump()
 
     # ---- behind it
@@ -156,7 +169,7 @@ class Restoring:
             Late: It cannot be computed either.
         """
         mended = False
-        for one in self._coming:
+        for one in self._left:
             try:
                 one.restoration.wait(layer)
             except Late:
@@ -168,7 +181,7 @@ class Restoring:
     def complete(self) -> bool:
         """Returns when all of it is there, loaded or computed; False if that cannot be."""
         with suppress(CapacityError):
-            for one in self._coming:
+            for one in self._left:
                 if not one.restoration.complete():
                     if self._nested is None:
                         return False

@@ -194,6 +194,8 @@ class Rows:
         apart(self.kv, self.seqs)
         base, held = self.base, (self._lengths() + self.pads).min(initial=self.base)
         self.rebase(int(held))
+        if self.base != base and not restoring.cut:
+            self.go_blind()  # recurrent layers are further than that
         return self.base == base
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:

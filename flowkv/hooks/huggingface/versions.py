@@ -21,7 +21,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.generation.utils import (
+    MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
+    GenerationMixin,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -29,6 +32,7 @@ __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "ALL_MASK_ATTENTION_FUNCTIONS",
     "MODAL_INPUTS",
+    "PREFILL",
     "AttentionInterface",
     "AttentionMaskInterface",
     "Cache",
@@ -49,6 +53,9 @@ __all__ = [
 
 MODAL_INPUTS = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 """Inputs that `generate` itself gives to the first forward only: they fill placeholder tokens."""
+
+PREFILL: Any = getattr(getattr(GenerationMixin, "_prefill", None), "__code__", None)
+"""What `generate` runs its first forward in; None if a release does that otherwise."""
 
 _STATELESS = ("dummy", "moe", "mlp")  # the latter two up to 5.2x, as empty recurrent layers
 

@@ -88,7 +88,7 @@ class TwoPointer(RestorePolicy):
         before: list[Aim] = []
         for aim in self._ordered(state):
             if tier in aim.sources:
-                if not aim.set:
+                if not aim.set or (aim.progress.fronted and aim.goal):
                     self._plan(state, aim, before)
                 op = load_from_back(state, aim, tier, self._sizes)
                 if op is None and self._lowered(state, aim, before):
@@ -145,7 +145,7 @@ class TwoPointer(RestorePolicy):
     def _goal(self, state: State, aim: Aim, before: list[Aim]) -> int:
         progress = aim.progress
         request, costs = progress.request, state.costs
-        if not request.computable:
+        if not request.computable or progress.fronted:
             return request.resident
         if not aim.sources:
             return request.tokens
@@ -187,7 +187,7 @@ class TwoPointer(RestorePolicy):
     def _lowered(self, state: State, aim: Aim, before: list[Aim]) -> bool:
         """The link has nothing to do: whether less should be computed after all."""
         progress = aim.progress
-        if not progress.request.computable or progress.met:
+        if not progress.request.computable or progress.fronted or progress.met:
             return False
         goal = aim.goal
         self._plan(state, aim, before)
@@ -204,7 +204,9 @@ class TwoPointer(RestorePolicy):
     def _front(self, state: State, aim: Aim, before: list[Aim]) -> Compute | None:
         progress = aim.progress
         request, front, back = progress.request, progress.front, progress.back
-        if not request.computable or (front[0] >= back[0] and front[-1] == front[0]):
+        if not request.computable or progress.fronted:
+            return None
+        if front[0] >= back[0] and front[-1] == front[0]:
             return None
         layer = first_behind(progress)
         first = front[layer]

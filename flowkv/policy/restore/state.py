@@ -42,6 +42,8 @@ class Progress:
         answered: Layers of the suffix that are done.
         flying: Ops that were begun and have not ended.
         lost: Tokens up to which nothing can be loaded, because a load of theirs failed.
+        fronted: Its front has ended: of the prefix nothing is computed any more, and the suffix
+            waits for the rest, layer by layer.
     """
 
     __slots__ = (
@@ -51,6 +53,7 @@ class Progress:
             "computed",
             "flying",
             "front",
+            "fronted",
             "lost",
             "missing",
             "request",
@@ -64,6 +67,7 @@ class Progress:
         self.front, self.computed = [request.resident] * layers, [request.resident] * layers
         self.back, self.missing = [request.tokens] * layers, [0] * layers
         self.suffix = self.answered = self.lost = 0
+        self.fronted = False
         self.flying: list[Op] = []
 
     def gap(self, layer: int) -> int:
@@ -126,6 +130,10 @@ class State:
         for op in progress.flying:
             if isinstance(op, Load):
                 self._count(progress.request, op, -1)
+
+    def fronted(self, number: int) -> None:
+        """Nobody computes any more of a request's prefix."""
+        self.requests[number].fronted = True
 
     def __iter__(self) -> Iterator[Progress]:
         return iter(self.requests.values())

@@ -37,7 +37,7 @@ def load_from_back(state: State, aim: Aim, tier: str, sizes: Sizes) -> Load | No
     request, back, front = progress.request, progress.back, progress.front
     index, layers = aim.sources[tier], request.layers
     end = back[0]
-    if end == back[-1] and back.count(end) == layers:
+    if not progress.fronted and end == back[-1] and back.count(end) == layers:
         floor = max(front[0], aim.goal, progress.lost)
         size = _block(state, aim, end - floor, sizes) if end > floor else 0
         if size:

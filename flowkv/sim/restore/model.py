@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore.words import Request, Source, Span
+from flowkv.sim.hardware import CODECS
 
 LINK = "link"
 """Name of the tier where nothing else is said."""
-
-CODEC_BYTES = MappingProxyType({"raw": 1.0, "kv8": 0.53, "kv4": 0.28})
-"""Bytes after compression over bytes before, scales included (docs/guides/codecs.md)."""
 
 
 class Decoder(NamedTuple):
@@ -182,9 +180,7 @@ def asked(
 ) -> Request:
     """A request to such a model; its prefix lies in each of these tiers, in each codec."""
     sources = tuple(
-        Source(tier, codec, model.cell_bytes * CODEC_BYTES[codec])
-        for codec in codecs
-        for tier in tiers
+        Source(tier, codec, model.cell_bytes * CODECS[codec]) for codec in codecs for tier in tiers
     )
     return Request(
         number=number,

@@ -1,0 +1,193 @@
+"""Encoder-decoders: what is known of decoder prompts is not computed again, and never wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+
+from flowkv.core.errors import StateError
+
+from . import models
+from .compare import assert_same, attached, generate, reused
+from .test_restore import restoring, stored
+
+START = 1
+
+
+def pair(cache: Any) -> Any:
+    """As encoder-decoders want it."""
+    return EncoderDecoderCache(cache, DynamicCache())
+
+
+def prompts(length: int = 100, rows: int = 2) -> torch.Tensor:
+    ids = models.prompt(length).repeat(rows, 1)
+    ids[:, 0] = START
+    return ids
+
+
+def text(masked: int | None = None) -> dict[str, torch.Tensor]:
+    """What T5 is given: two texts to read, one beginning of what it writes.
+
+    Args:
+        masked: Give a mask that hides so many leading tokens of the second row.
+    """
+    read = torch.cat([models.prompt(30, seed=seed) for seed in (5, 6)])
+    seen = torch.ones_like(read)
+    seen[1, :5] = 0
+    inputs = dict(input_ids=read, attention_mask=seen, decoder_input_ids=prompts())
+    if masked is not None:
+        mask = torch.ones_like(inputs["decoder_input_ids"])
+        mask[1, :masked] = 0
+        inputs["decoder_attention_mask"] = mask
+    return inputs
+
+
+@pytest.fixture(scope="module")
+def t5() -> Any:
+    return models.t5()
+
+
+class TestCachesMadeBeforehand:
+    @pytest.mark.parametrize("masked", [None, 0, 7])
+    @pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])
+    def test_generate_goes_on_from_them(self, t5: Any, masked: int | None, beams: int) -> None:
+        inputs = text(masked)
+        theirs = generate(t5, 6, **inputs, num_beams=beams).sequences
+        with attached(t5) as kv:
+            for known in (0, 96 - bool(masked) * 9):
+                cache = kv.cache(**inputs)
+                assert cache.get_seq_length() == known
+                run = generate(t5, 6, **inputs, num_beams=beams, past_key_values=pair(cache))
+                assert torch.equal(run.sequences, theirs)
+
+    def test_a_prompt_of_one_token_only(self, t5: Any) -> None:
+        inputs = text()
+        inputs["decoder_input_ids"] = torch.full((2, 100), START)
+        theirs = generate(t5, 6, **inputs)
+        with attached(t5) as kv:
+            for _ in range(2):
+                cache = kv.cache(**inputs)
+                run = generate(t5, 6, **inputs, past_key_values=pair(cache))
+                assert_same(run, theirs)
+            assert cache.reused == 192
+
+    def test_what_follows_can_be_given_in_parts(self, t5: Any) -> None:
+        inputs = text()
+        ids = inputs["decoder_input_ids"]
+        with torch.no_grad():
+            theirs = t5(**inputs).logits[:, -1]
+        with attached(t5) as kv, torch.no_grad():
+            for _ in range(2):
+                cache = pair(kv.cache(**inputs))
+                first = cache.get_seq_length()
+                for low, stop in [(first, 98), (98, 100)]:
+                    given = inputs | {"decoder_input_ids": ids[:, low:stop]}
+                    logits = t5(**given, past_key_values=cache).logits
+                    assert logits.shape[1] == stop - low
+                torch.testing.assert_close(logits[:, -1], theirs, rtol=1e-4, atol=1e-4)
+            assert first == 96
+
+    def test_a_cut_one(self, t5: Any) -> None:
+        inputs = text()
+        theirs = generate(t5, 6, **inputs)
+        with attached(t5) as kv:
+            for _ in range(2):
+                cache = kv.cache(**inputs)
+                cache.crop(-10)
+                assert_same(generate(t5, 6, **inputs, past_key_values=pair(cache)), theirs)
+            assert cache.reused > 0
+
+    def test_another_prompt_is_refused(self, t5: Any) -> None:
+        inputs = text()
+        with attached(t5) as kv:
+            generate(t5, 6, **inputs, past_key_values=pair(kv.cache(**inputs)))
+            other = inputs["decoder_input_ids"].clone()
+            other[:, 3:] += 1
+            for ids in (other, inputs["decoder_input_ids"][:, :98]):
+                cache = pair(kv.cache(**inputs))
+                with pytest.raises(StateError, match="neither begin with the prompt"):
+                    generate(t5, 6, **inputs | {"decoder_input_ids": ids}, past_key_values=cache)
+
+    def test_a_single_cache_is_refused(self, t5: Any) -> None:
+        inputs = text()
+        with attached(t5) as kv, pytest.raises(StateError, match="EncoderDecoderCache"):
+            generate(t5, 6, **inputs, past_key_values=kv.cache(**inputs))
+
+    def test_tokens_that_were_padding_are_refused(self, t5: Any) -> None:
+        inputs = text(masked=7)
+        with attached(t5) as kv:
+            for mask in (None, torch.ones_like(inputs["decoder_attention_mask"])):
+                cache = pair(kv.cache(**inputs))
+                with pytest.raises(StateError, match="padding"):
+                    generate(
+                        t5, 6, **inputs | {"decoder_attention_mask": mask}, past_key_values=cache
+                    )
+
+    def test_speech(self) -> None:
+        model = models.whisper()
+        sound = torch.randn(2, 16, 100, generator=torch.Generator().manual_seed(1))
+        inputs = dict(input_features=sound, decoder_input_ids=prompts())
+        theirs = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        with attached(model) as kv:
+            for _ in range(2):
+                cache = kv.cache(**inputs)
+                run = model.generate(
+                    **inputs, max_new_tokens=6, do_sample=False, past_key_values=pair(cache)
+                )
+                assert torch.equal(run, theirs)
+            assert cache.reused == 192
+
+
+class TestGenerate:
+    @pytest.mark.parametrize("masked", [None, 7])
+    @pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])
+    def test_known_prompts_are_not_computed_again(
+        self, t5: Any, masked: int | None, beams: int
+    ) -> None:
+        inputs = text(masked)
+        theirs = generate(t5, 6, **inputs, num_beams=beams).sequences
+        with attached(t5) as kv:
+            for _ in range(2):
+                run = generate(t5, 6, **inputs, num_beams=beams).sequences
+                assert torch.equal(run, theirs)
+            assert reused(kv) == beams * (192 if masked is None else 2 * 87 - 7)
+
+    def test_another_text_to_read_is_another_prompt(self, t5: Any) -> None:
+        inputs = text()
+        other = inputs | {"input_ids": inputs["input_ids"].flip(0).flip(1)}
+        theirs = generate(t5, 6, **other)
+        with attached(t5) as kv:
+            generate(t5, 6, **inputs)
+            assert_same(generate(t5, 6, **other), theirs)
+            assert reused(kv) == 0
+
+    def test_whoever_else_calls_the_model_gets_all_logits(self, t5: Any) -> None:
+        inputs = text()
+        with torch.no_grad():
+            theirs = t5(**inputs).logits
+        with attached(t5) as kv, torch.no_grad():
+            for _ in range(2):
+                generate(t5, 6, **inputs)
+                ours = t5(**inputs, past_key_values=pair(DynamicCache())).logits
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            assert reused(kv) == 192, "of generate"
+
+    def test_whoever_reads_more_gets_it(self, t5: Any) -> None:
+        inputs = text()
+        with attached(t5):
+            for _ in range(2):
+                run = generate(t5, 3, **inputs, output_hidden_states=True)
+                assert run.decoder_hidden_states[0][-1].shape[1] == 100
+
+    @pytest.mark.parametrize("lose", [0.0, 0.3])
+    def test_prompts_are_restored(self, t5: Any, lose: float) -> None:
+        inputs = text()
+        theirs = generate(t5, 4, **inputs)
+        frames = stored(t5, inputs)
+        with restoring(t5, frames, lose=lose) as (kv, tier, seen):
+            assert_same(generate(t5, 4, **inputs), theirs)
+            assert seen.sum("computed_tokens") >= 96
+            assert bool(tier.lost) is bool(lose) and (lose or reused(kv) == 96)
