@@ -166,8 +166,9 @@ class Binding:
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
         self.planner = planner = Planner(store, tables, self.lock, self.gate.computed)
         # What a sender writes is for others, whose rates nobody here knows.
-        store.pays = lambda tier, n_bytes, reach: planner.sender is not None or (
-            self.gate.pays_to_store(tier, n_bytes, geometry.page_size, reach)
+        store.pays = lambda tier, n_bytes, reach: (
+            planner.sender is not None
+            or self.gate.pays_to_store(tier, n_bytes, geometry.page_size, reach)
         )
         self.planner.foresight = self._foresight(self.planner)
         self.planner.publisher.allowed = self._may_publish
