@@ -55,9 +55,10 @@ class Measured:
         """Computing all layers of the suffix took so long, without waiting for loads.
 
         Where nothing else was computed, that tells what computing takes: a prior by which nothing
-        is worth computing would else never be put right.
+        is worth computing would else never be put right. A few tokens do not: what they take is
+        mostly what any forward takes.
         """
-        if not self._compute.samples and request.suffix:
+        if not self._compute.samples and request.suffix >= request.unit:
             behind = Span(request.tokens, request.tokens + request.suffix)
             self.computed(request, request.layers, behind, seconds)
         believed = self._as_chunk_s(request)

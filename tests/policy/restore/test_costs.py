@@ -126,6 +126,19 @@ def test_another_codec_of_the_same_tier_says_something() -> None:
     assert learnt.load_s(request, 0, 1000) == pytest.approx(1.0)
 
 
+def test_a_suffix_of_a_few_tokens_does_not_say_what_computing_takes() -> None:
+    span, few = Span(0, 2048), asked(LLAMA, 4096, 1)
+    learnt = Measured(TRUTH)
+    believed = learnt.compute_s(few, 32, span)
+    for _ in range(5):
+        learnt.suffixed(few, 50 * TRUTH.suffix_s(few))  # mostly what any forward takes
+    assert learnt.compute_s(few, 32, span) == believed
+    assert learnt.suffix_s(few) == pytest.approx(50 * TRUTH.suffix_s(few))
+    page = asked(LLAMA, 4096, few.unit)
+    learnt.suffixed(page, 3 * TRUTH.suffix_s(page))
+    assert learnt.compute_s(few, 32, span) == pytest.approx(3 * believed)
+
+
 def test_samples_of_nothing_say_nothing() -> None:
     learnt = Measured()
     learnt.computed(REQUEST, 0, Span(0, 512), 1.0)
