@@ -124,8 +124,11 @@ def test_promises_of_stages_are_against_one_stage() -> None:
     found = promises(rows)
     two, four = figure(found, "speed-up", "2"), figure(found, "speed-up", "4")
     assert two.measured == pytest.approx(1 / 1.1) and two.met, "at worst"
-    assert two.note == "1.9 to 1.9 times; 5.0% of the bytes are activations"
+    assert two.note == (
+        "median 0.931, 0 of 2 cells below; 1.9 to 1.9 times; 5.0% of the bytes are activations"
+    )
     assert four.measured == pytest.approx(1 / 1.2) and four.met is False
+    assert "2 of 2 cells below" in four.note
 
 
 def test_emulated_promises_are_medians() -> None:

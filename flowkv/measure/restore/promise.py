@@ -23,6 +23,7 @@ GROUPS = {
 """What the groups of findings are about: engines."""
 
 _TOLERANCE = 1e-3  # of a restored number in fp32
+_STAGED = 0.9
 _HELPS = 0.25  # of the prefix is computed where the bound is reached: there computing helps
 
 
@@ -90,9 +91,12 @@ def _stages(rows: Sequence[Row]) -> list[Finding]:
         times = [alone[_unstaged(row)].ttft_s / row.ttft_s for row in staged]
         sent = known_median([row.boundary_bytes / row.link_bytes for row in staged]) or 0.0
         what = "speed-up, of linear beside activations, least"
-        note = f"{_range(times)} times; {sent:.1%} of the bytes are activations"
-        least = min(shares, default=None)
-        found.append(_finding(what, f"{stages} stages", 0.9, least, note, "at least"))
+        least, short = min(shares, default=None), sum(share < _STAGED for share in shares)
+        note = (
+            f"median {known_median(shares) or 0.0:.3f}, {short} of {len(shares)} cells below; "
+            f"{_range(times)} times; {sent:.1%} of the bytes are activations"
+        )
+        found.append(_finding(what, f"{stages} stages", _STAGED, least, note, "at least"))
     return found
 
 

@@ -92,7 +92,8 @@ def paper_cells(full: bool) -> list[Cell]:
     """All cells of the protocol that a virtual clock can play.
 
     Args:
-        full: All parts on every model and GPU; else those behind the first on one of each.
+        full: All parts on every model and GPU; else those behind the first on one of each, but
+            for stages: where a link is slow beside the GPU, they lose most.
     """
     cells = list(_cells("paper", GRID_MODELS, GRID_GPUS, GRID_GBPS))
     models, gpus = (GRID_MODELS, GRID_GPUS) if full else (GRID_MODELS[:1], GRID_GPUS[-1:])
@@ -106,7 +107,7 @@ def paper_cells(full: bool) -> list[Cell]:
     cells += _cells("pcie", models, gpus, (PCIE_GBPS,), link="pcie")
     cells += _batches(models, gpus, draws=4 if full else 2)
     for stages in (1, *STAGES):
-        cells += _cells("stages", models, gpus, gbps, suffix=0, stages=stages)
+        cells += _cells("stages", GRID_MODELS, GRID_GPUS, GRID_GBPS, suffix=0, stages=stages)
     for codecs in CODECS:
         cells += _cells("precision", models, gpus, GRID_GBPS, codecs=codecs)
     return cells
