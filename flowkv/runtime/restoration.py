@@ -282,22 +282,17 @@ class Restoration:
         if not self._restores.flights.busy() and not self._progress.restored:
             self._broken = True
 
-    def complete(self, timeout_s: float | None = None) -> bool:
-        """Waits until all of it is there, after `settle`; False if that is not going to be.
-
-        Args:
-            timeout_s: Longest wait; by default as long as tiers may take to answer.
-        """
+    def complete(self) -> bool:
+        """Waits until all of it is there, after `settle`; False if that is not going to be."""
         self.settle()
-        begun_s = since_s = time.perf_counter()
+        since_s = time.perf_counter()
         layers = iter(range(self.request.layers))
         index = next(layers, None)
         while index is not None:
             if self._ready(index, since_s, suffix=False):
                 index, since_s = next(layers, None), time.perf_counter()
                 continue
-            waited_s = time.perf_counter() - begun_s
-            if self._broken or (timeout_s is not None and waited_s >= timeout_s):
+            if self._broken:
                 return False
             self._rest()
         return True

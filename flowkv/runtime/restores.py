@@ -42,20 +42,17 @@ class Restores:
         store: Where pages are known.
         gate: Told what loads take.
         bus: Where spans go.
-        policy: A `RestorePolicy`, or its name.
 
     Attributes:
-        policy: Decides.
+        policy: Decides; another one can take its place while nothing is restored.
         costs: What was measured so far.
         state: How far all of them are.
         flights: Loads under way.
     """
 
-    def __init__(
-        self, store: Store, gate: LoadGate, bus: Bus, policy: str | RestorePolicy = "flowkv"
-    ) -> None:
+    def __init__(self, store: Store, gate: LoadGate, bus: Bus) -> None:
         self.store, self.gate, self.bus = store, gate, bus
-        self.policy = make_restore_policy(policy)
+        self.policy: RestorePolicy = make_restore_policy("flowkv")
         self.costs = Measured(Prior(gate))
         self.state, self.flights = State(self.costs), Flights(store)
         store.give_up_late = self.flights.expire
