@@ -1,4 +1,4 @@
-"""Conformance checks for your own `Policy`, `Tier` or codec, and tiers that misbehave on purpose.
+"""Conformance checks for your own policies, schedulers, tiers and codecs, and tiers that misbehave.
 
 Needs `hypothesis` (`pip install 'flowkv[dev]'`), which is imported only when a check is used.
 """
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from flowkv.testing.codecs import check_codec as check_codec
     from flowkv.testing.policies import check_policy as check_policy
     from flowkv.testing.restores import check_restore_policy as check_restore_policy
+    from flowkv.testing.schedulers import check_scheduler as check_scheduler
     from flowkv.testing.tiers import FlakyTier as FlakyTier
     from flowkv.testing.tiers import MemoryTier as MemoryTier
     from flowkv.testing.tiers import check_tier as check_tier
@@ -22,6 +23,7 @@ _PLACES = {
     "check_codec": "flowkv.testing.codecs",
     "check_policy": "flowkv.testing.policies",
     "check_restore_policy": "flowkv.testing.restores",
+    "check_scheduler": "flowkv.testing.schedulers",
     "check_tier": "flowkv.testing.tiers",
 }
 
@@ -31,6 +33,7 @@ __all__ = [
     "check_codec",
     "check_policy",
     "check_restore_policy",
+    "check_scheduler",
     "check_tier",
 ]
 
