@@ -27,6 +27,10 @@ from flowkv.measure.restore.protocol import PARTS
 from flowkv.measure.restore.report import SUMMARY, situation, summary_cells
 from flowkv.measure.restore.row import Row
 from flowkv.measure.restore.table import by_cell, summaries
+from flowkv.measure.serve.promise import GROUPS as SERVED
+from flowkv.measure.serve.protocol import PARTS as SERVING
+from flowkv.measure.serve.report import COLUMNS, cells
+from flowkv.measure.serve.row import Row as Served
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -328,6 +332,26 @@ def restore(results: Results) -> str:
                 parts.append(table(REPEATED, map(_repeated, mine)))
     if not parts:
         return NOT_YET.capitalize() + "."
+    return "\n\n".join([*parts, f"Run on {report['machine']}."])
+
+
+@block
+def serve(results: Results) -> str:
+    report = results.get("serve_cpu", {})
+    if not report:
+        return NOT_YET.capitalize() + "."
+    parts = []
+    for group, title in SERVED.items():
+        found = [row for row in report["findings"] if row["group"] == group]
+        if found:
+            head = ["on", "what", "target", "figure", "", "note"]
+            parts.append(f"### {title} (measured)\n\n{table(head, map(_promise, found))}")
+    rows = msgspec.convert(report["rows"], list[Served])
+    for part in dict.fromkeys(row.part for row in rows):
+        lines = [cells(row) for row in rows if row.part == part]
+        parts.append(f"{SERVING[part]}, measured.\n\n{table(COLUMNS, lines)}")
+    if reasons := report["advice"]["reasons"]:
+        parts.append("Recommended for this load: " + "; ".join(reasons) + ".")
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
 
 

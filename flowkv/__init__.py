@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from flowkv.core.keys import Namespace as Namespace
     from flowkv.core.keys import Salt as Salt
     from flowkv.core.keys import Shard as Shard
+    from flowkv.engine.answer import Answer as Answer
+    from flowkv.engine.engine import Engine as Engine
+    from flowkv.engine.request import Completion as Completion
+    from flowkv.engine.request import Request as Request
     from flowkv.hooks.attention import attention as attention
     from flowkv.hooks.attention import intercept as intercept
     from flowkv.hooks.huggingface.attach import attach as attach
@@ -41,13 +45,17 @@ __all__ = [
     "KV",
     "NEVER",
     "SOON",
+    "Answer",
+    "Completion",
     "Config",
+    "Engine",
     "FlowKVError",
     "Geometry",
     "LayerGroup",
     "Lease",
     "Namespace",
     "Policy",
+    "Request",
     "Retain",
     "Salt",
     "Sequence",
@@ -66,13 +74,17 @@ _HOMES = {
     "KV": "flowkv.runtime.cache",
     "NEVER": "flowkv.runtime.retention",
     "SOON": "flowkv.runtime.retention",
+    "Answer": "flowkv.engine.answer",
+    "Completion": "flowkv.engine.request",
     "Config": "flowkv.core.config",
+    "Engine": "flowkv.engine.engine",
     "FlowKVError": "flowkv.core.errors",
     "Geometry": "flowkv.core.geometry",
     "LayerGroup": "flowkv.core.geometry",
     "Lease": "flowkv.policy.config",
     "Namespace": "flowkv.core.keys",
     "Policy": "flowkv.policy.base",
+    "Request": "flowkv.engine.request",
     "Retain": "flowkv.runtime.retention",
     "Salt": "flowkv.core.keys",
     "Sequence": "flowkv.runtime.sequence",

@@ -120,7 +120,12 @@ def test_dev_extra_and_dev_group_are_one_list() -> None:
     groups = project["dependency-groups"]
     extra = project["project"]["optional-dependencies"]["dev"]
     assert sorted(extra) == sorted(
-        ["flowkv[hf,cli,aead,object,redis]", *groups["lint"], *groups["test"], *groups["servers"]]
+        [
+            "flowkv[hf,cli,aead,object,redis,metrics,otel]",
+            *groups["lint"],
+            *groups["test"],
+            *groups["servers"],
+        ]
     )
 
 

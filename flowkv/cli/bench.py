@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from flowkv.cli import restores
+from flowkv.cli import restores, serves
 from flowkv.cli.arguments import adder
 from flowkv.cli.promised import show_promises
 from flowkv.core.errors import ConfigError
@@ -31,6 +31,7 @@ def add_verbs(verbs: Any) -> None:
     )
     policy.add_argument("--out", type=Path, metavar="FILE", help="write the result there, too")
     restores.add_verbs(verb)
+    serves.add_verbs(verb)
 
 
 def _policy(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:

@@ -35,6 +35,10 @@ class CapacityError(FlowKVError, MemoryError):
     """A request does not fit the pages, rows or bytes that are there."""
 
 
+class BusyError(CapacityError):
+    """Too much is under way already; later it may fit."""
+
+
 class StateError(FlowKVError, RuntimeError):
     """An object is used after it was closed, or in the wrong order or thread."""
 

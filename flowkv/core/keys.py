@@ -119,7 +119,7 @@ def as_tokens(
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise TokenError(
             f"token ids of shape {given.shape} and type {given.dtype}",
-            "Pass one flat sequence of integers",
+            "Pass one flat sequence of integers; of a batch, one row at a time, as in ids[0]",
         )
     if given.size and (int(given.min()) < 0 or int(given.max()) >= vocabulary):
         raise TokenError(

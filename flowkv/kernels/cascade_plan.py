@@ -116,10 +116,9 @@ def plan_cascade(
     Raises:
         GeometryError: Groups overlap, or their rows do not share so many full pages.
     """
-    table, rows, lengths, starts = (
-        x.numpy(force=True).astype(np.int64) for x in (host or batch)[:4]
-    )
-    lines, full = table[rows], (lengths - np.diff(starts)) // page_size
+    table, *others = (x.numpy(force=True) for x in (host or batch)[:4])
+    rows, lengths, starts = (x.astype(np.int64) for x in others)
+    lines, full = table[rows].astype(np.int64), (lengths - np.diff(starts)) // page_size
     if groups is None:
         groups = shared_prefixes(lines, full, page_size, least_tokens)
     else:

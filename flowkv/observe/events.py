@@ -204,6 +204,83 @@ class StepPlanned(Event, frozen=True, kw_only=True):
     context_tokens: int
 
 
+class Queued(Event, frozen=True, kw_only=True):
+    """An engine accepted a request; `waiting` counts those that wait now, this one included."""
+
+    request: int
+    prompt_tokens: int
+    waiting: int
+    tenant: str = ""
+
+
+class Admitted(Event, frozen=True, kw_only=True):
+    """A request entered the batch, for the first time or again after it was preempted.
+
+    `queued_s` is the wait that ended now; `reused_tokens` needed no computing.
+    """
+
+    request: int
+    queued_s: float
+    reused_tokens: int
+    resumed: bool = False
+    tenant: str = ""
+
+
+class Preempted(Event, frozen=True, kw_only=True):
+    """A request left the batch to make room; its pages went to host memory, or were dropped."""
+
+    request: int
+    pages: int
+    n_bytes: int
+    kept: bool
+
+
+class EngineStep(Event, frozen=True, kw_only=True):
+    """A step of an engine is over; times are those of `time.perf_counter`.
+
+    `seconds` is the whole turn, `model_s` the forward, `sampling_s` the choice of tokens; the rest
+    is bookkeeping. `gaps_s` holds the time since its last token for each row that made a further
+    one. `pages` are those that rows hold of `total_pages`.
+    """
+
+    rows: int
+    prefill_tokens: int
+    decode_tokens: int
+    made_tokens: int
+    waiting: int
+    aside: int
+    pages: int
+    total_pages: int
+    started_s: float
+    seconds: float
+    model_s: float
+    sampling_s: float
+    gaps_s: tuple[float, ...] = ()
+
+
+class Finished(Event, frozen=True, kw_only=True):
+    """A request of an engine is over.
+
+    `reason` is "stop", "length", "cancelled", "deadline" or "failed"; `ttft_s` and `tpot_s` are 0.0
+    where there was no first, or no further token.
+    """
+
+    request: int
+    reason: str
+    prompt_tokens: int
+    reused_tokens: int
+    new_tokens: int
+    started_s: float
+    seconds: float
+    queued_s: float
+    ttft_s: float
+    tpot_s: float
+    preempted: int = 0
+    restore_s: float = 0.0
+    exposed_s: float = 0.0
+    tenant: str = ""
+
+
 class Warned(Event, frozen=True, kw_only=True):
     """Something the user should know; `code` is stable, `message` ends with what to do."""
 

@@ -9,13 +9,13 @@ import bisect
 import math
 import re
 import threading
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from flowkv.core.errors import ConfigError
-from flowkv.observe import events
-from flowkv.observe.events import Bus, Event, Subscription
+from flowkv.observe.events import Bus, EngineStep, Event, Subscription
+from flowkv.observe.names import meaning
+from flowkv.observe.rules import RULES, Kind, Level, labels_of, read, rule_of, text
 
 SECONDS_BUCKETS = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 2.5, 5))
 """Upper bounds of a histogram of times, 10 microseconds to 50 seconds."""
@@ -23,109 +23,49 @@ SECONDS_BUCKETS = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 2.5, 5))
 COUNT_BUCKETS = tuple(float(4**e) for e in range(0, 13))
 """Upper bounds of a histogram of counts, 1 to 16 Mi."""
 
+PREFIX = "flowkv_"
+"""What names begin with outside of this process."""
+
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_PREFIX = "flowkv_"
 _Labels = tuple[tuple[str, str], ...]
-_Kind = Literal["counter", "gauge", "histogram"]
 
 
-class _Rule(NamedTuple):
-    """How events of one type are counted; the mappings are from fields to metric names."""
+class Histogram(NamedTuple):
+    """How values are spread over buckets.
 
-    number: str
-    labels: tuple[str, ...] = ()
-    sums: Mapping[str, str] = MappingProxyType({})
-    spreads: Mapping[str, str] = MappingProxyType({})
-    levels: Mapping[str, str] = MappingProxyType({})
+    Attributes:
+        bounds: Upper bounds of the buckets, ascending, without the last one, which has none.
+        counts: Values in each bucket.
+        total: Sum of the values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    def below(self) -> list[tuple[str, int]]:
+        """Each upper bound as text, and how many values are not above it."""
+        seen, found = 0, []
+        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
+            seen += count
+            found.append((number(bound), seen))
+        return found
 
 
-_RULES: dict[type[Event], _Rule] = {
-    events.Published: _Rule("published_total", ("group",), {"tokens": "published_tokens_total"}),
-    events.Encoded: _Rule(
-        "encodings_total",
-        ("source", "target"),
-        {
-            "pages": "encoded_pages_total",
-            "n_bytes_before": "encoded_source_bytes_total",
-            "n_bytes": "encoded_bytes_total",
-        },
-    ),
-    events.Hit: _Rule(
-        "hits_total", ("tier",), {"tokens": "hit_tokens_total", "n_bytes": "hit_bytes_total"}
-    ),
-    events.Miss: _Rule("misses_total", (), {"tokens": "miss_tokens_total"}),
-    events.Restored: _Rule(
-        "restores_total",
-        ("tier",),
-        {"tokens": "restored_tokens_total", "n_bytes": "restored_bytes_total"},
-        {"seconds": "restore_seconds"},
-    ),
-    events.RestoreSpan: _Rule(
-        "restore_spans_total", ("engine",), {"n_bytes": "restore_span_bytes_total"}
-    ),
-    events.RestoreEnded: _Rule(
-        "overlapped_restores_total",
-        (),
-        {
-            "computed_tokens": "restore_computed_tokens_total",
-            "loaded_tokens": "restore_loaded_tokens_total",
-            "failed": "restore_failed_loads_total",
-        },
-        {"seconds": "overlapped_restore_seconds", "exposed_s": "restore_exposed_seconds"},
-    ),
-    events.Audited: _Rule("audited_pages_total", ("tier", "codec")),
-    events.Stored: _Rule(
-        "stores_total",
-        ("tier",),
-        {"pages": "stored_pages_total", "n_bytes": "stored_bytes_total"},
-        {"seconds": "store_seconds"},
-    ),
-    events.Evicted: _Rule(
-        "evictions_total",
-        ("tier", "reason"),
-        {"pages": "evicted_pages_total", "n_bytes": "evicted_bytes_total"},
-    ),
-    events.LayerSent: _Rule(
-        "layers_sent_total",
-        (),
-        {"pages": "sent_pages_total", "n_bytes": "sent_bytes_total"},
-    ),
-    events.LayerArrived: _Rule(
-        "layers_arrived_total",
-        (),
-        {"pages": "arrived_pages_total", "n_bytes": "arrived_bytes_total"},
-    ),
-    events.Promoted: _Rule(
-        "promotions_total",
-        ("source", "tier"),
-        {"pages": "promoted_pages_total", "n_bytes": "promoted_bytes_total"},
-    ),
-    events.Demoted: _Rule(
-        "demotions_total",
-        ("source", "tier"),
-        {"pages": "demoted_pages_total", "n_bytes": "demoted_bytes_total"},
-    ),
-    events.Defragmented: _Rule(
-        "defragmentations_total",
-        ("device",),
-        {
-            "pages": "defragmented_pages_total",
-            "n_bytes": "defragmented_bytes_total",
-            "slabs": "defragmented_slabs_total",
-        },
-        {"seconds": "defragmentation_seconds"},
-        {"fragmentation": "fragmentation"},
-    ),
-    events.Failed: _Rule("failures_total", ("tier", "operation"), {"items": "failed_items_total"}),
-    events.Quarantined: _Rule("quarantined_total", ("tier",)),
-    events.StepPlanned: _Rule(
-        "steps_total",
-        (),
-        {"new_tokens": "step_tokens_total"},
-        {"rows": "step_rows", "context_tokens": "step_context_tokens"},
-    ),
-    events.Warned: _Rule("warnings_total", ("code",)),
-}
+class Family(NamedTuple):
+    """All series of one name.
+
+    Attributes:
+        name: Without the prefix.
+        kind: What it is.
+        meaning: One line for people; "" if nobody wrote it.
+        series: Labels and value of each, in the order of their labels.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    series: list[tuple[_Labels, float | Histogram]]
 
 
 class _Histogram:
@@ -136,9 +76,13 @@ class _Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
-    def add(self, value: float) -> None:
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def add(self, values: Iterable[float]) -> None:
+        for value in values:
+            self.counts[bisect.bisect_left(self.bounds, value)] += 1
+            self.total += value
+
+    def frozen(self) -> Histogram:
+        return Histogram(self.bounds, tuple(self.counts), self.total)
 
     def quantile(self, q: float) -> float:
         """Upper bound of the bucket that holds quantile `q`; the last bound if beyond it."""
@@ -162,15 +106,53 @@ class Metrics:
 
     def __init__(self, bus: Bus | None = None) -> None:
         self._lock = threading.Lock()
-        self._kinds: dict[str, _Kind] = {}
+        self._kinds: dict[str, Kind] = {}
         self._numbers: dict[str, dict[_Labels, float]] = {}
         self._histograms: dict[str, dict[_Labels, _Histogram]] = {}
+        self._sources: list[Callable[[], Iterable[Level]]] = []
+        self._lenders, self._lent = 0, list[Subscription]()
         if bus is not None:
             self.follow(bus)
 
-    def follow(self, bus: Bus, *, without: Sequence[type[Event]] = ()) -> Subscription:
-        """Counts the events of `bus`, but not those of types `without`, until it is closed."""
-        return bus.subscribe(self._count_event, *(kind for kind in _RULES if kind not in without))
+    def follow(
+        self, bus: Bus, *only: type[Event], without: Sequence[type[Event]] = ()
+    ) -> Subscription:
+        """Counts the events of `bus`, or only those of some types, until it is closed.
+
+        Args:
+            bus: Where to listen.
+            *only: Types; default all.
+            without: Types that are left out.
+        """
+        kinds = (kind for kind in only or RULES if kind not in without)
+        return bus.subscribe(self.note, *kinds)
+
+    def lend(self, bus: Bus) -> Callable[[], None]:
+        """Counts the steps of engines, once, until all who asked for it gave it back.
+
+        Steps come often. They are counted as long as somebody exports metrics, however many do.
+
+        Returns:
+            What gives it back; calling it again does nothing.
+        """
+        with self._lock:
+            self._lenders += 1
+            if self._lenders == 1:
+                self._lent.append(self.follow(bus, EngineStep))
+        mine = [True]
+
+        def give_back() -> None:
+            with self._lock:
+                self._lenders -= bool(mine)
+                mine.clear()
+                if not self._lenders and self._lent:
+                    self._lent.pop().close()
+
+        return give_back
+
+    def source(self, levels: Callable[[], Iterable[Level]]) -> None:
+        """Adds what is read whenever `families` is: called then, without a lock."""
+        self._sources.append(levels)
 
     def count(self, name: str, n: float = 1, /, **labels: object) -> None:
         """Adds `n` to a counter.
@@ -181,9 +163,7 @@ class Metrics:
         if n < 0:
             raise ConfigError(f"counter {name!r} cannot go down by {-n}", "Use `set` for a gauge")
         with self._lock:
-            series = self._series(name, "counter")
-            key = _key(labels)
-            series[key] = series.get(key, 0) + n
+            self._count(name, _key(labels), n)
 
     def set(self, name: str, value: float, /, **labels: object) -> None:
         """Sets a gauge, a value that may go down, such as bytes in use.
@@ -209,13 +189,7 @@ class Metrics:
             ConfigError: The name is malformed or of another kind.
         """
         with self._lock:
-            self._check(name, "histogram")
-            series = self._histograms.setdefault(name, {})
-            key = _key(labels)
-            if key not in series:
-                known = next(iter(series.values()), None)
-                series[key] = _Histogram(known.bounds if known else buckets)
-            series[key].add(value)
+            self._observe(name, _key(labels), (value,), buckets)
 
     def total(self, name: str, /, **labels: object) -> float:
         """Sum of a counter or gauge over all series that carry `labels`; 0 if there is none."""
@@ -243,39 +217,87 @@ class Metrics:
                     }
         return dict(sorted(plain.items()))
 
+    def by(self, name: str, label: str, /) -> dict[str, float]:
+        """A counter or gauge by the values of one label, summed over all others."""
+        found: dict[str, float] = {}
+        with self._lock:
+            for key, value in self._numbers.get(name, {}).items():
+                told = dict(key).get(label, "")
+                found[told] = found.get(told, 0) + value
+        return found
+
+    def families(self) -> list[Family]:
+        """All series now, and what sources say, by name: what every exposition is made of.
+
+        Raises:
+            ConfigError: A source uses a name that is of another kind.
+        """
+        levels = [level for source in self._sources for level in source()]
+        with self._lock:
+            kinds = dict(self._kinds)
+            series: dict[str, dict[_Labels, float | Histogram]] = {}
+            for name, numbers in self._numbers.items():
+                series[name] = {**numbers}
+            for name, histograms in self._histograms.items():
+                series[name] = {key: one.frozen() for key, one in histograms.items()}
+        for level in levels:
+            if kinds.setdefault(level.name, level.kind) != level.kind:
+                raise ConfigError(f"{level.name!r} is a {kinds[level.name]}", "Use another name")
+            series.setdefault(level.name, {})[_key(level.labels)] = level.value
+        return [
+            Family(name, kinds[name], meaning(name), sorted(series[name].items()))
+            for name in sorted(series)
+        ]
+
     def prometheus(self) -> str:
         """All series in the Prometheus text format (version 0.0.4)."""
         lines = []
-        with self._lock:
-            for name, kind in sorted(self._kinds.items()):
-                full = _PREFIX + name
-                lines.append(f"# TYPE {full} {kind}")
-                for key, value in sorted(self._numbers.get(name, {}).items()):
-                    lines.append(f"{full}{_braces(key)} {_number(value)}")
-                for key, histogram in sorted(self._histograms.get(name, {}).items()):
-                    below = 0
-                    bounds = (*map(_number, histogram.bounds), "+Inf")
-                    for bound, count in zip(bounds, histogram.counts, strict=True):
-                        below += count
-                        lines.append(f"{full}_bucket{_braces((*key, ('le', bound)))} {below}")
-                    lines.append(f"{full}_sum{_braces(key)} {_number(histogram.total)}")
-                    lines.append(f"{full}_count{_braces(key)} {below}")
+        for name, kind, said, series in self.families():
+            full = PREFIX + name
+            if said:
+                lines.append(f"# HELP {full} {said}")
+            lines.append(f"# TYPE {full} {kind}")
+            for key, value in series:
+                if not isinstance(value, Histogram):
+                    lines.append(f"{full}{_braces(key)} {number(value)}")
+                    continue
+                below = value.below()
+                for bound, count in below:
+                    lines.append(f"{full}_bucket{_braces((*key, ('le', bound)))} {count}")
+                lines.append(f"{full}_sum{_braces(key)} {number(value.total)}")
+                lines.append(f"{full}_count{_braces(key)} {below[-1][1]}")
         return "".join(line + "\n" for line in lines)
 
-    def _count_event(self, event: Event) -> None:
-        rule = next(_RULES[kind] for kind in type(event).__mro__ if kind in _RULES)
-        labels = {field: getattr(event, field) for field in rule.labels}
-        self.count(rule.number, **labels)
-        for field, name in rule.sums.items():
-            self.count(name, getattr(event, field), **labels)
-        for field, name in rule.spreads.items():
-            timed = field == "seconds" or field.endswith("_s")
-            buckets = SECONDS_BUCKETS if timed else COUNT_BUCKETS
-            self.observe(name, getattr(event, field), buckets=buckets, **labels)
-        for field, name in rule.levels.items():
-            self.set(name, getattr(event, field), **labels)
+    def note(self, event: Event) -> None:
+        """Counts an event."""
+        rule = rule_of(type(event))
+        key = _key(labels_of(event, rule))
+        readings = read(event, rule)
+        with self._lock:
+            for kind, name, values, timed in readings:
+                if kind == "counter":
+                    self._count(name, key, values[0])
+                elif kind == "gauge":
+                    self._series(name, "gauge")[key] = values[0]
+                else:
+                    buckets = SECONDS_BUCKETS if timed else COUNT_BUCKETS
+                    self._observe(name, key, values, buckets)
 
-    def _check(self, name: str, kind: _Kind) -> None:
+    def _count(self, name: str, key: _Labels, n: float) -> None:
+        series = self._series(name, "counter")
+        series[key] = series.get(key, 0) + n
+
+    def _observe(
+        self, name: str, key: _Labels, values: Sequence[float], buckets: Sequence[float]
+    ) -> None:
+        self._check(name, "histogram")
+        series = self._histograms.setdefault(name, {})
+        if key not in series:
+            known = next(iter(series.values()), None)
+            series[key] = _Histogram(known.bounds if known else buckets)
+        series[key].add(values)
+
+    def _check(self, name: str, kind: Kind) -> None:
         known = self._kinds.get(name)
         if known is None and _NAME.fullmatch(name):
             self._kinds[name] = kind
@@ -284,13 +306,27 @@ class Metrics:
         elif known != kind:
             raise ConfigError(f"{name!r} is a {known}, not a {kind}", "Use another name")
 
-    def _series(self, name: str, kind: _Kind) -> dict[_Labels, float]:
+    def _series(self, name: str, kind: Kind) -> dict[_Labels, float]:
         self._check(name, kind)
         return self._numbers.setdefault(name, {})
 
 
-def _key(labels: dict[str, object]) -> _Labels:
-    return tuple(sorted((name, str(value)) for name, value in labels.items()))
+class Watched(Protocol):
+    """What has a bus and counts it: a `KV`."""
+
+    @property
+    def bus(self) -> Bus:
+        """Where events come from."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics:
+        """What counts them."""
+        ...
+
+
+def _key(labels: Mapping[str, object]) -> _Labels:
+    return tuple(sorted((name, text(value)) for name, value in labels.items()))
 
 
 def _braces(key: _Labels) -> str:
@@ -303,7 +339,8 @@ def _braces(key: _Labels) -> str:
     return "{" + ",".join(f'{name}="{value}"' for name, value in escaped) + "}"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A value as Prometheus writes it."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))

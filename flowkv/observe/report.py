@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from flowkv.core.errors import ConfigError
 from flowkv.observe.curves import MOST_CURVES, Curves, draw_curves
@@ -76,6 +76,9 @@ svg .axis{stroke:var(--line)}
 .s4{fill:var(--c4);background:var(--c4)}.s5{fill:var(--c5);background:var(--c5)}
 svg .l{fill:none;stroke-width:2.2;stroke-linejoin:round}
 svg circle.met{fill:var(--card);stroke:var(--ink);stroke-width:2.2}
+svg .area{fill-opacity:.22}
+svg .mark{fill:none;stroke:var(--ink);stroke-opacity:.55;stroke-width:1.2;stroke-dasharray:3 3}
+svg text.t{font-weight:600}svg text.q{font-size:12px;font-variant-numeric:tabular-nums}
 svg text.met{font-weight:600;paint-order:stroke;stroke:var(--card);stroke-width:4px}
 pre{background:var(--note);border-radius:8px;padding:14px 16px;overflow-x:auto;margin:20px 0 0;
 font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
@@ -130,7 +133,15 @@ class Text:
     mono: bool = False
 
 
-Part = Figures | Table | Bars | Curves | Overlap | Text
+class Picture(Protocol):
+    """Whatever draws itself: `OverTime`, `Distributions`, `Gantt`."""
+
+    def draw(self) -> str:
+        """The figure as HTML, of classes that `STYLE` knows."""
+        ...
+
+
+Part = Figures | Table | Bars | Curves | Overlap | Text | Picture
 """What a section can show."""
 
 
@@ -234,6 +245,8 @@ def _part(part: Part) -> str:
             return draw_overlap(part)
         case Text(text, mono):
             return f"<pre>{_text(text)}</pre>" if mono else f"<p>{_text(text)}</p>"
+        case _:
+            return part.draw()
 
 
 def _table(table: Table) -> str:

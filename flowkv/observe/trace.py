@@ -17,35 +17,39 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from flowkv.core.errors import ConfigError
 from flowkv.observe.events import (
+    Admitted,
     Bus,
-    Demoted,
+    EngineStep,
     Event,
-    Promoted,
+    Finished,
+    Preempted,
+    Queued,
     Restored,
     RestoreEnded,
     RestoreSpan,
-    StepPlanned,
     Subscription,
 )
+from flowkv.observe.lanes import Lane, Lanes
 from flowkv.observe.timeline import idle
+from flowkv.observe.tracks import Place, arguments, place_of, request_place
 
-_ENGINES, _TIERS, _REQUESTS, _EVENTS = range(4)  # in the order in which they are shown
-_HIDDEN = frozenset({"tenant", "started_s", "seconds"})
+_MOST = 4096  # requests under way; of more, every second one is drawn
 
 
 class Trace:
     """A trace that is being written, as `KV.trace` returns it. Ends with `close`, or the cache.
 
-    Each engine and each tier is a group of its own, a "process" of the format, and so are requests,
-    with a track each. What overlaps goes on further tracks of its group, since the slices of one
-    may not cross. What happened before the trace began is cut off. What cannot be written ends the
-    trace, with a warning, and nothing else.
+    Each engine and each tier is a group of its own, a "process" of the format, and so are requests
+    and restores, with a track each. What overlaps goes on further tracks of its group, since the
+    slices of one may not cross. What happened before the trace began is cut off. What cannot be
+    written ends the trace, with a warning, and nothing else. What a request of an engine went
+    through is drawn once it is over, or when the trace ends.
 
     Args:
         path: The file; an old one is replaced.
@@ -74,7 +78,7 @@ class Trace:
         self._lock = threading.Lock()
         self._groups: dict[str, int] = {}
         self._tracks: dict[tuple[str, str], list[_Track]] = {}
-        self._numbers = 0
+        self._numbers, self._lanes = 0, Lanes(most=_MOST)
         self._began_ns = _ns(clock())
         try:  # unbuffered: a line is in the file, whole, before the next event happens
             self._file = self.path.open("wb", buffering=0)
@@ -112,31 +116,79 @@ class Trace:
     # ---- what an event looks like
 
     def _lines(self, event: Event, now_s: float) -> list[bytes]:
-        place = _place(event)
+        match event:
+            case Queued():
+                self._lanes.queued(event, now_s)
+            case Admitted():
+                self._lanes.admitted(event, now_s)
+            case Preempted():
+                self._lanes.preempted(event, now_s)
+            case Finished():
+                self._lanes.finished(event)
+                lane = self._lanes.take(event.request)
+                lines = self._request(lane) if lane is not None else []
+                place = request_place(event.request, event.reason)
+                lines += self._shown(place, event, (now_s, now_s))
+                self._tracks.pop((place.group, place.track), None)  # nothing more comes there
+                return lines
+        place = place_of(event)
         seconds = getattr(event, "seconds", 0.0)
         started_s = getattr(event, "started_s", now_s - seconds)
-        first = max(0, _ns(started_s) - self._began_ns)
-        stop = max(0, _ns(started_s + seconds) - self._began_ns)
-        if (seconds and not stop) or (isinstance(event, RestoreSpan) and idle(event)):
+        if seconds and _ns(started_s + seconds) <= self._began_ns:
             return []
-        if isinstance(event, Restored) and self._drawn(place, first):
-            first = stop  # its pieces are there already
-        track, lines = self._track(place, first, stop)
-        shape = {"ph": "X", "dur": (stop - first) / 1e3} if stop > first else {"ph": "i", "s": "t"}
-        line = {
-            "name": place.label,
-            "cat": type(event).__name__,
-            "ts": first / 1e3,
-            "pid": track.group,
-            "tid": track.number,
-            "args": _arguments(event),
-            **shape,
-        }
+        if isinstance(event, RestoreSpan) and idle(event):
+            return []
+        if isinstance(event, Restored) and self._drawn(place, self._at(started_s)):
+            started_s += seconds  # its pieces are there already
+            seconds = 0.0
+        lines = self._shown(place, event, (started_s, started_s + seconds))
         if isinstance(event, RestoreEnded):  # that was the last of its track
             del self._tracks[place.group, place.track]
-        return [*lines, msgspec.json.encode(line)]
+        return lines
 
-    def _track(self, place: _Place, first: int, stop: int) -> tuple[_Track, list[bytes]]:
+    def _shown(self, place: Place, event: Event, when: tuple[float, float]) -> list[bytes]:
+        """An event as a slice, or as an instant if it took no time; and what belongs to it."""
+        first, stop = map(self._at, when)
+        track, lines = self._track(place, first, stop)
+        kind = type(event).__name__
+        lines.append(_line(track, place.label, kind, (first, stop), arguments(event)))
+        if isinstance(event, EngineStep):
+            lines += self._parts(track, event, first, stop)
+        return lines
+
+    def _parts(self, track: _Track, step: EngineStep, first: int, stop: int) -> list[bytes]:
+        """The forward and the choice of tokens, at the end of their step; and levels beside it."""
+        middle = max(first, stop - _ns(step.sampling_s))
+        begin = max(first, middle - _ns(step.model_s))
+        parts = [("model", begin, middle), ("sampling", middle, stop)]
+        lines = [
+            _line(track, name, "EngineStep", (left, right), {})
+            for name, left, right in parts
+            if left < right
+        ]
+        crowd = {"running": step.rows, "waiting": step.waiting, "set aside": step.aside}
+        for name, levels in (("requests", crowd), ("pages", {"in use": step.pages})):
+            ids = {"pid": track.group, "tid": track.number}
+            line = {"name": name, "ph": "C", "ts": first / 1e3, **ids, "args": levels}
+            lines.append(msgspec.json.encode(line))
+        return lines
+
+    def _request(self, lane: Lane) -> list[bytes]:
+        """The phases of a request, one behind the other."""
+        lines, kind = list[bytes](), "Finished" if lane.ended is not None else "Queued"
+        told = arguments(lane.ended) if lane.ended is not None else {"request": lane.request}
+        for phase, first_s, stop_s in lane.pieces:
+            first, stop = self._at(first_s), self._at(stop_s)
+            if first < stop:
+                track, fresh = self._track(request_place(lane.request, phase), first, stop)
+                lines += [*fresh, _line(track, phase, kind, (first, stop), told)]
+        return lines
+
+    def _at(self, at_s: float) -> int:
+        """Nanoseconds from the trace's begin."""
+        return max(0, _ns(at_s) - self._began_ns)
+
+    def _track(self, place: Place, first: int, stop: int) -> tuple[_Track, list[bytes]]:
         """A track with room from `first` to `stop`, and the lines that introduce it if it is new.
 
         Slices of a track may lie one in the other, as the same work for two requests does, but they
@@ -155,10 +207,10 @@ class Trace:
         track.first, track.stop = first, stop
         return track, lines
 
-    def _drawn(self, place: _Place, first: int) -> bool:
+    def _drawn(self, place: Place, first: int) -> bool:
         return any(t.stop > first for t in self._tracks.get((place.group, place.track), ()))
 
-    def _new_track(self, place: _Place, number: int) -> tuple[_Track, list[bytes]]:
+    def _new_track(self, place: Place, number: int) -> tuple[_Track, list[bytes]]:
         said: list[tuple[str, dict[str, Any]]] = []
         group = self._groups.get(place.group)
         if group is None:
@@ -178,8 +230,13 @@ class Trace:
     def close(self) -> None:
         """Ends the trace. Safe to call again, from any thread."""
         with self._lock:
-            if os.getpid() == self._pid:
-                self._end()
+            if os.getpid() != self._pid:
+                return
+            if not self.closed:
+                with suppress(OSError):  # requests that are not over, as far as they have come
+                    for lane in self._lanes.under_way(self._clock()):
+                        self._write(self._request(lane))
+            self._end()
 
     def _end(self) -> None:
         if self.closed:
@@ -211,44 +268,15 @@ class _Track:
         self.group, self.number, self.first, self.stop = group, number, 0, 0
 
 
-class _Place(NamedTuple):
-    """Where an event is shown, and as what."""
-
-    rank: int
-    group: str
-    track: str
-    label: str
-
-
-def _place(event: Event) -> _Place:
-    if isinstance(event, RestoreSpan):
-        tokens = f"{event.token}-{event.token + event.tokens}"
-        if event.engine == "suffix":
-            return _Place(_ENGINES, "compute", "compute", f"suffix, {_layers(event)}")
-        if event.engine == "compute":
-            return _Place(_ENGINES, "compute", "compute", f"compute {tokens}")
-        part = "" if event.layer == 0 and event.layers > 1 else f", {_layers(event)}"
-        return _Place(_TIERS, event.engine, event.engine, f"load {tokens}{part}")
-    if isinstance(event, RestoreEnded):
-        label = f"restore {event.tokens} tokens"
-        return _Place(_REQUESTS, "requests", f"request {event.request}", label)
-    if isinstance(event, StepPlanned):
-        return _Place(_ENGINES, "compute", "steps", f"step, {event.new_tokens} tokens")
-    moved = isinstance(event, Promoted | Demoted)
-    tier: str = getattr(event, "source" if moved else "tier", "")
-    label = type(event).__name__.lower()
-    return _Place(_TIERS, tier, tier, label) if tier else _Place(_EVENTS, "events", "events", label)
-
-
-def _layers(span: RestoreSpan) -> str:
-    last = span.layer + span.layers - 1
-    return f"layer {last}" if span.layers == 1 else f"layers {span.layer}-{last}"
-
-
-def _arguments(event: Event) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(event)
-    told = {name: value for name, value in fields.items() if name not in _HIDDEN}
-    return {k: v.hex() if isinstance(v, bytes) else v for k, v in told.items()}
+def _line(
+    track: _Track, name: str, kind: str, when: tuple[int, int], args: dict[str, Any]
+) -> bytes:
+    first, stop = when
+    shape = {"ph": "X", "dur": (stop - first) / 1e3} if stop > first else {"ph": "i", "s": "t"}
+    ids = {"pid": track.group, "tid": track.number}
+    return msgspec.json.encode(
+        {"name": name, "cat": kind, "ts": first / 1e3, **ids, "args": args, **shape}
+    )
 
 
 def _ns(seconds: float) -> int:

@@ -16,9 +16,13 @@ from numpy.typing import NDArray
 from flowkv import kernels
 from flowkv.core.errors import StateError, TokenError
 from flowkv.core.geometry import LayerGroup
+from flowkv.kernels.cascade_plan import Cascade
 from flowkv.kernels.operands import Pages, Ragged
+from flowkv.runtime.advance import FILLS
 from flowkv.runtime.planner import Planner
 from flowkv.runtime.sequence import Sequence
+from flowkv.runtime.sharing import shared as shared_pages
+from flowkv.runtime.singles import singles
 from flowkv.runtime.sparsify import Watch
 
 CURRENT: ContextVar[Step | None] = ContextVar("flowkv_step", default=None)
@@ -37,7 +41,11 @@ class Step:
         awaits: Told each layer once it has written its new tokens; returns when it may attend.
         tokens: int64 `[1, N]`: the new token ids, packed row after row; None for `KV.plan`.
         audits: It only recomputes what is known, to compare; nobody needs its logits.
+        apart: Each new token attends as if it were the only one: the same bits, whatever else is in
+            the step and however a prompt is cut.
     """
+
+    apart = False
 
     _open = False  # until everything is reserved
 
@@ -50,6 +58,8 @@ class Step:
         self._started_s = time.perf_counter()
         self._token: Token[Step | None] | None = None
         self._batches: dict[int, Ragged] = {}
+        self._singles: dict[int, list[tuple[slice, Ragged]]] = {}
+        self._shared: dict[int, Cascade | None] = {}
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
         self._watch: Watch | None = None
@@ -72,9 +82,15 @@ class Step:
         """
         step = self._advance
         starts, lengths = step.starts.tolist(), step.before.tolist()
+        single = tokens.tolist() if len(tokens) == len(self.seqs) and step.most_new == 1 else None
         for b, (seq, length) in enumerate(zip(self.seqs, lengths, strict=True)):
             length += seq.dropped
-            ids, known = tokens[starts[b] : starts[b + 1]], seq.known
+            known = seq.known
+            if single is not None and known == length:  # as all rows do that decode
+                self._noted.append((seq, known))
+                seq.append(single[b])
+                continue
+            ids = tokens[starts[b] : starts[b + 1]]
             if known > length:
                 pending = seq.tokens[length : length + len(ids)]
                 if not np.array_equal(pending, ids[: len(pending)]):
@@ -98,6 +114,11 @@ class Step:
     def open(self) -> bool:
         """Whether it is neither committed nor rolled back."""
         return self._open
+
+    @property
+    def fills(self) -> bool:
+        """Whether pages become full by it, which are then published."""
+        return bool(self._advance.flags & FILLS)
 
     def dtype(self, layer: int) -> torch.dtype:
         """What a layer's K and V are kept in.
@@ -166,23 +187,57 @@ class Step:
             GeometryError: Shapes, dtypes or devices do not fit, or no group holds the layer.
             StateError: The step is over.
         """
+        self.write(layer, k, v)
+        return self.read(layer, q, scale=scale, softcap=softcap, sinks=sinks)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """The first half of `attend`: writes the new K and V of a layer into pages."""
         if not self._open:
             raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         group, _ = self._planner.locate(layer)
-        batch, pages = self.batch(group), self.pages(layer)
-        kernels.append(k, v, pages, batch)
+        kernels.append(k, v, self.pages(layer), self.batch(group))
         self.appended(layer)
-        out: torch.Tensor = kernels.paged_attention(
-            q,
-            pages,
-            batch,
-            scale=scale,
-            window=self._planner.window(group),
-            softcap=softcap,
-            sinks=sinks,
-            mass=self._watched(layer, group, batch),
-        )
+
+    def read(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The second half of `attend`: attends over what a layer has written."""
+        if not self._open:
+            raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
+        group, _ = self._planner.locate(layer)
+        pages, how = self._planner.pages(layer), dict(scale=scale, softcap=softcap, sinks=sinks)
+        window = self._planner.window(group)
+        out: torch.Tensor
+        if self.apart:
+            if group not in self._singles:
+                self._singles[group] = singles(self.batch(group), self._advance)
+            parts = [
+                kernels.paged_attention(q[part], pages, one, window=window, invariant=True, **how)
+                for part, one in self._singles[group]
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        batch = self.batch(group)
+        shared = self._shares(group, batch)
+        if shared is not None:
+            out = kernels.cascade_attention(q, pages, batch, shared, **how)
+            return out
+        mass = self._watched(layer, group, batch)
+        out = kernels.paged_attention(q, pages, batch, window=window, mass=mass, **how)
         return out
+
+    def _shares(self, group: int, batch: Ragged) -> Cascade | None:
+        """What rows share and attention reads once, in a step that nobody watches."""
+        if self._watch is not None or self._coming:
+            return None  # of what is coming, pages are put in place while layers run
+        if group not in self._shared:
+            self._shared[group] = shared_pages(self._planner, self._advance, group, batch)
+        return self._shared[group]
 
     def appended(self, layer: int) -> None:
         """Says that a layer has written its new tokens, and is about to attend."""
@@ -196,6 +251,8 @@ class Step:
     def refresh(self) -> None:
         """Other pages took the place of some meanwhile: kernels are told anew where all lie."""
         self._batches.clear()
+        self._singles.clear()
+        self._shared.clear()
 
     def watch(self) -> None:
         """From now on, this step remembers how much its tokens look at which pages.
@@ -210,15 +267,13 @@ class Step:
             return None
         return self._watch.mass(layer, batch, self.groups[group], self._planner.page_size)
 
-    def commit(self) -> None:
-        """The new tokens are written: lengths advance, and full pages are published.
+    def check(self) -> None:
+        """Sees that all is written that is counted once the step is over.
 
         Raises:
             StateError: The step was given token ids, and the model left layers out, or went on
                 though pages did not come: what it wrote is not theirs. The step is rolled back.
         """
-        if not self._open:
-            return
         missed = self._planner.layers - self._touched
         if missed and self.tokens is not None and self.tokens.numel():
             self.rollback()
@@ -228,6 +283,16 @@ class Step:
                 "is_causal=True inside flowkv.intercept(), in every layer of the geometry",
             )
         self._refuse_absent()
+
+    def commit(self) -> None:
+        """The new tokens are written: lengths advance, and full pages are published.
+
+        Raises:
+            StateError: See `check`.
+        """
+        if not self._open:
+            return
+        self.check()
         self._open = False
         self._planner.commit(self.seqs, self._advance)
         if self._watch is not None:

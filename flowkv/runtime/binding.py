@@ -20,8 +20,9 @@ from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace, Shard
 from flowkv.core.selection import PLACE_KINDS, parse_quota
 from flowkv.core.sizes import format_size
-from flowkv.observe.events import Bus, RestoreSpan, StepPlanned, Warned
+from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
 from flowkv.observe.metrics import Metrics
+from flowkv.observe.tenancy import Tenancy
 from flowkv.observe.trace import Trace
 from flowkv.policy import make_policy
 from flowkv.policy.base import Policy
@@ -89,7 +90,8 @@ class Binding:
         self.clock, self.bus = clock or SystemClock(), Bus()
         self.metrics = Metrics()
         # Steps and spans come too often: who wants them counted subscribes to the bus.
-        self.metrics.follow(self.bus, without=[RestoreSpan, StepPlanned])
+        self.metrics.follow(self.bus, without=[EngineStep, RestoreSpan, StepPlanned])
+        self.tenants = Tenancy(self.bus)
         self.lock, self.closed, self._pid = Guard(), False, os.getpid()
         self.gate = LoadGate()
         self.namespace = b""
@@ -141,6 +143,8 @@ class Binding:
                 self._build(local, geometry)
             exact = msgspec.structs.replace(namespace, geometry=geometry.fingerprint().hex())
             self.namespace = exact.digest()
+            for seq in self._open.values():  # also if the old name comes back while they are open
+                seq.publishable = False
 
     def _build(self, geometry: Geometry, whole: Geometry) -> None:
         pools = open_pools(geometry, self.config)

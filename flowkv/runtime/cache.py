@@ -15,6 +15,7 @@ from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace, Shard
+from flowkv.observe.account import Account
 from flowkv.policy.base import Policy
 from flowkv.policy.config import Lease
 from flowkv.runtime import audit, front
@@ -22,6 +23,7 @@ from flowkv.runtime.arrival import take_over
 from flowkv.runtime.batch import Step
 from flowkv.runtime.handover import Sender
 from flowkv.runtime.keeping import Keeping
+from flowkv.runtime.levels import source
 from flowkv.runtime.opening import Tokens, pack, plain
 from flowkv.runtime.retention import Retain
 from flowkv.runtime.sequence import Sequence
@@ -79,6 +81,8 @@ class KV(Keeping):
             shard=shard,
             fields=fields,
         )
+        self._levels, self._accounts = source(self), list[Account]()
+        self.metrics.source(self._levels)
 
     # ---- steps
 
@@ -310,6 +314,36 @@ class KV(Keeping):
         with self.lock:
             return statistics(self)
 
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        title: str = "How it was served",
+        tenants: bool = False,
+    ) -> Account:
+        """Collects how requests are served, and writes it up: `with kv.report("x.html"): ...`.
+
+        Latencies, requests over time, memory by place, and what was found where, of whatever uses
+        this cache meanwhile, engines above all; as one HTML file that loads nothing from elsewhere.
+
+        Args:
+            path: The HTML file; an old one is replaced.
+            title: Its heading.
+            tenants: Whether tenants are named in it.
+
+        Returns:
+            The account, which writes when its block ends, or with its `close`. It has the numbers,
+            too: `summary()`.
+
+        Raises:
+            ConfigError: The file cannot be made.
+            StateError: The cache is closed.
+        """
+        self._alive()
+        account = Account(path, self.bus, self._levels, title=title, tenants=tenants)
+        self._accounts = [*(other for other in self._accounts if not other.closed), account]
+        return account
+
     def close(self) -> None:
         """Detaches, writes down what is published, and releases everything. Safe to call again."""
         if os.getpid() != self._pid:
@@ -334,6 +368,8 @@ class KV(Keeping):
                 last.callback(self.flush)  # what was encoded just now, too
                 for seq in list(self._open.values()):
                     last.callback(self._close, seq)
+                for account in self._accounts:
+                    last.callback(account.close)
                 self.flush()
 
     def __enter__(self) -> KV:

@@ -53,6 +53,7 @@ class Devices(Traffic):
         self._places = [self.device_places[group.device] for group in geometry.groups]
         self.defragment_bytes = config.defragment_bytes
         self._orphans: set[Block] = set()
+        self._idle = dict.fromkeys(pools, 0)
         self._lent: dict[tuple[str, int], int] = {}
         self._awaited: set[tuple[str, int]] = set()
         super().__init__(
@@ -141,7 +142,35 @@ class Devices(Traffic):
 
     def _guard(self, block: Block) -> None:
         place = self._places[block.group]
-        (place.hold if block.holds or block.kept else place.let_go)(block.slot)
+        if not (block.holds or block.kept):
+            place.let_go(block.slot)
+            self.recount(block)
+            return
+        place.hold(block.slot)
+        if block.idle:
+            self._idle[self.geometry.groups[block.group].device] -= block.idle
+            block.idle = 0
+
+    def recount(self, block: Block) -> None:
+        """Counts a block's page among the idle ones, or no longer, after anything changed."""
+        now = 0
+        if block.page >= 0 and not (block.holds or block.kept or block.gone):
+            now = self.forms[block.group].of(block.page).granules
+        if now != block.idle:
+            self._idle[self.geometry.groups[block.group].device] += now - block.idle
+            block.idle = now
+
+    def change(self, block: Block, page: int) -> None:
+        """A block has another device page, or (-1) none any more; who is suspended keeps a copy."""
+        if block.keepsake is not None:
+            block.keepsake.save(self)
+        block.page = page
+        self.recount(block)
+
+    def room(self, device: str) -> int:
+        """Granules of a device that are free, or held by nobody but the index and no pin."""
+        pool = self.pools[device]
+        return pool.capacity_granules - pool.used_granules + self._idle[device]
 
     def lend(self, group: int, page: int) -> None:
         """Gives a page to a transfer: it neither moves nor becomes free until `give_back`."""

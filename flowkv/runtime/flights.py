@@ -99,6 +99,10 @@ class Flights:
         """Bytes asked for and not answered, of flights that the policy sent to a tier."""
         return sum(sum(f.trips.values()) for f in self._flights if f.tier == tier)
 
+    def of(self, owner: object) -> int:
+        """Flights of an owner."""
+        return sum(flight.owner is owner for flight in self._flights)
+
     def busy(self) -> set[int]:
         """Numbers of the tiers that owe something."""
         return {trip.source.tier for flight in self._flights for trip in flight.trips}

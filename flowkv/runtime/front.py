@@ -41,7 +41,7 @@ def prefill(kv: KV, seqs: Items[Sequence], chunk: int) -> Iterator[Step]:
             yield out
             continue
         if (restoration := out.restoration) is not None:
-            _end(kv, restoration, ok=restoration.complete())
+            end(kv, restoration, ok=restoration.complete())
         yield from kv.prefill([out], chunk=chunk)
 
 
@@ -75,12 +75,12 @@ def behind(
     except Late:
         output = None
     finally:
-        _end(kv, restoration, ok=ok)
+        end(kv, restoration, ok=ok)
     return output
 
 
-def _end(kv: KV, restoration: Restoration, *, ok: bool) -> None:
-    """What came needed no computing."""
+def end(kv: KV, restoration: Restoration, *, ok: bool) -> None:
+    """Ends a restore; what came needed no computing."""
     with kv.lock:
         restoration.finish(ok=ok)
         came = max(0, restoration.tokens - restoration.front)

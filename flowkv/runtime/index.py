@@ -8,6 +8,7 @@ can meet (their keys differ from the root on).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from flowkv.core.errors import StateError
 from flowkv.core.keys import ROOT
 from flowkv.policy.config import Lease
 from flowkv.runtime.ghosts import Ghosts
+
+if TYPE_CHECKING:
+    from flowkv.runtime.keepsake import Keepsake
 
 LEAST_GHOSTS, GHOSTS_PER_BLOCK = 1 << 14, 2
 """Forgotten blocks whose slots stay theirs: so many, or so many for each known block."""
@@ -44,6 +48,8 @@ class Block:
         codecs: Four bits for each tier: how its copy is encoded; see `codec_on`.
         fidelity: Lossiest codec index among itself and its ancestors (DESIGN D6).
         holds: Open sequences that use the device page.
+        idle: Granules of its device page, while that can be had for another one; else 0.
+        keepsake: Its device page as suspended sequences need it; None if none does.
         kept: Reasons, beside holds, for which no policy may take it from anywhere.
         moving: Stores of it that are under way.
         pinned: `KV.pin` protects it.
@@ -63,6 +69,8 @@ class Block:
         "gone",
         "group",
         "holds",
+        "idle",
+        "keepsake",
         "kept",
         "key",
         "kind",
@@ -84,10 +92,11 @@ class Block:
     def __init__(self, slot: int, key: bytes, parent: bytes, group: int, kind: str) -> None:
         self.slot, self.key, self.parent, self.group, self.kind = slot, key, parent, group, kind
         self.page, self.tiers, self.codecs, self.fidelity = -1, 0, 0, 0
-        self.holds = self.kept = self.moving = 0
+        self.holds = self.kept = self.moving = self.idle = 0
         self.pinned, self.gone, self.sealable = False, False, True
         self.n_bytes = self.tail = 0
         self.lease: str | Lease = ""
+        self.keepsake: Keepsake | None = None
         self.tokens: NDArray[np.uint32] | None = None
         self.tenant = self.namespace = b""
 

@@ -32,6 +32,8 @@ class Lines:
     Attributes:
         sealer: Encodes full pages; None if all stay raw.
         compactor: Moves pages out of sparse slabs.
+        aside_bytes: Most host memory that suspended sequences take, or may come to take.
+        copied_bytes: Bytes that suspending and resuming have copied so far.
     """
 
     def __init__(self, store: Store, tables: Tables, guard: Guard) -> None:
@@ -43,6 +45,7 @@ class Lines:
         ]
         self._slides = any(window is not None for window in self._windows)
         self._leaving: list[Sequence] = []
+        self.aside_bytes = self.copied_bytes = 0
         encodes = any(forms.ladder.rungs for forms in store.forms)
         self.sealer = Sealer(store, tables) if encodes else None
         self.compactor = Compactor(store, tables, store.defragment_bytes)

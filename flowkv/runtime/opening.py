@@ -148,7 +148,8 @@ class Opening(Binding):
         if not seq.closed:
             if seq.restoration is not None:
                 seq.restoration.abandon()
-            seq.closed, seq.suspended = True, None
+            seq.closed = True
+            swap.discard(seq.planner, seq)
             del self._open[id(seq)]
             if seq.planner is self.planner:
                 self.visits.end(seq)
@@ -184,7 +185,11 @@ class Opening(Binding):
         seq.planner.truncate(seq, length)
 
     def suspend(self, seq: Sequence) -> int:
-        """Moves a sequence's pages to host memory; returns the bytes. `resume` brings them back."""
+        """Gives a sequence's pages up for others until `resume` brings them back, bit for bit.
+
+        What only it knows moves to host memory now, pages that are known once they leave the
+        device. Returns the bytes of host memory that this takes at most.
+        """
         with self.lock:
             return swap.suspend(seq.planner, seq)
 
@@ -196,7 +201,8 @@ class Opening(Binding):
         """
         with self.lock:
             swap.resume(seq.planner, seq)
-            seq.planner.publish(seq)  # shared again with whoever computed the same meanwhile
+            # Shared again with whoever has the same by now, and known again.
+            seq.planner.publish(seq, exact=True)
 
 
 def plain(tokens: Tokens) -> Items[int] | NDArray[np.generic]:

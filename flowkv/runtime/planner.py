@@ -185,10 +185,15 @@ class Planner(Lines):
                 self._cut(seq, have)
             self._end(step.rows)
 
-    def publish(self, seq: Sequence) -> None:
-        """Makes the sequence's full pages with known tokens known to the index."""
+    def publish(self, seq: Sequence, *, exact: bool = False) -> None:
+        """Makes the sequence's full pages with known tokens known to the index.
+
+        Args:
+            seq: The sequence.
+            exact: See `Publisher.publish`.
+        """
         with self.guard:
-            self.publisher.publish([seq])
+            self.publisher.publish([seq], exact=exact)
 
     def _end(self, rows: NDArray[np.int32]) -> None:
         self.tables.state[rows] = READY

@@ -81,6 +81,16 @@ class PagePool:
 
     # ---- what is there
 
+    @property
+    def slabs(self) -> int:
+        """How many slabs it has."""
+        return len(self._slabs)
+
+    @property
+    def used_granules(self) -> int:
+        """Granules of the pages in use."""
+        return self._used_granules
+
     def used_bytes(self) -> int:
         """Bytes of the pages in use."""
         return self._used_granules * GRANULE_BYTES

@@ -33,17 +33,24 @@ class Publisher:
         self.allowed: Callable[[Sequence], bool] = lambda seq: seq.publishable
         self.on_non_finite: Callable[[int, int], None] = lambda group, page: None
 
-    def publish(self, seqs: Iterable[Sequence]) -> None:
-        """Makes the sequences' full pages with known tokens known to the index."""
+    def publish(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
+        """Makes the sequences' full pages with known tokens known to the index.
+
+        A page that somebody else has computed meanwhile takes the place of a sequence's own.
+
+        Args:
+            seqs: The sequences.
+            exact: Only if it has the same bytes: rounding may differ with what else was in a step.
+        """
         fresh: list[list[Block]] = [[] for _ in self.store.geometry.groups]
         try:
             for seq in seqs:
-                self._publish_full(seq, fresh)
+                self._publish_full(seq, fresh, exact)
         finally:
             for blocks in fresh:
                 self.store.insert(blocks)
 
-    def _publish_full(self, seq: Sequence, fresh: list[list[Block]]) -> None:
+    def _publish_full(self, seq: Sequence, fresh: list[list[Block]], exact: bool) -> None:
         full = min(seq.length, len(seq.tokens)) // self.page_size
         for g, blocks in enumerate(seq.blocks):
             start = max(seq.published[g], seq.first_page[g])
@@ -51,7 +58,7 @@ class Publisher:
                 continue
             before = len(fresh[g])
             for page_no in range(start, full):
-                if blocks[page_no] is None:
+                if blocks[page_no] is None and not (exact and self._differs(seq, g, page_no)):
                     self._publish(seq, g, page_no, fresh[g])
                 if not seq.publishable:
                     return
@@ -62,6 +69,18 @@ class Publisher:
                 self.store.bus.emit(
                     Published(group=g, pages=pages, tokens=tokens, tenant=seq.owner)
                 )
+
+    def _differs(self, seq: Sequence, group: int, page_no: int) -> bool:
+        """Whether a page is known with other bytes than those that a sequence has."""
+        block = self.store.index.find(seq.key(group, page_no))
+        page = int(self.tables.pages[group][seq.row, page_no])
+        if block is None or block.page < 0:
+            return False
+        pool, n_bytes = self.store.pool(group), self.store.forms[group].of(page).page_bytes
+        if block.page >> CODEC_SHIFT != page >> CODEC_SHIFT:
+            return True
+        mine, theirs = (pool.page_bytes(one, n_bytes) for one in (page, block.page))
+        return not torch.equal(mine, theirs)
 
     def _publish(self, seq: Sequence, group: int, page_no: int, fresh: list[Block]) -> None:
         """Makes a page known, or takes the known one; adds what was not on the device before."""

@@ -134,6 +134,11 @@ class Restoration:
         """Whether anything of it was forgotten meanwhile."""
         return self.back.gone
 
+    @property
+    def quiet(self) -> bool:
+        """Whether no tier owes anything for it."""
+        return not (self._restores.flights.of(self) or self._restores.paused)
+
     # ---- loads
 
     def arrived(self, flight: Flight) -> None:
@@ -258,10 +263,11 @@ class Restoration:
 
     def _rest(self) -> None:
         with self._guard:
+            self._restores.allow()  # nobody has better use of this thread
             files = self._restores.files()
         rest(files, _PAUSE_S)
 
-    def _ready(self, index: int, begun_s: float, *, suffix: bool = True) -> bool:
+    def _ready(self, index: int, begun_s: float) -> bool:
         with self._guard:
             self.pump()
             if self._phase is not _Phase.BEHIND:
@@ -270,7 +276,7 @@ class Restoration:
                 self._stuck()
                 if not self._broken or not self._there(index):
                     return False
-            self._tally.waited(index, begun_s, suffix=suffix)
+            self._tally.waited(index, begun_s, suffix=True)
             self._restores.store.join()
             return True
 
@@ -279,28 +285,34 @@ class Restoration:
 
     def _stuck(self) -> None:
         """A wait has an end: all was asked for that links have room for, and nothing is owed."""
-        if not self._restores.flights.busy() and not self._progress.restored:
+        if self._restores.still and not self._progress.restored:
             self._broken = True
+
+    def poll(self) -> bool | None:
+        """Whether all of it is there, after `settle`; None as long as it may come. Never waits."""
+        with self._guard:
+            self.pump()
+            if self._phase is not _Phase.BEHIND:
+                return not self._broken
+            if self.lacks:
+                self._stuck()
+                if self.lacks:
+                    return False if self._broken else None
+            self._restores.store.join()
+            return True
 
     def complete(self) -> bool:
         """Waits until all of it is there, after `settle`; False if that is not going to be."""
         self.settle()
-        since_s = time.perf_counter()
-        layers = iter(range(self.request.layers))
-        index = next(layers, None)
-        while index is not None:
-            if self._ready(index, since_s, suffix=False):
-                index, since_s = next(layers, None), time.perf_counter()
-                continue
-            if self._broken:
-                return False
+        begun_s = time.perf_counter()
+        while (there := self.poll()) is None:
             self._rest()
-        return True
+        with self._guard:
+            self._tally.waited(0, begun_s, suffix=False)
+        return there
 
     def fill(self, other: Sequence) -> None:
-        """Puts what is missing in place, from another sequence that has computed it.
-
-        Also within a step that waits for it.
+        """Puts what is missing in place, from another sequence; also within a step that waits.
 
         Args:
             other: A sequence of the same tokens and salts, whose `length` is `tokens` at least.
@@ -384,12 +396,4 @@ def choose(
     if not mine:
         return None
     with mine[0]._guard:
-        for one in mine:
-            one.pump()
-        for one in mine:
-            if tokens := one.pending():
-                return one, tokens
-        found = mine[0]._restores.choose(mine)
-        if found is None or found[1] is None:
-            return None if found is None else (found[0], 0)
-        return found[0], found[0].take(found[1], most)
+        return mine[0]._restores.hand_out(mine, most)

@@ -6,9 +6,10 @@ state what came. Nothing of it blocks.
 
 from __future__ import annotations
 
+import math
 import select
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from flowkv.observe.events import Bus, RestoreSpan
@@ -33,6 +34,8 @@ _PAUSE_S = 0.0005
 _AHEAD_S = 0.05
 _LEAST_PAGES, _LEAST_BYTES, _MOST_BYTES = 4, 1 << 22, 1 << 26
 """In flight from one tier are as many bytes as it gives in that time, within these bounds."""
+_MEMORY = 8
+"""Weight of what was measured before, beside a further measurement."""
 
 
 class Restores:
@@ -48,6 +51,7 @@ class Restores:
         costs: What was measured so far.
         state: How far all of them are.
         flights: Loads under way.
+        s_per_byte: Seconds of the thread that drives them; 0.0 while that is not known.
     """
 
     def __init__(self, store: Store, gate: LoadGate, bus: Bus) -> None:
@@ -61,6 +65,7 @@ class Restores:
         self._computed_s: dict[int, float] = {}
         self._numbers = 0
         self._pumping = False
+        self._allowance_s, self.s_per_byte = math.inf, 0.0
 
     def number(self) -> int:
         """A number for a request."""
@@ -82,6 +87,33 @@ class Restores:
             if not self._active:
                 self._computed_s.clear()
 
+    # ---- the time of the thread that drives them
+
+    def allow(self, seconds: float = math.inf) -> None:
+        """From now on they take so much time of this thread, for others have need of it.
+
+        What they took too much is taken off, what was left over is kept, up to as much again;
+        without a number, that ends.
+        """
+        left = 0.0 if self._allowance_s == math.inf else min(self._allowance_s, seconds)
+        self._allowance_s = left + seconds
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is asked for until more time is allowed."""
+        return self._allowance_s <= 0.0
+
+    @property
+    def still(self) -> bool:
+        """Whether no tier owes anything, though all was asked for that there is room for."""
+        return not self.paused and not self.flights.busy()
+
+    def _spent(self, seconds: float, asked: int) -> None:
+        self._allowance_s -= seconds
+        if asked:
+            known = self.s_per_byte or seconds / asked
+            self.s_per_byte = known + (seconds / asked - known) / _MEMORY
+
     # ---- loads
 
     def pump(self) -> None:
@@ -93,9 +125,10 @@ class Restores:
             self.store.drain()
             if self._active:
                 self._now()
-                for tier in self._tiers():
-                    self._fill(tier)
+                begun_s = time.perf_counter()
+                asked = sum(self._fill(tier) for tier in self._tiers())
                 self.store.drain()
+                self._spent(time.perf_counter() - begun_s, asked)
         finally:
             self._pumping = False
 
@@ -103,14 +136,18 @@ class Restores:
         sources = (s for one in self._active.values() for s in one.request.sources)
         return dict.fromkeys(source.tier for source in sources)
 
-    def _fill(self, tier: str) -> None:
-        """Asks a tier for what the policy wants, up to its window."""
-        room = self._window(tier) - self.flights.flying_bytes(tier)
-        while room > 0:
+    def _fill(self, tier: str) -> int:
+        """Asks a tier for what the policy wants, up to its window; returns the bytes."""
+        asked, room = 0, self._window(tier) - self.flights.flying_bytes(tier)
+        if self._allowance_s < math.inf:
+            most = self._allowance_s / self.s_per_byte if self.s_per_byte else self._least(tier)
+            room = min(room, most) if self._allowance_s > 0.0 else 0.0
+        while room > asked:
             op = self.policy.next_load(self.state, tier) or self._left(tier)
             if op is None:
-                return
-            room -= self._load(op, tier)
+                break
+            asked += self._load(op, tier)
+        return asked
 
     def _window(self, tier: str) -> float:
         rates = self.gate.rates.get(tier)
@@ -205,6 +242,20 @@ class Restores:
         tokens = sum(done.op.tokens.size for _, done in found)
         for one, done in found:
             one.told(done.op, begun_s, (now - begun_s) * done.op.tokens.size / tokens)
+
+    def hand_out(
+        self, among: Sequence[Restoration], most: int | None
+    ) -> tuple[Restoration, int] | None:
+        """See `restoration.choose`."""
+        for one in among:
+            one.pump()
+        for one in among:
+            if tokens := one.pending():
+                return one, tokens
+        found = self.choose(among)
+        if found is None or found[1] is None:
+            return None if found is None else (found[0], 0)
+        return found[0], found[0].take(found[1], most)
 
     def choose(self, among: Iterable[Restoration]) -> tuple[Restoration, Compute | None] | None:
         """What is computed next for one of these; `Compute` is None where only the suffix is left.

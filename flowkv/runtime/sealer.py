@@ -231,11 +231,13 @@ class Sealer:
     def _adopt(self, item: _Due, page: int) -> None:
         """Puts the encoded page in place of the old one, for all that share it."""
         tables, block = self.tables, item.block
+        if block is not None:
+            self.store.change(block, page)
         self.store.pool(item.group).replace(item.page, page)
         tables.pages[item.group][item.rows, item.page_no] = page
         tables.fidelity[item.rows] = np.maximum(tables.fidelity[item.rows], item.codec)
         if block is not None:
-            block.page, block.fidelity = page, max(block.fidelity, item.codec)
+            block.fidelity = max(block.fidelity, item.codec)
             if not item.page >> CODEC_SHIFT:
                 self.store.write_down(block)
 

@@ -8,12 +8,12 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
 from flowkv.policy.base import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
+from flowkv.runtime.keepsake import Keepsake
 from flowkv.runtime.retention import NO_CARE
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flowkv.runtime.index import Block
     from flowkv.runtime.planner import Planner
     from flowkv.runtime.restoration import Restoration
+    from flowkv.runtime.swap import Saved
 
 STOPS = {"": UNKNOWN_STOP, "tool_use": TOOL_USE, "turn_end": TURN_END, "cut_off": CUT_OFF}
 """Why a sequence may have ended, see `Sequence.close`."""
@@ -75,8 +76,7 @@ class Sequence:
         self.published: list[int] = [0] * len(chains)
         # Per group: keys of the leading full pages, as far as they are computed.
         self._keys: list[list[bytes]] = [[] for _ in chains]
-        # Per group, of each page: its codec's index, and its bytes; None behind the window.
-        self.suspended: list[list[tuple[int, torch.Tensor] | None]] | None = None
+        self.suspended: Saved | None = None  # what brings its pages back
         self.publishable = True
         # Tokens that sparsification took out, and what steps saw of the others, by group.
         self.dropped = 0
@@ -129,6 +129,14 @@ class Sequence:
         self._tokens[self._known : need] = fresh
         self._known = need
 
+    def append(self, token: int) -> None:
+        """`extend` for a single id."""
+        if self._known == len(self._tokens):
+            self.extend(np.array([token], np.uint32))
+            return
+        self._tokens[self._known] = token
+        self._known += 1
+
     def forget_tokens(self, known: int) -> None:
         """Drops token ids from position `known` on."""
         self._known = min(self._known, known)
@@ -139,7 +147,10 @@ class Sequence:
     def forgotten(self) -> bool:
         """Whether anything that it holds, or waits for, was forgotten meanwhile."""
         held = any(block is not None and block.gone for blocks in self.blocks for block in blocks)
-        return held or (self.restoration is not None and self.restoration.gone)
+        # What was given up while it was suspended may have been erased since: nobody knows.
+        saved = (page for pages in self.suspended or () for page in pages)
+        aside = any(isinstance(page, Keepsake) and page.block.gone for page in saved)
+        return held or aside or (self.restoration is not None and self.restoration.gone)
 
     def key(self, group: int, page: int) -> bytes:
         """Chain key of a full page whose tokens are known."""

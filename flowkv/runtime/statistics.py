@@ -7,6 +7,7 @@ from typing import Any
 from flowkv.policy.hedge.hedge import Hedge
 from flowkv.policy.prefetch.regret import RegretGuard
 from flowkv.policy.tenants import Tenants
+from flowkv.runtime.levels import breaker
 from flowkv.runtime.opening import Opening
 from flowkv.runtime.places import Place
 from flowkv.runtime.samples import Samples
@@ -21,6 +22,8 @@ def statistics(kv: Opening) -> dict[str, Any]:
         "tokens_seen": seen,
         "tokens_reused": reused,
         "hit_rate": reused / seen if seen else 0.0,
+        "hits": _hits(kv),
+        "tenants": kv.tenants.report(),
         "sequences": len(kv._open),
         "blocks": 0,
         "devices": {},
@@ -64,6 +67,8 @@ def statistics(kv: Opening) -> dict[str, Any]:
             "stored_bytes": store.stored_bytes.get(tier.name, 0),
             "refused": store.refused.get(tier.name, 0),
             "answers": store.answers(number),
+            "breaker": breaker(store, number),
+            "trips": getattr(tier, "trips", 0),
             "queued_bytes": lane.schedule.queued_bytes,
             "in_flight_bytes": lane.schedule.flying_bytes,
             "dropped": store.dropped.get(tier.name, 0),
@@ -77,6 +82,13 @@ def statistics(kv: Opening) -> dict[str, Any]:
             "store_latency_s": lane.stores.latency_s,
         }
     return report
+
+
+def _hits(kv: Opening) -> dict[str, float]:
+    """Share of all prompt tokens that each place had."""
+    found = kv.metrics.by("hit_tokens_total", "tier")
+    known = sum(found.values()) + kv.metrics.total("miss_tokens_total")
+    return {tier: tokens / known for tier, tokens in found.items() if known}
 
 
 def _prefetch(guard: RegretGuard) -> dict[str, Any]:

@@ -109,7 +109,8 @@ class Store(Devices):
             self._demote_page(block)
         n_bytes = self.forms[block.group].of(block.page).page_bytes
         self.bus.emit(Evicted(tier="device", pages=1, n_bytes=n_bytes, reason=reason))
-        page, block.page = block.page, -1
+        page = block.page
+        self.change(block, -1)
         self.unproven.leave(block)
         self._unwritten.pop(block, None)
         if waited and not block.moving:
@@ -161,6 +162,7 @@ class Store(Devices):
         The device's policy is to be told of it (`insert`), of all pages of a request at once.
         """
         block.page = page
+        self.recount(block)
 
     def supersede(self, block: Block) -> None:
         """Deletes a block's copies that are too lossy to be read here, before it is made anew."""
@@ -294,9 +296,12 @@ class Store(Devices):
         page = block.page
         if page >= 0:
             self.remove(block)
+            if block.keepsake is not None:
+                block.keepsake.save(self)
             if block.holds:
                 self._orphans.add(block)
             else:
                 block.page = -1
             self.pool(block.group).release(page)
         self.dismiss(block)
+        self.recount(block)

@@ -3,49 +3,95 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 
-from flowkv.core.errors import StateError
+from flowkv.core.errors import CapacityError, StateError
 from flowkv.core.layout import CODEC_SHIFT
+from flowkv.runtime.index import Block
+from flowkv.runtime.keepsake import Keepsake, download, upload
 from flowkv.runtime.lines import Lines
 from flowkv.runtime.sequence import Sequence
 from flowkv.runtime.tables import READY, SUSPENDED
 
-Saved = list[list[tuple[int, torch.Tensor] | None]]
-"""Per group the codec and bytes of each page, None for those behind the window."""
+
+class Copy(NamedTuple):
+    """A page that nobody else knew.
+
+    Attributes:
+        codec: Index of its codec.
+        content: Its bytes.
+    """
+
+    codec: int
+    content: torch.Tensor
+
+
+Saved = list[list[Copy | Keepsake | None]]
+"""Per group what brings each page back, None for those behind the window."""
+
+
+def weigh(lines: Lines, seq: Sequence) -> int:
+    """Most bytes of host memory that suspending a sequence may come to take."""
+    total = 0
+    for g, blocks in enumerate(seq.blocks):
+        line = lines.tables.pages[g][seq.row, : len(blocks)].tolist()
+        for page, block in zip(line, blocks, strict=True):
+            if page >= 0 and (block is None or block.gone or block.keepsake is None):
+                total += lines.store.forms[g].of(page).page_bytes
+    return total
 
 
 def suspend(lines: Lines, seq: Sequence) -> int:
-    """Copies a sequence's pages to host memory and gives them back to the pools.
+    """Gives a sequence's pages back to the pools; what others do not know of them is copied.
 
+    Known pages stay where they are until they are needed for others, and are copied then.
     Callers hold the KV lock.
 
     Returns:
-        Bytes of host memory taken.
+        Most bytes of host memory that this may come to take.
 
     Raises:
         StateError: The sequence is closed, suspended or in a step.
     """
     lines.idle(seq)
-    saved: Saved = []
+    n_bytes, saved = weigh(lines, seq), list[list[Copy | Keepsake | None]]()
     for g, blocks in enumerate(seq.blocks):
         line = lines.tables.pages[g][seq.row, : len(blocks)].tolist()
-        saved.append([None if page < 0 else _copy(lines, g, page) for page in line])
+        copies = _copies(lines, g, line, blocks)
+        found = list[Copy | Keepsake | None]()
+        for page, block in zip(line, blocks, strict=True):
+            if page in copies:
+                found.append(copies[page])
+            else:
+                found.append(None if block is None else Keepsake.of(block))
+        saved.append(found)
     lines.vacate(seq)
     seq.suspended = saved
+    lines.aside_bytes += n_bytes
     lines.tables.state[seq.row] = SUSPENDED
-    return sum(page[1].numel() for pages in saved for page in pages if page is not None)
+    return n_bytes
 
 
-def _copy(lines: Lines, group: int, page: int) -> tuple[int, torch.Tensor]:
-    n_bytes = lines.store.forms[group].of(page).page_bytes
-    content = lines.store.pool(group).page_bytes(page, n_bytes)
-    return page >> CODEC_SHIFT, content.to("cpu", copy=True)
+def _copies(
+    lines: Lines, group: int, line: list[int], blocks: list[Block | None]
+) -> dict[int, Copy]:
+    """Copies of those pages that have no block, or one that is erased."""
+    by_codec: dict[int, list[int]] = {}
+    for page, block in zip(line, blocks, strict=True):
+        if page >= 0 and (block is None or block.gone):
+            by_codec.setdefault(page >> CODEC_SHIFT, []).append(page)
+            lines.copied_bytes += lines.store.forms[group].of(page).page_bytes
+    return {
+        page: Copy(codec, content)
+        for codec, pages in by_codec.items()
+        for page, content in zip(pages, download(lines.store, group, pages), strict=True)
+    }
 
 
 def resume(lines: Lines, seq: Sequence) -> None:
-    """Puts a suspended sequence's pages back, as private pages.
+    """Puts a suspended sequence's pages back: those that are still there, the others as its own.
 
     Callers hold the KV lock.
 
@@ -55,18 +101,73 @@ def resume(lines: Lines, seq: Sequence) -> None:
     """
     if seq.closed or seq.suspended is None:
         raise StateError("the sequence is not suspended", "Resume what was suspended")
-    saved: Saved = seq.suspended
-    wanted = Counter((g, page[0]) for g, pages in enumerate(saved) for page in pages if page)
-    fresh = lines.allocate(wanted)
+    held = [block for pages in seq.suspended for block in map(_there, pages) if block is not None]
+    for block in held:  # before room is made, which might take them
+        lines.store.hold(block)
+    try:
+        fresh = lines.allocate(_wanted(seq.suspended))
+    except CapacityError:
+        for block in held:
+            lines.store.drop(block)
+        raise
     placed: list[list[int]] = []
-    for g, contents in enumerate(saved):
-        pool, line = lines.store.pool(g), list[int]()
-        for content in contents:
-            line.append(-1 if content is None else fresh[g, content[0]].pop())
-            if content is not None:
-                pool.page_bytes(line[-1], content[1].numel()).copy_(content[1])
-        placed.append(line)
-        seq.first_page[g] = sum(page < 0 for page in line)
+    known: list[list[Block | None]] = []
+    for g, pages in enumerate(seq.suspended):
+        blocks = [_there(page) for page in pages]
+        placed.append(_place(lines, g, pages, fresh))
+        known.append(blocks)
+        seq.first_page[g] = next((n for n, page in enumerate(pages) if page), len(pages))
     lines.occupy(seq, placed)
-    seq.suspended = None
+    for g, blocks in enumerate(known):
+        seq.blocks[g][:] = blocks
+    discard(lines, seq)
     lines.tables.state[seq.row] = READY
+
+
+def _there(page: Copy | Keepsake | None) -> Block | None:
+    """The block of a page that is where it was."""
+    return page.block if isinstance(page, Keepsake) and page.content is None else None
+
+
+def _wanted(saved: Saved) -> Counter[tuple[int, int]]:
+    return Counter(
+        (g, page.codec)
+        for g, pages in enumerate(saved)
+        for page in pages
+        if page is not None and _there(page) is None
+    )
+
+
+def _place(
+    lines: Lines,
+    group: int,
+    pages: list[Copy | Keepsake | None],
+    fresh: dict[tuple[int, int], list[int]],
+) -> list[int]:
+    """The line of a group, its contents in place."""
+    line: list[int] = []
+    work: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+    for page in pages:
+        block = _there(page)
+        if page is None or block is not None:
+            line.append(-1 if block is None else block.page)
+            continue
+        line.append(fresh[group, page.codec].pop())
+        assert page.content is not None  # else its block were there
+        targets, contents = work.setdefault(page.codec, ([], []))
+        targets.append(line[-1])
+        contents.append(page.content)
+        lines.copied_bytes += page.content.numel()
+    for targets, contents in work.values():
+        upload(lines.store, group, targets, contents)
+    return line
+
+
+def discard(lines: Lines, seq: Sequence) -> None:
+    """Lets go of what a suspended sequence needed. Callers hold the KV lock."""
+    for g, pages in enumerate(seq.suspended or ()):
+        layouts = lines.store.forms[g].layouts
+        for page in pages:
+            if page is not None and (isinstance(page, Copy) or page.let_go()):
+                lines.aside_bytes -= layouts[page.codec].page_bytes
+    seq.suspended = None

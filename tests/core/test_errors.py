@@ -41,6 +41,7 @@ def test_missing_dependency_names_the_extra() -> None:
     [
         (errors.ConfigError, ValueError),
         (errors.CapacityError, MemoryError),
+        (errors.BusyError, errors.CapacityError),
         (errors.StateError, RuntimeError),
         (StoreError, OSError),
         (errors.NonFiniteError, ArithmeticError),

@@ -33,6 +33,7 @@ class Chrome(NamedTuple):
 
     slices: list[Slice]
     instants: list[Slice]
+    levels: list[Slice]
 
     def on(self, group: str) -> list[Slice]:
         return [piece for piece in self.slices if piece.group == group]
@@ -48,7 +49,7 @@ def read_chrome(text: str) -> Chrome:
     lines = json.loads(text, parse_constant=_refuse)
     assert isinstance(lines, list)
     groups, tracks = dict[int, str](), dict[tuple[int, int], str]()
-    shown = Chrome([], [])
+    shown = Chrome([], [], [])
     for line in lines:
         assert isinstance(line["pid"], int) and isinstance(line["tid"], int)
         assert line["pid"] > 0 and line["tid"] > 0
@@ -64,7 +65,12 @@ def read_chrome(text: str) -> Chrome:
             continue
         where = groups[line["pid"]], tracks[line["pid"], line["tid"]]  # named before it is used
         first = _ns(line["ts"])
-        assert first >= 0 and line["name"] and line["cat"]
+        assert first >= 0 and line["name"]
+        if line["ph"] == "C":
+            assert args and all(type(value) in (int, float) for value in args.values())
+            shown.levels.append(Slice(*where, line["name"], first, first, args, line["tid"]))
+            continue
+        assert line["cat"]
         if line["ph"] == "X":
             stop = first + _ns(line["dur"])
             assert stop > first

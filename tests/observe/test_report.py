@@ -44,7 +44,7 @@ class Reader(HTMLParser):
         self.attributes += [(tag, name, value) for name, value in attrs]
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert tag in VOID or self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         if data.strip():

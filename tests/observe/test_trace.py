@@ -19,6 +19,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.observe import events
 from flowkv.observe.events import Bus, Event, RestoreEnded, RestoreSpan
 from flowkv.observe.trace import Trace
+from tests.observe import story
 from tests.observe.chrome import read_chrome
 
 
@@ -59,9 +60,9 @@ def test_engines_tiers_and_requests_have_tracks(tmp_path: Path) -> None:
     ]
     assert [s.name for s in shown.on("disk")] == ["load 192-256"]
     assert [s.name for s in shown.on("host:chat")] == ["load 128-192, layer 2"]
-    (request,) = shown.on("requests")
-    assert (request.track, request.stop - request.first) == ("request 17", 12_000_000)
-    assert request.args["failed"] == 2 and request.args["loaded_tokens"] == 128
+    (restore,) = shown.on("restores")
+    assert (restore.track, restore.stop - restore.first) == ("restore 17", 12_000_000)
+    assert restore.args["failed"] == 2 and restore.args["loaded_tokens"] == 128
     assert shown.on("disk")[0].args["n_bytes"] == 7
 
 
@@ -128,7 +129,8 @@ def test_what_was_restored_is_drawn_once(tmp_path: Path) -> None:
 
 def test_every_event_can_be_written(tmp_path: Path) -> None:
     kinds = [k for k in vars(events).values() if isinstance(k, type) and issubclass(k, Event)]
-    filled = {"int": 3, "float": 0.5, "str": "x", "bytes": b"x"}
+    filled = {"int": 3, "float": 0.5, "str": "x", "bytes": b"x", "bool": True}
+    filled |= {"tuple[float, ...]": (0.1, 0.2)}
     clock = Clock(0.0)
     with Trace(tmp_path / "t.json", clock=clock) as trace:
         clock.now_s = 1.0
@@ -301,4 +303,67 @@ def test_requests_leave_nothing_behind(tmp_path: Path) -> None:
             trace.note(span("disk", 100.0 + request, 0.5, request=request))
             trace.note(ended(100.0 + request, 0.5, request=request))
         assert len(trace._tracks) == 1, "a server may trace for days"
-    assert len(read_chrome((tmp_path / "t.json").read_text()).tracks("requests")) == 30
+    assert len(read_chrome((tmp_path / "t.json").read_text()).tracks("restores")) == 30
+
+
+# ---- engines
+
+
+def test_requests_of_engines_have_tracks(tmp_path: Path) -> None:
+    bus, clock = Bus(), story.Clock()
+    with Trace(tmp_path / "t.json", bus, clock=clock) as trace:
+        story.tell(bus, clock)
+        bus.emit(events.Queued(request=7, prompt_tokens=3, waiting=1, tenant="alice"))
+        clock.now_s += 0.5
+        assert len(trace._lanes) == 1, "what is over is forgotten"
+    text = (tmp_path / "t.json").read_text()
+    assert "alice" not in text and "bob" not in text
+    shown = read_chrome(text)
+    assert shown.tracks("requests") == {"request 0", "request 1", "request 7"}
+    phases = [
+        (s.track, s.name, round(s.first / 1e6), round(s.stop / 1e6)) for s in shown.on("requests")
+    ]
+    assert phases == [
+        ("request 0", "queued", 0, 1),
+        ("request 0", "prefill", 1, 20),
+        ("request 0", "decode", 20, 50),
+        ("request 1", "queued", 2, 10),
+        ("request 1", "prefill", 10, 30),
+        ("request 1", "aside", 30, 60),
+        ("request 1", "prefill", 60, 80),
+        ("request 1", "decode", 80, 100),
+        ("request 7", "queued", 100, 600),
+    ]
+    told = [s.name for s in shown.instants if s.track == "request 1"]
+    assert told == ["queued", "admitted", "preempted", "admitted", "length"]
+    assert shown.on("requests")[0].args["new_tokens"] == 5
+
+
+def test_steps_of_engines_have_parts_and_levels(tmp_path: Path) -> None:
+    with Trace(tmp_path / "t.json", clock=Clock()) as trace:
+        trace.note(story.step(100.0, 0.010, waiting=3))
+        trace.note(story.step(100.010, 0.005, rows=1, model_s=0.9, sampling_s=0.0))
+    shown = read_chrome((tmp_path / "t.json").read_text())
+    assert [(s.name, s.first, s.stop) for s in shown.on("engine")] == [
+        ("2 rows, 7 tokens", 0, 10_000_000),
+        ("model", 1_000_000, 9_000_000),
+        ("sampling", 9_000_000, 10_000_000),
+        ("1 row, 7 tokens", 10_000_000, 15_000_000),
+        ("model", 10_000_000, 15_000_000),
+    ]
+    assert shown.tracks("engine") == {"steps"} and "gaps_s" not in shown.on("engine")[0].args
+    assert [(s.name, s.args) for s in shown.levels[:2]] == [
+        ("requests", {"running": 2, "waiting": 3, "set aside": 0}),
+        ("pages", {"in use": 10}),
+    ]
+
+
+def test_a_server_may_trace_many_requests(tmp_path: Path) -> None:
+    bus, clock = Bus(), Clock()
+    with Trace(tmp_path / "t.json", bus, clock=clock) as trace:
+        for number in range(50):
+            bus.emit(events.Queued(request=number, prompt_tokens=1, waiting=1))
+            clock.now_s += 0.1
+            bus.emit(story.finished(number, clock.now_s - 0.1, 0.1, reason="cancelled"))
+        assert not trace._tracks and not len(trace._lanes)
+    assert len(read_chrome((tmp_path / "t.json").read_text()).tracks("requests")) == 50

@@ -7,8 +7,10 @@ from collections import Counter
 from flowkv import KV
 from flowkv.core.layout import CODEC_SHIFT, granule_of
 from flowkv.runtime.index import PrefixIndex
+from flowkv.runtime.keepsake import Keepsake
 from flowkv.runtime.pool import PagePool
 from flowkv.runtime.store import Store
+from flowkv.runtime.swap import Copy
 
 
 def audit_pool(pool: PagePool) -> None:
@@ -70,16 +72,38 @@ def audit(kv: KV) -> None:
         if block.page >= 0 and not block.gone:
             refs[store.device(block.group)][block.page] += 1
     assert not holds
+    audit_suspended(kv)
     for (device, page), count in store._lent.items():
         refs[device][page] += count
     for device, pool in store.pools.items():
         assert dict(refs[device]) == pool._refs
         audit_pool(pool)
-    audit_residency(store)
+    audit_residency(kv, store)
     audit_index(store.index)
 
 
-def audit_residency(store: Store) -> None:
+def audit_suspended(kv: KV) -> None:
+    """What suspended sequences need is counted once, and copied once it is not there any more."""
+    assert kv.planner is not None
+    store, n_bytes, users = kv.planner.store, 0, Counter[Keepsake]()
+    for seq in kv._open.values():
+        for g, pages in enumerate(seq.suspended or ()):
+            for page in filter(None, pages):
+                if isinstance(page, Copy) or not users[page]:
+                    n_bytes += store.forms[g].layouts[page.codec].page_bytes
+                if isinstance(page, Keepsake):
+                    users[page] += 1
+    assert kv.planner.aside_bytes == n_bytes
+    for keepsake, count in users.items():
+        assert keepsake.users == count
+        assert (keepsake.content is None) == (keepsake.block.keepsake is keepsake)
+        there = keepsake.block.page >> CODEC_SHIFT
+        assert keepsake.content is not None or there == keepsake.codec
+    known = [block.keepsake for block in store.index if block.keepsake is not None]
+    assert set(known) <= set(users)
+
+
+def audit_residency(kv: KV, store: Store) -> None:
     """Policies know what lies where; what may not leave is protected; nothing lies nowhere."""
     used = {b.slot for b in store.index if b.holds or b.kept}
     for device, place in store.device_places.items():
@@ -87,13 +111,19 @@ def audit_residency(store: Store) -> None:
         here = [b for b in store.index if b.group in groups]
         assert sorted(place.policy.resident()) == sorted(b.slot for b in here if b.page >= 0)
         assert set(place.held) == used & {b.slot for b in here}
+        pool = store.pools[device]
+        idle = {b.page for b in here if b.page >= 0 and not (b.holds or b.kept)}
+        free = pool.capacity_bytes() - pool.used_bytes()
+        assert store.room(device) * 4096 == free + sum(map(pool.size_bytes, idle))
     for number, place in enumerate(store.tier_places):
         there = [block.slot for block in store.index if block.tiers >> number & 1]
         assert sorted(place.policy.resident()) == sorted(there)
         assert set(place.held) == {b.slot for b in store.index if b.moving or b.kept}
+    restores = kv.restores._active.values()
+    coming = Counter(one.block for restore in restores for one in restore.back if one._kept)
     for block in store.index:
         assert block.somewhere or block.moving, "a block lies nowhere and is still known"
-        assert block.kept == block.pinned
+        assert block.kept == block.pinned + coming[block]
         assert store.index.at(block.slot) is block
 
 

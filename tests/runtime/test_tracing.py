@@ -70,7 +70,7 @@ def test_a_restore_has_tracks_and_a_timeline(tmp_path: Path) -> None:
     shown = read(path)
     drawn = [s for s in (*shown.on(tier), *shown.instants) if s.name.startswith("load")]
     assert len(drawn) == len(spans) and all(span.n_bytes or span.seconds for span in spans)
-    assert shown.tracks("requests") == {f"request {ended.request}"}
+    assert shown.tracks("restores") == {f"restore {ended.request}"}
     assert [s.name for s in shown.on("compute")][-1] == f"suffix, layer {LAYERS - 1}"
     assert any(s.track == "steps" for s in shown.instants)
 

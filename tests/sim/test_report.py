@@ -67,7 +67,7 @@ def rows(trace: str) -> list[Result]:
 def test_a_report_shows_curves_closures_and_the_table(tmp_path: Path) -> None:
     page = write_replay_report(tmp_path / "r.html", rows("chat"), footer="made now").read_text()
     assert page.count("<polyline") == 4, "three curves of hits, one of closures"
-    assert page.count("stroke-dasharray") == 1, "the bound"
+    assert page.count("stroke-dasharray=") == 1, "the bound"
     assert "mean closure of 2 sizes" in page and ">0.50<" in page
     assert ">30.00<" in page and ">0.500<" in page and "made now" in page
     assert "simulated" in page

@@ -12,7 +12,7 @@ import numpy as np
 from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.fill import Fill
 from flowkv.hooks.huggingface.inputs import Prompt
-from flowkv.hooks.huggingface.rows import close_all
+from flowkv.hooks.huggingface.sequences import close_all
 from flowkv.hooks.huggingface.states import readable
 from flowkv.runtime.cache import KV
 from flowkv.runtime.sequence import Sequence

@@ -16,6 +16,7 @@ import torch
 
 from flowkv import kernels
 from flowkv.core.errors import UnsupportedModelError
+from flowkv.hooks.huggingface.packing import RUNNING
 from flowkv.hooks.huggingface.versions import (
     ALL_ATTENTION_FUNCTIONS,
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -56,6 +57,9 @@ def mask(previous: str, **arguments: Any) -> torch.Tensor | None:
         previous: Implementation that the model had before.
         **arguments: What transformers asks mask functions.
     """
+    packing = RUNNING.get()
+    if packing is not None:
+        return packing.mask(previous, arguments)
     build: Callable[..., torch.Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[previous]
     offset = arguments.get("q_offset", 0)
     if not isinstance(offset, int) or offset == 0 or arguments.get("use_vmap"):
@@ -100,6 +104,10 @@ def attend(
     Returns:
         `[B, T, Hq, Dv]`, and attention weights or None.
     """
+    packing = RUNNING.get()
+    if packing is not None:
+        obeyed = _OBEYED[previous]
+        return packing.attend(query, key, value, attention_mask, arguments, obeyed), None
     if type(key) is PagedView and type(value) is PagedView:
         layer = key.layer
         if value.layer is layer and _plain(

@@ -11,6 +11,7 @@ import torch
 from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.layers import PagedHybridLayer, PagedLayer
 from flowkv.hooks.huggingface.plan import ModelPlan
+from flowkv.hooks.huggingface.prefill import refuse_lost
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.states import Recurrent, release
 from flowkv.hooks.huggingface.versions import Cache, DynamicCache, removed
@@ -37,6 +38,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         tenant: Whose pages it uses, if not the cache's own tenant's.
         care: `session`, `lease` and `retain` of its requests, as far as they were said.
         options: Arguments beside token ids that its first forward was given.
+        fresh: Whoever made it saw it empty until its first forward was over.
         audits: Computes restored pages once more after the first forward, or None.
         close: Releases it now instead of when nobody holds it any more.
     """
@@ -48,6 +50,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     tenant: str | None
     care: Mapping[str, Any]
     options: dict[str, Any]
+    fresh: bool
     audits: Nested | None
     close: weakref.finalize[..., PagedCache]
 
@@ -56,6 +59,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         Cache.__init__(self, layers=layers)
         self.rows, self.plan, self.door = rows, plan, door
         self.tenant, self.care, self.options, self.audits = None, {}, {}, None
+        self.fresh = False
         self.recurrent = Recurrent(plan, rows, layers) if plan.stateful else None
         # Works because neither rows nor layers refer to the cache.
         self.close = weakref.finalize(self, release, rows, rows.seqs, self.recurrent)
@@ -91,8 +95,17 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         close()
 
     def finish(self) -> None:
-        """A forward of the model is over."""
-        self.rows.finish()
+        """A forward of the model is over.
+
+        Raises:
+            StateError: It left out layers that cannot be had; the cache is as before it.
+        """
+        try:
+            self.rows.finish()
+        except StateError:
+            self.fail()
+            refuse_lost(self.rows)
+            raise
         if self.recurrent is not None:
             every = SNAPSHOT_PAGES * self.rows.kv.page_size
             if self.recurrent.due(every):
@@ -100,12 +113,12 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
     def fail(self) -> None:
         """A forward of the model failed: as before it, as far as that can be."""
-        base, rows = self.rows.base, self.rows
-        stateful = self.recurrent is not None
-        if stateful and rows.step is not None:
-            rows.go_blind()  # some states may be further than others
+        base, rows, self.audits = self.rows.base, self.rows, None
+        stateful, anew = self.recurrent is not None, self.fresh and not self.rows.forwards
+        if anew or (stateful and rows.step is not None):
+            rows.go_blind()  # another prompt may follow; some states may be further than others
         rows.abandon()
-        if stateful and rows.base < base:
+        if anew or (stateful and rows.base < base):
             self.empty()
 
     def follow(self) -> None:
@@ -135,7 +148,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         tokens = int(tokens_to_remove)  # assisted generation passes a tensor
         for layer in self.layers:
             layer.crop(tokens)
-        self.rows.crop(removed(tokens, self.rows.base))
+        self.rows.crop(removed(tokens, self.rows.told))
         self.follow()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -165,7 +178,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         if self.recurrent is not None:
             for layer in self.recurrent.layers.values():
                 layer.reset()
-        self.rows.crop(self.rows.base)
+        self.rows.crop(self.rows.told)
 
     def reset(self) -> None:
         """Forgets all tokens."""
@@ -173,7 +186,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         self.rows.abandon()
         for layer in self.layers:
             layer.reset()
-        self.rows.crop(self.rows.base)
+        self.rows.crop(self.rows.told)
         self.rows.go_blind()
         self.follow()
 

@@ -22,7 +22,7 @@ from flowkv.hooks.huggingface.inputs import Call, Names
 from flowkv.hooks.huggingface.nested import Nested
 from flowkv.hooks.huggingface.notes import usual
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
-from flowkv.hooks.huggingface.prefill import check_paired, wants_last, without_known
+from flowkv.hooks.huggingface.prefill import check_paired, refuse_lost, wants_last, without_known
 from flowkv.hooks.huggingface.restoring import Restoring
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.switch import decoder_of
@@ -183,6 +183,7 @@ class Door:
         rows, plan = self._rows(found, call, pads)
         rows.checked, rows.restoring, rows.uneven = True, restoring or None, bool(restoring)
         paged = PagedCache.take_over(cache, rows, plan, self)
+        paged.fresh = True
         self._enter(paged, found, call)
         paged.audits = self._nested(call, call.types, fill) if self.kv.config.audit else None
         if not self._begin(paged, call, call.columns - found.base):
@@ -294,7 +295,7 @@ class Door:
         rows.expand(call.rows)
         if len(rows.seqs) != have or rows.forwards == 0:
             cache.follow()
-        call = without_known(rows, call)
+        call, whole = without_known(rows, call, self._model())
         # A cache made beforehand knows its images from `kv.cache(...)`, nobody else's.
         filled = bool(rows.forwards == 0 and call.modal and not call.problem)
         if (
@@ -312,26 +313,29 @@ class Door:
             rows.prefilling = call.columns >= self.kv.page_size
             if rows.prefilling:
                 call = Call(self.names, extend(self.kv, cache, call))
-        return self._step(cache, call)
+        return self._step(cache, call, given if whole else None)
 
     def _options_changed(self, cache: PagedCache, call: Call) -> bool:
         return not self.names.encoder and call.condition != cache.options
 
-    def _step(self, cache: PagedCache, call: Call) -> dict[str, Any]:
+    def _step(self, cache: PagedCache, call: Call, whole: dict[str, Any] | None) -> dict[str, Any]:
         if call.ids is None:
             cache.rows.go_blind()
         else:
             cache.rows.note(call.ids, call.positions)
-        self._begin(cache, call, call.columns)
-        return call.given
+        begun = self._begin(cache, call, call.columns, whole=whole is not None)
+        return call.given if begun or whole is None else whole
 
-    def _begin(self, cache: PagedCache, call: Call, columns: int) -> bool:
+    def _begin(self, cache: PagedCache, call: Call, columns: int, *, whole: bool = True) -> bool:
+        """False if the cache is native and empty now; `whole`: the forward can begin there."""
         cache.rows.wants_weights = call.wants_weights
         try:
             cache.rows.begin(columns)
         except CapacityError as error:
-            self._refuse(error.problem, "capacity")
             kept = cache.rows.land()
+            if not whole:
+                refuse_lost(cache.rows)
+            self._refuse(error.problem, "capacity")
             if not kept:
                 cache.empty()
             cache.give_up()

@@ -17,6 +17,9 @@ from flowkv.hooks.huggingface.versions import MODAL_INPUTS
 TYPE_INPUTS = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
 _GRIDS = frozenset({"image_grid_thw", "video_grid_thw"})
 _MODAL = MODAL_INPUTS | _GRIDS
+MODEL_INPUTS = _MODAL | TYPE_INPUTS
+"""Inputs beside token ids that some models take under `**kwargs`."""
+
 _NEUTRAL = frozenset(
     """past_key_values use_cache return_dict logits_to_keep output_attentions output_hidden_states
     output_router_logits output_logits""".split()

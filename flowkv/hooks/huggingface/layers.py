@@ -8,6 +8,7 @@ import torch
 
 from flowkv import kernels
 from flowkv.hooks.huggingface.plan import LayerSpec, PlacedLayer
+from flowkv.hooks.huggingface.prefill import refuse_lost
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import CacheLayerMixin, LinearAttentionLayer
 from flowkv.hooks.huggingface.views import PagedView
@@ -124,6 +125,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.leave_pages()
             return
         rows.finish()  # of a forward that left layers out
+        rows.land()  # nobody computes meanwhile
+        refuse_lost(rows)
         rows.expand(k.shape[0])
         rows.begin(k.shape[2], driven=True)
 
@@ -192,7 +195,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Ignored; the base class sets it."""
 
     def _kept(self, which: int) -> torch.Tensor | None:
-        if "rows" not in self.__dict__ or not self.seen:
+        if "rows" not in self.__dict__:
+            return None
+        if self.rows.step is None:
+            self.rows.land()
+        if not self.seen:
             return None
         if self.native is not None:
             return self.native.keys if which == 0 else self.native.values  # type: ignore[no-any-return]

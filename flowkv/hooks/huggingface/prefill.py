@@ -7,7 +7,7 @@ Decoders say with `logits_to_keep` that only the last logits are wanted, and hav
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -52,16 +52,57 @@ def check_paired(call: Call) -> None:
         )
 
 
-def without_known(rows: Rows, call: Call) -> Call:
+def without_known(rows: Rows, call: Call, model: torch.nn.Module | None) -> tuple[Call, bool]:
     """A forward over a cache, without columns that the cache holds already.
 
+    Args:
+        rows: Of the cache.
+        call: The forward.
+        model: Whose.
+
+    Returns:
+        The forward, and whether it was given the whole prompt.
+
     Raises:
-        StateError: It is not clear what its tokens are, or the cache has no room for some.
+        StateError: It is not clear what its tokens are, the cache has no room for some, or holds
+            less than they go on from.
     """
-    if again := _passed_again(rows, call):
-        call = Call(call.names, call.skip(again))
+    whole = _passed_again(rows, call, model)
+    if rows.lost and not whole and not _noticed(rows, call):
+        refuse_lost(rows)
+    rows.lost = 0
+    if whole:
+        call = Call(call.names, call.skip(rows.base))
     _check_padding(rows, call)
-    return call
+    return call, whole
+
+
+def refuse_lost(rows: Rows) -> None:
+    """Sees that nobody goes on from columns that did not come. Says so once: then it is known.
+
+    Raises:
+        StateError: Some did not.
+    """
+    told, rows.lost = rows.told, 0
+    if rows.base < told:
+        raise StateError(
+            f"these past_key_values hold {rows.base} columns, not {told}: the others did not come "
+            "and could not be computed",
+            "Give the model all that is behind their get_seq_length(), as generate does",
+        )
+
+
+def _noticed(rows: Rows, call: Call) -> bool:
+    """Whether a forward surely goes on from what is left, not from all that was to come."""
+    mask, positions = call.mask, call.positions
+    if _is_flat(mask):
+        return mask.shape[1] == rows.base + call.columns
+    if isinstance(positions, torch.Tensor):
+        return rows.usual(call.columns, positions)
+    if call.ids is None or len(call.ids) != len(rows.seqs):
+        return False
+    ids = call.ids.detach().cpu().numpy()
+    return _follows(rows, ids, rows.base) and not _follows(rows, ids, rows.told)
 
 
 def _check_padding(rows: Rows, call: Call) -> None:
@@ -80,39 +121,54 @@ def _check_padding(rows: Rows, call: Call) -> None:
         )
 
 
-def _passed_again(rows: Rows, call: Call) -> int:
-    """Columns of a cache's first forward that the cache holds: all, or 0 if it goes on there."""
-    if rows.forwards or not rows.base or call.ids is None or call.problem:
-        return 0
-    if len(call.ids) != len(rows.seqs) or _continues(rows.base, call):
-        return 0
+def _passed_again(rows: Rows, call: Call, model: torch.nn.Module | None) -> bool:
+    """Whether a cache's first forward begins with the cache's prompt, rather than go on there."""
+    if rows.forwards or not rows.told or call.ids is None or call.problem:
+        return False
+    if len(call.ids) != len(rows.seqs) or _continues(rows, call):
+        return False
+    silent = not _is_flat(call.mask) and call.positions is None
+    if silent and not call.names.encoder:
+        return False  # decoders are given what a cache does not hold
     ids = call.ids.detach().cpu().numpy()
     known = [(seq.tokens, pad) for seq, pad in zip(rows.seqs, rows.pads.tolist(), strict=True)]
-    if all(_begins(line, tokens, pad) for line, (tokens, pad) in zip(ids, known, strict=True)):
-        return rows.base
-    follows = all(
-        _alike(line[max(pad - rows.base, 0) :], tokens[max(rows.base - pad, 0) :])
-        for line, (tokens, pad) in zip(ids, known, strict=True)
-    )
-    if call.names.encoder and call.mask is None and not follows:
+    begins = all(_begins(line, tokens, pad) for line, (tokens, pad) in zip(ids, known, strict=True))
+    follows = _follows(rows, ids, rows.told)
+    if begins and (not follows or not silent or wants_last(model)):
+        return True
+    if call.names.encoder and call.mask is None and begins is follows:
+        either = "both begin with the prompt and" if begins else "neither begin with the prompt nor"
         raise StateError(
-            f"the cache holds {rows.base} tokens of a prompt, and these tokens neither begin with "
-            "the prompt nor go on from there",
+            f"the cache holds {rows.told} tokens of a prompt, and these tokens {either} go on from "
+            "there",
             "Give generate the prompt that kv.cache(...) was given, or a decoder_attention_mask",
         )
-    return 0
+    return False
 
 
-def _continues(base: int, call: Call) -> bool:
+def _continues(rows: Rows, call: Call) -> bool:
     """Whether mask or positions say that the columns come behind those in the cache."""
     mask, positions = call.mask, call.positions
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        return mask.shape[1] == base + call.columns
+    if _is_flat(mask):
+        return mask.shape[1] in (rows.told + call.columns, rows.base + call.columns)
     return isinstance(positions, torch.Tensor) and int(positions.max()) >= call.columns
 
 
+def _is_flat(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether a mask has a number per token."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2
+
+
+def _follows(rows: Rows, ids: NDArray[Any], base: int) -> bool:
+    """Whether tokens may be what is known from column `base` on."""
+    return all(
+        _alike(line[max(pad - base, 0) :], seq.tokens[max(base - pad, 0) :])
+        for line, seq, pad in zip(ids, rows.seqs, rows.pads.tolist(), strict=True)
+    )
+
+
 def _begins(line: NDArray[Any], tokens: NDArray[np.uint32], pad: int) -> bool:
-    return len(line) >= pad + len(tokens) and _alike(line[pad:], tokens)
+    return len(line) >= pad + len(tokens) > pad and _alike(line[pad:], tokens)
 
 
 def _alike(some: NDArray[Any], others: NDArray[Any]) -> bool:

@@ -158,8 +158,19 @@ def ordinary_tokens(model: Any, names: Names, count: int) -> torch.Tensor:
 
 def _close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
     behind = slice(_PARTS[0], None)  # what the first forward answered is not in question
-    distance = (found - wanted)[0, behind].norm(dim=-1)
-    relative = distance / wanted[0, behind].norm(dim=-1).clamp_min(1e-9)
+    return close(found[:, behind], wanted[:, behind], dtype)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits `[1, T, V]` are the same, but for the order of additions.
+
+    Args:
+        found: float32.
+        wanted: float32.
+        dtype: What the model computes in.
+    """
+    distance = (found - wanted)[0].norm(dim=-1)
+    relative = distance / wanted[0].norm(dim=-1).clamp_min(1e-9)
     if dtype in (torch.float32, torch.float64):
         return bool(relative.max() <= _TOLERANCE)
     return bool(relative.median() <= _HALF_TOLERANCE)

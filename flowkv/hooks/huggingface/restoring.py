@@ -17,7 +17,7 @@ from flowkv.core.errors import CapacityError
 from flowkv.hooks.huggingface.admission import Admitted, abort, discard, uncount
 from flowkv.hooks.huggingface.fill import Fill
 from flowkv.hooks.huggingface.nested import Nested, Part
-from flowkv.hooks.huggingface.rows import apart, close_all
+from flowkv.hooks.huggingface.sequences import apart, close_all
 from flowkv.runtime.cache import KV
 from flowkv.runtime.restoration import Late, Restoration
 from flowkv.runtime.sequence import Sequence

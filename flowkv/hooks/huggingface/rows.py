@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.notes import Notes, usual
+from flowkv.hooks.huggingface.sequences import apart, close_all
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.runtime.batch import Step
 from flowkv.runtime.cache import KV
@@ -51,6 +52,7 @@ class Rows:
         switch: Length from which positions are encoded otherwise, if there is one.
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
         restoring: What is on its way until the first forward is over, or None.
+        lost: Columns that did not come, of which nobody who counts on them was told yet.
 
     Args:
         kv: Where the pages are.
@@ -82,7 +84,7 @@ class Rows:
         self.prefilling, self.checked, self.uneven = True, False, False
         self.switch: int | None = None
         self.restoring: Restoring | None = None
-        self.promised = 0
+        self.promised = self.lost = 0
         self._index: torch.Tensor | None = None
         self._notes = Notes()
         self._pad(pads)
@@ -115,6 +117,7 @@ class Rows:
 
         Raises:
             CapacityError: The pages do not fit; the rows are as before.
+            StateError: Tokens before the forward are missing.
         """
         self.abandon()
         total = self.base + new
@@ -123,8 +126,10 @@ class Rows:
         if self.switch is not None and total >= self.switch:
             self.go_blind()
         if self.uneven:
-            counts = (total - self.pads - self._lengths()).clip(0, new)
-            ragged = bool((counts < new).any())
+            counts = total - self.pads - self._lengths()
+            if (counts > new).any():
+                raise StateError("tokens before the forward are missing", "Start a new generation")
+            counts, ragged = counts.clip(0, new), bool((counts < new).any())
         elif self.base >= self.most_pad:
             counts, ragged = self._one if new == 1 else self._one * new, False
         else:
@@ -150,12 +155,17 @@ class Rows:
         return torch.from_numpy(np.concatenate(found))
 
     def finish(self) -> None:
-        """The forward is over: pages that are full are published."""
-        step, self.step = self.step, None
+        """The forward is over: pages that are full are published.
+
+        Raises:
+            StateError: Layers of restored pages that it left out cannot be had; it is not over.
+        """
+        step = self.step
         if step is None:
             return
-        if self.restoring is not None:
-            self.restoring.complete()  # of layers, too, that the forward left out
+        if self.restoring is not None and not self.restoring.complete():
+            raise StateError("past_key_values that were on their way did not come", "Try again")
+        self.step = None
         if self.updated != self.layers:
             self.go_blind()  # a layer was skipped: its part of the new pages is not written
         full = self.total >= self._next_full
@@ -194,6 +204,7 @@ class Rows:
         apart(self.kv, self.seqs)
         base, held = self.base, (self._lengths() + self.pads).min(initial=self.base)
         self.rebase(int(held))
+        self.lost += base - self.base
         if self.base != base and not restoring.cut:
             self.go_blind()  # recurrent layers are further than that
         return self.base == base
@@ -302,6 +313,11 @@ class Rows:
 
     # ---- what generation does to a cache
 
+    @property
+    def told(self) -> int:
+        """Columns that were said to be in the cache."""
+        return self.base + self.lost
+
     def expand(self, rows: int) -> None:
         """Repeats each row, as `generate` does with its inputs for beams, if `rows` asks for it."""
         have = len(self.seqs)
@@ -314,11 +330,13 @@ class Rows:
         self._look()
 
     def crop(self, columns: int) -> None:
-        """Takes the last `columns` columns back."""
+        """Takes the last `columns` columns back, of those that were said to be there."""
+        left = max(self.told - columns, 0)
         self.abandon()
         self.land()
         self.flush()
-        self.base = self.total = max(self.base - columns, 0)
+        self.base = self.total = min(self.base, left)
+        self.lost = left - self.base
         for seq, pad in zip(self.seqs, self.pads.tolist(), strict=True):
             length = max(self.base - pad, 0)
             if length < seq.length or length < len(seq.tokens):
@@ -365,7 +383,7 @@ class Rows:
         )
         twin.blind, twin.by_column, twin.promised = self.blind, self.by_column, self.promised
         twin.prefilling, twin.switch, twin.forwards = self.prefilling, self.switch, self.forwards
-        twin.uneven = self.uneven
+        twin.uneven, twin.lost = self.uneven, self.lost
         return twin
 
     def alive(self) -> None:
@@ -379,22 +397,3 @@ class Rows:
                 "the FlowKV cache behind these past_key_values is closed",
                 "Start a new generation without them",
             )
-
-
-def close_all(seqs: list[Sequence], *_: Any) -> None:
-    """Closes sequences; a finalizer of caches."""
-    for seq in seqs:
-        seq.close()
-    seqs.clear()
-
-
-def apart(kv: KV, seqs: list[Sequence]) -> None:
-    """Gives every row a sequence of its own."""
-    taken = set[int]()
-    for row, seq in enumerate(seqs):
-        if id(seq) in taken:
-            seqs[row] = kv.fork(seq)
-            with kv.lock:
-                kv.tokens_seen += len(seq.tokens)
-                kv.tokens_reused += seq.reused
-        taken.add(id(seq))

@@ -15,7 +15,8 @@ import transformers
 
 from flowkv.hooks.huggingface.layers import PagedHybridLayer
 from flowkv.hooks.huggingface.plan import ModelPlan
-from flowkv.hooks.huggingface.rows import Rows, close_all
+from flowkv.hooks.huggingface.rows import Rows
+from flowkv.hooks.huggingface.sequences import close_all
 from flowkv.hooks.huggingface.versions import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 PLAIN = (bool, int, float, str)

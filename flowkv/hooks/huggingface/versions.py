@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import (
     MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
     GenerationMixin,
@@ -41,8 +42,10 @@ __all__ = [
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
     "EncoderDecoderCache",
+    "EosTokenCriteria",
     "LinearAttentionCacheLayerMixin",
     "LinearAttentionLayer",
+    "MaxLengthCriteria",
     "PreTrainedModel",
     "causal_mask_function",
     "layer_types",

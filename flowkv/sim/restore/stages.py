@@ -26,14 +26,12 @@ class Staged(NamedTuple):
     Attributes:
         restored_s: Until the last stage had all its cells.
         bound_s: What no policy can beat, boundary activations loaded for what is computed.
-        free_bound_s: The same if boundary activations cost nothing: linear in the stages.
         boundary_bytes: Loaded on top of keys and values, by all stages.
         link_bytes: Keys and values loaded, by all stages.
     """
 
     restored_s: float
     bound_s: float
-    free_bound_s: float
     boundary_bytes: float
     link_bytes: float
 
@@ -101,7 +99,6 @@ def staged(costs: Modelled, tokens: int, stages: int) -> Staged:
     return Staged(
         max(done.ttft_s.values()),
         lower_bound(whole, mine.ideal, stages=stages, boundary_s=boundary_s),
-        lower_bound(whole, mine.ideal, stages=stages),
         clock.boundary_bytes,
         done.link_bytes,
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from flowkv.policy.restore.base import RestorePolicy
 from flowkv.policy.restore.bounds import lower_bound
-from flowkv.policy.restore.words import Request, Span
+from flowkv.policy.restore.words import Request
 from flowkv.sim.restore.clock import run
 from flowkv.sim.restore.model import GPUS, SHAPES, Modelled, asked
 from flowkv.sim.restore.run import Run
@@ -58,18 +58,6 @@ class Cell(NamedTuple):
     def bound_s(self) -> float:
         """Seconds that no policy can beat."""
         return lower_bound(self.request(), self.costs.ideal)
-
-    def best_share(self) -> float:
-        """Share of the tokens that is computed where the bound is met."""
-        request, ideal = self.request(), self.costs.ideal
-        suffix_s = ideal.suffix_s(request)
-        first, last = 0, request.tokens
-        while first < last:
-            tokens = (first + last + 1) // 2
-            computed_s = ideal.compute_s(request, request.layers, Span(0, tokens)) + suffix_s
-            loaded_s = ideal.load_s(request, 0, (request.tokens - tokens) * request.layers)
-            first, last = (tokens, last) if computed_s <= loaded_s else (first, tokens - 1)
-        return first / request.tokens
 
 
 def grid(suffix: int = 512, share: float = 1.0) -> tuple[Cell, ...]:

@@ -1,0 +1,1 @@
+"""Continuous batching over any model with a FlowKV cache: a library, never a server."""

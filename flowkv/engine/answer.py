@@ -1,0 +1,232 @@
+"""What `submit` returns: a future of the completion, and its tokens as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from flowkv.core.errors import StateError
+from flowkv.engine.request import Completion
+
+_log = logging.getLogger("flowkv")
+
+
+class Desk:
+    """What answers need of an engine.
+
+    Attributes:
+        driver: Identity of the thread that runs the model; 0 while none does.
+        pid: The process that it works in.
+    """
+
+    driver = 0
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def call_off(self, number: int) -> None:
+        """Cancels a request; returns at once."""
+        raise NotImplementedError
+
+
+class Answer(Future[Completion]):
+    """A request's completion, some day. Thread-safe.
+
+    It is a `concurrent.futures.Future`, it can be awaited, and iterated: `for token in answer` and
+    `async for token in answer` give its tokens as they come, from the first one on, any number of
+    times. A request that was called off or came too late has a result like others, which says so;
+    one that failed raises.
+
+    Callbacks run on the engine's thread: they should be quick, and cannot wait for answers.
+
+    Args:
+        desk: Its engine.
+        number: Of its request in the engine.
+    """
+
+    def __init__(self, desk: Desk, number: int) -> None:
+        super().__init__()
+        self._desk, self.number = desk, number
+        self._made: list[int] = []
+        # Who waits for the next token; replaced whole, so that the engine needs no lock.
+        self._ears: tuple[_Ear, ...] = ()
+        self._ears_lock = threading.Lock()
+        self.set_running_or_notify_cancel()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new tokens so far."""
+        return self._made.copy()
+
+    def cancel(self) -> bool:
+        """Calls the request off, whatever it is doing; False if it is over.
+
+        A step that is under way ends first. The result then says "cancelled", with the tokens that
+        there were.
+        """
+        if self.done():
+            return False
+        self._desk.call_off(self.number)
+        return True
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Waits for the completion.
+
+        Args:
+            timeout: Longest wait in seconds.
+
+        Raises:
+            Exception: What the request failed with.
+            StateError: Called by the thread that would have to make it.
+            TimeoutError: It took longer.
+        """
+        self._may_wait()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits for the end; what the request failed with, None if it did not.
+
+        Args:
+            timeout: Longest wait in seconds.
+
+        Raises:
+            StateError: Called by the thread that would have to make it.
+            TimeoutError: It took longer.
+        """
+        self._may_wait()
+        return super().exception(timeout)
+
+    def _may_wait(self) -> None:
+        if self.done():
+            return
+        if self._desk.pid != os.getpid():
+            raise StateError(
+                "the answer is made in the parent process", "Wait for it there, or submit anew"
+            )
+        if self._desk.driver == threading.get_ident():
+            raise StateError(
+                "the engine's own thread cannot wait for an answer",
+                "Use add_done_callback there, or wait in another thread",
+            )
+
+    # ---- tokens as they come
+
+    def __iter__(self) -> Iterator[int]:
+        heard = threading.Semaphore(0)
+        ear, at = _Ear(heard.release), 0
+        self._listen(ear)
+        try:
+            while True:
+                over, made = self.done(), self._made
+                while at < len(made):
+                    yield made[at]
+                    at += 1
+                if over:
+                    break
+                self._may_wait()
+                heard.acquire()
+                ear.told = False
+        finally:
+            self._leave(ear)
+        if (error := super().exception()) is not None:
+            raise error
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        heard = asyncio.Event()
+        ear, at = _Ear(heard.set, asyncio.get_running_loop()), 0
+        self._listen(ear)
+        try:
+            while True:
+                heard.clear()
+                ear.told = False
+                over, made = self.done(), self._made
+                while at < len(made):
+                    yield made[at]
+                    at += 1
+                if over:
+                    break
+                await heard.wait()
+        finally:
+            self._leave(ear)
+        if (error := super().exception()) is not None:
+            raise error
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        return asyncio.wrap_future(self).__await__()
+
+    def _listen(self, ear: _Ear) -> None:
+        with self._ears_lock:
+            self._ears = (*self._ears, ear)
+
+    def _leave(self, ear: _Ear) -> None:
+        with self._ears_lock:
+            self._ears = tuple(other for other in self._ears if other is not ear)
+
+    # ---- of the engine
+
+    @property
+    def heard(self) -> bool:
+        """Whether anybody waits for tokens."""
+        return bool(self._ears)
+
+    def settle(self, completion: Completion | None, error: BaseException | None = None) -> None:
+        """Ends it, once, and wakes whoever waits."""
+        if self.done():
+            return
+        if isinstance(error, StopIteration):  # which no event loop lets pass: it would wait on
+            error, cause = RuntimeError("the model, or a function of yours, ran out"), error
+            error.__cause__ = cause
+        try:
+            if error is not None:
+                self.set_exception(error)
+            elif completion is not None:
+                self.set_result(completion)
+        finally:
+            if self._ears:
+                tell([self])
+
+
+class _Ear:
+    """One who waits for tokens.
+
+    Args:
+        wake: Wakes it, on its event loop if it has one.
+        loop: Where it waits.
+    """
+
+    __slots__ = ("loop", "told", "wake")
+
+    def __init__(
+        self, wake: Callable[[], object], loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.wake, self.loop = wake, loop
+        self.told = False  # it was woken, and has not looked yet
+
+
+def tell(answers: Iterable[Answer]) -> None:
+    """Wakes those who wait for the next token; each event loop is called once for all of them."""
+    loops: dict[asyncio.AbstractEventLoop, list[_Ear]] = {}
+    for answer in answers:
+        for ear in answer._ears:
+            if ear.told:
+                continue
+            ear.told = True
+            if ear.loop is None:
+                ear.wake()
+            else:
+                loops.setdefault(ear.loop, []).append(ear)
+    for loop, ears in loops.items():
+        try:
+            loop.call_soon_threadsafe(_wake, ears)
+        except RuntimeError:  # it was closed: nobody waits there any more
+            _log.debug("an event loop was closed while answers were under way")
+
+
+def _wake(ears: list[_Ear]) -> None:
+    for ear in ears:
+        ear.wake()

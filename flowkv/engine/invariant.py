@@ -1,0 +1,174 @@
+"""Batch-invariant steps: to the last bit, what comes of a token does not depend on other rows.
+
+Nor on how its prompt was cut into chunks, on what of it was known, or on where its pages lie. Four
+things see to that. Matrix products run over blocks of fixed numbers of rows (`engine.products`).
+Functions of single elements leave none over (`engine.elements`). Each new token attends by itself,
+as if it were decoded, however many there are (`Step.apart`). And pages computed this way are kept
+apart from others, by a salt. All else that decoders do with packed tokens happens within each one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import Parameter, functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flowkv.core.errors import ConfigError
+from flowkv.core.keys import Salt
+from flowkv.engine.elements import UNEVEN, evenly
+from flowkv.engine.products import OTHERS, SIZES, Products
+from flowkv.engine.request import Request
+from flowkv.engine.runner import Forward
+from flowkv.runtime.batch import Step
+from flowkv.runtime.cache import KV
+
+MARK = Salt(0, hashlib.sha256(b"flowkv.invariant/1").digest())
+"""Keeps pages that were computed batch-invariantly apart from others."""
+
+_ALWAYS = frozenset({"einsum", "tensordot", "matmul", "__matmul__", "__rmatmul__"})
+"""Functions that multiply matrices for some operands, and not for others."""
+_GROUPED = frozenset({"_grouped_mm", "grouped_mm_fallback"})
+_PRODUCTS = _GROUPED | {"mm", "bmm", "mv", "addmm", "baddbmm", "addmv"}
+
+
+def marked(request: Request) -> Request:
+    """A request whose pages are kept apart from those of steps that are not invariant."""
+    return replace(request, salts=(MARK, *request.salts))
+
+
+def check_cache(kv: KV) -> None:
+    """Refuses caches whose pages hold something else once they are full.
+
+    Raises:
+        ConfigError: They are encoded by a lossy codec: what a token sees depends on when.
+    """
+    codecs = {layout.codec for forms in kv._bound().store.forms for layout in forms.sealed}
+    if codecs:
+        raise ConfigError(
+            f"invariant=True over pages of codec {', '.join(sorted(codecs))}",
+            "Make the cache with codec='raw'",
+        )
+
+
+def invariant(forward: Forward) -> Forward:
+    """A forward whose rows have the same bits in any step.
+
+    Args:
+        forward: Runs a model whose tokens meet in attention alone.
+    """
+    mode = Fixed()
+
+    def run(step: Step, last: torch.Tensor) -> torch.Tensor:
+        step.apart = True
+        with mode:
+            return forward(step, last)
+
+    return run
+
+
+class Fixed(TorchFunctionMode):
+    """Runs matrix products within it in blocks of fixed numbers of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._products = Products()
+        self._deep = _Deep(self._products)
+        self._plain: set[Any] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Sees every torch function."""
+        kwargs = kwargs or {}
+        if func in self._plain:
+            return func(*args, **kwargs)
+        if func is functional.linear:
+            return self._linear(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name.rstrip("_") in UNEVEN:
+            return evenly(func, name, args, kwargs)
+        self._deep.met = False
+        with self._deep:
+            out = func(*args, **kwargs)
+        if not self._deep.met and name not in _ALWAYS:
+            self._plain.add(func)
+        return out
+
+    def _linear(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if weight.dim() == 1:
+            return self._linear(input, weight[None], bias).squeeze(-1)
+        if input.dim() == 2:
+            return self._products(input, weight.t(), bias)
+        out = self._products(input.reshape(-1, input.shape[-1]), weight.t(), bias)
+        return out.view(*input.shape[:-1], weight.shape[0])
+
+
+class _Deep(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the products that other functions are made of.
+
+    Attributes:
+        met: Whether there was one.
+    """
+
+    def __init__(self, products: Products) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._products, self.met = products, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Sees every operation."""
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        self.met |= name in _PRODUCTS
+        if name in ("mm", "bmm", "mv"):
+            return self._each(*args)
+        if name in ("addmm", "baddbmm", "addmv"):
+            added, left, right = args
+            out = self._each(left, right)
+            return kwargs.get("beta", 1) * added + kwargs.get("alpha", 1) * out
+        if name in _GROUPED and len(args) >= 2 and args[0].dim() == 2 and args[1].dim() == 3:
+            return self._grouped(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _each(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if left.shape[-1] == 1:  # nothing is added up
+            return left * right
+        if right.dim() == 1:
+            return self._pair(left, right[:, None])[:, 0]
+        if left.dim() == 2:
+            return self._pair(left, right)
+        return torch.stack([self._pair(*pair) for pair in zip(left, right, strict=True)])
+
+    def _pair(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if isinstance(right, Parameter) or isinstance(right._base, Parameter):
+            return self._products(left, right)
+        # Columns may be those of tokens as well.
+        least = SIZES.get(right.dtype, OTHERS)[0]
+        padded = functional.pad(right, (0, -right.shape[1] % least))
+        parts = torch.split(padded, least, 1)
+        out = torch.cat([self._products(left, part.contiguous()) for part in parts], 1)
+        return out[:, : right.shape[1]]
+
+    def _grouped(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        offs: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Products of groups of rows `[S, K]` with a matrix each of `[E, K, N]`."""
+        out = x.new_empty(x.shape[0], weight.shape[2])
+        begin = 0
+        for group, end in enumerate(offs.tolist()):
+            out[begin:end] = self._products(x[begin:end], weight[group])
+            begin = end
+        out = out if bias is None else out + bias
+        return out if out_dtype is None else out.to(out_dtype)

@@ -1,0 +1,175 @@
+"""How an engine runs a model: rows are opened, stepped together, and closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.core.errors import GeometryError
+from flowkv.engine.request import Request
+from flowkv.runtime.batch import Step
+from flowkv.runtime.cache import KV
+from flowkv.runtime.opening import Tokens
+from flowkv.runtime.sequence import Sequence
+
+
+class Runner(Protocol):
+    """Runs a model over rows.
+
+    Attributes:
+        together: Rows of any lengths go through the model in one forward. Otherwise the engine
+            steps each row by itself.
+    """
+
+    together: bool
+
+    def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> Row:
+        """Opens a row with its known prefix in place, or (`wait=False`) on its way.
+
+        Args:
+            request: Whose row.
+            tokens: Its prompt, and what was made of it before it was dropped.
+            wait: See `KV.open`.
+
+        Raises:
+            CapacityError: Too many sequences are open.
+        """
+        ...
+
+    def step(self, rows: Items[Row], tokens: Items[Tokens]) -> torch.Tensor:
+        """Runs the model over the next tokens of some rows.
+
+        If it raises, no row has moved.
+
+        Args:
+            rows: Rows in no step; a single one unless `together`.
+            tokens: The next ids of each, one at least.
+
+        Returns:
+            `[B, V]`: logits behind the last of them.
+
+        Raises:
+            CapacityError: The pages do not fit.
+        """
+        ...
+
+
+class Row(Protocol):
+    """A request that is in the model's cache.
+
+    Attributes:
+        seq: Its sequence.
+    """
+
+    seq: Sequence
+
+    def suspend(self) -> int:
+        """Takes its pages off the device, see `KV.suspend`."""
+        ...
+
+    def resume(self) -> None:
+        """Puts them back, see `KV.resume`."""
+        ...
+
+    def close(self, stop: str = "") -> None:
+        """Gives its pages back; what is published stays known."""
+        ...
+
+
+class PagedRow:
+    """A row that is a sequence and nothing else.
+
+    Args:
+        kv: The cache.
+        seq: Its sequence.
+    """
+
+    def __init__(self, kv: KV, seq: Sequence) -> None:
+        self._kv, self.seq = kv, seq
+
+    def suspend(self) -> int:
+        """See `KV.suspend`."""
+        return self._kv.suspend(self.seq)
+
+    def resume(self) -> None:
+        """See `KV.resume`."""
+        self._kv.resume(self.seq)
+
+    def close(self, stop: str = "") -> None:
+        """See `Sequence.close`."""
+        self.seq.close(stop)
+
+
+Forward = Callable[[Step, torch.Tensor], torch.Tensor]
+"""Runs a model in a step: (step, int64 `[B]` places in its tokens) -> logits `[B, V]` there."""
+
+
+class Packed:
+    """Rows of any lengths, packed one after the other: no padding, no mask.
+
+    Args:
+        kv: The cache.
+        forward: Runs the model.
+        refresh: Called before a row is opened, to notice that the model has changed.
+    """
+
+    together = True
+
+    def __init__(
+        self, kv: KV, forward: Forward, refresh: Callable[[], object] = lambda: None
+    ) -> None:
+        self._kv, self._forward, self._refresh = kv, forward, refresh
+
+    def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
+        """See `Runner.open`."""
+        self._refresh()
+        seq = self._kv.open(
+            tokens,
+            tenant=request.tenant,
+            salts=request.salts,
+            session=request.session,
+            lease=request.lease,
+            retain=request.retain,
+            wait=wait,
+        )
+        return PagedRow(self._kv, seq)
+
+    def step(self, rows: Items[Row], tokens: Items[Tokens]) -> torch.Tensor:
+        """See `Runner.step`."""
+        packed = _packed(tokens)
+        step = self._kv.plan([row.seq for row in rows], [len(ids) for ids in tokens])
+        step.give(packed)
+        with step, torch.no_grad():
+            last = torch.from_numpy(step.counts.cumsum() - 1)
+            return self._forward(step, last)
+
+
+def _packed(tokens: Items[Tokens]) -> NDArray[np.uint32]:
+    """`pack` of ids that were checked when they came in; of single ones, it is most of a step."""
+    if sum(map(len, tokens)) == len(tokens):
+        return np.array([ids[0] for ids in tokens], np.uint32)
+    return np.concatenate([np.asarray(ids, np.uint32) for ids in tokens])
+
+
+def own_model(model: Callable[[torch.Tensor | None, torch.Tensor], Any]) -> Forward:
+    """The forward of your own model, `model(tokens [1, N], positions [1, N]) -> [1, N, V]`.
+
+    Its attention calls `flowkv.attention`, or it runs inside `flowkv.intercept()`.
+    """
+
+    def forward(step: Step, last: torch.Tensor) -> torch.Tensor:
+        logits = model(step.tokens, step.positions)
+        count = 0 if step.tokens is None else step.tokens.shape[1]
+        if not isinstance(logits, torch.Tensor) or logits.shape[:2] != (1, count):
+            raise GeometryError(
+                f"the model returned {tuple(getattr(logits, 'shape', ()))} for {count} tokens",
+                "Return logits [1, tokens, vocabulary], or pass a Runner of your own",
+            )
+        return logits[0, last.to(logits.device)]
+
+    return forward

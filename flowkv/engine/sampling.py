@@ -1,0 +1,275 @@
+"""How a request's next token is chosen, and when it ends by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Items
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.core.errors import ConfigError, NonFiniteError
+from flowkv.engine.request import Request
+
+
+class Choice(Protocol):
+    """How one request chooses. It keeps what that depends on, and outlives rows that are dropped.
+
+    Attributes:
+        greedy: `choose` is not needed: it is the largest logit, the first of equals.
+    """
+
+    greedy: bool
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """The next token.
+
+        Args:
+            logits: `[V]`, any float dtype.
+        """
+        ...
+
+    def take(self, token: int) -> bool:
+        """Notes the token that was chosen; True if the request ends with it."""
+        ...
+
+
+class Sampler(Protocol):
+    """Makes choices for requests."""
+
+    def start(self, request: Request, prompt: NDArray[np.uint32], seed: int) -> Choice:
+        """Reads a request's options, at submit.
+
+        Args:
+            request: Whose.
+            prompt: Its tokens.
+            seed: What is drawn depends on it alone.
+
+        Raises:
+            ConfigError: An option is unknown, out of range or not served by an engine.
+        """
+        ...
+
+
+class Drawn(NamedTuple):
+    """What came of one row.
+
+    Attributes:
+        token: The next token; -1 with an error.
+        over: The request ends with it.
+        error: What its own choice raised; the other rows are not harmed.
+    """
+
+    token: int
+    over: bool
+    error: Exception | None = None
+
+
+def draw(choices: Items[Choice], logits: torch.Tensor) -> list[Drawn]:
+    """Chooses the next token of every row; greedy rows in one pass.
+
+    Args:
+        choices: One a row.
+        logits: `[B, V]`.
+    """
+    best, tokens = (part.tolist() for part in logits.max(dim=-1))
+    with torch.no_grad():
+        return [
+            _one(choice, logits, row, tokens[row], best[row]) for row, choice in enumerate(choices)
+        ]
+
+
+def _one(choice: Choice, logits: torch.Tensor, row: int, largest: int, best: float) -> Drawn:
+    if math.isnan(best):
+        problem = "the model returned NaN"
+        return Drawn(-1, True, NonFiniteError(problem, "Check its weights and its dtype"))
+    try:
+        token = largest if choice.greedy else choice.choose(logits[row])
+        return Drawn(token, choice.take(token))
+    except Exception as error:  # a user's own code: it fails its request, not the step
+        return Drawn(-1, True, error)
+
+
+def seed_of(seed: int, number: int) -> int:
+    """A seed for a request that has none, from the engine's and its number (splitmix64)."""
+    mask = (1 << 64) - 1
+    word = (seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
+    return word ^ (word >> 31)
+
+
+Chooser = Callable[[torch.Tensor, list[int]], int]
+"""Your own rule: (float32 logits `[V]`, the new tokens so far) -> the next token."""
+
+
+class Largest:
+    """The most likely token.
+
+    Args:
+        stops: Tokens that end the request.
+    """
+
+    greedy = True
+
+    def __init__(self, stops: Collection[int] = ()) -> None:
+        self._stops = frozenset(stops)
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """See `Choice.choose`."""
+        return int(logits.argmax())
+
+    def take(self, token: int) -> bool:
+        """See `Choice.take`."""
+        return token in self._stops
+
+
+class Weighted(Largest):
+    """A token drawn by its probability, among the likeliest.
+
+    The filters come in the order and with the rules of transformers, so that a seed draws what it
+    would draw there.
+
+    Args:
+        seed: Of the draws.
+        stops: Tokens that end the request.
+        temperature: Divides the logits.
+        top_k: Draws among the k likeliest; 0 for all.
+        top_p: Draws among the fewest whose probabilities add up to it.
+    """
+
+    greedy = False
+
+    def __init__(
+        self,
+        seed: int,
+        stops: Collection[int] = (),
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+    ) -> None:
+        super().__init__(stops)
+        self._seed = seed
+        self._generator: torch.Generator | None = None
+        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """See `Choice.choose`."""
+        scores = logits.float()[None] / self._temperature
+        if self._top_k:
+            least = scores.topk(min(self._top_k, scores.shape[-1])).values[..., -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        if self._top_p < 1.0:
+            rising, places = scores.sort(descending=False)
+            spare = rising.softmax(-1).cumsum(-1) <= 1.0 - self._top_p
+            spare[..., -1] = False
+            scores = scores.masked_fill(spare.scatter(-1, places, spare), -torch.inf)
+        return sample(scores.softmax(-1), self._draws(logits.device))
+
+    def _draws(self, device: torch.device) -> torch.Generator:
+        if self._generator is None:
+            self._generator = generator(self._seed, device)
+        return self._generator
+
+
+class Chosen(Largest):
+    """A token that the user's own function chooses.
+
+    Args:
+        choose: See `Chooser`.
+        stops: Tokens that end the request.
+    """
+
+    greedy = False
+
+    def __init__(self, choose: Chooser, stops: Collection[int] = ()) -> None:
+        super().__init__(stops)
+        self._choose, self._made = choose, list[int]()
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """See `Choice.choose`."""
+        token = int(self._choose(logits.float(), self._made))
+        if not 0 <= token < logits.shape[-1]:
+            raise ConfigError(
+                f"choose returned token {token} of a vocabulary of {logits.shape[-1]}",
+                "Return an id in it",
+            )
+        return token
+
+    def take(self, token: int) -> bool:
+        """See `Choice.take`."""
+        self._made.append(token)
+        return super().take(token)
+
+
+def generator(seed: int, device: torch.device) -> torch.Generator:
+    """A stream of random numbers of its own, equal to `torch.manual_seed(seed)` on that device."""
+    return torch.Generator(device).manual_seed(seed)
+
+
+def sample(probabilities: torch.Tensor, draws: torch.Generator) -> int:
+    """Draws one of `[1, V]`."""
+    return int(torch.multinomial(probabilities, 1, generator=draws))
+
+
+class OwnSampler:
+    """Choices for your own models.
+
+    Options of a request: `do_sample` (False), `temperature` (1.0), `top_k` (0: all), `top_p` (1.0),
+    `eos_token_id` (one or several) and `choose` (a `Chooser`, in place of the others).
+
+    Args:
+        **options: Defaults of every request.
+
+    Raises:
+        ConfigError: See `start`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._defaults = options
+        _own(options, 0)
+
+    def start(self, request: Request, prompt: NDArray[np.uint32], seed: int) -> Choice:
+        """See `Sampler.start`."""
+        return _own({**self._defaults, **request.options}, seed)
+
+
+_NAMES = ("choose", "do_sample", "eos_token_id", "temperature", "top_k", "top_p")
+_SHAPING = ("temperature", "top_k", "top_p")
+
+
+def _own(options: Mapping[str, Any], seed: int) -> Choice:
+    options = {name: value for name, value in options.items() if value is not None}
+    if unknown := sorted(set(options) - set(_NAMES)):
+        raise ConfigError(f"unknown options {', '.join(unknown)}", f"Use {', '.join(_NAMES)}")
+    stops = _stops(options.get("eos_token_id", ()))
+    shaping = {name: options[name] for name in _SHAPING if name in options}
+    if "choose" in options:
+        if shaping or options.get("do_sample") or not callable(options["choose"]):
+            raise ConfigError("`choose` takes a function and no other rule", "Leave them out")
+        return Chosen(options["choose"], stops)
+    if not options.get("do_sample", False):
+        if shaping:
+            raise ConfigError(
+                f"{', '.join(shaping)} without `do_sample`", "Add do_sample=True, or leave it out"
+            )
+        return Largest(stops)
+    if not shaping.get("temperature", 1.0) > 0.0:
+        raise ConfigError("`temperature` must be above 0", "Use do_sample=False for the likeliest")
+    if not 0.0 < shaping.get("top_p", 1.0) <= 1.0:
+        raise ConfigError("`top_p` must be above 0 and at most 1", "Use 1.0 for all tokens")
+    top_k = shaping.get("top_k", 0)
+    if not isinstance(top_k, int) or top_k < 0:
+        raise ConfigError("`top_k` must be a whole number, at least 0", "Use 0 for all tokens")
+    return Weighted(seed, stops, **shaping)
+
+
+def _stops(ids: Any) -> frozenset[int]:
+    try:
+        return frozenset(int(token) for token in (ids if np.iterable(ids) else (ids,)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"eos_token_id={ids!r}", "Pass a token id or several") from error

@@ -1,0 +1,220 @@
+"""Metrics and spans through OpenTelemetry, wherever the program sends them.
+
+    from flowkv.observe.otel import Bridge
+
+    with Bridge(kv):
+        engine.run(requests)
+
+Only its interface is needed (`opentelemetry-api`); nothing is sent before the program has set up an
+SDK. Counters and gauges are read from `KV.metrics` when the SDK asks, histograms are recorded as
+events come. A request of an engine is a span, a child of the one that was active where it was
+submitted, and its phases are spans below it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flowkv.core.errors import MissingDependencyError
+from flowkv.observe.events import (
+    Admitted,
+    Event,
+    Finished,
+    Preempted,
+    Queued,
+    RestoreEnded,
+)
+from flowkv.observe.lanes import Lane, Lanes
+from flowkv.observe.metrics import Histogram, Watched
+from flowkv.observe.names import NAMES
+from flowkv.observe.rules import RULES, labels_of, read, rule_of
+
+try:
+    from opentelemetry import context, metrics, trace
+except ImportError as error:
+    raise MissingDependencyError("OpenTelemetry", "otel") from error
+
+_MOST = 4096  # requests under way that have spans; of more, every second one has
+_FRESH_S = 0.05  # one collection asks for each instrument: all are answered from one reading
+
+
+class Bridge:
+    """Tells OpenTelemetry what a cache and its engines do, until it is closed.
+
+    Instruments are called `flowkv.` and a name of `flowkv.observe.names`, without `_total`.
+    The SDK knows no way to remove an instrument: one that is closed says nothing any more.
+
+    Args:
+        kv: The cache.
+        meter: Where instruments are made; default `flowkv`'s of the global provider.
+        tracer: Where spans are made; the same.
+        gaps: Also record the time between any two tokens of a row. OpenTelemetry takes its values
+            one by one, at about ten microseconds each, so that this costs a large batch a few per
+            cent of its time. The mean of each request (`tpot_seconds`) is recorded anyway.
+        clock: Seconds, of the clock that events carry.
+    """
+
+    def __init__(
+        self,
+        kv: Watched,
+        *,
+        meter: Any = None,
+        tracer: Any = None,
+        gaps: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._metrics, self.closed = kv.metrics, False
+        self._tracer = trace.get_tracer("flowkv") if tracer is None else tracer
+        self._lock, self._lanes = threading.Lock(), Lanes(most=_MOST)
+        self._parents: dict[int, Any] = {}
+        self._values: dict[str, list[Any]] = {}
+        self._read_s = float("-inf")
+        self._clock, self._epoch_ns = clock, time.time_ns() - round(clock() * 1e9)
+        self._histograms = self._instruments(
+            metrics.get_meter("flowkv") if meter is None else meter
+        )
+        self._gaps, bus = gaps, kv.bus
+        timed = [kind for kind, rule in RULES.items() if rule.spreads]
+        self._subscriptions = [
+            bus.subscribe(self._record, *timed),
+            bus.subscribe(self._span, Queued, Admitted, Preempted, Finished, RestoreEnded),
+        ]
+        self._give_back = kv.metrics.lend(bus)
+
+    # ---- metrics
+
+    def _instruments(self, meter: Any) -> dict[str, Any]:
+        histograms = {}
+        for name, (kind, _, said) in NAMES.items():
+            told = {"unit": _unit(name), "description": said}
+            called = f"flowkv.{name.removesuffix('_total')}"
+            if kind == "histogram":
+                histograms[name] = meter.create_histogram(called, **told)
+            elif kind == "counter":
+                meter.create_observable_counter(called, [self._reader(name)], **told)
+            else:
+                meter.create_observable_gauge(called, [self._reader(name)], **told)
+        return histograms
+
+    def _reader(self, name: str) -> Callable[[Any], Iterable[Any]]:
+        def answer(_: Any) -> Iterable[Any]:
+            with self._lock:
+                now_s = time.monotonic()
+                if now_s - self._read_s > _FRESH_S:
+                    self._values, self._read_s = self._all(), now_s
+                return self._values.get(name, ())
+
+        return answer
+
+    def _all(self) -> dict[str, list[Any]]:
+        if self.closed:
+            return {}
+        return {
+            family.name: [
+                metrics.Observation(value, dict(labels))
+                for labels, value in family.series
+                if not isinstance(value, Histogram)
+            ]
+            for family in self._metrics.families()
+        }
+
+    def _record(self, event: Event) -> None:
+        rule = rule_of(type(event))
+        labels = labels_of(event, rule)
+        for kind, name, values, _ in read(event, rule):
+            if kind == "histogram" and (self._gaps or name != "inter_token_seconds"):
+                record = self._histograms[name].record
+                for value in values:
+                    record(value, labels)
+
+    # ---- spans
+
+    def _span(self, event: Event) -> None:
+        now_s = self._clock()
+        with self._lock:
+            match event:
+                case RestoreEnded():
+                    self._restore(event)
+                case Queued():
+                    self._lanes.queued(event, now_s)
+                    self._parents[event.request] = context.get_current()
+                case Admitted():
+                    self._lanes.admitted(event, now_s)
+                case Preempted():
+                    self._lanes.preempted(event, now_s)
+                case Finished():
+                    self._lanes.finished(event)
+                    parent = self._parents.pop(event.request, None)
+                    if lane := self._lanes.take(event.request):
+                        self._request(event, lane, parent)
+
+    def _request(self, event: Finished, lane: Lane, parent: Any) -> None:
+        span = self._tracer.start_span(
+            "flowkv.request",
+            context=parent,
+            start_time=self._ns(event.started_s),
+            attributes={
+                "flowkv.request": event.request,
+                "flowkv.reused_tokens": event.reused_tokens,
+                "flowkv.preempted": event.preempted,
+                "gen_ai.usage.input_tokens": event.prompt_tokens,
+                "gen_ai.usage.output_tokens": event.new_tokens,
+                "gen_ai.response.finish_reasons": (event.reason,),
+            },
+        )
+        if event.ttft_s:
+            first_s = event.started_s + event.ttft_s
+            span.add_event("first token", timestamp=self._ns(first_s))
+        if event.reason == "failed":
+            span.set_status(trace.StatusCode.ERROR)
+        below = trace.set_span_in_context(span)
+        for phase, first_s, stop_s in lane.pieces:
+            part = self._tracer.start_span(
+                f"flowkv.{phase}", context=below, start_time=self._ns(first_s)
+            )
+            part.end(self._ns(stop_s))
+        span.end(self._ns(event.started_s + event.seconds))
+
+    def _restore(self, event: RestoreEnded) -> None:
+        span = self._tracer.start_span(
+            "flowkv.restore",
+            start_time=self._ns(event.started_s),
+            attributes={
+                "flowkv.computed_tokens": event.computed_tokens,
+                "flowkv.loaded_tokens": event.loaded_tokens,
+                "flowkv.bytes": event.n_bytes,
+                "flowkv.exposed_s": event.exposed_s,
+                "flowkv.failed_loads": event.failed,
+            },
+        )
+        span.end(self._ns(event.started_s + event.seconds))
+
+    def _ns(self, at_s: float) -> int:
+        return round(at_s * 1e9) + self._epoch_ns
+
+    # ---- its end
+
+    def close(self) -> None:
+        """Ends it. Safe to call again."""
+        self.closed = True
+        for subscription in self._subscriptions:
+            subscription.close()
+        self._give_back()
+        with self._lock:
+            self._values, self._read_s = {}, float("-inf")
+
+    def __enter__(self) -> Bridge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _unit(name: str) -> str:
+    for part, unit in (("bytes_per_second", "By/s"), ("seconds", "s"), ("bytes", "By")):
+        if name.removesuffix("_total").endswith(part):
+            return unit
+    return "1"

@@ -1,0 +1,91 @@
+"""Metrics through `prometheus_client`, beside those of the rest of a program.
+
+    from flowkv.observe.prometheus import Exporter
+
+    with Exporter(kv):                       # registers with prometheus_client.REGISTRY
+        prometheus_client.start_http_server(9400)
+        ...
+
+What it says is what `KV.metrics.prometheus()` says: both are made of `Metrics.families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.observe.metrics import PREFIX, Family, Histogram, Watched
+from flowkv.observe.names import NAMES
+
+try:
+    from prometheus_client import REGISTRY
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
+except ImportError as error:
+    raise MissingDependencyError("Prometheus metrics", "metrics") from error
+
+
+class Exporter:
+    """A collector of `prometheus_client`: what a cache and its engines count.
+
+    While it is open, the steps of engines are counted, too.
+
+    Args:
+        kv: The cache. Where a process has several, give each a registry of its own.
+        registry: Where to register; default that of the process. None registers nowhere.
+
+    Raises:
+        ConfigError: Another cache is registered there.
+    """
+
+    def __init__(self, kv: Watched, *, registry: Any = REGISTRY) -> None:
+        self._metrics, self._registry = kv.metrics, registry
+        self._give_back = kv.metrics.lend(kv.bus)
+        if registry is not None:
+            try:
+                registry.register(self)
+            except ValueError as error:
+                self._give_back()
+                raise ConfigError(
+                    "the registry has metrics of another cache already",
+                    "Give each cache a registry of its own: Exporter(kv, registry=...)",
+                ) from error
+
+    def collect(self) -> Iterator[Any]:
+        """What `prometheus_client` asks for."""
+        return map(_family, self._metrics.families())
+
+    def describe(self) -> Iterable[Any]:
+        """Names, asked for when it is registered: two of a registry must not share any."""
+        return (_family(Family(name, kind, said, [])) for name, (kind, _, said) in NAMES.items())
+
+    def close(self) -> None:
+        """Unregisters it. Safe to call again."""
+        self._give_back()
+        if self._registry is not None:
+            self._registry.unregister(self)
+            self._registry = None
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _family(family: Family) -> Any:
+    name, kind, said, series = family
+    labels = sorted({label for key, _ in series for label, _ in key})
+    make = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}.get(kind)
+    told = (make or HistogramMetricFamily)(PREFIX + name, said or name, labels=labels)
+    for key, value in series:
+        values = [dict(key).get(label, "") for label in labels]
+        if isinstance(value, Histogram):
+            told.add_metric(values, value.below(), value.total)
+        else:
+            told.add_metric(values, value)
+    return told

@@ -1,0 +1,410 @@
+"""Answers: waited for, iterated, awaited, called off; from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
+
+import pytest
+import torch
+
+from flowkv import Answer, Completion, Engine
+from flowkv.core.errors import BusyError, StateError
+from flowkv.engine.answer import _Ear, tell
+from flowkv.observe.events import Finished
+from tests.engine.nano import Gate, Nano, make_kv
+
+LONG = 1500
+
+
+@pytest.fixture
+def nano() -> Nano:
+    return Nano()
+
+
+@pytest.fixture
+def engine(nano: Nano) -> Iterator[Engine]:
+    kv = make_kv(pages=1024)
+    with Engine(nano, kv, max_rows=2, token_budget=16, max_waiting=3) as made:
+        yield made
+        made.close(drain=False)
+    assert not kv._open
+    kv.close()
+
+
+def settled(engine: Engine) -> bool:
+    """Whether the engine has let go of everything, soon."""
+    for _ in range(2000):
+        if engine._loop.idle and not engine.kv._open:
+            return True
+        time.sleep(0.002)
+    return False
+
+
+# ---- tokens as they come
+
+
+def test_tokens_come_one_by_one(engine: Engine, nano: Nano) -> None:
+    answer = engine.submit([1, 2], max_new_tokens=5)
+    assert list(answer) == answer.result().tokens == answer.tokens == nano.alone([1, 2], 5)
+    assert list(answer) == answer.tokens, "again, from the first one on"
+
+
+def test_the_first_token_comes_before_the_last_is_made(engine: Engine) -> None:
+    answer = engine.submit([1, 2], max_new_tokens=LONG)
+    next(iter(answer))
+    assert not answer.done()
+    answer.cancel()
+
+
+def test_many_listen_to_one(engine: Engine, nano: Nano) -> None:
+    answer = engine.submit([3], max_new_tokens=60)
+    heard: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: heard.append(list(answer))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert heard == [nano.alone([3], 60)] * 6
+    assert not answer.heard, "and go when they have heard all"
+
+
+def test_who_stops_listening_stops_nothing(engine: Engine) -> None:
+    answer = engine.submit([3], max_new_tokens=20)
+    for _ in answer:
+        break
+    assert not answer.heard
+    assert len(answer.result(20).tokens) == 20
+
+
+def test_iteration_ends_with_the_failure(engine: Engine, nano: Nano) -> None:
+    def fail(ids: object) -> None:
+        if nano.calls == 3:
+            raise ValueError("no more")
+
+    nano.before = fail
+    answer = engine.submit([3], max_new_tokens=20)
+    heard = []
+    with pytest.raises(ValueError, match="no more"):
+        for token in answer:
+            heard.append(token)
+    assert len(heard) == 3
+    with pytest.raises(ValueError, match="no more"):
+        answer.result()
+    assert isinstance(answer.exception(), ValueError)
+
+
+# ---- event loops
+
+
+def test_answers_are_awaited(engine: Engine, nano: Nano) -> None:
+    async def ask() -> tuple[Completion, list[Completion], list[int]]:
+        one = await engine.submit([1], max_new_tokens=4)
+        many = await asyncio.gather(*(engine.submit([n], max_new_tokens=3) for n in range(3)))
+        heard = [token async for token in engine.submit([2], max_new_tokens=6)]
+        return one, many, heard
+
+    one, many, heard = asyncio.run(ask())
+    assert one.tokens == nano.alone([1], 4)
+    assert [done.tokens for done in many] == [nano.alone([n], 3) for n in range(3)]
+    assert heard == nano.alone([2], 6)
+
+
+def test_run_is_awaited_without_holding_the_event_loop(engine: Engine, nano: Nano) -> None:
+    gate = Gate(nano)
+
+    async def ask() -> list[Completion]:
+        running = asyncio.ensure_future(engine.arun([[1], [2], [3]], max_new_tokens=3))
+        await asyncio.to_thread(gate.arrived)
+        assert not running.done()
+        gate.open()  # by this event loop, which is free
+        return await running
+
+    done = asyncio.run(ask())
+    assert [one.tokens for one in done] == [nano.alone([n], 3) for n in (1, 2, 3)]
+
+
+def test_arun_serves_the_others_before_it_raises(engine: Engine, nano: Nano) -> None:
+    def fail(ids: torch.Tensor) -> None:
+        if (ids == 60).any():
+            raise ValueError("of the model")
+
+    nano.before = fail
+    over: list[Finished] = []
+    engine.kv.bus.subscribe(over.append, Finished)
+    with pytest.raises(ValueError, match="of the model"):
+        asyncio.run(engine.arun([[60], [1], [2]], max_new_tokens=30))
+    assert sorted(one.reason for one in over) == ["failed", "length", "length"]
+
+
+def test_a_task_that_is_cancelled_calls_its_request_off(engine: Engine) -> None:
+    async def ask() -> Answer:
+        answer = engine.submit([1], max_new_tokens=LONG)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(answer, 0.05)
+        return answer
+
+    answer = asyncio.run(ask())
+    assert answer.result(20).reason == "cancelled"
+
+
+def test_arun_that_is_cancelled_calls_off_all(engine: Engine) -> None:
+    async def ask() -> None:
+        running = asyncio.ensure_future(engine.arun([[1], [2], [3]], max_new_tokens=LONG))
+        await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(ask())
+    assert settled(engine)
+
+
+def test_an_event_loop_may_be_gone_before_the_answer(engine: Engine, nano: Nano) -> None:
+    gate, loop = Gate(nano), asyncio.new_event_loop()
+    answer = engine.submit([1], max_new_tokens=3)
+    gate.arrived()
+    answer._listen(_Ear(lambda: None, loop))
+    loop.close()
+    gate.open()
+    assert len(answer.result(20).tokens) == 3
+    assert engine.submit([1], max_new_tokens=1).result(20).reason == "length"
+
+
+def test_an_event_loop_is_woken_once_for_all_it_has_not_seen(engine: Engine) -> None:
+    answers = [engine.submit([n], max_new_tokens=1) for n in range(3)]
+    wait(answers, 20)
+
+    async def listen() -> list[int]:
+        woken, loop = [], asyncio.get_running_loop()
+        for number, answer in enumerate(answers):
+            answer._listen(_Ear(partial(woken.append, number), loop))
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            call = loop.call_soon_threadsafe
+            patch.setattr(loop, "call_soon_threadsafe", lambda *a: (calls.append(a), call(*a)))
+            tell(answers)
+            tell(answers)
+        await asyncio.sleep(0.01)
+        assert len(calls) == 1
+        return woken
+
+    assert asyncio.run(listen()) == [0, 1, 2]
+
+
+def test_engines_are_closed_by_event_loops(nano: Nano) -> None:
+    async def ask() -> Completion:
+        with make_kv() as kv:
+            async with Engine(nano, kv) as engine:
+                return await engine.submit([1, 2], max_new_tokens=3)
+
+    assert asyncio.run(ask()).tokens == nano.alone([1, 2], 3)
+
+
+# ---- called off
+
+
+def test_a_request_is_called_off_while_it_waits(engine: Engine, nano: Nano) -> None:
+    gate = Gate(nano)
+    busy = [engine.submit([n], max_new_tokens=2) for n in range(2)]
+    gate.arrived()
+    waiting = engine.submit([7], max_new_tokens=2)
+    assert waiting.cancel()
+    gate.open()
+    done = waiting.result(20)
+    assert (done.reason, done.tokens) == ("cancelled", [])
+    assert done.ttft_s == 0.0 and done.queued_s == done.seconds > 0.0
+    assert [one.result(20).reason for one in busy] == ["length", "length"]
+
+
+def test_a_request_is_called_off_within_a_step(engine: Engine, nano: Nano) -> None:
+    gate = Gate(nano)
+    answers = [engine.submit([n], max_new_tokens=LONG) for n in range(2)]
+    gate.arrived()
+    assert answers[0].cancel() and answers[0].cancel(), "as often as one likes"
+    gate.open()
+    done = answers[0].result(20)
+    assert done.reason == "cancelled" and len(done.tokens) <= 1
+    assert not answers[0].cancel(), "it is over"
+    assert not answers[0].cancelled(), "it has a result"
+    assert not answers[1].done()
+    answers[1].cancel()
+    assert settled(engine)
+
+
+def test_tokens_end_where_a_request_is_called_off(engine: Engine) -> None:
+    answer = engine.submit([1], max_new_tokens=LONG)
+    heard = []
+    for token in answer:
+        heard.append(token)
+        if len(heard) == 3:
+            answer.cancel()
+    assert heard == answer.result().tokens and 3 <= len(heard) < LONG
+
+
+# ---- deadlines
+
+
+def test_a_request_that_comes_too_late_ends(engine: Engine, nano: Nano) -> None:
+    late = engine.submit([1], max_new_tokens=LONG, deadline_s=0.1)
+    done = late.result(20)
+    assert done.reason == "deadline" and 0 < len(done.tokens) < LONG
+    assert done.seconds >= 0.1
+    assert settled(engine)
+
+
+def test_a_deadline_passes_while_a_request_waits(engine: Engine, nano: Nano) -> None:
+    gate = Gate(nano)
+    busy = [engine.submit([n], max_new_tokens=2) for n in range(2)]
+    gate.arrived()
+    late = engine.submit([7], max_new_tokens=2, deadline_s=0.01)
+    soon = engine.submit([8], max_new_tokens=2, deadline_s=1000.0)
+    time.sleep(0.02)
+    gate.open()
+    assert (late.result(20).reason, late.result().tokens) == ("deadline", [])
+    assert soon.result(20).reason == "length"
+    assert all(one.result(20).reason == "length" for one in busy)
+
+
+def test_a_deadline_of_now(engine: Engine) -> None:
+    (done,) = engine.run([[1]], deadline_s=0.0)
+    assert done.reason == "deadline" and done.tokens == []
+
+
+# ---- threads
+
+
+def test_a_full_queue_refuses(engine: Engine, nano: Nano) -> None:
+    gate = Gate(nano)
+    engine.submit([1], max_new_tokens=2)
+    gate.arrived()
+    for n in range(3):
+        engine.submit([n], max_new_tokens=2)
+    with pytest.raises(BusyError, match="3 requests wait already"):
+        engine.submit([4])
+    gate.open()
+
+
+def test_many_threads_submit_and_call_off(nano: Nano) -> None:
+    wanted = {n: nano.alone([n, n + 1], 8) for n in range(8)}
+    wrong: list[object] = []
+    with make_kv() as kv, Engine(nano, kv, max_rows=4, max_waiting=1000) as engine:
+
+        def ask(n: int) -> None:
+            for turn in range(12):
+                answer = engine.submit([n, n + 1], max_new_tokens=8)
+                if turn % 3 == 1:
+                    answer.cancel()
+                done = answer.result(30)
+                if done.tokens != wanted[n][: len(done.tokens)]:
+                    wrong.append(done)
+                if done.reason not in ("length", "cancelled"):
+                    wrong.append(done)
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads) and not wrong
+        assert settled(engine)
+
+
+def test_threads_run_requests_at_the_same_time(nano: Nano) -> None:
+    done: dict[int, list[Completion]] = {}
+    with make_kv() as kv, Engine(nano, kv, max_rows=4) as engine:
+
+        def ask(n: int) -> None:
+            done[n] = engine.run([[n], [n, n]], max_new_tokens=20)
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    for n in range(5):
+        assert [one.tokens for one in done[n]] == [nano.alone([n], 20), nano.alone([n, n], 20)]
+
+
+def test_submit_while_another_thread_runs(engine: Engine, nano: Nano) -> None:
+    gate, done = Gate(nano), []
+    thread = threading.Thread(target=lambda: done.extend(engine.run([[1]], max_new_tokens=3)))
+    thread.start()
+    gate.arrived()  # on the thread that runs
+    answer = engine.submit([2], max_new_tokens=40)
+    gate.open()
+    assert answer.result(20).tokens == nano.alone([2], 40), "taken over when the run is over"
+    thread.join(20)
+    assert done[0].tokens == nano.alone([1], 3)
+
+
+def test_others_may_wait_with_futures(engine: Engine) -> None:
+    short, long = engine.submit([1], max_new_tokens=2), engine.submit([2], max_new_tokens=LONG)
+    done, rest = wait([short, long], timeout=20, return_when=FIRST_COMPLETED)
+    assert done == {short} and rest == {long}
+    long.cancel()
+
+
+# ---- callbacks
+
+
+def test_callbacks_may_submit(engine: Engine, nano: Nano) -> None:
+    chained: list[Answer] = []
+    came = threading.Event()
+
+    def go_on(answer: Answer) -> None:
+        chained.append(engine.submit([*answer.result().tokens], max_new_tokens=3))
+        came.set()
+
+    engine.submit([1], max_new_tokens=2).add_done_callback(go_on)
+    assert came.wait(20)
+    assert chained[0].result(20).tokens == nano.alone(nano.alone([1], 2), 3)
+
+
+def test_callbacks_that_raise_harm_nobody(engine: Engine) -> None:
+    def fail(answer: Answer) -> None:
+        raise ValueError("of the user's own")
+
+    answers = [engine.submit([n], max_new_tokens=3) for n in range(3)]
+    logging.getLogger("concurrent.futures").disabled = True
+    try:
+        for answer in answers:
+            answer.add_done_callback(fail)
+        assert [answer.result(20).reason for answer in answers] == ["length"] * 3
+        assert engine.submit([1], max_new_tokens=1).result(20).reason == "length"
+    finally:
+        logging.getLogger("concurrent.futures").disabled = False
+
+
+def test_the_engines_thread_does_not_wait_for_itself(engine: Engine) -> None:
+    refused: list[str] = []
+    came = threading.Event()
+    other = engine.submit([9], max_new_tokens=LONG)
+
+    def wrong(answer: Answer) -> None:
+        for call in (other.result, other.exception, lambda: list(other), lambda: engine.run([[1]])):
+            try:
+                call()
+            except StateError as error:
+                refused.append(str(error))
+        came.set()
+
+    engine.submit([1], max_new_tokens=2).add_done_callback(wrong)
+    assert came.wait(20)
+    assert len(refused) == 4 and all("own thread" in one for one in refused)
+    other.cancel()
+
+
+def test_a_callback_may_close_the_engine(nano: Nano) -> None:
+    with make_kv() as kv:
+        engine = Engine(nano, kv)
+        answers = [engine.submit([n], max_new_tokens=30) for n in range(3)]
+        answers.append(engine.submit([4], max_new_tokens=2))
+        answers[-1].add_done_callback(lambda _: engine.close())
+        assert [answer.result(20).reason for answer in answers] == ["length"] * 4
+        engine.close()

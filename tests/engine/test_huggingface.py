@@ -1,0 +1,134 @@
+"""Engines over unmodified Hugging Face models say what `generate` says of each prompt alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import flowkv
+from flowkv import Engine
+from flowkv.core.errors import CapacityError, ConfigError, TokenError
+from flowkv.engine.runner import Packed
+from tests.fixture_model import load_tiny, stdlib_text
+from tests.hooks import models
+
+NEW = 8
+
+
+@cache
+def tiny() -> Any:
+    return load_tiny()
+
+
+def text(first: int, count: int) -> list[int]:
+    return list(stdlib_text(4000)[first : first + count])
+
+
+PROMPTS = [text(50 * i, 1 + 17 * i) for i in range(7)]
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    options = {"max_new_tokens": NEW, "do_sample": False} | options
+    return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def kv() -> Iterator[flowkv.KV]:
+    with flowkv.attach(tiny(), gpu="64MiB") as made:
+        yield made
+
+
+def test_greedy_tokens_are_those_of_generate(kv: flowkv.KV) -> None:
+    wanted = [alone(tiny(), prompt) for prompt in PROMPTS]
+    kv.invalidate()
+    with Engine(tiny(), kv, max_rows=4, token_budget=24) as engine:
+        assert isinstance(engine._loop.runner, Packed), "rows share a forward"
+        for known in (False, True):
+            done = engine.run(PROMPTS, max_new_tokens=NEW)
+            assert [one.tokens for one in done] == wanted
+            assert (sum(one.reused_tokens for one in done) > 64) == known
+    assert not kv._open
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(repetition_penalty=1.7),
+        dict(no_repeat_ngram_size=2, min_new_tokens=5, eos_token_id=32),
+        dict(eos_token_id=[32, 10]),
+        dict(bad_words_ids=[[32], [101]]),
+    ],
+    ids=str,
+)
+def test_options_mean_what_they_mean_to_generate(kv: flowkv.KV, options: dict[str, Any]) -> None:
+    wanted = [alone(tiny(), prompt, **options) for prompt in PROMPTS]
+    with Engine(tiny(), kv, max_rows=4, token_budget=32) as engine:
+        done = engine.run(PROMPTS, max_new_tokens=NEW, options=options)
+    assert [one.tokens for one in done] == wanted
+    for one in done:
+        assert one.reason == ("stop" if len(one.tokens) < NEW else one.reason)
+
+
+def test_a_seed_draws_what_generate_draws_with_it(kv: flowkv.KV) -> None:
+    options = dict(do_sample=True, temperature=1.3, top_k=12)
+    wanted = []
+    for seed, prompt in enumerate(PROMPTS):
+        torch.manual_seed(seed)
+        wanted.append(alone(tiny(), prompt, **options))
+    with Engine(tiny(), kv, max_rows=5, token_budget=16) as engine:
+        answers = [
+            engine.submit(prompt, seed=seed, options=options, max_new_tokens=NEW)
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+        assert [answer.result(60).tokens for answer in answers] == wanted
+
+
+def test_the_model_can_be_called_beside_its_engine(kv: flowkv.KV) -> None:
+    wanted = [alone(tiny(), prompt) for prompt in PROMPTS]
+    with Engine(tiny(), kv, max_rows=4) as engine:
+        for _ in range(3):
+            answers = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+            assert alone(tiny(), PROMPTS[3]) == wanted[3]
+            assert [answer.result(60).tokens for answer in answers] == wanted
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "error", "words"),
+    [
+        ([1, 256], {}, TokenError, "256"),
+        ([], {}, TokenError, "empty"),
+        ([1], {"max_new_tokens": 1 << 20}, CapacityError, "allow"),
+        ([1], {"options": {"num_beams": 2}}, ConfigError, "beam"),
+        ([1], {"options": {"temprature": 2}}, ConfigError, "temprature"),
+        ([1], {"options": {"inputs_embeds": 2}}, flowkv.FlowKVError, "inputs_embeds"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused(
+    kv: flowkv.KV, prompt: list[int], fields: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with Engine(tiny(), kv) as engine, pytest.raises(error, match=words):
+        engine.submit(prompt, **fields)
+
+
+def test_a_model_that_is_not_attached_is_told(kv: flowkv.KV) -> None:
+    kv.detach()
+    with pytest.raises(ConfigError, match="attach"):
+        Engine(tiny(), kv)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_rows_together_or_apart(name: str) -> None:
+    """Windows, and recurrent states, whose rows run by themselves."""
+    model = models.causal(name)
+    prompts = [models.prompt(5 + 11 * i, seed=i)[0].tolist() for i in range(4)]
+    wanted = [alone(model, prompt) for prompt in prompts]
+    with flowkv.attach(model, gpu="64MiB", page_size=16) as kv, Engine(model, kv) as engine:
+        for _ in range(2):
+            done = engine.run(prompts, max_new_tokens=NEW)
+            assert [one.tokens for one in done] == wanted
+        assert not kv._open

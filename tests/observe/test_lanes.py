@@ -1,0 +1,92 @@
+"""What requests went through follows from their events, for any number of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowkv.observe.events import Admitted, Finished, Preempted, Queued
+from flowkv.observe.lanes import Lanes, Piece
+from tests.observe.story import BEGIN_S, finished, story
+
+
+def told() -> Lanes:
+    lanes = Lanes()
+    for at_s, event in story():
+        match event:
+            case Queued():
+                lanes.queued(event, BEGIN_S + at_s)
+            case Admitted():
+                lanes.admitted(event, BEGIN_S + at_s)
+            case Preempted():
+                lanes.preempted(event, BEGIN_S + at_s)
+            case Finished():
+                lanes.finished(event)
+    return lanes
+
+
+def test_phases_follow_each_other() -> None:
+    one, two = told()
+    shown = [
+        [(p.phase, round((p.first_s - BEGIN_S) * 1e3), round((p.stop_s - BEGIN_S) * 1e3))]
+        for lane in (one, two)
+        for p in lane.pieces
+    ]
+    assert shown == [
+        [("queued", 0, 1)],
+        [("prefill", 1, 20)],
+        [("decode", 20, 50)],
+        [("queued", 2, 10)],
+        [("prefill", 10, 30)],
+        [("aside", 30, 60)],
+        [("prefill", 60, 80)],
+        [("decode", 80, 100)],
+    ]
+    assert one.ended is not None and one.ended.reason == "length"
+
+
+def test_who_is_called_off_early_only_waited() -> None:
+    lanes = Lanes()
+    lanes.queued(Queued(request=3, prompt_tokens=1, waiting=1), 5.0)
+    (open_,) = lanes.under_way(5.5)
+    assert open_.pieces == [Piece("queued", 5.0, 5.5)]
+    lanes.finished(finished(3, 5.0, 1.0, reason="cancelled", ttft_s=0.0))
+    (lane,) = lanes
+    assert lane.pieces == [Piece("queued", 5.0, 6.0)] and not lanes.under_way(9.0)
+
+
+def test_preempted_while_it_decodes() -> None:
+    lanes = Lanes()
+    lanes.queued(Queued(request=0, prompt_tokens=1, waiting=1), 0.0)
+    lanes.admitted(Admitted(request=0, queued_s=1.0, reused_tokens=0), 1.0)
+    lanes.preempted(Preempted(request=0, pages=1, n_bytes=1, kept=False), 4.0)
+    assert [p.phase for p in lanes.under_way(6.0)[0].pieces] == ["queued", "prefill", "aside"]
+    lanes.finished(finished(0, 0.0, 6.0, ttft_s=3.0, reason="deadline"))
+    (lane,) = lanes
+    assert [(p.phase, p.stop_s) for p in lane.pieces] == [
+        ("queued", 1.0),
+        ("prefill", 3.0),
+        ("decode", 4.0),
+        ("aside", 6.0),
+    ]
+
+
+@pytest.mark.parametrize("total", [9, 100, 1000])
+def test_of_many_an_even_choice_is_kept(total: int) -> None:
+    lanes = Lanes(most=8)
+    for request in range(total):
+        lanes.queued(Queued(request=request, prompt_tokens=1, waiting=1), float(request))
+        lanes.admitted(Admitted(request=request, queued_s=0.5, reused_tokens=0), request + 0.5)
+        if request % 3:
+            lanes.finished(finished(request, float(request), 1.0))
+    kept = [lane.request for lane in lanes]
+    assert len(kept) <= 8 and kept == list(range(0, total, lanes.stride))
+    assert len(kept) > 3 and len(lanes._open) <= 8
+
+
+def test_a_request_can_be_taken_out() -> None:
+    lanes = told()
+    lane = lanes.take(1)
+    assert lane is not None and lane.request == 1 and len(lanes) == 1
+    assert lanes.take(1) is None
+    lanes.finished(finished(77, 0.0, 1.0))  # began before anybody listened
+    assert len(lanes) == 1
