@@ -36,12 +36,14 @@ def _load_arguments(added: argparse.ArgumentParser) -> None:
     added.add_argument("--shape", default="", help="random weights of a published shape")
     added.add_argument("--part", type=names, metavar="A,B", help="of the protocol; default all")
     added.add_argument(
-        "--full", action="store_true", help="more requests, repetitions and longer answers"
+        "--full", action="store_true", help="more requests, repetitions and schedules"
     )
     added.add_argument(
         "--concurrency", type=numbers(count), metavar="N,M", help="clients at once; 1 to 16, 100"
     )
-    added.add_argument("--scheduler", type=names, metavar="A,B", help="default: all there are")
+    added.add_argument(
+        "--scheduler", type=names, metavar="A,B", help="one for all parts, or several to compare"
+    )
     added.add_argument("--baseline", type=names, metavar="A,B", help="default: all four")
     added.add_argument(
         "--lengths",
@@ -49,9 +51,17 @@ def _load_arguments(added: argparse.ArgumentParser) -> None:
         help="chat, code, mixed, azure-chat or azure-code (of FLOWKV_TRACES), or as in 512+64",
     )
     added.add_argument(
-        "--prefix-share", type=numbers(percent), metavar="P,Q", help="percent of the prompts"
+        "--prefix-share",
+        type=numbers(percent),
+        metavar="P,Q",
+        help="percent of prompts; part prefix",
     )
-    added.add_argument("--page-size", type=numbers(count), metavar="N,M", help="tokens of a page")
+    added.add_argument(
+        "--page-size",
+        type=numbers(count),
+        metavar="N,M",
+        help="tokens of a page: one for all parts, or several to compare",
+    )
     added.add_argument("--token-budget", type=count, metavar="N", help="most tokens of a step")
     added.add_argument("--context", type=count, metavar="N", help="most tokens of a request")
     added.add_argument("--requests", type=count, metavar="N", help="of each load, at least")
@@ -140,10 +150,17 @@ def _plan(given: argparse.Namespace) -> Plan:
         if value is not None
     }
     full: dict[str, Any] = {"requests": 48, "repetitions": 5, "swaps": 1000} if given.full else {}
-    setting = Setting()
-    if given.token_budget:
-        setting = msgspec.structs.replace(setting, token_budget=given.token_budget)
+    own = {
+        "token_budget": given.token_budget,
+        "page_size": _single(given.page_size),
+        "scheduler": _single(given.scheduler),
+    }
+    setting = Setting(**{name: value for name, value in own.items() if value})
     return Plan(**{**full, **chosen}, setting=setting)
+
+
+def _single(values: list[Any] | None) -> Any:
+    return values[0] if values is not None and len(values) == 1 else None
 
 
 def _kept(report: Report) -> dict[str, Any]:

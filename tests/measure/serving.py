@@ -18,7 +18,7 @@ from flowkv.observe.events import Bus, EngineStep
 class Echo:
     """A model whose tokens follow from the prompt alone, padding aside."""
 
-    device = torch.device("cpu")
+    device, dtype = torch.device("cpu"), torch.float32
 
     def __init__(self) -> None:
         self.batches: list[int] = []
@@ -96,7 +96,9 @@ class EchoGround:
         self.left = 0
 
     @contextmanager
-    def engine(self, setting: Setting, *, positions: int = 0) -> Iterator[tuple[Any, Any]]:
+    def engine(
+        self, setting: Setting, *, positions: int = 0, copy: Any = None
+    ) -> Iterator[tuple[Any, Any]]:
         bus = Bus()
         engine = EchoEngine(bus, 0.5 * setting.page_size / 64, wrong=self.wrong)
         self.made.append(setting)

@@ -95,6 +95,20 @@ def test_tokens_before_the_prompts() -> None:
         draw(given, context=104, vocabulary=256, seed=1)
 
 
+def test_a_longer_load_begins_with_the_shorter_one() -> None:
+    for kind in ("chat", "64+8"):
+        short, long = (
+            draw(
+                load(lengths=kind, requests=count, prefix_share=0.5),
+                context=512,
+                vocabulary=256,
+                seed=3,
+            )
+            for count in (5, 200)
+        )
+        assert long[:5] == short and len(long) == 200
+
+
 def test_another_seed_is_another_load() -> None:
     one, same, other = (
         draw(load(lengths="chat"), context=2048, vocabulary=256, seed=seed) for seed in (1, 1, 2)
@@ -150,14 +164,14 @@ def test_clients_ask_anew_when_they_are_answered() -> None:
 
 
 def test_strangers_are_waited_for() -> None:
-    waiting = Waiting(asks(0.0, 0.02, 0.02), clients=1)
+    waiting = Waiting(asks(0.0, 0.3, 0.3), clients=1)
     began_s = time.perf_counter()
     ((first, _, sent_s),) = waiting.take(8)
-    assert first == 0 and time.perf_counter() - began_s < 0.015
+    assert first == 0
     waiting.answered(1)
     later = waiting.take(8)
-    assert [n for n, _, _ in later] == [1, 2] and time.perf_counter() - began_s >= 0.019
-    assert later[0][2] - sent_s == pytest.approx(0.02)
+    assert [n for n, _, _ in later] == [1, 2] and time.perf_counter() - began_s >= 0.299
+    assert later[0][2] - sent_s == pytest.approx(0.3)
     assert waiting.take(8) == []
 
 
@@ -171,9 +185,7 @@ def test_generate_serves_a_load(batches: bool) -> None:
     assert [one.tokens for one in outcome.served] == [[6, 7], [9, 10, 11, 12], [10, 11, 12]]
     first, second, third = outcome.served
     assert first.submitted_s <= first.first_s <= first.last_s <= third.submitted_s
-    assert (
-        second.submitted_s == first.submitted_s
-    ) or second.submitted_s - first.submitted_s < 0.01
+    assert first.submitted_s <= second.submitted_s < first.last_s, "two clients, both at once"
     assert third.submitted_s >= (second.last_s if batches else first.last_s)
     assert baselines.BATCHED not in (SEQUENTIAL, STATIC)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from flowkv import cli
+from flowkv.cli import serves
 from flowkv.core.errors import ConfigError
 from flowkv.measure.policy.finding import Finding
 from flowkv.measure.serve.baselines import BATCHED, SEQUENTIAL, STATIC
@@ -44,6 +46,7 @@ FIELDS = {
 def row(**changed: object) -> Row:
     given = {
         **{"part": "concurrency", "model": "m", "device": "cpu", "concurrency": 16},
+        "dtype": "float32",
         **{"scheduler": "fcfs", "baseline": "", "ttft_p50_s": 0.1, "ttft_p95_s": 0.2},
         **{"ttft_p99_s": 0.3, "tpot_p50_s": 0.01, "tpot_p99_s": 0.02, "tokens_per_s": 100.0},
         **{"kv_utilisation": 0.5, "arrivals": "closed", "lengths": "chat", "requests": 4},
@@ -104,6 +107,21 @@ def test_wrong_tokens_are_told() -> None:
     assert finding.measured == 0.0 and finding.met is False
 
 
+def test_whose_tokens_are_promised() -> None:
+    """The engine's: not those of a padded batch, and not where near ties fall either way."""
+    others = [
+        row(scheduler="", baseline=STATIC, same_tokens=0.5),
+        row(dtype="bfloat16", same_tokens=0.9),
+    ]
+    assert promises(others)[-1].measured is None
+    assert promises([*others, row(same_tokens=1.0)])[-1].met
+
+
+def test_tokens_are_compared_with_those_of_sequential_generate_alone() -> None:
+    rows = measure_loads(EchoGround(), echo(baselines=(STATIC,)))  # type: ignore[arg-type]
+    assert [r.same_tokens for r in rows] == [None, None]
+
+
 def test_parts_of_the_protocol() -> None:
     plan = Plan()
     assert set(LOADS) < set(PARTS) and plan.parts == tuple(PARTS)
@@ -120,8 +138,10 @@ def test_parts_of_the_protocol() -> None:
     (pages,), (budget,) = cells_of(plan, "pages"), cells_of(plan, "budget")
     assert [name for name, _ in pages.names()] == ["page 16", "page 32", "page 64", "page 128"]
     assert [name for name, _ in budget.names()] == ["budget 256", "budget 512", "budget 1024"]
-    (mixed,) = cells_of(plan, "scheduler")
+    (mixed,) = cells_of(plan, "scheduler", rate=10.0)
     assert mixed.load.concurrency > mixed.settings[0].max_rows, "somebody waits"
+    assert mixed.load.rate == 20.0, "and others come later"
+    assert poisson.load.requests >= 64
     assert describe(Setting(caching=False), ()) == UNCACHED
 
 
@@ -186,7 +206,7 @@ def test_promises_of_nothing() -> None:
 
 
 def test_promises_of_steps() -> None:
-    steps = [Steps(64, 64, 9, 1e-4, 2e-4, 3e-4, 1e-2), Steps(64, 999, 9, 1.5e-4, 1, 1, 1)]
+    steps = [Steps(64, 64, 9, 1e-4, 2e-4, 5e-5, 3e-4, 1e-2), Steps(64, 999, 9, 1.5e-4, 1, 1, 1, 1)]
     beside, flat = findings(steps)
     assert beside.measured == pytest.approx(100) and beside.met
     assert flat.measured == pytest.approx(1.5) and flat.met is False and flat.trace == "999 tokens"
@@ -282,6 +302,18 @@ def test_the_command_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     report = json.loads((tmp_path / "a.json").read_text())
     assert report["model"] == "fixture" and len(report["rows"]) == 5
     assert "Promises" in (tmp_path / "a.html").read_text()
+
+
+def test_one_value_is_for_all_parts_and_several_are_compared() -> None:
+    def plan(words: str) -> Plan:
+        parser = argparse.ArgumentParser()
+        serves.add_verbs(lambda *_: parser)
+        return serves._plan(parser.parse_args(words.split()))
+
+    one = plan("--page-size 128 --scheduler shortest --token-budget 64").setting
+    assert (one.page_size, one.scheduler, one.token_budget) == (128, "shortest", 64)
+    several = plan("--page-size 16,128 --scheduler fcfs,shortest")
+    assert several.setting == Setting() and several.page_sizes == (16, 128)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from statistics import median
 from typing import Protocol
 
 from flowkv.core.errors import ConfigError
 from flowkv.measure.restore.row import Bounds, Cell, Label, Outcome, Row
+from flowkv.measure.restore.table import known_median
 from flowkv.sim.restore.batch import lengths
 from flowkv.sim.restore.sweep import GRID_GBPS, GRID_GPUS, GRID_MODELS, GRID_TOKENS
 
@@ -227,11 +228,6 @@ def _chosen(engine: Engine, cell: Cell, policies: Sequence[str] | None) -> list[
     return [n for n in engine.policies(cell) if policies is None or n in policies]
 
 
-def _known_median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
 def _row(engine: Engine, cell: Cell, name: str, bounds: Bounds, runs: Sequence[Outcome]) -> Row:
     means = [sum(run.ttft_s) / len(run.ttft_s) for run in runs]
     ttft_s = median(means)
@@ -266,8 +262,8 @@ def _row(engine: Engine, cell: Cell, name: str, bounds: Bounds, runs: Sequence[O
         worst_s=max(max(run.ttft_s) for run in runs),
         computed=median(run.computed for run in runs),
         boundary_bytes=median(run.boundary_bytes for run in runs),
-        compute_busy=_known_median(run.compute_busy for run in runs),
-        link_busy=_known_median(run.link_busy for run in runs),
+        compute_busy=known_median(run.compute_busy for run in runs),
+        link_busy=known_median(run.link_busy for run in runs),
         planner_share=median(run.planner_s / max(run.ttft_s) for run in runs),
         error=max(errors, default=None),
         same_token=all(tokens) if tokens else None,

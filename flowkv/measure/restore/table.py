@@ -71,11 +71,12 @@ def _summary(name: str, cells: Cells) -> Summary:
         best=sum(row.ttft_s <= 1.001 * best for row, best in zip(own, fastest, strict=True)),
         link=known_median(link),
         computed=median(row.computed for row in own),
-        compute_busy=known_median([r.compute_busy for r in own if r.compute_busy is not None]),
-        link_busy=known_median([r.link_busy for r in own if r.link_busy is not None]),
+        compute_busy=known_median(r.compute_busy for r in own),
+        link_busy=known_median(r.link_busy for r in own),
     )
 
 
-def known_median(values: Sequence[float]) -> float | None:
-    """Their median; None if there are none."""
-    return median(values) if values else None
+def known_median(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +18,8 @@ from flowkv.observe.events import EngineStep
 
 LIVE, STEPS, TARGET = 8, 16, 0.98
 _CALM_STEPS, _OWN = 4, 8
-_PREFIXES, _SPARE = 6, 512
+_ROOM = 1.25
+"""Of the disk, over the bytes of the prefixes."""
 
 
 class Beside(msgspec.Struct, frozen=True):
@@ -26,12 +28,12 @@ class Beside(msgspec.Struct, frozen=True):
     Attributes:
         live: Rows that decode.
         prefix: Tokens of each prefix.
-        restores: How many were restored.
+        restores: How many were restored from the disk.
         reused: Share of their tokens that were not computed.
         resident_s: Median time of `STEPS` steps from when somebody comes whose prefix is there.
         restored_s: The same where it lies on a disk.
         calm_s: The same when nobody comes.
-        pace: `resident_s` over `restored_s`, median of the pairs.
+        pace: `resident_s` over `restored_s`, median of the pairs; None if nothing was restored.
         quarters: What a quarter of the pairs are below, and above.
     """
 
@@ -42,7 +44,7 @@ class Beside(msgspec.Struct, frozen=True):
     resident_s: float
     restored_s: float
     calm_s: float
-    pace: float
+    pace: float | None
     quarters: tuple[float, float]
 
     def finding(self) -> Finding:
@@ -61,80 +63,109 @@ class Beside(msgspec.Struct, frozen=True):
 def measure_beside(ground: Ground, setting: Setting, *, turns: int = 24) -> Beside:
     """A few rows decode without end; now and then somebody comes whose prefix lies on a disk.
 
+    Another cache wrote the prefixes, so this one finds each on the disk when it is first asked
+    for, and in its own memory when it is asked for again.
+
     Args:
         ground: The model.
         setting: Of the engine.
-        turns: Pairs of windows.
+        turns: Most restores; fewer for a model whose context ends the live rows before.
     """
-    prefix = min(ground.context // 2, 2048)
+    prefix, most = min(ground.context // 2, 2048), ground.context // 2
     load = Load(
-        requests=_PREFIXES, concurrency=1, lengths=f"{_OWN}+2", prefix_tokens=prefix, groups=64
+        requests=turns, concurrency=1, lengths=f"{_OWN}+2", prefix_tokens=prefix, groups=turns
     )
     asks = draw(load, context=ground.context, vocabulary=ground.vocabulary, seed=3)
     short = Load(requests=LIVE, concurrency=LIVE, lengths="16+16")
     live = draw(short, context=ground.context, vocabulary=ground.vocabulary, seed=4)
-    tokens = LIVE * ground.context // 2 + 3 * prefix + _SPARE
     with tempfile.TemporaryDirectory() as folder:
-        extra = (("disk", f"{folder}:4GiB"), ("host", 0))
-        pool = tokens * ground.token_bytes()
-        small = msgspec.structs.replace(setting, pool_bytes=pool, extra=extra)
-        with ground.engine(small) as (engine, kv):
-            for ask in asks:  # more than the pool holds: the first ones leave it for the disk
+        token_bytes = ground.token_bytes(setting.page_size)
+        room = _ROOM * turns * (prefix + setting.page_size) * token_bytes
+        extra = (("disk", f"{folder}:{64 + (int(room) >> 20)}MiB"), ("host", 0))
+        kept = msgspec.structs.replace(setting, extra=extra)
+        with ground.engine(kept) as (engine, kv):
+            for ask in asks:
                 engine.submit(ask.prompt, max_new_tokens=2).result()
             kv.flush()
-            return _watch(engine, kv, asks, live, turns=turns, most=ground.context // 2)
+        with ground.engine(kept) as (engine, kv):
+            return _watched(engine, kv, asks, live, most)
 
 
 class _Watch:
-    """When steps ended, as the engine tells them."""
+    """When steps ended, as the engine tells them, while some rows live."""
 
     def __init__(self) -> None:
         self._ended_s: list[float] = []
+        self.live: list[Any] = []
 
     def __call__(self, step: EngineStep) -> None:
         self._ended_s.append(time.perf_counter())
 
     def wait(self, steps: int) -> float:
-        """Until so many more are over; when the last of them was."""
+        """Until so many more are over; when the last of them was.
+
+        Raises:
+            _Over: A live row has come to its end.
+        """
         upto = len(self._ended_s) + steps
         while len(self._ended_s) < upto:
+            if any(answer.done() for answer in self.live):
+                raise _Over
             time.sleep(1e-3)
         return self._ended_s[upto - 1]
 
 
-def _watch(
-    engine: Any, kv: Any, asks: list[Ask], live: list[Ask], *, turns: int, most: int
-) -> Beside:
-    watch = _Watch()
-    times: dict[str, list[float]] = {"calm": [], "restored": [], "resident": []}
-    reused = 0
+class _Over(Exception):
+    """The live rows have no tokens left to make."""
+
+
+class _Turn(msgspec.Struct, frozen=True):
+    """A prefix that was asked for twice, and nobody before that."""
+
+    calm_s: float
+    restored_s: float
+    resident_s: float
+    restored: bool
+    reused: int
+
+
+def _watched(engine: Any, kv: Any, asks: Sequence[Ask], live: Sequence[Ask], most: int) -> Beside:
+    watch, turns = _Watch(), []
     with kv.bus.subscribe(watch, EngineStep):
-        endless = [engine.submit(ask.prompt, max_new_tokens=most) for ask in live]
-        while not all(answer.tokens for answer in endless):
-            time.sleep(1e-3)
-        for turn in range(turns):
-            prompt = asks[turn % len(asks)].prompt
-            for name, taken in times.items():
-                watch.wait(_CALM_STEPS)
-                began_s = time.perf_counter()
-                coming = None
-                if name != "calm":
-                    coming = engine.submit(prompt, max_new_tokens=2)
-                ended_s = watch.wait(STEPS)
-                taken.append(ended_s - began_s)
-                done = coming.result() if coming is not None else None
-                if name == "restored" and done is not None:
-                    reused += done.reused_tokens
-        for answer in endless:
+        watch.live = [engine.submit(ask.prompt, max_new_tokens=most) for ask in live]
+        try:
+            while not all(answer.tokens for answer in watch.live):
+                watch.wait(1)
+            for ask in asks:
+                calm_s, _ = _window(engine, watch, None)
+                restored_s, first = _window(engine, watch, ask)
+                resident_s, _ = _window(engine, watch, ask)
+                came = first.restore_s > 0.0
+                turns.append(_Turn(calm_s, restored_s, resident_s, came, first.reused_tokens))
+        except _Over:
+            pass
+        for answer in watch.live:
             answer.cancel()
-    pairs = zip(times["resident"], times["restored"], strict=True)
-    paces = [resident / restored for resident, restored in pairs]
+    restored = [turn for turn in turns if turn.restored]
+    paces = [turn.resident_s / turn.restored_s for turn in restored]
+    length = len(asks[0].prompt)
     return Beside(
         live=len(live),
-        prefix=len(asks[0].prompt) - _OWN,
-        restores=turns,
-        reused=reused / (turns * len(asks[0].prompt)),
-        **{f"{name}_s": float(np.median(found)) for name, found in times.items()},
-        pace=float(np.median(paces)),
+        prefix=length - _OWN,
+        restores=len(restored),
+        reused=sum(turn.reused for turn in restored) / max(1, length * len(restored)),
+        resident_s=percentile([turn.resident_s for turn in restored], 50),
+        restored_s=percentile([turn.restored_s for turn in restored], 50),
+        calm_s=percentile([turn.calm_s for turn in turns], 50),
+        pace=float(np.median(paces)) if paces else None,
         quarters=(percentile(paces, 25), percentile(paces, 75)),
     )
+
+
+def _window(engine: Any, watch: _Watch, ask: Ask | None) -> tuple[float, Any]:
+    """Time of some steps from when somebody comes, and what he was answered."""
+    watch.wait(_CALM_STEPS)
+    began_s = time.perf_counter()
+    coming = engine.submit(ask.prompt, max_new_tokens=2) if ask is not None else None
+    ended_s = watch.wait(STEPS)
+    return ended_s - began_s, coming.result() if coming is not None else None

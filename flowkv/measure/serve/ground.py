@@ -90,14 +90,17 @@ class Ground:
         self.pool_bytes = self._pool(pool)
 
     @contextmanager
-    def engine(self, setting: Setting, *, positions: int = 0) -> Iterator[tuple[Any, Any]]:
+    def engine(
+        self, setting: Setting, *, positions: int = 0, copy: Any = None
+    ) -> Iterator[tuple[Any, Any]]:
         """An engine over a copy of the model that shares its weights, and its cache.
 
         Args:
             setting: How it is set up.
             positions: Tokens that requests may have, where that is more than the model's own.
+            copy: The copy, where the caller has one with hooks of its own; see `copied`.
         """
-        model = longer(twin(self.model), positions)
+        model = longer(copy or self.copied(), positions)
         size = setting.pool_bytes or self.pool_bytes
         kv = flowkv.attach(model, page_size=setting.page_size, gpu=size, **dict(setting.extra))
         try:
@@ -112,10 +115,14 @@ class Ground:
         finally:
             kv.close()
 
+    def copied(self) -> Any:
+        """A copy of the model that shares its weights, and none of its hooks."""
+        return twin(self.model)
+
     @contextmanager
     def batched(self, setting: Setting) -> Iterator[Batched]:
         """Transformers' continuous batching, with a cache of the pool's size."""
-        model = twin(self.model)
+        model = self.copied()
         system = Batched(
             model,
             most_rows=setting.max_rows,
@@ -134,7 +141,7 @@ class Ground:
 
     def token_bytes(self, page_size: int = 64) -> int:
         """Bytes that a token takes in pages of that size, all layers together."""
-        kv = flowkv.attach(twin(self.model), page_size=page_size, gpu="64MiB")
+        kv = flowkv.attach(self.copied(), page_size=page_size, gpu="64MiB")
         assert kv.geometry is not None
         groups = kv.geometry.groups
         kv.close()

@@ -25,7 +25,7 @@ PARTS = {
     "arrivals": "Requests that come when they come",
     "pages": "Page sizes",
     "budget": "Tokens of a step",
-    "scheduler": "Schedulers, short and long answers mixed, more requests than rows",
+    "scheduler": "Schedulers, short and long answers mixed, more than are served meanwhile",
     "soak": "Long answers, page by page and in a cache that is copied to grow",
     "steps": "What a step takes beside the model",
     "beside": "Decodes beside restores",
@@ -34,14 +34,22 @@ PARTS = {
 """Parts of the protocol, by name; the last four have measures of their own."""
 
 LOADS = ("concurrency", "prefix", "arrivals", "pages", "budget", "scheduler")
+_BY_RATE = ("arrivals", "scheduler")
 BASELINES = (SEQUENTIAL, STATIC, BATCHED, UNCACHED)
 
 _OWN = "32+8"
 _WARM = 1 << 40
 """Seed of what compiles and allocates before the clock starts."""
 
-_BUSY = 0.7
-"""Share of what the engine serves of a closed load that comes in an open one."""
+_BUSY, _OVERLOAD = 0.7, 2.0
+"""How much comes in open loads, of what the engine serves of a closed one: it keeps up, or falls
+behind, so that schedulers have somebody to choose from and somebody to leave waiting."""
+
+_OPEN = 64
+"""Least requests of an open load: two bursts or three."""
+
+_MIXED, _FEW_ROWS = 48, 8
+"""Requests and rows where schedulers are compared."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         parts: Names in `PARTS`.
         concurrency: Clients at once.
-        requests: Of a load, at least; twice the clients up to 16 of them.
+        requests: Of a load, at least; open loads and those of many clients have more.
         repetitions: Of each system under each load.
         lengths: See `draw_lengths`.
         context: Most tokens of a request, and those of long shared prefixes; lengths shrink with
@@ -136,7 +144,7 @@ def cells_of(plan: Plan, part: str, rate: float = 0.0) -> list[Cell]:
     Args:
         plan: What is measured.
         part: A name in `LOADS`.
-        rate: Requests a second that the engine serves, where loads are open.
+        rate: Requests a second that the engine serves of `closed_load`, where loads are open.
     """
     own = plan.setting
     load = Load(requests=plan.requests, concurrency=16, lengths=plan.lengths)
@@ -164,7 +172,11 @@ def cells_of(plan: Plan, part: str, rate: float = 0.0) -> list[Cell]:
             Cell(part=part, load=base(many, prefix_tokens=plan.context), settings=(own, off)),
         ]
     if part == "arrivals":
-        loads = [base(load, arrivals=kind, rate=_BUSY * rate) for kind in (POISSON, BURSTS)]
+        enough = max(plan.requests, _OPEN)
+        loads = [
+            base(load, requests=enough, arrivals=kind, rate=_BUSY * rate)
+            for kind in (POISSON, BURSTS)
+        ]
         settings = tuple(base(own, scheduler=name) for name in plan.schedulers)
         return [Cell(part=part, load=one, settings=settings) for one in loads]
     if part == "pages":
@@ -173,9 +185,16 @@ def cells_of(plan: Plan, part: str, rate: float = 0.0) -> list[Cell]:
     if part == "budget":
         settings = tuple(base(own, token_budget=budget) for budget in plan.budgets)
         return [Cell(part=part, load=load, settings=settings)]
-    mixed = base(load, lengths="mixed", requests=48, concurrency=48, ranks=2)
-    settings = tuple(base(own, scheduler=name, max_rows=8) for name in plan.schedulers)
+    mixed = base(closed_load(plan, part), arrivals=POISSON, rate=_OVERLOAD * rate)
+    settings = tuple(base(own, scheduler=name, max_rows=_FEW_ROWS) for name in plan.schedulers)
     return [Cell(part=part, load=mixed, settings=settings)]
+
+
+def closed_load(plan: Plan, part: str) -> Load:
+    """The load by which the rate of a part's open ones is found."""
+    if part == "scheduler":
+        return Load(requests=_MIXED, concurrency=_MIXED, lengths="mixed", ranks=2)
+    return Load(requests=max(plan.requests, _OPEN), concurrency=16, lengths=plan.lengths)
 
 
 class Stand:
@@ -236,7 +255,7 @@ def measure_loads(ground: Ground, plan: Plan, tell: Tell | None = None) -> list[
     for part in parts:
         with ExitStack() as stack:
             stand = Stand(ground, stack)
-            rate = _rate(ground, plan, stand) if part == "arrivals" else 0.0
+            rate = _rate(ground, plan, part, stand) if part in _BY_RATE else 0.0
             for cell in cells_of(plan, part, rate):
                 rows += _measured(ground, plan, cell, stand, counted)
     return rows
@@ -252,11 +271,11 @@ class _Counted:
         self._done += 1
 
 
-def _rate(ground: Ground, plan: Plan, stand: Stand) -> float:
-    """Requests a second that the engine serves when 16 clients ask."""
-    load = cells_of(plan, "budget")[0].load
+def _rate(ground: Ground, plan: Plan, part: str, stand: Stand) -> float:
+    """Requests a second that the engine serves when it is never without one."""
+    load, setting = closed_load(plan, part), cells_of(plan, part, 1.0)[0].settings[0]
     asks = draw(load, context=plan.context, vocabulary=ground.vocabulary, seed=99)
-    engine = stand.system("engine", plan.setting, plan)
+    engine = stand.system("engine", setting, plan)
     return len(asks) / engine.serve(asks, load.concurrency).seconds
 
 
@@ -276,13 +295,14 @@ def _measured(ground: Ground, plan: Plan, cell: Cell, stand: Stand, counted: _Co
         for name in (*names[first:], *names[:first]):
             counted(f"{cell.part}: {cell.load.concurrency} clients, {name}")
             runs[name].append(_served(systems[name][0], asks, cell.load.concurrency))
-    reference = runs[cell.baselines[0]] if cell.baselines else []
+    reference = runs.get(SEQUENTIAL, [])
     rows = []
     for name, (system, setting) in systems.items():
         who = Who(
             part=cell.part,
             model=ground.name,
             device=str(ground.model.device),
+            dtype=str(ground.model.dtype).removeprefix("torch."),
             load=cell.load,
             baseline=system.name,
             setting=setting,
@@ -299,6 +319,6 @@ def _served(system: System, asks: Sequence[Ask], clients: int) -> Outcome:
 
 
 def _seed(cell: Cell, turn: int) -> int:
-    load = cell.load
-    numbers = (turn, load.concurrency, round(100 * load.prefix_share), load.prefix_tokens)
+    """The same for any number of clients: they ask the same, as far as they get."""
+    numbers = (turn, round(100 * cell.load.prefix_share), cell.load.prefix_tokens)
     return sum(number * 1009**power for power, number in enumerate(numbers))

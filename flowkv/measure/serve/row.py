@@ -12,7 +12,7 @@ from flowkv.measure.serve.ground import Setting
 from flowkv.measure.serve.served import Outcome, Spread, percentile
 from flowkv.measure.serve.workload import Load
 
-UNCACHED = "engine, caching off"
+UNCACHED = "engine without caching"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +25,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         part: Of the protocol.
         model: Its name.
         device: Where it computed.
+        dtype: Of weights and cache.
         concurrency: Clients at once.
         scheduler: Of the engine; "" of baselines.
         baseline: Which of the baselines this is; "" for the engine.
@@ -57,7 +58,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_s_max: Of the fastest.
         reused: Share of prompts' tokens that were not computed.
         preempted: How often requests made room for others, all together.
-        same_tokens: Share of requests with the tokens of the first baseline; None without one.
+        same_tokens: Share of requests with the tokens of sequential `generate`; None without it.
         throughput_over: `tokens_per_s` over that of each baseline: (median, least, most).
         cpu_over: The same of tokens over processor time, which others on the machine hardly change.
         ttft_over: The same of `ttft_p95_s`.
@@ -68,6 +69,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     part: str
     model: str
     device: str
+    dtype: str
     concurrency: int
     scheduler: str
     baseline: str
@@ -113,6 +115,7 @@ class Who(msgspec.Struct, frozen=True, kw_only=True):
         part: Of the protocol.
         model: Its name.
         device: Where it computed.
+        dtype: Of weights and cache.
         load: What was asked.
         baseline: Its name; "" for the engine.
         setting: Of the engine; None for what is none.
@@ -121,6 +124,7 @@ class Who(msgspec.Struct, frozen=True, kw_only=True):
     part: str
     model: str
     device: str
+    dtype: str
     load: Load
     baseline: str
     setting: Setting | None
@@ -153,6 +157,7 @@ def make_row(
         part=who.part,
         model=who.model,
         device=who.device,
+        dtype=who.dtype,
         concurrency=load.concurrency,
         baseline=who.baseline,
         ttft_p50_s=percentile(ttft, 50),

@@ -22,6 +22,9 @@ ARRIVALS = (CLOSED, POISSON, BURSTS)
 # Bursts of ten requests or so, ten times as dense as on average, every 25th mean gap.
 _FACTOR, _BURST_GAPS, _CALM_GAPS = 16.0, 1.0, 24.0
 
+_DRAWN = 128
+"""Lengths are drawn by so many at once, of which a load takes what it needs."""
+
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What a load is like.
@@ -68,6 +71,8 @@ class Ask(msgspec.Struct, frozen=True):
 def draw(load: Load, *, context: int, vocabulary: int, seed: int) -> list[Ask]:
     """The requests of a load; another seed gives other text, lengths and times.
 
+    A longer load begins with the requests of a shorter one of the same seed.
+
     Args:
         load: What it is like.
         context: Most tokens of prompt and answer together.
@@ -78,16 +83,17 @@ def draw(load: Load, *, context: int, vocabulary: int, seed: int) -> list[Ask]:
         ConfigError: If the load is none, or does not fit into the context.
     """
     _check(load, context)
-    rng = np.random.default_rng(seed)
-    room = context - load.prefix_tokens
-    pairs = draw_lengths(load.lengths, load.requests, room, rng)
-    times = arrival_times(load, rng)
+    of_lengths, of_times, of_texts = np.random.default_rng(seed).spawn(3)
+    room, blocks = context - load.prefix_tokens, -(-load.requests // _DRAWN)
+    drawn = [draw_lengths(load.lengths, _DRAWN, room, of_lengths) for _ in range(blocks)]
+    pairs = np.concatenate(drawn)[: load.requests]
+    times = arrival_times(load, of_times)
     longest = load.prefix_tokens + int(pairs[:, 0].max())
-    shared = [_passage(longest, vocabulary, rng) for _ in range(load.groups)]
+    shared = [_passage(longest, vocabulary, of_texts) for _ in range(load.groups)]
     asks = []
     for number, (prompt, new) in enumerate(pairs.tolist()):
         common = load.prefix_tokens + round(load.prefix_share * prompt)
-        own = _passage(load.prefix_tokens + prompt - common, vocabulary, rng)
+        own = _passage(load.prefix_tokens + prompt - common, vocabulary, of_texts)
         ids = np.concatenate([shared[number % load.groups][:common], own])
         asks.append(Ask(ids.tolist(), new, times[number], number % load.ranks))
     return asks

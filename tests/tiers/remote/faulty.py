@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from flowkv.core.clock import ManualClock
 from flowkv.tiers.remote.backend import ABSENT, Listed
 from flowkv.tiers.remote.tier import RemoteTier
 
@@ -21,7 +22,7 @@ class FaultyBackend:
     `TimeoutError`), "hang" (beyond its time, until `release`, then what was asked), "lost reply"
     (done, then an error), "truncate", "corrupt" (a bit), "garbage" (another object's bytes), "slow"
     (a tenth of its time), "ignore" (a deletion that is confirmed and not done). `always` is what
-    happens when the plan has nothing.
+    happens when the plan has nothing. With a `clock`, what is late moves that and does not wait.
     """
 
     name = "faulty"
@@ -33,6 +34,7 @@ class FaultyBackend:
         self.after: dict[str, str] = {}
         self.calls: list[tuple[str, int]] = []
         self.closed = False
+        self.clock: ManualClock | None = None
         self.hanging = 0
         self._random, self._gate, self._lock = (
             random.Random(seed),
@@ -107,7 +109,7 @@ class FaultyBackend:
         if fault == "refuse":
             raise PermissionError(13, "access denied")
         if fault == "late":
-            time.sleep(timeout_s)
+            self.clock.advance(s=timeout_s) if self.clock else time.sleep(timeout_s)
             raise TimeoutError("the engine did not answer")
         if fault == "slow":
             time.sleep(timeout_s / 10)

@@ -189,7 +189,7 @@ def test_a_frozen_server_costs_deadlines_and_nothing_else(tmp_path: Path, whom: 
         begun_s = time.monotonic()
         done = answers(tier, tier.submit_load(loads, deadline_s=0.3), 6)
         took_s = time.monotonic() - begun_s
-        assert took_s < 1.5, "how exact it is, is measured by the benchmark"
+        assert took_s < 5, "how exact it is, is measured by the benchmark"
         late = [a.item for a in done if a.outcome is Outcome.FAILED]
         before = {item: bytes(targets[item]) for item in late}
         frozen.thaw()

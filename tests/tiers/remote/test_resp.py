@@ -169,7 +169,7 @@ def test_the_deadline_is_one_for_all_of_an_exchange() -> None:
         wire, begun_s = connected(server), time.monotonic()
         with pytest.raises(WireError) as caught:
             wire.fetch(b"k", 0, memoryview(bytearray(100)), end(0.1))
-        assert caught.value.reason == "deadline" and 0.1 <= time.monotonic() - begun_s < 2
+        assert caught.value.reason == "deadline" and 0.1 <= time.monotonic() - begun_s < 5
         wire.close()
     with served(lambda number: b"$8000\r\n" + bytes(20)) as wire:
         with pytest.raises(WireError) as caught:
@@ -194,7 +194,7 @@ def test_a_trickle_does_not_prolong_the_deadline() -> None:
     wire, begun_s = Wire(ours), time.monotonic()
     with pytest.raises(WireError) as caught:
         wire.fetch(b"k", 0, memoryview(bytearray(100000)), end(0.2))
-    assert caught.value.reason == "deadline" and time.monotonic() - begun_s < 2
+    assert caught.value.reason == "deadline" and time.monotonic() - begun_s < 5
     stop.set()
     wire.close()
     thread.join()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from flowkv.core.clock import ManualClock
 from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.testing.tiers import check_tier
 from flowkv.tiers.base import UNBOUNDED, Completion, Load, Outcome, Store, Tier
@@ -23,7 +24,7 @@ from .faulty import FaultyBackend, steady
 SIZE = 8192
 QUICK = Limits(threads=4, call_s=0.2, open_s=0.3, close_s=0.3, erase_s=0.3)
 PATIENT = QUICK._replace(pause_s=2.0)
-LATE_S = 1.0
+LATE_S = 5.0
 """What a busy machine may add to a deadline; bench/bench_remote.py measures the overrun."""
 
 
@@ -132,8 +133,10 @@ def test_a_dead_engine_opens_the_breaker(engine: FaultyBackend) -> None:
     tier.close()
 
 
-def test_an_engine_is_not_blamed_for_want_of_time(engine: FaultyBackend, tier: RemoteTier) -> None:
+def test_an_engine_is_not_blamed_for_want_of_time(engine: FaultyBackend) -> None:
     """Who gives it less time than it was seen to need learns nothing about it."""
+    clock = engine.clock = ManualClock()
+    tier = open_tier(engine, clock=clock)
     stored(tier, [0])
     for _ in range(20):
         tier.reading.note(1 << 20, 60.0)  # a slow engine: half a second for these 8 KiB
@@ -145,6 +148,7 @@ def test_an_engine_is_not_blamed_for_want_of_time(engine: FaultyBackend, tier: R
     for _ in range(3):
         assert load_one(tier, 0, 1.1).reason == "deadline"
     assert tier.state is State.OPEN
+    tier.close()
 
 
 def test_what_hung_teaches_no_rates(engine: FaultyBackend, tier: RemoteTier) -> None:
@@ -174,7 +178,7 @@ def test_what_waits_behind_a_hung_engine_fails_when_the_breaker_opens(
     found: list[Completion] = []
     while len(found) < 20:
         found += tier.poll(0.05)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 0.2 + 2 * LATE_S, "half of what the patient ones had"
     assert {a.reason for a in found if a.job == job} == {"deadline"}
     assert {a.reason for a in found if a.job == other} == {"breaker"}
     engine.release()
