@@ -159,14 +159,36 @@ class Known:
             self._shunned.update(keys)
             return sum(self._drop(key) for key in keys)
 
-    def take_condemned(self, most: int, of: Collection[bytes] | None = None) -> list[bytes]:
+    def take_condemned(self, most: int) -> list[bytes]:
         """Keys to delete now, none of them flying; `acquit` or `keep_condemned` must follow."""
         with self._changed:
-            wanted = self._condemned if of is None else self._condemned.intersection(of)
-            keys = [key for key in wanted if key not in self._flying][:most]
-            self._condemned.difference_update(keys)
-            self._deleting.update(keys)
+            keys = [key for key in self._condemned if key not in self._flying][:most]
+            self._deletes(keys)
             return keys
+
+    def seize(self, keys: Collection[bytes], timeout_s: float) -> bool:
+        """Takes keys to delete now, as soon as nothing flies or is being deleted under them.
+
+        What landed since they were condemned is condemned with them: it is going to be deleted, and
+        would be known all the same. `acquit` or `keep_condemned` must follow.
+
+        Returns:
+            False if it takes longer than that.
+        """
+        names = set(keys)
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: not names & self._deleting and names.isdisjoint(self._flying),
+                max(0.0, timeout_s),
+            ):
+                return False
+            self.condemn(names)  # what landed since they were condemned first
+            self._deletes(names)
+            return True
+
+    def _deletes(self, keys: Collection[bytes]) -> None:
+        self._condemned.difference_update(keys)
+        self._deleting.update(keys)
 
     def acquit(self, keys: Iterable[bytes]) -> None:
         """The engine confirmed that they are gone."""
@@ -181,15 +203,6 @@ class Known:
             self._deleting.difference_update(keys)
             self._condemned.update(keys)
             self._changed.notify_all()
-
-    def settled(self, keys: Iterable[bytes], timeout_s: float) -> bool:
-        """Waits until nothing flies or is being deleted under these keys."""
-        names = set(keys)
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: not names & self._deleting and names.isdisjoint(self._flying),
-                max(0.0, timeout_s),
-            )
 
     def condemned(self) -> int:
         """Number of deletions that are not confirmed."""

@@ -355,9 +355,9 @@ class RemoteTier:
         def left_s() -> float:
             return (end_ns - self._clock.now_ns()) / 1e9
 
-        if not self.known.settled(keys, left_s()):
+        if not self.known.seize(keys, left_s()):
             raise TimeoutError("a store or a deletion of them hangs")
-        taken, gone = self.known.take_condemned(len(keys), keys), False
+        gone = False
         names = [key.hex() for key in keys]
         try:
             others = [key.hex() for key in strange]
@@ -369,7 +369,7 @@ class RemoteTier:
             gone = True
             return sum(before)
         finally:
-            (self.known.acquit if gone else self.known.keep_condemned)(taken)
+            (self.known.acquit if gone else self.known.keep_condemned)(keys)
 
     def _delete_condemned(self) -> None:
         while keys := self.known.take_condemned(DELETES):

@@ -484,6 +484,45 @@ def test_a_frame_that_flew_while_it_was_deleted_stays_away(
     wait_for(lambda: not engine.objects)
 
 
+def test_a_frame_that_is_stored_while_its_key_is_erased_is_not_believed_in(
+    engine: FaultyBackend,
+) -> None:
+    tier = open_tier(engine, limits=QUICK._replace(erase_s=20.0))
+    engine.plan["put"] = ["hang"]
+    item = Store(key_of(1), info_of(SIZE), memoryview(body_of(1)))
+    job = tier.submit_store([item], deadline_s=20.0)
+    wait_for(lambda: engine.hanging)
+    erasing = threading.Thread(target=tier.erase, args=([key_of(0), key_of(1)],))
+    erasing.start()  # it waits for the other one
+    wait_for(lambda: tier.known.condemned() == 2)
+    stored(tier, [0])
+    engine.release()
+    erasing.join()
+    assert answers(tier, job, 1)[0].outcome is Outcome.STORED
+    assert tier.contains([key_of(0), key_of(1)]) == [False, False]
+    assert not engine.objects
+    stored(tier, [0, 1])
+    assert hits(tier, [0, 1]) == 2
+    tier.close()
+
+
+def test_what_landed_while_an_erasure_waited_is_erased_too() -> None:
+    known = Known()
+    known.begin(key_of(0), 1.0)
+    known.condemn([key_of(0)])
+    known.land(key_of(0), Fact(7))
+    known.begin(key_of(0), 1.0)
+    assert not known.seize([key_of(0), key_of(1)], 0.0), "it flies"
+    known.land(key_of(0), Fact(7))
+    assert known.get(key_of(0)) is not None
+    assert known.seize([key_of(0), key_of(1)], 0.0)
+    assert known.get(key_of(0)) is None and known.is_shunned(key_of(0))
+    assert not known.begin(key_of(1), 0.0) and known.take_condemned(9) == []
+    known.keep_condemned([key_of(0)])
+    known.acquit([key_of(1)])
+    assert known.take_condemned(9) == [key_of(0)] and not known.is_shunned(key_of(1))
+
+
 # ---- opening and closing
 
 
