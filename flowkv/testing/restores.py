@@ -10,7 +10,7 @@ from flowkv.core.errors import MissingDependencyError
 from flowkv.policy.restore.base import RestorePolicy
 from flowkv.policy.restore.words import Compute, Load, Op, Request, Source, Span
 from flowkv.testing.restore_story import RestoreStory, World
-from flowkv.testing.told import told
+from flowkv.testing.told import tell, told
 
 try:
     from hypothesis import given
@@ -148,4 +148,4 @@ def check_restore_policy(
     def story(world: World) -> None:
         RestoreStory(make, world).run()
 
-    story()
+    tell(story)

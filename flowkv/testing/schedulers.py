@@ -10,7 +10,7 @@ from flowkv.policy.scheduling import Job, Limits, Scheduler, Turns
 from flowkv.sim.serving import Ask, Costs
 from flowkv.testing.scheduler_story import SchedulerStory, World
 from flowkv.testing.scheduler_watch import require
-from flowkv.testing.told import told
+from flowkv.testing.told import tell, told
 
 try:
     from hypothesis import given
@@ -128,7 +128,7 @@ def check_scheduler(
             passes = scheduler.rank(later, now_s) < scheduler.rank(job, now_s)
             require(not passes, f"{later} passes {job}, though it came later than bound_s allows")
 
-    bound()
+    tell(bound)
     check_turns(Turns, make, max_examples=max_examples, shrink=shrink)
 
 
@@ -157,4 +157,4 @@ def check_turns(
     def story(world: World) -> None:
         SchedulerStory(make, world, turns).run()
 
-    story()
+    tell(story)

@@ -10,6 +10,7 @@ from flowkv.core.errors import MissingDependencyError, StoreError
 from flowkv.core.layout import CODECS, GRANULE_BYTES
 from flowkv.testing.tier_model import Model, Wish
 from flowkv.testing.tier_sketch import LAYOUTS, NAMES, SKETCHES, WANTS, Sketch, Want, key_of
+from flowkv.testing.told import tell
 from flowkv.tiers.base import Completion, Load, Outcome, Store, Tier
 
 try:
@@ -312,4 +313,5 @@ def run(factory: Callable[[int], Tier], **options: Any) -> None:
     machine = type(
         "TierMachine", (TierMachine,), {"factory": staticmethod(factory), **members, **options}
     )
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=STEPS))
+    how = settings(stateful_step_count=STEPS)
+    tell(lambda: run_state_machine_as_test(machine, settings=how))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flowkv.core.errors import MissingDependencyError
 
 try:
     from hypothesis import HealthCheck, Phase, settings
+    from hypothesis.errors import Flaky
 except ImportError:  # pragma: no cover
     raise MissingDependencyError("flowkv.testing", "dev") from None
 
@@ -28,3 +31,16 @@ def told(max_examples: int, *, shrink: bool = True, steps: int = 50) -> settings
         phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
+
+
+def tell(stories: Callable[[], object]) -> None:
+    """Tells stories until one shows a fault.
+
+    Raises:
+        AssertionError: A story ended differently when it was told again, so that what is judged is
+            not deterministic; or what a story raised.
+    """
+    try:
+        stories()
+    except Flaky as error:
+        raise AssertionError("the same story told again ended differently") from error

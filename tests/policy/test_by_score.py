@@ -63,8 +63,8 @@ TestBothRecent.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 def test_conforms():
-    check_policy(Often, max_examples=30)
-    check_policy(Lru2, leases=("", "one_shot"), max_examples=30)
+    check_policy(Often, max_examples=12)
+    check_policy(Lru2, leases=("", "one_shot"), max_examples=12)
 
 
 def test_often_counts_whatever_left_meanwhile():

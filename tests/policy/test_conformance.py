@@ -12,7 +12,7 @@ from flowkv.policy.quota import Quota
 from flowkv.policy.tenants import Tenants
 from flowkv.testing import check_policy
 from flowkv.testing.ledger_story import LedgerStory
-from flowkv.testing.policies import tell
+from flowkv.testing.policies import tell_machine
 from tests.policy.reference import SlowLfuTtl
 
 S = 10**9
@@ -125,9 +125,9 @@ class Quotas(LedgerStory):
 
 
 def test_reserves_hold():
-    tell(Quotas, 25, 40, shrink=True)
+    tell_machine(Quotas, 25, 40, shrink=True)
 
 
 @pytest.mark.deep
 def test_reserves_hold_in_long_stories():
-    tell(Quotas, 500, 80, shrink=True)
+    tell_machine(Quotas, 500, 80, shrink=True)

@@ -15,7 +15,7 @@ from flowkv.policy.ledger import Ledger
 from flowkv.policy.ledger.places import Move
 from flowkv.testing import check_policy
 from flowkv.testing.ledger_story import LedgerStory
-from flowkv.testing.policies import tell
+from flowkv.testing.policies import tell_machine
 from tests.policy.test_conformance import LEASES, Fast, Slow
 
 # --- policies ------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def test_ledger_mutant_is_killed(mutant):
     said = {"make": staticmethod(Fast), "leases": LEASES, "leaf_first": True}
     said |= {"heeds": frozenset(), "ledger_class": mutant}
     with pytest.raises((AssertionError, KeyError, StateError)):
-        tell(type("Story", (LedgerStory,), said), 300, 40, shrink=False)
+        tell_machine(type("Story", (LedgerStory,), said), 300, 40, shrink=False)
 
 
 def test_there_are_enough_mutants():
@@ -431,4 +431,4 @@ def test_there_are_enough_mutants():
 def test_the_unspoilt_survive():
     """What the mutants were made from passes the same stories."""
     said = {"make": staticmethod(LRU), "leases": ("",), "leaf_first": True, "heeds": frozenset()}
-    tell(type("Story", (LedgerStory,), said), 10, 40, shrink=False)
+    tell_machine(type("Story", (LedgerStory,), said), 10, 40, shrink=False)

@@ -151,7 +151,7 @@ SCHEDULERS = [
 @pytest.mark.parametrize("fault", SCHEDULERS)
 def test_finds_the_fault_of_a_scheduler(fault) -> None:
     with pytest.raises(FAULTS):
-        check_scheduler(fault, max_examples=80, shrink=False)
+        check_scheduler(fault, max_examples=800, shrink=False)
 
 
 # --- mechanisms ----------------------------------------------------------------------------------
@@ -372,4 +372,4 @@ MECHANISMS = [
 @pytest.mark.parametrize(("fault", "make"), MECHANISMS)
 def test_finds_the_fault_of_a_mechanism(fault, make) -> None:
     with pytest.raises(FAULTS):
-        check_turns(fault, make, max_examples=200, shrink=False)
+        check_turns(fault, make, max_examples=2000, shrink=False)
