@@ -68,8 +68,16 @@ PATHS = (
 )
 
 
-@pytest.mark.parametrize("path", PATHS, ids="-".join)
-@pytest.mark.parametrize("shape", SHAPES[len(SMALL) :], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "path"),
+    [
+        pytest.param(
+            shape, path, marks=[] if (n + m) % len(PATHS) == 0 else pytest.mark.slow, id=f"{n}-{m}"
+        )
+        for n, shape in enumerate(SHAPES[len(SMALL) :])
+        for m, path in enumerate(PATHS)
+    ],
+)
 def test_sealed_into_anything(shape: tuple, path: tuple[str, ...]) -> None:
     which = SHAPES.index(shape) + PATHS.index(path)
     pages = [(KINDS[3 * which % len(KINDS)], KINDS[(2 * which + 5) % len(KINDS)])]

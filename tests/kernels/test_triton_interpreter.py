@@ -29,13 +29,16 @@ def test_groups_are_a_few_processes_for_many_tests() -> None:
     assert 5 <= len(GROUPS) <= 20 and len(set.union(*GROUPS.values())) >= 2
 
 
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("group", GROUPS)
-def test_interpreted(group: str) -> None:
+def test_interpreted(group: str, marks: str) -> None:
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
     env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=short", "--durations=5"]
-    command += ["-p", "no:cacheprovider", "-k", f"test_{group}_", *map(str, GROUPS[group])]
+    command += ["-m", marks, "-p", "no:cacheprovider", "-k", f"test_{group}_"]
+    command += map(str, GROUPS[group])
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280
     )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    chosen_none = marks == "slow" and done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert chosen_none or done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
