@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class FlowKVError(Exception):
     """Base of all errors raised on purpose by FlowKV.
@@ -17,6 +20,12 @@ class FlowKVError(Exception):
 
     def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, str]]:
         return type(self), (self.problem, self.remedy)
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """The beginning of a remedy for a name that is none of `names`; "" where none is near."""
+    near = get_close_matches(str(name), list(names), n=1)
+    return f"Did you mean {near[0]!r}? " if near else ""
 
 
 class ConfigError(FlowKVError, ValueError):

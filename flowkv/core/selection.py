@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, did_you_mean
 from flowkv.core.sizes import parse_size
 
 PLACE_KINDS = ("gpu", "host", "disk", "remote")
@@ -107,8 +106,7 @@ def parse_quota(
 
 def _unknown(kind: str) -> ConfigError:
     close = "gpu" if kind in ("device", "cpu", "cuda") else ""
-    close = close or next(iter(difflib.get_close_matches(kind, PLACE_KINDS, 1)), "")
-    hint = f"Did you mean {close!r}? " if close else ""
+    hint = f"Did you mean {close!r}? " if close else did_you_mean(kind, PLACE_KINDS)
     return ConfigError(
         f"{kind!r} is no kind of place", f"{hint}Use one of {', '.join(PLACE_KINDS)}"
     )

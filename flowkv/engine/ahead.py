@@ -21,11 +21,10 @@ class Ahead:
 
     Args:
         kv: The cache.
-        footprint: Counts its pages.
     """
 
-    def __init__(self, kv: KV, footprint: Footprint) -> None:
-        self._kv, self._footprint = kv, footprint
+    def __init__(self, kv: KV) -> None:
+        self._kv = kv
         self._queued: set[Live] = set()
         self._probes: dict[Live, Sequence] = {}
 
@@ -53,7 +52,8 @@ class Ahead:
         self._queued.discard(live)
         if live.queued.waiting:  # it served another request for the same prompt: they change places
             for other in self._queued:
-                if other.queued is not None and not other.queued.waiting:
+                served = other.queued
+                if served is not None and not served.waiting and served._key == live.queued._key:
                     other.queued, live.queued = live.queued, None
                     break
             else:
@@ -68,21 +68,32 @@ class Ahead:
             self._queued.discard(live)
             live.queued = None
 
-    def shared(self, live: Live) -> int:
-        """Pages of what is known of a request that others hold now, so that it needs no room."""
+    def shared(self, live: Live, footprint: Footprint) -> int:
+        """Pages of what is known of a request that others hold now, so that it needs no room.
+
+        Args:
+            live: It waits.
+            footprint: Counts pages of the cache's pools.
+        """
         kv, known = self._kv, live.known.size
         with kv.lock:
             if live.row is not None:
                 seq = live.row.seq
             else:
                 seq = self._probe(live)
-            return self._footprint.held(seq, min(known, live.ready or known - 1) // kv.page_size)
+            if seq.planner is not kv.planner:  # in pools of before the model changed
+                return 0
+            return footprint.held(seq, min(known, live.ready or known - 1) // kv.page_size)
 
     def _probe(self, live: Live) -> Sequence:
-        probe = self._probes.get(live)
-        if probe is None or probe.known != live.known.size:
+        kv, probe = self._kv, self._probes.get(live)
+        if (
+            probe is None
+            or probe.known != live.known.size
+            or (probe.planner, probe.namespace) != (kv.planner, kv.namespace)  # another model
+        ):
             request = live.request
-            probe = self._kv._lineless(self._kv._bound(), request.tenant, request.salts)
+            probe = kv._lineless(kv._bound(), request.tenant, request.salts)
             probe.extend(live.known)
             self._probes[live] = probe
         return probe

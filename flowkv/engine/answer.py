@@ -34,6 +34,16 @@ class Desk:
         raise NotImplementedError
 
 
+class _Over(Desk):
+    """The desk of answers that are given."""
+
+    def call_off(self, number: int) -> None:
+        """There is nothing to call off."""
+
+
+_OVER = _Over()
+
+
 class Answer(Future[Completion]):
     """A request's completion, some day. Thread-safe.
 
@@ -46,7 +56,7 @@ class Answer(Future[Completion]):
 
     Args:
         desk: Its engine.
-        number: Of its request in the engine.
+        number: Of its request, unlike that of any other in the process.
     """
 
     def __init__(self, desk: Desk, number: int) -> None:
@@ -187,6 +197,7 @@ class Answer(Future[Completion]):
             elif completion is not None:
                 self.set_result(completion)
         finally:
+            self._desk = _OVER  # who keeps an answer keeps no engine, and no cache
             if self._ears:
                 tell([self])
 

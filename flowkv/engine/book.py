@@ -25,6 +25,9 @@ _STOPS: dict[Reason, str] = {"stop": "turn_end", "length": "cut_off"}
 class Book(Desk):
     """Requests from their submission to their answer. Belongs to the thread that runs turns.
 
+    What is to be done stays where it is noted until it was done: whoever is interrupted in between
+    finds it there again (`reset`), and to do it twice does no harm.
+
     Args:
         keeper: Keeps rows and pages.
         inbox: What other threads ask.
@@ -41,7 +44,6 @@ class Book(Desk):
         self.waiting: list[Live] = []
         self.active: list[Live] = []
         self._lives: dict[int, Live] = {}
-        self._fresh: deque[Live] = deque()  # out of the inbox, and not among these yet
         self._deadlines: list[tuple[float, int]] = []
         # Answers to be given, once everything else of the turn is in order.
         self._due: deque[tuple[Answer, Completion, BaseException | None]] = deque()
@@ -60,19 +62,25 @@ class Book(Desk):
 
     def _take_in(self, now_s: float) -> None:
         """Takes what was asked since the last turn, and ends what comes too late."""
-        fresh, off = self.inbox.take()
-        self._fresh += fresh
-        while self._fresh:
-            self._take(self._fresh[0])
-            self.news.queued(self._fresh.popleft(), len(self.waiting))
-        for number in off:
-            self._call_off(number, "cancelled", now_s)
-        if self.inbox.now:
+        inbox = self.inbox
+        off = len(inbox.off)  # before the others: whoever is called off was handed in before
+        self._take_fresh()
+        for _ in range(off):
+            self._call_off(inbox.off[0], "cancelled", now_s)
+            inbox.off.popleft()
+        if inbox.now:
             for number in list(self._lives):
                 self._call_off(number, "cancelled", now_s)
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            self._call_off(heapq.heappop(self._deadlines)[1], "deadline", now_s)
-        self.inbox.waiting = len(self.waiting)
+            self._call_off(self._deadlines[0][1], "deadline", now_s)
+            heapq.heappop(self._deadlines)
+        inbox.waiting = len(self.waiting)
+
+    def _take_fresh(self) -> None:
+        while self.inbox.fresh:
+            self._take(live := self.inbox.fresh[0])
+            self.news.queued(live, len(self.waiting))
+            self.inbox.taken()
 
     def _take(self, live: Live) -> None:
         self._lives[live.number] = live
@@ -98,38 +106,43 @@ class Book(Desk):
         error: BaseException | None = None,
     ) -> None:
         """Ends a request; its answer is given at the end of the turn."""
-        if self._lives.pop(live.number, None) is None:
+        if live.number not in self._lives:
             return
         for some in (self.waiting, self.active):
             if live in some:
                 some.remove(live)
         live.move(OVER, now_s)
+        self._close(live, now_s, "" if error else _STOPS.get(reason, ""))
+        completion = live.completion(reason, now_s)
+        self._due.append((live.answer, completion, error))
+        del self._lives[live.number]
+        self.news.finished(live, completion, "failed" if error else reason)
+
+    def _close(self, live: Live, now_s: float, stop: str = "") -> None:
         try:
-            self.keeper.close(live, now_s, "" if error else _STOPS.get(reason, ""))
+            self.keeper.close(live, now_s, stop)
         except Exception:  # its pages are the cache's to account for; others go on
             _log.exception("request %d could not be closed", live.number)
-        finally:  # whatever interrupts it, somebody waits for the answer
-            completion = live.completion(reason, now_s)
-            self._due.append((live.answer, completion, error))
-        self.news.finished(live, completion, "failed" if error else reason)
 
     def _answer(self) -> None:
         """Wakes those who wait for tokens, and gives answers."""
         if self._told:
-            told, self._told = self._told, []
-            tell(told)
+            tell(self._told)
+            self._told.clear()
         while self._due:  # whatever a callback raises, the others are still to be called
-            answer, completion, error = self._due.popleft()
+            answer, completion, error = self._due[0]
             answer.settle(completion, error)
+            self._due.popleft()
 
     # ---- when all goes wrong
 
     def fail(self, error: BaseException) -> None:
         """Ends everything: what decides about requests raised, and nothing is certain any more."""
+        if self.keeper.closed:  # whatever that led to
+            closed = StateError("its cache was closed", "Close an engine before its cache")
+            closed.__cause__, error = error, closed
         self.inbox.close(now=True, why=error)
-        for live in (*self._fresh, *self.inbox.take().fresh):
-            self._take(live)
-        self._fresh.clear()
+        self._take_fresh()
         for live in list(self._lives.values()):
             failure = StateError(f"the engine failed: {error!r}", "See the cause; make a new one")
             failure.__cause__ = error
@@ -143,14 +156,14 @@ class Book(Desk):
             off: Those whose requests are called off instead.
         """
         now_s = time.perf_counter()
-        while self._fresh:
-            self._take(self._fresh.popleft())
+        self._take_fresh()
         self.waiting, self.active = list(self._lives.values()), []
         for live in self.waiting:
             live.made = len(live.tokens)
             if live.state != WAITING or live.row is not None:
-                self.keeper.close(live, now_s)
+                self._close(live, now_s)
                 live.dropped(now_s)
         for answer in off:
             self._call_off(answer.number, "cancelled", now_s)
+        self.inbox.waiting = len(self.waiting)
         self._answer()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from flowkv.engine.keeper import Keeper
@@ -18,18 +18,11 @@ class Counted(Turns):
     Args:
         scheduler: The order.
         limits: What may be done at once.
-        keeper: Counts.
-        keeps: See `Turns`.
+        keeper: Counts, and says whose pages are worth keeping.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        limits: Limits,
-        keeper: Keeper,
-        keeps: Callable[[Job], bool] | None = None,
-    ) -> None:
-        super().__init__(scheduler, limits, keeper.worth if keeps is None else keeps)
+    def __init__(self, scheduler: Scheduler, limits: Limits, keeper: Keeper) -> None:
+        super().__init__(scheduler, limits, keeper.worth)
         self._keeper = keeper
 
     def admit(

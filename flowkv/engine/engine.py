@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import wait
+from functools import partial
 from typing import Any
 
 from flowkv.core.errors import ConfigError, FlowKVError, StateError
@@ -60,6 +61,7 @@ class Engine:
         ConfigError: A setting is wrong, or the model is not attached to this cache.
         StateError: The cache is closed, or does not know its model.
         UnsupportedModelError: The model cannot be continued from token ids alone.
+        CapacityError: The cache has no room to try how rows of the model run together.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Engine:
         self._loop = Loop(
             *(served.runner, keeper, turns, self._inbox, kv.bus), patience_s=made.patience_s
         )
-        longest = keeper.longest(made.token_budget)
+        longest = partial(keeper.longest, made.token_budget)
         self._intake = Intake(served, made, longest, self._loop)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()

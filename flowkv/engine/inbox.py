@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from collections import deque
 
 from flowkv.core.errors import BusyError, StateError
 from flowkv.engine.live import Live
-
-
-class Asked(NamedTuple):
-    """What was asked since the last look.
-
-    Attributes:
-        fresh: New requests, in order of submission.
-        off: Numbers of requests that were called off.
-    """
-
-    fresh: list[Live]
-    off: list[int]
-
-
-_NOTHING = Asked([], [])
 
 
 class Inbox:
@@ -31,14 +16,16 @@ class Inbox:
         limit: Most requests that wait.
 
     Attributes:
+        fresh: New requests, in order of submission, until the engine has `taken` them.
+        off: Numbers of requests that were called off; the engine takes them out.
         waiting: Requests that the engine has taken, and that wait there; it says so.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit, self.waiting = limit, 0
         self._changed = threading.Condition()
-        self._fresh: list[Live] = []
-        self._off: list[int] = []
+        self.fresh: deque[Live] = deque()
+        self.off: deque[int] = deque()
         self._closed = self._now = False
         self._why: BaseException | None = None
 
@@ -50,7 +37,7 @@ class Inbox:
     @property
     def pending(self) -> bool:
         """Whether there is anything that the engine has not taken yet."""
-        return bool(self._fresh or self._off)
+        return bool(self.fresh or self.off)
 
     @property
     def now(self) -> bool:
@@ -71,13 +58,13 @@ class Inbox:
         with self._changed:
             if self._closed:
                 raise self._refusal()
-            waiting = self.waiting + len(self._fresh)
+            waiting = self.waiting + len(self.fresh)
             if limited and waiting >= self._limit:
                 raise BusyError(
                     f"{waiting} requests wait already",
                     "Wait for some of the answers first, or raise max_waiting",
                 )
-            self._fresh += lives
+            self.fresh += lives
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -99,7 +86,7 @@ class Inbox:
     def call_off(self, number: int) -> None:
         """Asks for a cancellation."""
         with self._changed:
-            self._off.append(number)
+            self.off.append(number)
             self._changed.notify_all()
 
     def close(self, *, now: bool = False, why: BaseException | None = None) -> None:
@@ -114,14 +101,11 @@ class Inbox:
             self._why = self._why or why
             self._changed.notify_all()
 
-    def take(self) -> Asked:
-        """What was asked since the last time."""
-        if not self.pending:
-            return _NOTHING
+    def taken(self) -> None:
+        """The engine has the first of `fresh`: it waits there now, and is counted all the time."""
         with self._changed:
-            asked = Asked(self._fresh, self._off)
-            self._fresh, self._off = [], []
-            return asked
+            self.waiting += 1
+            self.fresh.popleft()
 
     def wait(self) -> bool:
         """Waits until there is something to do; False once nothing is taken any more."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from dataclasses import fields as fields_of
 from dataclasses import replace
-from difflib import get_close_matches
 from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.errors import CapacityError, ConfigError, TokenError
+from flowkv.core.errors import CapacityError, ConfigError, TokenError, did_you_mean
 from flowkv.core.keys import Salt, as_tokens
 from flowkv.engine.answer import Answer, Desk
 from flowkv.engine.invariant import marked
 from flowkv.engine.live import Live
+from flowkv.engine.numbers import is_number, whole
 from flowkv.engine.request import Request
 from flowkv.engine.sampling import seed_of
 from flowkv.engine.served import Served
@@ -26,6 +26,7 @@ from flowkv.engine.settings import Settings
 from flowkv.runtime.opening import Tokens, plain
 from flowkv.runtime.retention import make_care
 
+_NUMBERS = count()  # of all engines: whoever watches a cache of several tells them apart
 _FIELDS = [one.name for one in fields_of(Request) if one.name != "prompt"]
 
 
@@ -37,8 +38,7 @@ def make_request(prompt: Tokens | Request, fields: Mapping[str, Any]) -> Request
     """
     for name in fields:
         if name not in _FIELDS:
-            near = get_close_matches(name, _FIELDS, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(name, _FIELDS)
             raise ConfigError(
                 f"a request has no field {name!r}",
                 f"{hint}How tokens are chosen goes into options={{...}}, see flowkv.Request",
@@ -47,14 +47,14 @@ def make_request(prompt: Tokens | Request, fields: Mapping[str, Any]) -> Request
         request = replace(prompt, **fields) if fields else prompt
     else:
         request = Request(prompt=prompt, **fields)
-    _whole("max_new_tokens", request.max_new_tokens, 1)
-    _whole("priority", request.priority)
+    whole("max_new_tokens", request.max_new_tokens, 1)
+    whole("priority", request.priority)
     if request.seed is not None:
-        _whole("seed", request.seed, 0)
+        whole("seed", request.seed, 0)
         if request.seed >= 1 << 64:
             raise ConfigError(f"seed={request.seed}", "Use a whole number below 2**64")
     late = request.deadline_s
-    if late is not None and (isinstance(late, bool) or not _number(late) or not late >= 0):
+    if late is not None and (not is_number(late) or not late >= 0):
         raise ConfigError(f"deadline_s={late!r}", "Use seconds from submission, 0 or more")
     if not isinstance(request.options, Mapping):
         raise ConfigError(f"options={request.options!r}", "Pass a dictionary")
@@ -74,35 +74,22 @@ def _check_identity(request: Request) -> None:
         raise ConfigError(f"a name that is no text: {error}", "Use valid Unicode") from None
 
 
-def _whole(name: str, value: Any, least: float = -math.inf) -> None:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or value < least:
-        bound = f", at least {least}" if least > -math.inf else ""
-        raise ConfigError(f"{name}={value!r}", f"Use a whole number{bound}")
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating)
-
-
 class Intake:
     """Checks requests against the model and the device, and numbers them. Thread-safe.
 
     Args:
         served: The model.
         settings: Of the engine.
-        longest: Tokens of the longest request that the device has pages for.
+        longest: Says of how many tokens the longest request is that the device has pages for.
         desk: Where answers are made.
     """
 
-    def __init__(self, served: Served, settings: Settings, longest: int, desk: Desk) -> None:
+    def __init__(
+        self, served: Served, settings: Settings, longest: Callable[[], int], desk: Desk
+    ) -> None:
         self._served, self._settings, self._desk = served, settings, desk
-        self._numbers = count()
-        self.bounds = {
-            "settings allow": settings.context_tokens,
-            "model allows": served.positions,
-            "device has pages for": longest,
-        }
+        self._longest = longest
+        self._places = count()
 
     def take(self, request: Request) -> Live:
         """What the engine makes of a request.
@@ -116,10 +103,11 @@ class Intake:
         prompt = self._prompt(request)
         if self._settings.invariant:
             request = marked(request)
-        number, seed = next(self._numbers), request.seed
-        seed = seed_of(self._settings.seed, number) if seed is None else int(seed)
+        place, seed = next(self._places), request.seed
+        seed = seed_of(self._settings.seed, place) if seed is None else int(seed)
         choice = self._served.sampler.start(request, prompt, seed)
-        return Live(request, prompt, choice, Answer(self._desk, number), time.perf_counter())
+        answer = Answer(self._desk, next(_NUMBERS))
+        return Live(request, prompt, choice, answer, time.perf_counter(), copy_context())
 
     def _prompt(self, request: Request) -> NDArray[np.uint32]:
         given: object = request.prompt  # callers may pass anything
@@ -133,7 +121,12 @@ class Intake:
             raise TokenError("the prompt is empty", "Begin with one token at least")
         self._served.check(prompt, request.options)
         total = len(prompt) + request.max_new_tokens
-        for name, most in self.bounds.items():
+        bounds = {
+            "settings allow": self._settings.context_tokens,
+            "model allows": self._served.positions,
+            "device has pages for": self._longest(),
+        }
+        for name, most in bounds.items():
             if most is not None and total > most:
                 raise CapacityError(
                     f"{len(prompt)} tokens and {request.max_new_tokens} new ones, where the "

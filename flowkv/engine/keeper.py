@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import Any
+from weakref import ref
 
 from flowkv.engine.ahead import Ahead
 from flowkv.engine.coming import Coming
@@ -17,6 +18,7 @@ from flowkv.policy.scheduling.worth import Worth
 from flowkv.runtime import swap
 from flowkv.runtime.cache import KV
 from flowkv.runtime.footprint import Footprint
+from flowkv.runtime.planner import Planner
 from flowkv.runtime.restores import rest
 
 _PAUSE_S = 0.002
@@ -40,20 +42,40 @@ class Keeper:
         self._kv, self._runner, self._swap_bytes = kv, runner, swap_bytes
         self._planner = kv._bound()
         self._footprint = Footprint(self._planner)
-        self._coming, self._ahead = Coming(kv), Ahead(kv, self._footprint)
+        self._coming, self._ahead = Coming(kv), Ahead(kv)
         self._counted: dict[Live, int] = {}
         self._turns = 0
+        # Pools of before the model changed are not held.
+        self._longest: tuple[ref[Planner], int, int] = ref(self._planner), 0, 0
         self.worth = Worth(self._footprint.page_bytes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the cache is closed."""
+        return self._kv.closed
 
     # ---- pages
 
     def room(self) -> Room:
         """Pages as schedulers count them."""
-        return Room(self._footprint.room(), self._footprint.total)
+        pages = self._pages()
+        return Room(pages.room(), pages.total)
+
+    def _pages(self) -> Footprint:
+        """Counts pages where rows are opened now: pools are made anew for a model that changed."""
+        planner = self._kv.planner
+        if planner is not None and planner is not self._planner:
+            self._planner, self._footprint = planner, Footprint(planner)
+            self.worth.page_bytes = self._footprint.page_bytes
+            self._counted.clear()
+        return self._footprint
 
     def longest(self, chunk: int) -> int:
-        """Tokens of the longest request that fits, computed in chunks of so many tokens."""
-        return self._footprint.longest(chunk)
+        """Tokens of the longest request that fits, computed in chunks of so many. Thread-safe."""
+        planner, known = self._kv.planner or self._planner, self._longest
+        if known[0]() is not planner or known[1] != chunk:
+            known = self._longest = ref(planner), chunk, Footprint(planner).longest(chunk)
+        return known[2]
 
     def count(self, active: Iterable[Live], *, exact: bool = True) -> None:
         """Counts the pages that rows in progress would give back.
@@ -64,17 +86,20 @@ class Keeper:
                 share more or less than before, some in every turn.
         """
         self._turns += 1
-        size, counted = self._planner.page_size, self._counted
+        footprint, counted = self._pages(), self._counted
+        size = self._planner.page_size
         with self._kv.lock:
             for live in active:
                 pages = live.ready // size
                 again = exact or not (live.number + self._turns) % _EVERY
                 if again or live.state == COMING or counted.get(live) != pages:
-                    live.pages, counted[live] = self._footprint.alone(live.open_row.seq), pages
+                    seq, counted[live] = live.open_row.seq, pages
+                    # What is in pools of before makes no room for anybody.
+                    live.pages = footprint.alone(seq) if seq.planner is self._planner else 0
 
     def share(self, live: Live) -> None:
         """Counts the pages that a request which waits will share with those in progress."""
-        live.shared = self._ahead.shared(live)
+        live.shared = self._ahead.shared(live, self._pages())
 
     # ---- rows
 
@@ -92,7 +117,7 @@ class Keeper:
         resumed = live.state == ASIDE
         queued_s = now_s - live.since_s
         if resumed:
-            self._move(live.open_row.resume, out=False)
+            self._move(live, live.open_row.resume, out=False)
             live.admitted(now_s)
             live.move(RUNNING, now_s)
         else:
@@ -102,8 +127,9 @@ class Keeper:
             except BaseException:
                 self._coming.forget(live, now_s)
                 raise
-            self._footprint.learn(live.prompt + live.limit)
-            self.worth.page_bytes = self._footprint.page_bytes
+            footprint = self._pages()
+            footprint.learn(live.prompt + live.limit)
+            self.worth.page_bytes = footprint.page_bytes
             self._ahead.opened(live)
             live.admitted(now_s)
             self._coming.begin(live, now_s)
@@ -130,7 +156,7 @@ class Keeper:
         live.preempted += 1
         self._forget(live, now_s)
         if keep:
-            n_bytes = self._move(row.suspend, out=True) or 0
+            n_bytes = self._move(live, row.suspend, out=True) or 0
             live.pages = 0
             live.move(ASIDE, now_s)
         else:
@@ -143,15 +169,15 @@ class Keeper:
 
     def close(self, live: Live, now_s: float, stop: str = "") -> None:
         """Gives back what a request holds."""
-        self._ahead.over(live)
         try:
+            self._ahead.over(live)
             self._coming.finish(live)
         finally:
             self._forget(live, now_s)
-            row, live.row = live.row, None
             live.pages = 0
-            if row is not None:
-                row.close(stop)
+            if live.row is not None:
+                live.row.close(stop)
+            live.row = None
 
     def _forget(self, live: Live, now_s: float) -> None:
         self._coming.forget(live, now_s)
@@ -159,14 +185,18 @@ class Keeper:
 
     def _fits(self, live: Live) -> bool:
         with self._kv.lock:
-            more = swap.weigh(self._planner, live.open_row.seq)
-            return self._planner.aside_bytes + more <= self._swap_bytes
+            seq = live.open_row.seq
+            open_rows = self._kv._open.values()  # of before the model changed, too
+            planners = {id(one.planner): one.planner for one in open_rows}.values()
+            aside = sum(planner.aside_bytes for planner in planners)
+            return aside + swap.weigh(seq.planner, seq) <= self._swap_bytes
 
-    def _move(self, move: Callable[[], int | None], *, out: bool) -> int | None:
+    def _move(self, live: Live, move: Callable[[], int | None], *, out: bool) -> int | None:
         """Suspends or resumes a row, and measures what it copied."""
-        before, begun_s = self._planner.copied_bytes, time.perf_counter()
+        planner = live.open_row.seq.planner
+        before, begun_s = planner.copied_bytes, time.perf_counter()
         moved = move()
-        n_bytes = self._planner.copied_bytes - before
+        n_bytes = planner.copied_bytes - before
         if n_bytes:
             self.worth.moved(n_bytes, time.perf_counter() - begun_s, out=out)
         return moved

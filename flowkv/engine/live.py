@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextvars import Context
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class Live(Job):
         last_s: When its latest token was there.
         restore_s: See `Completion`.
         exposed_s: See `Completion`.
-        off: It was called off.
+        context: Where it was submitted, for those who are told that it was; None afterwards.
         queued: What `KV.enqueue` returned, while it waits; None where nobody looked ahead.
     """
 
@@ -40,11 +41,11 @@ class Live(Job):
         "answer",
         "begin",
         "choice",
+        "context",
         "exposed_s",
         "first_s",
         "known",
         "last_s",
-        "off",
         "queued",
         "queued_s",
         "request",
@@ -61,6 +62,7 @@ class Live(Job):
         choice: Choice,
         answer: Answer,
         arrived_s: float,
+        context: Context | None = None,
     ) -> None:
         late = math.inf if request.deadline_s is None else arrived_s + request.deadline_s
         super().__init__(
@@ -72,11 +74,12 @@ class Live(Job):
             deadline_s=late,
         )
         self.request, self.answer, self.choice = request, answer, choice
+        self.context = context
         self.begin = self.known = prompt
         self.tokens = answer._made
         self.row: Row | None = None
         self.queued: Any = None
-        self.reused, self.off = 0, False
+        self.reused = 0
         self.queued_s = -1.0
         self.first_s = self.last_s = self.restore_s = self.exposed_s = 0.0
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from threading import Lock
 from typing import cast
 
 import torch
 
-from flowkv.core.errors import CapacityError
+from flowkv.core.errors import CapacityError, StateError
+from flowkv.engine.answer import Answer
 from flowkv.engine.book import Book
 from flowkv.engine.failure import Outcome, Part, attempt
 from flowkv.engine.inbox import Inbox
@@ -52,7 +55,10 @@ class Loop(Book):
         super().__init__(keeper, inbox, News(bus))
         self.runner, self.turns = runner, turns
         self.drive = Lock()
-        self._patience_s, self._stuck_s = patience_s, 0.0
+        self._patience_s = patience_s
+        self._stuck = -1, 0.0  # number of who waits for pages of others, and since when
+        # Tokens that were chosen, and the places where they belong, until they are handed out.
+        self._made: deque[tuple[Live, int, Drawn]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -61,6 +67,9 @@ class Loop(Book):
 
     def turn(self) -> None:
         """Takes in what was asked, runs one step if there is anything to compute, answers."""
+        if self.keeper.closed:
+            self.fail(StateError("the cache is closed", "Open a new one"))
+            return
         began_s = time.perf_counter()
         self._take_in(began_s)
         self.keeper.pace(self.active, began_s)
@@ -100,16 +109,17 @@ class Loop(Book):
             short = self._enter(live, now_s)
             if short is None:
                 return
-        if short is not None and not self._patient(now_s):
+        if short is not None and not self._patient(order[0], now_s):
             self._end(order[0], now_s, error=short)
 
-    def _patient(self, now_s: float) -> bool:
+    def _patient(self, live: Live, now_s: float) -> bool:
         """Waits a moment for pages that others than the engine hold; False if it was long."""
-        self._stuck_s = self._stuck_s or now_s
-        if now_s - self._stuck_s < self._patience_s:
+        if self._stuck[0] != live.number:
+            self._stuck = live.number, now_s
+        if now_s - self._stuck[1] < self._patience_s:
             time.sleep(_PAUSE_S)
             return True
-        self._stuck_s = 0.0
+        self._stuck = -1, 0.0
         return False
 
     def _enter(self, live: Live, now_s: float) -> CapacityError | None:
@@ -146,16 +156,19 @@ class Loop(Book):
         sampling_s = time.perf_counter()
         done = [part for some, _ in outcome.done for part in some]
         if done:
-            self._stuck_s = 0.0
-        made = self._advance(outcome)
+            self._stuck = -1, 0.0
+        self._advance(outcome)
         times = Times(began_s, forward_s, sampling_s, time.perf_counter())
         # Until tokens are chosen: before that, nobody waits for what a GPU has been asked.
         tokens = sum(count for _, count in done)
         self.keeper.worth.step(tokens, times.chosen_s - forward_s)
-        gaps: list[float] | None = [] if self.news.steps else None
-        self._hand_out(made, gaps)
-        if gaps is not None:
-            self.news.step(done, len(made), gaps, times, self.waiting, self.keeper.room())
+        if not self.news.steps:
+            self._hand_out(None)
+            return
+        made, gaps = len(self._made), list[float]()
+        room = self.keeper.room()  # before rows that are over are closed
+        self._hand_out(gaps)
+        self.news.step(done, made, gaps, times, self.waiting, room)
 
     def _attempt(self, parts: Items[Part]) -> Outcome:
         """Runs a step, with as many rows as there is room for."""
@@ -189,13 +202,12 @@ class Loop(Book):
         if gone is not None:
             self._leave(cast(Live, gone[0]), gone[1], now_s)
             return True
-        if not self._patient(now_s):
+        if not self._patient(self.active[-1], now_s):
             self._end(self.active[-1], now_s, error=short)
         return False
 
-    def _advance(self, outcome: Outcome) -> list[tuple[Live, Drawn]]:
+    def _advance(self, outcome: Outcome) -> None:
         """Counts what was computed, and draws the next token where all that is known is."""
-        made: list[tuple[Live, Drawn]] = []
         for parts, logits in outcome.done:
             ends = []
             for place, (live, count) in enumerate(parts):
@@ -203,36 +215,53 @@ class Loop(Book):
                 if live.ready == live.prompt + live.made:
                     ends.append(place)
             if ends:
-                lives = [parts[place][0] for place in ends]
-                made += zip(lives, self._draw(lives, _rows(logits, ends)), strict=True)
-        return made
+                self._draw([parts[place][0] for place in ends], _rows(logits, ends))
 
-    def _draw(self, lives: Items[Live], logits: torch.Tensor) -> list[Drawn]:
+    def _draw(self, lives: Items[Live], logits: torch.Tensor) -> None:
+        """Keeps each token as soon as it is chosen: no choice can be made again."""
+        before, places = len(self._made), [live.made for live in lives]
         try:
-            return draw([live.choice for live in lives], logits)
+            with torch.no_grad():
+                drawn = draw([live.choice for live in lives], logits)
+                self._made.extend(zip(lives, places, drawn, strict=True))
         except Exception as error:  # nobody knows whose fault it is
-            return [Drawn(-1, True, error)] * len(lives)
+            for live in lives[len(self._made) - before :]:
+                self._made.append((live, live.made, Drawn(-1, True, error)))
 
-    def _hand_out(self, made: Items[tuple[Live, Drawn]], gaps: list[float] | None) -> None:
+    def _hand_out(self, gaps: list[float] | None) -> None:
         """Gives tokens to those who wait for them, and ends what is over."""
         now_s = time.perf_counter()
-        for live, (token, over, error) in made:
+        while self._made:
+            live, place, (token, over, error) = self._made[0]
             if error is not None:
                 self._end(live, now_s, error=error)
-                continue
+            else:
+                self._give(live, place, token, now_s, gaps)
+                if over:
+                    self._end(live, now_s, "stop")
+                elif live.made >= live.limit:
+                    self._end(live, now_s, "length")
+            self._made.popleft()
+
+    def _give(
+        self, live: Live, place: int, token: int, now_s: float, gaps: list[float] | None
+    ) -> None:
+        if len(live.tokens) == place:  # else it was interrupted right behind
             live.tokens.append(token)
-            live.made += 1
-            if not live.first_s:
-                live.first_s = now_s
-            elif gaps is not None:
-                gaps.append(now_s - live.last_s)
-            live.last_s = now_s
-            if live.answer.heard:
-                self._told.append(live.answer)
-            if over:
-                self._end(live, now_s, "stop")
-            elif live.made >= live.limit:
-                self._end(live, now_s, "length")
+        live.made = place + 1
+        if not live.first_s:
+            live.first_s = now_s
+        elif gaps is not None:
+            gaps.append(now_s - live.last_s)
+        live.last_s = now_s
+        if live.answer.heard:
+            self._told.append(live.answer)
+
+    def reset(self, off: Iterable[Answer]) -> None:
+        """See `Book.reset`."""
+        self._stuck = -1, 0.0
+        self._hand_out(None)
+        super().reset(off)
 
 
 def _rows(logits: torch.Tensor, places: list[int]) -> torch.Tensor:

@@ -45,16 +45,19 @@ class News:
         return self._bus.wants(EngineStep)
 
     def queued(self, live: Live, waiting: int) -> None:
-        """A request was taken in; so many wait now."""
+        """A request was taken in; so many wait now. Told in the context of its submission."""
+        context, live.context = live.context, None
         if self._bus.wants(Queued):
-            self._bus.emit(
-                Queued(
-                    request=live.number,
-                    prompt_tokens=live.prompt,
-                    waiting=waiting,
-                    tenant=live.request.tenant or "",
-                )
+            event = Queued(
+                request=live.number,
+                prompt_tokens=live.prompt,
+                waiting=waiting,
+                tenant=live.request.tenant or "",
             )
+            if context is None:
+                self._bus.emit(event)
+            else:
+                context.run(self._bus.emit, event)
 
     def step(
         self,
@@ -73,7 +76,7 @@ class News:
             gaps: Seconds since their last token, of the rows that made a further one.
             times: When it did what.
             waiting: Who waits now.
-            room: Pages now.
+            room: Pages when all was computed, before rows that were over gave back theirs.
         """
         tokens, aside = sum(count for _, count in done), _aside(waiting)
         self._bus.emit(

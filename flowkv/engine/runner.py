@@ -15,6 +15,7 @@ from flowkv.engine.request import Request
 from flowkv.runtime.batch import Step
 from flowkv.runtime.cache import KV
 from flowkv.runtime.opening import Tokens
+from flowkv.runtime.row import PagedRow, open_row
 from flowkv.runtime.sequence import Sequence
 
 
@@ -81,30 +82,6 @@ class Row(Protocol):
         ...
 
 
-class PagedRow:
-    """A row that is a sequence and nothing else.
-
-    Args:
-        kv: The cache.
-        seq: Its sequence.
-    """
-
-    def __init__(self, kv: KV, seq: Sequence) -> None:
-        self._kv, self.seq = kv, seq
-
-    def suspend(self) -> int:
-        """See `KV.suspend`."""
-        return self._kv.suspend(self.seq)
-
-    def resume(self) -> None:
-        """See `KV.resume`."""
-        self._kv.resume(self.seq)
-
-    def close(self, stop: str = "") -> None:
-        """See `Sequence.close`."""
-        self.seq.close(stop)
-
-
 Forward = Callable[[Step, torch.Tensor], torch.Tensor]
 """Runs a model in a step: (step, int64 `[B]` places in its tokens) -> logits `[B, V]` there."""
 
@@ -128,16 +105,7 @@ class Packed:
     def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
         """See `Runner.open`."""
         self._refresh()
-        seq = self._kv.open(
-            tokens,
-            tenant=request.tenant,
-            salts=request.salts,
-            session=request.session,
-            lease=request.lease,
-            retain=request.retain,
-            wait=wait,
-        )
-        return PagedRow(self._kv, seq)
+        return open_row(self._kv, request, tokens, wait=wait)
 
     def step(self, rows: Items[Row], tokens: Items[Tokens]) -> torch.Tensor:
         """See `Runner.step`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, NonFiniteError
+from flowkv.engine.numbers import is_number, is_whole
 from flowkv.engine.request import Request
 
 
@@ -68,18 +69,16 @@ class Drawn(NamedTuple):
     error: Exception | None = None
 
 
-def draw(choices: Items[Choice], logits: torch.Tensor) -> list[Drawn]:
-    """Chooses the next token of every row; greedy rows in one pass.
+def draw(choices: Items[Choice], logits: torch.Tensor) -> Iterator[Drawn]:
+    """Chooses the next token of every row, one after the other; greedy rows in one pass.
 
     Args:
         choices: One a row.
         logits: `[B, V]`.
     """
     best, tokens = (part.tolist() for part in logits.max(dim=-1))
-    with torch.no_grad():
-        return [
-            _one(choice, logits, row, tokens[row], best[row]) for row, choice in enumerate(choices)
-        ]
+    for row, choice in enumerate(choices):
+        yield _one(choice, logits, row, tokens[row], best[row])
 
 
 def _one(choice: Choice, logits: torch.Tensor, row: int, largest: int, best: float) -> Drawn:
@@ -96,7 +95,7 @@ def _one(choice: Choice, logits: torch.Tensor, row: int, largest: int, best: flo
 def seed_of(seed: int, number: int) -> int:
     """A seed for a request that has none, from the engine's and its number (splitmix64)."""
     mask = (1 << 64) - 1
-    word = (seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
+    word = (int(seed) + (number + 1) * 0x9E3779B97F4A7C15) & mask
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
     return word ^ (word >> 31)
@@ -258,18 +257,22 @@ def _own(options: Mapping[str, Any], seed: int) -> Choice:
                 f"{', '.join(shaping)} without `do_sample`", "Add do_sample=True, or leave it out"
             )
         return Largest(stops)
-    if not shaping.get("temperature", 1.0) > 0.0:
-        raise ConfigError("`temperature` must be above 0", "Use do_sample=False for the likeliest")
-    if not 0.0 < shaping.get("top_p", 1.0) <= 1.0:
-        raise ConfigError("`top_p` must be above 0 and at most 1", "Use 1.0 for all tokens")
+    temperature, top_p = shaping.get("temperature", 1.0), shaping.get("top_p", 1.0)
+    if not is_number(temperature) or not temperature > 0.0:
+        raise ConfigError(
+            "`temperature` must be a number above 0", "Use do_sample=False for the likeliest"
+        )
+    if not is_number(top_p) or not 0.0 < top_p <= 1.0:
+        raise ConfigError("`top_p` must be a number above 0, at most 1", "Use 1.0 for all tokens")
     top_k = shaping.get("top_k", 0)
-    if not isinstance(top_k, int) or top_k < 0:
+    if not is_whole(top_k) or top_k < 0:
         raise ConfigError("`top_k` must be a whole number, at least 0", "Use 0 for all tokens")
     return Weighted(seed, stops, **shaping)
 
 
 def _stops(ids: Any) -> frozenset[int]:
-    try:
-        return frozenset(int(token) for token in (ids if np.iterable(ids) else (ids,)))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"eos_token_id={ids!r}", "Pass a token id or several") from error
+    ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+    several = list(ids) if np.iterable(ids) else [ids]
+    if not all(map(is_whole, several)):
+        raise ConfigError(f"eos_token_id={ids!r}", "Pass a token id or several")
+    return frozenset(map(int, several))

@@ -59,6 +59,7 @@ def serve(
             runner of your own, or over pages of a lossy codec, are to be fixed.
         UnsupportedModelError: It cannot be continued from token ids alone, or its steps cannot be
             fixed.
+        CapacityError: The cache has no room to try how rows of the model run together.
     """
     if runner is not None:
         if fixed:

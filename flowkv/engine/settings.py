@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, did_you_mean
 from flowkv.core.sizes import parse_size
+from flowkv.engine.numbers import is_number, whole
 from flowkv.policy.scheduling import Scheduler, make_scheduler
 
 
@@ -49,21 +49,20 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "token_budget", "max_waiting"):
-            _at_least(name, getattr(self, name), 1)
+            whole(name, getattr(self, name), 1)
         if self.context_tokens is not None:
-            _at_least("context_tokens", self.context_tokens, 2)
+            whole("context_tokens", self.context_tokens, 2)
         if self.token_budget < self.max_rows:
             raise ConfigError(
                 f"token_budget={self.token_budget} for {self.max_rows} rows, which decode one "
                 "token each",
                 "Raise token_budget, or lower max_rows",
             )
-        if not 0.0 <= self.watermark < 1.0:
-            raise ConfigError(f"watermark={self.watermark}", "Use a share from 0 to less than 1")
-        if not self.patience_s >= 0.0:
-            raise ConfigError(f"patience_s={self.patience_s}", "Use seconds, 0 or more")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed={self.seed!r}", "Use a whole number")
+        if not is_number(self.watermark) or not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark={self.watermark!r}", "Use a share from 0 to less than 1")
+        if not is_number(self.patience_s) or not self.patience_s >= 0.0:
+            raise ConfigError(f"patience_s={self.patience_s!r}", "Use seconds, 0 or more")
+        whole("seed", self.seed)
         parse_size(self.swap)
         self.order()
 
@@ -86,14 +85,8 @@ def make_settings(**given: Any) -> Settings:
     names = [one.name for one in fields(Settings)]
     for name in given:
         if name not in names:
-            near = get_close_matches(name, names, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(name, names)
             raise ConfigError(
                 f"an engine has no setting {name!r}", f"{hint}Use one of {', '.join(names)}"
             )
     return Settings(**given)
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}", f"Use a whole number, at least {least}")

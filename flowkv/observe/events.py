@@ -240,7 +240,8 @@ class EngineStep(Event, frozen=True, kw_only=True):
 
     `seconds` is the whole turn, `model_s` the forward, `sampling_s` the choice of tokens; the rest
     is bookkeeping. `gaps_s` holds the time since its last token for each row that made a further
-    one. `pages` are those that rows hold of `total_pages`.
+    one. `pages` are those of `total_pages` that anybody held when all was computed, not those
+    that are merely remembered.
     """
 
     rows: int

@@ -52,13 +52,16 @@ class Lanes:
 
     def __init__(self, *, most: int = 128) -> None:
         self._most, self.stride = most, 1
+        self._begun, self._places = 0, dict[int, int]()  # numbers may be of other caches in between
         self._lanes: dict[int, Lane] = {}
         self._open: dict[int, tuple[Phase, float]] = {}  # the phase of a request, since when
 
     def queued(self, event: Queued, now_s: float) -> None:
         """A request was accepted."""
-        if event.request % self.stride:
+        place, self._begun = self._begun, self._begun + 1
+        if place % self.stride:
             return
+        self._places[event.request] = place
         self._lanes[event.request] = Lane(event.request, now_s)
         self._open[event.request] = "queued", now_s
         while len(self._lanes) > self._most:
@@ -78,15 +81,14 @@ class Lanes:
         if lane is None:
             return
         self._enter(event.request, "queued", event.started_s + event.seconds)
-        del self._open[event.request]
+        self._open.pop(event.request, None)
         first_token_s = event.started_s + event.ttft_s if event.ttft_s else float("inf")
         lane.started_s, lane.ended = event.started_s, event
         lane.pieces = [part for piece in lane.pieces for part in _parted(piece, first_token_s)]
 
     def take(self, request: int) -> Lane | None:
         """Hands out a request, and forgets it; None if it is not kept."""
-        self._open.pop(request, None)
-        return self._lanes.pop(request, None)
+        return self._forget(request)
 
     def under_way(self, now_s: float) -> list[Lane]:
         """Requests that are not over, with what they are in until now."""
@@ -106,9 +108,13 @@ class Lanes:
 
     def _thin(self) -> None:
         self.stride *= 2
-        for request in [number for number in self._lanes if number % self.stride]:
-            del self._lanes[request]
-            self._open.pop(request, None)
+        for request in [one for one, place in self._places.items() if place % self.stride]:
+            self._forget(request)
+
+    def _forget(self, request: int) -> Lane | None:
+        self._places.pop(request, None)
+        self._open.pop(request, None)
+        return self._lanes.pop(request, None)
 
     def __iter__(self) -> Iterator[Lane]:
         """Requests that are kept, in order of submission, with the phases that are over."""

@@ -10,6 +10,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
 from flowkv.core.errors import ConfigError
@@ -110,7 +111,7 @@ class Metrics:
         self._numbers: dict[str, dict[_Labels, float]] = {}
         self._histograms: dict[str, dict[_Labels, _Histogram]] = {}
         self._sources: list[Callable[[], Iterable[Level]]] = []
-        self._lenders, self._lent = 0, list[Subscription]()
+        self._followers, self._steps = 0, list[Subscription]()
         if bus is not None:
             self.follow(bus)
 
@@ -127,28 +128,28 @@ class Metrics:
         kinds = (kind for kind in only or RULES if kind not in without)
         return bus.subscribe(self.note, *kinds)
 
-    def lend(self, bus: Bus) -> Callable[[], None]:
-        """Counts the steps of engines, once, until all who asked for it gave it back.
+    def follow_steps(self, bus: Bus) -> ExitStack:
+        """Counts the steps of engines as long as anybody wants that, once, however many do.
 
-        Steps come often. They are counted as long as somebody exports metrics, however many do.
+        Steps come often, so that a cache does not count them by itself: whoever reads metrics asks
+        for it, as exporters do.
 
         Returns:
-            What gives it back; calling it again does nothing.
+            Ends it, by `close` or as the end of a `with` block; forever if it is dropped.
         """
         with self._lock:
-            self._lenders += 1
-            if self._lenders == 1:
-                self._lent.append(self.follow(bus, EngineStep))
-        mine = [True]
+            self._followers += 1
+            if self._followers == 1:
+                self._steps.append(self.follow(bus, EngineStep))
+        mine = ExitStack()
+        mine.callback(self._leave_steps)
+        return mine
 
-        def give_back() -> None:
-            with self._lock:
-                self._lenders -= bool(mine)
-                mine.clear()
-                if not self._lenders and self._lent:
-                    self._lent.pop().close()
-
-        return give_back
+    def _leave_steps(self) -> None:
+        with self._lock:
+            self._followers -= 1
+            if not self._followers:
+                self._steps.pop().close()
 
     def source(self, levels: Callable[[], Iterable[Level]]) -> None:
         """Adds what is read whenever `families` is: called then, without a lock."""

@@ -61,12 +61,10 @@ prefill_tokens_total | c | | Prompt tokens that engines computed
 decode_tokens_total | c | | Tokens of rows that decode, computed
 made_tokens_total | c | | New tokens that requests got
 engine_rows | g | | Rows of the last step
-engine_pages | g | | Device pages that rows held in the last step
+engine_pages | g | | Device pages that anybody held in the last step
 engine_total_pages | g | | Device pages that there are
 tokens_seen_total | c | | Prompt tokens that were looked up
 tokens_reused_total | c | | Those of them that were found
-tenant_hit_tokens_total | c | tenant tier | Prompt tokens found, by tenant (only if asked for)
-tenant_miss_tokens_total | c | tenant | Prompt tokens found nowhere, by tenant (only if asked for)
 open_sequences | g | | Sequences that are open
 known_pages | g | | Pages and states that the index knows, wherever they lie
 hits_total | c | tier | Prompts of which a part was found

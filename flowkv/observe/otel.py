@@ -26,6 +26,7 @@ from flowkv.observe.events import (
     Preempted,
     Queued,
     RestoreEnded,
+    StepPlanned,
 )
 from flowkv.observe.lanes import Lane, Lanes
 from flowkv.observe.metrics import Histogram, Watched
@@ -77,12 +78,13 @@ class Bridge:
             metrics.get_meter("flowkv") if meter is None else meter
         )
         self._gaps, bus = gaps, kv.bus
-        timed = [kind for kind, rule in RULES.items() if rule.spreads]
+        # Plans come too often, as for `KV.metrics`: they are not made for this.
+        timed = [kind for kind, rule in RULES.items() if rule.spreads and kind is not StepPlanned]
         self._subscriptions = [
             bus.subscribe(self._record, *timed),
             bus.subscribe(self._span, Queued, Admitted, Preempted, Finished, RestoreEnded),
         ]
-        self._give_back = kv.metrics.lend(bus)
+        self._steps = kv.metrics.follow_steps(bus)
 
     # ---- metrics
 
@@ -202,7 +204,7 @@ class Bridge:
         self.closed = True
         for subscription in self._subscriptions:
             subscription.close()
-        self._give_back()
+        self._steps.close()
         with self._lock:
             self._values, self._read_s = {}, float("-inf")
 

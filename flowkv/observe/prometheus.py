@@ -44,12 +44,12 @@ class Exporter:
 
     def __init__(self, kv: Watched, *, registry: Any = REGISTRY) -> None:
         self._metrics, self._registry = kv.metrics, registry
-        self._give_back = kv.metrics.lend(kv.bus)
+        self._steps = kv.metrics.follow_steps(kv.bus)
         if registry is not None:
             try:
                 registry.register(self)
             except ValueError as error:
-                self._give_back()
+                self._steps.close()
                 raise ConfigError(
                     "the registry has metrics of another cache already",
                     "Give each cache a registry of its own: Exporter(kv, registry=...)",
@@ -65,7 +65,7 @@ class Exporter:
 
     def close(self) -> None:
         """Unregisters it. Safe to call again."""
-        self._give_back()
+        self._steps.close()
         if self._registry is not None:
             self._registry.unregister(self)
             self._registry = None

@@ -146,8 +146,8 @@ def _memory(serving: Serving, by_place: dict[str, dict[str, float]]) -> list[Any
     places = serving.places()[:MOST]
     until_s = series.cells * series.cell_s
     if "kv" in series.names:
-        used = {"pages that rows hold": series.level("kv")}
-        caption = "Device pages in use by rows"
+        used = {"pages in use": series.level("kv")}
+        caption = "Device pages in use"
         parts.append(OverTime(caption, series.times_s, used, until_s, "%", most=1.0))
     if places and series.cells > 1:
         curves = {place: series.level(place) for place in places}

@@ -78,7 +78,7 @@ class Serving:
 
     Attributes:
         spreads: By name, those of `LATENCIES`.
-        series: Over time: "rows", "waiting", "aside" and "kv" (pages in use, as a share of all),
+        series: Over time: "rows", "waiting", "aside" and "kv" (pages held, as a share of all),
             the used bytes of each place, and counted "made", "prefill" and "decode" tokens.
         lanes: Requests as they went.
         moves: What was found, moved and lost meanwhile.
@@ -217,7 +217,8 @@ class Serving:
 
         Each of `LATENCIES` is {"count", "mean", "p50", "p90", "p95", "p99", "max"} in seconds,
         quantiles being within 1 % of the true ones. `tokens_per_s` counts new tokens from the
-        beginning of the first step to the end of the last one.
+        beginning of the first step to the end of the last one. The means of `rows` and
+        `kv_utilisation` are over the time of steps: a step weighs as much as it took.
         """
         with self._lock:
             span_s = max(0.0, self._until_s - self._begun_s)

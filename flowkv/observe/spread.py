@@ -60,7 +60,7 @@ class Spread:
         self.extend(values)
 
     def add(self, value: float) -> None:
-        """Counts a value; no number is left out."""
+        """Counts a value; NaN is ignored."""
         self._waiting.append(value)
         if len(self._waiting) >= _FOLD:
             self._fold()

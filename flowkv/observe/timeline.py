@@ -135,12 +135,16 @@ class Timelines:
     Args:
         bus: `KV.bus`.
         most: Restores that are kept; older ones are forgotten.
+
+    Attributes:
+        longest: The longest of all so far that loaded anything; None before the first.
     """
 
     def __init__(self, bus: Bus, *, most: int = 64) -> None:
         self._lock = threading.Lock()
         self._under_way: OrderedDict[int, list[RestoreSpan]] = OrderedDict()
         self._ended: deque[Timeline] = deque(maxlen=most)
+        self.longest: Timeline | None = None
         self._subscription = bus.subscribe(self.note, RestoreSpan, RestoreEnded)
 
     def note(self, event: RestoreSpan | RestoreEnded) -> None:
@@ -154,7 +158,11 @@ class Timelines:
                     self._under_way.popitem(last=False)
                 return
             spans = sorted(self._under_way.pop(event.request, ()), key=lambda s: s.started_s)
-            self._ended.append(Timeline(ended=event, spans=tuple(spans)))
+            timeline = Timeline(ended=event, spans=tuple(spans))
+            self._ended.append(timeline)
+            before = self.longest.ended.seconds if self.longest is not None else -1.0
+            if event.loaded_tokens and event.seconds > before:
+                self.longest = timeline
 
     @property
     def ended(self) -> list[Timeline]:

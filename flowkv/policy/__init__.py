@@ -15,11 +15,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, did_you_mean
 from flowkv.policy.arc import ARC
 from flowkv.policy.base import Policy, Slots, Visit
 from flowkv.policy.config import (
@@ -113,8 +112,7 @@ def make_policy(policy: str | Policy, **options: object) -> Policy:
     if isinstance(policy, str):
         entry = CATALOGUE.get(policy)
         if entry is None:
-            near = get_close_matches(policy, CATALOGUE, 1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(policy, CATALOGUE)
             raise ConfigError(
                 f"there is no policy {policy!r}", f"{hint}Use one of {', '.join(CATALOGUE)}"
             )

@@ -80,9 +80,10 @@ def behind(
 
 
 def end(kv: KV, restoration: Restoration, *, ok: bool) -> None:
-    """Ends a restore; what came needed no computing."""
+    """Ends a restore; what came needed no computing. Of one that is not settled, nothing did."""
     with kv.lock:
+        settled = restoration.settled
         restoration.finish(ok=ok)
-        came = max(0, restoration.tokens - restoration.front)
+        came = max(0, restoration.tokens - restoration.front) if settled else 0
         restoration.seq.reused += came
         kv.tokens_reused += came

@@ -69,7 +69,11 @@ def download(store: Devices, group: int, pages: list[int]) -> list[torch.Tensor]
     pool, n_bytes = store.pool(group), store.forms[group].of(pages[0]).page_bytes
     copies: list[torch.Tensor] = []
     for part in _parts(len(pages), n_bytes):
-        copies += torch.stack([pool.page_bytes(page, n_bytes) for page in pages[part]]).to("cpu")
+        some = [pool.page_bytes(page, n_bytes) for page in pages[part]]
+        if len(some) == 1:  # as when one is evicted from a device without memory for a copy
+            copies.append(some[0].to("cpu", copy=True))
+        else:
+            copies += torch.stack(some).to("cpu")
     return copies
 
 

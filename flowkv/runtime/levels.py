@@ -15,7 +15,7 @@ BREAKER = ("closed", "half-open", "open")
 """States of a breaker: everything is let through, or one operation that finds out, or nothing."""
 
 
-def levels(kv: Opening, *, tenants: bool = False) -> Iterator[Level]:
+def levels(kv: Opening) -> Iterator[Level]:
     """Levels and counts of a cache, in time that does not depend on how much it holds.
 
     They are read one after the other while others may work, so that two of them need not fit
@@ -23,16 +23,15 @@ def levels(kv: Opening, *, tenants: bool = False) -> Iterator[Level]:
 
     Args:
         kv: The cache.
-        tenants: Also what each tenant found; names of tenants may be private.
     """
     planner = kv.planner
     if kv.closed:
         return
-    yield Level("tokens_seen_total", kv.tokens_seen, kind="counter")
-    yield Level("tokens_reused_total", kv.tokens_reused, kind="counter")
+    # What was opened in vain is taken out again: these wait until they grow beyond it. The present
+    # value is read before the one that it may give way to, so that no correction slips between.
+    yield Level("tokens_seen_total", max(kv.tokens_seen, kv.seen_most), kind="counter")
+    yield Level("tokens_reused_total", max(kv.tokens_reused, kv.reused_most), kind="counter")
     yield Level("open_sequences", len(kv._open))
-    if tenants:
-        yield from _tenants(kv)
     if planner is None:
         return
     store = planner.store
@@ -98,13 +97,3 @@ def _tier(store: Store, number: int) -> Iterator[Level]:
     state = breaker(store, number)
     for one in BREAKER:
         yield Level("tier_breaker", float(one == state), {**labels, "state": one})
-
-
-def _tenants(kv: Opening) -> Iterator[Level]:
-    for tenant, found in kv.tenants.tokens().items():
-        for tier, tokens in found.items():
-            labels = {"tenant": tenant, "tier": tier}
-            if tier:
-                yield Level("tenant_hit_tokens_total", tokens, labels, "counter")
-            else:
-                yield Level("tenant_miss_tokens_total", tokens, {"tenant": tenant}, "counter")

@@ -29,9 +29,12 @@ class Opening(Binding):
     Attributes:
         tokens_seen: Tokens of all prompts opened.
         tokens_reused: Those of them that needed no computing.
+        seen_most: What the first of them had reached before it was last corrected downwards.
+        reused_most: The same of the second.
     """
 
     tokens_seen = tokens_reused = 0
+    seen_most = reused_most = 0
 
     def open(  # noqa: PLR0913 - what may be said of a request belongs to one call
         self,

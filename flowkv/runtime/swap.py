@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from flowkv.core.errors import CapacityError, StateError
+from flowkv.core.errors import StateError
 from flowkv.core.layout import CODEC_SHIFT
 from flowkv.runtime.index import Block
 from flowkv.runtime.keepsake import Keepsake, download, upload
@@ -57,9 +57,13 @@ def suspend(lines: Lines, seq: Sequence) -> int:
     """
     lines.idle(seq)
     n_bytes, saved = weigh(lines, seq), list[list[Copy | Keepsake | None]]()
-    for g, blocks in enumerate(seq.blocks):
-        line = lines.tables.pages[g][seq.row, : len(blocks)].tolist()
-        copies = _copies(lines, g, line, blocks)
+    placed = [
+        lines.tables.pages[g][seq.row, : len(blocks)].tolist()
+        for g, blocks in enumerate(seq.blocks)
+    ]
+    # Copies of all groups first: one may fail, and nothing is to be undone then.
+    copied = [_copies(lines, g, line, seq.blocks[g]) for g, line in enumerate(placed)]
+    for line, blocks, copies in zip(placed, seq.blocks, copied, strict=True):
         found = list[Copy | Keepsake | None]()
         for page, block in zip(line, blocks, strict=True):
             if page in copies:
@@ -82,12 +86,13 @@ def _copies(
     for page, block in zip(line, blocks, strict=True):
         if page >= 0 and (block is None or block.gone):
             by_codec.setdefault(page >> CODEC_SHIFT, []).append(page)
-            lines.copied_bytes += lines.store.forms[group].of(page).page_bytes
-    return {
+    copies = {
         page: Copy(codec, content)
         for codec, pages in by_codec.items()
         for page, content in zip(pages, download(lines.store, group, pages), strict=True)
     }
+    lines.copied_bytes += sum(copy.content.numel() for copy in copies.values())
+    return copies
 
 
 def resume(lines: Lines, seq: Sequence) -> None:
@@ -95,33 +100,41 @@ def resume(lines: Lines, seq: Sequence) -> None:
 
     Callers hold the KV lock.
 
+    If it raises, the sequence stays suspended, and holds no page.
+
     Raises:
-        CapacityError: The pages do not fit now; the sequence stays suspended.
+        CapacityError: The pages do not fit now.
         StateError: The sequence is not suspended.
     """
-    if seq.closed or seq.suspended is None:
+    saved = seq.suspended
+    if seq.closed or saved is None:
         raise StateError("the sequence is not suspended", "Resume what was suspended")
-    held = [block for pages in seq.suspended for block in map(_there, pages) if block is not None]
+    known = [[_there(page) for page in pages] for pages in saved]
+    held = [block for blocks in known for block in blocks if block is not None]
     for block in held:  # before room is made, which might take them
         lines.store.hold(block)
+    fresh: dict[tuple[int, int], list[int]] = {}
     try:
-        fresh = lines.allocate(_wanted(seq.suspended))
-    except CapacityError:
-        for block in held:
-            lines.store.drop(block)
+        fresh = lines.allocate(_wanted(saved))
+        placed = [_place(lines, g, pages, fresh) for g, pages in enumerate(saved)]
+    except BaseException:  # the device may have no memory for a transfer, for instance
+        _give_back(lines, held, fresh)
         raise
-    placed: list[list[int]] = []
-    known: list[list[Block | None]] = []
-    for g, pages in enumerate(seq.suspended):
-        blocks = [_there(page) for page in pages]
-        placed.append(_place(lines, g, pages, fresh))
-        known.append(blocks)
+    for g, pages in enumerate(saved):
         seq.first_page[g] = next((n for n, page in enumerate(pages) if page), len(pages))
     lines.occupy(seq, placed)
     for g, blocks in enumerate(known):
         seq.blocks[g][:] = blocks
     discard(lines, seq)
     lines.tables.state[seq.row] = READY
+
+
+def _give_back(lines: Lines, held: list[Block], fresh: dict[tuple[int, int], list[int]]) -> None:
+    for block in held:
+        lines.store.drop(block)
+    for (g, _), pages in fresh.items():
+        for page in pages:
+            lines.store.pool(g).release(page)
 
 
 def _there(page: Copy | Keepsake | None) -> Block | None:
@@ -146,20 +159,21 @@ def _place(
 ) -> list[int]:
     """The line of a group, its contents in place."""
     line: list[int] = []
+    free = {codec: iter(taken) for (g, codec), taken in fresh.items() if g == group}
     work: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
     for page in pages:
         block = _there(page)
         if page is None or block is not None:
             line.append(-1 if block is None else block.page)
             continue
-        line.append(fresh[group, page.codec].pop())
+        line.append(next(free[page.codec]))
         assert page.content is not None  # else its block were there
         targets, contents = work.setdefault(page.codec, ([], []))
         targets.append(line[-1])
         contents.append(page.content)
-        lines.copied_bytes += page.content.numel()
     for targets, contents in work.values():
         upload(lines.store, group, targets, contents)
+        lines.copied_bytes += sum(content.numel() for content in contents)
     return line
 
 

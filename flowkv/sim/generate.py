@@ -16,14 +16,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, did_you_mean
 from flowkv.policy.config import PolicyConfig, configure
 from flowkv.sim import streams, talks
 from flowkv.sim.arrivals import bursts, poisson
@@ -97,8 +96,7 @@ def generate(kind: str, **options: object) -> Trace:
     """
     row = KINDS.get(kind)
     if row is None:
-        near = get_close_matches(str(kind), KINDS, 1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(kind, KINDS)
         raise ConfigError(f"there is no generator {kind!r}", f"{hint}Use one of {', '.join(KINDS)}")
     return row.make(configure(row.config, kind, options))
 

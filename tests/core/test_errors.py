@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from flowkv.core import errors
-from flowkv.core.errors import FlowKVError, MissingDependencyError, StoreError
+from flowkv.core.errors import FlowKVError, MissingDependencyError, StoreError, did_you_mean
 
 PLAIN = [
     kind
@@ -57,3 +57,8 @@ def test_a_store_error_has_no_errno() -> None:
     with pytest.raises(StoreError) as caught:
         raise StoreError("the directory is locked", "Close the other process")
     assert not isinstance(caught.value.errno, int)
+
+
+def test_names_that_are_nearly_right_are_named() -> None:
+    assert did_you_mean("fcsf", ["fcfs", "priority"]) == "Did you mean 'fcfs'? "
+    assert did_you_mean(7, iter(["fcfs"])) == did_you_mean("nothing like it", ["fcfs"]) == ""

@@ -6,6 +6,7 @@ Its attention goes through pages, so that a token is wrong as soon as a page is.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 import flowkv
-from flowkv import KV, Geometry
+from flowkv import KV, Engine, Geometry
 from flowkv.core.layout import page_layout
 from flowkv.runtime.batch import CURRENT
 
@@ -101,6 +102,15 @@ class Gate:
 
     def open(self) -> None:
         self.free.set()
+
+
+def settled(engine: Engine) -> bool:
+    """Whether the engine has let go of everything, soon."""
+    for _ in range(2000):
+        if engine._loop.idle and not engine.kv._open:
+            return True
+        time.sleep(0.002)
+    return False
 
 
 def prompts(count: int, *, longest: int = 40, seed: int = 3) -> list[list[int]]:

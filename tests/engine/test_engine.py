@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import flowkv
 from flowkv import Completion, Engine, Request
-from flowkv.core.errors import CapacityError, ConfigError, StateError, TokenError
+from flowkv.core.errors import BusyError, CapacityError, ConfigError, StateError, TokenError
 from flowkv.observe.events import Admitted, EngineStep, Event, Finished, Queued
 from flowkv.policy.scheduling import FirstCome
 from tests.engine.nano import PAGE, VOCABULARY, Nano, make_kv, prompts
@@ -115,6 +115,24 @@ def test_run_takes_more_requests_than_may_wait() -> None:
         assert len(engine.run([[1]] * 12, max_new_tokens=2)) == 12
 
 
+def test_no_more_wait_than_may_while_they_are_taken_in() -> None:
+    tried, refused = list[Queued](), list[BusyError]()
+
+    def one_more(event: Queued) -> None:
+        tried.append(event)
+        try:
+            engine.submit([5], max_new_tokens=1) if len(tried) < 9 else None
+        except BusyError as error:
+            refused.append(error)
+
+    with make_kv() as kv, Engine(Nano(), kv, max_rows=2, max_waiting=3) as engine:
+        for n in range(3):
+            engine._hand_in(Request(prompt=[n], max_new_tokens=1), limited=True)
+        with kv.bus.subscribe(one_more, Queued):
+            engine._loop._take_in(0.0)
+        assert len(refused) == 3
+
+
 def test_one_wrong_request_and_none_is_served(engine: Engine) -> None:
     with pytest.raises(TokenError):
         engine.run([[1], [2], []])
@@ -207,7 +225,7 @@ def test_context_tokens_bound_a_request() -> None:
 
 def test_the_longest_request_that_is_taken_fits() -> None:
     with make_kv(pages=6, max_rows=2) as kv, Engine(nano := Nano(), kv, max_rows=2) as engine:
-        most = engine._intake.bounds["device has pages for"]
+        most = engine._intake._longest()
         done = engine.run([[1] * 3, [2] * (most - 8)], max_new_tokens=8)
         assert done[1].tokens == nano.alone([2] * (most - 8), 8)
         with pytest.raises(CapacityError):
@@ -224,7 +242,11 @@ def test_the_longest_request_that_is_taken_fits() -> None:
         {"context_tokens": 1},
         {"swap": "much"},
         {"seed": "one"},
+        {"seed": True},
+        {"max_rows": 2.0},
+        {"watermark": "some"},
         {"patience_s": -1},
+        {"patience_s": "long"},
         {"scheduler": "first"},
         {"scheduler_options": {"speed": 3}},
         {"max_row": 3},
@@ -236,6 +258,15 @@ def test_the_longest_request_that_is_taken_fits() -> None:
 def test_wrong_settings_are_told(setting: dict[str, Any]) -> None:
     with make_kv() as kv, pytest.raises(ConfigError, match=r"\. \S"):
         Engine(Nano(), kv, **setting)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    big, few, share = np.uint64((1 << 64) - 1), np.int32(4), np.float32(0.25)
+    options = {"do_sample": True, "temperature": share, "top_k": few, "eos_token_id": few}
+    with make_kv() as kv, Engine(Nano(), kv, max_rows=few, seed=big, watermark=share) as engine:
+        request = Request(prompt=[1], max_new_tokens=few, options=options)
+        assert engine.submit(request).result(20).prompt_tokens == 1
+        assert engine.submit(request, seed=np.int64(7), deadline_s=few).result(20).tokens
 
 
 def test_what_is_no_model_is_told() -> None:
@@ -254,7 +285,7 @@ def test_a_scheduler_of_your_own() -> None:
     with make_kv() as kv, Engine(Nano(), kv, max_rows=1, scheduler=LastCome()) as engine:
         kv.bus.subscribe(lambda event: order.append(event.request), Finished)
         engine.run([[1], [2], [3]], max_new_tokens=2)
-    assert order == [2, 1, 0]
+    assert len(order) == 3 and order == sorted(order, reverse=True)
 
 
 # ---- events
@@ -264,7 +295,8 @@ def test_every_request_is_told_of_in_order(engine: Engine) -> None:
     events: list[Event] = []
     with engine.kv.bus.subscribe(events.append, Queued, Admitted, Finished):
         engine.run([[1] * 20, [2]], max_new_tokens=3, tenant="me")
-    for number, size in enumerate((20, 1)):
+    numbers = sorted({getattr(event, "request", -1) for event in events})
+    for number, size in zip(numbers, (20, 1), strict=True):
         queued, admitted, over = (e for e in events if getattr(e, "request", -1) == number)
         assert (queued.prompt_tokens, queued.tenant) == (size, "me")
         assert isinstance(admitted, Admitted) and not admitted.resumed

@@ -16,6 +16,7 @@ import pytest
 
 from flowkv import Engine
 from flowkv.core.errors import StateError
+from flowkv.engine.intake import make_request
 from tests.engine.nano import Gate, Nano, make_kv
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +128,48 @@ def test_a_second_engine_over_the_same_cache() -> None:
         assert [answer.result(20).tokens for answer in answers] == wanted
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_cache_that_is_closed_under_an_engine_is_told(busy: bool) -> None:
+    nano, kv = Nano(), make_kv()
+    engine = Engine(nano, kv, max_rows=2)
+    answers = []
+    if busy:
+        gate = Gate(nano)
+        answers = [engine.submit([n], max_new_tokens=1500) for n in range(5)]
+        gate.arrived()
+        closing = threading.Thread(target=kv.close)
+        closing.start()
+        gate.open()
+        closing.join(20)
+    kv.close()
+    for answer in answers:
+        assert isinstance(answer.exception(20), StateError)
+    with pytest.raises(StateError):
+        engine.submit([1])
+    engine.close()
+
+
+def test_what_a_closed_cache_leads_to_names_the_cause() -> None:
+    for turns in (0, 2):
+        kv = make_kv()
+        engine = Engine(Nano(), kv)
+        loop, answer = engine._loop, engine._hand_in(make_request([1], {}), limited=True).answer
+        for _ in range(turns):
+            loop.turn()
+        kv.close()
+        loop.turn()
+        with pytest.raises(StateError, match="Close an engine before its cache"):
+            answer.result(0)
+    kv, told = make_kv(), ZeroDivisionError()
+    engine = Engine(Nano(), kv)
+    answer = engine._hand_in(make_request([1], {}), limited=True).answer
+    kv.close()
+    engine._loop.fail(told)
+    with pytest.raises(StateError, match="Close an engine before its cache") as raised:
+        answer.result(0)
+    assert raised.value.__cause__ is not None and raised.value.__cause__.__cause__ is told
+
+
 # ---- forgotten
 
 
@@ -141,6 +184,21 @@ def test_an_engine_that_nobody_holds_still_answers() -> None:
         assert answer.result(20).tokens == nano.alone([1, 2], 200)
         assert gone(), "and then it ends"
         assert not kv._open
+
+
+def test_an_answer_keeps_no_engine_and_no_cache() -> None:
+    kv = make_kv()
+    with Engine(Nano(), kv) as engine:
+        answer, called_off = (engine.submit([n], max_new_tokens=2000 * n + 1) for n in (0, 1))
+        called_off.cancel()
+        assert called_off.result(20).reason == "cancelled"
+        assert answer.result(20).reason == "length"
+        held = weakref.ref(engine._loop)
+    kv.close()
+    del engine, kv
+    gc.collect()
+    assert held() is None
+    assert not answer.cancel() and answer.exception() is None and len(list(answer)) == 1
 
 
 def test_an_idle_engine_that_nobody_holds_ends() -> None:
@@ -193,6 +251,7 @@ def test_processes_end_whatever_their_engines_do() -> None:
 
         idle, busy = (Engine(Nano(), make_kv(pages=1024), max_rows=4) for _ in range(2))
         print(len(idle.submit([1], max_new_tokens=3).result(20).tokens))
+        busy.run([[n] for n in range(9)], max_new_tokens=3)  # no kernel is half compiled later
         answers = [busy.submit([n], max_new_tokens=5000) for n in range(9)]
         next(iter(answers[0]))
         child = os.fork()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import islice
 from typing import Any
 
@@ -138,6 +139,22 @@ def test_what_can_never_fit_is_refused_and_what_others_hold_fails_in_the_end() -
         again = one.submit(PROMPT)
         one.run()
         check(again, PROMPT)
+
+
+def test_patience_is_of_each_request_that_waits() -> None:
+    with pressed(make_kv(simple(), pages=8), patience_s=0.05) as one:
+        foreign = opened(one.kv, [9, 1] * 30)
+        gone = one.submit(PROMPT)
+        one.turn()
+        gone.answer.cancel()
+        one.turn()
+        time.sleep(0.06)
+        live = one.submit(PROMPT)
+        one.turn()
+        assert not live.answer.done(), "it has not waited yet"
+        foreign.close()
+        one.run()
+        check(live, PROMPT)
 
 
 def test_pages_are_weighed_as_they_are_counted() -> None:
@@ -295,6 +312,22 @@ def test_waiting_requests_come_nearer() -> None:
     assert live.reused == 24 and live.restore_s == 0.0  # it was there when its turn came
     one.finish()
     one.kv.close()
+
+
+def test_a_request_that_waits_keeps_what_comes_for_its_own_prompt() -> None:
+    with pressed(make_kv(simple(), pages=40), max_rows=1) as one:
+        one.submit([9, 8, 7], 30)
+        one.turn(2)
+        mine, other, twin = one.submit(PROMPT), one.submit([7] * 20), one.submit(PROMPT)
+        for _ in range(3):
+            one.turn()
+        assert all(live.queued.waiting for live in (mine, other, twin))
+        opened(one.kv, [7] * 20).close()  # by somebody else
+        served = other.queued
+        one.keeper._ahead.opened(twin)  # its prompt was opened, which served who came first
+        assert other.queued is served and twin.queued is None
+        one.run()
+        check(mine, PROMPT)
 
 
 def test_a_model_that_fails_harms_nobody_else() -> None:

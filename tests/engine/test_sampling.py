@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ def scores(rows: int = 4, seed: int = 0, vocabulary: int = 97) -> torch.Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def tokens(drawn: list[Drawn]) -> list[int]:
+def tokens(given: Iterable[Drawn]) -> list[int]:
+    drawn = list(given)
     assert all(each.error is None for each in drawn)
     return [each.token for each in drawn]
 
@@ -38,6 +40,9 @@ def test_end_tokens_end() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]] * 3)
     drawn = draw([start(), start(eos_token_id=1), start(eos_token_id=[2, 0])], logits)
     assert [each.over for each in drawn] == [False, True, False]
+    several = torch.tensor([1, 0]), np.array([1]), np.int64(1), (1,), {1}
+    for ids in several:
+        assert all(each.over for each in draw([start(eos_token_id=ids)], logits[:1]))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def test_your_own_rule_sees_logits_and_tokens() -> None:
 
     choice = start(choose=second, eos_token_id=2)
     logits = torch.tensor([[3.0, 2.0, 1.0]]).bfloat16()
-    assert tokens(draw([choice], logits) + draw([choice], logits)) == [1, 1]
+    assert tokens([*draw([choice], logits), *draw([choice], logits)]) == [1, 1]
     assert seen == [[], [1]]
 
 
@@ -128,7 +133,15 @@ def test_a_broken_rule_fails_its_request_alone() -> None:
         dict(do_sample=True, top_p=1.1),
         dict(do_sample=True, top_k=-1),
         dict(do_sample=True, top_k=2.5),
+        dict(do_sample=True, top_k=True),
+        dict(do_sample=True, temperature="0.7"),
+        dict(do_sample=True, temperature=[1.0]),
+        dict(do_sample=True, top_p="x"),
+        dict(do_sample=True, top_p=True),
         dict(eos_token_id="end"),
+        dict(eos_token_id="7"),
+        dict(eos_token_id=2.7),
+        dict(eos_token_id=[1, 2.0]),
         dict(choose=3),
         dict(choose=lambda *_: 1, do_sample=True),
         dict(num_beams=2),

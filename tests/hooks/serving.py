@@ -10,7 +10,7 @@ import torch
 
 from flowkv.engine.request import Request
 from flowkv.engine.runner import Packed, Runner
-from flowkv.hooks.huggingface import Parts
+from flowkv.hooks.huggingface.parts import Parts
 
 
 def runner_of(parts: Parts, kv: Any) -> Runner:

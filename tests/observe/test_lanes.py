@@ -90,3 +90,19 @@ def test_a_request_can_be_taken_out() -> None:
     assert lanes.take(1) is None
     lanes.finished(finished(77, 0.0, 1.0))  # began before anybody listened
     assert len(lanes) == 1
+
+
+def test_numbers_may_be_of_other_caches_in_between() -> None:
+    lanes = Lanes(most=8)
+    for request in range(1, 200, 2):
+        lanes.queued(Queued(request=request, prompt_tokens=1, waiting=1), float(request))
+    kept = [lane.request for lane in lanes]
+    assert kept == list(range(1, 200, 2 * lanes.stride)) and len(kept) > 3
+    assert len(lanes._places) == len(kept)
+
+
+def test_one_that_ends_twice_ended_once() -> None:
+    lanes = told()
+    before = [lane.pieces for lane in lanes]
+    lanes.finished(finished(1, BEGIN_S + 0.002, 0.098, ttft_s=0.078))
+    assert [lane.pieces for lane in lanes] == before

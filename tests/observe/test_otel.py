@@ -13,10 +13,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from flowkv import Engine
 from flowkv.observe import events
-from flowkv.observe.events import EngineStep
+from flowkv.observe.events import EngineStep, StepPlanned
 from flowkv.observe.metrics import Histogram
 from flowkv.observe.otel import Bridge
+from tests.engine.nano import Nano, make_kv
 from tests.observe.story import Clock, finished, step, tell
 from tests.observe.test_prometheus import Watched
 
@@ -130,3 +132,28 @@ def test_gaps_cost_much_and_are_told_if_asked_for(telemetry: Telemetry) -> None:
         names = {name for name, _ in telemetry.points()}
     assert "flowkv.engine_steps" in names and "flowkv.engine_step_seconds" in names
     assert "flowkv.inter_token_seconds" not in names
+
+
+def test_the_thread_of_an_engine_knows_who_submitted(telemetry: Telemetry) -> None:
+    parents = {}
+    with (
+        make_kv() as kv,
+        Bridge(kv, meter=telemetry.meter, tracer=telemetry.tracer),
+        Engine(Nano(), kv) as engine,
+    ):
+        for name in ("one", "two"):
+            with telemetry.tracer.start_as_current_span(name) as span:
+                answer = engine.submit([1, 2, 3], max_new_tokens=2)
+            parents[answer.number] = span.get_span_context().span_id
+            answer.result(20)
+        alone = engine.submit([1, 2, 3], max_new_tokens=2)
+        alone.result(20)
+    spans = telemetry.spans.get_finished_spans()
+    requests = {s.attributes["flowkv.request"]: s for s in spans if s.name == "flowkv.request"}
+    assert requests.pop(alone.number).parent is None
+    assert {number: span.parent.span_id for number, span in requests.items()} == parents
+
+
+def test_planned_steps_come_too_often(telemetry: Telemetry) -> None:
+    with make_kv() as kv, Bridge(kv, meter=telemetry.meter, tracer=telemetry.tracer):
+        assert kv.bus.wants(EngineStep) and not kv.bus.wants(StepPlanned)

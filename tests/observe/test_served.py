@@ -130,6 +130,20 @@ def test_an_account_writes_when_it_ends(tmp_path: Path) -> None:
     assert not path.exists(), "once is enough"
 
 
+def test_an_account_shows_the_longest_restore_of_all(tmp_path: Path) -> None:
+    bus = Bus()
+    with Account(tmp_path / "r.html", bus):
+        for request, seconds in enumerate([0.777, *[0.1] * 30]):
+            bus.emit(
+                events.RestoreEnded(
+                    request=request, tokens=8, resident_tokens=0, computed_tokens=0,
+                    loaded_tokens=8, n_bytes=9, started_s=BEGIN_S + request, seconds=seconds,
+                )
+            )  # fmt: skip
+    page = (tmp_path / "r.html").read_text()
+    assert "The longest restore" in page and "8 tokens of prefix in 777" in page
+
+
 def test_an_account_of_nothing(tmp_path: Path) -> None:
     with Account(tmp_path / "r.html", Bus()):
         pass

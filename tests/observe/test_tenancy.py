@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,3 +53,36 @@ def test_the_smallest_joins_the_others() -> None:
     tenancy.close()
     tell(bus, "dave", "", 99)
     assert "dave" not in tenancy.report() and not bus.wants(Hit)
+
+
+@pytest.mark.parametrize("asks", [4, 40])
+def test_whoever_has_a_large_share_is_told_apart(asks: int) -> None:
+    """However many small ones come in between: a newcomer takes over the rank of the last."""
+    bus = Bus()
+    tenancy = Tenancy(bus, most=4)
+    for number in range(8):
+        tell(bus, f"early {number}", "", 6)
+    for number in range(asks * 10):
+        tell(bus, f"small {number}", "", 6)
+        tell(bus, "large", "", 3)  # a third of all, where a quarter is enough; never many at once
+    report = tenancy.report()
+    assert "large" in report and report["large"]["miss_tokens"] == 30 * asks
+    assert sum(one["miss_tokens"] for one in report.values()) == 90 * asks + 48
+
+
+def test_one_that_came_back_has_what_it_had_since() -> None:
+    bus = Bus()
+    tenancy = Tenancy(bus, most=1)
+    for tenant in ("alice", "bob", "alice"):
+        tell(bus, tenant, "", 5)
+    told = {tenant: one["miss_tokens"] for tenant, one in tenancy.report().items()}
+    assert told == {"alice": 5, OTHERS: 10}
+
+
+def test_a_tenant_may_be_called_like_the_others() -> None:
+    bus = Bus()
+    tenancy = Tenancy(bus, most=1)
+    for tenant in (OTHERS, "alice", OTHERS):
+        tell(bus, tenant, "host", 5)
+    (one,) = tenancy.report().values()
+    assert one["hit_tokens"] == {"host": 15}

@@ -101,6 +101,21 @@ def test_the_bus_collects_restores_apart() -> None:
     assert not bus.wants(RestoreSpan), "nobody pays once it is closed"
 
 
+def test_the_longest_is_kept_however_many_follow() -> None:
+    bus = Bus()
+    with Timelines(bus, most=2) as restores:
+        assert restores.longest is None
+        bus.emit(ended(request=1, seconds=9.0, loaded_tokens=0))
+        assert restores.longest is None, "that was no load"
+        bus.emit(span("disk", 0, 9, request=2))
+        bus.emit(ended(request=2, seconds=2.0))
+        for request in range(3, 30):
+            bus.emit(ended(request=request, seconds=0.1 * (request % 7)))
+    longest = restores.longest
+    assert longest is not None and longest.ended.request == 2 and len(longest.spans) == 1
+    assert [timeline.ended.request for timeline in restores] == [28, 29]
+
+
 def test_what_was_called_off_is_forgotten() -> None:
     with Timelines(Bus()) as restores:
         for request in range(3000):

@@ -23,6 +23,7 @@ from flowkv.policy.restore import (
     Suffix,
     make_restore_policy,
 )
+from flowkv.runtime.front import end
 from flowkv.runtime.restoration import Late
 
 from . import toy
@@ -103,6 +104,29 @@ def heard(kv: KV) -> list[Event]:
 
 def only(events: list[Event], kind: type[Event]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
+
+
+# ---- what is counted
+
+
+def test_what_did_not_come_is_not_counted_as_reused() -> None:
+    prompt = tokens(8 * PAGE + 3)
+    with stored(prompt, Link(per_poll=0)) as kv, kv.open(prompt, wait=False) as seq:
+        assert seq.restoration is not None and seq.restoration.tokens == 8 * PAGE
+        end(kv, seq.restoration, ok=False)
+        assert seq.length == 0 and seq.restoration is None
+        assert seq.reused == 0 == kv.tokens_reused
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_what_came_behind_the_front_is_counted_as_reused(ok: bool) -> None:
+    prompt, link = tokens(8 * PAGE + 3), Link(per_poll=100)
+    with stored(prompt, link) as kv, kv.open(prompt, wait=False) as seq:
+        restoration = seq.restoration
+        assert restoration is not None and restoration.complete()
+        came = 8 * PAGE - restoration.front
+        end(kv, restoration, ok=ok)
+        assert seq.length == 8 * PAGE and seq.reused == came == kv.tokens_reused
 
 
 # ---- what overlaps with what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from flowkv import KV, Sequence
 from flowkv.core.errors import CapacityError
-from flowkv.runtime import keepsake
+from flowkv.runtime import keepsake, swap
 from flowkv.testing import MemoryTier
 
 from .audit import audit, audit_empty
@@ -183,6 +184,64 @@ def test_a_page_that_is_encoded_meanwhile_comes_back_raw() -> None:
     assert copied(seq) == 4
     kv.resume(seq)
     assert all(map(torch.equal, content(kv, seq, 0), mine))
+    audit(kv)
+    kv.close()
+
+
+def fails_at(nth: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """`real`, whose n-th call finds no memory."""
+    calls: list[int] = []
+
+    def call(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == nth:
+            raise torch.OutOfMemoryError("no memory on the device")
+        return real(*given)
+
+    return call
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_copy_that_fails_suspends_nothing(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make_kv(geometry(), pages=20)
+    seq = opened(kv, TEXT)
+    before = kv.planner.copied_bytes
+    monkeypatch.setattr(swap, "download", fails_at(nth, swap.download))
+    with pytest.raises(torch.OutOfMemoryError):
+        kv.suspend(seq)
+    assert seq.suspended is None and kv.planner.aside_bytes == 0
+    assert all(block.keepsake is None for block in kv.planner.store.index)
+    assert nth == 2 or kv.planner.copied_bytes == before
+    audit(kv)
+    kv.suspend(seq)
+    audit(kv)
+    kv.resume(seq)
+    check_content(kv, seq, TEXT)
+    kv.close()
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_copy_back_that_fails_holds_nothing(
+    nth: int, evicted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = make_kv(geometry(), pages=20)
+    seq = opened(kv, TEXT)
+    kv.suspend(seq)
+    if evicted:
+        evict(kv)
+    aside, used = kv.planner.aside_bytes, kv.planner.store.pool(0).used_bytes()
+    monkeypatch.setattr(swap, "upload", fails_at(nth, swap.upload))
+    for _ in range(40):  # more than there is room for
+        with pytest.raises(torch.OutOfMemoryError):
+            kv.resume(seq)
+        audit(kv)
+        monkeypatch.setattr(swap, "upload", fails_at(nth, keepsake.upload))
+    assert kv.planner.store.pool(0).used_bytes() == used and kv.planner.aside_bytes == aside
+    assert seq.suspended is not None
+    monkeypatch.undo()
+    kv.resume(seq)
+    check_content(kv, seq, TEXT)
     audit(kv)
     kv.close()
 

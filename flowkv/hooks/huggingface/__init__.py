@@ -10,11 +10,11 @@ except ImportError as error:
     raise MissingDependencyError("flowkv.attach", "hf") from error
 
 from flowkv.hooks.huggingface.attach import attach, make_cache
-from flowkv.hooks.huggingface.parts import Parts, make_runner_parts
+from flowkv.hooks.huggingface.parts import make_runner_parts
 from flowkv.hooks.huggingface.verify import Report, verify
 from flowkv.runtime import cache as _runtime
 
-__all__ = ["Parts", "Report", "attach", "make_cache", "make_runner_parts", "verify"]
+__all__ = ["Report", "attach", "make_cache", "make_runner_parts", "verify"]
 
 _runtime.cache_door = make_cache
 del _transformers, _runtime

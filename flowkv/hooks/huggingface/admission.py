@@ -184,5 +184,7 @@ def abort(kv: KV, requests: Items[int]) -> None:
 def uncount(kv: KV, seen: int, reused: int) -> None:
     """Takes tokens out of the statistics that were counted for the same request before."""
     with kv.lock:
+        kv.seen_most = max(kv.seen_most, kv.tokens_seen)
+        kv.reused_most = max(kv.reused_most, kv.tokens_reused)
         kv.tokens_seen -= seen
         kv.tokens_reused -= reused

@@ -17,38 +17,30 @@ from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.admission import Wish, admit
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.door import Door
-from flowkv.hooks.huggingface.inputs import Prompt
+from flowkv.hooks.huggingface.inputs import Prompt, rectangle_inputs
 from flowkv.hooks.huggingface.packing import exact
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.sequences import close_all
 from flowkv.runtime.cache import KV
-from flowkv.runtime.sequence import STOPS, Sequence
+from flowkv.runtime.row import Asked, PagedRow
+from flowkv.runtime.sequence import STOPS
 
 
-class ApartRow:
-    """A row with a cache of its own, see `engine.runner.Row`.
+class ApartRow(PagedRow):
+    """A row with a cache of its own. While it is suspended, recurrent states stay where they are.
 
     Args:
         kv: Where its pages are.
         cache: Its cache.
 
     Attributes:
-        seq: Its sequence.
         cache: Its cache.
         damaged: A step failed in the middle of recurrent states, which cannot be taken back.
     """
 
     def __init__(self, kv: KV, cache: PagedCache) -> None:
-        self._kv, self.cache, self.damaged = kv, cache, False
-        self.seq: Sequence = cache.rows.seqs[0]
-
-    def suspend(self) -> int:
-        """See `KV.suspend`. Recurrent states stay where they are."""
-        return self._kv.suspend(self.seq)
-
-    def resume(self) -> None:
-        """See `KV.resume`."""
-        self._kv.resume(self.seq)
+        super().__init__(kv, cache.rows.seqs[0])
+        self.cache, self.damaged = cache, False
 
     def close(self, stop: str = "") -> None:
         """See `Sequence.close`; recurrent states are kept for prompts that go on."""
@@ -71,7 +63,7 @@ class Apart:
     def __init__(self, model: Any, kv: KV, door: Door) -> None:
         self._model, self._kv, self._door = model, kv, door
 
-    def open(self, request: Any, tokens: NDArray[np.uint32], *, wait: bool) -> ApartRow:
+    def open(self, request: Asked, tokens: NDArray[np.uint32], *, wait: bool) -> ApartRow:
         """See `engine.runner.Runner.open`. Rows with recurrent states always wait."""
         door, kv = self._door, self._kv
         door.refresh()
@@ -118,7 +110,7 @@ class Apart:
             own.go_blind()
         device = model.get_input_embeddings().weight.device
         ids = torch.from_numpy(np.asarray(fresh, np.int64))[None]
-        given = self._inputs(ids, own.base, device)
+        given = rectangle_inputs(self._door.names, ids, own.base, own.pads, device)
         own.begin(ids.shape[1])
         try:
             own.note(ids, None)
@@ -130,15 +122,3 @@ class Apart:
         finally:
             own.abandon()  # nothing, unless it failed: a hook has finished it
         return logits
-
-    def _inputs(self, ids: torch.Tensor, base: int, device: torch.device) -> dict[str, Any]:
-        """What `generate` gives to a forward of one row without padding."""
-        names, end = self._door.names, base + ids.shape[1]
-        given = {names.ids: ids.to(device), "use_cache": True}
-        if names.mask in names.parameters:
-            given[names.mask] = torch.ones((1, end), dtype=torch.long, device=device)
-        if names.positions in names.parameters:
-            given[names.positions] = torch.arange(base, end, device=device)[None]
-        if "logits_to_keep" in names.parameters:
-            given["logits_to_keep"] = 1
-        return given

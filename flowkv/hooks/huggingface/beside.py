@@ -16,34 +16,12 @@ from numpy.typing import NDArray
 
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.door import Door
+from flowkv.hooks.huggingface.inputs import rectangle_inputs
 from flowkv.hooks.huggingface.packing import exact
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.runtime.cache import KV
+from flowkv.runtime.row import Asked, PagedRow, open_row
 from flowkv.runtime.sequence import Sequence
-
-
-class BesideRow:
-    """A row that is a sequence and nothing else, see `engine.runner.Row`.
-
-    Args:
-        kv: Where its pages are.
-        seq: Its sequence.
-    """
-
-    def __init__(self, kv: KV, seq: Sequence) -> None:
-        self._kv, self.seq = kv, seq
-
-    def suspend(self) -> int:
-        """See `KV.suspend`."""
-        return self._kv.suspend(self.seq)
-
-    def resume(self) -> None:
-        """See `KV.resume`."""
-        self._kv.resume(self.seq)
-
-    def close(self, stop: str = "") -> None:
-        """See `Sequence.close`."""
-        self.seq.close(stop)
 
 
 class Rectangle(PagedCache):
@@ -67,19 +45,10 @@ class Beside:
     def __init__(self, model: Any, kv: KV, door: Door) -> None:
         self._model, self._kv, self._door = model, kv, door
 
-    def open(self, request: Any, tokens: NDArray[np.uint32], *, wait: bool) -> BesideRow:
+    def open(self, request: Asked, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
         """See `engine.runner.Runner.open`."""
         self._door.refresh()
-        seq = self._kv.open(
-            tokens,
-            tenant=request.tenant,
-            salts=request.salts,
-            session=request.session,
-            lease=request.lease,
-            retain=request.retain,
-            wait=wait,
-        )
-        return BesideRow(self._kv, seq)
+        return open_row(self._kv, request, tokens, wait=wait)
 
     def step(self, rows: Items[Any], tokens: Items[Any]) -> torch.Tensor:
         """See `engine.runner.Runner.step`."""
@@ -143,17 +112,8 @@ class Beside:
         return cache
 
     def _forward(self, cache: Rectangle, ids: torch.Tensor) -> torch.Tensor:
-        names, rows = self._door.names, cache.rows
-        device = self._model.get_input_embeddings().weight.device
-        left = torch.from_numpy(rows.pads)[:, None]
-        seen = (torch.arange(rows.total) >= left).long()
-        given = {names.ids: ids.to(device), "use_cache": True}
-        if names.mask in names.parameters:
-            given[names.mask] = seen.to(device)
-        if names.positions in names.parameters:
-            given[names.positions] = (torch.arange(rows.base, rows.total) - left).to(device)
-        if "logits_to_keep" in names.parameters:
-            given["logits_to_keep"] = 1
+        rows, device = cache.rows, self._model.get_input_embeddings().weight.device
+        given = rectangle_inputs(self._door.names, ids, rows.base, rows.pads, device)
         with self._door.aside(), torch.no_grad(), exact(device):
             logits: torch.Tensor = self._model(past_key_values=cache, **given).logits[:, -1]
         return logits

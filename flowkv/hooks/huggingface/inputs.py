@@ -71,6 +71,36 @@ class Names(NamedTuple):
         return "decoder_inputs_embeds" if self.encoder else "inputs_embeds"
 
 
+def rectangle_inputs(
+    names: Names,
+    ids: torch.Tensor,
+    base: int,
+    pads: NDArray[np.int64],
+    device: torch.device,
+) -> dict[str, Any]:
+    """What `generate` gives to a forward over left-padded rows that continue a cache.
+
+    Args:
+        names: What the model calls its arguments.
+        ids: int64 `[B, T]`: the next tokens of each row.
+        base: Columns in the cache, padding included.
+        pads: int64 `[B]`: padding columns of each row.
+        device: Where the model takes them.
+
+    Returns:
+        The arguments beside the cache; logits are wanted behind the last column alone.
+    """
+    left, end = torch.from_numpy(pads).to(device)[:, None], base + ids.shape[1]
+    given = {names.ids: ids.to(device), "use_cache": True}
+    if names.mask in names.parameters:
+        given[names.mask] = (torch.arange(end, device=device) >= left).long()
+    if names.positions in names.parameters:
+        given[names.positions] = torch.arange(base, end, device=device) - left
+    if "logits_to_keep" in names.parameters:
+        given["logits_to_keep"] = 1
+    return given
+
+
 class Prompt(NamedTuple):
     """One row of a first forward.
 

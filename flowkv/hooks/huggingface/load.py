@@ -232,7 +232,9 @@ def _explanation(name: str, error: Exception) -> FlowKVError:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # they may be the cause of each other
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

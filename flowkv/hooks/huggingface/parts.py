@@ -55,6 +55,7 @@ def make_runner_parts(model: Any, kv: KV) -> Parts:
         kv: What that returned.
 
     Raises:
+        CapacityError: The cache has no room to try how rows run together.
         ConfigError: It is not attached to this cache.
         UnsupportedModelError: Token ids alone do not say what it is to go on with.
     """

@@ -47,9 +47,14 @@ class Recurrent:
         return self.rows.base - self._saved >= every
 
     def save(self) -> None:
-        """Keeps the state of every row after exactly its tokens, if they are known."""
+        """Keeps the state of every row after exactly its tokens, if they are known.
+
+        Not while a row is suspended: its pages are not there to be published.
+        """
         rows = self.rows
         if rows.step is not None or rows.blind or rows.kv.closed or self._saved == rows.base:
+            return
+        if any(seq.suspended is not None for seq in rows.seqs):
             return
         rows.flush()
         self._saved = rows.base
@@ -126,10 +131,12 @@ def release(rows: Rows, seqs: list[Any], recurrent: Recurrent | None) -> None:
     """
 
     def work() -> None:
-        if not rows.kv.closed:
-            rows.abandon()
-            if recurrent is not None:
-                recurrent.save()
-        close_all(seqs)
+        try:
+            if not rows.kv.closed:
+                rows.abandon()
+                if recurrent is not None:
+                    recurrent.save()
+        finally:
+            close_all(seqs)
 
     rows.kv.lock.defer(work)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.core.errors import FlowKVError
+from flowkv.core.errors import CapacityError, FlowKVError
 from flowkv.hooks.huggingface.apart import Apart
 from flowkv.hooks.huggingface.beside import Beside
 from flowkv.hooks.huggingface.door import Door
@@ -24,7 +24,7 @@ Run = Callable[[list[Sequence], list[NDArray[np.uint32]]], torch.Tensor]
 
 TRIED = (7, 3, 0), (1, 6, 4), (2, 2, 1), (1, 1, 1)
 """Tokens of three rows in the steps of a trial: prompts cut anywhere, beside each other and beside
-single tokens."""
+single tokens. Of fewer rows where the cache never has more."""
 
 
 class Way(NamedTuple):
@@ -48,6 +48,9 @@ def choose_way(model: Any, kv: KV, door: Door) -> Way:
         model: The model.
         kv: The cache that it is attached to.
         door: Its door.
+
+    Raises:
+        CapacityError: The cache has no room to try it, which says nothing about the model.
     """
     beside = Beside(model, kv, door)
     reason = _unpackable(door)
@@ -99,6 +102,10 @@ def _try(model: Any, kv: KV, door: Door, run: Run) -> str:
             if _agrees(model, kv, door, run):
                 return ""
         return "rows that run together do not answer as each does alone"
+    except CapacityError as error:
+        raise CapacityError(
+            f"how rows of the model run together cannot be tried: {error.problem}", error.remedy
+        ) from error
     except FlowKVError as error:
         return error.problem
     except Exception as error:  # whatever a model raises: it cannot be run so
@@ -106,16 +113,17 @@ def _try(model: Any, kv: KV, door: Door, run: Run) -> str:
 
 
 def _agrees(model: Any, kv: KV, door: Door, run: Run) -> bool:
-    ends = [sum(counts) for counts in zip(*TRIED, strict=True)]
+    ends = [sum(counts) for counts in zip(*TRIED, strict=True)][: kv.config.max_rows]
     texts = ordinary_tokens(model, door.names, sum(ends))[0].split(ends)
     ids = [text.cpu().numpy().astype(np.uint32) for text in texts]
     found: list[list[torch.Tensor]] = [[] for _ in texts]
-    seqs = [kv.open(text, reuse=False) for text in ids]
+    seqs: list[Sequence] = []
     try:
-        for seq in seqs:
-            seq.publishable = False
+        for text in ids:
+            seqs.append(kv.open(text, reuse=False))
+            seqs[-1].publishable = False
         for counts in TRIED:
-            rows = [row for row, count in enumerate(counts) if count]
+            rows = [row for row, count in enumerate(counts[: len(seqs)]) if count]
             parts = [ids[row][seqs[row].length :][: counts[row]] for row in rows]
             for row, logits in zip(rows, run([seqs[row] for row in rows], parts), strict=True):
                 found[row].append(logits.detach().float())

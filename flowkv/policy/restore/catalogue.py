@@ -16,11 +16,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, did_you_mean
 from flowkv.policy.restore.base import RestorePolicy
 from flowkv.policy.restore.cake import Cake
 from flowkv.policy.restore.flowkv import TwoPointer
@@ -60,8 +59,7 @@ def make_restore_policy(policy: str | RestorePolicy, **options: Any) -> RestoreP
     if isinstance(policy, str):
         make = RESTORE_POLICIES.get(policy)
         if make is None:
-            near = get_close_matches(policy, RESTORE_POLICIES, 1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(policy, RESTORE_POLICIES)
             raise ConfigError(
                 f"there is no restore policy {policy!r}",
                 f"{hint}Use one of {', '.join(RESTORE_POLICIES)}",

@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, did_you_mean
 from flowkv.policy.scheduling.base import Scheduler
 from flowkv.policy.scheduling.fcfs import FirstCome
 from flowkv.policy.scheduling.priority import Priority
@@ -49,8 +48,7 @@ def make_scheduler(scheduler: str | Scheduler, **options: Any) -> Scheduler:
         )
     make = SCHEDULERS.get(scheduler)
     if make is None:
-        near = get_close_matches(scheduler, SCHEDULERS, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(scheduler, SCHEDULERS)
         raise ConfigError(
             f"there is no scheduler {scheduler!r}", f"{hint}Use one of {', '.join(SCHEDULERS)}"
         )

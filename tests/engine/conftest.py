@@ -1,0 +1,25 @@
+"""An engine over the small model, that may be busy when a test ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from flowkv import Engine
+from tests.engine.nano import Nano, make_kv
+
+
+@pytest.fixture
+def nano() -> Nano:
+    return Nano()
+
+
+@pytest.fixture
+def engine(nano: Nano) -> Iterator[Engine]:
+    kv = make_kv(pages=1024)
+    with Engine(nano, kv, max_rows=2, token_budget=16, max_waiting=3) as made:
+        yield made
+        made.close(drain=False)
+    assert not kv._open
+    kv.close()

@@ -1,0 +1,117 @@
+"""Rows that an engine holds: what they leave behind, and how many are tried together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from flowkv import KV, Engine
+from flowkv.core.errors import CapacityError
+from flowkv.engine.request import Request
+from flowkv.engine.runner import Packed
+from flowkv.hooks.huggingface import make_runner_parts
+from flowkv.hooks.huggingface.apart import Apart, ApartRow
+from flowkv.hooks.huggingface.attach import door_of
+from flowkv.runtime.row import PagedRow
+from tests.hooks import models
+from tests.hooks.compare import attached, generate, reused
+
+
+def opened(model: torch.nn.Module, kv: KV, count: int = 20) -> PagedRow:
+    """A row of its own whose prompt is computed."""
+    door = door_of(model)
+    assert door is not None
+    runner, text = Apart(model, kv, door), np.asarray(models.prompt(count)[0], np.uint32)
+    row = runner.open(Request(prompt=text), text, wait=True)
+    runner.step([row], [text])
+    return row
+
+
+def left(kv: KV) -> tuple[int, int]:
+    """Open sequences, and bytes of host memory for those that are suspended."""
+    assert kv.planner is not None
+    return int(kv.stats()["sequences"]), kv.planner.aside_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "llama"])
+def test_a_suspended_row_that_is_closed_leaves_nothing(name: str) -> None:
+    model = models.causal(name)
+    with attached(model) as kv:
+        row = opened(model, kv)
+        assert row.suspend() > 0 and left(kv)[1] > 0
+        row.close()
+        assert left(kv) == (0, 0)
+
+
+def test_states_are_kept_of_a_row_that_came_back() -> None:
+    model = models.causal("qwen3_next")
+    with attached(model) as kv:
+        row = opened(model, kv)
+        row.suspend()
+        row.resume()
+        row.close("turn_end")
+        text = torch.cat([models.prompt(20), models.prompt(5, seed=3)], 1)
+        wanted = generate(model, 2, input_ids=text).sequences
+        assert reused(kv) == 20 and left(kv) == (0, 0)
+        kv.invalidate()
+        assert torch.equal(generate(model, 2, input_ids=text).sequences, wanted)
+
+
+def test_a_row_whose_states_cannot_be_kept_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.causal("qwen3_next")
+    with attached(model) as kv:
+        row = opened(model, kv)
+        assert isinstance(row, ApartRow)
+        monkeypatch.setattr(kv, "save_state", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            row.close()
+        assert left(kv) == (0, 0)
+
+
+# ---- how many are tried
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_as_many_rows_are_tried_as_there_can_be(name: str, max_rows: int) -> None:
+    model = models.causal(name)
+    prompts = [models.prompt(8 + n, seed=n)[0].tolist() for n in range(3)]
+    wanted = [generate(model, 4, input_ids=torch.tensor([prompt])) for prompt in prompts]
+    with attached(model, max_rows=max_rows) as kv:
+        parts = make_runner_parts(model, kv)
+        assert (parts.forward is not None) is (name == "llama")
+        assert type(parts.apart).together and left(kv) == (0, 0)
+        with Engine(model, kv, max_rows=max_rows) as engine:
+            done = engine.run(prompts, max_new_tokens=4)
+        for one, own, prompt in zip(done, wanted, prompts, strict=True):
+            assert one.tokens == own.sequences[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("free", [0, 2])
+def test_a_full_cache_says_nothing_about_its_model(free: int) -> None:
+    model = models.causal("llama")
+    with attached(model, max_rows=4) as kv:
+        others = [kv.open([1, 2, 3]) for _ in range(4 - free)]
+        with pytest.raises(CapacityError, match=r"tried.*4 sequences are open.*Close"):
+            Engine(model, kv)
+        assert left(kv)[0] == len(others)
+        for seq in others:
+            seq.close()
+        assert isinstance(Engine(model, kv, max_rows=4)._loop.runner, Packed)
+
+
+def test_a_trial_that_finds_no_pages_leaves_nothing() -> None:
+    model = models.causal("llama")
+    with attached(model, gpu="1MiB") as kv:
+        assert kv.planner is not None
+        taken: list[int] = []
+        with pytest.raises(CapacityError):
+            while True:
+                taken += kv.planner.allocate_raw([1])[0]
+        with pytest.raises(CapacityError, match=r"tried.*do not fit.*Close"):
+            make_runner_parts(model, kv)
+        assert left(kv) == (0, 0)
+        for page in taken:
+            kv.planner.store.pool(0).release(page)
+        assert make_runner_parts(model, kv).forward is not None
