@@ -56,10 +56,12 @@ class EchoEngine:
     def __init__(self, bus: Bus, ttft_s: float = 0.5, *, wrong: bool = False) -> None:
         self.bus, self.ttft_s, self.wrong = bus, ttft_s, wrong
         self.tenants: list[str | None] = []
+        self.prompts: list[list[int]] = []
         self.most = self.open = 0
 
     def submit(self, prompt: list[int], **fields: Any) -> Future[Completion]:
         self.tenants.append(fields["tenant"])
+        self.prompts.append(prompt)
         self.open += 1
         self.most = max(self.most, self.open)
         self.bus.emit(a_step(pages=3, total_pages=4))

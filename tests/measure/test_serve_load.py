@@ -109,6 +109,23 @@ def test_a_longer_load_begins_with_the_shorter_one() -> None:
         assert long[:5] == short and len(long) == 200
 
 
+def test_other_text_of_the_same_lengths_and_times() -> None:
+    one, other = (
+        draw(
+            load(lengths="chat", arrivals="poisson", rate=3.0),
+            context=512,
+            vocabulary=256,
+            seed=3,
+            text=text,
+        )
+        for text in (0, 1)
+    )
+    assert [(len(a.prompt), a.new_tokens, a.at_s) for a in one] == [
+        (len(a.prompt), a.new_tokens, a.at_s) for a in other
+    ]
+    assert all(a.prompt != b.prompt for a, b in zip(one, other, strict=True))
+
+
 def test_another_seed_is_another_load() -> None:
     one, same, other = (
         draw(load(lengths="chat"), context=2048, vocabulary=256, seed=seed) for seed in (1, 1, 2)

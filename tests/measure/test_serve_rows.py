@@ -91,6 +91,15 @@ def test_every_system_under_a_load() -> None:
     assert names[4] == STATIC and names[8] == "engine", "each turn begins with another one"
 
 
+def test_nobody_is_asked_again_what_another_cell_asked() -> None:
+    ground = EchoGround()
+    plan = echo(concurrency=(1, 2, 4), baselines=(), repetitions=2, lengths="64+3")
+    measure_loads(ground, plan)  # type: ignore[arg-type]
+    prompts = ground.engines[0].prompts  # 6, 6 and 8 requests, twice, and the warm-up
+    measured = [tuple(prompt) for prompt in prompts if len(prompt) == 64]
+    assert len(measured) == 40 and len(set(measured)) == 40
+
+
 def test_an_engine_is_asked_by_strangers_where_nothing_is_to_be_found() -> None:
     ground = EchoGround()
     measure_loads(ground, echo(baselines=(UNCACHED,)))  # type: ignore[arg-type]

@@ -21,6 +21,10 @@ _CALM_STEPS, _OWN = 4, 8
 _ROOM = 1.25
 """Of the disk, over the bytes of the prefixes."""
 
+_KEPT, _WARM = 3, 4
+"""Prefixes that the pool holds beside the live rows, and the first turns, which nobody counts: they
+compile what is missing, and touch all of the pool."""
+
 
 class Beside(msgspec.Struct, frozen=True):
     """Steps of live decodes while somebody comes, in turns: with a prefix on disk, and in memory.
@@ -50,13 +54,14 @@ class Beside(msgspec.Struct, frozen=True):
     def finding(self) -> Finding:
         """The promise about it."""
         note = (
-            f"quarters {self.quarters[0]:.3g} and {self.quarters[1]:.3g};"
+            f"quarters {self.quarters[0]:.3g} and {self.quarters[1]:.3g}; each costs"
+            f" {1e3 * (self.restored_s - self.resident_s):.0f} ms of decoding;"
             f" {self.restores} prefixes of {self.prefix:,} tokens, {self.reused:.0%} reused;"
             f" {STEPS} steps take {1e3 * self.restored_s:.0f} ms, with prefixes in memory"
             f" {1e3 * self.resident_s:.0f}, alone {1e3 * self.calm_s:.0f}"
         )
         on = f"{self.live} live rows"
-        what = "pace of decodes beside restores from disk"
+        what = f"pace of {STEPS} steps in which somebody is restored from disk"
         return Finding("beside", what, on, TARGET, "at least", self.pace, "measured", note)
 
 
@@ -72,17 +77,20 @@ def measure_beside(ground: Ground, setting: Setting, *, turns: int = 24) -> Besi
         turns: Most restores; fewer for a model whose context ends the live rows before.
     """
     prefix, most = min(ground.context // 2, 2048), ground.context // 2
+    count = turns + _WARM
     load = Load(
-        requests=turns, concurrency=1, lengths=f"{_OWN}+2", prefix_tokens=prefix, groups=turns
+        requests=count, concurrency=1, lengths=f"{_OWN}+2", prefix_tokens=prefix, groups=count
     )
     asks = draw(load, context=ground.context, vocabulary=ground.vocabulary, seed=3)
     short = Load(requests=LIVE, concurrency=LIVE, lengths="16+16")
     live = draw(short, context=ground.context, vocabulary=ground.vocabulary, seed=4)
     with tempfile.TemporaryDirectory() as folder:
         token_bytes = ground.token_bytes(setting.page_size)
-        room = _ROOM * turns * (prefix + setting.page_size) * token_bytes
+        whole = prefix + setting.page_size
+        room = _ROOM * count * whole * token_bytes
         extra = (("disk", f"{folder}:{64 + (int(room) >> 20)}MiB"), ("host", 0))
-        kept = msgspec.structs.replace(setting, extra=extra)
+        pool = (LIVE * (most + setting.page_size) + _KEPT * whole) * token_bytes
+        kept = msgspec.structs.replace(setting, pool_bytes=pool, extra=extra)
         with ground.engine(kept) as (engine, kv):
             for ask in asks:
                 engine.submit(ask.prompt, max_new_tokens=2).result()
@@ -144,6 +152,7 @@ def _watched(engine: Any, kv: Any, asks: Sequence[Ask], live: Sequence[Ask], mos
                 turns.append(_Turn(calm_s, restored_s, resident_s, came, first.reused_tokens))
         except _Over:
             pass
+        turns = turns[_WARM:]
         for answer in watch.live:
             answer.cancel()
     restored = [turn for turn in turns if turn.restored]
@@ -156,7 +165,7 @@ def _watched(engine: Any, kv: Any, asks: Sequence[Ask], live: Sequence[Ask], mos
         reused=sum(turn.reused for turn in restored) / max(1, length * len(restored)),
         resident_s=percentile([turn.resident_s for turn in restored], 50),
         restored_s=percentile([turn.restored_s for turn in restored], 50),
-        calm_s=percentile([turn.calm_s for turn in turns], 50),
+        calm_s=percentile([turn.calm_s for turn in restored], 50),
         pace=float(np.median(paces)) if paces else None,
         quarters=(percentile(paces, 25), percentile(paces, 75)),
     )

@@ -49,7 +49,7 @@ class Engined:
 
 
 class _Pages:
-    """Share of the pages that rows hold, by the steps' own events."""
+    """Share of the pages that anybody holds, by the steps' own events."""
 
     def __init__(self) -> None:
         self._held = self._all = 0

@@ -106,4 +106,4 @@ def _shared(rows: Sequence[Row]) -> str:
 
 
 def _mixed(rows: Sequence[Row]) -> str:
-    return f"{rows[0].concurrency} clients, {rows[0].max_rows} rows" if rows else ""
+    return f"{rows[0].requests} requests, {rows[0].max_rows} rows" if rows else ""

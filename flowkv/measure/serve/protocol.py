@@ -48,7 +48,7 @@ behind, so that schedulers have somebody to choose from and somebody to leave wa
 _OPEN = 64
 """Least requests of an open load: two bursts or three."""
 
-_MIXED, _FEW_ROWS = 48, 8
+_MIXED, _FEW_ROWS = 192, 8
 """Requests and rows where schedulers are compared."""
 
 
@@ -256,8 +256,8 @@ def measure_loads(ground: Ground, plan: Plan, tell: Tell | None = None) -> list[
         with ExitStack() as stack:
             stand = Stand(ground, stack)
             rate = _rate(ground, plan, part, stand) if part in _BY_RATE else 0.0
-            for cell in cells_of(plan, part, rate):
-                rows += _measured(ground, plan, cell, stand, counted)
+            for number, cell in enumerate(cells_of(plan, part, rate)):
+                rows += _measured(ground, plan, cell, number, stand, counted)
     return rows
 
 
@@ -279,15 +279,21 @@ def _rate(ground: Ground, plan: Plan, part: str, stand: Stand) -> float:
     return len(asks) / engine.serve(asks, load.concurrency).seconds
 
 
-def _measured(ground: Ground, plan: Plan, cell: Cell, stand: Stand, counted: _Counted) -> list[Row]:
+def _measured(
+    ground: Ground, plan: Plan, cell: Cell, number: int, stand: Stand, counted: _Counted
+) -> list[Row]:
     context = ground.context if cell.load.prefix_tokens else plan.context
     systems = {name: (stand.system(name, setting, plan), setting) for name, setting in cell.names()}
     runs: dict[str, list[Outcome]] = {name: [] for name in systems}
     prompts = []
     gc.collect()  # of what others left; it would fall to whoever comes first
     for turn in range(plan.repetitions):
-        asks = draw(
-            cell.load, context=context, vocabulary=ground.vocabulary, seed=_seed(cell, turn)
+        asks = draw(  # of text that no other cell had: its systems know that
+            cell.load,
+            context=context,
+            vocabulary=ground.vocabulary,
+            seed=_seed(cell, turn),
+            text=number,
         )
         prompts.append([len(ask.prompt) for ask in asks])
         names = list(systems)
@@ -319,6 +325,6 @@ def _served(system: System, asks: Sequence[Ask], clients: int) -> Outcome:
 
 
 def _seed(cell: Cell, turn: int) -> int:
-    """The same for any number of clients: they ask the same, as far as they get."""
+    """The same for any number of clients: they ask as much, as far as they get."""
     numbers = (turn, round(100 * cell.load.prefix_share), cell.load.prefix_tokens)
     return sum(number * 1009**power for power, number in enumerate(numbers))

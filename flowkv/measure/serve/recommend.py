@@ -31,7 +31,8 @@ def recommend(rows: Sequence[Row]) -> Advice:
     """What to set where parts of the protocol compared settings; nothing where none did.
 
     Among those that serve nearly as many tokens as the fastest, the one whose first tokens come
-    soonest. Rows of one part had the same requests in the same turns, as far as they got.
+    soonest. Rows of one part had requests of the same lengths in the same turns, as far as they
+    got.
     """
     setting: dict[str, object] = {}
     reasons = []

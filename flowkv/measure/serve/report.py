@@ -16,7 +16,7 @@ from flowkv.observe.curves import Curves
 from flowkv.observe.report import Bars, Figures, Section, Table, Text, write_report
 
 COLUMNS = ["", "clients", "tokens/s", "TTFT ms p50 / 95 / 99", "TPOT ms p50 / 99", "KV"]
-"""Of the table of a part; the last is the share of pages that rows hold."""
+"""Of the table of a part; the last is the share of pages that anybody holds."""
 
 _PROMISES = ["", "on", "target", "figure", "", "note"]
 _WORDS = {True: "met", False: "missed", None: None}

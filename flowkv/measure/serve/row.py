@@ -36,8 +36,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         tpot_p99_s: The same.
         tokens_per_s: New tokens over the time from the first submission to the last token; median
             of the repetitions.
-        kv_utilisation: Share of the pool's pages that rows held, mean over steps; None where there
-            is no pool.
+        kv_utilisation: Share of the pool's pages that anybody held, mean over steps; None where
+            there is no pool.
         arrivals: See `Load`, like the next three.
         rate: Requests a second.
         lengths: Of prompts and answers.

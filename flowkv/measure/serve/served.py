@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         served: Its requests, in the order of the load.
-        kv_utilisation: Share of the pool's pages that rows held, mean over the steps; None where
+        kv_utilisation: Share of the pool's pages that anybody held, mean over the steps; None where
             there is no pool.
         cpu_s: Processor time of the process meanwhile, all threads together.
     """

@@ -68,7 +68,7 @@ class Ask(msgspec.Struct, frozen=True):
     priority: int = 0
 
 
-def draw(load: Load, *, context: int, vocabulary: int, seed: int) -> list[Ask]:
+def draw(load: Load, *, context: int, vocabulary: int, seed: int, text: int = 0) -> list[Ask]:
     """The requests of a load; another seed gives other text, lengths and times.
 
     A longer load begins with the requests of a shorter one of the same seed.
@@ -78,12 +78,14 @@ def draw(load: Load, *, context: int, vocabulary: int, seed: int) -> list[Ask]:
         context: Most tokens of prompt and answer together.
         vocabulary: Tokens that there are.
         seed: Of all that is drawn.
+        text: Another number gives other text of the same lengths and times.
 
     Raises:
         ConfigError: If the load is none, or does not fit into the context.
     """
     _check(load, context)
-    of_lengths, of_times, of_texts = np.random.default_rng(seed).spawn(3)
+    of_lengths, of_times = np.random.default_rng(seed).spawn(2)
+    of_texts = np.random.default_rng([seed, text])
     room, blocks = context - load.prefix_tokens, -(-load.requests // _DRAWN)
     drawn = [draw_lengths(load.lengths, _DRAWN, room, of_lengths) for _ in range(blocks)]
     pairs = np.concatenate(drawn)[: load.requests]
