@@ -112,13 +112,14 @@ class Answer(Future[Completion]):
         return super().exception(timeout)
 
     def _may_wait(self) -> None:
+        desk = self._desk  # before: whoever gives the answer takes it away
         if self.done():
             return
-        if self._desk.pid != os.getpid():
+        if desk.pid != os.getpid():
             raise StateError(
                 "the answer is made in the parent process", "Wait for it there, or submit anew"
             )
-        if self._desk.driver == threading.get_ident():
+        if desk.driver == threading.get_ident():
             raise StateError(
                 "the engine's own thread cannot wait for an answer",
                 "Use add_done_callback there, or wait in another thread",

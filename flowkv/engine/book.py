@@ -157,6 +157,8 @@ class Book(Desk):
         """
         now_s = time.perf_counter()
         self._take_fresh()
+        for answer, _, _ in self._due:  # they ended, and nobody notes that again
+            self._lives.pop(answer.number, None)
         self.waiting, self.active = list(self._lives.values()), []
         for live in self.waiting:
             live.made = len(live.tokens)

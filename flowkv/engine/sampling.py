@@ -271,7 +271,7 @@ def _own(options: Mapping[str, Any], seed: int) -> Choice:
 
 
 def _stops(ids: Any) -> frozenset[int]:
-    ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+    ids = ids.tolist() if isinstance(ids, torch.Tensor | np.ndarray) else ids
     several = list(ids) if np.iterable(ids) else [ids]
     if not all(map(is_whole, several)):
         raise ConfigError(f"eos_token_id={ids!r}", "Pass a token id or several")

@@ -20,7 +20,7 @@ from flowkv.kernels import (
 from flowkv.kernels.coding import SOUND
 from flowkv.kernels.loss import bounds
 from flowkv.kernels.reference import codec as reference_codec
-from flowkv.testing.told import told
+from flowkv.testing.told import tell, told
 
 try:
     from hypothesis import given
@@ -206,7 +206,7 @@ def check_codec(
 
     @told(max_examples, shrink=False)  # a smaller seed is no simpler page
     @given(st.sampled_from(cases), *[st.sampled_from(KINDS)] * 2, st.integers(0, 1 << 16))
-    def tell(
+    def story(
         case: tuple[Codec, tuple[int, int, int, int]], kind: str, kind_v: str, seed: int
     ) -> None:
         one, (heads, tokens, dim, dim_v) = case
@@ -216,7 +216,7 @@ def check_codec(
         )
         judge(one, k.to(element).float(), v.to(element).float(), element, seed)
 
-    tell()
+    tell(story)
 
 
 def judge(codec: Codec, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, seed: int) -> None:

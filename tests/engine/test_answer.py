@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from flowkv import Answer, Completion, Engine
-from flowkv.engine.answer import _Ear, tell
+from flowkv.engine import answer as answer_module
+from flowkv.engine.answer import Desk, _Ear, tell
 from flowkv.observe.events import Finished
 from tests.engine.nano import Gate, Nano, make_kv, settled
 
@@ -247,3 +248,23 @@ def test_a_deadline_passes_while_a_request_waits(engine: Engine, nano: Nano) -> 
 def test_a_deadline_of_now(engine: Engine) -> None:
     (done,) = engine.run([[1]], deadline_s=0.0)
     assert done.reason == "deadline" and done.tokens == []
+
+
+def test_an_answer_may_be_given_while_somebody_begins_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a child process, too, that has the desk of given answers from its parent."""
+    given = Completion(tokens=[7], reason="length", prompt_tokens=1)
+
+    class Early(Answer):
+        asked = False
+
+        def done(self) -> bool:
+            was = super().done()
+            if not self.asked:
+                self.asked = True
+                self.settle(given, None)
+            return was
+
+    monkeypatch.setattr(answer_module._OVER, "pid", -1)
+    assert Early(Desk(), 0).result(5) is given

@@ -159,6 +159,18 @@ def test_a_row_that_cannot_be_closed_then_holds_up_nobody(
             assert live.answer.result(20).tokens == nano.alone([n], 128)
 
 
+def test_a_request_that_ended_right_before_an_interrupt_is_not_begun_anew() -> None:
+    with make_kv() as kv, Engine(Nano(), kv) as engine:
+        live, loop = engine._hand_in(make_request([3], {}), limited=True), engine._loop
+        loop.turn()
+        loop.keeper.close(live, 1.0)
+        loop._due.append((live.answer, live.completion("length", 1.0), ValueError("its own")))
+        loop.reset([])  # as if it came before the request was taken from the lives
+        with pytest.raises(ValueError, match="its own"):
+            live.answer.result(0)
+        assert not loop.waiting and not loop.busy
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("part", range(8))
 def test_an_interrupt_at_every_line_harms_nobody_else(part: int) -> None:

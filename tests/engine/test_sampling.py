@@ -40,7 +40,7 @@ def test_end_tokens_end() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]] * 3)
     drawn = draw([start(), start(eos_token_id=1), start(eos_token_id=[2, 0])], logits)
     assert [each.over for each in drawn] == [False, True, False]
-    several = torch.tensor([1, 0]), np.array([1]), np.int64(1), (1,), {1}
+    several = torch.tensor([1, 0]), np.array([1]), np.array(1), np.int64(1), (1,), {1}
     for ids in several:
         assert all(each.over for each in draw([start(eos_token_id=ids)], logits[:1]))
 

@@ -110,14 +110,20 @@ def test_logits_are_those_of_generate_but_for_the_order_of_additions() -> None:
             torch.testing.assert_close(found[row, made], logits[0], atol=2e-4, rtol=2e-4)
 
 
-def test_eager_models_are_packed_too() -> None:
-    model, prompts = models.causal("llama"), _prompts()
-    model.set_attn_implementation("eager")
+def _check_packed(model: Any) -> None:
+    """It is packed, and every row has the tokens of `generate` alone."""
+    prompts = _prompts()
     wanted = _alone(model, prompts)
     with attached(model) as kv:
         parts = make_runner_parts(model, kv)
         assert parts.forward is not None
         assert serve(runner_of(parts, kv), prompts, NEW) == wanted
+
+
+def test_eager_models_are_packed_too() -> None:
+    model = models.causal("llama")
+    model.set_attn_implementation("eager")
+    _check_packed(model)
 
 
 def test_a_capped_model_is_packed() -> None:
@@ -129,13 +135,7 @@ def test_a_capped_model_is_packed() -> None:
         attn_logit_softcapping=5.0,
         attn_implementation="eager",
     )
-    model = models.sharpen(transformers.Gemma2ForCausalLM(config))
-    prompts = _prompts()
-    wanted = _alone(model, prompts)
-    with attached(model) as kv:
-        parts = make_runner_parts(model, kv)
-        assert parts.forward is not None
-        assert serve(runner_of(parts, kv), prompts, NEW) == wanted
+    _check_packed(models.sharpen(transformers.Gemma2ForCausalLM(config)))
 
 
 def test_experts_are_packed() -> None:
@@ -143,13 +143,7 @@ def test_experts_are_packed() -> None:
     config = transformers.MixtralConfig(
         **models.GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     )
-    model = models.sharpen(transformers.MixtralForCausalLM(config))
-    prompts = _prompts()
-    wanted = _alone(model, prompts)
-    with attached(model) as kv:
-        parts = make_runner_parts(model, kv)
-        assert parts.forward is not None
-        assert serve(runner_of(parts, kv), prompts, NEW) == wanted
+    _check_packed(models.sharpen(transformers.MixtralForCausalLM(config)))
 
 
 def test_text_of_a_vision_model_is_packed_and_images_are_refused() -> None:

@@ -179,7 +179,10 @@ def test_switches_with_many_new_tokens_beside() -> None:
 @pytest.mark.parametrize(
     ("window", "shares"),
     [(None, 1), (90, 2), (90, 5), (None, 64)]
-    + [pytest.param(*pair, marks=pytest.mark.slow) for pair in ((90, 1), (None, 2), (None, 5))],
+    + [
+        pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in ((90, 1), (None, 2), (None, 5), (90, 64))
+    ],
 )
 def test_rows_in_any_shares(
     shares: int, window: int | None, monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,8 @@ def test_interpreted(group: str, marks: str) -> None:
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
     env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=short", "--durations=5"]
-    command += ["-m", marks, "-p", "no:cacheprovider", "-k", f"test_{group}_"]
+    command += ["-m", f"{marks} and not matrix and not deep and not nightly"]
+    command += ["-p", "no:cacheprovider", "-k", f"test_{group}_"]
     command += map(str, GROUPS[group])
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280

@@ -68,4 +68,5 @@ def test_live_rows_that_end_end_the_turns() -> None:
     small = Ground(device="cpu", pool="64MiB")
     small.context = 256
     beside = measure_beside(small, Setting(), turns=9)
-    assert beside.restores < 9 and beside.live == 8
+    assert beside.restores == 0 and beside.pace is None and beside.live == 8
+    assert beside.finding().note == "nothing was restored"

@@ -53,14 +53,21 @@ class _Watch:
         self._began_s = self._model_s = 0.0
         self.seen: list[tuple[EngineStep, float]] = []
 
+    def clear(self) -> None:
+        """Forgets what was seen so far."""
+        self.seen, self._model_s = [], 0.0
+
     def __call__(self, step: EngineStep) -> None:
         self.seen.append((step, self._model_s))
+        self._model_s = 0.0
 
     def _begin(self, *_: Any) -> None:
         self._began_s = time.perf_counter()
 
     def _end(self, *_: Any) -> None:
-        self._model_s = time.perf_counter() - self._began_s
+        self._model_s += (
+            time.perf_counter() - self._began_s
+        )  # rows apart have forwards of their own
 
 
 def measure_steps(ground: Ground, setting: Setting) -> list[Steps]:
@@ -80,7 +87,7 @@ def measure_steps(ground: Ground, setting: Setting) -> list[Steps]:
             )
             asks = draw(load, context=ground.context, vocabulary=ground.vocabulary, seed=context)
             engine.submit(asks[0].prompt, max_new_tokens=2).result()  # the others find it
-            watch.seen.clear()
+            watch.clear()
             with kv.bus.subscribe(watch, EngineStep):
                 answers = [engine.submit(a.prompt, max_new_tokens=_NEW) for a in asks[1:]]
                 for answer in answers:

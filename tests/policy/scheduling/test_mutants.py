@@ -148,10 +148,15 @@ SCHEDULERS = [
 ]
 
 
+def _stories(fault) -> int:
+    """As many as the suite tells by default, but for faults that few stories show."""
+    return 2000 if fault in (NoTop, LeavesTheFirstOut, OldOrder) else 100
+
+
 @pytest.mark.parametrize("fault", SCHEDULERS)
 def test_finds_the_fault_of_a_scheduler(fault) -> None:
     with pytest.raises(FAULTS):
-        check_scheduler(fault, max_examples=800, shrink=False)
+        check_scheduler(fault, max_examples=_stories(fault), shrink=False)
 
 
 # --- mechanisms ----------------------------------------------------------------------------------
@@ -372,4 +377,4 @@ MECHANISMS = [
 @pytest.mark.parametrize(("fault", "make"), MECHANISMS)
 def test_finds_the_fault_of_a_mechanism(fault, make) -> None:
     with pytest.raises(FAULTS):
-        check_turns(fault, make, max_examples=2000, shrink=False)
+        check_turns(fault, make, max_examples=_stories(fault), shrink=False)
