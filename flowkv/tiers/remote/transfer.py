@@ -327,6 +327,7 @@ class Transfer:
             well = self._blames(item, error)
             if item.hand is not None:  # a library may not be done with it
                 item.hand.staging.give_up()
+            self._report(leave, well)  # first: who has the answer finds the breaker as it is now
             self.workers.answer(item, Outcome.FAILED, reason_of(error))
             return False
         except BadFrame:
@@ -335,8 +336,8 @@ class Transfer:
             well = None
             raise
         finally:
-            self._begun.pop(item, None)
             self._report(leave, well)
+            self._begun.pop(item, None)  # then: until it is reported, `late` may report it
         return True
 
     def _blames(self, item: Item, error: OSError | None) -> bool | None:
