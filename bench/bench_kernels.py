@@ -29,6 +29,7 @@ from flowkv.kernels import (
     Rotary,
     append,
     cascade_attention,
+    checksum,
     copy_pages,
     drop_tokens,
     gather_dense,
@@ -318,6 +319,14 @@ def test_merge(benchmark: Any, side: str) -> None:
 
     near(merge(parts), with_torch())
     benchmark(with_torch if side == "torch" else lambda: merge(parts))
+
+
+@benched("checksum")
+@pytest.mark.parametrize("side", ["flowkv", "torch"])
+def test_checksum(benchmark: Any, side: str) -> None:
+    """512 MiB, as much as a small model's weights; torch reads them once and sums them up."""
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (1 << 26,))
+    benchmark(words.sum if side == "torch" else lambda: checksum(words, 1 << 19))
 
 
 def remade() -> tuple[Setting, torch.Tensor, Tensors]:

@@ -163,6 +163,7 @@ CASES = (
     Case("decode-kv8-page", "transcode", codec="kv8+raw"),
     Case("decode-kv4h-page", "transcode", codec="kv4h+raw"),
     Case("check-raw", "transcode"),
+    Case("checksum", "checksum", codec="any", scope="every"),
     Case("copy", "copy_pages", codec="any", scope="every"),
     Case("gather", "gather_pages", codec="any"),
     Case("scatter", "scatter_pages", codec="any"),
@@ -292,6 +293,11 @@ def gather_dense(x: Scene) -> None:
 def merge(x: Scene) -> None:
     part = x.noise(HEADS, x.case.head_dim), torch.zeros(x.tokens, HEADS)
     kernels.merge([part, part], backend="triton")
+
+
+@calls("checksum")
+def checksum(x: Scene) -> None:
+    kernels.checksum(x.pages.arena.view(torch.int64), 1 << 16, backend="triton")
 
 
 @calls("copy_pages")

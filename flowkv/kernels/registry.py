@@ -62,6 +62,12 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
         "cpu.codec:transcode",
         "triton.codec:transcode",
     ),
+    "checksum": (
+        (ANY,),
+        "reference.checksum:checksum",
+        "cpu.pages:checksum",
+        "triton.checksum:checksum",
+    ),
     "copy_pages": (
         (ANY,),
         "reference.pages:copy_pages",

@@ -14,6 +14,7 @@ from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_BYTES
 from flowkv.kernels import (
     append,
     checking,
+    checksum,
     drop_tokens,
     gather_dense,
     gather_pages,
@@ -180,3 +181,11 @@ def test_dense_of_pages_that_are_gone() -> None:
         for x, part in zip(got, (scene.k[0], scene.v[0]), strict=True):
             assert torch.equal(x[0, :, -136:].transpose(0, 1), narrowed(part[64:], x.dtype))
             assert not x[0, :, :-136].count_nonzero()
+
+
+@pytest.mark.parametrize(("words", "block"), [(1, 1), (4097, 1000), (70_000, 1 << 19), (65, 64)])
+def test_remake_checksum(words: int, block: int) -> None:
+    given = torch.randint(-(1 << 63), (1 << 63) - 1, (words,), generator=torch.manual_seed(words))
+    assert torch.equal(
+        checksum(given, block, backend="triton"), checksum(given, block, backend="reference")
+    )

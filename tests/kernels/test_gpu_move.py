@@ -10,6 +10,7 @@ from flowkv.kernels import (
     Ragged,
     Rotary,
     append,
+    checksum,
     drop_tokens,
     gather_dense,
     gather_pages,
@@ -116,3 +117,10 @@ def test_stripes_to_staging_and_back(pinned: bool) -> None:
     scatter_pages(arena, (target * granules).int(), granules, out, part=part)
     frames[target, first : first + size] = expected
     assert torch.equal(arena, frames.flatten())
+
+
+@pytest.mark.parametrize(("words", "block"), [(1, 1), (4097, 1000), (3 << 20, 1 << 19)])
+def test_checksum(words: int, block: int) -> None:
+    given = torch.randint(-(1 << 63), (1 << 63) - 1, (words,))
+    found = checksum(given.cuda(), block)
+    assert torch.equal(found.cpu(), checksum(given, block))

@@ -13,6 +13,7 @@ from pathlib import Path
 from numba import njit
 
 from flowkv.kernels.cpu import attend as cpu_attend
+from flowkv.kernels.cpu import checksum as cpu_checksum
 from flowkv.kernels.cpu import dense as cpu_dense
 from flowkv.kernels.cpu import merge as cpu_merge
 from flowkv.kernels.cpu import mixed as cpu_mixed
@@ -73,6 +74,10 @@ def _entries(stamp, cache):
         return cpu_transcode.transcode(a, raw, part, parts) if stamp else 0
 
     @jit
+    def checksum(a, part, parts):
+        return cpu_checksum.sum_blocks(a, part, parts) if stamp else 0
+
+    @jit
     def move_pages(a, part, parts):
         return cpu_move.move_pages(a, part, parts) if stamp else 0
 
@@ -89,6 +94,7 @@ def _entries(stamp, cache):
         gather_dense,
         gather_mixed,
         transcode,
+        checksum,
         move_pages,
     )
 
@@ -112,5 +118,6 @@ except RuntimeError:  # no directory to write to: some seconds of compilation in
     gather_dense,
     gather_mixed,
     transcode,
+    checksum,
     move_pages,
 ) = _ENTRIES
