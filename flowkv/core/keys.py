@@ -52,6 +52,7 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         weights: Fingerprint of the weights (hex), "" when the name alone is trusted.
         adapter: Active adapter and its fingerprint, "" for none.
         rope: Position encoding, as canonical text.
+        computation: Digest of what is computed with the weights: code, settings, hooks.
         geometry: `Geometry.fingerprint()` as hex; holds dtype and page size.
         shard: Part of the heads.
     """
@@ -63,10 +64,14 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     rope: str = ""
     geometry: str = ""
     shard: Shard = Shard()
+    computation: str = ""
 
     def digest(self) -> bytes:
         """32 bytes over all fields."""
-        return hashlib.sha256(msgspec.json.encode(["namespace/1", self])).digest()
+        fields = msgspec.to_builtins(self)
+        if not self.computation:  # as names were before there was this field
+            del fields["computation"]
+        return hashlib.sha256(msgspec.json.encode(["namespace/1", fields])).digest()
 
 
 class Salt(msgspec.Struct, frozen=True):

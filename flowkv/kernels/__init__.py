@@ -16,7 +16,7 @@ _HOMES = {
     "append": "dispatch",
     "cascade_attention": "cascade",
     "checking": "bounds",
-    "checksum": "checksum",
+    "checksum": "sums",
     "copy_pages": "movement",
     "drop_tokens": "movement",
     "gather_dense": "dispatch",

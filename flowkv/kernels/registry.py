@@ -64,9 +64,9 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
     ),
     "checksum": (
         (ANY,),
-        "reference.checksum:checksum",
+        "reference.sums:checksum",
         "cpu.pages:checksum",
-        "triton.checksum:checksum",
+        "triton.sums:checksum",
     ),
     "copy_pages": (
         (ANY,),

@@ -97,6 +97,7 @@ class Binding:
         self.namespace = b""
         self._warned: set[str] = set()
         self._detach: list[Callable[[], None]] = []
+        self._proofs: list[Callable[[], None]] = []
         self._tiers: list[Tier] = []
         self._open: dict[int, Sequence] = {}
         self._recordings: list[Recording] = []
@@ -339,8 +340,19 @@ class Binding:
         """Registers what `detach` does."""
         self._detach.append(callback)
 
+    def on_prove(self, callback: Callable[[], None]) -> None:
+        """Registers what proves pages that were computed so far, so that they can be kept."""
+        self._proofs.append(callback)
+
+    def _prove(self) -> None:
+        if not self.closed:
+            for callback in self._proofs:
+                callback()
+
     def detach(self) -> None:
         """Takes the cache off the model it is attached to; the model is as before."""
+        self._prove()
+        self._proofs.clear()
         while self._detach:
             self._detach.pop()()
 

@@ -201,6 +201,7 @@ class KV(Keeping):
         Raises:
             StateError: No tier of the stack can be read by others, or another sender is active.
         """
+        self._prove()
         return Sender(self)
 
     def take_over(
@@ -306,6 +307,10 @@ class KV(Keeping):
 
         Pages that are still to be encoded are written down afterwards.
         """
+        self._prove()
+        return self._flush(timeout_s)
+
+    def _flush(self, timeout_s: float = 60.0) -> bool:
         with self.lock:
             return self.planner is None or self.planner.store.flush(timeout_s)
 
@@ -348,6 +353,7 @@ class KV(Keeping):
         """Detaches, writes down what is published, and releases everything. Safe to call again."""
         if os.getpid() != self._pid:
             return  # tiers and the answers they owe belong to the parent process
+        self._prove()
         self.detach()
         with self.lock:
             if self.closed:
@@ -365,12 +371,12 @@ class KV(Keeping):
                 last.callback(self._save_learned)
                 for recording in self._recordings:
                     last.callback(recording.close)
-                last.callback(self.flush)  # what was encoded just now, too
+                last.callback(self._flush)  # what was encoded just now, too
                 for seq in list(self._open.values()):
                     last.callback(self._close, seq)
                 for account in self._accounts:
                     last.callback(account.close)
-                self.flush()
+                self._flush()
 
     def __enter__(self) -> KV:
         return self

@@ -308,6 +308,7 @@ class Keeping(Opening):
         Raises:
             StoreError: The file cannot be written.
         """
+        self._prove()
         store, blocks = self._bound().store, dict[int, Any]()
         if tokens is None:
             with self._probe((), tenant, salts) as seq:

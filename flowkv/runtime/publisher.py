@@ -110,6 +110,7 @@ class Publisher:
         block.fidelity = max(seq.fidelity, codec)
         block.lease = seq.care.of(first, first + self.page_size)
         store.publish(block, page)
+        store.provisional.add(block)
         fresh.append(block)
         store.hold(block)
         seq.blocks[group][page_no] = block

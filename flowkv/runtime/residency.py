@@ -22,6 +22,7 @@ from flowkv.runtime.forms import make_forms
 from flowkv.runtime.index import UNKNOWN, Block, PrefixIndex
 from flowkv.runtime.mover import Mover
 from flowkv.runtime.places import Place, as_slots
+from flowkv.runtime.provisional import Provisional
 from flowkv.runtime.samples import Samples
 from flowkv.tiers.base import Entry, FrameInfo, Tier
 
@@ -57,6 +58,7 @@ class Residency:
         pays: `pays(tier, n_bytes, reach)` says whether a page of so many bytes there can ever be
             worth loading; `reach(most)` are the pages of its longest prompt, as far as `most`.
         samples: Restored pages that are to be audited.
+        provisional: Blocks that must not leave the process yet.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Residency:
         self.samples = Samples(config.audit)
         self._condemned: set[tuple[int, bytes]] = set()
         self._states_only: set[int] = set()
+        self.provisional = Provisional()
         for tier in tiers:
             self.add_tier(tier)
 
@@ -254,6 +257,7 @@ class Residency:
         """Takes a block out of the index; its slot stays its key's until it is a ghost no more."""
         for place in self.places:
             place.let_go(block.slot)
+        self.provisional.discard(block)
         self.index.forget(block)
 
     def protect(self, block: Block) -> None:

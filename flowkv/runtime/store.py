@@ -125,6 +125,8 @@ class Store(Devices):
                 return
             if not tier.writable or self.rests(number) or not self.worth_saving(block, number):
                 continue
+            if block in self.provisional and self.outlives(number):
+                continue
             if self.admits(block, number):
                 n_bytes = self.forms[block.group].of(block.page).page_bytes
                 if self._save_page(block, number):
@@ -176,7 +178,7 @@ class Store(Devices):
         What would not have paid before comes along once its prompt is long enough.
         """
         number = self.lasting() if self.write_back else -1
-        if number < 0 or not self._unwritten_on(block, number):
+        if number < 0 or block in self.provisional or not self._unwritten_on(block, number):
             return
         if not self.worth_saving(block, number):
             self._held_back = True
@@ -193,8 +195,32 @@ class Store(Devices):
     def _unwritten_on(self, block: Block, number: int) -> bool:
         return not (block.moving or block.gone or block.tiers >> number & 1)
 
+    def confirm(self) -> None:
+        """A reading of all weights has ended: what it proves may leave the process."""
+        number = self.lasting() if self.write_back else -1
+        for block in self.provisional.confirm():
+            if number < 0 or block.gone:
+                continue
+            if block.page >= 0:
+                if self._may_write(block, number):
+                    self.write_down(block)
+            elif block.tiers and self._unwritten_on(block, number):
+                found = self.read(block, block.nearest)
+                if found is not None and (block.kind != "page" or self.worth_saving(block, number)):
+                    self.save(block, number, found[0], memoryview(found[1]))
+                    self.settle(block)
+
+    def reject(self) -> int:
+        """Forgets what may be of other weights than it is named after; returns how many."""
+        rejected = [block for block in self.provisional.reject() if not block.gone]
+        for block in rejected:
+            self.forget(block)
+        return len(rejected)
+
     def _may_write(self, block: Block, number: int) -> bool:
         """Whether a page is as it will stay, and is neither written down nor about to be."""
+        if block in self.provisional:
+            return False
         sealed = block.page >> CODEC_SHIFT or not self.forms[block.group].ladder.rungs
         final = block.page >= 0 and (sealed or not block.sealable)
         return bool(final and self._unwritten_on(block, number) and block not in self._unwritten)

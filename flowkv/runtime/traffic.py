@@ -78,6 +78,10 @@ class Traffic(Residency):
         """Whether a tier could be given a frame now; if not, it is busy or away."""
         return not self.rests(number) and self.mover.has_room(number, body_bytes)
 
+    def outlives(self, number: int) -> bool:
+        """Whether a tier can be read after the process is gone, or by others."""
+        return self.tiers[number].kind != "host" or self.tiers[number].shared
+
     def miss_out(self, number: int) -> None:
         """Counts a page that a tier should have got."""
         name = self.tiers[number].name
@@ -117,6 +121,8 @@ class Traffic(Residency):
             body: Its bytes; they must stay as they are until `done`.
             done: Called when the tier has answered.
         """
+        if block in self.provisional and self.outlives(number):
+            return False
         if not self.takes(number, body.nbytes) or not self._make_room(number, body.nbytes):
             return False
 
@@ -139,9 +145,13 @@ class Traffic(Residency):
 
         Without any tier, a host tier of 1 GiB is made for them.
         """
-        if not any(tier.writable for tier in self.tiers):
+        self.provisional.add(block)
+        held = block in self.provisional
+        usable = [n for n, tier in enumerate(self.tiers) if tier.writable]
+        if not usable or (held and all(map(self.outlives, usable))):
             self.add_tier(HostTier(_HOST_BYTES, name="states"), states_only=True)
-        writable = [n for n, tier in enumerate(self.tiers) if tier.writable]
+            usable.append(len(self.tiers) - 1)
+        writable = [n for n in usable if not (held and self.outlives(n))]
         lasting = [n for n in writable if self.tiers[n].kind != "host"]
         block.n_bytes = len(body)
         numbers = sorted({*writable[:1], *lasting[:1]})
@@ -322,6 +332,8 @@ class Traffic(Residency):
     def _demote(self, block: Block, number: int) -> None:
         for lower in range(number + 1, len(self.tiers)):
             if not self.tiers[lower].writable or self.rests(lower):
+                continue
+            if block in self.provisional and self.outlives(lower):
                 continue
             if self.worth_saving(block, lower) and self.admits(block, lower):
                 found = self.read(block, number)

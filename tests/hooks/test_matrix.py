@@ -5,7 +5,12 @@ What cannot be built small is skipped with its reason. Takes some minutes on two
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +19,9 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from flowkv.hooks.huggingface.identity import Identity
 from tests.hooks import models
-from tests.hooks.compare import attached, generate
+from tests.hooks.compare import attached, generate, reused
 
 LAYERS = 4
 SIZES: dict[int, str] = {
@@ -88,3 +94,57 @@ def test_gives_its_own_tokens(name: str) -> None:
         with attached(model):
             for ids, theirs in ((prompt, first), (longer, second)):
                 assert torch.equal(generate(model, input_ids=ids).sequences, theirs.sequences)
+
+
+NAMES = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from flowkv.hooks.huggingface.identity import Identity
+from tests.hooks.test_matrix import tiny
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = Identity(tiny(name)).namespace.digest().hex()
+    except Exception:
+        pass
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[str, str]:
+    """Names that another process gives, where sets and dicts of text have another order."""
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES, *sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_keeps_its_name(name: str, elsewhere: dict[str, str], tmp_path: Path) -> None:
+    """In another process, after it was served, and so over a store after a restart."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model, prompt = tiny(name), models.prompt(70)
+            generate(model, input_ids=prompt)
+        except Exception as error:
+            pytest.skip(f"cannot be built small: {type(error).__name__}: {str(error)[:80]}")
+        place, reuse = f"{tmp_path}/kv:64MiB", []
+        assert Identity(model).unnamed == []
+        assert Identity(model).namespace.digest().hex() == elsewhere[name]
+        with attached(model, disk=place) as kv:
+            for _ in range(2):
+                generate(model, input_ids=prompt)
+            reuse.append(reused(kv))
+        again = tiny(name)
+        with attached(again, disk=place) as kv:
+            generate(again, input_ids=prompt)
+            reuse.append(reused(kv))
+        assert Identity(model).namespace.digest().hex() == elsewhere[name]
+    assert reuse[0] == reuse[1]

@@ -82,8 +82,9 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
     """
     switch = Switch(model)
     in_pages = not switch.reason
-    found = probe(model, kv.page_size, in_pages=in_pages)
     identity = Identity(model, kv.config.namespace)
+    found = probe(model, kv.page_size, in_pages=in_pages)
+    identity.learn(model, named=False)
     kv.bind(found.plan.geometry, identity.namespace)
     door = Door(model, kv, found.plan, identity)
     door.note = switch.reason
@@ -98,6 +99,7 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
     if reads == "dense" and in_pages:
         _read_dense(door, switch, "reads='dense' was asked for")
     _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
+    kv.on_prove(door.proof.finish)
     kv.on_detach(switch.off)
     kv.on_detach(door.unhang)
     return door
@@ -178,7 +180,7 @@ def _unattached(
     kv: KV, inputs: dict[str, Any], tenant: str | None, care: Mapping[str, Any]
 ) -> PagedCache:
     assert kv.geometry is not None
-    call = Call(Names(("logits_to_keep",), False, {}), inputs)
+    call = Call(Names({"logits_to_keep": 0}, False, {}), inputs)
     more = call.problem or call.modal or call.condition or call.types
     pads = None if more else call.pads()
     if pads is None:

@@ -40,6 +40,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         options: Arguments beside token ids that its first forward was given.
         fresh: Whoever made it saw it empty until its first forward was over.
         audits: Computes restored pages once more after the first forward, or None.
+        drawn: Where random generators stood when its forward began; None where nobody draws.
+        watched: Its forward began with a model as it was named.
         close: Releases it now instead of when nobody holds it any more.
     """
 
@@ -52,6 +54,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     options: dict[str, Any]
     fresh: bool
     audits: Nested | None
+    drawn: tuple[bytes, ...] | None
+    watched: bool
     close: weakref.finalize[..., PagedCache]
 
     def __init__(self, rows: Rows, plan: ModelPlan, door: Any = None) -> None:
@@ -59,7 +63,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         Cache.__init__(self, layers=layers)
         self.rows, self.plan, self.door = rows, plan, door
         self.tenant, self.care, self.options, self.audits = None, {}, {}, None
-        self.fresh = False
+        self.fresh, self.watched, self.drawn = False, False, None
         self.recurrent = Recurrent(plan, rows, layers) if plan.stateful else None
         # Works because neither rows nor layers refer to the cache.
         self.close = weakref.finalize(self, release, rows, rows.seqs, self.recurrent)

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._device import DeviceContext
 
-from flowkv.core.errors import CapacityError, StateError, StoreError
+from flowkv.core.errors import CapacityError, StateError
 from flowkv.hooks.huggingface.admission import NOTHING, Admitted, Wish, admit
 from flowkv.hooks.huggingface.auditing import audit_rows
 from flowkv.hooks.huggingface.cache import PagedCache
@@ -23,14 +24,16 @@ from flowkv.hooks.huggingface.nested import Nested
 from flowkv.hooks.huggingface.notes import usual
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
 from flowkv.hooks.huggingface.prefill import check_paired, refuse_lost, wants_last, without_known
+from flowkv.hooks.huggingface.probe import rows_alike
+from flowkv.hooks.huggingface.proof import Proof
 from flowkv.hooks.huggingface.restoring import Restoring
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.switch import decoder_of
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.runtime.cache import KV
 
-_PUBLISH_CHECK_BYTES = 4 << 20
-"""Weights up to this size are read again before pages are published, not only for a new cache."""
+_LEARNS = 4
+"""So many calls are watched for one more forward than the first: what decoding writes."""
 
 
 class Door:
@@ -45,6 +48,7 @@ class Door:
     Attributes:
         continues: The model goes on correctly from a cached prefix; otherwise nothing is reused.
         note: Why layers are read dense, "" if they are not.
+        proof: What reads the model's weights again, so that pages may be kept.
     """
 
     def __init__(self, model: torch.nn.Module, kv: KV, plan: ModelPlan, identity: Identity) -> None:
@@ -54,6 +58,11 @@ class Door:
         self.continues = True
         self.note = ""
         self._lock, self._aside = threading.RLock(), threading.local()
+        self.proof = Proof(kv, identity, self._lock)
+        self.proof.watch()
+        self._attends = identity.attends(model)
+        self._read = {index for index, place in plan.placed.items() if place.in_pages}
+        self._learns, self._alike = _LEARNS, dict[tuple[bytes, int], bool]()
         self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._handles: list[Any] = []
 
@@ -122,11 +131,26 @@ class Door:
         """After a forward: what it wrote is kept, full pages are published; or it failed."""
         cache = _own(given.get("past_key_values"))
         if module is self._model() and isinstance(cache, PagedCache):
+            self.proof.leave()
+            if cache.drawn is not None and cache.drawn != drawn():
+                cache.rows.go_blind()  # what it computed is of no use to anybody else
             if output is None:
                 cache.fail()
             else:
                 cache.finish()
                 audit_rows(cache)
+                self._learn(module, cache)
+                self.proof.rest()
+
+    def _learn(self, model: Any, cache: PagedCache) -> None:
+        """What the model's own forward writes does not change who it is."""
+        if cache.watched:
+            with self._lock:
+                if self.identity.learn(model):
+                    self._rename()
+            if cache.rows.forwards > 1:
+                self._learns -= 1
+        cache.watched = False
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
         """Whether a forward begins a cache that nobody else has plans for."""
@@ -156,8 +180,10 @@ class Door:
         if self.names.encoder and not call.keep and wants_last(self._model()):
             call.keep = 1
         pads = None if call.problem else call.pads()
-        problem = call.problem
-        if self.identity.compiled:
+        problem = call.problem or self.identity.unshared or _modes()
+        if self.identity.random:
+            problem = "its code draws random numbers by itself"
+        elif self.identity.compiled:
             problem = "parts of the model are compiled"
         elif not problem and pads is None:
             problem = "its mask is more than left padding"
@@ -168,9 +194,8 @@ class Door:
             return given
         assert pads is not None
         try:
-            found, fill = self._admit(
-                call, pads, call.columns - call.keep, reuse=call.skippable, wait=False
-            )
+            most, divides = call.columns - call.keep, self._divides(call)
+            found, fill = self._admit(call, pads, most, reuse=call.skippable, wait=not divides)
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
             if restoring:
                 found = restoring.restore(found, self._nested(call, call.types, fill), fill)
@@ -185,6 +210,8 @@ class Door:
         paged = PagedCache.take_over(cache, rows, plan, self)
         paged.fresh = True
         self._enter(paged, found, call)
+        paged.watched = True
+        self._watch(paged)
         paged.audits = self._nested(call, call.types, fill) if self.kv.config.audit else None
         if not self._begin(paged, call, call.columns - found.base):
             return given
@@ -241,9 +268,33 @@ class Door:
         switch = self.identity.switch
         if not reuse or not self.continues or (switch is not None and call.columns >= switch):
             most = 0
-        prompts, fill = call.prompts(pads)
+        prompts, fill = call.prompts(pads, by_place=self._by_place(call))
         wish = Wish(max(most, 0), tenant, self.plan.stateful, fill, care, wait=wait)
         return admit(self.kv, prompts, wish), fill
+
+    def _by_place(self, call: Call) -> bool:
+        """Whether rows of a batch are treated by their place in it, as far as a trial shows it.
+
+        Only code that is neither torch's nor transformers' is suspected.
+        """
+        model = self._model()
+        if call.rows < 2 or not self.identity.foreign or model is None:
+            return False
+        key = self.kv.namespace, call.rows
+        if key not in self._alike:
+            with self.aside():
+                self._alike[key] = rows_alike(model, self.names, call.rows)
+        return not self._alike[key]
+
+    def _divides(self, call: Call) -> bool:
+        """Whether some rows, or tokens, of a call can be computed by themselves."""
+        plain = all(isinstance(v, (bool, int, float, str)) for v in call.condition.values())
+        return (plain or self.names.encoder) and not self._by_place(call)
+
+    def _watch(self, cache: PagedCache) -> None:
+        """A forward begins: by what it draws from generators it is told whether it is random."""
+        cache.drawn = drawn() if self.identity.draws else None
+        self.proof.enter()
 
     def _rows(self, found: Admitted, call: Call, pads: list[int]) -> tuple[Rows, ModelPlan]:
         rows = Rows(
@@ -282,6 +333,10 @@ class Door:
         rows = cache.rows
         rows.alive()
         cache.fail()
+        model = self._model()
+        watched = not rows.forwards or (rows.forwards == 1 and self._learns > 0)
+        cache.watched = watched and model is not None and self.identity.same(model)
+        self._watch(cache)
         call = Call(self.names, given)
         if call.columns == 0:
             return given
@@ -302,6 +357,7 @@ class Door:
             training
             or not (filled or call.continues)
             or self._options_changed(cache, call)
+            or _modes()
             or not rows.padded_by(call.mask, rows.base + call.columns)
         ):
             rows.go_blind()
@@ -316,7 +372,7 @@ class Door:
         return self._step(cache, call, given if whole else None)
 
     def _options_changed(self, cache: PagedCache, call: Call) -> bool:
-        return not self.names.encoder and call.condition != cache.options
+        return not self.names.encoder and not call.conditioned(cache.options)
 
     def _step(self, cache: PagedCache, call: Call, whole: dict[str, Any] | None) -> dict[str, Any]:
         if call.ids is None:
@@ -350,18 +406,25 @@ class Door:
         if model is None:
             return
         with self._lock:
-            if self.identity.same(model):
-                if self.identity.same_content():
-                    return
-                # Written to behind torch's back: what was computed since is named wrongly.
-                try:
-                    self.kv.invalidate()
-                except StoreError as error:  # a tier that is away, or only read here
-                    self.kv.warn("stale", f"Pages of changed weights may be left: {error}")
+            same = self.identity.same(model)
+            if same and self.proof.read():
+                return
+            unnamed = bool(self.identity.unnamed)
             if self.identity.moved(model):
                 self._replan(model)
-            self.identity.read(model)
-            self.kv.bind(self.plan.geometry, self.identity.namespace)
+            changed = self.identity.read(model, anew=same)
+            tried = self.identity.attends(model) == self._attends
+            for index, place in self.plan.placed.items():
+                place.in_pages = tried and index in self._read and place.in_pages
+            # Without a count nobody knows since when; with one, not what came before it.
+            if same or unnamed or self.identity.weights_changed:
+                self.proof.reject()
+            if changed:
+                self._rename()
+
+    def _rename(self) -> None:
+        self.kv.bind(self.plan.geometry, self.identity.namespace)
+        self.proof.watch()
 
     def _replan(self, model: torch.nn.Module) -> None:
         from flowkv.hooks.huggingface.probe import probe
@@ -372,12 +435,10 @@ class Door:
 
     def trusted(self, rows: Rows) -> bool:
         """Whether the model still is what the pages of these rows will be named after."""
-        if rows.forwards == 0 and rows.checked:
-            return True  # a moment ago
         model = self._model()
         if model is None or not self.identity.same(model):
             return False
-        return self.identity.n_bytes > _PUBLISH_CHECK_BYTES or self.identity.same_content()
+        return self.identity.same_content()
 
     def _refuse(self, problem: str, code: str = "") -> None:
         self.kv.warn(
@@ -396,3 +457,23 @@ class Door:
 def _own(cache: Any) -> Any:
     """The decoder's own cache of an encoder-decoder pair; any other cache unchanged."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def drawn() -> tuple[bytes, ...]:
+    """Where torch's generators stand: the same before and after a forward that draws nothing."""
+    states = [torch.get_rng_state().numpy().tobytes()]
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return tuple(states)
+
+
+def _modes() -> str:
+    """Why what torch computes at this moment is not what the code says; "" if it is."""
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode stands between the model and torch"
+    if torch._C._len_torch_function_stack():
+        stack = torch.overrides._get_current_function_mode_stack()
+        if any(not isinstance(mode, DeviceContext) for mode in stack):
+            return "a function mode stands between the model and torch"
+    return ""

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.keys import Salt
-from flowkv.hooks.huggingface.fingerprint import digest_of
+from flowkv.hooks.huggingface.salts import digest_of
 
 ENCODED = "mm_encoder_outputs"
 _MODALITIES = ("image", "video", "audio", "speech", "vision")

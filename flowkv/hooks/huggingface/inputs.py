@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,13 @@ from numpy.typing import NDArray
 
 from flowkv.core.keys import Salt
 from flowkv.hooks.huggingface.fill import Fill, placeholder_ids
-from flowkv.hooks.huggingface.salts import column_salts, condition_salts, type_salts
+from flowkv.hooks.huggingface.salts import (
+    column_salts,
+    condition_salts,
+    digest_of,
+    place_salts,
+    type_salts,
+)
 from flowkv.hooks.huggingface.versions import MODAL_INPUTS
 
 TYPE_INPUTS = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
@@ -31,12 +38,12 @@ class Names(NamedTuple):
     """What a model calls its arguments.
 
     Attributes:
-        parameters: All of its forward, in order.
+        parameters: All of its forward, in order, with their defaults.
         encoder: It has an encoder, so that the decoder's arguments are called `decoder_...`.
         placeholders: Token ids that images and the like replace, by name.
     """
 
-    parameters: tuple[str, ...]
+    parameters: dict[str, Any]
     encoder: bool
     placeholders: dict[str, int]
 
@@ -44,7 +51,8 @@ class Names(NamedTuple):
     def of(cls, model: torch.nn.Module) -> Names:
         """Those of a model."""
         config: Any = model.config
-        parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        signature = list(inspect.signature(type(model).forward).parameters.values())[1:]
+        parameters = {one.name: one.default for one in signature}
         encoder = bool(getattr(config, "is_encoder_decoder", False))
         return cls(
             parameters, encoder and "decoder_input_ids" in parameters, placeholder_ids(config)
@@ -184,7 +192,7 @@ class Call:
     def _sort(self) -> str:
         skip = {self.names.ids, self.names.mask, self.names.positions, self.names.embeds}
         for name, value in self.given.items():
-            if name in skip or name in _NEUTRAL or value is None or value is False:
+            if name in skip or name in _NEUTRAL or self._absent(name, value):
                 continue
             if name in TYPE_INPUTS and isinstance(value, torch.Tensor):
                 if value.shape[-1] != self.columns or value.dim() != 2:
@@ -194,11 +202,17 @@ class Call:
                 self.condition[name] = value
             elif name in _MODAL:
                 self.modal[name] = value
-            elif isinstance(value, (bool, int, float, str)):
-                self.condition[name] = value
+            elif _by_column(value, self.columns):
+                return f"`{name}` may say something of every token"
             else:
-                return f"nothing is known about its argument `{name}`"
+                self.condition[name] = value
         return ""
+
+    def _absent(self, name: str, value: Any) -> bool:
+        """Whether an argument is as if it were not given."""
+        default = self.names.parameters.get(name)
+        unsaid = default is None or default is inspect.Parameter.empty
+        return value is None if unsaid else value is default
 
     # ---- the first forward of a cache
 
@@ -216,8 +230,12 @@ class Call:
             return None
         return (columns - seen.sum(1)).tolist()  # type: ignore[no-any-return]
 
-    def prompts(self, pads: list[int]) -> tuple[list[Prompt], Fill]:
+    def prompts(self, pads: list[int], *, by_place: bool = False) -> tuple[list[Prompt], Fill]:
         """The rows with their salts, and what fills their placeholders.
+
+        Args:
+            pads: Padding columns of each row.
+            by_place: The model treats rows by their place in the batch.
 
         Raises:
             TypeError: Something that K and V depend on has no digest.
@@ -233,6 +251,7 @@ class Call:
         for row, pad in enumerate(pads):
             salts = condition_salts(self.condition, row, len(pads)) + fill.salts(row)
             salts += column_salts(pad, self.positions)
+            salts += place_salts(row, len(pads)) if by_place else []
             for name, value in types.items():
                 salts += type_salts(name, value[min(row, len(value) - 1), pad:].astype(np.int64))
             salts.sort(key=lambda salt: (salt.position, salt.digest))
@@ -259,9 +278,35 @@ class Call:
 
     # ---- later forwards
 
+    def conditioned(self, options: Mapping[str, Any]) -> bool:
+        """Whether inputs beside token ids are what they were for an earlier forward."""
+        mine = self.condition
+        if mine.keys() != options.keys():
+            return False
+        changed = [name for name in mine if mine[name] is not options[name]]
+        try:
+            return all(digest_of(mine[name]) == digest_of(options[name]) for name in changed)
+        except TypeError:
+            return False
+
     @property
     def continues(self) -> bool:
         """Whether token ids say everything about a later forward."""
         if self.problem or self.modal:
             return False
         return not any(bool(value.any()) for value in self.types.values())
+
+
+def _by_column(value: Any, columns: int) -> bool:
+    """Whether something of a batch's input could be told of each of its columns.
+
+    Then it would have to be cut where known tokens are skipped, and nobody knows how.
+    """
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return columns > 1 and columns in value.shape
+    if isinstance(value, Mapping):
+        return any(_by_column(item, columns) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        inner = any(_by_column(item, columns) for item in value)
+        return inner or (columns > 1 and len(value) == columns)
+    return False

@@ -29,6 +29,10 @@ _TOLERANCE, _HALF_TOLERANCE = 1e-2, 0.25
 1e-6. In half precision near ties between experts fall otherwise, so there the median counts."""
 
 
+_ROW_TOLERANCE, _HALF_ROW_TOLERANCE = 1e-5, 1e-2
+"""The same between rows of one batch, which differ by the order of additions at most."""
+
+
 class Probe(NamedTuple):
     """What a short forward showed.
 
@@ -102,6 +106,25 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
         return False
     finally:
         cache.close()
+
+
+def rows_alike(model: Any, names: Names, rows: int) -> bool:
+    """Whether a model answers the same prompt alike in every row of a batch.
+
+    A forward that fails does not: what treats rows by their place may want another number of them.
+    """
+    try:
+        with quiet(model):
+            ids = ordinary_tokens(model, names, sum(_PARTS)).expand(rows, -1).contiguous()
+            given = {names.ids: ids, "use_cache": False, **encoder_inputs(model, names, rows)}
+            out = model(**given)
+            logits = out.logits if getattr(out, "logits", None) is not None else out[0]
+    except Exception:
+        return False
+    logits = logits.detach().float()
+    distance = (logits - logits[:1]).flatten(1).norm(dim=1) / logits[0].norm().clamp_min(1e-9)
+    exact = model.dtype in (torch.float32, torch.float64)
+    return bool(distance.max() <= (_ROW_TOLERANCE if exact else _HALF_ROW_TOLERANCE))
 
 
 def _in_parts(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
@@ -179,7 +202,8 @@ def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool
 @contextmanager
 def quiet(model: Any) -> Iterator[None]:
     """Inference, and afterwards every module in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()] if model.training else []
+    modes = [(module, module.training) for module in model.modules()]
+    modes = modes if any(training for _, training in modes) else []
     try:
         if modes:
             model.eval()

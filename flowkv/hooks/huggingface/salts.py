@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,14 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.keys import Salt
-from flowkv.hooks.huggingface.fingerprint import digest_of
 
 
 def condition_salts(condition: Mapping[str, Any], row: int, rows: int) -> list[Salt]:
     """Salts for what every token of a row depends on, such as the encoder's output.
 
-    Tensors whose first dimension counts rows are taken apart, so that a row's salt does not depend
-    on its neighbours.
+    Tensors and lists whose first dimension counts rows are taken apart, so that a row's salt does
+    not depend on its neighbours.
 
     Raises:
         TypeError: A value has no digest.
@@ -25,6 +25,11 @@ def condition_salts(condition: Mapping[str, Any], row: int, rows: int) -> list[S
     if not condition:
         return []
     return [Salt(0, digest_of("condition", _row(condition, row, rows)))]
+
+
+def place_salts(row: int, rows: int) -> list[Salt]:
+    """A salt for a row's place in its batch, for models that treat rows by it."""
+    return [Salt(0, digest_of("place", row, rows))]
 
 
 def type_salts(name: str, types: NDArray[np.int64]) -> list[Salt]:
@@ -39,10 +44,43 @@ def column_salts(pad: int, positions: torch.Tensor | None) -> list[Salt]:
 
 
 def _row(value: Any, row: int, rows: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[row] if value.dim() and value.shape[0] == rows else value
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value[row] if value.ndim and value.shape[0] == rows else value
     if isinstance(value, Mapping):
         return {key: _row(item, row, rows) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
+        if len(value) == rows and not any(isinstance(x, torch.Tensor) for x in value):
+            return value[row]
         return [_row(item, row, rows) for item in value]
     return value
+
+
+def digest_of(*parts: object) -> bytes:
+    """32 bytes over tensors (dtype, shape, content) and plain values, nested in any way."""
+    state = hashlib.sha256()
+    _feed(state, parts)
+    return state.digest()
+
+
+def _feed(state: hashlib._Hash, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        head = f"tensor {value.dtype} {tuple(value.shape)};"
+        state.update(head.encode())
+        state.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    elif isinstance(value, Mapping):
+        state.update(f"map {len(value)};".encode())
+        for key in sorted(value, key=str):
+            _feed(state, str(key))
+            _feed(state, value[key])
+    elif isinstance(value, (list, tuple)):
+        state.update(f"list {len(value)};".encode())
+        for item in value:
+            _feed(state, item)
+    elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        state.update(f"array {value.dtype} {value.shape};".encode())
+        state.update(np.ascontiguousarray(value).tobytes())
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        text = f"{type(value).__name__} {value!r}"
+        state.update(f"{len(text)} {text};".encode())
+    else:
+        raise TypeError(f"{type(value).__name__} has no digest")

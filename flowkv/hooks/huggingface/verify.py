@@ -15,7 +15,14 @@ from flowkv.hooks.huggingface.attach import base_model, door_of, install, instal
 from flowkv.hooks.huggingface.door import Door
 from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import Names
-from flowkv.hooks.huggingface.probe import encoder_inputs, ordinary_tokens, pair, probe, quiet
+from flowkv.hooks.huggingface.probe import (
+    encoder_inputs,
+    ordinary_tokens,
+    pair,
+    probe,
+    quiet,
+    rows_alike,
+)
 from flowkv.hooks.huggingface.versions import DynamicCache
 from flowkv.runtime.cache import KV
 
@@ -121,9 +128,9 @@ def verify(model: Any, *, tokens: int = 64) -> Report:
         try:
             with _door(model, kv) as door:
                 cases = tuple(_cases(model, door, max(tokens, 2 * _PAGE)))
-                return Report(
-                    name, _ways(door), cases, _reasons(door), all(case.identical for case in cases)
-                )
+                reasons = (*_reasons(door), *_by_place(model, door))
+                same = all(case.identical for case in cases)
+                return Report(name, _ways(door), cases, reasons, same)
         except UnsupportedModelError as error:
             return Report(name, reasons=(error.problem,))
         except FlowKVError as error:
@@ -141,7 +148,7 @@ def _door(model: Any, kv: KV) -> Iterator[Door]:
     with other.aside():
         reads = any(placed.in_pages for placed in other.plan.placed.values())
         plan = probe(model, kv.page_size, in_pages=reads).plan
-    identity = Identity(model)
+    identity = Identity(model)  # of a cache that is about to be closed
     kv.bind(plan.geometry, identity.namespace)
     door = Door(model, kv, plan, identity)
     door.continues, door.note = other.continues, other.note
@@ -166,6 +173,17 @@ def _reasons(door: Door) -> tuple[str, ...]:
     if any(not p.was_read for p in door.plan.placed.values()) and not door.note:
         found.append("its attention needs more than keys, values and a causal mask")
     return tuple(found)
+
+
+def _by_place(model: Any, door: Door) -> tuple[str, ...]:
+    hung = door_of(model)
+    with hung.aside() if hung is not None else door.aside():
+        if rows_alike(model, door.names, 2):
+            return ()
+    return (
+        "it answers a prompt otherwise in another row of a batch: by its place, so that rows "
+        "share with the same row of equally large batches only",
+    )
 
 
 def _cases(model: Any, door: Door, tokens: int) -> Iterator[Case]:

@@ -6,9 +6,16 @@ are used elsewhere; whatever has changed between releases is asked for here.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+import transformers
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
@@ -32,6 +39,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "ALL_MASK_ATTENTION_FUNCTIONS",
+    "BOOKKEEPING",
     "MODAL_INPUTS",
     "PREFILL",
     "AttentionInterface",
@@ -46,12 +54,17 @@ __all__ = [
     "LinearAttentionCacheLayerMixin",
     "LinearAttentionLayer",
     "MaxLengthCriteria",
+    "PreTrainedConfig",
     "PreTrainedModel",
     "causal_mask_function",
+    "chosen_functions",
     "layer_types",
+    "library_release",
+    "library_version",
     "native_layer",
     "overlay_window",
     "removed",
+    "settings",
 ]
 
 MODAL_INPUTS = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
@@ -106,3 +119,60 @@ def _closure(function: Any, name: str) -> dict[str, Any]:
     if code is None or not cells or code.co_name != name:
         return {}
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+BOOKKEEPING = frozenset(
+    """generation_config name_or_path warnings_issued model_tags all_tied_weights_keys kernel_config
+    hf_device_map hf_quantizer quantization_method is_quantized is_parallelizable model_parallel
+    device_map _cache _is_hf_initialized _keep_in_fp32_modules _keep_in_fp32_modules_strict
+    _no_split_modules _skip_keys_device_placement _keys_to_ignore_on_load_unexpected
+    _keys_to_ignore_on_load_missing _keys_to_ignore_on_save _tp_plan _ep_plan _pp_plan _fsdp_plan
+    _tp_size _device_mesh _weight_conversions _compiled_call _last_compile_config _loss_function
+    loss_type gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
+    _output_capturing_hooks_installed peft_config _hf_peft_config_loaded tokenizer processor
+    _name_or_path _commit_hash _auto_class""".split()
+)
+"""Attributes of models that say nothing about what a forward computes."""
+
+_UNIMPORTANT = BOOKKEEPING | frozenset(
+    """transformers_version architectures dtype torch_dtype id2label label2id problem_type use_cache
+    return_dict output_attentions output_hidden_states task_specific_params auto_map
+    chunk_size_feed_forward _output_attentions _post_init_done""".split()
+)
+_OWN_PREFIX = "flowkv_"
+
+
+def settings(config: Any) -> str:
+    """Everything in a configuration that can change what is computed, as canonical text."""
+    held = {**config.to_dict()}
+    for name in ("_attn_implementation", "_experts_implementation"):
+        chosen = getattr(config, f"{name}_internal", None)
+        held[name] = chosen.removeprefix(_OWN_PREFIX) if isinstance(chosen, str) else None
+    return json.dumps(_plain(held), sort_keys=True, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items() if k not in _UNIMPORTANT}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def chosen_functions(model: Any) -> list[tuple[Any, str, Any]]:
+    """(registry, name, function) of the attention and mask functions that a model runs."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    chosen = {getattr(c, "_attn_implementation_internal", None) for c in configs.values()}
+    names = sorted({name.removeprefix(_OWN_PREFIX) for name in chosen if isinstance(name, str)})
+    registries = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+    return [(registry, name, registry.get(name)) for registry in registries for name in names]
+
+
+def library_release() -> str:
+    """The release of transformers, whose code is in no other part of a model's name."""
+    return f"transformers {transformers.__version__}"
+
+
+def library_version(module: Any) -> str:
+    """A release, without what says for which device it was built."""
+    return str(module.__version__).partition("+")[0]

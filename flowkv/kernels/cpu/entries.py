@@ -13,12 +13,12 @@ from pathlib import Path
 from numba import njit
 
 from flowkv.kernels.cpu import attend as cpu_attend
-from flowkv.kernels.cpu import checksum as cpu_checksum
 from flowkv.kernels.cpu import dense as cpu_dense
 from flowkv.kernels.cpu import merge as cpu_merge
 from flowkv.kernels.cpu import mixed as cpu_mixed
 from flowkv.kernels.cpu import move as cpu_move
 from flowkv.kernels.cpu import rotary as cpu_rotary
+from flowkv.kernels.cpu import sums as cpu_sums
 from flowkv.kernels.cpu import transcode as cpu_transcode
 
 
@@ -75,7 +75,7 @@ def _entries(stamp, cache):
 
     @jit
     def checksum(a, part, parts):
-        return cpu_checksum.sum_blocks(a, part, parts) if stamp else 0
+        return cpu_sums.sum_blocks(a, part, parts) if stamp else 0
 
     @jit
     def move_pages(a, part, parts):

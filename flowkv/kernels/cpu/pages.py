@@ -105,7 +105,7 @@ def run(kernel, n_bytes: int, *operands: object) -> None:
 
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Two sums over each block; see `checksum.checksum`."""
+    """Two sums over each block; see `sums.checksum`."""
     sums = torch.empty(-(-len(words) // block_words), 2, dtype=torch.int64)
     a = np.array([words.data_ptr(), len(words), block_words, sums.data_ptr()], np.int64)
     run(entries.checksum, 8 * len(words), a)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from flowkv.kernels.checksum import FIRST, SECOND, STEP
 from flowkv.kernels.cpu.bits import pointer
+from flowkv.kernels.sums import FIRST, SECOND, STEP
 
 _STEP, _FIRST, _SECOND = np.uint64(STEP), np.uint64(FIRST), np.uint64(SECOND)
 

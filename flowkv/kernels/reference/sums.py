@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from flowkv.kernels.checksum import FIRST, SECOND, STEP
+from flowkv.kernels.sums import FIRST, SECOND, STEP
 
 _AT_ONCE = 1 << 20
 """Words that are mixed at a time: temporary tensors stay small beside the weights of a model."""
 
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Two sums over each block; see `checksum.checksum`."""
+    """Two sums over each block; see `sums.checksum`."""
     sums = words.new_zeros(-(-len(words) // block_words), 2)
     for block, out in zip(words.split(block_words), sums, strict=True):
         for first in range(0, len(block), _AT_ONCE):

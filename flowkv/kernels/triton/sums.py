@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flowkv.kernels.checksum import FIRST, SECOND, STEP
+from flowkv.kernels.sums import FIRST, SECOND, STEP
 from flowkv.kernels.triton.launch import launch
 
 TILE = 1024
@@ -45,7 +45,7 @@ def checksum_kernel(p_words, p_sums, n_words, block_words, splits, STEP: tl.cons
 
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Two sums over each block; see `checksum.checksum`."""
+    """Two sums over each block; see `sums.checksum`."""
     blocks = triton.cdiv(len(words), block_words)
     splits = triton.cdiv(min(block_words, len(words)), TILE * TILES)
     sums = words.new_empty(blocks, splits, 2)

@@ -1,0 +1,248 @@
+"""What tensors hold: a name over every byte, and readings that find what changed uncounted.
+
+PyTorch counts writes to a tensor (`_version`), so a tensor that was read once need not be read
+again while it is the same object, at the same address, with the same count. Writes through `.data`
+or a numpy view are not counted; a rolling reading goes over all bytes again and again to find them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from flowkv.kernels import checksum
+
+BLOCK_BYTES = 4 << 20
+_BLOCK_WORDS = BLOCK_BYTES // 8
+
+
+class UnnamedError(TypeError):
+    """A tensor's content cannot be read: it is on the meta device, or of an opaque kind."""
+
+
+class _Read(NamedTuple):
+    """A tensor when it was read."""
+
+    tensor: torch.Tensor
+    address: int
+    version: int
+    parts: list[torch.Tensor]  # plain tensors that hold its content
+    sums: bytes
+
+    def counted(self) -> bool:
+        """Whether nothing was written to it in the open, and it lies where it lay."""
+        return _version(self.tensor) == self.version and _address(self.tensor) == self.address
+
+
+class Weights:
+    """Named tensors and what they hold. A reading is remembered by object, address and version.
+
+    Attributes:
+        n_bytes: Bytes of all tensors.
+        passes: Rolling readings that went over all bytes and found them as they were.
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = self.passes = 0
+        self._reads: dict[int, _Read] = {}
+        self._blocks: list[tuple[torch.Tensor, int, bytes]] | None = None
+        self._next = 0
+
+    def read(self, named: Mapping[str, torch.Tensor]) -> str:
+        """Hex digest of names, dtypes, shapes and every byte; the same on every device.
+
+        Only tensors that are new, or were written to in the open, are read.
+
+        Raises:
+            UnnamedError: A tensor cannot be read.
+        """
+        reads: dict[int, _Read] = {}
+        fresh: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        for tensor in named.values():
+            known = self._reads.get(id(tensor))
+            if known is not None and known.tensor is tensor and known.counted():
+                reads[id(tensor)] = known
+            else:
+                fresh.setdefault(id(tensor), (tensor, list(_parts(tensor))))
+        # Counted before they are read: a write meanwhile is seen as one afterwards.
+        counts = {key: (_address(t), _version(t)) for key, (t, _) in fresh.items()}
+        for key, sums in _sums({key: parts for key, (_, parts) in fresh.items()}).items():
+            tensor, parts = fresh[key]
+            reads[key] = _Read(tensor, *counts[key], parts, sums)
+        self._reads, self._blocks, self._next = reads, None, 0
+        self.n_bytes = sum(_n_bytes(part) for read in reads.values() for part in read.parts)
+        digest = hashlib.sha256(b"flowkv.weights/2")
+        for name, tensor in sorted(named.items()):
+            read = reads[id(tensor)]
+            heads = [f"{part.dtype}|{tuple(part.shape)}" for part in read.parts]
+            head = f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{heads}".encode()
+            digest.update(len(head).to_bytes(4, "little") + head + read.sums)
+        return digest.hexdigest()
+
+    def counted(self, tensor: torch.Tensor | None = None) -> bool:
+        """Whether nothing, or not one tensor, was written to in the open since it was read."""
+        if tensor is None:
+            return all(read.counted() for read in self._reads.values())
+        known = self._reads.get(id(tensor))
+        return known is not None and known.tensor is tensor and known.counted()
+
+    def forget(self) -> None:
+        """Lets go of all tensors."""
+        self._reads, self._blocks, self._next = {}, None, 0
+
+    def roll(self, n_bytes: int) -> bool:
+        """Reads the next bytes of a rolling reading, at least one block; False if they changed."""
+        blocks = self._all_blocks()
+        done = 0
+        while self._next < len(blocks) and (done < n_bytes or not done):
+            part, first, known = blocks[self._next]
+            size = min(_n_bytes(part) - first * BLOCK_BYTES, BLOCK_BYTES)
+            if _block_sums(part, first) != known:
+                self._next = 0
+                return False
+            self._next += 1
+            done += max(size, 1)
+        if self._next >= len(blocks):
+            self._next, self.passes = 0, self.passes + 1
+        return True
+
+    def restart(self) -> None:
+        """The rolling reading begins anew."""
+        self._next = 0
+
+    def same(self) -> bool:
+        """Whether all bytes are what they were; reads them."""
+        reads = list(self._reads.values())
+        found = _sums({i: read.parts for i, read in enumerate(reads)})
+        return all(found[i] == read.sums for i, read in enumerate(reads))
+
+    @property
+    def rolling(self) -> bool:
+        """Whether a rolling reading is under way; it proves nothing computed since it began."""
+        return self._next > 0
+
+    def _all_blocks(self) -> list[tuple[torch.Tensor, int, bytes]]:
+        if self._blocks is None:
+            self._blocks = []
+            for read in self._reads.values():
+                at = 0
+                for part in read.parts:
+                    for first in range(-(-_n_bytes(part) // BLOCK_BYTES)):
+                        self._blocks.append((part, first, read.sums[at : at + 16]))
+                        at += 16
+        return self._blocks
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's content can be read."""
+    try:
+        list(_parts(tensor))
+    except UnnamedError:
+        return False
+    return True
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Plain tensors that hold what a tensor holds.
+
+    Raises:
+        UnnamedError: There are none.
+    """
+    x: Any = tensor.detach()
+    try:
+        if is_traceable_wrapper_subclass(x):
+            names, context = x.__tensor_flatten__()
+            yield _text(f"{type(x).__module__}.{type(x).__qualname__} {context}")
+            for name in names:
+                yield from _parts(getattr(x, name))
+        elif x.is_quantized:
+            yield x.int_repr()
+            if x.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+                yield torch.tensor([x.q_scale(), float(x.q_zero_point())], dtype=torch.float64)
+            else:
+                yield x.q_per_channel_scales()
+                yield x.q_per_channel_zero_points()
+        elif x.layout is torch.sparse_coo:
+            yield x.coalesce().indices()
+            yield x.coalesce().values()
+        elif x.layout in (torch.sparse_csr, torch.sparse_bsr):
+            yield from (x.crow_indices(), x.col_indices(), x.values())
+        elif x.layout is torch.strided and not x.is_meta and type(x) in _PLAIN:
+            x.data_ptr()  # raises where there is no memory
+            # In the order of memory, so that a transposed tensor is read without a copy.
+            yield x.permute(sorted(range(x.dim()), key=lambda d: -x.stride(d)))
+        else:
+            raise UnnamedError(f"a tensor of type {type(tensor).__name__} on {tensor.device}")
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnnamedError(f"a tensor of type {type(tensor).__name__}: {error}") from error
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _text(value: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8)
+
+
+def _n_bytes(part: torch.Tensor) -> int:
+    return part.numel() * part.element_size()
+
+
+def _bytes(part: torch.Tensor) -> torch.Tensor:
+    if part.is_conj() or part.is_neg():
+        part = part.resolve_conj().resolve_neg()
+    return part.contiguous().view(-1).view(torch.uint8)
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Bytes as 64-bit words, zeros behind the last."""
+    short = -len(data) % 8
+    if short:
+        return torch.nn.functional.pad(data, (0, short)).view(torch.int64)
+    aligned = not (data.storage_offset() % 8 or data.data_ptr() % 8)
+    return (data if aligned else data.clone()).view(torch.int64)
+
+
+def _block_sums(part: torch.Tensor, block: int) -> bytes:
+    data = _bytes(part)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+    return checksum(_words(data), _BLOCK_WORDS).cpu().numpy().tobytes()
+
+
+def _sums(parts: Mapping[int, list[torch.Tensor]]) -> dict[int, bytes]:
+    """The sums of all blocks of all tensors; each device is waited for once."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    places: dict[int, list[tuple[torch.device, int]]] = {}
+    for key, tensors in parts.items():
+        places[key] = []
+        for part in tensors:
+            sums = checksum(_words(_bytes(part)), _BLOCK_WORDS)
+            found.setdefault(part.device, []).append(sums)
+            places[key].append((part.device, len(sums)))
+    read = {device: torch.cat(sums).cpu().numpy() for device, sums in found.items()}
+    at = dict.fromkeys(read, 0)
+    digests = {}
+    for key, each in places.items():
+        pieces = []
+        for device, count in each:
+            pieces.append(read[device][at[device] : at[device] + count].tobytes())
+            at[device] += count
+        digests[key] = b"".join(pieces)
+    return digests
+
+
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode: no versions are counted
+        return -1
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a wrapper without storage of its own
+        return -1

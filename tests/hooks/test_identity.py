@@ -1,0 +1,802 @@
+"""Whatever changes what a layer computes changes the name, and nothing else does."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+import flowkv
+from flowkv.hooks.huggingface.identity import Identity
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+
+ROOT = Path(__file__).resolve().parents[2]
+Undo = Callable[[], None]
+
+
+def attention(model: torch.nn.Module, layer: int = 1) -> torch.nn.Module:
+    return model.model.layers[layer].self_attn
+
+
+def setting(owner: object, name: str, value: object) -> Undo:
+    """Sets an attribute; what is returned takes it back."""
+    before = vars(owner).get(name)
+    had = name in vars(owner)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before) if had else delattr(owner, name)
+
+
+class Scaled(torch.nn.Module):
+    """A wrapper with everything that a wrapper may keep: a number, a list, a tensor, an object."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.factor, self.options = inner, 1.0, {"gains": [1.0, 1.0]}
+        self.direction = torch.ones(64)  # no parameter and no buffer
+        self.mode, self.box = Mode.PLAIN, Box()
+        self.gain = lambda x: x
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        out = self.inner(*args, **kwargs)
+        scale = self.factor * self.options["gains"][1] * self.box.size
+        scale = scale * (2.0 if self.mode is Mode.LOUD else 1.0)
+        return self.gain(out * scale * self.direction[: out.shape[-1]])
+
+
+class Mode(enum.Enum):
+    PLAIN = 1
+    LOUD = 2
+
+
+class Box:
+    """An object of its own kind, with a slot."""
+
+    __slots__ = ("size",)
+
+    def __init__(self) -> None:
+        self.size = 1.0
+
+
+def wrapped(model: torch.nn.Module) -> Scaled:
+    layer = model.model.layers[1]
+    if not isinstance(layer.mlp, Scaled):
+        layer.mlp = Scaled(layer.mlp)
+    return layer.mlp
+
+
+# ---- edits, each of which changes what is computed. They are made after a prompt was served.
+
+
+def an_activation(model: torch.nn.Module) -> Undo:
+    return setting_module(model.model.layers[2].mlp, "act_fn", torch.nn.Tanh())
+
+
+def setting_module(owner: torch.nn.Module, name: str, module: torch.nn.Module) -> Undo:
+    before = getattr(owner, name)
+    setattr(owner, name, module)
+    return lambda: setattr(owner, name, before)
+
+
+def eps_of_a_norm(model: torch.nn.Module) -> Undo:
+    return setting(model.model.layers[1].input_layernorm, "variance_epsilon", 3.0)
+
+
+def scaling_of_attention(model: torch.nn.Module) -> Undo:
+    return setting(attention(model), "scaling", 0.9)
+
+
+def scaling_of_rope(model: torch.nn.Module) -> Undo:
+    return setting(model.model.rotary_emb, "attention_scaling", 1.7)
+
+
+def frequencies_of_rope(model: torch.nn.Module) -> Undo:
+    rotary = model.model.rotary_emb
+    before = rotary._buffers
+    rotary._buffers = {**before, "inv_freq": before["inv_freq"] * 1.5}
+    return lambda: setattr(rotary, "_buffers", before)
+
+
+def rotary_made_again(model: torch.nn.Module) -> Undo:
+    rotary, config = model.model.rotary_emb, model.config
+    theta = config.rope_parameters["rope_theta"]
+    config.rope_parameters["rope_theta"] = 50.0
+    rotary.__init__(config)
+
+    def undo() -> None:
+        config.rope_parameters["rope_theta"] = theta
+        rotary.__init__(config)
+        rotary.eval()
+
+    return undo
+
+
+def a_method_of_a_class(model: torch.nn.Module) -> Undo:
+    plain = modeling_llama.LlamaMLP.forward
+    modeling_llama.LlamaMLP.forward = lambda self, x: 1.5 * plain(self, x)
+    return lambda: setattr(modeling_llama.LlamaMLP, "forward", plain)
+
+
+def a_method_of_a_base_class(model: torch.nn.Module) -> Undo:
+    plain = torch.nn.Linear.forward
+    torch.nn.Linear.forward = lambda self, x: 1.1 * plain(self, x)
+    return lambda: setattr(torch.nn.Linear, "forward", plain)
+
+
+def a_function_of_a_module(model: torch.nn.Module) -> Undo:
+    plain = modeling_llama.apply_rotary_pos_emb
+
+    def turned(q, k, cos, sin, unsqueeze_dim=1):
+        return plain(q, k, sin, cos, unsqueeze_dim)
+
+    return setting(modeling_llama, "apply_rotary_pos_emb", turned)
+
+
+def a_function_of_torch(model: torch.nn.Module) -> Undo:
+    plain = torch.nn.functional.silu
+    return setting(torch.nn.functional, "silu", lambda x, inplace=False: plain(x) * 1.5)
+
+
+def the_code_of_a_function(model: torch.nn.Module) -> Undo:
+    function = modeling_llama.rotate_half
+    before = function.__code__
+
+    def other(x):
+        return x
+
+    function.__code__ = other.__code__
+    return lambda: setattr(function, "__code__", before)
+
+
+def a_registered_attention(model: torch.nn.Module) -> Undo:
+    registry = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    plain = registry["sdpa"]
+
+    def louder(*args, **kwargs):
+        out, weights = plain(*args, **kwargs)
+        return out * 1.3, weights
+
+    type(registry).register("sdpa", louder)
+    return lambda: type(registry).register("sdpa", plain)
+
+
+def a_method_of_an_instance(model: torch.nn.Module) -> Undo:
+    mlp = model.model.layers[2].mlp
+    plain = mlp.forward
+    mlp.forward = types.MethodType(lambda self, x: plain(x) * 1.5, mlp)
+    return lambda: delattr(mlp, "forward")
+
+
+def a_number_of_a_wrapper(model: torch.nn.Module) -> Undo:
+    return setting(wrapped(model), "factor", 1.5)
+
+
+def a_number_in_a_list_of_a_wrapper(model: torch.nn.Module) -> Undo:
+    gains = wrapped(model).options["gains"]
+    gains[1] = 1.5
+    return lambda: gains.__setitem__(1, 1.0)
+
+
+def an_enum_of_a_wrapper(model: torch.nn.Module) -> Undo:
+    return setting(wrapped(model), "mode", Mode.LOUD)
+
+
+def an_object_of_a_wrapper(model: torch.nn.Module) -> Undo:
+    box = wrapped(model).box
+    box.size = 1.5
+    return lambda: setattr(box, "size", 1.0)
+
+
+def a_callable_of_a_wrapper(model: torch.nn.Module) -> Undo:
+    return setting(wrapped(model), "gain", lambda x: x * 1.5)
+
+
+def a_tensor_of_a_wrapper(model: torch.nn.Module) -> Undo:
+    return setting(wrapped(model), "direction", torch.full((64,), 1.5))
+
+
+def a_tensor_of_a_wrapper_in_place(model: torch.nn.Module) -> Undo:
+    direction = wrapped(model).direction
+    direction.mul_(1.5)
+    return lambda: direction.div_(1.5)
+
+
+def a_hook(model: torch.nn.Module) -> Undo:
+    hook = model.model.layers[2].mlp.register_forward_hook(lambda m, a, out: out * 1.5)
+    return hook.remove
+
+
+def a_hook_before(model: torch.nn.Module) -> Undo:
+    hook = model.model.layers[2].mlp.register_forward_pre_hook(lambda m, a: (a[0] * 1.5,))
+    return hook.remove
+
+
+def a_global_hook(model: torch.nn.Module) -> Undo:
+    def louder(module, args, out):
+        return out * 1.5 if isinstance(module, modeling_llama.LlamaMLP) else None
+
+    return torch.nn.modules.module.register_module_forward_hook(louder).remove
+
+
+def a_row_of_weights(model: torch.nn.Module) -> Undo:
+    weight = attention(model).v_proj.weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight[3] += 2.0
+
+    def undo() -> None:
+        with torch.no_grad():
+            weight.copy_(before)
+
+    return undo
+
+
+def a_weight_uncounted(model: torch.nn.Module) -> Undo:
+    row = attention(model).v_proj.weight.detach().numpy()[5]
+    before = row.copy()
+    row += 2.0
+    return lambda: row.__setitem__(slice(None), before)
+
+
+def a_step_of_an_optimizer(model: torch.nn.Module) -> Undo:
+    weight = attention(model).v_proj.weight
+    before = weight.detach().clone()
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.5).step()
+    weight.grad = None
+    return lambda: weight.data.copy_(before)
+
+
+def a_setting_of_the_configuration(model: torch.nn.Module) -> Undo:
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    plain = modeling_llama.eager_attention_forward
+
+    def louder(*args, **kwargs):
+        out, weights = plain(*args, **kwargs)
+        return out * 1.3, weights
+
+    modeling_llama.eager_attention_forward = louder
+
+    def undo() -> None:
+        modeling_llama.eager_attention_forward = plain
+        model.set_attn_implementation(before.removeprefix("flowkv_"))
+
+    return undo
+
+
+def precision(model: torch.nn.Module) -> Undo:
+    torch.set_default_dtype(torch.float64)
+    weight = a_row_of_weights(model)
+
+    def undo() -> None:
+        weight()
+        torch.set_default_dtype(torch.float32)
+
+    return undo
+
+
+EDITS = [
+    an_activation,
+    eps_of_a_norm,
+    scaling_of_attention,
+    scaling_of_rope,
+    frequencies_of_rope,
+    rotary_made_again,
+    a_method_of_a_class,
+    a_method_of_a_base_class,
+    a_function_of_a_module,
+    a_function_of_torch,
+    the_code_of_a_function,
+    a_registered_attention,
+    a_method_of_an_instance,
+    a_number_of_a_wrapper,
+    a_number_in_a_list_of_a_wrapper,
+    an_enum_of_a_wrapper,
+    an_object_of_a_wrapper,
+    a_callable_of_a_wrapper,
+    a_tensor_of_a_wrapper,
+    a_tensor_of_a_wrapper_in_place,
+    a_hook,
+    a_hook_before,
+    a_global_hook,
+    a_row_of_weights,
+    a_weight_uncounted,
+    a_step_of_an_optimizer,
+    a_setting_of_the_configuration,
+    precision,
+]
+each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+
+
+def base() -> torch.nn.Module:
+    model = models.causal("llama")
+    wrapped(model)
+    return model
+
+
+@each_edit
+def test_an_edit_after_attach_is_never_answered_with_what_was(edit: Callable[..., Undo]) -> None:
+    """Wrong before the edit is noticed, and right again, and reused, when it is taken back."""
+    model, prompt = base(), models.prompt(60)
+    plain = generate(model, 4, input_ids=prompt)
+    with attached(model) as kv, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            generate(model, 4, input_ids=prompt)
+        undo = edit(model)
+        try:
+            ours = [generate(model, 4, input_ids=prompt) for _ in range(2)]
+            kv.detach()
+            theirs = generate(model, 4, input_ids=prompt)
+        finally:
+            undo()
+    assert not all(torch.equal(a, b) for a, b in zip(plain.logits, theirs.logits, strict=True))
+    for found in ours:
+        assert_same(found, theirs)
+
+
+@each_edit
+def test_an_edit_before_attach_is_another_name(edit: Callable[..., Undo], tmp_path) -> None:
+    """Over a store, after a restart: the edited model finds nothing, the old one finds its own."""
+    model, prompt = base(), models.prompt(60)
+    place = f"{tmp_path}/kv:64MiB"
+    with attached(model, disk=place), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generate(model, 4, input_ids=prompt)
+    undo = edit(model)
+    try:
+        theirs = generate(model, 4, input_ids=prompt)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with attached(model, disk=place) as kv:
+                assert_same(generate(model, 4, input_ids=prompt), theirs)
+                assert reused(kv) == 0
+    finally:
+        undo()
+    with attached(model, disk=place) as kv:
+        generate(model, 4, input_ids=prompt)
+        assert reused(kv) == 48
+
+
+# ---- names stay
+
+
+def test_an_edit_that_is_taken_back_finds_what_was() -> None:
+    model, prompt = base(), models.prompt(60)
+    with attached(model) as kv:
+        generate(model, 4, input_ids=prompt)
+        generate(model, 4, input_ids=prompt)
+        for edit in (scaling_of_attention, a_hook, a_number_in_a_list_of_a_wrapper, an_activation):
+            before = reused(kv)
+            undo = edit(model)
+            generate(model, 4, input_ids=prompt)
+            undo()
+            assert reused(kv) == before
+            generate(model, 4, input_ids=prompt)
+            assert reused(kv) == before + 48
+
+
+PROGRAM = """
+import json, sys
+import torch
+from flowkv.hooks.huggingface.identity import Identity
+from tests.hooks import models
+from tests.hooks.compare import attached, generate
+model = models.causal(sys.argv[1])
+names = [Identity(model).namespace.digest().hex()]
+if sys.argv[2] == "served":
+    generate(model, 5, input_ids=models.prompt(200))
+    with attached(model):
+        generate(model, 5, input_ids=models.prompt(100))
+    names.append(Identity(model).namespace.digest().hex())
+print(json.dumps(names))
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3", "falcon_h1", "bloom"])
+def test_a_model_has_one_name_in_every_process(name: str) -> None:
+    """With another order of hashes, and after it was served."""
+    found = []
+    for seed, state in (("1", "fresh"), ("2", "served")):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, name, state],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        found += json.loads(done.stdout.splitlines()[-1])
+    assert len(set(found)) == 1
+
+
+class Counting(torch.nn.Module):
+    """Does what models do in their forward: counts, keeps a mask that grows, and what it saw."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls, self.seen, self.lengths = inner, 0, {}, []
+        self.register_buffer("mask", torch.ones(1), persistent=False)
+        self.register_buffer("ticks", torch.zeros(1))
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.ticks.add_(1)
+        self.lengths.append(x.shape[1])
+        self.seen["last"] = self.last = x
+        if self.mask.shape[0] < x.shape[1]:
+            self.mask = torch.ones(x.shape[1])
+        return self.inner(x) * self.mask[: x.shape[1], None]
+
+
+def test_what_a_forward_writes_is_no_change(tmp_path) -> None:
+    model, prompt, place = models.causal("llama"), models.prompt(60), f"{tmp_path}/kv:64MiB"
+    model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
+    with attached(model, disk=place) as kv:
+        for _ in range(4):
+            generate(model, 6, input_ids=prompt)
+        assert reused(kv) == 3 * 48
+        generate(model, 6, input_ids=models.prompt(200))
+        generate(model, 6, input_ids=prompt)
+        assert reused(kv) == 4 * 48
+    with attached(model, disk=place) as kv:
+        generate(model, 6, input_ids=prompt)
+        assert reused(kv) == 48
+
+
+def test_a_hook_that_counts_and_scales() -> None:
+    """Its counter is no change, its coefficient is, though they lie in one dictionary."""
+    model, prompt = models.causal("llama"), models.prompt(60)
+    state = {"calls": 0, "scale": 1.0}
+
+    def hook(module, args, out):
+        state["calls"] += 1
+        state["kept"] = out
+        return out * state["scale"]
+
+    model.model.layers[1].mlp.register_forward_hook(hook)
+    with attached(model) as kv:
+        for scale in (1.0, 1.0, 1.0, 1.5, 1.5, 1.0):
+            state["scale"] = scale
+            ours = generate(model, 4, input_ids=prompt)
+            with_kv = reused(kv)
+            other = models.causal("llama")
+            other.model.layers[1].mlp.register_forward_hook(lambda m, a, o, s=scale: o * s)
+            assert_same(ours, generate(other, 4, input_ids=prompt))
+        assert with_kv >= 3 * 48
+
+
+def test_hooks_come_and_go() -> None:
+    """Python gives the address of a hook that is gone to the next one."""
+    model, prompt = models.causal("llama"), models.prompt(60)
+    with attached(model):
+        for factor in (1.5, 0.5, 2.5, 1.5):
+            scaled = functools.partial(lambda m, a, out, factor: out * factor, factor=factor)
+            handle = model.model.layers[1].mlp.register_forward_hook(scaled)
+            ours = generate(model, 4, input_ids=prompt)
+            handle.remove()
+            other = models.causal("llama")
+            other.model.layers[1].mlp.register_forward_hook(lambda m, a, o, f=factor: o * f)
+            assert_same(ours, generate(other, 4, input_ids=prompt))
+
+
+class Opaque:
+    """Cannot be looked into: it has neither attributes nor a way to be reduced."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: int) -> str:
+        raise TypeError("not this one")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_what_cannot_be_named_stays_in_the_process(tmp_path) -> None:
+    place, prompt = f"{tmp_path}/kv:64MiB", models.prompt(60)
+    model = models.causal("llama")
+    wrapped(model).gain = Opaque()
+    with attached(model, disk=place) as kv:
+        generate(model, 4, input_ids=prompt)
+        generate(model, 4, input_ids=prompt)
+        assert reused(kv) == 48
+        kv.flush()
+        assert kv.stats()["tiers"]["disk"]["pages"] == 0
+        first = kv.namespace
+        wrapped(model).gain = Opaque()
+        generate(model, 4, input_ids=prompt)
+        assert reused(kv) == 48
+        assert kv.namespace != first
+    assert Identity(model).namespace != Identity(model).namespace
+
+
+def test_submodules_in_training_mode_are_not_shared() -> None:
+    model, prompt = models.causal("llama"), models.prompt(60)
+    mlp = model.model.layers[1].mlp
+    mlp.act_fn = torch.nn.Sequential(mlp.act_fn, torch.nn.Dropout(0.5))
+    model.eval()
+    plain = generate(model, 4, input_ids=prompt)
+    with attached(model) as kv:
+        assert_same(generate(model, 4, input_ids=prompt), plain)
+        mlp.act_fn[1].train()
+        for seed in (1, 2, 1):
+            torch.manual_seed(seed)
+            ours = generate(model, 4, input_ids=prompt)
+            with flowkv_off(kv, model):
+                torch.manual_seed(seed)
+                assert_same(ours, generate(model, 4, input_ids=prompt))
+        assert reused(kv) == 0
+        mlp.act_fn[1].eval()
+        assert_same(generate(model, 4, input_ids=prompt), plain)
+        assert reused(kv) == 48
+
+
+def flowkv_off(kv: flowkv.KV, model: torch.nn.Module):
+    from flowkv.hooks.huggingface.attach import door_of
+
+    door = door_of(model)
+    assert door is not None
+    return door.aside()
+
+
+def test_harmless_training_mode_is_shared() -> None:
+    """As PEFT leaves its layers when it adds them: nothing in them draws a random number."""
+    model, prompt = models.causal("llama"), models.prompt(60)
+    mlp = model.model.layers[1].mlp
+    mlp.act_fn = torch.nn.Sequential(mlp.act_fn, torch.nn.Dropout(0.0)).train()
+    with attached(model) as kv:
+        generate(model, 4, input_ids=prompt)
+        generate(model, 4, input_ids=prompt)
+        assert reused(kv) == 48
+
+
+# ---- rows
+
+
+class ByRow(torch.nn.Module):
+    """Steers each row of a batch by its place."""
+
+    def __init__(self, inner: torch.nn.Module, strengths: list[float]) -> None:
+        super().__init__()
+        self.inner, self.strengths = inner, torch.tensor(strengths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.strengths[: x.shape[0], None, None]
+
+
+@pytest.mark.parametrize("common", [60, 40])
+def test_rows_that_are_treated_differently_share_nothing(common: int) -> None:
+    model = models.causal("llama")
+    rows = models.prompt(60).repeat(2, 1)
+    rows[1, common:] = models.prompt(60, 9)[0, common:]
+    model.model.layers[0].mlp = ByRow(model.model.layers[0].mlp, [1.0, 2.0])
+    theirs = generate(model, 4, input_ids=rows)
+    with attached(model) as kv:
+        assert_same(generate(model, 4, input_ids=rows), theirs)
+        assert reused(kv) == 0
+        assert_same(generate(model, 4, input_ids=rows), theirs)
+        assert reused(kv) > 0
+
+
+def test_verify_tries_equal_rows() -> None:
+    model = models.causal("llama")
+    assert "row of a batch" not in str(flowkv.verify(model))
+    model.model.layers[0].mlp = ByRow(model.model.layers[0].mlp, [1.0, 2.0])
+    assert "otherwise in another row of a batch" in str(flowkv.verify(model))
+
+
+def test_a_hook_that_treats_rows_differently() -> None:
+    model, rows = models.causal("llama"), models.prompt(60).repeat(3, 1)
+
+    def hook(module, args, kwargs, out, names):
+        scale = torch.tensor([{"a": 1.0, "b": 1.5}[name] for name in names])
+        return out * scale[:, None, None]
+
+    for names in (["a", "b", "a"], ["b", "a", "a"]):
+        handle = model.model.layers[1].mlp.register_forward_hook(
+            functools.partial(hook, names=names), with_kwargs=True
+        )
+        theirs = generate(model, 4, input_ids=rows)
+        handle.remove()
+        other = models.causal("llama")
+        with attached(other):
+            for _ in range(2):
+                handle = other.model.layers[1].mlp.register_forward_hook(
+                    functools.partial(hook, names=names), with_kwargs=True
+                )
+                assert_same(generate(other, 4, input_ids=rows), theirs)
+                handle.remove()
+
+
+def test_equal_rows_of_an_ordinary_model_share() -> None:
+    model, rows = models.causal("llama"), models.prompt(60).repeat(2, 1)
+    with attached(model) as kv:
+        generate(model, 4, input_ids=rows)
+        generate(model, 4, input_ids=rows)
+        assert reused(kv) >= 96
+
+
+# ---- inputs that nobody knows
+
+
+class Steered(transformers.LlamaForCausalLM):
+    """Takes more than transformers' models do."""
+
+    def forward(self, input_ids=None, steer=None, names=None, loud=True, **kwargs):
+        self.model.layers[0].mlp.__dict__["now"] = (steer, names, loud)
+        return super().forward(input_ids=input_ids, **kwargs)
+
+    def prepare_inputs_for_generation(self, *args, steer=None, names=None, loud=True, **kwargs):
+        given = super().prepare_inputs_for_generation(*args, **kwargs)
+        return given | {"steer": steer, "names": names, "loud": loud}
+
+
+class SteeredMLP(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steer, names, loud = self.__dict__["now"]
+        y = self.inner(x)
+        if steer is not None:
+            y = y * steer.view(-1, 1, 1)
+        if names is not None:
+            y = y * torch.tensor([1.0 + len(name) for name in names])[:, None, None]
+        return y if loud else y * 0.5
+
+
+def steered() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = models.sharpen(Steered(transformers.LlamaConfig(**models.GROUPED)))
+    model.model.layers[0].mlp = SteeredMLP(model.model.layers[0].mlp)
+    return model
+
+
+def test_an_input_that_nobody_knows_is_part_of_the_key() -> None:
+    model, rows = steered(), models.prompt(60).repeat(2, 1)
+    cases = [
+        {},
+        {"steer": torch.tensor([1.0, 1.5])},
+        {"steer": torch.tensor([1.5, 1.0])},
+        {"steer": torch.tensor(1.5)},
+        {"names": ["a", "bb"]},
+        {"names": ["bb", "a"]},
+        {"loud": False},
+        {"loud": True},
+    ]
+    wanted = [generate(model, 4, input_ids=rows, **case) for case in cases]
+    with attached(model) as kv, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for order in (range(len(cases)), reversed(range(len(cases)))):
+            for case in order:
+                assert_same(generate(model, 4, input_ids=rows, **cases[case]), wanted[case])
+        assert reused(kv) > 0
+
+
+def test_an_input_without_a_digest_is_not_shared() -> None:
+    model, prompt = steered(), models.prompt(60)
+
+    class Name:
+        def __init__(self, length: int) -> None:
+            self.length = length
+
+        def __len__(self) -> int:
+            return self.length
+
+    for length in (1, 3, 1):
+        wanted = generate(model, 4, input_ids=prompt, names=(Name(length),))
+        with attached(model) as kv, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(2):
+                found = generate(model, 4, input_ids=prompt, names=(Name(length),))
+                assert_same(found, wanted)
+            assert reused(kv) == 0
+
+
+def test_a_mode_of_torch_between_model_and_torch_is_not_shared() -> None:
+    class Louder(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, kinds, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            return out * 1.2 if function is torch.nn.functional.silu else out
+
+    model, prompt = models.causal("llama"), models.prompt(60)
+    plain = generate(model, 4, input_ids=prompt)
+    with Louder():
+        louder = generate(model, 4, input_ids=prompt)
+    with attached(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            assert_same(generate(model, 4, input_ids=prompt), plain)
+            with Louder():
+                assert_same(generate(model, 4, input_ids=prompt), louder)
+
+
+# ---- weights larger than what is read for every call
+
+
+def large() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**models.GROUPED | dict(vocab_size=40_000))
+    return models.sharpen(transformers.LlamaForCausalLM(config))
+
+
+def test_every_byte_of_large_weights_is_in_the_name() -> None:
+    model = large()
+    names, weight = [Identity(model).namespace.weights], model.lm_head.weight
+    for at in (0, 17_321, weight.shape[0] - 1):
+        for column in (0, 33, 63):
+            with torch.no_grad():
+                weight[at, column] += 1.0
+            names.append(Identity(model).namespace.weights)
+    assert len(set(names)) == len(names)
+
+
+def test_pages_of_large_weights_wait_for_a_reading(tmp_path) -> None:
+    """Nothing lasts that was computed by weights that were written to without a count."""
+    model, prompt, place = large(), models.prompt(60), f"{tmp_path}/kv:64MiB"
+    from flowkv.hooks.huggingface.attach import door_of
+
+    with attached(model, disk=place) as kv:
+        door_of(model).proof.enter()  # never idle
+        generate(model, 4, input_ids=prompt)
+        assert kv.planner.store.provisional
+        assert kv.stats()["tiers"]["disk"]["pages"] == 0
+        kv.flush()
+        assert not kv.planner.store.provisional
+        assert kv.stats()["tiers"]["disk"]["pages"] > 0
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+        generate(model, 4, input_ids=models.prompt(60, 5))
+    with attached(model, disk=place) as kv:
+        theirs = generate(model, 4, input_ids=models.prompt(60, 5))
+        assert reused(kv) == 0
+    kv.close()
+    assert_same(theirs, generate(model, 4, input_ids=models.prompt(60, 5)))
+
+
+def test_an_uncounted_write_is_found_within_so_many_calls() -> None:
+    from flowkv.hooks.huggingface.identity import CALLS
+
+    model, prompt = large(), models.prompt(60)
+    with attached(model) as kv:
+        generate(model, 4, input_ids=prompt)
+        model.model.layers[1].self_attn.v_proj.weight.data.mul_(1.5)
+        before = kv.namespace
+        found = next(
+            call
+            for call in itertools.count(1)
+            if generate(model, 2, input_ids=prompt) and kv.namespace != before
+        )
+        assert found <= CALLS
+        kv_answer = generate(model, 4, input_ids=prompt)
+    assert_same(kv_answer, generate(model, 4, input_ids=prompt))
+
+
+def test_idle_time_proves_pages(tmp_path) -> None:
+    import time
+
+    model = large()
+    with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
+        generate(model, 4, input_ids=models.prompt(60))
+        for _ in range(2000):
+            if not kv.planner.store.provisional:
+                break
+            time.sleep(0.01)
+        assert not kv.planner.store.provisional
+        kv.planner.store.flush(30.0)
+        assert kv.stats()["tiers"]["disk"]["pages"] > 0
