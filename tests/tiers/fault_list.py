@@ -54,6 +54,8 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/test_disk_faults.py::test_F5_any_operation_may_fail",
             "tiers/test_disk_faults.py::test_F5_a_disk_that_stays_full",
             "tiers/test_disk_faults.py::test_F5_a_disk_that_cannot_read",
+            "tiers/test_disk_journal.py::test_nothing_stays_of_an_append_that_failed",
+            "tiers/test_disk_full.py::test_F5_what_a_full_disk_confirmed_is_there",
             "tiers/remote/test_tier.py::test_a_late_store_reads_nothing_and_is_undone",
         ),
     ),
