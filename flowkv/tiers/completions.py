@@ -51,7 +51,7 @@ class Completions:
             return answers
 
     def fileno(self) -> int:
-        """An eventfd that is readable while answers wait, made at the first call; -1 once closed."""
+        """An eventfd, readable while answers wait; made at the first call, -1 once closed."""
         with self._changed:
             if self._event_fd < 0 and not self._closed:
                 waiting = 1 if self._ready else 0

@@ -48,7 +48,7 @@ CHARGE_BYTES = 228
 _MAGIC = b"FKVJRNL2"
 _HEAD = struct.Struct("<8sII16sQ24x")
 _CRC_FROM = 12  # the crc covers what follows it
-_READ_BYTES = 1 << 24
+_READ_BYTES, _LEAST_READ_BYTES = 1 << 24, 1 << 16
 _BLANK = bytes(PAGE_BYTES)
 _LAST = _HEAD.size + RECORDS * RECORD_BYTES
 
@@ -127,6 +127,7 @@ class Journal:
         count: Records in the file, dead ones included.
         bad_pages: Damaged pages met so far.
         sound_pages: Whole pages met so far; a journal has at least one, even of an empty store.
+        capacity_bytes: Of the store.
 
     Raises:
         OSError: The file cannot be opened.
@@ -143,7 +144,7 @@ class Journal:
     ) -> None:
         self.count = self.bad_pages = self.sound_pages = 0
         self._files, self._path, self._store_id, self._write = files, path, store_id, write
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._fd = files.open(path, write=write)
         self._pages: dict[int, list[bytes]] = {0: []}  # the tail, and pages not on the disk yet
         self._torn = False  # whether a write failed, so that other records may be there
@@ -176,8 +177,8 @@ class Journal:
     def read_new(self) -> Rows:
         """Records appended since the last call, by their numbers; all of them at the first call."""
         files, fd, number = self._files, self._fd, self._tail
-        size, most = files.size(fd), self._capacity_bytes
-        step = -(-min(_READ_BYTES, max(most, PAGE_BYTES)) // PAGE_BYTES) * PAGE_BYTES
+        size, most = files.size(fd), self.capacity_bytes
+        step = min(_READ_BYTES, max(_LEAST_READ_BYTES, most >> 4) // PAGE_BYTES * PAGE_BYTES)
         found: list[bytes] = []
         while number * PAGE_BYTES < size:
             number = max(number, files.next_data(fd, number * PAGE_BYTES) // PAGE_BYTES)
