@@ -132,11 +132,11 @@ class Mover:
             return handled
         if len(lanes) == 1:
             return lanes[0].settle(timeout_s)
-        numbers = [lane.tier.fileno for lane in lanes if hasattr(lane.tier, "fileno")]
-        if len(numbers) == len(lanes):
+        numbers = [lane.tier.fileno() for lane in lanes if hasattr(lane.tier, "fileno")]
+        if len(numbers) == len(lanes) and min(numbers, default=0) >= 0:
             waiting = select.poll()  # not `select`, which knows few descriptors
             for number in numbers:
-                waiting.register(number(), select.POLLIN)
+                waiting.register(number, select.POLLIN)
             waiting.poll(1000 * timeout_s)
         else:
             time.sleep(min(timeout_s, _WAIT_OF_SEVERAL_S))

@@ -189,7 +189,7 @@ class Restores:
         numbers = self.flights.busy()
         tiers = [self.store.tiers[number] for number in numbers if number < len(self.store.tiers)]
         files = [tier.fileno() for tier in tiers if hasattr(tier, "fileno")]
-        return files if len(files) == len(tiers) else []
+        return files if len(files) == len(tiers) and min(files, default=0) >= 0 else []
 
     def _arrived(self, flight: Flight) -> None:
         restoration = self._active.get(flight.op.request)

@@ -18,6 +18,7 @@ class Completions:
         self._ready: deque[Completion] = deque()
         self._changed = threading.Condition()
         self._event_fd = -1
+        self._closed = False
         self._jobs = 0
 
     def new_job(self) -> int:
@@ -50,16 +51,17 @@ class Completions:
             return answers
 
     def fileno(self) -> int:
-        """An eventfd that is readable while answers wait; made at the first call."""
+        """An eventfd, readable while answers wait; made at the first call, -1 once closed."""
         with self._changed:
-            if self._event_fd < 0:
+            if self._event_fd < 0 and not self._closed:
                 waiting = 1 if self._ready else 0
                 self._event_fd = os.eventfd(waiting, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             return self._event_fd
 
     def close(self) -> None:
-        """Closes the eventfd; answers can still be taken."""
+        """Closes the eventfd for good; answers can still be taken."""
         with self._changed:
+            self._closed = True
             if self._event_fd >= 0:
                 os.close(self._event_fd)
                 self._event_fd = -1

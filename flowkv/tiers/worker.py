@@ -266,6 +266,7 @@ class Workers:
             for _, _, item in self._deadlines:
                 self._overtake(item, "closed")
             self._deadlines.clear()
+        self.answers.close()
         return not any(thread.is_alive() for thread in threads)
 
     def _overtake(self, item: Item, reason: str) -> None:

@@ -1,7 +1,8 @@
 """A disk in memory that loses power: of what was not synced, any subset of sectors survives.
 
 Model: creations, renames and lengths survive in order up to the moment of the crash; of the data,
-holes included, any subset of the 512-byte sectors that were not synced.
+holes included, any subset of the 512-byte sectors that were not synced. It has so many blocks: a
+write that needs more ends where they do, and one that gets none fails.
 """
 
 from __future__ import annotations
@@ -15,15 +16,27 @@ from collections.abc import Callable, Sequence
 from flowkv.tiers.disk.files import Buffer, FileIO
 
 SECTOR = 512
+BLOCK = 4096
 _FIRST_FD = 1 << 20
 
 
 class _File:
-    __slots__ = ("data", "pending", "safe")
+    __slots__ = ("blocks", "data", "pending", "safe")
 
     def __init__(self, data: bytes | bytearray = b"") -> None:
         self.data, self.safe = bytearray(data), bytearray(data)
         self.pending: list[tuple[int, bytes]] = []
+        self.blocks = set(range(-(-len(data) // BLOCK)))
+
+    def room(self, offset: int, size: int, free: int) -> int:
+        """How many of these bytes can be written with so many free blocks, which are taken."""
+        for block in range(offset // BLOCK, -(-(offset + size) // BLOCK)):
+            if block not in self.blocks:
+                if free <= 0:
+                    return max(0, block * BLOCK - offset)
+                self.blocks.add(block)
+                free -= 1
+        return size
 
     def write(self, offset: int, content: bytes) -> None:
         self._grow(offset + len(content))
@@ -38,6 +51,7 @@ class _File:
     def truncate(self, size: int) -> None:
         self._grow(size)
         del self.data[size:], self.safe[size:]
+        self.blocks = {block for block in self.blocks if block * BLOCK < size}
 
     def sync(self) -> None:
         self.safe[:] = self.data
@@ -61,10 +75,11 @@ class _File:
 
 
 class MemoryFiles(FileIO):
-    """Files in memory. `on_change` is called before every change."""
+    """Files in memory. `on_change` is called before every change; `space` is in blocks."""
 
     def __init__(self, on_change: Callable[[], None] | None = None) -> None:
         self.files: dict[str, _File] = {}
+        self.space = 1 << 40
         self.on_change = on_change or (lambda: None)
         self._open: dict[int, _File] = {}
         self._next = _FIRST_FD
@@ -75,6 +90,10 @@ class MemoryFiles(FileIO):
         after = MemoryFiles()
         after.files = {name: file.survivor(rng) for name, file in self.files.items()}
         return after
+
+    def used(self) -> int:
+        """Blocks that all files have."""
+        return sum(len(file.blocks) for file in self.files.values())
 
     def copy(self) -> MemoryFiles:
         """The same files once more, all safe."""
@@ -108,8 +127,11 @@ class MemoryFiles(FileIO):
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         self.on_change()
-        content = b"".join(bytes(buffer) for buffer in buffers)
-        self._open[fd].write(offset, content)
+        content, file = b"".join(bytes(buffer) for buffer in buffers), self._open[fd]
+        content = content[: file.room(offset, len(content), self.space - self.used())]
+        if not content:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.write(offset, content)
         return len(content)
 
     def truncate(self, fd: int, size: int) -> None:
@@ -120,6 +142,7 @@ class MemoryFiles(FileIO):
         self.on_change()
         file = self._open[fd]
         file.write(offset, bytes(max(0, min(size, len(file.data) - offset))))
+        file.blocks -= set(range(offset // BLOCK, (offset + size) // BLOCK))
 
     def sync(self, fd: int) -> None:
         self.on_change()

@@ -54,6 +54,8 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/test_disk_faults.py::test_F5_any_operation_may_fail",
             "tiers/test_disk_faults.py::test_F5_a_disk_that_stays_full",
             "tiers/test_disk_faults.py::test_F5_a_disk_that_cannot_read",
+            "tiers/test_disk_journal.py::test_nothing_stays_of_an_append_that_failed",
+            "tiers/test_disk_full.py::test_F5_what_a_full_disk_confirmed_is_there",
             "tiers/remote/test_tier.py::test_a_late_store_reads_nothing_and_is_undone",
         ),
     ),
@@ -203,6 +205,9 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "tiers/test_faults.py::test_S10_frames",
             "tiers/test_faults.py::test_S10_directories",
+            "tiers/test_disk_hostile.py::test_numbers_that_no_store_comes_to",
+            "tiers/test_disk_hostile.py::test_one_bad_load_never_fails_its_batch",
+            "tiers/test_disk_hostile.py::test_what_is_read_does_not_follow_the_length",
             "tiers/test_faults.py::test_S10_archives",
             "tiers/test_frame.py::test_noise_is_no_frame",
             "tiers/test_envelope.py::test_noise_raises_nothing_but_bad_frames",

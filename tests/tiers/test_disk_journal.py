@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import hashlib
 import random
 from pathlib import Path
 
@@ -35,6 +37,7 @@ from flowkv.tiers.disk.records import (
 )
 from flowkv.tiers.frame import AES_256_GCM, XXH3_128
 
+from .crashing import MemoryFiles
 from .faulty import FaultyFiles
 from .frames import info_of, key_of
 
@@ -200,6 +203,131 @@ def test_an_append_that_fails(tmp_path: Path) -> None:
     assert read_new(journal) == [*kept, *deleted, *more]
     assert journal.count == RECORDS + 3
     journal.close()
+
+
+def half_full(space: int, *, count: int = 40) -> tuple[MemoryFiles, Journal, list[Record]]:
+    """A journal of one page, behind which there is room for so many; its next append fails."""
+    files = MemoryFiles()
+    journal = Journal(files, PATH, STORE, write=True)
+    read_new(journal)
+    kept = fill(journal, 5)
+    files.space = files.used() + space
+    with pytest.raises(OSError, match="No space"):
+        journal.append([record(journal.next_seq(), slot=n) for n in range(count)])
+    return files, journal, kept
+
+
+PATH = "/memory/journal"
+
+
+@pytest.mark.parametrize("space", [0, 1, 2])
+def test_nothing_stays_of_an_append_that_failed(space: int) -> None:
+    files, journal, kept = half_full(space, count=60)
+    later = [record(journal.next_seq(), name=n, slot=n) for n in range(3)]
+    journal.append(later)
+    journal.close()
+    again = Journal(files, PATH, STORE, write=False)
+    assert read_new(again) == [*kept, *later]
+    assert again.bad_pages == 0
+
+
+@pytest.mark.parametrize("space", [0, 1, 2])
+def test_nothing_stays_where_no_append_follows(space: int) -> None:
+    files, journal, kept = half_full(space, count=60)
+    journal.settle()
+    journal.settle()
+    journal.close()
+    again = Journal(files, PATH, STORE, write=False)
+    assert read_new(again) == kept
+    assert again.bad_pages == 0
+
+
+def test_what_was_to_be_kept_is_written_when_it_can_be() -> None:
+    files, journal, kept = half_full(1)
+    gone = [record(journal.next_seq(), op=DELETED) for _ in range(50)]
+    with pytest.raises(OSError, match="No space"):
+        journal.append(gone, keep=True)
+    files.space = 1 << 40
+    journal.settle()
+    journal.close()
+    assert read_new(Journal(files, PATH, STORE, write=False)) == [*kept, *gone]
+
+
+def test_an_append_counts_once_what_failed_before_is_gone() -> None:
+    files, journal, kept = half_full(1)
+
+    def refused(fd: int, size: int) -> None:
+        raise OSError(errno.EIO, "no")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "truncate", refused)
+        with pytest.raises(OSError, match="no"):
+            journal.append([record(journal.next_seq())])
+    later = fill(journal, 1)
+    journal.close()
+    assert read_new(Journal(files, PATH, STORE, write=False)) == [*kept, *later]
+
+
+def test_a_reader_sees_that_records_were_taken_back() -> None:
+    files, journal, kept = half_full(1)
+    reader = Journal(files, PATH, STORE, write=False)
+    assert len(read_new(reader)) > len(kept)
+    assert not reader.rewound()
+    later = fill(journal, 3)
+    assert reader.rewound() and not reader.replaced()
+    again = Journal(files, PATH, STORE, write=False)
+    assert read_new(again) == kept + later
+    files.space = 1 << 40
+    for _ in range(60):
+        assert not again.rewound()
+        assert read_new(again) == fill(journal, 0)
+        more = fill(journal, 1)
+        assert not again.rewound()
+        assert read_new(again) == more
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 60))
+def test_records_are_read_in_the_order_of_their_numbers(seed: int, count: int) -> None:
+    """In whatever order failed writes, or an older version, left them."""
+    rng, files = random.Random(seed), MemoryFiles()
+    records = [
+        record(seq, name=rng.randrange(9), slot=rng.randrange(9), op=rng.choice((STORED, DELETED)))
+        for seq in range(1, count + 1)
+    ]
+    shuffled = rng.sample(records, count)
+    pages = [shuffled[at : at + RECORDS] for at in range(0, count, RECORDS)]
+    fd = files.open(PATH, write=True)
+    for number, page in enumerate(pages):
+        files.write(fd, [pack_page(number, STORE, map(pack_record, page))], number * PAGE_BYTES)
+    journal = Journal(files, PATH, STORE, write=True)
+    assert read_new(journal) == records
+    assert journal.next_seq() == count + 1
+
+
+def test_bytes_are_those_of_the_first_version() -> None:
+    """So that its stores are read: a page behind the tail that it left there, and all before."""
+    files = MemoryFiles()
+    pages = [
+        pack_page(0, STORE, [pack_record(record(seq, slot=seq % 7)) for seq in range(1, 19)]),
+        pack_page(1, STORE, [pack_record(record(60, name="new", slot=3))]),
+        pack_page(2, STORE, [pack_record(record(seq, slot=3)) for seq in range(30, 48)]),
+    ]
+    data = b"".join(pages)
+    assert hashlib.sha256(data).hexdigest() == FIRST_VERSION
+    fd = files.open(PATH, write=True)
+    files.write(fd, [data], 0)
+    rows = Journal(files, PATH, STORE, write=True).read_new()
+    index = Index()
+    index.load(rows[newest(rows)])
+    there = {held.slot.number: (key, held.seq) for key, held in index.items()}
+    assert there[3] == (key_of("new"), 60)
+    assert {number: seq for number, (_, seq) in there.items()} == {
+        **{seq % 7: seq for seq in range(12, 19)},
+        3: 60,
+    }
+
+
+FIRST_VERSION = "b90da86245f4eec88b4e97c640f3be480ae05a39805612c212da78617eee838f"
 
 
 def test_a_rewrite_that_fails_changes_nothing(tmp_path: Path) -> None:

@@ -50,6 +50,13 @@ class FileIO:
         """Length of a file."""
         return os.fstat(fd).st_size
 
+    def next_data(self, fd: int, offset: int) -> int:
+        """Where the next bytes that are no hole begin, from `offset` on; the file's end if none."""
+        try:
+            return os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            return self.size(fd) if error.errno == errno.ENXIO else offset
+
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """One `preadv`."""
         return os.preadv(fd, buffers, offset)

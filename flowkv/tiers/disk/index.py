@@ -33,10 +33,13 @@ class Index:
         self._held = dict(zip(rows["key"].tolist(), range(len(rows)), strict=True))
 
     def apply(self, rows: Rows) -> None:
-        """What the owner did since: later than everything that is known here."""
+        """What the owner did since; nothing that is older than what is known here."""
         packed = rows.tobytes()
         for row in range(len(rows)):
             op, key, held = unpack_row(packed, row)
+            known = self.get(key)
+            if known is not None and known.seq > held.seq:
+                continue
             self._held.pop(key, None)
             if op == STORED:
                 self._held[key] = held

@@ -4,11 +4,15 @@
     page   = magic, crc32, count, store id, number (64 bytes) | 18 records of 224 bytes
     record = `disk.records`, with a crc32 of its own
 
-The newest record of a key, and of a slot, wins. One wrong bit costs at most one record: a page
-whose crc fails is searched record by record, and reading goes on with the next page. Rewriting the
-last page in place is safe even if the machine dies meanwhile, because records that are already
-there keep their bytes. Nothing here is trusted: a frame is served only if its own header and
-digests agree, so the worst a bad journal does is forget.
+The newest record of a key, and of a slot, wins: the one with the highest number, wherever it lies.
+One wrong bit costs at most one record: a page whose crc fails is searched record by record, and
+reading goes on with the next page. Rewriting the last page in place is safe even if the machine
+dies meanwhile, because records that are already there keep their bytes. What a write that failed
+left behind is taken back before anything else counts. Nothing here is trusted: a frame is served
+only if its own header and digests agree, so the worst a bad journal does is forget.
+
+Holes are not read. Damage is read over as far as the journal of a full store may reach; behind
+that, reading ends with the first block that has nothing of this store.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ from flowkv.tiers.disk.files import FileIO, read_fully, write_fully
 from flowkv.tiers.disk.records import (
     RECORD_BYTES,
     ROW,
+    UNBOUNDED,
     Held,
     Record,
     Rows,
+    in_order,
     pack_record,
     record_sound,
     sensible,
@@ -42,7 +48,7 @@ CHARGE_BYTES = 228
 _MAGIC = b"FKVJRNL2"
 _HEAD = struct.Struct("<8sII16sQ24x")
 _CRC_FROM = 12  # the crc covers what follows it
-_READ_BYTES = 1 << 24
+_READ_BYTES, _LEAST_READ_BYTES = 1 << 24, 1 << 16
 _BLANK = bytes(PAGE_BYTES)
 _LAST = _HEAD.size + RECORDS * RECORD_BYTES
 
@@ -92,9 +98,11 @@ def peek_store_id(files: FileIO, path: str) -> bytes | None:
     except OSError:
         return None
     try:
-        page = memoryview(bytearray(PAGE_BYTES))
-        for offset in range(0, files.size(fd) - PAGE_BYTES + 1, PAGE_BYTES):
-            read_fully(files, fd, page, offset)
+        start = files.next_data(fd, 0) // PAGE_BYTES * PAGE_BYTES
+        block = memoryview(bytearray(max(0, min(_READ_BYTES, files.size(fd) - start))))
+        read_fully(files, fd, block, start)
+        for at in range(0, len(block) - PAGE_BYTES + 1, PAGE_BYTES):
+            page = block[at : at + PAGE_BYTES]
             magic, crc, _, store_id, _ = _HEAD.unpack_from(page)
             if magic == _MAGIC and zlib.crc32(page[_CRC_FROM:]) == crc:
                 return bytes(store_id)
@@ -113,21 +121,33 @@ class Journal:
         path: The file; made if `write`.
         store_id: 16 bytes that every page of this store carries.
         write: Whether to append to it.
+        capacity_bytes: Of the store, which bounds what is read of a file that is no journal.
 
     Attributes:
         count: Records in the file, dead ones included.
         bad_pages: Damaged pages met so far.
         sound_pages: Whole pages met so far; a journal has at least one, even of an empty store.
+        capacity_bytes: Of the store.
 
     Raises:
         OSError: The file cannot be opened.
     """
 
-    def __init__(self, files: FileIO, path: str, store_id: bytes, *, write: bool) -> None:
+    def __init__(
+        self,
+        files: FileIO,
+        path: str,
+        store_id: bytes,
+        *,
+        write: bool,
+        capacity_bytes: int = UNBOUNDED,
+    ) -> None:
         self.count = self.bad_pages = self.sound_pages = 0
         self._files, self._path, self._store_id, self._write = files, path, store_id, write
+        self.capacity_bytes = capacity_bytes
         self._fd = files.open(path, write=write)
         self._pages: dict[int, list[bytes]] = {0: []}  # the tail, and pages not on the disk yet
+        self._torn = False  # whether a write failed, so that other records may be there
         self._tail = 0
         self._tail_seen: set[bytes] = set()
         self._next_seq, self._renamed = 1, write
@@ -155,46 +175,55 @@ class Journal:
         self._next_seq = max(self._next_seq, seq + 1)
 
     def read_new(self) -> Rows:
-        """Records appended since the last call; from the start at the first call."""
-        number, size = self._tail, self._files.size(self._fd)
+        """Records appended since the last call, by their numbers; all of them at the first call."""
+        files, fd, number = self._files, self._fd, self._tail
+        size, most = files.size(fd), self.capacity_bytes
+        step = min(_READ_BYTES, max(_LEAST_READ_BYTES, most >> 4) // PAGE_BYTES * PAGE_BYTES)
         found: list[bytes] = []
         while number * PAGE_BYTES < size:
-            want = min(_READ_BYTES, size - number * PAGE_BYTES)
-            block = memoryview(bytearray(-(-want // PAGE_BYTES) * PAGE_BYTES))
-            read_fully(self._files, self._fd, block[:want], number * PAGE_BYTES)
+            number = max(number, files.next_data(fd, number * PAGE_BYTES) // PAGE_BYTES)
+            want = min(step, size - number * PAGE_BYTES)
+            block = memoryview(bytearray(max(0, -(-want // PAGE_BYTES) * PAGE_BYTES)))
+            read_fully(files, fd, block[:want], number * PAGE_BYTES)
             pages = [block[at : at + PAGE_BYTES] for at in range(0, len(block), PAGE_BYTES)]
+            before = self.sound_pages + self.count, self._tail, self._pages
             found.append(self._read_pages(number, pages))
             number += len(pages)
-        if number > self._tail:
-            self._tail = number - 1
+            if number * PAGE_BYTES > most >> 4 and self.sound_pages + self.count == before[0]:
+                _, self._tail, self._pages = before
+                break
         if self._write:
             self._start_writing(size)
-        rows = sensible(np.frombuffer(b"".join(found), ROW))
+        rows = in_order(sensible(np.frombuffer(b"".join(found), ROW)), most)
         if len(rows):
             self._next_seq = max(self._next_seq, int(rows["seq"].max()) + 1)
         return rows
 
     def _read_pages(self, number: int, pages: list[memoryview]) -> bytes:
         """Records of some pages; of the first one only those that were not read before."""
-        counts, rest = [0] * len(pages), {}
+        counts, rest, last = [0] * len(pages), {}, -1
         for at, page in enumerate(pages):
             counts[at], state = check_page(page, self._store_id)
             self.sound_pages += state == "sound"
             if state in ("bad", "foreign"):
                 self.bad_pages += 1
                 rest[at] = salvage(page) if state == "bad" else b""
+            if state != "blank":
+                last = at
+        if last < 0:
+            return b""
         packed = self._gather(pages, counts, rest)
-        last = len(pages) - 1
         lines = self._lines(pages[last], counts[last], rest.get(last))
         if self._tail_seen and number == self._tail:
             first = lines if last == 0 else self._lines(pages[0], counts[0], rest.get(0))
             fresh = b"".join(line for line in first if line not in self._tail_seen)
             packed = fresh + packed[len(first) * RECORD_BYTES :]
-        if last > 0 or number > self._tail:
+        if number + last > self._tail:
             self._tail_seen.clear()
         self._tail_seen.update(lines)
+        self._tail = number + last
         full = last in rest  # nothing is ever written into a damaged page
-        self._pages = {number + last: [_BLANK] * RECORDS if full else lines}
+        self._pages = {self._tail: [_BLANK] * RECORDS if full else lines}
         self.count += len(packed) // RECORD_BYTES
         return packed
 
@@ -208,13 +237,16 @@ class Journal:
 
     def _lines(self, page: memoryview, count: int, rest: bytes | None) -> list[bytes]:
         packed = bytes(page[_HEAD.size : _HEAD.size + count * RECORD_BYTES])
-        packed = packed if rest is None else rest
-        return [packed[at : at + RECORD_BYTES] for at in range(0, len(packed), RECORD_BYTES)]
+        return _split(packed if rest is None else rest)
 
     def _start_writing(self, size: int) -> None:
-        if size % PAGE_BYTES or len(self._pages[self._tail]) >= RECORDS:
-            self._tail = -(-size // PAGE_BYTES)
+        cut = self._tail == size // PAGE_BYTES  # the last page ends too early
+        if cut or len(self._pages[self._tail]) >= RECORDS:
+            self._tail += size > 0
             self._pages = {self._tail: []}
+        end = self._tail + bool(self._pages[self._tail])
+        if size > end * PAGE_BYTES:  # what was not read must not come to life when pages reach it
+            self._files.truncate(self._fd, end * PAGE_BYTES)
 
     def append(self, records: Iterable[Record], *, keep: bool = False) -> None:
         """Writes records behind the others.
@@ -224,7 +256,7 @@ class Journal:
             keep: If writing fails, write them with the next ones instead of forgetting them.
 
         Raises:
-            OSError: They are not on the disk.
+            OSError: They are not on the disk, or may be taken back from there.
         """
         tail, there, before = self._tail, len(self._pages[self._tail]), self.count
         for record in records:
@@ -248,8 +280,24 @@ class Journal:
             pack_page(number, self._store_id, self._pages[number])
             for number in range(first, self._tail + 1)
         )
+        torn, self._torn = self._torn, True
         write_fully(self._files, self._fd, [data], first * PAGE_BYTES)
+        if torn:  # pages of a write that failed, which may reach further
+            self._files.truncate(self._fd, (self._tail + 1) * PAGE_BYTES)
         self._pages = {self._tail: self._pages[self._tail]}
+        self._torn = False
+
+    def settle(self) -> None:
+        """Takes back what a failed append may have left, and writes what it was to keep.
+
+        Raises:
+            OSError: Something of it may still be there, or not yet.
+        """
+        if self._torn and any(self._pages.values()):
+            self._flush()
+        elif self._torn:
+            self._files.truncate(self._fd, self._tail * PAGE_BYTES)
+            self._torn = False
 
     def sync(self) -> None:
         """Waits until the device has what was appended, and knows under which name."""
@@ -294,6 +342,14 @@ class Journal:
         self._files.close(self._fd)
         self._fd, self.count, self._tail = fd, count + len(tail), number
         self._pages, self._renamed = {self._tail: tail}, True
+        self._torn = False
+
+    def rewound(self) -> bool:
+        """Whether the owner took back some of what was read here."""
+        page = memoryview(bytearray(PAGE_BYTES))
+        read_fully(self._files, self._fd, page, self._tail * PAGE_BYTES)
+        packed, _ = read_page(page, self._store_id)
+        return not self._tail_seen.issubset(_split(packed))
 
     def replaced(self) -> bool:
         """Whether the path leads to another file by now."""
@@ -302,3 +358,7 @@ class Journal:
     def close(self) -> None:
         """Closes the file."""
         self._files.close(self._fd)
+
+
+def _split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + RECORD_BYTES] for at in range(0, len(packed), RECORD_BYTES)]

@@ -65,7 +65,12 @@ class Loading:
         elif wish.target.nbytes < n_bytes or not _writable(wish.target):
             answer = self._end(item, Outcome.FAILED, "target")
         elif alone or self._used_bytes < self._staging.arena.n_bytes * (_SHARE - 1) // _SHARE:
-            return self._read(flight, wish, n_bytes, alone=alone)
+            try:
+                return self._read(flight, wish, n_bytes, alone=alone)
+            except BaseException:  # no memory: nobody else unpins it
+                self._wishes.take_back(item)
+                self._store.unpin([held.slot])
+                raise
         else:
             self._store.unpin([held.slot])
             return None
@@ -129,7 +134,11 @@ class Loading:
             elif flight.short:
                 self._damaged(flight, "truncated", answers)
             elif flight.held.lossless and flight.header is None and not self._whole(flight):
-                self._go_on(flight, more, answers)
+                try:
+                    self._go_on(flight, more, answers)
+                except OSError as error:  # of this one alone
+                    answers.append(Answer(item, Outcome.FAILED, _name(error.errno or errno.EIO)))
+                    self._land(flight)
             else:
                 good.append(flight)
         for flight, reason in zip(good, open_all(self._envelope, good), strict=True):

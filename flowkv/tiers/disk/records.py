@@ -37,6 +37,9 @@ STORED, DELETED = 1, 2
 _RECORD = struct.Struct("<32s32s32s32s16s Q IQI Q 6I 4B Q 2B 6x I")
 _CRC = struct.Struct("<I")
 _MOST_SLOTS, _MOST_GRANULES = 1 << 40, 1 << 23
+_MOST_SEQ = 10**16  # more than a million a second for three hundred years
+UNBOUNDED = (1 << 63) - 1
+"""Capacity of a store of which nobody knows it; no file reaches further."""
 _NAMES = tuple((name, "V32") for name in ("key", "parent", "namespace", "tenant"))
 _COUNTS = tuple(
     (name, "<u4") for name in ("group", "tokens", "rank", "world", "head_start", "head_stop")
@@ -192,6 +195,8 @@ def sensible(rows: Rows) -> Rows:
         & (stripes <= MAX_STRIPES)
         & (step >= 1)
         & (step <= _MOST_SLOTS)
+        & ((stripes == 1) | (step % granule == 0))
+        & (rows["rank"] < rows["world"])
         & (rows["number"] < _MOST_SLOTS)
         & (rows["granules"] < _MOST_GRANULES)
         & (stored <= slot_bytes)
@@ -200,8 +205,33 @@ def sensible(rows: Rows) -> Rows:
     return rows if good.all() else rows[good]
 
 
+def in_order(rows: Rows, capacity_bytes: int = UNBOUNDED) -> Rows:
+    """Those of sensible rows that a store can have come to, in the order of their numbers.
+
+    Writes that failed half-way, repairs and crashes leave records anywhere in a file; but a store
+    counts upwards, so their numbers tell which word about a key or a slot is the last one.
+
+    Args:
+        rows: Sensible rows.
+        capacity_bytes: Of the store; a slot is no larger.
+    """
+    seqs, slot_bytes = rows["seq"], rows["granules"].astype(np.uint64) * np.uint64(GRANULE_BYTES)
+    # Who goes on counting from a number that no store comes to would run out of numbers. Where such
+    # are found, those a little below are not believed either: they may have been counted from one.
+    most = _MOST_SEQ if not len(rows) or seqs.max() < _MOST_SEQ else _MOST_SEQ // 2
+    good: NDArray[np.bool_] = (
+        (seqs < most)
+        & (slot_bytes <= np.uint64(min(max(capacity_bytes, 0), UNBOUNDED)))
+        & (rows["number"] < np.uint64(UNBOUNDED) // slot_bytes)
+    )
+    rows = rows if good.all() else rows[good]
+    seqs = rows["seq"]
+    ordered = bool((seqs[1:] >= seqs[:-1]).all())
+    return rows if ordered else rows[np.argsort(seqs, kind="stable")]
+
+
 def newest(rows: Rows) -> NDArray[np.int64]:
-    """Rows that still hold, in their order: the last word about a key, and about a slot, wins."""
+    """Of rows in order those that still hold: the last word about a key, and about a slot, wins."""
     order = range(len(rows))
     last = dict(zip(rows["key"].tolist(), order, strict=True))
     found: NDArray[np.int64] = np.sort(np.fromiter(last.values(), np.int64, len(last)))

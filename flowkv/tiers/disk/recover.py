@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.home import JOURNAL, Superblock
+from flowkv.tiers.disk.home import JOURNAL, Superblock, write_superblock
 from flowkv.tiers.disk.index import Index
-from flowkv.tiers.disk.journal import Journal
+from flowkv.tiers.disk.journal import Journal, peek_store_id
 from flowkv.tiers.disk.records import (
     ROW,
     STORED,
+    UNBOUNDED,
     Held,
     Record,
     Rows,
     Slot,
+    in_order,
     newest,
     pack_record,
     sensible,
@@ -30,6 +32,7 @@ from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, peek_header_bytes
 
 _KEY_AT = slice(40, 72)  # of a header
+_MOST_STRIPE_BYTES = 1 << 31  # of a compressed frame that is checked where it lies
 
 
 def open_journal(files: FileIO, directory: Path, superblock: Superblock, *, write: bool) -> Journal:
@@ -41,8 +44,23 @@ def open_journal(files: FileIO, directory: Path, superblock: Superblock, *, writ
     if write:
         with contextlib.suppress(FileNotFoundError):
             files.remove(str(directory / f"{JOURNAL}.tmp"))  # of a compaction that did not end
-    store_id = bytes.fromhex(superblock.store_id)
-    return Journal(files, str(directory / JOURNAL), store_id, write=write)
+    path, store_id = str(directory / JOURNAL), store_id_of(superblock)
+    if store_id is None:
+        store_id = peek_store_id(files, path) or (files.random(16) if write else bytes(16))
+        if write:  # what is appended from now on must be found at the next opening
+            superblock.store_id = store_id.hex()
+            write_superblock(files, directory, superblock)
+    capacity_bytes = superblock.capacity_bytes
+    return Journal(files, path, store_id, write=write, capacity_bytes=capacity_bytes)
+
+
+def store_id_of(superblock: Superblock) -> bytes | None:
+    """The 16 bytes that pages of a store carry; None if the superblock names something else."""
+    try:
+        store_id = bytes.fromhex(superblock.store_id)
+    except ValueError:
+        return None
+    return store_id if len(store_id) == 16 else None
 
 
 def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) -> Rows:
@@ -58,7 +76,7 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
     good = newest(rows)
     rows = rows[good] if len(good) < len(rows) else rows
     if journal.lost:
-        rows = rows_in_slots(slabs, envelope)
+        rows = rows_in_slots(slabs, envelope, journal.capacity_bytes)
         for seq in rows["seq"].tolist():
             journal.seq_seen(seq)
         if len(rows):
@@ -83,16 +101,19 @@ def within(slabs: Slabs, rows: Rows) -> Rows:
     return rows if good.all() else rows[good]
 
 
-def rows_in_slots(slabs: Slabs, envelope: Envelope) -> Rows:
+def rows_in_slots(slabs: Slabs, envelope: Envelope, capacity_bytes: int = UNBOUNDED) -> Rows:
     """What the headers of all slots say; for when the journal is lost.
 
     Of a key that two slots claim, the one that was stored last counts.
     """
-    frames = list(frames_in_slots(slabs, envelope))
-    frames.sort(key=lambda frame: frame[1].seq)
-    packed = b"".join(pack_record(Record(STORED, key, held)) for key, held in frames)
-    rows = sensible(np.frombuffer(packed, ROW))
+    rows = in_order(sensible(packed_rows(frames_in_slots(slabs, envelope))), capacity_bytes)
     return rows[newest(rows)]
+
+
+def packed_rows(frames: Iterable[tuple[bytes, Held]]) -> Rows:
+    """What a journal would say of these frames."""
+    packed = b"".join(pack_record(Record(STORED, key, held)) for key, held in frames)
+    return np.frombuffer(packed, ROW)
 
 
 def frames_in_slots(
@@ -108,7 +129,7 @@ def frames_in_slots(
         locked: Gets the slots of frames that are checked in another way.
     """
     page = aligned_memory(GRANULE_BYTES)
-    for slot in (Slot(g, number) for g in slabs.sizes() for number in range(slabs.slots(g))):
+    for slot in (Slot(g, number) for g in slabs.sizes() for number in slabs.written(g)):
         try:
             header = _read_header(slabs, slot, envelope, page)
         except BadFrame as error:
@@ -157,9 +178,12 @@ def check_frame(data: memoryview, key: bytes, held: Held, envelope: Envelope) ->
         BadFrame: It does not lie there, or is damaged.
     """
     header = agree(envelope.head(data, key, generation=held.seq), held)
-    scratch = memoryview(bytearray(header.body_bytes))
-    stored = data[header.header_bytes : held.stored_bytes]
-    envelope.open(header, stored, scratch, 0, header.stripes)
+    if header.sizes and header.info.stripe_bytes > _MOST_STRIPE_BYTES:
+        raise BadFrame("foreign", f"a compressed stripe of {header.info.stripe_bytes} bytes")
+    scratch = memoryview(bytearray(header.info.stripe_bytes))  # of one: compressed ones are small
+    for number in range(header.stripes):
+        offset, n_bytes = envelope.place(header, number, 1)
+        envelope.open(header, data[offset : offset + n_bytes], scratch, number, 1)
     return header
 
 
@@ -169,6 +193,8 @@ def agree(header: Header, held: Held) -> Header:
     Raises:
         BadFrame: "foreign": the slot holds another frame of this key.
     """
-    if header.stripes != held.stripes or header.info != held.info:
+    said = held.stripes, held.info, held.integrity, held.lossless
+    found = header.stripes, header.info, header.integrity, bool(header.sizes)
+    if found != said or header.frame_bytes != held.stored_bytes:
         raise BadFrame("foreign", "the slot holds another frame of this key")
     return header

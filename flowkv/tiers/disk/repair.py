@@ -14,18 +14,8 @@ from flowkv.core.errors import StoreError
 from flowkv.tiers.disk.files import FileIO
 from flowkv.tiers.disk.home import Superblock
 from flowkv.tiers.disk.inspect import Check, known_superblock
-from flowkv.tiers.disk.records import (
-    RECORD_BYTES,
-    ROW,
-    STORED,
-    Held,
-    Record,
-    Slot,
-    newest,
-    pack_record,
-    sensible,
-)
-from flowkv.tiers.disk.recover import frames_in_slots, open_journal
+from flowkv.tiers.disk.records import RECORD_BYTES, Held, Slot, in_order, newest, sensible
+from flowkv.tiers.disk.recover import frames_in_slots, open_journal, packed_rows
 from flowkv.tiers.disk.slab import Slabs
 from flowkv.tiers.disk.store import DiskStore
 from flowkv.tiers.envelope import Envelope
@@ -136,10 +126,8 @@ def _mend(path: Path, superblock: Superblock, envelope: Envelope) -> int:
                 f"{path} has a damaged journal and {len(locked)} encrypted frames",
                 "Name their secret: without it the repair would lose them",
             )
-        packed = [pack_record(Record(STORED, key, held)) for key, held in frames]
-        there = sensible(np.frombuffer(b"".join(packed), ROW))
-        rows = np.concatenate([said, there])
-        rows = rows[np.argsort(rows["seq"], kind="stable")]
+        there = sensible(packed_rows(frames))
+        rows = in_order(np.concatenate([said, there]), journal.capacity_bytes)
         rows = rows[newest(rows)]
         data = rows.tobytes()
         journal.rewrite(data[at : at + RECORD_BYTES] for at in range(0, len(data), RECORD_BYTES))

@@ -25,6 +25,7 @@ from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.disk.files import FileIO, read_fully, wipe, write_fully, zeros
 from flowkv.tiers.disk.records import Slot
 
+_MOST_FREE = 1 << 20  # slots of a size to be reused; a hole is made of the others
 SLAB_NAME = re.compile(r"slab-(\d{8})")
 
 
@@ -87,9 +88,15 @@ class Slabs:
             return sorted(int(name[1]) for name in found if name and int(name[1]) > 0)
         return []
 
-    def slots(self, granules: int) -> int:
-        """Slots that the file of a size reaches over, the last one perhaps in part."""
-        return -(-self.end_bytes(granules) // (granules * GRANULE_BYTES))
+    def written(self, granules: int) -> Iterator[int]:
+        """Numbers of slots of a size that do not begin in a hole, as far as anybody can tell."""
+        size, end_bytes, number = granules * GRANULE_BYTES, self.end_bytes(granules), 0
+        while number * size < end_bytes:
+            data = self._files.next_data(self._slab(granules).fd, number * size)
+            number, within = divmod(data, size)
+            if data < end_bytes and within < GRANULE_BYTES:
+                yield number
+            number += 1
 
     def end_bytes(self, granules: int) -> int:
         """Length of the file of a size; 0 if a reader finds none."""
@@ -119,14 +126,15 @@ class Slabs:
             taken = np.sort(numbers[granules == each]).astype(np.int64)
             slab, size = self._slab(each), each * GRANULE_BYTES
             slab.high = int(taken[-1]) + 1 if len(taken) else 0
-            if len(taken) < slab.high:
-                unused = np.ones(slab.high, np.bool_)
-                unused[taken] = False
-                slab.free = dict.fromkeys(np.flatnonzero(unused)[::-1].tolist())
+            free, far = _unused(taken)
+            slab.free = dict.fromkeys(free[::-1].tolist())
             self._files.truncate(slab.fd, slab.high * size)
             slab.reach = slab.high
-            self.allocated_bytes += slab.high * size
-            self.free_bytes += len(slab.free) * size
+            self.allocated_bytes += (len(taken) + len(free)) * size
+            self.free_bytes += len(free) * size
+            for first, count in far:
+                if not self._punch(Slot(each, first), count):
+                    self.allocated_bytes += count * size
 
     def take(self, granules: int, budget_bytes: int) -> tuple[Slot, bool] | None:
         """A free slot and whether it is stale; None if all would not stay within the budget.
@@ -306,6 +314,19 @@ class Slabs:
             except OSError as error:
                 self._can_punch = error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS)
         return False
+
+
+def _unused(taken: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
+    """Slots before the last one taken that are not: the first ones, and the rest as runs.
+
+    A file that claims to be endless may hold a frame at its end: nobody needs all slots before it.
+    """
+    first = np.append(0, taken[:-1] + 1)[: len(taken)]
+    count = taken - first
+    near = np.clip(_MOST_FREE - (np.cumsum(count) - count), 0, count)
+    free = np.repeat(first - (np.cumsum(near) - near), near) + np.arange(near.sum())
+    far = count > near
+    return free, list(zip((first + near)[far].tolist(), (count - near)[far].tolist(), strict=True))
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:

@@ -233,6 +233,7 @@ class DiskStore:
             if files and self._freed and self._journal is not None:
                 # Else a machine that stops now might know of these frames and not of those whose
                 # place they took, and drop some that were promised, to stay within its capacity.
+                self._journal.settle()
                 files.append(self._journal.fd)
                 self._freed = False
             return files
@@ -261,6 +262,7 @@ class DiskStore:
     def abandon(self, batch: Iterable[Written]) -> None:
         """Frees the slots of written frames that shall not count."""
         with self._lock:
+            self._freed = True  # an append that failed may have told of them
             for key, held in batch:
                 now = self._index.get(key)
                 if now is None or now.seq != held.seq or not self.delete([key]):
@@ -298,6 +300,8 @@ class DiskStore:
                 raise Refused("busy")
             self._slabs.wipe()
             if self._journal is not None:
+                with contextlib.suppress(OSError):  # of a full disk: the names of what is gone
+                    self._journal.settle()
                 self._journal.sync()
 
     def aside(self) -> list[str]:
@@ -332,7 +336,7 @@ class DiskStore:
         if self.owner:
             return
         with self._lock, contextlib.suppress(OSError):
-            if self._journal is not None and self._journal.replaced():
+            if self._journal is not None and (self._journal.replaced() or self._journal.rewound()):
                 self._journal.close()
                 self._journal = None
             if self._journal is None:
@@ -351,6 +355,8 @@ class DiskStore:
         with self._lock:
             if self._journal is not None:
                 if self.owner:
+                    with contextlib.suppress(OSError):
+                        self._journal.settle()
                     with contextlib.suppress(OSError):
                         self._contents.note(self._home)
                 self._journal.close()

@@ -186,7 +186,7 @@ class DiskTier:
             self._conductor.step(left_s)
 
     def fileno(self) -> int:
-        """An eventfd that is readable while answers wait.
+        """An eventfd that is readable while answers wait; -1 once closed.
 
         Only `poll` notices a passed deadline, so call it by then, whatever the descriptor says.
         """

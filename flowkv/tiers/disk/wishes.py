@@ -248,6 +248,7 @@ class Wishes:
                 if not (stuck and item.claimed):
                     self._give_up(item, "closed", now)
             self._deadlines.clear()
+        self.answers.close()
 
     def _give_up(self, item: Item, reason: str, now: int) -> None:
         if item.done is not None:
