@@ -71,8 +71,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             wait, hints, and what policies learned, where these were right. Fields of
             `flowkv.policy.prefetch.PrefetchConfig` do so with other values; "off" brings only what
             `KV.prefetch` and `KV.enqueue` ask for.
-        learned: Keep what policies learned beside a disk tier, so that the next process starts with
-            it. It names no prompt and no tenant.
+        learned: Keep what policies learned in a disk tier's directory, so that the next process
+            starts with it. It names no prompt and no tenant.
         record: File to which requests are written as a trace, with salted ids only; "" for none.
         page_size: Tokens per page, a multiple of 8 between 8 and 256; default 64, 128 for "auto".
         tenant: Tenant of requests that name none. Tenants never share pages.

@@ -182,8 +182,8 @@ class Binding:
         self.restorer = Restorer(self.planner, self.gate, self.bus)
         self.snapshots = Snapshots(self.restorer)
         self.restores = Restores(store, self.gate, self.bus)
-        if (path := self._learned()) is not None:
-            self._tell(partial(learned.load, path, store.places))
+        if (directory := self._learned()) is not None:
+            self._tell(partial(learned.load, directory, store.places))
         self.visits = Visits(self.planner)
         self.queue = Queue(self.visits, self.lock)
         if self.config.record and not self._recordings:
@@ -230,16 +230,17 @@ class Binding:
         return Tenants(make, dict(enumerate(quotas)))
 
     def _learned(self) -> Path | None:
-        """Where what policies learned is kept; None if it is not."""
-        places = [place for place in self.config.places(on_cpu=True) if place.kind == "disk"]
-        disks = [tier for tier in self._tiers if tier.kind == "disk"]  # those given come last
-        lasting = [p for p, tier in zip(places, disks, strict=False) if tier.writable]
-        return learned.beside(lasting[0].path) if self.config.learned and lasting else None
+        """The directory in which what policies learned is kept; None if it is not."""
+        from flowkv.tiers.disk import DiskTier
+
+        ours = self._tiers[: len(self._tiers) - len(self._given)]  # those given come last
+        disks = (tier for tier in ours if isinstance(tier, DiskTier) and tier.writable)
+        return next((disk.path for disk in disks), None) if self.config.learned else None
 
     def _save_learned(self) -> None:
-        path = self._learned()
-        if path is not None and self.planner is not None:
-            self._tell(partial(learned.save, path, self.planner.store.places))
+        directory = self._learned()
+        if directory is not None and self.planner is not None:
+            self._tell(partial(learned.save, directory, self.planner.store.places))
 
     def _tell(self, work: Callable[[], object]) -> None:
         """Does something with a file that is worth an event if it fails, and nothing more."""

@@ -184,6 +184,45 @@ def write_fully(files: FileIO, fd: int, buffers: Sequence[Buffer], offset: int) 
             views[0] = views[0][count:]
 
 
+def read_file(files: FileIO, path: str, most_bytes: int, *, ours: bool = False) -> bytes:
+    """The content of a small file; of a larger one no more than one byte beyond `most_bytes`.
+
+    Args:
+        files: File operations.
+        path: The file.
+        most_bytes: Most that it should hold.
+        ours: Refuse a file of another user.
+
+    Raises:
+        OSError: It cannot be read, is no regular file, or belongs to somebody else.
+    """
+    fd = files.open(path, write=False)
+    try:
+        if ours and os.fstat(fd).st_uid != os.geteuid():
+            raise OSError(errno.EPERM, "the file belongs to another user", path)
+        data = memoryview(bytearray(min(files.size(fd), most_bytes + 1)))
+        return bytes(data[: read_fully(files, fd, data, 0)])
+    finally:
+        files.close(fd)
+
+
+def replace_file(files: FileIO, path: str, data: bytes) -> None:
+    """Writes a small file, which appears whole or not at all.
+
+    Raises:
+        OSError: The old one, if there was one, is still there.
+    """
+    temporary = f"{path}.tmp"
+    fd = files.open(temporary, write=True)
+    try:
+        files.truncate(fd, 0)
+        write_fully(files, fd, [data], 0)
+        files.sync(fd)
+    finally:
+        files.close(fd)
+    files.replace(temporary, path)
+
+
 @lru_cache(maxsize=1)
 def zeros() -> memoryview:
     """`ZEROS_BYTES` zeros, aligned as files that bypass the page cache want them."""

@@ -4,6 +4,7 @@
     lock              held (flock) by the one process that writes; holds its process id
     journal           which frame lies where                       `disk.journal`
     slab-<granules>   the frames                                   `disk.slab`
+    learned           what policies learned, if they do            `runtime.learned`
     aside-<n>         a store of another format, moved out of the way and never deleted
 
 The directory is 0700 and its files 0600; no link is followed, and no name in it comes from a key.
@@ -25,17 +26,17 @@ import msgspec
 
 from flowkv.core.errors import StoreError
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.disk.files import FileIO, read_fully, write_fully
+from flowkv.tiers.disk.files import FileIO, read_file, replace_file
 from flowkv.tiers.disk.journal import PAGE_BYTES, peek_store_id
 from flowkv.tiers.disk.records import RECORD_BYTES
 from flowkv.tiers.frame import VERSION
 
 FORMAT = 2
-SUPERBLOCK, LOCK, JOURNAL = "superblock.json", "lock", "journal"
+SUPERBLOCK, LOCK, JOURNAL, LEARNED = "superblock.json", "lock", "journal", "learned"
 MOST_NAMED = 4096
 """Tenants and geometries that a superblock names at most; fewer where the capacity is small."""
 
-_OURS = re.compile(r"superblock\.json(\.tmp)?|lock|journal(\.tmp)?|slab-\d{8}|aside-\d+")
+_OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|slab-\d{8}|aside-\d+")
 _MOST_BYTES = 1 << 20
 
 
@@ -82,14 +83,9 @@ def read_superblock(files: FileIO, directory: Path) -> Superblock | None:
         OSError: It is there and cannot be read.
     """
     try:
-        fd = files.open(str(directory / SUPERBLOCK), write=False)
+        text = read_file(files, str(directory / SUPERBLOCK), _MOST_BYTES)
     except FileNotFoundError:
         return None
-    try:
-        data = memoryview(bytearray(min(files.size(fd), _MOST_BYTES)))
-        text = bytes(data[: read_fully(files, fd, data, 0)])
-    finally:
-        files.close(fd)
     body, _, check = text.rstrip(b"\n").rpartition(b"\n")
     if check != b"%08x" % zlib.crc32(body):
         return None
@@ -103,15 +99,8 @@ def read_superblock(files: FileIO, directory: Path) -> Superblock | None:
 def write_superblock(files: FileIO, directory: Path, superblock: Superblock) -> None:
     """Writes the superblock, atomically."""
     body = msgspec.json.format(msgspec.json.encode(superblock))
-    temporary = str(directory / f"{SUPERBLOCK}.tmp")
-    fd = files.open(temporary, write=True)
-    try:
-        files.truncate(fd, 0)
-        write_fully(files, fd, [body + b"\n%08x\n" % zlib.crc32(body)], 0)
-        files.sync(fd)
-    finally:
-        files.close(fd)
-    files.replace(temporary, str(directory / SUPERBLOCK))
+    text = body + b"\n%08x\n" % zlib.crc32(body)
+    replace_file(files, str(directory / SUPERBLOCK), text)
 
 
 class Home:

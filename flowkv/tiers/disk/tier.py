@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 from flowkv.core.clock import Clock, SystemClock
@@ -118,6 +119,11 @@ class DiskTier:
                 UserWarning,
                 stacklevel=2,
             )
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._store.path
 
     @property
     def corrupt(self) -> int:
