@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from flowkv import KV
 from flowkv.observe.events import Evicted
@@ -112,3 +116,35 @@ def test_a_tier_of_our_own_has_nothing_to_adopt() -> None:
     kv.flush()
     assert kv.planner.store.adopt(0) == 0
     audit(kv)
+
+
+def test_a_second_cache_writes_once_the_first_is_closed(tmp_path: Path) -> None:
+    disk = f"{tmp_path}:64MiB"
+    first = make_kv(simple(), pages=16, disk=disk)
+    published(first, P)
+    with pytest.warns(UserWarning, match="another process owns"):
+        second = make_kv(simple(), pages=16, disk=disk)
+    published(second, Q)
+    assert second.flush() and not second.planner.store.tiers[0].writable
+    first.close()
+    for prompt in (P, [3] * 24):  # the first look finds that nobody owns it any more
+        published(second, prompt)
+    assert second.flush() and second.stats()["tiers"][f"disk:{tmp_path}"]["writable"]
+    audit(second)
+    second.close()
+    with make_kv(simple(), pages=16, disk=disk) as third:
+        assert third.explain([*P, 0]).known == third.explain([3] * 24 + [0]).known == 24
+
+
+def test_a_cache_whose_directory_is_deleted_goes_on(tmp_path: Path) -> None:
+    kv = make_kv(simple(), pages=16, disk=f"{tmp_path / 'kv'}:64MiB")
+    published(kv, P)
+    kv.flush()
+    shutil.rmtree(tmp_path / "kv")
+    for prompt in (Q, [3] * 24, P):
+        published(kv, prompt)
+    kv.flush()
+    assert not kv.planner.store.tiers[0].writable
+    audit(kv)
+    kv.close()
+    assert not (tmp_path / "kv").exists()

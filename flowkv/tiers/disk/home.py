@@ -8,11 +8,14 @@
     aside-<n>         a store of another format, moved out of the way and never deleted
 
 The directory is 0700 and its files 0600; no link is followed, and no name in it comes from a key.
+Who writes holds the directory itself (flock), too: a lock file that somebody removes makes no second
+writer, and the first one stops when it finds that its lock file, or the directory, is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -114,7 +117,8 @@ class Home:
 
     Attributes:
         path: The directory.
-        owner: Whether this object holds the lock.
+        owner: Whether this object may write.
+        obstacle: Why it may not, if that is no other process.
         superblock: What the directory says; None while its owner is still making it, or if this
             version cannot read it.
         found: Whether the superblock was there before.
@@ -132,17 +136,24 @@ class Home:
         self.path, self._files = Path(directory).expanduser().absolute(), files
         self.superblock: Superblock | None = None
         self.found = False
-        self._lock_fd = -1
+        self._lock_fd = self._directory_fd = -1
+        self.owner, self.obstacle = False, ""
         try:
             self._prepare()
-            self._lock_fd = files.lock(str(self.path / LOCK))
-            self.owner = self._lock_fd >= 0
+            self._lock()
             if not self.owner and exclusive:
                 raise StoreError(
-                    f"another process owns {self.path}",
+                    f"{self.path} can only be read ({self.obstacle})"
+                    if self.obstacle
+                    else f"another process owns {self.path}",
                     "Close it there, choose another directory, or open without exclusive=True",
                 )
             self._identify(capacity_bytes)
+            if self.obstacle and not self.found:
+                raise StoreError(
+                    f"directory {self.path} cannot be used ({self.obstacle})",
+                    "Choose a directory on a local disk that this user may write to",
+                )
         except StoreError:
             self.close()
             raise
@@ -153,6 +164,20 @@ class Home:
                 "Choose a directory on a local disk that this user may write to",
             ) from error
         _homes.add(self)
+
+    def holds(self) -> bool:
+        """Whether it still owns what lies at the path: the lock file there is the one it locked."""
+        return self.owner and self._files.same(self._lock_fd, str(self.path / LOCK))
+
+    def take_over(self, capacity_bytes: int) -> bool:
+        """Makes a reader the owner where there is none any more; whether it is one now."""
+        try:
+            if not self.owner and not self.obstacle and self._lock(patient=False):
+                self._guard(empty=False)
+                self._identify(capacity_bytes)
+        except (OSError, StoreError):
+            self.close()
+        return self.owner
 
     def look_again(self) -> Superblock | None:
         """Lets a reader that was faster than the owner see the superblock."""
@@ -178,9 +203,27 @@ class Home:
 
     def close(self) -> None:
         """Gives up ownership."""
-        if self._lock_fd >= 0:
-            self._files.unlock(self._lock_fd)
-            self._lock_fd = -1
+        self.owner = False
+        locks, self._lock_fd, self._directory_fd = (self._lock_fd, self._directory_fd), -1, -1
+        for fd in locks:
+            if fd >= 0:
+                self._files.unlock(fd)
+
+    def _lock(self, *, patient: bool = True) -> bool:
+        path = str(self.path)
+        self._directory_fd = self._files.lock_directory(path, patient=patient)
+        if self._directory_fd < 0:
+            return False
+        try:
+            self._lock_fd = self._files.lock(str(self.path / LOCK), patient=patient)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES):
+                raise
+            self.obstacle = os.strerror(error.errno)
+        self.owner = self._lock_fd >= 0
+        if not self.owner:
+            self.close()
+        return self.owner
 
     def _prepare(self) -> None:
         path = str(self.path)
@@ -278,8 +321,13 @@ os.register_at_fork(after_in_child=_forget)
 
 def owned(directory: Path) -> bool:
     """Whether a living process owns the directory; does not disturb it."""
+    real = os.path.realpath(directory)
+    return any(_locked(path) for path in (os.path.join(real, LOCK), real))
+
+
+def _locked(path: str) -> bool:
     try:
-        fd = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
     try:

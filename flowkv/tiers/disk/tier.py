@@ -38,6 +38,10 @@ ERASE_S = 5.0
 class DiskTier:
     """A `Tier` in one directory. The first process to open it owns it; others only read.
 
+    A reader becomes the owner when it looks for frames and there is none any more. An owner whose
+    lock file, journal, slab file or directory somebody took away or replaced is a reader from then
+    on: what it would store is `FAILED` with "read-only" or "ESTALE".
+
     `STORED` means: header, body and journal record were handed to the operating system, so that the
     frame survives `kill -9`; with `durability="sync"` the device confirmed it, and it survives the
     machine. A frame whose bytes are wrong is a `MISS` with the reason "digest", "key", "foreign",
@@ -99,7 +103,6 @@ class DiskTier:
             files=files,
             envelope=envelope,
         )
-        self.writable, self.shared = self._store.owner, not self._store.owner
         self._pid, self._open, self._closing = os.getpid(), True, threading.Lock()
         try:
             self._staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
@@ -115,10 +118,22 @@ class DiskTier:
         )
         if not self.writable:
             warnings.warn(
-                f"another process owns {path}: this one reads it and stores nothing there",
+                f"{self._store.obstacle} in {path}: it is read, and nothing is stored there"
+                if self._store.obstacle
+                else f"another process owns {path}: this one reads it and stores nothing there",
                 UserWarning,
                 stacklevel=2,
             )
+
+    @property
+    def writable(self) -> bool:
+        """Whether this process owns the directory now."""
+        return self._store.owner
+
+    @property
+    def shared(self) -> bool:
+        """Whether another process owned the directory while it was open here, or does so now."""
+        return self._store.shared
 
     @property
     def path(self) -> Path:
