@@ -8,8 +8,8 @@
     aside-<n>         a store of another format, moved out of the way and never deleted
 
 The directory is 0700 and its files 0600; no link is followed, and no name in it comes from a key.
-Who writes holds the directory itself (flock), too: a lock file that somebody removes makes no second
-writer, and the first one stops when it finds that its lock file, or the directory, is gone.
+Who writes holds the directory itself (flock), too: removing the lock file makes no second writer, and
+the first one stops when it finds that its lock file, or the directory, is gone.
 """
 
 from __future__ import annotations
