@@ -631,3 +631,50 @@ def test_a_mount_that_is_read_only(tmp_path: Path) -> None:
     python = [sys.executable, "-c", script, str(directory), root]
     done = subprocess.run([*unshared, *python], capture_output=True, text=True, check=False)
     assert done.stdout.split() == "False 4 [('failed', 'read-only')] 4 0".split(), done.stderr
+
+
+LIMITED = """
+import resource, sys
+from flowkv.core.errors import FlowKVError
+from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.disk.inspect import inspect, scrub
+from flowkv.tiers.disk.repair import repair
+from tests.tiers.frames import hits
+
+def load(directory):
+    tier = DiskTier(directory, 1 << 28)
+    assert hits(tier, range(5)) == 5
+    tier.close()
+
+work = {"open": load, "inspect": inspect, "scrub": scrub, "repair": repair}[sys.argv[1]]
+pages = int(open("/proc/self/statm").read().split()[0])
+most = pages * resource.getpagesize() + (int(sys.argv[3]) << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+try:
+    work(sys.argv[2])
+    print("done")
+except FlowKVError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("work", ["open", "inspect", "scrub", "repair"])
+def test_a_process_without_memory_is_told(tmp_path: Path, work: str) -> None:
+    """Not by MemoryError, OSError or ImportError, nor by a thread that never starts."""
+    tier = DiskTier(tmp_path, 1 << 28)
+    stored(tier, range(5))
+    tier.close()
+    said = []
+    for spare_mib in (0, 70, 300, 2048) if work == "open" else (0, 64):
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED, work, str(tmp_path), str(spare_mib)],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.strip())
+    assert said[0] == "StoreError" and set(said) <= {"StoreError", "done"}
+    assert said[-1] == "done"

@@ -233,7 +233,7 @@ def _superblock(path: Path) -> Superblock:
     try:
         superblock = read_superblock(FileIO(), path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if superblock is None:
         raise StoreError(
             f"there is no readable store in {path}",
@@ -264,15 +264,23 @@ def reading(
         if not sound:
             index.load(rows_in_slots(slabs, envelope))
         yield slabs, index, journal if sound or not len(index) else None
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    except (OSError, MemoryError) as error:
+        raise unreadable(path, error) from error
     finally:
         slabs.close()
         if journal is not None:
             journal.close()
 
 
-def _unreadable(path: Path, error: OSError) -> StoreError:
+def unreadable(path: Path, error: OSError | MemoryError) -> StoreError:
+    """What to say when files of a store cannot be read or written."""
+    if isinstance(error, MemoryError):
+        return StoreError(
+            f"there is no memory to read the store in {path}",
+            "Free memory, or raise its limit (ulimit -v)",
+        )
+    if isinstance(error, StoreError):
+        return error
     return StoreError(
         f"the store in {path} cannot be read ({error.strerror})",
         "Check that the directory is there and belongs to this user",
@@ -295,5 +303,5 @@ def _disk_bytes(path: Path) -> int:
             with suppress(FileNotFoundError):  # the owner just replaced it
                 blocks += os.stat(each, follow_symlinks=False).st_blocks
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     return blocks * 512

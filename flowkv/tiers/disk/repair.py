@@ -13,7 +13,7 @@ import numpy as np
 from flowkv.core.errors import StoreError
 from flowkv.tiers.disk.files import FileIO
 from flowkv.tiers.disk.home import Superblock
-from flowkv.tiers.disk.inspect import Check, known_superblock
+from flowkv.tiers.disk.inspect import Check, known_superblock, unreadable
 from flowkv.tiers.disk.records import (
     RECORD_BYTES,
     ROW,
@@ -97,10 +97,8 @@ def repair(
         slabs.close()
     except StoreError:
         raise
-    except OSError as error:
-        raise StoreError(
-            f"the store in {path} cannot be repaired ({error.strerror})", "Check the disk"
-        ) from error
+    except (OSError, MemoryError) as error:
+        raise unreadable(path, error) from error
     finally:
         store.close()
     return RepairReport(

@@ -8,6 +8,7 @@ whose deadline passes while it is written is undone.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from flowkv.core.clock import Clock, SystemClock
-from flowkv.core.errors import ConfigError, StateError, StoreError
+from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
+from flowkv.core.sizes import format_size
 from flowkv.tiers.base import Completion, Entry, Load, Store
 from flowkv.tiers.disk.conductor import Conductor
 from flowkv.tiers.disk.files import FileIO
@@ -33,6 +35,8 @@ from flowkv.tiers.io.staging import Arena
 STAGING_BYTES = 64 << 20
 CLOSE_S = 60.0
 ERASE_S = 5.0
+_HEADROOM_BYTES = 512 << 20  # twice what staging, threads and compiled code were seen to take
+_FROM_SYSTEM = (OSError, MemoryError, ImportError, RuntimeError)  # where memory runs out
 
 
 class DiskTier:
@@ -95,6 +99,8 @@ class DiskTier:
             )
         self.name, self.capacity_bytes = name or f"disk:{path}", capacity_bytes
         envelope = envelope or Envelope()
+        if files is None:
+            _need_addresses(path)
         self._store = DiskStore(
             path,
             capacity_bytes,
@@ -108,8 +114,13 @@ class DiskTier:
             self._staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
             self._engine = engine or _engine(files, self._staging.arena, str(self._store.path))
             self._store.open(lambda path, write: self._engine.open(path, write=write))
-        except BaseException:
+        except BaseException as error:
             self._store.close()
+            if isinstance(error, _FROM_SYSTEM) and not isinstance(error, FlowKVError):
+                raise StoreError(
+                    f"the disk tier in {path} cannot be opened ({error or 'no memory'})",
+                    "Free memory, or raise its limit (ulimit -v)",
+                ) from error
             raise
         self._wishes = Wishes(clock or SystemClock(), queue_bytes)
         self._threads = threads
@@ -288,6 +299,22 @@ class DiskTier:
         if not self._usable():
             why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
             raise StateError(f"tier {self.name!r} {why}", "Open the directory again, here")
+
+
+def _need_addresses(path: str) -> None:
+    """Refuses to begin what could only end in the middle of starting a thread, or of compiled code.
+
+    Raises:
+        StoreError: The process may not take so much more memory.
+    """
+    try:
+        mmap.mmap(-1, _HEADROOM_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
+    except (OSError, MemoryError) as error:
+        raise StoreError(
+            f"the disk tier in {path} cannot be opened: {format_size(_HEADROOM_BYTES)} of address"
+            " space are not left",
+            "Free memory, or raise its limit (ulimit -v)",
+        ) from error
 
 
 def _engine(files: FileIO | None, arena: Arena, directory: str) -> Engine:
