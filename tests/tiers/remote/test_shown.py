@@ -33,6 +33,7 @@ SECRETIVE = [
 def test_no_name_and_no_error_shows_a_secret(uri: str) -> None:
     try:
         with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             tier = open_tier(uri.partition(":")[0], path=uri, capacity_bytes=1 << 20)
         said = f"{tier.name} {tier!r} {[str(one.message) for one in warned]}"
         tier.close()
