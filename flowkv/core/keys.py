@@ -64,6 +64,12 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     geometry: str = ""
     shard: Shard = Shard()
 
+    @property
+    def title(self) -> str:
+        """Model, revision and adapter, for people."""
+        revision = f"@{self.revision}" if self.revision else ""
+        return self.model + revision + (f" with {self.adapter}" if self.adapter else "")
+
     def digest(self) -> bytes:
         """32 bytes over all fields."""
         return hashlib.sha256(msgspec.json.encode(["namespace/1", self])).digest()

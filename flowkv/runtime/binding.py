@@ -139,14 +139,23 @@ class Binding:
             self._alive()
             shard = self.shard
             local = geometry.local(shard.rank, shard.world) if shard else geometry
-            if self.planner is None or local != self.planner.geometry:
-                self._build(local, geometry)
             exact = msgspec.structs.replace(namespace, geometry=geometry.fingerprint().hex())
+            if self.planner is None or local != self.planner.geometry:
+                self._build(local, geometry, exact)
+            else:
+                self._introduce(exact)
             self.namespace = exact.digest()
             for seq in self._open.values():  # also if the old name comes back while they are open
                 seq.publishable = False
 
-    def _build(self, geometry: Geometry, whole: Geometry) -> None:
+    def _introduce(self, namespace: Namespace) -> None:
+        """Tells tiers that note it whose frames are in use from now on."""
+        for tier in self._tiers:
+            bind: Callable[[bytes, str], None] | None = getattr(tier, "bind", None)
+            if bind is not None:
+                bind(namespace.digest(), namespace.title)
+
+    def _build(self, geometry: Geometry, whole: Geometry, namespace: Namespace) -> None:
         pools = open_pools(geometry, self.config)
         if self.planner is None:
             self._tiers = open_tiers(
@@ -156,6 +165,7 @@ class Binding:
         else:  # the old store must neither read nor write the tiers any more
             self.planner.store.flush(self.config.load_deadline_s)
             self.planner.store.detach_tiers()
+        self._introduce(namespace)
         store = Store(
             geometry,
             pools,

@@ -77,6 +77,11 @@ class ShardedTier:
         """What the inner tier says."""
         return self.inner.shared
 
+    def in_use(self, namespace: bytes) -> bool:
+        """What the inner tier says, if it knows."""
+        known: Callable[[bytes], bool] | None = getattr(self.inner, "in_use", None)
+        return known is None or known(namespace)
+
     def used_bytes(self) -> int:
         """Bytes of everybody's frames."""
         return self.inner.used_bytes()

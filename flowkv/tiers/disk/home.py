@@ -8,8 +8,8 @@
     aside-<n>         a store of another format, moved out of the way and never deleted
 
 The directory is 0700 and its files 0600; no link is followed, and no name in it comes from a key.
-Who writes holds the directory itself (flock), too: removing the lock file makes no second writer, and
-the first one stops when it finds that its lock file, or the directory, is gone.
+Who writes holds the directory itself (flock), too: removing the lock file makes no second writer,
+and the first one stops when it finds that its lock file, or the directory, is gone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import fcntl
 import os
 import re
 import stat
+import time
 import warnings
 import weakref
 import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -39,6 +41,10 @@ SUPERBLOCK, LOCK, JOURNAL, LEARNED = "superblock.json", "lock", "journal", "lear
 MOST_NAMED = 4096
 """Tenants and geometries that a superblock names at most; fewer where the capacity is small."""
 
+RECENT_S = 7 * 86400
+"""Frames of a namespace that no cache was bound to for so long are the first to go."""
+_NOTED_S, _MOST_NAMESPACES, _NAME_LETTERS = 3600, 256, 200
+
 _OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|slab-\d{8}|aside-\d+")
 _MOST_BYTES = 1 << 20
 
@@ -52,11 +58,19 @@ class Geometry(msgspec.Struct, kw_only=True, frozen=True, order=True):
     stripe_bytes: int
 
 
+class Named(msgspec.Struct, kw_only=True, frozen=True):
+    """A namespace that a cache was bound to: how people call it, and when that was last so."""
+
+    name: str
+    used_s: int
+
+
 class Superblock(msgspec.Struct, kw_only=True):
     """What made the store. Fields may be added; `store` and `format` stay in every format.
 
     `geometries` and `tenants` (salts, in hex) are hints for whoever looks at the directory: what
-    was in it when it was last opened or closed. Nothing is decided by them.
+    was in it when it was last opened or closed. `namespaces` (digests, in hex) are those that
+    caches were bound to; frames of others, such as versions before it wrote, go first.
     """
 
     store: str
@@ -70,6 +84,7 @@ class Superblock(msgspec.Struct, kw_only=True):
     capacity_bytes: int = 0
     geometries: list[Geometry] = []
     tenants: list[str] = []
+    namespaces: dict[str, Named] = {}
 
     @property
     def known(self) -> bool:
@@ -196,6 +211,42 @@ class Home:
         if (shapes, names) != (there.geometries, there.tenants):
             there.geometries, there.tenants = shapes, names
             write_superblock(self._files, self.path, there)
+
+    def name(self, bound: Mapping[bytes, str]) -> None:
+        """Notes that caches are bound to namespaces; written if that is news, or some time old.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        there, now_s = self.superblock, int(time.time())
+        if there is None or not self.owner:
+            return
+        known, fresh = there.namespaces, dict[str, Named]()
+        for digest, title in bound.items():
+            before, name = known.get(digest.hex()), title[:_NAME_LETTERS]
+            lately = before is not None and 0 <= now_s - before.used_s < _NOTED_S
+            if before is None or before.name != name or not lately:
+                fresh[digest.hex()] = Named(name=name, used_s=now_s)
+        if fresh:
+            newest = sorted((known | fresh).items(), key=lambda one: one[1].used_s, reverse=True)
+            there.namespaces = dict(newest[:_MOST_NAMESPACES])
+            write_superblock(self._files, self.path, there)
+
+    def forget(self, namespaces: Iterable[bytes]) -> None:
+        """Notes nothing of namespaces any more.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        there, gone = self.superblock, {digest.hex() for digest in namespaces}
+        if there is not None and self.owner and gone & there.namespaces.keys():
+            there.namespaces = {d: n for d, n in there.namespaces.items() if d not in gone}
+            write_superblock(self._files, self.path, there)
+
+    def in_use(self, namespace: bytes) -> bool:
+        """Whether a cache was bound to a namespace lately."""
+        named = self.superblock.namespaces.get(namespace.hex()) if self.superblock else None
+        return named is not None and time.time() - named.used_s < RECENT_S
 
     def aside(self) -> list[str]:
         """Stores of other formats that were moved out of the way."""

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import most_header_bytes, wanted
 
 _BLANKED_AT_ONCE = 16
+_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()  # that caches are bound to
 
 
 class DiskStore:
@@ -76,6 +78,7 @@ class DiskStore:
         self._index, self._busy = Index(), set[bytes]()
         self._contents = Contents()
         self._closed = False
+        self._bound: dict[bytes, str] = {}
         self._freed = False  # whether the journal has deletions that the device may not have
         self._home = Home(self._files, directory, capacity_bytes, exclusive=exclusive)
         self.owner = self._home.owner
@@ -375,13 +378,43 @@ class DiskStore:
         with self._lock:
             if self._journal is not None:
                 if self._leads():
+                    self._note_bound()
                     with contextlib.suppress(OSError):
                         self._contents.note(self._home)
                 self._drop_journal()
             self._slabs.close()
             self._home.close()
             self.owner, self._closed = False, True
+            self._bound = {}
             self._index.clear()
+
+    # --- whose frames these are ----------------------------------------------------------------
+
+    def bind(self, namespace: bytes, name: str) -> None:
+        """A cache uses a namespace from now on."""
+        with self._lock:
+            self._bound[namespace] = name
+            _stores.add(self)
+            self._note_bound()
+
+    def in_use(self, namespace: bytes) -> bool:
+        """Whether a cache of this process uses a namespace, or another one did lately."""
+        bound = any(namespace in store._bound for store in list(_stores))
+        return bound or self._home.in_use(namespace)
+
+    def forget(self, namespaces: Iterable[bytes]) -> None:
+        """Notes nothing of namespaces any more.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        with self._lock:
+            self._home.forget(namespaces)
+
+    def _note_bound(self) -> None:
+        if self._bound and self._leads():
+            with contextlib.suppress(OSError):  # of a full disk: they may be evicted too early
+                self._home.name(self._bound)
 
     # --- whose directory it is -----------------------------------------------------------------
 
@@ -423,6 +456,7 @@ class DiskStore:
             self.owner = False
             self._drop_journal()
             self._home.close()
+        self._note_bound()
         return self.owner
 
     def _drop_journal(self) -> None:

@@ -265,6 +265,15 @@ class DiskTier:
             )
         return count
 
+    def bind(self, namespace: bytes, name: str) -> None:
+        """A cache that uses a namespace is about to use this tier; the directory notes its name."""
+        if self._usable():
+            self._store.bind(namespace, name)
+
+    def in_use(self, namespace: bytes) -> bool:
+        """Whether a cache of this process uses a namespace, or one did in the last seven days."""
+        return self._store.in_use(namespace)
+
     def scan(self) -> Iterator[Entry]:
         """All frames, oldest store first."""
         if self._usable():
