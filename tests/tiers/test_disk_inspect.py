@@ -1,23 +1,31 @@
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from flowkv import cli
 from flowkv.core.errors import StoreError
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.files import FileIO
 from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
 from flowkv.tiers.disk.inspect import Share, inspect, scrub
-from flowkv.tiers.disk.repair import drop
+from flowkv.tiers.disk.records import Held, Record, Slot
+from flowkv.tiers.disk.recover import open_journal
+from flowkv.tiers.disk.repair import drop, repair
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.keyring import Keyring
 
-from .frames import body_of, key_of, stored
+from .frames import body_of, info_of, key_of, stored
 
 MIB = 1 << 20
 
@@ -245,3 +253,81 @@ def test_an_older_version_opens_a_store_with_names(tmp_path: Path) -> None:
     write_superblock(FileIO(), tmp_path, superblock)
     assert inspect(tmp_path).names == {} and inspect(tmp_path).frames == 10
     assert drop(tmp_path, "unknown").frames == 10
+
+
+# --- what files claim of their lengths ----------------------------------------------------------
+
+BUDGET = 8 * MIB
+HOLES = pytest.mark.skipif(not hasattr(FileIO, "next_data"), reason="holes are read here")
+LOOKS: dict[str, Callable[[Path], object]] = {
+    "inspect": inspect,
+    "scrub": scrub,
+    "repair": repair,
+    "drop": lambda path: drop(path, key_of("other").hex()),
+    "cli inspect": lambda path: cli.main(["inspect", str(path)]),
+    "cli scrub": lambda path: cli.main(["scrub", str(path)]),
+    "open": lambda path: DiskTier(path, MIB).close(),
+}
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        ["superblock.json"],
+        ["lock"],
+        ["learned", "superblock.json.tmp", "journal.tmp"],
+        ["slab-00000003"],
+        ["slab-00000001", "slab-00500000", "slab-99999999"],
+        pytest.param(["journal"], marks=HOLES),
+        pytest.param(["slab-00000003", "no journal"], marks=HOLES),
+        pytest.param(["slab-00000001", "slab-99999999", "no journal"], marks=HOLES),
+    ],
+)
+@pytest.mark.parametrize("look", LOOKS)
+def test_work_is_bounded_by_the_capacity_whatever_files_claim(
+    tmp_path: Path, lies: list[str], look: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sparse files of 64 GiB were once read to their ends."""
+    fill(tmp_path).close()
+    for name in lies:
+        if name == "no journal":
+            (tmp_path / "journal").unlink()
+        else:
+            fd = os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600)
+            os.ftruncate(fd, 64 << 30)
+            os.close(fd)
+    work = Counter[str]()
+    read = FileIO.read
+
+    def counted(self: FileIO, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        work["calls"] += 1
+        work["bytes"] += sum(buffer.nbytes for buffer in buffers)
+        assert work["bytes"] <= BUDGET and work["calls"] < 10_000, "it reads on and on"
+        return read(self, fd, buffers, offset)
+
+    monkeypatch.setattr(FileIO, "read", counted)
+    with suppress(StoreError):  # of a superblock with zeros behind it, for one
+        LOOKS[look](tmp_path)
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_a_record_that_lies_about_a_length_takes_no_memory(tmp_path: Path, lossless: bool) -> None:
+    fill(tmp_path).close()
+    superblock = read_superblock(FileIO(), tmp_path)
+    assert superblock is not None
+    journal = open_journal(FileIO(), tmp_path, superblock, write=True)
+    journal.read_new()
+    slot = Slot((1 << 23) - 1, 0)
+    stripes, n_bytes = (1, 30 << 30) if lossless else (1, (30 << 30) - 4096)
+    info = info_of(n_bytes, stripe_bytes=n_bytes)
+    stored_bytes = n_bytes if lossless else n_bytes + 4096
+    held = Held(journal.next_seq(), slot, stripes, info, stored_bytes, lossless=lossless)
+    journal.append([Record(1, key_of("lie"), held)])
+    journal.close()
+    with (tmp_path / f"slab-{slot.granules:08d}").open("wb") as file:
+        file.truncate(64 << 30)
+    tracemalloc.start()
+    report = scrub(tmp_path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert report.frames - report.bad == 7 and report.bad <= 1 and most < 64 * MIB
