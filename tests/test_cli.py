@@ -233,6 +233,35 @@ def test_repair_drops_what_is_damaged(store: Path, capsys: pytest.CaptureFixture
     assert "another process owns" in capsys.readouterr().err
 
 
+def test_frames_are_listed_by_model_and_dropped(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (old,) = as_json(capsys, "inspect", str(store))["namespaces"]
+    tier = DiskTier(store, 16 << 20)
+    tier.bind(bytes(31) + b"x", "my-model@3")
+    for verb in ("inspect", "scrub"):
+        assert cli.main([verb, str(store)]) == 0
+        assert f"{old[:16]} (unknown)" in capsys.readouterr().out
+    assert cli.main(["scrub", str(store), "--drop", old[:16]]) == 2
+    assert "another process owns" in capsys.readouterr().err
+    tier.bind(bytes.fromhex(old), "my-model@2")
+    tier.close()
+    for verb in ("inspect", "scrub"):
+        found = as_json(capsys, verb, str(store))
+        assert found["names"][old] == "my-model@2"
+        assert found["namespaces"] == {old: {"frames": 3, "bytes": 3 * 8192}}
+        assert cli.main([verb, str(store)]) == 0
+        assert f"{old[:16]} (my-model@2)" in capsys.readouterr().out
+    assert cli.main(["scrub", str(store), "--drop", "my-model@3"]) == 2
+    assert "no frames of the namespace 'my-model@3'" in capsys.readouterr().err
+    assert cli.main(["scrub", str(store), "--drop", "unknown", "--repair"]) == 2
+    capsys.readouterr()
+    found = as_json(capsys, "scrub", str(store), "--drop", old[:16])
+    assert (found["frames"], found["namespaces"]) == (3, [old])
+    assert as_json(capsys, "inspect", str(store))["frames"] == 0
+    assert b"\x02" * 64 not in b"".join(path.read_bytes() for path in store.glob("slab-*"))
+
+
 def test_the_directory_is_named_in_full(
     store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

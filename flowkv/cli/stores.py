@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +13,9 @@ from flowkv.core.config import load_config
 from flowkv.core.sizes import format_size
 from flowkv.demo.show import Screen
 from flowkv.tiers.keyring import Keyring
+
+if TYPE_CHECKING:
+    from flowkv.tiers.disk.inspect import Share
 
 
 def add_verbs(verb: AddVerb) -> None:
@@ -25,7 +28,14 @@ def add_verbs(verb: AddVerb) -> None:
 
 
 def _scrub_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    change = parser.add_mutually_exclusive_group()
+    change.add_argument(
+        "--drop",
+        metavar="NAMESPACE",
+        help="erase the frames of one model: the first digits of its namespace, its name, or"
+        " 'unknown' for all that no model in use has named; nobody may have the store open",
+    )
+    change.add_argument(
         "--repair",
         action="store_true",
         help="drop damaged frames, find those that a damaged journal lost, and write it anew;"
@@ -40,12 +50,13 @@ def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     from flowkv.tiers.disk.inspect import inspect
 
     found = inspect(given.directory)
-    shares = {"kind": found.kinds, "codec": found.codecs, "namespace": found.namespaces}
+    shares = {"kind": found.kinds, "codec": found.codecs}
     rows = [
         [f"{label} {name[:16]}", f"{share.frames:,}", format_size(share.bytes)]
         for label, group in shares.items()
         for name, share in group.items()
     ]
+    rows += _namespaces(found.namespaces, found.names)
     rows.append(["all frames", f"{found.frames:,}", format_size(found.bytes)])
     screen.table(["", "frames", "bytes"], rows, title=f"Store {given.directory.absolute()}")
     full = f"{format_size(found.disk_bytes)} of {format_size(found.capacity_bytes)}"
@@ -64,9 +75,32 @@ def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     return 0, {"directory": str(given.directory), **msgspec.structs.asdict(found)}
 
 
+def _namespaces(shares: dict[str, Share], names: dict[str, str]) -> list[list[str]]:
+    """A row for each namespace: what `--drop` takes, and the model, if any said its name."""
+    return [
+        [
+            f"namespace {digest[:16]} ({names.get(digest, 'unknown')})",
+            f"{share.frames:,}",
+            format_size(share.bytes),
+        ]
+        for digest, share in shares.items()
+    ]
+
+
+def _drop(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.tiers.disk.repair import drop
+
+    report = drop(given.directory, given.drop, keyring=_keyring(given.config))
+    screen.say(f"{report.frames:,} frames, {format_size(report.bytes)}, were erased.")
+    return 0, {"directory": str(given.directory), **msgspec.structs.asdict(report)}
+
+
 def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.tiers.disk.inspect import scrub
+    from flowkv.tiers.disk.inspect import ScrubReport, scrub
     from flowkv.tiers.disk.repair import RepairReport, repair
+
+    if given.drop is not None:
+        return _drop(given, screen)
 
     keyring = _keyring(given.config)
     check = repair if given.repair else scrub
@@ -76,6 +110,8 @@ def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             lambda done, total: tell(done, total, f"{done:,} frames"),
             keyring=keyring,
         )
+    if isinstance(report, ScrubReport) and report.namespaces:
+        screen.table(["", "frames", "bytes"], _namespaces(report.namespaces, report.names))
     rate = report.bytes / report.seconds if report.seconds else 0.0
     screen.say(
         f"{report.frames:,} frames, {format_size(report.bytes)} in {report.seconds:.2f} s"

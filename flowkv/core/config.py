@@ -27,7 +27,7 @@ from flowkv.core.selection import (
     parse_policy,
     parse_quota,
 )
-from flowkv.core.sizes import LOCAL_KINDS, Place, parse_place, parse_size
+from flowkv.core.sizes import LOCAL_KINDS, Place, parse_place, parse_size, without_secrets
 
 ENVIRONMENT = "FLOWKV_CONFIG"
 DEFAULT_GPU_SIZE = "25%"
@@ -71,8 +71,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             wait, hints, and what policies learned, where these were right. Fields of
             `flowkv.policy.prefetch.PrefetchConfig` do so with other values; "off" brings only what
             `KV.prefetch` and `KV.enqueue` ask for.
-        learned: Keep what policies learned beside a disk tier, so that the next process starts with
-            it. It names no prompt and no tenant.
+        learned: Keep what policies learned in a disk tier's directory, so that the next process
+            starts with it. It names no prompt and no tenant.
         record: File to which requests are written as a trace, with salted ids only; "" for none.
         page_size: Tokens per page, a multiple of 8 between 8 and 256; default 64, 128 for "auto".
         tenant: Tenant of requests that name none. Tenants never share pages.
@@ -198,12 +198,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
 
     def __repr__(self) -> str:
-        """All fields that differ from their defaults; the secret is never shown."""
+        """All fields that differ from their defaults; no secret is shown, nor one of a URI."""
         shown = []
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
             if value != ({} if field.default is msgspec.NODEFAULT else field.default):
-                value = "..." if field.name == "secret" else value
+                value = "..." if field.name == "secret" else _shown(value)
                 shown.append(f"{field.name}={value!r}")
         return f"Config({', '.join(shown)})"
 
@@ -263,8 +263,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                     raise ConfigError("a device pool of no bytes", "Give it at least a few pages")
         if self.disk is not None:
             if "://" in self.disk:
-                problem = f"{self.disk!r} is no directory"
-                raise _at("disk", problem, f'Write tiers=[..., "{self.disk}"] instead')
+                shown = without_secrets(self.disk)
+                remedy = f'Write tiers=[..., "{shown}"] instead'
+                raise _at("disk", f"{shown!r} is no directory", remedy)
             with _Blame("disk"):
                 stack.append(parse_place("disk:" + self.disk.removeprefix("disk:")))
         return stack
@@ -340,14 +341,23 @@ def _listed(tiers: tuple[str, ...]) -> list[Place]:
             for above in stack:
                 same_path = os.path.normpath(above.path) == os.path.normpath(place.path)
                 if same_path and above.kind == place.kind:
-                    raise ConfigError(f"place {text!r} is named twice", "Name it once")
+                    shown = without_secrets(text)
+                    raise ConfigError(f"place {shown!r} is named twice", "Name it once")
             if stack and ranks.get(place.kind, 3) < ranks.get(stack[-1].kind, 3):
+                upper, lower = without_secrets(str(stack[-1])), without_secrets(text)
                 raise ConfigError(
-                    f"place {text!r} lies below the slower {str(stack[-1])!r}",
+                    f"place {lower!r} lies below the slower {upper!r}",
                     "List gpu, host, disks and remote stores in this order",
                 )
             stack.append(place)
     return stack
+
+
+def _shown(value: Any) -> Any:
+    """A field's value without the secrets of the URIs in it."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    return tuple(map(_shown, value)) if isinstance(value, tuple) else value
 
 
 def _at(field: str, problem: str, remedy: str) -> ConfigError:

@@ -66,6 +66,12 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     shard: Shard = Shard()
     computation: str = ""
 
+    @property
+    def title(self) -> str:
+        """Model, revision and adapter, for people."""
+        revision = f"@{self.revision}" if self.revision else ""
+        return self.model + revision + (f" with {self.adapter}" if self.adapter else "")
+
     def digest(self) -> bytes:
         """32 bytes over all fields."""
         fields = msgspec.to_builtins(self)

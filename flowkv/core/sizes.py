@@ -18,6 +18,8 @@ _UNITS = (
     | {f"{p}b": 1000**i for i, p in enumerate(_PREFIXES, 1)}
 )
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*([A-Za-z]*|%)")
+_WHOLE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:(?://)?)(.*)", re.DOTALL)
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)(\S*)")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _MAX_BYTES = 2**63 - 1
 _EXAMPLES = "Write a size like 8GiB, 512MiB, 200GB or 25%"
@@ -43,7 +45,8 @@ def parse_size(value: int | str, *, total_bytes: int | None = None) -> int:
         return value
     found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if found is None:
-        raise ConfigError(f"{value!r} is not a size", _EXAMPLES)
+        said = without_secrets(value) if isinstance(value, str) else value
+        raise ConfigError(f"{said!r} is not a size", _EXAMPLES)
     number, unit = Fraction(found[1]), found[2].lower()
     if unit == "%":
         if number > 100:
@@ -85,8 +88,32 @@ def format_size(n_bytes: int) -> str:
     return f"{whole}{fraction}{prefix.upper()}iB"
 
 
+def without_secrets(text: str) -> str:
+    """`text` as it may be shown: no user, password or option's value of any URI in it.
+
+    A text that begins like a URI is one to its end, whatever is in it; else URIs end at blanks.
+    """
+    text, whole = str(text), re.match(r"\s*[A-Za-z][A-Za-z0-9+.-]*:", text)
+    return (_WHOLE if whole else _URI).sub(_masked, text)
+
+
+def _masked(uri: re.Match[str]) -> str:
+    scheme, rest = uri[1], uri[2]
+    user, at, behind = rest.rpartition("@")
+    host = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if scheme.rstrip(":") in LOCAL_KINDS:
+        rest = f"...@{behind}" if at and ":" in user else rest
+    elif at and not re.search(r"[/?#]", user):
+        rest = f"...@{behind}"
+    elif at and (":" in host or "@" in host):  # a password with such signs, or a path with an @
+        return f"{scheme}..."
+    rest, mark, options = rest.partition("?")
+    shown = (f"{option.partition('=')[0]}=..." for option in options.split("&") if "=" in option)
+    return scheme + rest.partition("#")[0] + (mark and mark + ("&".join(shown) or "..."))
+
+
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where frames may lie, as configured; `str(place)` parses back to it.
+    """Where frames may lie, as configured; `str(place)` parses back to it, secrets included.
 
     Attributes:
         kind: "gpu" (the device pool, wherever the layers compute), "host", "disk", or the scheme
@@ -117,6 +144,11 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         return parse_size(self.size, total_bytes=total_bytes) if self.size else None
 
+    def __repr__(self) -> str:
+        """Its fields; no secret of a URI is shown."""
+        path = without_secrets(self.path)
+        return f"Place(kind={self.kind!r}, path={path!r}, size={self.size!r})"
+
     def __str__(self) -> str:
         head = () if self.remote else (self.kind,)
         return ":".join((*head, *(part for part in (self.path, self.size) if part)))
@@ -134,7 +166,9 @@ def parse_place(text: str) -> Place:
         ConfigError: The kind is unknown, the size is none, or a path is missing or misplaced.
     """
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"{text!r} is not a place", "Write gpu:8GiB, host:32GiB or disk:./kv")
+        raise ConfigError(
+            f"{without_secrets(text)!r} is not a place", "Write gpu:8GiB, host:32GiB or disk:./kv"
+        )
     text = text.strip()
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
     if scheme:
@@ -142,7 +176,9 @@ def parse_place(text: str) -> Place:
     kind, colon, rest = text.partition(":")
     if kind in ("gpu", "host"):
         if colon and not rest:
-            raise ConfigError(f"place {text!r} ends with a colon", f"Write {kind}:8GiB or {kind}")
+            raise ConfigError(
+                f"place {without_secrets(text)!r} ends with a colon", f"Write {kind}:8GiB or {kind}"
+            )
         if kind == "host" and ":" in rest:
             return _shared(rest, text)
         if rest:
@@ -161,26 +197,32 @@ def _unknown(kind: str, text: str) -> ConfigError:
         close = ["gpu"]
     elif kind.lower() in ("cpu", "ram", "pinned"):
         close = ["host"]
-    remedy = f"For a directory write disk:{text}"
+    remedy = f"For a directory write disk:{without_secrets(text)}"
     if close:
-        remedy = f"Did you mean {close[0]}{text[len(kind) :]}? {remedy}"
-    return ConfigError(f"place {text!r} is neither gpu, host, disk, a path nor a URI", remedy)
+        remedy = f"Did you mean {close[0]}{without_secrets(text)[len(kind) :]}? {remedy}"
+    return ConfigError(
+        f"place {without_secrets(text)!r} is neither gpu, host, disk, a path nor a URI", remedy
+    )
 
 
 def _checked_size(size: str, text: str) -> None:
     try:
         n_bytes = parse_size(size, total_bytes=_MAX_BYTES)
     except ConfigError as error:
-        raise ConfigError(f"place {text!r}: {error.problem}", error.remedy) from None
+        raise ConfigError(
+            f"place {without_secrets(text)!r}: {error.problem}", error.remedy
+        ) from None
     if not n_bytes:
-        raise ConfigError(f"place {text!r} has no room", "Leave the place out to do without it")
+        raise ConfigError(
+            f"place {without_secrets(text)!r} has no room", "Leave the place out to do without it"
+        )
 
 
 def _shared(rest: str, text: str) -> Place:
     name, _, size = rest.partition(":")
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"place {text!r} has no name that processes could share",
+            f"place {without_secrets(text)!r} has no name that processes could share",
             "Write host:NAME:8GiB, the name a letter and up to 63 letters, digits, - or _",
         )
     _checked_size(size, text)
@@ -192,31 +234,43 @@ def _disk(rest: str, text: str) -> Place:
     if not colon or not size[:1].isdigit() or "/" in size:
         path, size = rest, ""
     elif size.isdigit():  # a forgotten unit is likelier than a directory of 200 bytes
+        shown = without_secrets(f"disk:{path}").removeprefix("disk:")
         raise ConfigError(
-            f"place {text!r} ends with a number without a unit",
-            f"Write {path}:{size}GiB for a size, or {path}:{size}/ for a path",
+            f"place {without_secrets(text)!r} ends with a number without a unit",
+            f"Write {shown}:{size}GiB for a size, or {shown}:{size}/ for a path",
         )
     if size:
         _checked_size(size, text)
     if not path or (not size and (path.endswith(":") or _SIZE.fullmatch(path))):
-        raise ConfigError(f"place {text!r} names no directory", "Write disk:./kv:200GiB")
+        raise ConfigError(
+            f"place {without_secrets(text)!r} names no directory", "Write disk:./kv:200GiB"
+        )
     if "\0" in path:
-        raise ConfigError(f"place {text!r} holds a zero byte", "Write an ordinary path")
+        raise ConfigError(
+            f"place {without_secrets(text)!r} holds a zero byte", "Write an ordinary path"
+        )
     return Place("disk", os.path.expanduser(path), size)
 
 
 def _remote(scheme: str, text: str) -> Place:
     if scheme in (*LOCAL_KINDS, "file"):
         kind = "disk" if scheme == "file" else scheme
-        raise ConfigError(f"place {text!r} is written like a URI", f"Write {kind}:... without //")
+        raise ConfigError(
+            f"place {without_secrets(text)!r} is written like a URI", f"Write {kind}:... without //"
+        )
     path, _, size = text.rpartition(":")
     # Digits alone are a port, and "//host" belongs to the scheme; both leave the URI whole.
     if size.isdigit() or not _SIZE.fullmatch(size):
         path, size = text, ""
     elif size.endswith("%"):
-        raise ConfigError(f"place {text!r}: a share of a remote store", "Write bytes, like 4TiB")
+        raise ConfigError(
+            f"place {without_secrets(text)!r}: a share of a remote store", "Write bytes, like 4TiB"
+        )
     else:
         _checked_size(size, text)
     if path.endswith("://"):
-        raise ConfigError(f"place {text!r} names no host or bucket", f"Write {scheme}://bucket/kv")
+        raise ConfigError(
+            f"place {without_secrets(text)!r} names no host or bucket",
+            f"Write {scheme}://bucket/kv",
+        )
     return Place(scheme, path, size)

@@ -142,7 +142,11 @@ class LayerArrived(Event, frozen=True, kw_only=True):
 
 
 class Evicted(Event, frozen=True, kw_only=True):
-    """A tier gave up pages; `reason` is "space", "lease", "quota", "prefetch" or "close"."""
+    """A tier gave up pages.
+
+    `reason` is "space", "unused" (of a namespace that no cache uses), "lease", "quota", "prefetch"
+    or "close".
+    """
 
     tier: str
     pages: int

@@ -140,14 +140,23 @@ class Binding:
             self._alive()
             shard = self.shard
             local = geometry.local(shard.rank, shard.world) if shard else geometry
-            if self.planner is None or local != self.planner.geometry:
-                self._build(local, geometry)
             exact = msgspec.structs.replace(namespace, geometry=geometry.fingerprint().hex())
+            if self.planner is None or local != self.planner.geometry:
+                self._build(local, geometry, exact)
+            else:
+                self._introduce(exact)
             self.namespace = exact.digest()
             for seq in self._open.values():  # also if the old name comes back while they are open
                 seq.publishable = False
 
-    def _build(self, geometry: Geometry, whole: Geometry) -> None:
+    def _introduce(self, namespace: Namespace) -> None:
+        """Tells tiers that note it whose frames are in use from now on."""
+        for tier in self._tiers:
+            bind: Callable[[bytes, str], None] | None = getattr(tier, "bind", None)
+            if bind is not None:
+                bind(namespace.digest(), namespace.title)
+
+    def _build(self, geometry: Geometry, whole: Geometry, namespace: Namespace) -> None:
         pools = open_pools(geometry, self.config)
         if self.planner is None:
             self._tiers = open_tiers(
@@ -157,6 +166,7 @@ class Binding:
         else:  # the old store must neither read nor write the tiers any more
             self.planner.store.flush(self.config.load_deadline_s)
             self.planner.store.detach_tiers()
+        self._introduce(namespace)
         store = Store(
             geometry,
             pools,
@@ -183,8 +193,8 @@ class Binding:
         self.restorer = Restorer(self.planner, self.gate, self.bus)
         self.snapshots = Snapshots(self.restorer)
         self.restores = Restores(store, self.gate, self.bus)
-        if (path := self._learned()) is not None:
-            self._tell(partial(learned.load, path, store.places))
+        if (directory := self._learned()) is not None:
+            self._tell(partial(learned.load, directory, store.places))
         self.visits = Visits(self.planner)
         self.queue = Queue(self.visits, self.lock)
         if self.config.record and not self._recordings:
@@ -231,16 +241,17 @@ class Binding:
         return Tenants(make, dict(enumerate(quotas)))
 
     def _learned(self) -> Path | None:
-        """Where what policies learned is kept; None if it is not."""
-        places = [place for place in self.config.places(on_cpu=True) if place.kind == "disk"]
-        disks = [tier for tier in self._tiers if tier.kind == "disk"]  # those given come last
-        lasting = [p for p, tier in zip(places, disks, strict=False) if tier.writable]
-        return learned.beside(lasting[0].path) if self.config.learned and lasting else None
+        """The directory in which what policies learned is kept; None if it is not."""
+        from flowkv.tiers.disk import DiskTier
+
+        ours = self._tiers[: len(self._tiers) - len(self._given)]  # those given come last
+        disks = (tier for tier in ours if isinstance(tier, DiskTier) and tier.writable)
+        return next((disk.path for disk in disks), None) if self.config.learned else None
 
     def _save_learned(self) -> None:
-        path = self._learned()
-        if path is not None and self.planner is not None:
-            self._tell(partial(learned.save, path, self.planner.store.places))
+        directory = self._learned()
+        if directory is not None and self.planner is not None:
+            self._tell(partial(learned.save, directory, self.planner.store.places))
 
     def _tell(self, work: Callable[[], object]) -> None:
         """Does something with a file that is worth an event if it fails, and nothing more."""

@@ -1,4 +1,4 @@
-"""What policies learned, kept in a small file beside a disk tier's directory.
+"""What policies learned, kept in a small file within a disk tier's directory.
 
 Models only: how soon conversations go on, after what kind of turn. No block, no key, no tenant and
 no time is in it; which pages lie where is the tiers' own business.
@@ -8,8 +8,6 @@ no time is in it; which pages lie where is the tiers' own business.
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -19,6 +17,8 @@ import xxhash
 
 from flowkv.core.errors import ConfigError
 from flowkv.runtime.places import Place
+from flowkv.tiers.disk.files import FileIO, read_file, replace_file
+from flowkv.tiers.disk.home import LEARNED
 
 VERSION = 1
 _CHECK_BYTES, _MOST_BYTES = 16, 1 << 24
@@ -42,14 +42,12 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     models: dict[str, bytes]
 
 
-def beside(directory: str | os.PathLike[str]) -> Path:
-    """The file that belongs to a disk tier's directory."""
-    path = Path(directory).expanduser().absolute()
-    return path.with_name(path.name + ".learned")
-
-
-def save(path: Path, places: Iterable[Place]) -> bool:
+def save(directory: Path, places: Iterable[Place]) -> bool:
     """Writes what the policies of places learned; the file appears whole or not at all.
+
+    Args:
+        directory: Of a disk tier, which this process owns.
+        places: Whose policies.
 
     Returns:
         Whether there was anything to write.
@@ -61,27 +59,20 @@ def save(path: Path, places: Iterable[Place]) -> bool:
     if not models:
         return False
     body = msgspec.msgpack.encode(_File(VERSION, models))
-    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(xxhash.xxh3_128_digest(body) + body)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    replace_file(FileIO(), str(directory / LEARNED), xxhash.xxh3_128_digest(body) + body)
     return True
 
 
-def load(path: Path, places: Iterable[Place]) -> int:
+def load(directory: Path, places: Iterable[Place]) -> int:
     """Has policies begin with what was learned before; returns how many do.
 
     Raises:
         ConfigError: The file is damaged, of another version, or a model does not fit its policy.
-        OSError: It cannot be read.
+        OSError: It cannot be read, or is no file of ours.
     """
+    path = directory / LEARNED
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
+        raw = read_file(FileIO(), str(path), _MOST_BYTES, ours=True)
     except FileNotFoundError:
         return 0
     body = raw[_CHECK_BYTES:]

@@ -386,7 +386,13 @@ def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device=device)
     # Memory is taken when pages are first written. Private, or the kernel gives no huge pages,
     # which make first writes, copies and registration cheaper.
-    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError) as error:
+        raise CapacityError(
+            f"this process cannot have {format_size(n_bytes)} of memory for the device pool",
+            "Make the pool smaller (gpu=...), or raise the limit (ulimit -v)",
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import islice
 
 from flowkv.core.clock import Clock
@@ -92,6 +93,7 @@ class Residency:
         self._condemned: set[tuple[int, bytes]] = set()
         self._states_only: set[int] = set()
         self.provisional = Provisional()
+        self._strangers: dict[int, list[Block]] = {}
         for tier in tiers:
             self.add_tier(tier)
 
@@ -126,6 +128,7 @@ class Residency:
     def _enter(self, number: int, entries: Iterable[Entry]) -> None:
         """Makes frames that a tier holds known, the oldest first."""
         trees, fresh = dict[bytes, list[Block]](), list[list[Block]]()
+        in_use = self._knows(number)
         for entry in entries:
             info = entry.info
             block = self.index.publish(entry.key, info.parent, info.group, info.kind)
@@ -135,6 +138,8 @@ class Residency:
             if info.kind != "page":
                 block.n_bytes, block.tail = entry.n_bytes, info.tokens
             block.tenant, block.namespace = info.tenant, info.namespace
+            if not in_use(info.namespace):
+                self._strangers.setdefault(number, []).append(block)
             tree = trees.get(info.parent)
             if tree is None:
                 fresh.append(tree := [])
@@ -143,6 +148,24 @@ class Residency:
         # To a policy, what comes last in one call is a leaf, and goes first: the oldest tree last.
         blocks = [block for tree in reversed(fresh) for block in tree]
         self.insert(blocks, number)
+
+    def _knows(self, number: int) -> Callable[[bytes], bool]:
+        """What says whether a namespace is in use, as far as a tier knows."""
+        known: Callable[[bytes], bool] = getattr(self.tiers[number], "in_use", lambda _: True)
+        return lru_cache(known)
+
+    def stranger(self, number: int) -> Block | None:
+        """A block on a tier that no cache can ask for any more, as far as the tier knows.
+
+        Such as those of another version, which named pages otherwise: they go before all others.
+        """
+        left, in_use = self._strangers.get(number, []), self._knows(number)
+        while left:
+            block = left.pop()
+            there = not block.gone and block.tiers >> number & 1
+            if there and not block.kept and not block.moving and not in_use(block.namespace):
+                return block
+        return None
 
     def learn(self, number: int, meant: Callable[[FrameInfo], bool]) -> None:
         """Makes those frames known that a tier lists, are meant, and are not known there."""
@@ -173,6 +196,7 @@ class Residency:
     def detach_tiers(self) -> None:
         """Leaves the tiers to another store; only device pages stay known here."""
         self.tiers.clear()
+        self._strangers.clear()
         self.mover.forget()
         self.tier_places.clear()
         for block in self.index:

@@ -195,6 +195,10 @@ class Traffic(Residency):
         while tier.used_bytes() + self._incoming.get(number, 0) + need > tier.capacity_bytes:
             if need > tier.capacity_bytes:
                 return False
+            if (stranger := self.stranger(number)) is not None:
+                self.remove(stranger, number)
+                self._leave_tier(stranger, number, "unused")
+                continue
             victims = place.evict(self.now_ns(), 1)
             if victims is not None:
                 self._leave_tier(self.index.at(int(victims[0])), number, "space")
@@ -321,7 +325,7 @@ class Traffic(Residency):
         block.tiers = 0
 
     def _leave_tier(self, block: Block, number: int, reason: str) -> None:
-        if reason != "lease" and block.page < 0 and not block.tiers >> (number + 1):
+        if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
             self._demote(block, number)
         name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
         self.tiers[number].delete([block.key])

@@ -176,13 +176,22 @@ class FlakyTier:
     ) -> None:
         self.inner, self.faults = inner, faults
         self.name, self.kind = f"flaky {inner.name}", inner.kind
-        self.capacity_bytes, self.writable = inner.capacity_bytes, inner.writable
-        self.shared = inner.shared
+        self.capacity_bytes = inner.capacity_bytes
         self._random, self._clock = random.Random(seed), clock or SystemClock()
         self._lock = threading.Lock()
         self._jobs = 0
         self._wishes: dict[int, tuple[int, int, list[tuple[int, Load | Store]]]] = {}
         self._held: list[tuple[int, Completion]] = []
+
+    @property
+    def writable(self) -> bool:
+        """What the inner tier says."""
+        return self.inner.writable
+
+    @property
+    def shared(self) -> bool:
+        """What the inner tier says."""
+        return self.inner.shared
 
     def used_bytes(self) -> int:
         """What the inner tier says."""

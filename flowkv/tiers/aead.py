@@ -11,9 +11,7 @@ the stripes' tags. What this does not promise stands in docs/explain/integrity.m
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-
+import xxhash
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -23,11 +21,11 @@ from flowkv.tiers.frame import (
     DIGEST_AT,
     DIGEST_BYTES,
     FIXED_BYTES,
-    SALT_BYTES,
     BadFrame,
     Buffer,
     Header,
     decode_header,
+    fixed_fields,
     lay_out,
 )
 from flowkv.tiers.keyring import Keyring
@@ -119,9 +117,17 @@ class FrameCipher:
         return True
 
 
-def new_salt(random_bytes: Callable[[int], bytes] = os.urandom) -> bytes:
-    """The salt of one frame. Two frames of one key with one salt would share nonces."""
-    return random_bytes(SALT_BYTES)
+def new_salt(keyring: Keyring, header: Header, body: memoryview) -> bytes:
+    """The salt of one frame. Two frames of one key with one salt would share nonces.
+
+    Args:
+        keyring: Mixes it.
+        header: All that it will say but for salt and tags.
+        body: Its plain stripes. A machine that goes on twice from one image may repeat all its
+            random numbers, but other content, or another place for it, makes another salt.
+    """
+    said = fixed_fields(header) + header.sizes + xxhash.xxh3_128_digest(body)
+    return keyring.frame_salt(header.info.tenant, said)
 
 
 def open_header(data: Buffer, keyring: Keyring) -> tuple[Header, FrameCipher]:

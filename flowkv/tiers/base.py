@@ -154,15 +154,23 @@ class Tier(Protocol):
         kind: "host", "disk" or "remote".
         capacity_bytes: Most bytes it may occupy, everything included; `UNBOUNDED` where only its
             engine knows.
-        writable: False where another process owns it: stores then answer `FAILED`.
-        shared: Whether others may write to it too, so that frames come and go unasked.
+        writable: False where another process owns it: stores then answer `FAILED`. May change.
+        shared: Whether others may write to it too, so that frames come and go unasked. May change.
     """
 
     name: str
     kind: str
     capacity_bytes: int
-    writable: bool
-    shared: bool
+
+    @property
+    def writable(self) -> bool:
+        """False where another process owns it."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether others may write to it."""
+        ...
 
     def used_bytes(self) -> int:
         """Bytes occupied now, overhead included."""

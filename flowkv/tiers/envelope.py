@@ -224,7 +224,8 @@ class Envelope:
         from flowkv.tiers.aead import FrameCipher, new_salt
 
         sizes, plain = packed or (b"", view)
-        header = header._replace(salt=new_salt(), sizes=sizes)
+        header = header._replace(sizes=sizes)
+        header = header._replace(salt=new_salt(self._keyring, header, view))
         cipher, tags = FrameCipher(self._keyring, fixed_fields(header)), []
         out = memoryview(bytearray(len(plain) + DIGEST_BYTES))  # a tag lies behind its stripe first
         for number, offset, size in _extents(header, range(header.stripes)):

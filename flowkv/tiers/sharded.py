@@ -57,8 +57,8 @@ class ShardedTier:
 
     def __init__(self, inner: Tier, geometry: Geometry, shard: Shard) -> None:
         self.inner, self.division = inner, Division(geometry, shard)
-        self.name, self.kind, self.shared = inner.name, inner.kind, inner.shared
-        self.capacity_bytes, self.writable = inner.capacity_bytes, inner.writable
+        self.name, self.kind = inner.name, inner.kind
+        self.capacity_bytes = inner.capacity_bytes
         if hasattr(inner, "fileno"):  # readable while answers wait
             self.fileno = inner.fileno
         self._lock, self._jobs = threading.Lock(), 0
@@ -66,6 +66,21 @@ class ShardedTier:
         self._ready: list[Completion] = []
 
     # ---- what is there
+
+    @property
+    def writable(self) -> bool:
+        """What the inner tier says."""
+        return self.inner.writable
+
+    @property
+    def shared(self) -> bool:
+        """What the inner tier says."""
+        return self.inner.shared
+
+    def in_use(self, namespace: bytes) -> bool:
+        """What the inner tier says, if it knows."""
+        known: Callable[[bytes], bool] | None = getattr(self.inner, "in_use", None)
+        return known is None or known(namespace)
 
     def used_bytes(self) -> int:
         """Bytes of everybody's frames."""

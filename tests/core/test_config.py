@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import pytest
 
 from flowkv.core.config import ENVIRONMENT, Config, load_config
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, FlowKVError
 from flowkv.core.sizes import Place
 
 
@@ -197,3 +198,59 @@ def test_the_secret_is_never_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(secret="topsecret!")
     assert "topsecret" not in str(caught.value)
+
+
+SECRET = "hunter2"
+SECRETIVE = [
+    "redis://alice:hunter2@cache:6379/0",
+    "redis://:hunter2@cache/0:4GiB",
+    "rediss://alice:pa/ss@hunter2@cache:6379",
+    "valkey://alice:hunter2?x#y@cache:6379",
+    "redis://cache:6379/0?password=hunter2&prefix=mine",
+    "redis://cache:6379/0?a=b@c&hunter2",
+    "s3://hunter2@bucket/kv:4TiB",
+    "s3://bucket/kv?secret_access_key=hunter2",
+    "az://account/kv?sv=1&sig=hunter2%3D#hunter2",
+    "mooncake://alice:hunter2@master:50051",
+    "REDIS://alice:hunter2@cache",
+    "redis://alice:hun ter2 hunter2@cache",
+]
+
+
+@pytest.mark.parametrize("uri", SECRETIVE)
+def test_no_secret_of_a_uri_is_shown(uri: str) -> None:
+    config = load_config(tiers=["gpu:1GiB", uri])
+    assert uri in (config.tiers or ()), "what is shown is not what is used"
+    for shown in (repr(config), str(config), f"{config}", repr(config.places()), repr([config])):
+        assert SECRET not in shown and "hun" not in shown
+
+
+@pytest.mark.parametrize("uri", SECRETIVE)
+def test_no_error_shows_a_secret_of_a_uri(uri: str) -> None:
+    plain = uri.removesuffix(":4GiB").removesuffix(":4TiB")
+    for wrong in (
+        {"tiers": [uri, "disk:./kv"]},
+        {"tiers": [uri, uri]},
+        {"tiers": [f"{plain}:5%"]},
+        {"tiers": [f"{plain}:0GiB"]},
+        {"tiers": [f"disk://{uri.partition('://')[2]}"]},
+        {"tiers": [f"file://{uri.partition('://')[2]}"]},
+        {"tiers": [uri.replace("://", ":")]},
+        {"tiers": [f"{uri}\0"], "disk": "./kv"},
+        {"disk": uri},
+        {"disk": uri.replace("://", ":")},
+        {"gpu": uri},
+        {"host": uri},
+    ):
+        try:
+            said = repr(load_config(**wrong))  # type: ignore[arg-type]
+        except FlowKVError as error:
+            said = "".join(traceback.format_exception(error))
+            said += f"{error!r} {error.problem} {error.remedy}"
+        lines = [line for line in said.splitlines() if SECRET in line]
+        assert not lines, lines
+
+
+def test_what_is_no_secret_is_shown() -> None:
+    places = "gpu:8GiB", "disk:/data/me@home/kv:20GiB", "s3://bucket/a@b:4TiB", "redis://h:6379/1"
+    assert repr(load_config(tiers=places)) == f"Config(tiers={places!r})"

@@ -83,7 +83,7 @@ class MemoryFiles(FileIO):
         self.on_change = on_change or (lambda: None)
         self._open: dict[int, _File] = {}
         self._next = _FIRST_FD
-        self._locked: set[str] = set()
+        self._locked: dict[int, str] = {}
 
     def crash(self, rng: random.Random) -> MemoryFiles:
         """What a machine that lost power right now comes back with."""
@@ -174,13 +174,19 @@ class MemoryFiles(FileIO):
     def same(self, fd: int, path: str) -> bool:
         return self.files.get(path) is self._open[fd]
 
-    def lock(self, path: str) -> int:
-        if path in self._locked:
+    def lock(self, path: str, *, patient: bool = True) -> int:
+        if path in self._locked.values():
             return -1
         fd = self.open(path, write=True)
-        self._locked.add(path)
+        self._locked[fd] = path
         return fd
 
+    def lock_directory(self, path: str, *, patient: bool = True) -> int:
+        if path in self._locked.values():
+            return -1
+        self._next += 1
+        self._open[self._next], self._locked[self._next] = _File(), path
+        return self._next
+
     def unlock(self, fd: int) -> None:
-        file = self._open.pop(fd)
-        self._locked -= {path for path, each in self.files.items() if each is file}
+        del self._locked[fd], self._open[fd]

@@ -1,19 +1,25 @@
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
-from typing import TypeAlias
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.tiers import keyring
 from flowkv.tiers.aead import FrameCipher
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import AES_256_GCM, DIGEST_AT, BadFrame, Header, fixed_fields
 from flowkv.tiers.keyring import Keyring
+from flowkv.tiers.lossless import Lossless
 
 from .frames import info_of, key_of
 from .wraps import SECRET, envelope_of, load, store
@@ -300,3 +306,87 @@ def test_many_threads_may_share_an_envelope() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+# --- a machine that goes on twice from one image -----------------------------------------------
+
+
+@pytest.fixture
+def cloned(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Envelope]:
+    """Makes envelopes of clones: the same random numbers, times, process and counts in each."""
+
+    def clone() -> Envelope:
+        numbers = random.Random(0)
+        monkeypatch.setattr(os, "urandom", numbers.randbytes)
+        monkeypatch.setattr(time, "time_ns", lambda: 1)
+        monkeypatch.setattr(time, "perf_counter_ns", lambda: 2)
+        lossless = Lossless(lambda: 1.0)
+        return Envelope(integrity="aead", keyring=Keyring(SECRET), lossless=lossless)
+
+    return clone
+
+
+def sealed_by(clone: Envelope, body: bytes, **changes: Any) -> tuple[bytes, bytes]:
+    """Salt and stored stripes of a frame of one stripe."""
+    generation = changes.pop("generation", 0)
+    info = info_of(len(body), **changes)
+    sealed = clone.seal(key_of("page"), info, body, generation=generation)
+    return sealed.head.salt, b"".join(bytes(part) for part in sealed.parts)
+
+
+def test_clones_that_seal_other_content_share_no_key_stream(
+    cloned: Callable[[], Envelope],
+) -> None:
+    one, other = (random.Random(n).randbytes(STRIPE) for n in range(2))
+    (salt, first), (other_salt, second) = (sealed_by(cloned(), body) for body in (one, other))
+    assert salt != other_salt
+
+    def xor(a: bytes, b: bytes) -> bytes:
+        return bytes(x ^ y for x, y in zip(a, b, strict=True))
+
+    assert xor(first, second) != xor(one, other), "one key stream for two contents"
+    assert sealed_by(cloned(), one) == (salt, first), "the same again tells nothing new"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"generation": 1},
+        {"tenant": key_of("another")},
+        {"layout": bytes(16)},
+        {"codec": 1, "fidelity": 1},
+        {"parent": key_of("elsewhere")},
+        {"tokens": 3},
+    ],
+)
+def test_clones_that_say_something_else_of_a_frame_share_no_key(
+    cloned: Callable[[], Envelope], changes: dict[str, Any]
+) -> None:
+    body = random.Random(0).randbytes(STRIPE)
+    assert sealed_by(cloned(), body)[0] != sealed_by(cloned(), body, **changes)[0]
+
+
+@pytest.mark.parametrize("file", keyring._WHERE)
+def test_two_machines_processes_or_starts_draw_other_salts(
+    cloned: Callable[[], Envelope], monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    body = random.Random(0).randbytes(STRIPE)
+    salt, _ = sealed_by(cloned(), body)
+    read = Path.read_bytes
+
+    def other(path: Path) -> bytes:
+        return b"of a clone" if str(path) == file else read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", other)
+    assert sealed_by(cloned(), body)[0] != salt
+
+
+@pytest.mark.parametrize("source", ["time_ns", "perf_counter_ns"])
+def test_a_clone_that_goes_on_at_another_time_draws_other_salts(
+    cloned: Callable[[], Envelope], monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    body, later = random.Random(0).randbytes(STRIPE), cloned()
+    salt, _ = sealed_by(later, body)
+    later = cloned()
+    monkeypatch.setattr(time, source, lambda: 3)
+    assert sealed_by(later, body)[0] != salt

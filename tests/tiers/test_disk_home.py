@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +22,7 @@ from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.files import FileIO
 from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
 from flowkv.tiers.disk.inspect import inspect, scrub
+from flowkv.tiers.disk.records import Written
 from flowkv.tiers.disk.repair import repair
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.keyring import Keyring
@@ -369,3 +376,306 @@ def test_an_older_frame_in_the_same_place_is_a_miss(tmp_path: Path, size: int) -
     assert scrub(tmp_path).bad == 1
     assert outcomes(get(tier, ["a"], size)) == [("miss", "foreign")]
     tier.close()
+
+
+# --- who may write --------------------------------------------------------------------------
+
+
+def another(directory: Path, **arguments: object) -> DiskTier:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return DiskTier(directory, MIB, **arguments)  # type: ignore[arg-type]
+
+
+def remove_lock(directory: Path) -> None:
+    (directory / "lock").unlink()
+
+
+def replace_lock(directory: Path) -> None:
+    (directory / "lock").unlink()
+    (directory / "lock").write_text("1\n")
+
+
+def link_lock(directory: Path) -> None:
+    (directory / "lock").rename(directory.parent / "taken")
+    (directory / "lock").symlink_to(directory.parent / "taken")
+
+
+def remove_journal(directory: Path) -> None:
+    (directory / "journal").unlink()
+
+
+def remove_slabs(directory: Path) -> None:
+    for slab in directory.glob("slab-*"):
+        slab.unlink()
+
+
+def remove_directory(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+def move_directory(directory: Path) -> None:
+    directory.rename(directory.with_name("moved"))
+
+
+def replace_directory(directory: Path) -> None:
+    directory.rename(directory.with_name("moved"))
+    directory.mkdir(mode=0o700)
+
+
+HARM = [
+    remove_lock,
+    replace_lock,
+    link_lock,
+    remove_journal,
+    remove_slabs,
+    remove_directory,
+    move_directory,
+    replace_directory,
+]
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("durability", ["none", "sync"])
+def test_what_is_no_longer_ours_is_not_written(
+    tmp_path: Path, harm: Callable[[Path], None], durability: str
+) -> None:
+    """Once the owner went on into files that nobody would find, and said that they were stored."""
+    directory = tmp_path / "kv"
+    tier = DiskTier(directory, MIB, durability=durability)  # type: ignore[arg-type]
+    stored(tier, range(3))
+    harm(directory)
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (answer,) = put(tier, ["lost"])
+    assert (answer.outcome, answer.reason) in [
+        (Outcome.FAILED, "read-only"),
+        (Outcome.FAILED, "ESTALE"),
+    ]
+    assert not tier.writable and tier.shared
+    assert tier.delete([key_of(0)]) == 0
+    with pytest.raises(StoreError):
+        tier.erase([key_of(1)])
+    slabs = "slab-" if harm is remove_slabs else "nothing"
+    for path, content in after.items():
+        assert path.name.startswith(slabs) or path.read_bytes() == content
+    assert directory.exists() == (harm not in (remove_directory, move_directory))
+    for name in [0, 1, 2, "lost"]:
+        for answer in get(tier, [name]):
+            assert answer.outcome in (Outcome.HIT, Outcome.MISS)
+    tier.close()
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_never_two_writers(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    directory = tmp_path / "kv"
+    first = DiskTier(directory, MIB)
+    stored(first, range(3))
+    harm(directory)
+    try:
+        second = another(directory)
+    except StoreError:  # a link in the place of the lock
+        second = None
+    for name in range(3, 30):
+        both = [tier for tier in (first, second) if tier is not None and tier.writable]
+        elsewhere = harm in (remove_directory, move_directory, replace_directory)
+        assert len(both) < 2 or elsewhere, "both may write"
+        done = [put(tier, [(name, n)])[0] for n, tier in enumerate((first, second)) if tier]
+        assert sum(answer.outcome is Outcome.STORED for answer in done) <= 1
+        for tier in (second, first):
+            if tier is not None:
+                tier.contains([key_of(0)])
+    for tier in (second, first):
+        if tier is not None:
+            tier.close()
+    if directory.exists() and not (directory / "lock").is_symlink():
+        assert scrub(directory).bad == 0
+
+
+def test_an_owner_whose_lock_was_removed_gives_way_and_may_come_back(tmp_path: Path) -> None:
+    first = DiskTier(tmp_path, MIB, threads=0)
+    stored(first, ["a"])
+    (tmp_path / "lock").unlink()
+    second = another(tmp_path, threads=0)
+    assert not second.writable, "the directory is still the first one's"
+    assert outcomes(put(first, ["b"])) == [("failed", "read-only")]
+    assert hits(second, ["a", "b"]) == 1 and second.writable
+    stored(second, ["c"])
+    assert outcomes(put(first, ["d"])) == [("failed", "read-only")]
+    assert hits(first, ["a", "c"]) == 2 and not first.writable
+    second.close()
+    assert hits(first, ["a", "c"]) == 2 and first.writable
+    stored(first, ["e"])
+    first.close()
+    assert scrub(tmp_path).frames == 3
+
+
+def test_a_lost_lock_is_noticed_in_the_middle_of_a_store(tmp_path: Path) -> None:
+    """Between the place and the record: the record is not written, and nobody is told STORED."""
+    tier = DiskTier(tmp_path, MIB, threads=0)
+    stored(tier, ["a"])
+    store, commit = tier._store, tier._store.commit
+
+    def late(batch: Sequence[Written]) -> None:
+        (tmp_path / "lock").unlink()
+        second = another(tmp_path)
+        assert not second.writable and second.contains([key_of("a")]) == [True]
+        assert not second.writable, "what was begun may still be written"
+        second.close()
+        commit(batch)
+
+    store.commit = late  # type: ignore[method-assign]
+    assert outcomes(put(tier, ["b"])) == [("failed", "ESTALE")]
+    second = another(tmp_path)
+    assert second.writable and not second.contains([key_of("b")])[0]
+    second.close()
+    tier.close()
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_reader_becomes_the_owner_when_there_is_none(tmp_path: Path, threads: int) -> None:
+    owner = DiskTier(tmp_path, MIB)
+    stored(owner, range(5))
+    readers = [another(tmp_path, threads=threads) for _ in range(3)]
+    for reader in readers:
+        assert hits(reader, range(5)) == 5 and not reader.writable
+    owner.delete([key_of(0)])
+    stored(owner, ["late"])
+    owner.close()
+    for reader in readers:
+        assert hits(reader, [*range(5), "late"]) == 5
+    assert [reader.writable for reader in readers] == [True, False, False]
+    assert all(reader.shared for reader in readers), "frames may be there that it never told of"
+    stored(readers[0], range(10, 20))
+    assert hits(readers[1], range(10, 20)) == 10
+    assert outcomes(put(readers[1], ["x"])) == [("failed", "read-only")]
+    readers[0].close()
+    assert hits(readers[2], range(10, 20)) == 10 and readers[2].writable
+    for reader in readers:
+        reader.close()
+    assert scrub(tmp_path).bad == 0 and inspect(tmp_path).frames == 15
+
+
+def test_a_closed_reader_takes_nothing_over(tmp_path: Path) -> None:
+    owner, reader = DiskTier(tmp_path, MIB), another(tmp_path)
+    reader.close()
+    owner.close()
+    assert reader.contains([key_of(0)]) == [False] and list(reader.scan()) == []
+    assert not inspect(tmp_path).owned
+
+
+def test_inspect_sees_an_owner_whose_lock_is_gone(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, MIB)
+    (tmp_path / "lock").unlink()
+    assert inspect(tmp_path).owned
+    tier.close()
+    assert not inspect(tmp_path).owned
+
+
+class ReadOnly(FileIO):
+    """A file system that was mounted to be read, or files that may only be read."""
+
+    def __init__(self, code: int = errno.EROFS) -> None:
+        self.code = code
+
+    def open(self, path: str, *, write: bool) -> int:
+        if write:
+            raise OSError(self.code, os.strerror(self.code), path)
+        return super().open(path, write=False)
+
+    def restrict(self, path: str) -> None:
+        raise OSError(self.code, os.strerror(self.code), path)
+
+    truncate = punch = write = replace = remove = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_read_only_file_system_serves_what_it_holds(tmp_path: Path, code: int) -> None:
+    tier = DiskTier(tmp_path, MIB)
+    stored(tier, range(4))
+    tier.close()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.warns(UserWarning, match=os.strerror(code)):
+        tier = DiskTier(tmp_path, MIB, files=ReadOnly(code))
+    assert not tier.writable and hits(tier, range(5)) == 4
+    assert outcomes(put(tier, ["x"])) == [("failed", "read-only")]
+    assert tier.delete([key_of(0)]) == 0 and len(list(tier.scan())) == 4
+    with pytest.raises(StoreError):
+        tier.erase([key_of(0)])
+    tier.close()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(StoreError, match=rf"can only be read \({os.strerror(code)}\)"):
+        DiskTier(tmp_path, MIB, files=ReadOnly(code), exclusive=True)
+    (tmp_path / "empty").mkdir(mode=0o700)
+    with pytest.raises(StoreError, match="cannot be used"):
+        DiskTier(tmp_path / "empty", MIB, files=ReadOnly(code))
+
+
+def test_a_mount_that_is_read_only(tmp_path: Path) -> None:
+    """The same with real system calls: io_uring, and no file without a name."""
+    directory = tmp_path / "kv"
+    tier = DiskTier(directory, MIB)
+    stored(tier, range(4))
+    tier.close()
+    script = (
+        "import sys, warnings; sys.path.insert(0, sys.argv[2]); warnings.simplefilter('ignore');"
+        "from tests.tiers.test_disk_home import *;"
+        "tier = DiskTier(sys.argv[1], MIB);"
+        "print(tier.writable, hits(tier, range(5)), outcomes(put(tier, ['x'])), inspect("
+        "sys.argv[1]).frames, scrub(sys.argv[1]).bad); tier.close()"
+    )
+    mount = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+    unshared = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, str(directory)]
+    if subprocess.run([*unshared, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mounts of one's own are allowed here")
+    root = str(Path(__file__).parents[2])
+    python = [sys.executable, "-c", script, str(directory), root]
+    done = subprocess.run([*unshared, *python], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == "False 4 [('failed', 'read-only')] 4 0".split(), done.stderr
+
+
+LIMITED = """
+import resource, sys
+from flowkv.core.errors import FlowKVError
+from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.disk.inspect import inspect, scrub
+from flowkv.tiers.disk.repair import repair
+from tests.tiers.frames import hits
+
+def load(directory):
+    tier = DiskTier(directory, 1 << 28)
+    assert hits(tier, range(5)) == 5
+    tier.close()
+
+work = {"open": load, "inspect": inspect, "scrub": scrub, "repair": repair}[sys.argv[1]]
+pages = int(open("/proc/self/statm").read().split()[0])
+most = pages * resource.getpagesize() + (int(sys.argv[3]) << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+try:
+    work(sys.argv[2])
+    print("done")
+except FlowKVError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("work", ["open", "inspect", "scrub", "repair"])
+def test_a_process_without_memory_is_told(tmp_path: Path, work: str) -> None:
+    """Not by MemoryError, OSError or ImportError, nor by a thread that never starts."""
+    tier = DiskTier(tmp_path, 1 << 28)
+    stored(tier, range(5))
+    stored(tier, ["large"], 16 << 20)
+    tier.close()
+    said = []
+    for spare_mib in (0, 8, 70, 300, 2048):
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED, work, str(tmp_path), str(spare_mib)],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.strip())
+    assert set(said) <= {"StoreError", "done"} and said[-1] == "done"
+    assert "StoreError" in said or work == "inspect"

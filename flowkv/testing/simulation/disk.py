@@ -185,13 +185,21 @@ class SimulatedFiles(FileIO):
         """Whether a path leads to an open file."""
         return self._names.get(path) is self._file(fd)
 
-    def lock(self, path: str) -> int:
+    def lock(self, path: str, *, patient: bool = True) -> int:
         """Locks; -1 if the lock is taken."""
         if path in self._locked.values():
             return -1
         fd = self.open(path, write=True)
         self._locked[fd] = path
         return fd
+
+    def lock_directory(self, path: str, *, patient: bool = True) -> int:
+        """Locks; -1 if the lock is taken."""
+        if path in self._locked.values():
+            return -1
+        self._next_fd += 1
+        self._open[self._next_fd], self._locked[self._next_fd] = _Inode(), path
+        return self._next_fd
 
     def unlock(self, fd: int) -> None:
         """Gives a lock up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -128,18 +129,35 @@ class FileIO:
         mine = os.fstat(fd)
         return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
-    def lock(self, path: str) -> int:
-        """Locks a file of that name, and notes our process in it; -1 if another one has it."""
+    def lock(self, path: str, *, patient: bool = True) -> int:
+        """Locks a file of that name, and notes our process in it; -1 if another one has it.
+
+        `patient` tries more than once, as `inspect` holds a lock for an instant.
+        """
         fd = self.open(path, write=True)
-        for attempt in range(_LOCK_TRIES):  # `inspect` holds the lock for an instant
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            if _flock(fd, patient=patient) and self.same(fd, path):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, b"%d\n" % os.getpid(), 0)
                 return fd
-            except BlockingIOError:
-                if attempt + 1 < _LOCK_TRIES:
-                    time.sleep(_LOCK_PAUSE_S)
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return -1
+
+    def lock_directory(self, path: str, *, patient: bool = True) -> int:
+        """Locks a directory itself, whatever becomes of the files in it; -1 if another one has it.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if _flock(fd, patient=patient):
+                return fd
+        except OSError:
+            return fd  # a file system that locks files only: their lock has to do
         os.close(fd)
         return -1
 
@@ -150,6 +168,16 @@ class FileIO:
     def unlock(self, fd: int) -> None:
         """Gives a lock up."""
         os.close(fd)
+
+
+def _flock(fd: int, *, patient: bool) -> bool:
+    for attempt in range(_LOCK_TRIES if patient else 1):
+        if attempt:
+            time.sleep(_LOCK_PAUSE_S)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
 
 
 @lru_cache(maxsize=1)
@@ -189,6 +217,45 @@ def write_fully(files: FileIO, fd: int, buffers: Sequence[Buffer], offset: int) 
             count -= len(views.pop(0))
         if views and count:
             views[0] = views[0][count:]
+
+
+def read_file(files: FileIO, path: str, most_bytes: int, *, ours: bool = False) -> bytes:
+    """The content of a small file; of a larger one no more than one byte beyond `most_bytes`.
+
+    Args:
+        files: File operations.
+        path: The file.
+        most_bytes: Most that it should hold.
+        ours: Refuse a file of another user.
+
+    Raises:
+        OSError: It cannot be read, is no regular file, or belongs to somebody else.
+    """
+    fd = files.open(path, write=False)
+    try:
+        if ours and os.fstat(fd).st_uid != os.geteuid():
+            raise OSError(errno.EPERM, "the file belongs to another user", path)
+        data = memoryview(bytearray(min(files.size(fd), most_bytes + 1)))
+        return bytes(data[: read_fully(files, fd, data, 0)])
+    finally:
+        files.close(fd)
+
+
+def replace_file(files: FileIO, path: str, data: bytes) -> None:
+    """Writes a small file, which appears whole or not at all.
+
+    Raises:
+        OSError: The old one, if there was one, is still there.
+    """
+    temporary = f"{path}.tmp"
+    fd = files.open(temporary, write=True)
+    try:
+        files.truncate(fd, 0)
+        write_fully(files, fd, [data], 0)
+        files.sync(fd)
+    finally:
+        files.close(fd)
+    files.replace(temporary, path)
 
 
 @lru_cache(maxsize=1)

@@ -4,38 +4,48 @@
     lock              held (flock) by the one process that writes; holds its process id
     journal           which frame lies where                       `disk.journal`
     slab-<granules>   the frames                                   `disk.slab`
+    learned           what policies learned, if they do            `runtime.learned`
     aside-<n>         a store of another format, moved out of the way and never deleted
 
 The directory is 0700 and its files 0600; no link is followed, and no name in it comes from a key.
+Who writes holds the directory itself (flock), too: removing the lock file makes no second writer,
+and the first one stops when it finds that its lock file, or the directory, is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import stat
+import time
 import warnings
 import weakref
 import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from flowkv.core.errors import StoreError
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.disk.files import FileIO, read_fully, write_fully
+from flowkv.tiers.disk.files import FileIO, read_file, replace_file
 from flowkv.tiers.disk.journal import PAGE_BYTES, peek_store_id
 from flowkv.tiers.disk.records import RECORD_BYTES
 from flowkv.tiers.frame import VERSION
 
 FORMAT = 2
-SUPERBLOCK, LOCK, JOURNAL = "superblock.json", "lock", "journal"
+SUPERBLOCK, LOCK, JOURNAL, LEARNED = "superblock.json", "lock", "journal", "learned"
 MOST_NAMED = 4096
 """Tenants and geometries that a superblock names at most; fewer where the capacity is small."""
 
-_OURS = re.compile(r"superblock\.json(\.tmp)?|lock|journal(\.tmp)?|slab-\d{8}|aside-\d+")
+RECENT_S = 7 * 86400
+"""Frames of a namespace that no cache was bound to for so long are the first to go."""
+_NOTED_S, _MOST_NAMESPACES, _NAME_LETTERS = 3600, 256, 200
+
+_OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|slab-\d{8}|aside-\d+")
 _MOST_BYTES = 1 << 20
 
 
@@ -48,11 +58,19 @@ class Geometry(msgspec.Struct, kw_only=True, frozen=True, order=True):
     stripe_bytes: int
 
 
+class Named(msgspec.Struct, kw_only=True, frozen=True):
+    """A namespace that a cache was bound to: how people call it, and when that was last so."""
+
+    name: str
+    used_s: int
+
+
 class Superblock(msgspec.Struct, kw_only=True):
     """What made the store. Fields may be added; `store` and `format` stay in every format.
 
     `geometries` and `tenants` (salts, in hex) are hints for whoever looks at the directory: what
-    was in it when it was last opened or closed. Nothing is decided by them.
+    was in it when it was last opened or closed. `namespaces` (digests, in hex) are those that
+    caches were bound to; frames of others, such as versions before it wrote, go first.
     """
 
     store: str
@@ -66,6 +84,7 @@ class Superblock(msgspec.Struct, kw_only=True):
     capacity_bytes: int = 0
     geometries: list[Geometry] = []
     tenants: list[str] = []
+    namespaces: dict[str, Named] = {}
 
     @property
     def known(self) -> bool:
@@ -82,14 +101,9 @@ def read_superblock(files: FileIO, directory: Path) -> Superblock | None:
         OSError: It is there and cannot be read.
     """
     try:
-        fd = files.open(str(directory / SUPERBLOCK), write=False)
+        text = read_file(files, str(directory / SUPERBLOCK), _MOST_BYTES)
     except FileNotFoundError:
         return None
-    try:
-        data = memoryview(bytearray(min(files.size(fd), _MOST_BYTES)))
-        text = bytes(data[: read_fully(files, fd, data, 0)])
-    finally:
-        files.close(fd)
     body, _, check = text.rstrip(b"\n").rpartition(b"\n")
     if check != b"%08x" % zlib.crc32(body):
         return None
@@ -103,15 +117,8 @@ def read_superblock(files: FileIO, directory: Path) -> Superblock | None:
 def write_superblock(files: FileIO, directory: Path, superblock: Superblock) -> None:
     """Writes the superblock, atomically."""
     body = msgspec.json.format(msgspec.json.encode(superblock))
-    temporary = str(directory / f"{SUPERBLOCK}.tmp")
-    fd = files.open(temporary, write=True)
-    try:
-        files.truncate(fd, 0)
-        write_fully(files, fd, [body + b"\n%08x\n" % zlib.crc32(body)], 0)
-        files.sync(fd)
-    finally:
-        files.close(fd)
-    files.replace(temporary, str(directory / SUPERBLOCK))
+    text = body + b"\n%08x\n" % zlib.crc32(body)
+    replace_file(files, str(directory / SUPERBLOCK), text)
 
 
 class Home:
@@ -125,7 +132,8 @@ class Home:
 
     Attributes:
         path: The directory.
-        owner: Whether this object holds the lock.
+        owner: Whether this object may write.
+        obstacle: Why it may not, if that is no other process.
         superblock: What the directory says; None while its owner is still making it, or if this
             version cannot read it.
         found: Whether the superblock was there before.
@@ -143,17 +151,24 @@ class Home:
         self.path, self._files = Path(directory).expanduser().absolute(), files
         self.superblock: Superblock | None = None
         self.found = False
-        self._lock_fd = -1
+        self._lock_fd = self._directory_fd = -1
+        self.owner, self.obstacle = False, ""
         try:
             self._prepare()
-            self._lock_fd = files.lock(str(self.path / LOCK))
-            self.owner = self._lock_fd >= 0
+            self._lock()
             if not self.owner and exclusive:
                 raise StoreError(
-                    f"another process owns {self.path}",
+                    f"{self.path} can only be read ({self.obstacle})"
+                    if self.obstacle
+                    else f"another process owns {self.path}",
                     "Close it there, choose another directory, or open without exclusive=True",
                 )
             self._identify(capacity_bytes)
+            if self.obstacle and not self.found:
+                raise StoreError(
+                    f"directory {self.path} cannot be used ({self.obstacle})",
+                    "Choose a directory on a local disk that this user may write to",
+                )
         except StoreError:
             self.close()
             raise
@@ -164,6 +179,20 @@ class Home:
                 "Choose a directory on a local disk that this user may write to",
             ) from error
         _homes.add(self)
+
+    def holds(self) -> bool:
+        """Whether it still owns what lies at the path: the lock file there is the one it locked."""
+        return self.owner and self._files.same(self._lock_fd, str(self.path / LOCK))
+
+    def take_over(self, capacity_bytes: int) -> bool:
+        """Makes a reader the owner where there is none any more; whether it is one now."""
+        try:
+            if not self.owner and not self.obstacle and self._lock(patient=False):
+                self._guard(empty=False)
+                self._identify(capacity_bytes)
+        except (OSError, StoreError):
+            self.close()
+        return self.owner
 
     def look_again(self) -> Superblock | None:
         """Lets a reader that was faster than the owner see the superblock."""
@@ -183,15 +212,69 @@ class Home:
             there.geometries, there.tenants = shapes, names
             write_superblock(self._files, self.path, there)
 
+    def name(self, bound: Mapping[bytes, str]) -> None:
+        """Notes that caches are bound to namespaces; written if that is news, or some time old.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        there, now_s = self.superblock, int(time.time())
+        if there is None or not self.owner:
+            return
+        known, fresh = there.namespaces, dict[str, Named]()
+        for digest, title in bound.items():
+            before, name = known.get(digest.hex()), title[:_NAME_LETTERS]
+            lately = before is not None and 0 <= now_s - before.used_s < _NOTED_S
+            if before is None or before.name != name or not lately:
+                fresh[digest.hex()] = Named(name=name, used_s=now_s)
+        if fresh:
+            newest = sorted((known | fresh).items(), key=lambda one: one[1].used_s, reverse=True)
+            there.namespaces = dict(newest[:_MOST_NAMESPACES])
+            write_superblock(self._files, self.path, there)
+
+    def forget(self, namespaces: Iterable[bytes]) -> None:
+        """Notes nothing of namespaces any more.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        there, gone = self.superblock, {digest.hex() for digest in namespaces}
+        if there is not None and self.owner and gone & there.namespaces.keys():
+            there.namespaces = {d: n for d, n in there.namespaces.items() if d not in gone}
+            write_superblock(self._files, self.path, there)
+
+    def in_use(self, namespace: bytes) -> bool:
+        """Whether a cache was bound to a namespace lately."""
+        named = self.superblock.namespaces.get(namespace.hex()) if self.superblock else None
+        return named is not None and time.time() - named.used_s < RECENT_S
+
     def aside(self) -> list[str]:
         """Stores of other formats that were moved out of the way."""
         return [name for name in self._files.names(str(self.path)) if name.startswith("aside-")]
 
     def close(self) -> None:
         """Gives up ownership."""
-        if self._lock_fd >= 0:
-            self._files.unlock(self._lock_fd)
-            self._lock_fd = -1
+        self.owner = False
+        locks, self._lock_fd, self._directory_fd = (self._lock_fd, self._directory_fd), -1, -1
+        for fd in locks:
+            if fd >= 0:
+                self._files.unlock(fd)
+
+    def _lock(self, *, patient: bool = True) -> bool:
+        path = str(self.path)
+        self._directory_fd = self._files.lock_directory(path, patient=patient)
+        if self._directory_fd < 0:
+            return False
+        try:
+            self._lock_fd = self._files.lock(str(self.path / LOCK), patient=patient)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES):
+                raise
+            self.obstacle = os.strerror(error.errno)
+        self.owner = self._lock_fd >= 0
+        if not self.owner:
+            self.close()
+        return self.owner
 
     def _prepare(self) -> None:
         path = str(self.path)
@@ -289,8 +372,13 @@ os.register_at_fork(after_in_child=_forget)
 
 def owned(directory: Path) -> bool:
     """Whether a living process owns the directory; does not disturb it."""
+    real = os.path.realpath(directory)
+    return any(_locked(path) for path in (os.path.join(real, LOCK), real))
+
+
+def _locked(path: str) -> bool:
     try:
-        fd = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
     try:

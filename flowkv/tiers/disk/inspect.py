@@ -46,6 +46,8 @@ class Inspection(msgspec.Struct, kw_only=True):
         kinds: By kind of frame.
         codecs: By codec.
         namespaces: By namespace digest, in hex.
+        names: Of models, by namespace digest in hex; frames of namespaces that have none were made
+            by an earlier version, or by a program that did not say.
         tenants: Salts of tenants, in hex, that had frames when it was last opened or closed.
         geometries: Shapes of frames that were there then.
         encrypted: Frames that need a secret to be read.
@@ -65,6 +67,7 @@ class Inspection(msgspec.Struct, kw_only=True):
     kinds: dict[str, Share] = {}
     codecs: dict[str, Share] = {}
     namespaces: dict[str, Share] = {}
+    names: dict[str, str] = {}
     tenants: list[str] = []
     geometries: list[Geometry] = []
     encrypted: int = 0
@@ -82,6 +85,8 @@ class ScrubReport(msgspec.Struct, kw_only=True):
         locked: Encrypted ones, which could not be checked without their secret.
         bytes: Bytes read.
         seconds: How long it took.
+        namespaces: Frames by namespace digest, in hex.
+        names: Of models, by namespace digest in hex, where they are known.
     """
 
     frames: int
@@ -89,6 +94,8 @@ class ScrubReport(msgspec.Struct, kw_only=True):
     bytes: int
     seconds: float
     locked: int = 0
+    namespaces: dict[str, Share] = {}
+    names: dict[str, str] = {}
 
 
 def inspect(directory: str | os.PathLike[str]) -> Inspection:
@@ -117,7 +124,8 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
         found.bytes = sum(held.body_bytes for held in frames)
         found.kinds = _shares(frames, lambda held: held.info.kind)
         found.codecs = _shares(frames, lambda held: CODECS[held.info.codec])
-        found.namespaces = _shares(frames, lambda held: held.info.namespace.hex())
+        found.namespaces = by_namespace(frames)
+        found.names = names(superblock)
         found.encrypted = sum(held.integrity == AES_256_GCM for held in frames)
         found.compressed = sum(held.lossless for held in frames)
         found.bad_pages = journal.bad_pages if journal else 0
@@ -143,7 +151,7 @@ def scrub(
     """
     path, start_s = Path(os.path.abspath(directory)), time.monotonic()
     superblock = known_superblock(path)
-    check = Check(keyring)
+    check = Check(keyring, superblock.capacity_bytes)
     read_bytes, locked, suspects = 0, 0, []
     with reading(path, superblock, check.envelope) as (slabs, index, _):
         for number, (key, held) in enumerate(index.items(), 1):
@@ -155,6 +163,7 @@ def scrub(
             if progress is not None:
                 progress(number, len(index))
         frames = len(index)
+        namespaces = by_namespace([held for _, held in index.items()])
     suspects, foreign = check.judged(suspects)
     with reading(path, superblock, check.envelope) as (_, index, _):
         # the owner may have dropped or moved a frame while it was read here
@@ -169,6 +178,8 @@ def scrub(
         locked=locked + foreign,
         bytes=read_bytes,
         seconds=time.monotonic() - start_s,
+        namespaces=namespaces,
+        names=names(superblock),
     )
 
 
@@ -177,12 +188,14 @@ class Check:
 
     Args:
         keyring: Of encrypted frames.
+        most_bytes: No frame is larger, whatever the journal says.
 
     Attributes:
         envelope: For headers of frames that no journal speaks of.
     """
 
-    def __init__(self, keyring: Keyring | None = None) -> None:
+    def __init__(self, keyring: Keyring | None = None, most_bytes: int = 1 << 62) -> None:
+        self._most_bytes = most_bytes
         self._plain, self._keyed, self._opened = Envelope(), None, 0
         if keyring is not None:
             self._keyed = Envelope(integrity="aead", keyring=keyring)
@@ -193,7 +206,7 @@ class Check:
         envelope = self._keyed if held.integrity == AES_256_GCM else self._plain
         if envelope is None:
             return None
-        if not slabs.reaches(held.slot, held.stored_bytes):
+        if held.stored_bytes > self._most_bytes or not slabs.reaches(held.slot, held.stored_bytes):
             return False
         data = memoryview(bytearray(held.stored_bytes))
         try:
@@ -233,7 +246,7 @@ def _superblock(path: Path) -> Superblock:
     try:
         superblock = read_superblock(FileIO(), path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if superblock is None:
         raise StoreError(
             f"there is no readable store in {path}",
@@ -264,19 +277,40 @@ def reading(
         if not sound:
             index.load(rows_in_slots(slabs, envelope))
         yield slabs, index, journal if sound or not len(index) else None
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    except (OSError, MemoryError) as error:
+        raise unreadable(path, error) from error
     finally:
         slabs.close()
         if journal is not None:
             journal.close()
 
 
-def _unreadable(path: Path, error: OSError) -> StoreError:
+def unreadable(path: Path, error: OSError | MemoryError) -> StoreError:
+    """What to say when files of a store cannot be read or written."""
+    if isinstance(error, MemoryError):
+        return StoreError(
+            f"there is no memory to read the store in {path}",
+            "Free memory, or raise its limit (ulimit -v)",
+        )
+    if isinstance(error, StoreError):
+        return error
     return StoreError(
         f"the store in {path} cannot be read ({error.strerror})",
         "Check that the directory is there and belongs to this user",
     )
+
+
+def by_namespace(frames: list[Held]) -> dict[str, Share]:
+    """Frames by namespace digest, in hex."""
+    return _shares(frames, lambda held: held.info.namespace.hex())
+
+
+def names(superblock: Superblock) -> dict[str, str]:
+    """Names of models by namespace digest, in hex, as far as caches told them."""
+    return {
+        digest: "".join(letter if letter.isprintable() else "?" for letter in named.name)
+        for digest, named in superblock.namespaces.items()
+    }
 
 
 def _shares(frames: list[Held], name: Callable[[Held], str]) -> dict[str, Share]:
@@ -295,5 +329,5 @@ def _disk_bytes(path: Path) -> int:
             with suppress(FileNotFoundError):  # the owner just replaced it
                 blocks += os.stat(each, follow_symlinks=False).st_blocks
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     return blocks * 512

@@ -1,8 +1,9 @@
-"""Repairs a disk tier's directory that nobody owns: damage goes, what was lost returns."""
+"""Repairs a disk tier's directory that nobody owns, or erases what one model left in it."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,24 @@ import numpy as np
 
 from flowkv.core.errors import StoreError
 from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.home import Superblock
-from flowkv.tiers.disk.inspect import Check, known_superblock
-from flowkv.tiers.disk.records import RECORD_BYTES, Held, Slot, in_order, newest, sensible
+from flowkv.tiers.disk.home import Superblock, owned
+from flowkv.tiers.disk.inspect import (
+    Check,
+    Share,
+    by_namespace,
+    inspect,
+    known_superblock,
+    names,
+    unreadable,
+)
+from flowkv.tiers.disk.records import (
+    RECORD_BYTES,
+    Held,
+    Slot,
+    in_order,
+    newest,
+    sensible,
+)
 from flowkv.tiers.disk.recover import frames_in_slots, open_journal, packed_rows
 from flowkv.tiers.disk.slab import Slabs
 from flowkv.tiers.disk.store import DiskStore
@@ -22,6 +38,22 @@ from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.keyring import Keyring
 
 Progress = Callable[[int, int], None]
+UNKNOWN = "unknown"
+"""All frames whose namespace no cache has named, such as those of earlier versions."""
+
+
+class DropReport(msgspec.Struct, kw_only=True):
+    """What was erased.
+
+    Attributes:
+        namespaces: Digests, in hex.
+        frames: How many frames.
+        bytes: Bytes of their bodies.
+    """
+
+    namespaces: list[str]
+    frames: int
+    bytes: int
 
 
 class RepairReport(msgspec.Struct, kw_only=True):
@@ -64,7 +96,7 @@ def repair(
     """
     path, start_s = Path(os.path.abspath(directory)), time.monotonic()
     superblock = known_superblock(path)
-    check = Check(keyring)
+    check = Check(keyring, superblock.capacity_bytes)
     store = DiskStore(
         os.fspath(directory), superblock.capacity_bytes, exclusive=True, envelope=check.envelope
     )
@@ -87,10 +119,8 @@ def repair(
         slabs.close()
     except StoreError:
         raise
-    except OSError as error:
-        raise StoreError(
-            f"the store in {path} cannot be repaired ({error.strerror})", "Check the disk"
-        ) from error
+    except (OSError, MemoryError) as error:
+        raise unreadable(path, error) from error
     finally:
         store.close()
     return RepairReport(
@@ -101,6 +131,82 @@ def repair(
         bytes=read_bytes,
         seconds=time.monotonic() - start_s,
     )
+
+
+def drop(
+    directory: str | os.PathLike[str], namespace: str, *, keyring: Keyring | None = None
+) -> DropReport:
+    """Erases the frames of a namespace, and proves that nothing of them is left.
+
+    Args:
+        directory: The store.
+        namespace: The beginning of its digest in hex (8 digits or more), the name of its model, or
+            `UNKNOWN` for all frames whose namespace no cache has named.
+        keyring: Of encrypted frames, for where the journal is damaged.
+
+    Raises:
+        StoreError: There is no store or no such namespace, another process owns the store, or some
+            may still be there.
+    """
+    path = Path(os.path.abspath(directory))
+    superblock = known_superblock(path)
+    if owned(path):
+        raise StoreError(f"another process owns {path}", "Close it there, then drop again")
+    check = Check(keyring)
+    store = DiskStore(
+        os.fspath(directory), superblock.capacity_bytes, exclusive=True, envelope=check.envelope
+    )
+    try:
+        _mend(store.path, superblock, check.envelope)
+        store.open()
+        entries = store.entries()
+        shares = by_namespace([held for _, held in entries])
+        found = _meant(path, namespace, shares, names(superblock))
+        doomed = {bytes.fromhex(digest) for digest in found}
+        store.delete([key for key, held in entries if held.info.namespace in doomed])
+        store.wipe(0.0)
+        store.forget(doomed)
+        if aside := store.aside():
+            raise StoreError(
+                f"the frames are erased, but {path / aside[0]} holds a store of another format",
+                "Delete that directory",
+            )
+    except StoreError:
+        raise
+    except (OSError, MemoryError) as error:
+        raise unreadable(path, error) from error
+    finally:
+        store.close()
+    if left := inspect(path).namespaces.keys() & found:
+        raise StoreError(f"frames of {min(left)[:12]} are there again", "Drop them again")
+    return DropReport(
+        namespaces=sorted(found),
+        frames=sum(shares[digest].frames for digest in found),
+        bytes=sum(shares[digest].bytes for digest in found),
+    )
+
+
+def _meant(path: Path, namespace: str, shares: dict[str, Share], names: dict[str, str]) -> set[str]:
+    """Digests of the namespaces that are meant, which have frames.
+
+    Raises:
+        StoreError: There is none, or it is not clear which one is meant.
+    """
+    if namespace == UNKNOWN:
+        found = shares.keys() - names.keys()
+    else:
+        found = {digest for digest in shares if names.get(digest) == namespace}
+        if re.fullmatch("[0-9a-fA-F]{8,64}", namespace):
+            found |= {digest for digest in shares if digest.startswith(namespace.lower())}
+    if not found:
+        raise StoreError(
+            f"{path} holds no frames of the namespace {namespace!r}",
+            "`flowkv inspect` lists them",
+        )
+    if len(found) > 1 and namespace != UNKNOWN:
+        listed = ", ".join(sorted(digest[:16] for digest in found))
+        raise StoreError(f"{namespace!r} may be {listed}", "Name one of these")
+    return found
 
 
 def _mend(path: Path, superblock: Superblock, envelope: Envelope) -> int:

@@ -194,6 +194,15 @@ class Slabs:
         """Reads the beginning of a slot; returns the bytes that were there."""
         return read_fully(self._files, self.fd(slot), target, slot.offset)
 
+    @property
+    def pinned(self) -> bool:
+        """Whether any slot is being read."""
+        return bool(self._pins)
+
+    def there(self, granules: int) -> bool:
+        """Whether the file of a size is still at its path."""
+        return self._files.same(self._slab(granules).fd, self._path(granules))
+
     def sync(self, sizes: Iterator[int] | list[int]) -> None:
         """Waits until the device has what was written to the files of these sizes."""
         for granules in sizes:
@@ -273,13 +282,15 @@ class Slabs:
     def _slab(self, granules: int) -> _SlabFile:
         slab = self._slabs.get(granules)
         if slab is None:
-            path = self._directory / f"slab-{granules:08d}"
-            fd = self._open_file(str(path), self._ahead_bytes > 0)
+            fd = self._open_file(self._path(granules), self._ahead_bytes > 0)
             reach = self._files.size(fd) // (granules * GRANULE_BYTES)
             slab = self._slabs.setdefault(granules, _SlabFile(fd, reach))
             if slab.fd != fd:  # another thread was faster
                 self._files.close(fd)
         return slab
+
+    def _path(self, granules: int) -> str:
+        return str(self._directory / f"slab-{granules:08d}")
 
     def _extend(self, slab: _SlabFile, size: int) -> None:
         # Growing the file well ahead of its content, by holes, keeps file systems from reserving

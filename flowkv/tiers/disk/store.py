@@ -12,7 +12,10 @@ its eyes is a miss.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -32,6 +35,7 @@ from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import most_header_bytes, wanted
 
 _BLANKED_AT_ONCE = 16
+_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()  # that caches are bound to
 
 
 class DiskStore:
@@ -46,7 +50,8 @@ class DiskStore:
         envelope: How frames are checked, for when the journal is lost.
 
     Attributes:
-        owner: Whether this object may write.
+        owner: Whether this object may write; it may lose that, and a reader come to it.
+        shared: Whether another process wrote here while it was open, or may.
         corrupt: Frames found damaged so far.
 
     Raises:
@@ -72,9 +77,13 @@ class DiskStore:
         self._tidying = threading.Lock()
         self._index, self._busy = Index(), set[bytes]()
         self._contents = Contents()
+        self._closed = False
+        self._bound: dict[bytes, str] = {}
         self._freed = False  # whether the journal has deletions that the device may not have
         self._home = Home(self._files, directory, capacity_bytes, exclusive=exclusive)
         self.owner = self._home.owner
+        self.shared = not self.owner
+        self._open_file: Callable[[str, bool], int] | None = None
         self._slabs = Slabs(self._files, self._home.path)
         self._journal: Journal | None = None
 
@@ -87,18 +96,17 @@ class DiskStore:
         Raises:
             StoreError: It cannot be read.
         """
-        ahead_bytes = min(1 << 24, self._quota.capacity_bytes >> 4) if self.owner else 0
-        path = self._home.path
-        self._slabs = Slabs(self._files, path, ahead_bytes=ahead_bytes, open_file=open_file)
+        self._open_file = open_file
         try:
             if self.owner:
                 self._recover()
             else:
+                self._slabs = self._new_slabs()
                 self.refresh()
         except OSError as error:
             self.close()
             raise StoreError(
-                f"the store in {path} cannot be opened ({error.strerror})",
+                f"the store in {self.path} cannot be opened ({error.strerror})",
                 "Check the disk, or choose another directory",
             ) from error
 
@@ -106,6 +114,11 @@ class DiskStore:
     def path(self) -> Path:
         """The directory."""
         return self._home.path
+
+    @property
+    def obstacle(self) -> str:
+        """Why it may not write, if that is no other process."""
+        return self._home.obstacle
 
     def used_bytes(self) -> int:
         """Bytes that are charged: frames, and what managing them takes or may take."""
@@ -155,6 +168,7 @@ class DiskStore:
             for slot in slots:
                 self._slabs.unpin(slot)
             self._unpinned.notify_all()
+            self._let_go()
 
     def fd(self, slot: Slot) -> int:
         """The file that a slot is in.
@@ -175,7 +189,7 @@ class DiskStore:
             self.corrupt += 1
             if same:
                 self._index.pop(key)
-                if self.owner:
+                if self._leads():
                     self._slabs.quarantine(held.slot)
                     self._note_deleted([(key, held)])
             return True
@@ -188,9 +202,9 @@ class DiskStore:
         Raises:
             Refused: The key is being written, or this is a reader.
         """
-        if not self.owner:
-            raise Refused("read-only")
         with self._lock:
+            if not self._leads():
+                raise Refused("read-only")
             if key in self._index:
                 return None
             if key in self._busy:
@@ -203,6 +217,7 @@ class DiskStore:
         """Takes a `reserve` back."""
         with self._lock:
             self._busy.discard(key)
+            self._let_go()
 
     def place(self, header_bytes: int, n_bytes: int) -> tuple[Slot, bool]:
         """A slot for a frame, and whether it is stale, so that all of it must be written.
@@ -242,10 +257,13 @@ class DiskStore:
         """Makes written frames count.
 
         Raises:
-            OSError: None of them counts, and their slots are free again.
+            OSError: None of them counts, and their slots are free again; ESTALE if what was written
+                lies in no file of this directory any more, or the directory is another's by now.
         """
         try:
             with self._lock:
+                if not self._leads({written.held.slot.granules for written in batch}):
+                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
                 assert self._journal is not None
                 self._compact(self._quota.garbage)
                 self._journal.append([Record(STORED, *written) for written in batch])
@@ -268,14 +286,15 @@ class DiskStore:
                 if now is None or now.seq != held.seq or not self.delete([key]):
                     self._slabs.give_back(held.slot)
                 self._busy.discard(key)
+            self._let_go()
 
     # --- deletions -----------------------------------------------------------------------------
 
     def delete(self, keys: Iterable[bytes]) -> int:
         """Forgets frames; a reader forgets none. Returns how many were there."""
-        if not self.owner:
-            return 0
         with self._lock:
+            if not self._leads():
+                return 0
             gone = [(key, held) for key in keys if (held := self._index.pop(key))]
             if gone:
                 self._note_deleted(gone)
@@ -295,6 +314,9 @@ class DiskStore:
             OSError: Something may still be there.
             Refused: "busy": a slot is still being read after `wait_s`.
         """
+        with self._lock:
+            if not self._leads():
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
         with self._tidying, self._lock:
             if not self._unpinned.wait_for(lambda: not self._slabs.doomed, wait_s):
                 raise Refused("busy")
@@ -317,7 +339,7 @@ class DiskStore:
             return False
         try:
             with self._lock:
-                if self._journal is None:
+                if self._journal is None or not self._leads():
                     return False
                 with contextlib.suppress(OSError):
                     self._compact(self._quota.garbage // 4)
@@ -330,17 +352,22 @@ class DiskStore:
             return len(slots) == _BLANKED_AT_ONCE
         finally:
             self._tidying.release()
+            with self._lock:
+                self._let_go()
 
     def refresh(self) -> None:
-        """Lets a reader see what the owner did meanwhile."""
+        """Lets a reader see what the owner did meanwhile; where there is none, it becomes that."""
         if self.owner:
             return
         with self._lock, contextlib.suppress(OSError):
+            if self._take_over():
+                return
             if self._journal is not None and (self._journal.replaced() or self._journal.rewound()):
-                self._journal.close()
-                self._journal = None
+                self._drop_journal()
             if self._journal is None:
                 self._index.clear()
+                if self._quiet:  # of another store, perhaps
+                    self._slabs = self._new_slabs()
                 superblock = self._home.superblock or self._home.look_again()
                 if superblock is None:
                     return
@@ -354,17 +381,100 @@ class DiskStore:
             pass
         with self._lock:
             if self._journal is not None:
-                if self.owner:
+                if self._leads():
+                    self._note_bound()
                     with contextlib.suppress(OSError):
                         self._journal.settle()
                     with contextlib.suppress(OSError):
                         self._contents.note(self._home)
-                self._journal.close()
-                self._journal = None
+                self._drop_journal()
             self._slabs.close()
             self._home.close()
-            self.owner = False
+            self.owner, self._closed = False, True
+            self._bound = {}
             self._index.clear()
+
+    # --- whose frames these are ----------------------------------------------------------------
+
+    def bind(self, namespace: bytes, name: str) -> None:
+        """A cache uses a namespace from now on."""
+        with self._lock:
+            self._bound[namespace] = name
+            _stores.add(self)
+            self._note_bound()
+
+    def in_use(self, namespace: bytes) -> bool:
+        """Whether a cache of this process uses a namespace, or another one did lately."""
+        bound = any(namespace in store._bound for store in list(_stores))
+        return bound or self._home.in_use(namespace)
+
+    def forget(self, namespaces: Iterable[bytes]) -> None:
+        """Notes nothing of namespaces any more.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        with self._lock:
+            self._home.forget(namespaces)
+
+    def _note_bound(self) -> None:
+        if self._bound and self._leads():
+            with contextlib.suppress(OSError):  # of a full disk: they may be evicted too early
+                self._home.name(self._bound)
+
+    # --- whose directory it is -----------------------------------------------------------------
+
+    def _leads(self, sizes: Iterable[int] = ()) -> bool:
+        """Whether this object may write now: nobody took its lock, journal or slab files away.
+
+        Else it is a reader from then on, which may become the owner again as any reader may.
+        """
+        journal = self._journal
+        if self.owner and journal is not None:
+            there = self._home.holds() and not journal.replaced()
+            if not there or not all(map(self._slabs.there, sizes)):
+                self.owner, self.shared = False, True
+                self._drop_journal()
+                self._let_go()
+        return self.owner
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether nothing that was begun can still read or write a slab file."""
+        return not (self._slabs.pinned or self._busy or self._tidying.locked())
+
+    def _let_go(self) -> None:
+        """Leaves the directory to others once nothing that was begun can still be written."""
+        if not self.owner and self._home.owner and self._quiet:
+            self._home.close()
+
+    def _take_over(self) -> bool:
+        """Becomes the owner if there is none, and nothing is being read."""
+        if self._closed or not self._quiet:
+            return False
+        if not self._home.take_over(self._quota.capacity_bytes):
+            return False
+        self._drop_journal()
+        self.owner = True
+        try:
+            self._recover()
+        except (OSError, StoreError):
+            self.owner = False
+            self._drop_journal()
+            self._home.close()
+        self._note_bound()
+        return self.owner
+
+    def _drop_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _new_slabs(self) -> Slabs:
+        ahead_bytes = min(1 << 24, self._quota.capacity_bytes >> 4) if self.owner else 0
+        self._slabs.close()
+        path, open_file = self._home.path, self._open_file
+        return Slabs(self._files, path, ahead_bytes=ahead_bytes, open_file=open_file)
 
     def _frames(self) -> int:
         return len(self._index) + len(self._busy)
@@ -392,6 +502,7 @@ class DiskStore:
     def _recover(self) -> None:
         superblock = self._home.superblock
         assert superblock is not None
+        self._slabs = self._new_slabs()
         self._journal = open_journal(self._files, self._home.path, superblock, write=True)
         rows = recover(self._slabs, self._journal, self._index, self._envelope)
         excess = self.used_bytes() - self._quota.capacity_bytes

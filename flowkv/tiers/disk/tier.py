@@ -8,15 +8,18 @@ whose deadline passes while it is written is undone.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 from flowkv.core.clock import Clock, SystemClock
-from flowkv.core.errors import ConfigError, StateError, StoreError
+from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
+from flowkv.core.sizes import format_size
 from flowkv.tiers.base import Completion, Entry, Load, Store
 from flowkv.tiers.disk.conductor import Conductor
 from flowkv.tiers.disk.files import FileIO
@@ -32,10 +35,16 @@ from flowkv.tiers.io.staging import Arena
 STAGING_BYTES = 64 << 20
 CLOSE_S = 60.0
 ERASE_S = 5.0
+_HEADROOM_BYTES = 512 << 20  # twice what staging, threads and compiled code were seen to take
+_FROM_SYSTEM = (OSError, MemoryError, ImportError, RuntimeError)  # where memory runs out
 
 
 class DiskTier:
     """A `Tier` in one directory. The first process to open it owns it; others only read.
+
+    A reader becomes the owner when it looks for frames and there is none any more. An owner whose
+    lock file, journal, slab file or directory somebody took away or replaced is a reader from then
+    on: what it would store is `FAILED` with "read-only" or "ESTALE".
 
     `STORED` means: header, body and journal record were handed to the operating system, so that the
     frame survives `kill -9`; with `durability="sync"` the device confirmed it, and it survives the
@@ -90,6 +99,8 @@ class DiskTier:
             )
         self.name, self.capacity_bytes = name or f"disk:{path}", capacity_bytes
         envelope = envelope or Envelope()
+        if files is None:
+            _need_addresses(path)
         self._store = DiskStore(
             path,
             capacity_bytes,
@@ -98,14 +109,18 @@ class DiskTier:
             files=files,
             envelope=envelope,
         )
-        self.writable, self.shared = self._store.owner, not self._store.owner
         self._pid, self._open, self._closing = os.getpid(), True, threading.Lock()
         try:
             self._staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
             self._engine = engine or _engine(files, self._staging.arena, str(self._store.path))
             self._store.open(lambda path, write: self._engine.open(path, write=write))
-        except BaseException:
+        except BaseException as error:
             self._store.close()
+            if isinstance(error, _FROM_SYSTEM) and not isinstance(error, FlowKVError):
+                raise StoreError(
+                    f"the disk tier in {path} cannot be opened ({error or 'no memory'})",
+                    "Free memory, or raise its limit (ulimit -v)",
+                ) from error
             raise
         self._wishes = Wishes(clock or SystemClock(), queue_bytes)
         self._threads = threads
@@ -114,10 +129,27 @@ class DiskTier:
         )
         if not self.writable:
             warnings.warn(
-                f"another process owns {path}: this one reads it and stores nothing there",
+                f"{self._store.obstacle} in {path}: it is read, and nothing is stored there"
+                if self._store.obstacle
+                else f"another process owns {path}: this one reads it and stores nothing there",
                 UserWarning,
                 stacklevel=2,
             )
+
+    @property
+    def writable(self) -> bool:
+        """Whether this process owns the directory now."""
+        return self._store.owner
+
+    @property
+    def shared(self) -> bool:
+        """Whether another process owned the directory while it was open here, or does so now."""
+        return self._store.shared
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._store.path
 
     @property
     def corrupt(self) -> int:
@@ -233,6 +265,15 @@ class DiskTier:
             )
         return count
 
+    def bind(self, namespace: bytes, name: str) -> None:
+        """A cache that uses a namespace is about to use this tier; the directory notes its name."""
+        if self._usable():
+            self._store.bind(namespace, name)
+
+    def in_use(self, namespace: bytes) -> bool:
+        """Whether a cache of this process uses a namespace, or one did in the last seven days."""
+        return self._store.in_use(namespace)
+
     def scan(self) -> Iterator[Entry]:
         """All frames, oldest store first."""
         if self._usable():
@@ -267,6 +308,22 @@ class DiskTier:
         if not self._usable():
             why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
             raise StateError(f"tier {self.name!r} {why}", "Open the directory again, here")
+
+
+def _need_addresses(path: str) -> None:
+    """Refuses to begin what could only end in the middle of starting a thread, or of compiled code.
+
+    Raises:
+        StoreError: The process may not take so much more memory.
+    """
+    try:
+        mmap.mmap(-1, _HEADROOM_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
+    except (OSError, MemoryError) as error:
+        raise StoreError(
+            f"the disk tier in {path} cannot be opened: {format_size(_HEADROOM_BYTES)} of address"
+            " space are not left",
+            "Free memory, or raise its limit (ulimit -v)",
+        ) from error
 
 
 def _engine(files: FileIO | None, arena: Arena, directory: str) -> Engine:

@@ -74,10 +74,17 @@ def aligned(fd: int) -> bool:
 def allows_direct(directory: str) -> bool:
     """Whether files in a directory can bypass the page cache; tries with one that has no name.
 
+    Where nothing may be written each file tells when it is opened.
+
     Raises:
-        OSError: The directory cannot be written to.
+        OSError: It is no directory, or its device fails.
     """
-    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EROFS, errno.EACCES):
+            return True
+        raise
     try:
         return set_direct(fd)
     finally:

@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, MissingDependencyError
-from flowkv.core.sizes import parse_size
+from flowkv.core.sizes import parse_size, without_secrets
 from flowkv.tiers.base import UNBOUNDED
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.io.staging import Slot
@@ -77,10 +77,11 @@ class Mooncake:
         options = dict(parse_qsl(parts.query))
         try:
             self._master = parts.hostname or "", parts.port or DEFAULT_PORT
-        except ValueError as error:
-            raise ConfigError(f"{uri!r}: {error}", "Write mooncake://host:50051") from error
+        except ValueError:  # whose text may quote a part of a password
+            self._master = "", 0
         if parts.scheme != "mooncake" or not self._master[0]:
-            raise ConfigError(f"{uri!r} names no master", "Write mooncake://host:50051")
+            said = without_secrets(uri)
+            raise ConfigError(f"{said!r} names no master", "Write mooncake://host:50051")
         if unknown := sorted(options.keys() - _OPTIONS):
             raise ConfigError(f"option {unknown[0]!r}", f"Use {', '.join(sorted(_OPTIONS))}")
         prefix = options.get("prefix", "flowkv")

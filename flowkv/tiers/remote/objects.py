@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.core.layout import GRANULE_BYTES
+from flowkv.core.sizes import without_secrets
 from flowkv.tiers.remote.backend import ABSENT, Listed
 
 FRAMES, INDEX = "frames", "index"
@@ -64,7 +65,8 @@ class ObjectBackend:
         except ImportError:
             raise MissingDependencyError("a tier in an object store", "object") from None
         self._obs, self._uri, self._options = obstore, uri, dict(options or {})
-        self.name = re.sub(r"//[^/@]*@", "//", uri.partition("?")[0]).rstrip("/")
+        shown = without_secrets(uri).partition("?")[0]
+        self.name = shown.replace("//...@", "//").rstrip("/")
         self._errors: tuple[type[Exception], ...] = (obstore.exceptions.BaseError,)
         self._any_error = FileNotFoundError, *self._errors
         self._rungs: dict[float, Any] = {}
@@ -251,7 +253,7 @@ class ObjectBackend:
                 f"{self.name} cannot be opened ({_first_line(error)})",
                 "Write s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; "
                 "credentials are read from the environment (AWS_..., GOOGLE_..., AZURE_...)",
-            ) from error
+            ) from None  # it quotes the address
 
     def _translated(self, error: Exception) -> OSError:
         kinds, text = self._obs.exceptions, _first_line(error)
@@ -292,4 +294,4 @@ def _span(seconds: float) -> timedelta:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+    return without_secrets(str(error).partition("\n")[0])[:200]

@@ -73,8 +73,11 @@ class Redis:
         self._options = (b"EX", ttl_s.encode()) if ttl_s else ()
         try:
             self._nodes = Nodes(plain, cluster=is_true(ours.get("cluster", "")))
-        except ValueError as error:
-            raise ConfigError(f"{self.name}: {error}", "Write redis://host:6379/0") from error
+        except ValueError:  # whose text may quote a part of the password
+            raise ConfigError(
+                f"{self.name} is no address of a server",
+                "Write redis://host:6379/0, and % and two hex digits for signs in passwords",
+            ) from None
 
     def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> int:
         """Receives part of a frame where it is wanted.

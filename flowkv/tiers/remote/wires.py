@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.sizes import without_secrets
 from flowkv.tiers.remote.resp import Wire
 
 try:
@@ -234,8 +235,7 @@ def split(uri: str) -> tuple[str, dict[str, str]]:
 
 def shown(uri: str) -> str:
     """A URI without user, password and options."""
-    parts = urlsplit(uri)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return without_secrets(uri).partition("?")[0].replace("//...@", "//")
 
 
 def is_true(text: str) -> bool:
