@@ -18,7 +18,7 @@ class FlowKVError(Exception):
         super().__init__(f"{problem}. {remedy}.")
         self.problem, self.remedy = problem, remedy
 
-    def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, ...]]:
         return type(self), (self.problem, self.remedy)
 
 

@@ -178,7 +178,8 @@ def _keys(scores: NDArray[Any]) -> Slots:
     """Integers in the order of the scores: integers themselves, floats by their bits."""
     scores = np.ascontiguousarray(scores)
     if scores.dtype.kind in "iu":
-        return np.clip(scores, -LATEST if scores.dtype.kind == "i" else 0, LATEST).astype(np.int64)
+        least = -LATEST if scores.dtype.kind == "i" else 0
+        return np.asarray(np.clip(scores, least, LATEST), np.int64)
     bits = np.where(scores == 0, 0.0, scores.astype(np.float64)).view(np.int64)
     ordered = np.where(bits < 0, bits ^ np.iinfo(np.int64).max, bits)
     return np.asarray(ordered >> 1, np.int64).clip(-LATEST, LATEST)
