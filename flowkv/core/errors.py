@@ -18,7 +18,7 @@ class FlowKVError(Exception):
         super().__init__(f"{problem}. {remedy}.")
         self.problem, self.remedy = problem, remedy
 
-    def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, ...]]:
         return type(self), (self.problem, self.remedy)
 
 
@@ -68,13 +68,17 @@ class UnsupportedModelError(FlowKVError, TypeError):
 
 
 class MissingDependencyError(FlowKVError, ImportError):
-    """An optional dependency is not installed."""
+    """An optional dependency is not installed.
 
-    def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(
-            f"{feature} needs an optional dependency", f"pip install 'flowkv[{extra}]'"
-        )
-        self.feature, self.extra = feature, extra
+    Args:
+        feature: What cannot be used.
+        extra: Of this package, which brings what is needed.
+        needs: What that is.
+    """
 
-    def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, str]]:
-        return type(self), (self.feature, self.extra)
+    def __init__(self, feature: str, extra: str, needs: str = "an optional dependency") -> None:
+        super().__init__(f"{feature} needs {needs}", f"pip install 'flowkv[{extra}]'")
+        self.feature, self.extra, self.needs = feature, extra, needs
+
+    def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, ...]]:
+        return type(self), (self.feature, self.extra, self.needs)

@@ -77,7 +77,7 @@ def check_arena(arena: torch.Tensor) -> None:
         )
 
 
-_PASSED: list[tuple[Ragged | None, int]] = [(None, 0)]
+_PASSED: list[tuple[Ragged | None, int, int]] = [(None, 0, -1)]
 
 
 def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = False) -> None:
@@ -93,8 +93,9 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
             "Count layers within their group, from 0",
         )
     # A step's batch is checked by its first layer; the others, which are most calls, compare names.
-    passed, address = _PASSED[0]
+    passed, address, total = _PASSED[0]
     if batch is passed and arena.data_ptr() == address and not _depth:
+        _check_total(tokens, total)
         return
     check_arena(arena)
     count = batch.rows.shape[0]
@@ -112,7 +113,17 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
             )
     if _depth:
         _check_pages(pages, batch, tokens, writes)
-    _PASSED[0] = batch, arena.data_ptr()
+    total = int(batch.starts[-1]) if batch.starts.is_cpu else -1  # nobody waits for a GPU here
+    _check_total(tokens, total)
+    _PASSED[0] = batch, arena.data_ptr(), total
+
+
+def _check_total(tokens: int | None, total: int) -> None:
+    if tokens is not None and tokens != total >= 0:
+        raise GeometryError(
+            f"{tokens} packed tokens for a batch of {total}",
+            "Pass the new tokens of all rows of the step, packed, and nothing else",
+        )
 
 
 def check_queries(q: torch.Tensor, pages: Pages, batch: Ragged) -> None:

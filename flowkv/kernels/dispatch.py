@@ -69,6 +69,10 @@ def append(
         )
     v = k[..., :0] if v is None else v
     bounds.check_packed("v", v, pages, layout.kv_heads, layout.stored_value_dim)
+    if v.shape[0] != k.shape[0]:
+        raise GeometryError(
+            f"keys of {k.shape[0]} tokens and values of {v.shape[0]}", "Pass both of every token"
+        )
     bounds.check_batch(pages, batch, k.shape[0], writes=True)
     if rope is not None:
         check_rotary(rope, layout, k.device, batch.most_length)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_VISIT, Slots, Visit
 from flowkv.policy.config import Lease, LeaseConfig, configure
 from flowkv.policy.order.calls import assign
@@ -74,7 +75,9 @@ class ByScore(LeafOrder):
         self._past = np.zeros(0, PAST)
 
     def score(self, now_ns: int, use: Use) -> NDArray[Any]:
-        """Numbers, not NaN; the smaller, the earlier a block goes. This one is LRU.
+        """One number for each block, not NaN; the smaller, the earlier it goes. This one is LRU.
+
+        Anything else is a `ConfigError` of the call that asked, and no block is scored by it.
 
         Args:
             now_ns: Time.
@@ -141,8 +144,23 @@ class ByScore(LeafOrder):
         self._past[slots] = past
         depth = self._arrays[0]["depth"][slots].astype(np.int64)
         uses, first, before = past["uses"], past["first_ns"], past["before_ns"]
-        use = Use(slots, uses, first, before, depth, past["n_bytes"], past["cost_ns"], visit)
-        assign(*self._arrays, self._state, slots, _keys(self.score(now, use)))
+        known = slots.copy(), uses, first, before, depth, past["n_bytes"], past["cost_ns"]
+        keys = self._checked(self.score(now, Use(*known, visit)), len(slots))
+        assign(*self._arrays, self._state, slots, keys)
+
+    def _checked(self, scores: object, n: int) -> Slots:
+        """Keys of what `score` gave; compiled code will read one for each block."""
+        given = np.asarray(scores)
+        if given.dtype.kind not in "biuf" or given.shape != (n,):
+            problem = f"gave {given.dtype} {list(given.shape)} for {n} blocks"
+        elif given.dtype.kind == "f" and np.isnan(given).any():
+            problem = f"gave NaN for {int(np.isnan(given).sum())} of {n} blocks"
+        else:
+            return _keys(given)
+        raise ConfigError(
+            f"score() of policy {self.name!r} {problem}",
+            "Return one number for each of use.slots, none of them NaN",
+        )
 
     def _more(self) -> dict[str, object]:
         return {f"past_{field}": column(self._past[field]) for field in PAST.names or ()}
@@ -160,7 +178,8 @@ def _keys(scores: NDArray[Any]) -> Slots:
     """Integers in the order of the scores: integers themselves, floats by their bits."""
     scores = np.ascontiguousarray(scores)
     if scores.dtype.kind in "iu":
-        return np.clip(scores.astype(np.int64), -LATEST, LATEST)
+        least = -LATEST if scores.dtype.kind == "i" else 0
+        return np.asarray(np.clip(scores, least, LATEST), np.int64)
     bits = np.where(scores == 0, 0.0, scores.astype(np.float64)).view(np.int64)
     ordered = np.where(bits < 0, bits ^ np.iinfo(np.int64).max, bits)
     return np.asarray(ordered >> 1, np.int64).clip(-LATEST, LATEST)

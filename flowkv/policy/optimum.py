@@ -17,7 +17,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, Slots, Visit
 from flowkv.policy.config import Lease, LeaseConfig, configure
 from flowkv.policy.order.calls import assign
-from flowkv.policy.order.compiled import SLOT_BITS, SLOT_MASK, Array, inner, kernel
+from flowkv.policy.order.compiled import SLOT_BITS, SLOT_LIMIT, SLOT_MASK, Array, inner, kernel
 from flowkv.policy.order.heap import put, take
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
@@ -120,6 +120,7 @@ def next_uses(
         blocks: Numbers below `unique`.
         unique: Different blocks.
     """
+    _check_requests(offsets, blocks, unique)
     uses = np.empty(len(blocks), np.int64)
     fill_next_uses(offsets, blocks, np.full(unique, NOT_AGAIN, np.int64), uses)
     return uses
@@ -147,7 +148,7 @@ def belady(
         i8 [R]: leading resident blocks of each request.
 
     Raises:
-        ConfigError: If `capacity` is negative.
+        ConfigError: If `capacity` is negative, or the arrays do not fit each other.
 
     References:
         L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966.
@@ -156,12 +157,39 @@ def belady(
         raise ConfigError(f"a place cannot hold {capacity} blocks", "Use 0 or more")
     if uses is None:
         uses = next_uses(offsets, blocks, len(parents))
+    else:
+        _check_requests(offsets, blocks, len(parents))
+    if len(uses) != len(blocks) or not _within(parents, -1, len(parents)):
+        raise ConfigError(
+            f"{len(uses)} uses of {len(blocks)} blocks, or a parent that is no block",
+            "Pass what next_uses() gave, and parents that are blocks or -1",
+        )
     tree = np.zeros(len(parents), TREE)
     tree["parent"], tree["place"] = parents, -1
     hits = np.zeros(max(len(offsets) - 1, 0), np.int64)
     heap = np.zeros((len(parents) + 1, 2), np.int64)
     replay(offsets, blocks, uses, tree, heap, np.zeros(2, np.int64), capacity, hits)
     return hits
+
+
+def _check_requests(offsets: NDArray[np.int64], blocks: NDArray[np.int64], unique: int) -> None:
+    """Looks at what compiled code will index with; it looks at nothing."""
+    if (
+        not _within(offsets, 0, len(blocks) + 1)
+        or (offsets[1:] < offsets[:-1]).any()
+        or not _within(blocks, 0, min(unique, SLOT_LIMIT))
+    ):
+        raise ConfigError(
+            f"{len(offsets)} offsets into {len(blocks)} blocks, {unique} of them different",
+            "Let offsets rise to the number of blocks, which are numbered from 0",
+        )
+
+
+def _within(values: NDArray[np.int64], low: int, end: int) -> bool:
+    """Whether a vector of integers holds numbers from `low` to `end` - 1 only."""
+    if values.dtype.kind != "i" or values.ndim != 1:
+        return False
+    return bool(values.min(initial=low) >= low and values.max(initial=low) < max(end, low + 1))
 
 
 class OptimumConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -193,6 +221,9 @@ class Optimum(LeafOrder):
         """Tells all requests that will come, in order, as in `belady`.
 
         `access` tells by `visit.request`, or by counting where that is -1, which of them it is.
+
+        Raises:
+            ConfigError: The arrays do not fit each other.
         """
         unique = int(blocks.max()) + 1 if len(blocks) else 0
         self._offsets, self._uses = offsets, next_uses(offsets, blocks, unique)

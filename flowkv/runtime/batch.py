@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv import kernels
-from flowkv.core.errors import StateError, TokenError
+from flowkv.core.errors import GeometryError, StateError, TokenError
 from flowkv.core.geometry import LayerGroup
 from flowkv.kernels.cascade_plan import Cascade
 from flowkv.kernels.operands import Pages, Ragged
@@ -194,6 +194,7 @@ class Step:
         """The first half of `attend`: writes the new K and V of a layer into pages."""
         if not self._open:
             raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
+        self._fits("k", k)
         group, _ = self._planner.locate(layer)
         kernels.append(k, v, self.pages(layer), self.batch(group))
         self.appended(layer)
@@ -210,6 +211,7 @@ class Step:
         """The second half of `attend`: attends over what a layer has written."""
         if not self._open:
             raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
+        self._fits("q", q)
         group, _ = self._planner.locate(layer)
         pages, how = self._planner.pages(layer), dict(scale=scale, softcap=softcap, sinks=sinks)
         window = self._planner.window(group)
@@ -230,6 +232,15 @@ class Step:
         mass = self._watched(layer, group, batch)
         out = kernels.paged_attention(q, pages, batch, window=window, mass=mass, **how)
         return out
+
+    def _fits(self, name: str, x: torch.Tensor) -> None:
+        """Kernels believe how many tokens a step has, and on a GPU nobody could ask there."""
+        new = self._advance.starts[-1]
+        if x.shape[0] != new:
+            raise GeometryError(
+                f"{name} is {list(x.shape)} in a step of {new} new tokens",
+                "Pass the new tokens of all rows, packed: [N, heads, dim]",
+            )
 
     def _shares(self, group: int, batch: Ragged) -> Cascade | None:
         """What rows share and attention reads once, in a step that nobody watches."""

@@ -83,6 +83,11 @@ def build_trace(
     times = np.asarray(times_ns, np.int64)
     sizes = np.asarray(lengths, np.int64)
     columns = {key: np.asarray(value) for key, value in more.items() if value is not None}
+    if (sizes < 0).any() or np.ndim(ids) != 2 or np.shape(ids)[1] != 2:
+        raise ConfigError(
+            f"trace {name!r} has negative lengths, or ids of shape {list(np.shape(ids))}",
+            "Give lengths from 0 on, and ids [sum of lengths, 2], as `wide` makes them",
+        )
     if {len(times), *map(len, columns.values())} != {len(sizes)} or sizes.sum() != len(ids):
         raise ConfigError(
             f"trace {name!r} has {len(times)} times, {len(sizes)} lengths and {len(ids)} blocks",

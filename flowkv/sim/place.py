@@ -25,9 +25,12 @@ Progress = Callable[[int, int], None]
 
 @kernel
 def climb(here: Array, seen: Array, parents: Array, tip: int, out: Array) -> tuple[int, int]:
-    """Writes `tip` and its ancestors up to the first that is here; how many, and that one or -1."""
+    """Writes `tip` and its ancestors up to the first that is here; how many, and that one or -1.
+
+    No more than there is room for.
+    """
     n = 0
-    while tip >= 0 and not here[tip] and seen[tip]:
+    while tip >= 0 and n < len(out) and not here[tip] and seen[tip]:
         out[n] = tip
         n += 1
         tip = parents[tip]
@@ -103,6 +106,8 @@ class OnePlace:
 
     def missing(self, tip: int) -> tuple[int, Slots]:
         """See `Reach`."""
+        if tip >= len(self.here):
+            return -1, self._path[:0].copy()
         n, top = climb(self.here, self.seen, self.trace.parents, tip, self._path)
         if top >= 0 and not self.here[top]:  # a gap: the source never saw what lies above
             return -1, self._path[:0].copy()

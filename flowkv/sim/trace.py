@@ -30,7 +30,9 @@ _REMEDY = "Pass another file, or make it anew"
 class Trace(msgspec.Struct, frozen=True, eq=False):
     """R requests over U blocks, numbered densely in the order of their first use.
 
-    Equal numbers mean equal whole prefixes, so a block has one parent.
+    Equal numbers mean equal whole prefixes, so a block has one parent. That lengths and numbers fit
+    is looked at whenever a trace is made, since compiled code walks along them; `check` looks at
+    the rest.
 
     Attributes:
         name: For tables.
@@ -59,6 +61,9 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     stops: NDArray[np.int8]
     tenants: NDArray[np.int32]
     block_tokens: int
+
+    def __post_init__(self) -> None:
+        self._refuse(self._misfit())
 
     def __len__(self) -> int:
         return len(self.times_ns)
@@ -93,23 +98,36 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
         Raises:
             ConfigError: If it does not; nothing may be replayed then.
         """
-        fault = self._fault()
+        self._refuse(self._misfit() or self._fault())
+
+    def _refuse(self, fault: str) -> None:
         if fault:
             raise ConfigError(f"trace {self.name!r}: {fault}", _REMEDY)
 
-    def _fault(self) -> str:
+    def _misfit(self) -> str:
         n, u, blocks = len(self), self.unique, self.blocks
         columns = (self.input_tokens, self.output_tokens, self.sessions, self.stops, self.tenants)
+        numbers = self.times_ns, self.offsets, blocks, self.parents, self.depths, *columns
+        if any(x.dtype.kind != "i" or x.ndim != 1 for x in numbers):
+            return "not all arrays are vectors of signed integers"
         if len(self.offsets) != n + 1 or {len(column) for column in columns} != {n}:
             return "not one value per request everywhere"
         if len(self.depths) != u or self.block_tokens < 1:
             return "parents and depths differ in number, or blocks have no tokens"
-        if (np.diff(self.times_ns) < 0).any():
-            return "time runs backwards"
         if self.offsets[0] != 0 or self.offsets[-1] != len(blocks):
             return "the offsets do not span the blocks"
         if (np.diff(self.offsets) < 0).any():
             return "an offset is smaller than the one before it"
+        if blocks.min(initial=0) < 0 or blocks.max(initial=-1) >= u:
+            return "blocks are not numbered from 0 to the last"
+        if self.parents.min(initial=0) < -1 or self.parents.max(initial=-1) >= u:
+            return "a parent is no block"
+        return ""
+
+    def _fault(self) -> str:
+        u, blocks = self.unique, self.blocks
+        if (np.diff(self.times_ns) < 0).any():
+            return "time runs backwards"
         first = np.maximum.accumulate(blocks) if len(blocks) else blocks
         if len(blocks) and (blocks.min() < 0 or first[-1] != u - 1 or blocks[0] != 0):
             return "blocks are not numbered from 0 to the last"

@@ -1,6 +1,7 @@
 """Conformance checks for your own policies, schedulers, tiers and codecs, and tiers that misbehave.
 
-Needs `hypothesis` (`pip install 'flowkv[dev]'`), which is imported only when a check is used.
+They need `pytest` and `hypothesis` and nothing else beside the library
+(`pip install 'flowkv[testing]'`), which are imported only when a check is used.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from flowkv.core.errors import MissingDependencyError
+from flowkv.core.errors import FlowKVError, MissingDependencyError
 from flowkv.policy.base import Policy
 from flowkv.policy.config import Lease
 from flowkv.testing.told import tell, told
@@ -12,7 +12,7 @@ from flowkv.testing.told import tell, told
 try:
     from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "dev") from None
+    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
 
 
 def check_policy(
@@ -34,7 +34,8 @@ def check_policy(
     are resident; queued blocks go last, and lower ranks before higher ones; the smallest priority
     goes first, and none is NaN; time that runs backwards stands still; removal, forgetting and
     reuse of slots; equal stories, and a story that is saved and taken up again, give equal answers
-    and digests; arrays are neither kept nor written. Methods that are not overridden are not used.
+    and digests; arrays are neither kept nor written; nothing is raised. Methods that are not
+    overridden are not used.
 
     Args:
         make: Makes a fresh policy: its class, or any callable without arguments.
@@ -64,4 +65,7 @@ def tell_machine(
 ) -> None:
     """Tells stories of a state machine."""
     how = told(max_examples, shrink=shrink, steps=steps)
-    tell(lambda: run_state_machine_as_test(machine, settings=how))
+    try:
+        tell(lambda: run_state_machine_as_test(machine, settings=how))
+    except FlowKVError as error:
+        raise AssertionError(f"it raised {type(error).__name__}: {error}") from error

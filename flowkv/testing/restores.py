@@ -16,7 +16,7 @@ try:
     from hypothesis import given
     from hypothesis import strategies as st
 except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "dev") from None
+    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
 
 _TIERS = ("host", "disk")
 _UNKNOWN = 0.0

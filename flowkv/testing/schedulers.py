@@ -16,7 +16,7 @@ try:
     from hypothesis import given
     from hypothesis import strategies as st
 except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "dev") from None
+    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
 
 _priorities = st.sampled_from([0, 0, 0, 1, 2, -1, 10, 99])
 _gaps = st.sampled_from([0, 0, 0, 1, 3, 12])  # steps

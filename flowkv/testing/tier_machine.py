@@ -24,7 +24,7 @@ try:
         run_state_machine_as_test,
     )
 except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "dev") from None
+    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
 
 GRACE_S = 5.0
 """How much later than its deadline an answer may be seen on a busy machine."""

@@ -14,7 +14,7 @@ from flowkv.tiers.frame import KINDS
 try:
     from hypothesis import strategies as st
 except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "dev") from None
+    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
 
 NAMES = st.integers(0, 11)
 

@@ -10,7 +10,7 @@ try:
     from hypothesis import HealthCheck, Phase, settings
     from hypothesis.errors import Flaky
 except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "dev") from None
+    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
 
 
 def told(max_examples: int, *, shrink: bool = True, steps: int = 50) -> settings:

@@ -49,6 +49,22 @@ SHAPES: dict[str, tuple[Spoil, str]] = {
         lambda s: paged_attention(torch.ones(3, 4, 16), s.pages, s.batch, window=0),
         "window=0",
     ),
+    "fewer queries than tokens": (
+        lambda s: paged_attention(torch.ones(2, 4, 16), s.pages, s.batch),
+        "2 packed tokens for a batch of 3",
+    ),
+    "fewer keys than tokens": (
+        lambda s: append(torch.ones(2, 2, 16), torch.ones(2, 2, 24), s.pages, s.batch),
+        "2 packed tokens for a batch of 3",
+    ),
+    "fewer values than keys": (
+        lambda s: append(torch.ones(3, 2, 16), torch.ones(2, 2, 24), s.pages, s.batch),
+        "keys of 3 tokens and values of 2",
+    ),
+    "fewer queries than the layer before had": (
+        lambda s: [paged_attention(torch.ones(n, 4, 16), s.pages, s.batch) for n in (3, 3, 2)],
+        "2 packed tokens for a batch of 3",
+    ),
     "v as wide as k": (
         lambda s: append(torch.ones(3, 2, 16), torch.ones(3, 2, 16), s.pages, s.batch),
         r"v has shape \(3, 2, 16\)",

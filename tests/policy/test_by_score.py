@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from hypothesis import settings
 
+from flowkv.core.errors import ConfigError
 from flowkv.policy import LRU
 from flowkv.policy.by_score import ByScore, _keys
 from flowkv.testing import check_policy
@@ -105,3 +107,67 @@ def test_keys_keep_the_order_of_scores():
     assert keys[4] == keys[5]
     assert _keys(ids(-(1 << 63), -5, 7, (1 << 63) - 1)).tolist()[1:3] == [-5, 7]
     assert abs(_keys(ids(-(1 << 63), (1 << 63) - 1))).max() < 1 << 62
+
+
+def slots(*numbers):
+    return np.array(numbers, np.int64)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda n: np.zeros(n - 1),
+        lambda n: np.zeros(n + 1),
+        lambda n: np.zeros((n, 1)),
+        lambda n: np.float64(1),
+        lambda n: [1.0] * (n - 1),
+        lambda n: np.full(n, np.nan),
+        lambda n: np.append(np.zeros(n - 1, np.float32), np.float32("nan")),
+        lambda n: np.zeros(n, complex),
+        lambda n: np.array(["1"] * n),
+        lambda n: np.zeros(n, "datetime64[s]"),
+        lambda n: None,
+    ],
+)
+def test_what_is_no_score_for_each_block_is_refused(wrong):
+    class Wrong(ByScore):
+        name = "wrong"
+        spoilt = False
+
+        def score(self, now_ns, use):
+            return wrong(len(use.slots)) if self.spoilt else use.uses
+
+    policy = Wrong()
+    policy.insert(0, slots(0, 1, 2), slots(-1, 0, 1))
+    before = [policy.priority(slot) for slot in range(3)]
+    policy.spoilt = True
+    with pytest.raises(ConfigError, match=r"score\(\) of policy 'wrong' gave"):
+        policy.access(1, slots(0, 1, 2))
+    with pytest.raises(ConfigError, match=r"Return one number for each of use\.slots"):
+        policy.insert(2, slots(3, 4), slots(2, 3))
+    assert [policy.priority(slot) for slot in range(3)] == before
+    policy.spoilt = False
+    policy.access(3, slots(0, 1, 2, 3, 4))
+    assert policy.evict(4, 5).tolist() == [4, 3, 2, 1, 0]
+
+
+def test_any_vector_of_numbers_is_a_score():
+    kinds = (np.uint8, np.int32, np.uint64, np.float16, np.float32, np.longdouble, bool)
+    for kind in kinds:
+
+        class Odd(ByScore):
+            name = "odd"
+
+            def score(self, now_ns, use, kind=kind):
+                strided = np.repeat(np.array(use.slots % 2 == 0).astype(kind), 2)[::2]
+                use.slots[:] = 1 << 40  # its own copy
+                return strided
+
+        policy = Odd()
+        policy.insert(0, slots(0, 1), slots(-1, -1))
+        assert policy.evict(1, 2).tolist() == [1, 0], kind
+
+
+def test_huge_unsigned_scores_keep_their_order():
+    scores = np.array([0, 5, 2**63, 2**64 - 1], np.uint64)
+    assert (np.diff(_keys(scores)) >= 0).all() and _keys(scores)[0] == 0

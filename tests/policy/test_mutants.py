@@ -11,6 +11,7 @@ import pytest
 from flowkv.core.errors import StateError
 from flowkv.policy import LRU, Lease
 from flowkv.policy.base import NO_VISIT
+from flowkv.policy.by_score import ByScore
 from flowkv.policy.ledger import Ledger
 from flowkv.policy.ledger.places import Move
 from flowkv.testing import check_policy
@@ -285,6 +286,52 @@ def test_policy_mutant_is_killed(mutant):
         check_policy(mutant, leases=leases, max_examples=600, shrink=False)
 
 
+class Scored(ByScore):
+    def score(self, now_ns, use):
+        return np.log2(1.0 + use.uses)
+
+
+class ScoresTooFew(Scored):
+    def score(self, now_ns, use):
+        return super().score(now_ns, use)[:-1]
+
+
+class ScoresTooMany(Scored):
+    def score(self, now_ns, use):
+        return np.append(super().score(now_ns, use), 0.0)
+
+
+class ScoresAllAlike(Scored):
+    def score(self, now_ns, use):
+        return 1.0
+
+
+class ScoresInTwoDimensions(Scored):
+    def score(self, now_ns, use):
+        return super().score(now_ns, use)[:, None]
+
+
+class ScoresNaN(Scored):
+    def score(self, now_ns, use):
+        return np.where(use.uses > 1, np.nan, 1.0)
+
+
+class ScoresObjects(Scored):
+    def score(self, now_ns, use):
+        return super().score(now_ns, use).astype(object)
+
+
+class ScoresNothing(Scored):
+    def score(self, now_ns, use):
+        return None
+
+
+@pytest.mark.parametrize("mutant", Scored.__subclasses__(), ids=lambda m: m.__name__)
+def test_score_mutant_is_killed(mutant):
+    with pytest.raises(AssertionError, match=r"score\(\) of policy"):
+        check_policy(mutant, max_examples=20, shrink=False)
+
+
 # --- ledgers -------------------------------------------------------------------------------------
 
 
@@ -432,3 +479,4 @@ def test_the_unspoilt_survive():
     """What the mutants were made from passes the same stories."""
     said = {"make": staticmethod(LRU), "leases": ("",), "leaf_first": True, "heeds": frozenset()}
     tell_machine(type("Story", (LedgerStory,), said), 10, 40, shrink=False)
+    check_policy(Scored, max_examples=20, shrink=False)

@@ -193,3 +193,39 @@ def test_published_traces(name, ratios):
     for size, ratio in zip((0.005, 0.01, 0.02), ratios, strict=True):
         hits = optimum_hits(trace, int(size * trace.unique)).sum()
         assert round(hits / len(trace.blocks), 4) == ratio
+
+
+OFFSETS, BLOCKS, PARENTS = np.array([0, 2, 4]), np.array([0, 1, 0, 2]), np.array([-1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("offsets", [0, 2, 5]),
+        ("offsets", [-1, 2, 4]),
+        ("offsets", [0, 4, 2]),
+        ("offsets", [0.0, 2.0, 4.0]),
+        ("offsets", [[0, 2, 4]]),
+        ("blocks", [0, 1, 0, 3]),
+        ("blocks", [0, 1, -1, 2]),
+        ("blocks", [0, 1, 0, 2**40]),
+        ("blocks", np.array([0, 1, 0, 2], np.uint64)),
+        ("parents", [-1, 0, 3]),
+        ("parents", [-1, -2, 0]),
+        ("parents", [-1, 2**40, 0]),
+        ("uses", [1, 1, 1]),
+        ("uses", []),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_walked(field, value):
+    said = {"offsets": OFFSETS, "blocks": BLOCKS, "parents": PARENTS, "uses": None}
+    assert belady(**said, capacity=2).tolist() == [0, 1]
+    said[field] = np.array(value)
+    with pytest.raises(ConfigError):
+        belady(**said, capacity=2)
+    if field in ("offsets", "blocks"):
+        with pytest.raises(ConfigError):
+            next_uses(said["offsets"], said["blocks"], 3)
+    if field == "offsets" or (field == "blocks" and np.array(value).min() < 0):
+        with pytest.raises(ConfigError):
+            Optimum().foresee(said["offsets"], said["blocks"])

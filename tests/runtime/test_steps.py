@@ -351,3 +351,15 @@ def test_salts_keep_prompts_apart(kv: KV) -> None:
     assert kv.forget([1] * 20, salts=[dog]) == 4
     assert kv.explain([1] * 20, salts=[dog]).known == 0
     assert kv.explain([1] * 20, salts=[cat]).known == 16
+
+
+@pytest.mark.parametrize("n", [0, 2, 4])
+def test_tensors_of_another_number_of_tokens_are_refused(kv: KV, n: int) -> None:
+    with kv.step([kv.open([5] * 2), kv.open([6])], [[5, 5], [6]]) as step:
+        group = kv.geometry.groups[0]
+        k, v, q = (torch.ones(n, group.kv_heads, group.head_dim) for _ in range(3))
+        with pytest.raises(GeometryError, match="in a step of 3 new tokens"):
+            step.write(0, k, v)
+        with pytest.raises(GeometryError, match="in a step of 3 new tokens"):
+            step.read(0, q)
+        step.rollback()

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError
+from flowkv.policy import LRU
 from flowkv.sim import Trace, build_trace, join
 from flowkv.sim.chains import wide
+from flowkv.sim.place import OnePlace
 from tests.sim.stories import S, chains, same, stories, told, traces
 
 
@@ -88,15 +90,59 @@ def test_join_keeps_both_apart(one, other):
         ("depths", [0, 1, 2]),
         ("sessions", [0, 0]),
         ("block_tokens", 0),
+        ("blocks", np.array([0, 1, 0, 2, 0, 1], np.uint64)),
+        ("blocks", np.array([0, 1, 0, 2, 0, 1], np.float64)),
+        ("offsets", np.array([[0, 2, 4, 6]])),
     ],
 )
 def test_what_is_no_trace_is_refused(field, value):
     good = told([(0, [0, 0], 0), (1, [0, 1], 0), (1, [0, 0], 0)])
     good.check()
     kind = getattr(good, field)
-    changed = value if isinstance(value, int) else np.array(value, kind.dtype)
+    changed = np.array(value, kind.dtype) if isinstance(value, list) else value
     with pytest.raises(ConfigError, match="trace 'story': "):
         msgspec.structs.replace(good, **{field: changed}).check()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("offsets", [0, 2, 4, 7]),
+        ("offsets", [-1, 2, 4, 6]),
+        ("offsets", [0, 4, 2, 6]),
+        ("offsets", [0, 2, 6]),
+        ("blocks", [0, 1, 0, 3, 0, 1]),
+        ("blocks", [0, -1, 0, 2, 0, 1]),
+        ("parents", [-1, 0, 3]),
+        ("parents", [-2, 0, 0]),
+        ("depths", [0, 1]),
+        ("tenants", []),
+    ],
+)
+def test_what_leads_out_of_its_arrays_cannot_even_be_made(field, value):
+    good = told([(0, [0, 0], 0), (1, [0, 1], 0), (1, [0, 0], 0)])
+    with pytest.raises(ConfigError, match="trace 'story': "):
+        msgspec.structs.replace(good, **{field: np.array(value, getattr(good, field).dtype)})
+
+
+def test_a_wrong_depth_leads_nowhere():
+    good = told([(0, [0] * 6, 0), (1, [0, 1], 0)])
+    flat = msgspec.structs.replace(good, depths=np.zeros_like(good.depths))
+    place = OnePlace(flat, LRU(), 9)
+    place.seen[:] = True
+    assert len(place.missing(5)[1]) <= 1 and len(place.missing(7)[1]) == 0
+    place = OnePlace(good, LRU(), 9)
+    place.seen[:] = True
+    assert place.missing(5)[1].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ids"),
+    [([5, -3], np.zeros((2, 2), np.uint64)), ([2], np.zeros((2, 1), np.uint64)), ([2], [1, 2])],
+)
+def test_lengths_and_ids_are_what_they_are_walked_as(lengths, ids):
+    with pytest.raises(ConfigError, match="negative lengths, or ids of shape"):
+        build_trace("story", np.zeros(len(lengths)), lengths, ids, 16)
 
 
 def test_lengths_must_fit():

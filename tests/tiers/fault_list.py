@@ -127,6 +127,15 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/io/test_ladder.py::test_conformance_where_io_uring_is_denied",
         ),
     ),
+    "F13": (
+        "a stray pointer writes into shared memory: tables, links, counters, frames",
+        (
+            "tiers/test_shared.py::test_random_damage_to_memory_in_use",
+            "tiers/test_shared.py::test_a_table_that_contradicts_itself_is_thrown_away_by_all_once",
+            "tiers/test_shared.py::test_lies_with_right_checks_lead_nowhere",
+            "tiers/test_shared.py::test_any_damage_is_repaired_or_thrown_away",
+        ),
+    ),
     "S1": (
         "two pages have one key",
         (

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import json
+import mmap
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from numba import njit
@@ -40,29 +41,36 @@ def start(directory: str, name: str = "test", capacity_bytes: int = CAPACITY_BYT
 
 def audit(tier: SharedTier) -> None:
     """Index, chains, claims, free list and counters agree."""
-    counters, index, links, claims = tier._arrays
+    memory = tier._current()
+    counters, index, links, claims = memory.arrays
     assert not counters[table.VERSION] & 1
-    owners: dict[int, str] = {}
+    assert changes.audit(memory.fd, memory.arrays) == 0
+    grown = table.grown_of(memory.arrays)
+    owners: dict[int, int] = {}
 
-    def walk(first: int, count: int, owner: str) -> None:
+    def walk(first: int, count: int, owner: int) -> None:
         granule = first
         for _ in range(count):
-            assert 0 <= granule < counters[table.FRESH], owner
+            assert 0 <= granule < grown, owner
             assert granule not in owners, f"{owner} and {owners.get(granule)}"
             owners[granule] = owner
-            granule = int(links[granule])
+            granule = int(table.follow(links, granule, owner))
+        assert granule >= 0
 
     rows = index[index[:, 4] != 0]
     for row in rows:
-        walk(int(row[5]), -(-int(row[6]) // table.GRANULE), f"frame {row[4]}")
+        walk(int(row[5]), -(-int(row[6]) // table.GRANULE), int(row[4]))
         assert tier.contains([row[:4].tobytes()]) == [True]
-        assert row[7] == table.check_of(row)
-    for seat, first, n_bytes, _ in claims[claims[:, 0] != 0].tolist():
-        walk(first, -(-n_bytes // table.GRANULE), f"claim of {seat}")
+        assert row[7] == table.check_of(row, 0)
+    for row in claims[claims[:, 0] != 0]:
+        walk(int(row[5]), -(-int(row[6]) // table.GRANULE), int(row[4]))
     assert len(owners) == counters[table.USED]
     assert len(rows) == counters[table.COUNT]
-    assert counters[table.FRESH] <= counters[table.GROWN] <= len(links)
-    walk(int(counters[table.FREE]), int(counters[table.FRESH] - counters[table.USED]), "free")
+    walk(int(counters[table.FREE]), int(grown - counters[table.USED]), 0)
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
 @contextmanager
@@ -71,7 +79,7 @@ def peer(work: Callable[[], None]) -> Iterator[int]:
     pid = os.fork()
     if not pid:
         try:
-            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            die_with_parent()
             work()
         finally:
             os._exit(0)
@@ -103,23 +111,23 @@ def victim(directory: str, seed: int, pipe: int) -> None:
 def hammer(fd, arrays, seat, seed, rounds):  # type: ignore[no-untyped-def]
     """Changes as fast as it can, so that a kill nearly always lands within one."""
     np.random.seed(seed)
-    key, out = np.zeros(4, np.int64), np.empty(3, np.int64)
+    key, out = np.zeros(4, np.int64), np.zeros(8, np.int64)
     for _ in range(rounds):
         key[0] = np.random.randint(0, 30)
         key[1:] = key[0]
         action = np.random.randint(0, 4)
         if action == 0:
-            changes.withdraw(fd, arrays, key, 0, 0)
+            changes.withdraw(fd, arrays, key, 0, 0, out)
         elif action == 1:
-            row = changes.withdraw(fd, arrays, key, 0, seat)
-            if row >= 0:
-                changes.release(fd, arrays, row)
+            place = changes.withdraw(fd, arrays, key, 0, seat, out)
+            if place >= 0:
+                changes.release(fd, arrays, place, seat, out)
         else:
-            row = changes.claim(fd, arrays, key, seat, np.random.randint(4097, 80_000), out)
-            if row == table.GROW:
+            place = changes.claim(fd, arrays, key, seat, np.random.randint(4097, 80_000), out)
+            if place == table.GROW:
                 changes.grow(fd, arrays, len(arrays[2]))
-            elif row >= 0:
-                changes.commit(fd, arrays, row, key)
+            elif place >= 0:
+                changes.commit(fd, arrays, place, seat, out, key)
 
 
 def kills(directory: str, points: int, seed: int) -> dict[str, int]:
@@ -140,7 +148,7 @@ def kills(directory: str, points: int, seed: int) -> dict[str, int]:
             (before.add if sign == b"+" else before.discard)(int(name))
             said += 1
         tier.contains([])  # whatever was left in the middle is repaired now
-        tier._bury()
+        tier._bury(tier._memory)
         audit(tier)
         there = {name for name in range(NAMES) if hits(tier, [name], size_of(name))}
         assert before <= there, f"lost {sorted(before - there)} at point {point}"
@@ -148,7 +156,11 @@ def kills(directory: str, points: int, seed: int) -> dict[str, int]:
         tier.delete([key_of(name) for name in rng.sample(sorted(there), len(there) // 2)])
         checked += len(there)
     assert tier.corrupt == 0
-    return {"checked": checked, "said": said, "repairs": int(tier._arrays[0][table.REPAIRS])}
+    return {"checked": checked, "said": said} | mends(tier)
+
+
+def mends(tier: SharedTier) -> dict[str, int]:
+    return {"repairs": int(tier._memory.arrays[0][table.REPAIRS]), "renewed": tier.renewed}
 
 
 def repairs(directory: str, points: int, seed: int) -> dict[str, int]:
@@ -170,13 +182,13 @@ def repairs(directory: str, points: int, seed: int) -> dict[str, int]:
         with peer(lambda point=point: hit_it("test", point, 1 << 40)):
             os.read(read, 1)
             time.sleep(rng.uniform(0.001, 0.004))
-        assert changes.settle(tier._memory.fd, tier._arrays) == 0
-        tier._bury()
+        assert changes.settle(tier._memory.fd, tier._memory.arrays, -1) == 0
+        tier._bury(tier._memory)
         audit(tier)
         if not hits(tier, ["mine"]):
             return {"point": point, "lost": 1}
         put(tier, [point % 5])
-    return {"repairs": int(tier._arrays[0][table.REPAIRS]), "lost": 0}
+    return {"lost": 0} | mends(tier)
 
 
 # ---- stopped while it holds the lock
@@ -211,6 +223,69 @@ def stopped(directory: str) -> dict[str, object]:
     found["hits"] = hits(tier, ["a", "b", "c"])
     audit(tier)
     return found
+
+
+# ---- a table that is thrown away
+
+
+def leave(directory: str, rounds: int) -> dict[str, object]:
+    """Peers that all find out, at the same time, that the table contradicts itself.
+
+    Each stores a frame in whatever it goes to then. If two of them made a new table, some of these
+    frames would be in the one that nobody else has.
+    """
+    peers, seen = 4, list[list[str]]()
+    step = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
+
+    def work(number: int) -> None:
+        tier = start(directory)
+        for turn in range(1, rounds + 1):
+            while step[0] < turn:
+                time.sleep(0)
+            while hits(tier, [number]):  # of the last turn
+                tier.delete([key_of("nobody")])  # looks at the table under its lock
+            while not hits(tier, [number]):
+                put(tier, [number])
+            assert tier.renewed == turn
+            step[number] = turn
+        time.sleep(60)
+
+    tier = start(directory)
+    put(tier, ["warm", *range(1, peers + 1)])
+    hits(tier, ["warm"])
+    with ExitStack() as running:
+        for number in range(1, peers + 1):
+            running.enter_context(peer(lambda number=number: work(number)))
+        for turn in range(1, rounds + 1):
+            damage(tier, turn)
+            step[0] = turn
+            end_s = time.monotonic() + 60
+            while (step[1 : peers + 1] < turn).any():
+                assert time.monotonic() < end_s, f"turn {turn}: {step[: peers + 1].tolist()}"
+                time.sleep(0.001)
+            known = {key_of(n): str(n) for n in ["warm", *range(1, peers + 1)]}
+            seen.append(sorted(known[entry.key] for entry in tier.scan()))
+            audit(tier)
+    return {"seen": seen, "renewed": tier.renewed, "left": os.listdir(directory)}
+
+
+def damage(tier: SharedTier, turn: int) -> None:
+    """Makes the table contradict itself, in one of the places where the next store looks."""
+    memory = tier._current()
+    counters, index, links, _ = memory.arrays
+    place = turn % 6
+    if place == 0:
+        counters[table.USED] -= 1
+    elif place == 1:
+        counters[table.GROWN] += 1
+    elif place == 2:
+        index[index[:, 4] != 0, 5] += 1
+    elif place == 3:
+        links[:] ^= 1
+    elif place == 4:
+        counters[:] = 0
+    else:
+        counters[table.FREE] = -1
 
 
 # ---- both ends at work

@@ -110,19 +110,19 @@ def shared(directory: Path) -> Makes:
             self._point()
             return super()._change(*arguments, **options)
 
-        def _copy(self, first: int, skip: int, target: memoryview) -> None:
+        def _copy(self, memory: Any, row: Any, skip: int, target: memoryview) -> None:
             half = len(target) // 8192 * 4096  # whole granules
             self._point()
-            super()._copy(first, skip, target[:half])
+            super()._copy(memory, row, skip, target[:half])
             self._point()
-            super()._copy(first, skip + half, target[half:])
+            super()._copy(memory, row, skip + half, target[half:])
 
-        def _put(self, first: int, skip: int, data: Any) -> None:
+        def _put(self, memory: Any, row: Any, skip: int, data: Any) -> bool:
             half = len(data) // 8192 * 4096
             self._point()
-            super()._put(first, skip, data[:half])
+            whole = super()._put(memory, row, skip, data[:half])
             self._point()
-            super()._put(first, skip + half, data[half:])
+            return super()._put(memory, row, skip + half, data[half:]) and whole
 
         def _point(self) -> None:
             if self.turns is not None:

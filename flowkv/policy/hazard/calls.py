@@ -100,7 +100,8 @@ def join(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, parent
         s = slots[i]
         if own[s].tip >= 0:
             continue
-        above = parents[i] if parents[i] >= 0 else (slots[i - 1] if i > 0 else -1)
+        known = 0 <= parents[i] < len(own)  # beyond, nothing is resident
+        above = parents[i] if known else (slots[i - 1] if i > 0 else -1)
         t = -1
         if above >= 0:
             t = own[above].tip

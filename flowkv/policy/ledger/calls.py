@@ -37,6 +37,21 @@ def fitting(blocks: Array, slots: Array, k: int, size: int, room: int) -> int:
 
 
 @kernel
+def held(blocks: Array, k: int, slots: Array) -> bool:
+    """Whether all these lie in a place, none of them named twice. Anything may be asked."""
+    bit = np.uint8(1 << k)
+    n = 0
+    for s in slots:
+        if not 0 <= s < len(blocks) or not blocks[s].here & bit:
+            break
+        blocks[s].here ^= bit  # so that the next one of this number does not
+        n += 1
+    for i in range(n):
+        blocks[slots[i]].here ^= bit
+    return n == len(slots)
+
+
+@kernel
 def leave(blocks: Array, state: Array, k: int, slots: Array) -> None:
     """Blocks were given up by a place."""
     fold(state, DIGEST, (k << 32) + len(slots))
@@ -51,7 +66,7 @@ def expire(blocks: Array, state: Array, k: int, slots: Array, out: Array) -> int
     bit = np.uint8(1 << k)
     n = 0
     for s in slots:
-        if not blocks[s].here & bit:
+        if not 0 <= s < len(blocks) or not blocks[s].here & bit:
             continue
         if blocks[s].pins > 0:
             blocks[s].stale |= bit
@@ -157,9 +172,11 @@ def gap(blocks: Array, s: int, source: int, target: int, out: Array) -> tuple[in
 
     Returns:
         How many blocks are missing there and can be had from `source` without a gap, and the slot
-        of the deepest that is there, or -1. None if the block itself cannot be had.
+        of the deepest that is there, or -1. None if the block itself cannot be had, or is none.
     """
     n = 0
+    if s >= len(blocks):
+        return 0, -1
     while s >= 0 and not blocks[s].here >> target & 1:
         if n == len(out):
             return 0, -1
@@ -180,6 +197,8 @@ def readable(blocks: Array, slots: Array, source: int, target: int, out: Array) 
     """Writes the leading slots that can be read in `source` and are not in `target` yet."""
     n = 0
     for s in slots:
+        if not 0 <= s < len(blocks):
+            break
         if blocks[s].here >> target & 1 or not settled(blocks, s) >> source & 1:
             break
         out[n] = s

@@ -25,6 +25,7 @@ from flowkv.policy.ledger.places import Move, Place, Terms
 from flowkv.policy.ledger.request import PLAIN, Meta, Plan
 from flowkv.policy.ledger.residence import GHOSTS_PER_RESIDENT, LEAST_GHOSTS, Residence
 from flowkv.policy.ledger.table import Ids, as_ids
+from flowkv.policy.order.leaf import as_slots
 
 __all__ = ["PLAIN", "Ledger", "Meta", "Move", "Place", "Plan"]
 
@@ -237,7 +238,17 @@ class Ledger(Residence):
         return slots
 
     def unpin(self, now_ns: int, slots: Slots) -> Sequence[Move]:
-        """Ends one `pin`."""
+        """Ends one `pin`.
+
+        Raises:
+            StateError: Not all of these are pinned.
+        """
+        slots, pins = as_slots(slots), self._blocks["pins"][: self._state[FRESH]]
+        here = slots[(slots >= 0) & (slots < len(pins))]
+        if len(here) != len(slots) or (pins[here] <= 0).any():
+            raise StateError(
+                f"blocks {slots[:8].tolist()} are not all pinned", "Pass what pin() returned, once"
+            )
         self._unpin(self._advance(now_ns), slots, done=False)
         return self._flush()
 

@@ -13,6 +13,7 @@ from flowkv.policy.ledger import calls
 from flowkv.policy.ledger.blocks import LARGEST, RESIDENT
 from flowkv.policy.ledger.places import Move
 from flowkv.policy.ledger.residence import Residence
+from flowkv.policy.order.leaf import as_slots
 
 
 class Reach:
@@ -67,11 +68,15 @@ class Reach:
             now_ns: Time.
             slots: What comes, root to leaf, as `missing` said; as far as there is room.
             victims: What goes for it.
+
+        Raises:
+            StateError: The victims do not lie in the target.
         """
         ledger, k = self._ledger, self._target
         now = ledger._advance(now_ns)
         if len(victims):
             ledger._give_up(now, k, victims)
+        slots = as_slots(slots)
         can = np.empty(len(slots), np.int64)
         slots = can[: calls.readable(ledger._blocks, slots, self._source, k, can)]
         slots = slots[: np.searchsorted(self.sizes(slots).cumsum(), self.room_bytes(), "right")]

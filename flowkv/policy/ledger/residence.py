@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, StateError
 from flowkv.policy.base import NO_SLOTS, Slots
 from flowkv.policy.config import Lease
 from flowkv.policy.ledger import blocks as at
@@ -16,6 +16,7 @@ from flowkv.policy.ledger.blocks import BLOCK, FRESH, GHOSTS, LARGEST, PINNED, R
 from flowkv.policy.ledger.places import Move, Place, Shelf, Terms
 from flowkv.policy.ledger.table import buckets_for, factors, rehash
 from flowkv.policy.order.compiled import SLOT_LIMIT
+from flowkv.policy.order.leaf import as_slots
 
 LEAST_GHOSTS = 1 << 16
 GHOSTS_PER_RESIDENT = 4
@@ -140,7 +141,7 @@ class Residence:
     def _settle(self, now: int) -> None:
         """What expired goes, or waits for its pins."""
         for shelf in self._shelves:
-            run_out = shelf.expired(now) if shelf.expired is not None else NO_SLOTS
+            run_out = as_slots(shelf.expired(now)) if shelf.expired is not None else NO_SLOTS
             if len(run_out):
                 gone = np.empty(len(run_out), np.int64)
                 n = calls.expire(self._blocks, self._state, shelf.number, run_out, gone)
@@ -163,7 +164,18 @@ class Residence:
             self._give_up(now, k, victims)
 
     def _give_up(self, now: int, k: int, victims: Slots) -> None:
-        """Blocks that a policy gave up go one place down, where they are admitted, or away."""
+        """Blocks that a policy gave up go one place down, where they are admitted, or away.
+
+        Raises:
+            StateError: They are not there, or named twice: the policy lost count.
+        """
+        victims = as_slots(victims)
+        if not calls.held(self._blocks, k, victims):
+            raise StateError(
+                f"policy {self._shelves[k].policy.name!r} gave up blocks that do not lie in place "
+                f"{k}, or one of them twice: {victims[:8].tolist()}",
+                "Check it with flowkv.testing.check_policy",
+            )
         if k + 1 < len(self._shelves):
             self._lower(now, k + 1, victims)
         calls.leave(self._blocks, self._state, k, victims)
@@ -174,7 +186,14 @@ class Residence:
         missing = victims[(self._blocks["here"][victims] >> k & 1) == 0]
         shelf = self._shelves[k]
         if len(missing) and shelf.admit is not None:
-            missing = missing[shelf.admit(now, missing)]
+            admitted = np.asarray(shelf.admit(now, missing))
+            if admitted.dtype != np.bool_ or admitted.shape != missing.shape:
+                raise StateError(
+                    f"policy {shelf.policy.name!r} admitted {admitted.dtype} "
+                    f"{list(admitted.shape)} of {len(missing)} blocks",
+                    "Answer admit() with one bool for each block",
+                )
+            missing = missing[admitted]
         if not len(missing):
             return
         chain = np.empty(int(self._state[RESIDENT]), np.int64)

@@ -3,8 +3,9 @@
     superblock 4 KiB | claims | index | links | arena            (see `shared.table`)
 
 The file belongs to one user and nobody else may open it. It is never truncated: a file of another
-format, or one whose superblock is damaged, is set aside by making a new one under its name, and
-those who have the old one mapped go on with it. Two locks, both given up by the kernel when their
+format, or one that is damaged or contradicts itself, is set aside by making a new one under its
+name. Who has a damaged one mapped sees that it is not `sound` any more, and opens the new one;
+those of another version go on with theirs. Two locks, both given up by the kernel when their
 holder dies: `flock` for changes, and one byte range for each open handle, its *seat*, which says
 whether the writer of a claimed frame is still alive.
 """
@@ -19,9 +20,10 @@ import os
 import re
 import stat
 import struct
+import sys
 import time
-import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,16 +35,16 @@ from flowkv.core.errors import ConfigError, StoreError
 from flowkv.tiers.shared import table
 from flowkv.tiers.shared.table import GRANULE
 
-MAGIC, FORMAT = b"FKVSHARE", 1
+MAGIC, FORMAT = b"FKVSHARE", 2
 LEAST_BYTES = 256 << 10
 GROW_BYTES = 16 << 20
 _ROWS, _SEATS, _SEAT_AT = 512, 4096, 1 << 60
 _COUNTERS_AT, _COUNTERS = 512, 64
 _FIXED = struct.Struct("<8sI4xQQQQ")  # magic, format, granules, slots, rows, bytes of the file
-_OPEN_S, _PAUSE_S = 5.0, 0.005
+_PAUSE_S = 0.005
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], NDArray[np.int64]]
+Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]
 
 
 class Plan(NamedTuple):
@@ -55,7 +57,7 @@ class Plan(NamedTuple):
     @property
     def index_at(self) -> int:
         """Offset of the index."""
-        return GRANULE + 32 * self.rows
+        return GRANULE + 64 * self.rows
 
     @property
     def links_at(self) -> int:
@@ -65,7 +67,7 @@ class Plan(NamedTuple):
     @property
     def arena_at(self) -> int:
         """Offset of the arena."""
-        return -(-(self.links_at + 4 * self.granules) // GRANULE) * GRANULE
+        return -(-(self.links_at + 8 * self.granules) // GRANULE) * GRANULE
 
     @property
     def file_bytes(self) -> int:
@@ -73,15 +75,25 @@ class Plan(NamedTuple):
         return self.arena_at + GRANULE * self.granules
 
 
+def divided(granules: int) -> Plan:
+    """The plan of so many granules; a frame takes two at least."""
+    return Plan(granules, granules * 5 // 8 + 8, min(_ROWS, granules // 4))
+
+
 def plan(capacity_bytes: int) -> Plan:
-    """The largest division that fits into a capacity; a frame takes two granules at least."""
+    """The largest plan that fits into a capacity.
+
+    Raises:
+        ConfigError: The capacity is too small.
+    """
+    if capacity_bytes < LEAST_BYTES:
+        raise ConfigError(
+            f"a shared host tier of {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES}"
+        )
     granules = capacity_bytes // GRANULE
-    while True:
-        found = Plan(granules, granules * 5 // 8 + 8, min(_ROWS, granules // 4))
-        over = found.file_bytes - capacity_bytes
-        if over <= 0:
-            return found
+    while (over := divided(granules).file_bytes - capacity_bytes) > 0:
         granules -= -(-over // (GRANULE + 64))
+    return divided(granules)
 
 
 def file_name(name: str) -> str:
@@ -103,7 +115,8 @@ class Memory:
 
     Args:
         path: The file; made if it is not there.
-        capacity_bytes: Its size, if it is made.
+        wanted: How it is divided, if it is made.
+        patience_s: Longest wait for a process that has locked it.
 
     Attributes:
         path: Where it lies.
@@ -111,22 +124,20 @@ class Memory:
         arrays: counters, index, links and claims.
         arena: uint8: the granules.
         seat: Number of this handle, from 1.
-        found: Whether it was there before.
+        set_aside: Whether another file lay there that could not be used.
+        owed: Places in `claims`, with their rows, that this handle has still to give back.
 
     Raises:
-        ConfigError: The capacity is too small.
         StoreError: The file is somebody else's, or cannot be made.
     """
 
-    def __init__(self, path: Path, capacity_bytes: int) -> None:
-        if capacity_bytes < LEAST_BYTES:
-            raise ConfigError(
-                f"a shared host tier of {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES}"
-            )
-        self.path, self.found, self.fd = path, True, -1
+    def __init__(self, path: Path, wanted: Plan, patience_s: float = 5.0) -> None:
+        self.path, self.set_aside, self.fd = path, False, -1
+        self.owed: list[tuple[int, NDArray[np.int64]]] = []
+        self._let_go: Callable[[], object] = lambda: None
         try:
-            end_s = time.monotonic() + _OPEN_S
-            while not self._open(capacity_bytes, end_s):
+            end_s = time.monotonic() + patience_s
+            while not self._open(wanted, end_s):
                 pass
             self._map()
             self.seat = self._sit()
@@ -143,10 +154,12 @@ class Memory:
 
     # ---- opening
 
-    def _open(self, capacity_bytes: int, end_s: float) -> bool:
+    def _open(self, wanted: Plan, end_s: float) -> bool:
         """Opens or makes the file; False if it has to be looked at again."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(self.path, flags, 0o600)
+        closing = self._let_go = weakref.finalize(self, os.close, self.fd)
+        closing.atexit = False  # the kernel does it then
         self._check_owner()
         found = self._read_superblock()
         if found is not None and os.fstat(self.fd).st_nlink:
@@ -159,18 +172,26 @@ class Memory:
                 return False
             found = self._read_superblock()
             if found is None and os.fstat(self.fd).st_size:
-                os.unlink(self.path)
-                self.close()
+                self._set_aside()
                 return False
             if found is None:
-                self.found = False
-                self._make(plan(capacity_bytes))
+                self._make(wanted)
             else:
                 self.plan = found
         finally:
             if self.fd >= 0:
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
         return True
+
+    def _set_aside(self) -> None:
+        """Takes the file's name away, once: under its lock. Who has it mapped is told to leave."""
+        data = os.pread(self.fd, _FIXED.size, 0)
+        version = _FIXED.unpack(data)[1] if len(data) == _FIXED.size else 0
+        if version == FORMAT or not self._digested():
+            os.pwrite(self.fd, bytes(8), _COUNTERS_AT + 8 * table.STATE)
+        os.unlink(self.path)
+        self.set_aside = True
+        self.close()
 
     def _check_owner(self) -> None:
         status = os.fstat(self.fd)
@@ -197,32 +218,34 @@ class Memory:
                     ) from None
                 time.sleep(_PAUSE_S)
 
+    def _digested(self) -> bool:
+        """Whether the superblock says what its writer wrote."""
+        data = os.pread(self.fd, _FIXED.size + 16, 0)
+        return xxhash.xxh3_128_digest(data[: _FIXED.size]) == data[_FIXED.size :]
+
     def _read_superblock(self) -> Plan | None:
-        data = os.pread(self.fd, _COUNTERS_AT, 0)
-        if len(data) < _COUNTERS_AT or data[:8] != MAGIC:
+        """How the file is divided; None if it is to be made, or made anew."""
+        if not self._digested():
             return None
-        _, version, granules, slots, rows, n_bytes = _FIXED.unpack_from(data)
-        found = Plan(granules, slots, rows)
-        digest = xxhash.xxh3_128_digest(data[: _FIXED.size])
-        sound = digest == data[_FIXED.size : _FIXED.size + 16] and version == FORMAT
-        if not sound:
-            warnings.warn(
-                f"{self.path} has another format or is damaged: starting empty",
-                UserWarning,
-                stacklevel=5,
-            )
+        magic, version, *parts, n_bytes = _FIXED.unpack(os.pread(self.fd, _FIXED.size, 0))
+        state = os.pread(self.fd, 8, _COUNTERS_AT + 8 * table.STATE)
+        sound = int.from_bytes(state, sys.byteorder) == table.SOUND
+        if (magic, version, sound) != (MAGIC, FORMAT, True):
             return None
+        found = divided(parts[0])
         same = found.file_bytes == n_bytes == os.fstat(self.fd).st_size
-        return found if same and slots > granules // 2 else None
+        return found if same and list(found) == parts else None
 
     def _make(self, made: Plan) -> None:
-        self.plan = made
+        self.plan, counters = made, np.zeros(_COUNTERS, np.int64)
         os.ftruncate(self.fd, made.file_bytes)
         try:
             os.posix_fallocate(self.fd, 0, made.arena_at)
         except OSError:
             os.unlink(self.path)
             raise
+        table.begin(counters)
+        os.pwrite(self.fd, counters.tobytes(), _COUNTERS_AT)
         fixed = _FIXED.pack(MAGIC, FORMAT, *made, made.file_bytes)
         # Last, so that nobody takes half a file for a whole one.
         os.pwrite(self.fd, fixed + xxhash.xxh3_128_digest(fixed), 0)
@@ -235,10 +258,20 @@ class Memory:
         self.arrays: Arrays = (
             np.frombuffer(self._mapping, np.int64, _COUNTERS, _COUNTERS_AT),
             np.frombuffer(self._mapping, np.int64, 8 * slots, self.plan.index_at).reshape(-1, 8),
-            np.frombuffer(self._mapping, np.uint32, granules, self.plan.links_at),
-            np.frombuffer(self._mapping, np.int64, 4 * rows, GRANULE).reshape(-1, 4),
+            np.frombuffer(self._mapping, np.uint64, granules, self.plan.links_at),
+            np.frombuffer(self._mapping, np.int64, 8 * rows, GRANULE).reshape(-1, 8),
         )
         self.arena = np.frombuffer(self._mapping, np.uint8, offset=self.plan.arena_at)
+
+    # ---- whether it can be used
+
+    def sound(self) -> bool:
+        """Whether nobody found that it contradicts itself."""
+        return bool(self.arrays[0][table.STATE] == table.SOUND)
+
+    def condemn(self) -> None:
+        """Throws it away: everybody who has it leaves it."""
+        self.arrays[0][table.STATE] = 0
 
     # ---- seats
 
@@ -263,8 +296,10 @@ class Memory:
 
     def deserted(self) -> list[int]:
         """Seats with claims whose writers are dead; taken, until `abandon`."""
-        claims = self.arrays[3]
-        seats = {int(seat) for seat in claims[claims[:, 0] != 0, 0]} - {self.seat}
+        seats = set(self.arrays[3][:, 0].tolist()) - {0, self.seat}
+        if not all(0 < seat < _SEATS for seat in seats):
+            self.condemn()
+            return []
         return [seat for seat in sorted(seats) if self._try_seat(seat)]
 
     def abandon(self, seat: int) -> None:
@@ -279,7 +314,7 @@ class Memory:
         Raises:
             OSError: There is no more.
         """
-        grown = int(self.arrays[0][table.GROWN])
+        grown = max(0, int(table.grown_of(self.arrays)))
         more = min(max(GROW_BYTES // GRANULE, 1), self.plan.granules - grown)
         if more > 0:
             os.posix_fallocate(self.fd, self.plan.arena_at + GRANULE * grown, GRANULE * more)
@@ -294,10 +329,12 @@ class Memory:
                 os.unlink(self.path)
 
     def close(self) -> None:
-        """Lets go of the file and the seat; the mapping goes with the last who uses the arrays."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Lets go of the file and the seat; the mapping goes with the last who uses the arrays.
+
+        A memory that nobody uses any more closes itself.
+        """
+        self._let_go()
+        self.fd = -1
 
 
 class _Forget:

@@ -5,13 +5,19 @@ Here is what works on them; `shared.changes` does so under the lock on the file.
     counters  int64    see the constants below
     index     int64    [slots, 8]: key (4 words), sequence number (never 0), first granule,
                        bytes of the frame, check over the others; linear probing from the key
-    links     uint32   [granules]: the granule that follows, in a frame or in the free list,
-                       whose length is `FRESH - USED`
-    claims    int64    [rows, 4]: granules of frames that are being written: seat of the writer
-                       (0: none), first granule, bytes
+    links     uint64   [granules]: the granule that follows, in a frame or in the free list, and
+                       above it 32 bits that only this granule of this owner has (`seal`)
+    claims    int64    [rows, 8]: granules of frames that are being written: seat of the writer
+                       (0: none), 3 zeros, and as in the index, with a check over all but the seat
+
+The owner of a granule is the sequence number of its frame, or 0: so it is in one chain at most.
 
 `VERSION` is odd while somebody changes them. Readers, who take no lock, then look again; whoever
 gets the lock next and still finds it odd knows that a peer was killed in the middle, and repairs.
+
+Anything may stand in these arrays, and change while it is looked at: a stray pointer in any process
+can write there. No number out of them is used before it was checked, and every walk is as long as
+the caller says at most. What cannot be, under the lock, is `LOST`.
 """
 
 from __future__ import annotations
@@ -20,20 +26,78 @@ import numpy as np
 from numba import njit, types
 
 GRANULE = 4096
-VERSION, USED, FRESH, GROWN, FREE, COUNT, SEQUENCE, REPAIRS = range(8)
-"""Changes begun and ended; granules taken; granules never taken begin here, and are backed up to
-here; head of the free list; frames; last sequence number; times that peers repaired."""
+USED, FREE, COUNT, SEQUENCE, GROWN, REPAIRS = range(6)
+"""Granules taken; head of the free list, which has all others up to `GROWN`; frames; last sequence
+number; granules with memory behind them (sealed); times that peers repaired."""
+CHECK, VERSION, STATE = 7, 8, 9
+"""Check over all before; changes begun and ended; `SOUND`, or the table is thrown away."""
+SOUND = 0x464B56534F554E44
 
-BUSY, FULL, GROW, ABSENT, THERE, CROWDED = -1, -2, -3, -4, -5, -6
+BUSY, FULL, GROW, ABSENT, THERE, CROWDED, LOST = -1, -2, -3, -4, -5, -6, -7
 """Answers below zero: the lock was not to be had, no room, room only beyond `GROWN`, no such frame,
-a frame of this key exists, too many frames are being written."""
+a frame of this key exists, too many frames are being written, the table contradicts itself."""
 
 _LOOKS = 64
 _SEED = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
+_LOW = np.uint64(0xFFFFFFFF)
+_MOST_SEQUENCE = 1 << 62
 
 _getpid = types.ExternalFunction("getpid", types.int32())
 _memmove = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uintp, types.uintp))
+
+
+# ---- checks
+
+
+@njit(cache=True, nogil=True)
+def check_of(row, begin):  # type: ignore[no-untyped-def]
+    """What the last of eight words must be: a half-written row has another."""
+    state = _SEED
+    for word in range(begin, 7):
+        state = (state ^ np.uint64(row[word])) * _MIX
+        state ^= state >> np.uint64(29)
+    return np.int64(state)
+
+
+@njit(cache=True, nogil=True)
+def seal(granule, follower, owner):  # type: ignore[no-untyped-def]
+    """The link of a granule."""
+    state = (np.uint64(granule) ^ _SEED) * _MIX
+    state = (state ^ (state >> np.uint64(29)) ^ np.uint64(owner)) * _MIX
+    state = (state ^ (state >> np.uint64(31)) ^ np.uint64(follower)) * _SEED
+    return (state & ~_LOW) | np.uint64(follower)
+
+
+@njit(cache=True, nogil=True)
+def follow(links, granule, owner):  # type: ignore[no-untyped-def]
+    """The granule that follows one of an owner; -1 if it is not that owner's, or not there."""
+    if not 0 <= granule < len(links):
+        return np.int64(-1)
+    link = links[granule]
+    follower = np.int64(link & _LOW)
+    return follower if link == seal(granule, follower, owner) else np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def grown_of(arrays):  # type: ignore[no-untyped-def]
+    """Granules with memory behind them; -1 if nobody knows."""
+    word = np.uint64(arrays[0][GROWN])
+    grown = np.int64(word & _LOW)
+    return grown if word == seal(0, grown, -1) and grown <= len(arrays[2]) else np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def set_grown(counters, grown):  # type: ignore[no-untyped-def]
+    """Says how many granules have memory behind them, in one word."""
+    counters[GROWN] = np.int64(seal(0, grown, -1))
+
+
+@njit(cache=True, nogil=True)
+def begin(counters):  # type: ignore[no-untyped-def]
+    """Counters of an empty table."""
+    set_grown(counters, 0)
+    counters[CHECK], counters[STATE] = check_of(counters, 0), SOUND
 
 
 # ---- the index; callers hold the lock, or bear what they see
@@ -47,48 +111,43 @@ def home_of(key, slots):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def check_of(row):  # type: ignore[no-untyped-def]
-    """What the last word of a row must be: a half-written row has another."""
-    state = _SEED
-    for word in range(7):
-        state = (state ^ np.uint64(row[word])) * _MIX
-        state ^= state >> np.uint64(29)
-    return np.int64(state)
-
-
-@njit(cache=True, nogil=True)
-def find(index, key):  # type: ignore[no-untyped-def]
-    """The slot of a key; -1 if it is not there."""
+def find(index, key, strict):  # type: ignore[no-untyped-def]
+    """The slot of a key; ABSENT, or LOST if `strict` and a row on the way there is damaged."""
     slots = len(index)
     slot = home_of(key, slots)
     for _ in range(slots):
         row = index[slot]
         if row[4] == 0:
-            return -1
+            return ABSENT
+        if strict and row[7] != check_of(row, 0):
+            return LOST
         if row[0] == key[0] and row[1] == key[1] and row[2] == key[2] and row[3] == key[3]:
             return slot
         slot = slot + 1 if slot + 1 < slots else 0
-    return -1
+    return ABSENT
 
 
 @njit(cache=True, nogil=True)
 def insert(index, row):  # type: ignore[no-untyped-def]
-    """Puts a row without its check; there must be a free slot."""
+    """Puts a row without its check; False if there is no free slot."""
     slots = len(index)
     slot = home_of(row, slots)
-    while index[slot, 4] != 0:
+    for _ in range(slots):
+        if index[slot, 4] == 0:
+            for word in (0, 1, 2, 3, 5, 6):
+                index[slot, word] = row[word]
+            index[slot, 7] = check_of(row, 0)
+            index[slot, 4] = row[4]
+            return True
         slot = slot + 1 if slot + 1 < slots else 0
-    for word in (0, 1, 2, 3, 5, 6):
-        index[slot, word] = row[word]
-    index[slot, 7] = check_of(row)
-    index[slot, 4] = row[4]
+    return False
 
 
 @njit(cache=True, nogil=True)
 def remove(index, slot):  # type: ignore[no-untyped-def]
     """Empties a slot and moves up what probing would not find any more."""
     slots, hole = len(index), slot
-    while True:
+    for _ in range(slots):
         slot = slot + 1 if slot + 1 < slots else 0
         if index[slot, 4] == 0:
             break
@@ -100,7 +159,7 @@ def remove(index, slot):  # type: ignore[no-untyped-def]
     index[hole, 4] = 0
 
 
-# ---- granules; callers hold the lock
+# ---- granules and claims; callers hold the lock
 
 
 @njit(cache=True, nogil=True)
@@ -110,157 +169,224 @@ def granules_of(n_bytes):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def take(arrays, count):  # type: ignore[no-untyped-def]
-    """A chain of granules: of the free list, then such as were never taken."""
+def take(arrays, count, owner):  # type: ignore[no-untyped-def]
+    """The first granule of a chain out of the free list; LOST if that is damaged."""
     counters, _, links, _ = arrays
-    first, last, head = -1, -1, counters[FREE]
-    spare = counters[FRESH] - counters[USED]
-    for taken in range(count):
-        if taken < spare:
-            granule = head
-            head = np.int64(links[granule])
-        else:
-            granule = counters[FRESH]
-            counters[FRESH] += 1
-        if last < 0:
-            first = granule
-        else:
-            links[last] = granule
-        last = granule
-    counters[FREE] = head
+    first = granule = counters[FREE]
+    for left in range(count, 0, -1):
+        follower = follow(links, granule, 0)
+        if follower < 0:
+            return LOST
+        links[granule] = seal(granule, follower if left > 1 else 0, owner)
+        granule = follower
+    counters[FREE] = granule
     counters[USED] += count
     return first
 
 
 @njit(cache=True, nogil=True)
-def free(arrays, first, count):  # type: ignore[no-untyped-def]
-    """Puts a chain in front of the free list."""
+def free(arrays, row):  # type: ignore[no-untyped-def]
+    """Puts the chain of a row in front of the free list; whether it was one."""
     counters, _, links, _ = arrays
-    last = first
-    for _ in range(count - 1):
-        last = np.int64(links[last])
-    links[last] = counters[FREE]
+    owner, granule, count = row[4], row[5], granules_of(row[6])
+    first = granule
+    if not 0 < count <= len(links):
+        return False
+    for left in range(count, 0, -1):
+        follower = follow(links, granule, owner)
+        if follower < 0:
+            return False
+        links[granule] = seal(granule, follower if left > 1 else counters[FREE], 0)
+        granule = follower
     counters[FREE] = first
     counters[USED] -= count
-
-
-# ---- repair; callers hold the lock
-
-
-@njit(cache=True, nogil=True)
-def mark(links, fresh, first, count, taken):  # type: ignore[no-untyped-def]
-    """Marks a chain as taken; False, and nothing is marked, if it is none of its own."""
-    granule = first
-    for step in range(count):
-        if not 0 <= granule < fresh or taken[granule]:
-            granule = first
-            for _ in range(step):
-                taken[granule] = 0
-                granule = np.int64(links[granule])
-            return False
-        taken[granule] = 1
-        granule = np.int64(links[granule])
     return True
 
 
 @njit(cache=True, nogil=True)
-def repair(arrays):  # type: ignore[no-untyped-def]
-    """Rebuilds everything from the rows whose check is right and whose granules nobody else has."""
-    counters, index, links, claims = arrays
-    counters[GROWN] = min(max(counters[GROWN], 0), len(links))
-    fresh = counters[FRESH] = min(max(counters[FRESH], 0), counters[GROWN])
-    taken = np.zeros(max(fresh, 1), np.uint8)
-    kept = np.zeros((fresh // 2 + 1, 8), np.int64)
+def enrol(claims, place, seat, row):  # type: ignore[no-untyped-def]
+    """Fills a row of `claims`; what it says is copied from `row`, which gets its check."""
+    row[:4] = 0
+    row[7] = check_of(row, 1)
+    claims[place, 1:] = row[1:]
+    claims[place, 0] = seat
+
+
+@njit(cache=True, nogil=True)
+def vacancy(claims):  # type: ignore[no-untyped-def]
+    """A free row of `claims`, or CROWDED."""
+    for place in range(len(claims)):
+        if claims[place, 0] == 0:
+            return place
+    return CROWDED
+
+
+# ---- the whole table; callers hold the lock
+
+
+@njit(cache=True, nogil=True)
+def agrees(arrays):  # type: ignore[no-untyped-def]
+    """Whether all rows are sound and have as many granules as are taken."""
+    counters, index, _, claims = arrays
     count = used = 0
     for slot in range(len(index)):
         row = index[slot]
-        if row[4] == 0 or row[7] != check_of(row):
+        if row[4] != 0:
+            if row[7] != check_of(row, 0):
+                return False
+            count, used = count + 1, used + granules_of(row[6])
+    for place in range(len(claims)):
+        row = claims[place]
+        if row[0] != 0:
+            if row[7] != check_of(row, 1):
+                return False
+            used += granules_of(row[6])
+    return counters[USED] == used and counters[COUNT] == count
+
+
+@njit(cache=True, nogil=True)
+def mark(links, row, number, kept, taken):  # type: ignore[no-untyped-def]
+    """Marks the chain of a row with its number.
+
+    Returns:
+        Its granules; 0 if it was marked before, as a row that was being moved is there twice; LOST
+        if it is no chain.
+    """
+    owner, granule, count = row[4], row[5], granules_of(row[6])
+    if not 2 <= count <= len(taken):
+        return LOST
+    for step in range(count):
+        if not 0 <= granule < len(taken):
+            return LOST
+        if taken[granule]:
+            twice = step == 0 and kept[taken[granule] - 1, 4] == owner
+            return 0 if twice else LOST
+        taken[granule] = number
+        granule = follow(links, granule, owner)
+    return count if granule >= 0 else LOST
+
+
+@njit(cache=True, nogil=True)
+def repair(arrays):  # type: ignore[no-untyped-def]
+    """Rebuilds everything from the rows whose check is right; False if they contradict another."""
+    counters, index, links, claims = arrays
+    grown = grown_of(arrays)
+    if grown < 0:
+        return False
+    taken = np.zeros(grown, np.int32)
+    kept = np.zeros((grown // 2 + 2, 8), np.int64)
+    count = used = 0
+    last = counters[SEQUENCE] if 0 <= counters[SEQUENCE] < _MOST_SEQUENCE else 0
+    for slot in range(len(index)):
+        row = kept[count]
+        row[:] = index[slot]
+        if row[4] == 0 or row[7] != check_of(row, 0):
             continue
-        granules = granules_of(row[6])
-        if granules < 2 or granules > fresh:
+        granules = mark(links, row, count + 1, kept, taken)
+        if granules < 0:
+            return False
+        if granules:
+            last, count, used = max(last, row[4]), count + 1, used + granules
+    frames = count
+    for place in range(len(claims)):
+        row = kept[count]
+        row[:] = claims[place]
+        if row[0] == 0:
             continue
-        if mark(links, fresh, row[5], granules, taken):
-            kept[count] = row
-            count, used = count + 1, used + granules
-    index[:, 4] = 0
-    for number in range(count):
-        insert(index, kept[number])
-        counters[SEQUENCE] = max(counters[SEQUENCE], kept[number, 4])
-    for row in range(len(claims)):
-        granules = granules_of(claims[row, 2])
-        if claims[row, 0] == 0:
-            continue
-        if 0 < granules <= fresh and mark(links, fresh, claims[row, 1], granules, taken):
-            used += granules
+        granules = 0
+        if row[7] == check_of(row, 1):
+            granules = mark(links, row, count + 1, kept, taken)
+        if granules < 0:
+            return False
+        if granules:
+            last, count, used = max(last, row[4]), count + 1, used + granules
         else:
-            claims[row, 0] = 0
+            claims[place, 0] = 0
+    index[:, 4] = 0
+    for number in range(frames):
+        if not insert(index, kept[number]):
+            return False
     head = 0
-    for granule in range(fresh - 1, -1, -1):
+    for granule in range(grown - 1, -1, -1):
         if not taken[granule]:
-            links[granule] = head
+            links[granule] = seal(granule, head, 0)
             head = granule
-    counters[FREE], counters[USED], counters[COUNT] = head, used, count
+    counters[FREE], counters[USED], counters[COUNT] = head, used, frames
+    counters[SEQUENCE] = last
+    return True
 
 
 # ---- what needs no lock
 
 
 @njit(cache=True, nogil=True)
-def look(arrays, key, out):  # type: ignore[no-untyped-def]
-    """Finds a frame without the lock; `out` gets sequence number, first granule, bytes.
+def look(arrays, key, row):  # type: ignore[no-untyped-def]
+    """Finds a frame without the lock; `row` gets what the index says of it.
 
     What it says may be wrong by the time it is used, and even now if a peer is changing the index:
     only the frame itself can prove what it is.
+
+    Returns:
+        Its slot or ABSENT; LOST if its row, with the slot in its last word, seems to be damaged.
     """
     counters, index = arrays[0], arrays[1]
+    found = ABSENT
     for _ in range(_LOOKS):
         version = counters[VERSION]
         _getpid()
-        slot = find(index, key)
-        found = slot >= 0
-        if found:
-            out[0], out[1], out[2] = index[slot, 4], index[slot, 5], index[slot, 6]
-            found = index[slot, 7] == check_of(index[slot])
+        found = slot = find(index, key, False)
+        if slot >= 0:
+            row[:] = index[slot]
+            if row[7] != check_of(row, 0):
+                row[7], found = slot, LOST
         _getpid()
         if counters[VERSION] == version and not version & 1:
             return found
-    return found
+    return found if found >= 0 else ABSENT
 
 
 @njit(cache=True, nogil=True)
-def gather(arena, arrays, first, skip, target):  # type: ignore[no-untyped-def]
-    """Copies bytes of a chain, from byte `skip` on; False if it leads out of the arena."""
-    links, most = arrays[2], min(arrays[0][GROWN], len(arrays[2]))
-    granule, at, wanted = first, 0, len(target)
+def gather(arena, links, row, skip, target):  # type: ignore[no-untyped-def]
+    """Copies bytes of a row's chain, from byte `skip` on; False if it is not whole."""
+    owner, granule, at, wanted = row[4], row[5], 0, len(target)
     for _ in range(skip // GRANULE):
-        if not 0 <= granule < most:
+        granule = follow(links, granule, owner)
+        if granule < 0:
             return False
-        granule = np.int64(links[granule])
     inside = skip % GRANULE
     source, sink = arena.ctypes.data, target.ctypes.data
     while at < wanted:
         begin, size = granule, GRANULE - inside
-        while 0 <= granule < most and at + size < wanted and links[granule] == granule + 1:
-            granule += 1
+        granule = follow(links, granule, owner)
+        while granule == begin + (size + inside) // GRANULE and at + size < wanted:
+            granule = follow(links, granule, owner)
             size += GRANULE
-        if not (0 <= granule < most and begin >= 0):
+        if granule < 0:
             return False
         size = min(size, wanted - at)
         _memmove(sink + at, source + begin * GRANULE + inside, size)
         at, inside = at + size, 0
-        granule = np.int64(links[granule])
     return True
 
 
 @njit(cache=True, nogil=True)
-def scatter(arena, arrays, first, skip, source):  # type: ignore[no-untyped-def]
-    """Copies bytes into a chain that the caller has claimed; `skip` is a multiple of GRANULE."""
-    links, granule, at = arrays[2], first, 0
+def scatter(arena, links, row, skip, source):  # type: ignore[no-untyped-def]
+    """Copies bytes into the chain of a row that the caller has claimed; False if it is not whole.
+
+    `skip` is a multiple of GRANULE.
+    """
+    owner, granule, at = row[4], row[5], 0
     for _ in range(skip // GRANULE):
-        granule = np.int64(links[granule])
+        granule = follow(links, granule, owner)
+        if granule < 0:
+            return False
     given, sink = source.ctypes.data, arena.ctypes.data
     while at < len(source):
+        follower = follow(links, granule, owner)
+        if follower < 0:
+            return False
         size = min(GRANULE, len(source) - at)
         _memmove(sink + granule * GRANULE, given + at, size)
         at += size
-        granule = np.int64(links[granule])
+        granule = follower
+    return True

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +43,12 @@ PATIENCE_S = 0.25
 """Longest wait for the lock, which is held for microseconds by whoever is not stopped."""
 _MOVES = 4  # times that a frame may be replaced while it is read
 
-Place = tuple[int, int, int]
-"""Sequence number, first granule and bytes of a frame."""
+_AGAIN_S = 1.0  # before another memory is looked for, if there was none
+_REASONS = {table.FULL: "full", table.LOST: "lost"}
+_log = logging.getLogger("flowkv")
+
+Row: TypeAlias = NDArray[np.int64]
+"""What the index or a claim says of a frame, copied: eight words, see `shared.table`."""
 
 
 class SharedTier(Immediate):
@@ -54,6 +60,10 @@ class SharedTier(Immediate):
     killed in the middle of one leaves a mark, and the next one repairs; what it was writing is
     freed. While a peer is *stopped* in the middle of a change, loads go on, and stores are `FAILED`
     with reason "busy".
+
+    A stray pointer of any process can write into the memory. No number in it is believed: a table
+    that contradicts itself is thrown away by all who have it, once, and an empty one is made in its
+    place. What was in flight is a miss, or `FAILED` with reason "lost".
 
     The memory stays taken when all processes are gone: `remove` gives it back, or delete the file
     (`flowkv-UID-NAME`). Bytes of deleted frames stay until they are overwritten; `erase` does that.
@@ -67,6 +77,7 @@ class SharedTier(Immediate):
 
     Attributes:
         corrupt: Frames found damaged so far.
+        renewed: Times that the table contradicted itself, and this handle left it for another.
 
     Raises:
         ConfigError: The capacity is too small, or the name is empty.
@@ -86,21 +97,25 @@ class SharedTier(Immediate):
         clock: Clock | None = None,
     ) -> None:
         super().__init__(f"host:{name}", clock or SystemClock())
-        self.corrupt, self._stuck = 0, False
+        self.corrupt, self.renewed, self._stuck, self._again_s = 0, 0, False, 0.0
         self._lock, self._burying = threading.Lock(), threading.Lock()
-        self._owed: list[int] = []
-        self._memory = Memory(Path(directory) / file_name(name), capacity_bytes)
-        self._arrays, self._arena = self._memory.arrays, self._memory.arena
+        wanted = plan(capacity_bytes)
+        self._memory = Memory(Path(directory) / file_name(name), wanted)
         self.capacity_bytes = self._memory.plan.file_bytes
-        if self._memory.plan != plan(capacity_bytes):
+        if self._memory.set_aside:
+            warnings.warn(
+                f"{self._memory.path} had another format or was damaged: starting empty",
+                UserWarning,
+                stacklevel=2,
+            )
+        if self._memory.plan != wanted:
             warnings.warn(
                 f"{self._memory.path} has {self.capacity_bytes} bytes already, not "
                 f"{capacity_bytes}: the size stays. Remove the file to change it.",
                 UserWarning,
                 stacklevel=2,
             )
-        self._empty(self._memory.seat)  # of whoever died on this seat
-        self._bury()
+        self._move_in(self._memory)
 
     # ---- what it holds
 
@@ -108,7 +123,9 @@ class SharedTier(Immediate):
         """Bytes of all frames, of those being written, and of what manages them."""
         if not self._usable():
             return 0
-        return self._memory.plan.arena_at + GRANULE * int(self._arrays[0][USED])
+        memory = self._current()
+        used = min(max(0, int(memory.arrays[0][USED])), memory.plan.granules)
+        return memory.plan.arena_at + GRANULE * used
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Upper bound of what such a frame takes."""
@@ -118,22 +135,32 @@ class SharedTier(Immediate):
         """Which keys are there."""
         if not self._usable():
             return [False] * len(keys)
-        self._mend()
-        return [self._place(key) is not None for key in keys]
+        memory = self._current()
+        self._mend(memory)
+        return [self._row(memory, key) is not None for key in keys]
 
     def scan(self) -> Iterator[Entry]:
         """All frames, oldest store first; damaged ones are left out."""
         if not self._usable():
             return
-        self._mend()
-        rows = self._arrays[1][self._arrays[1][:, 4] != 0]
-        for row in rows[np.argsort(rows[:, 4], kind="stable")]:
-            key, place = row[:4].tobytes(), (int(row[4]), int(row[5]), int(row[6]))
+        memory = self._current()
+        self._mend(memory)
+        index = memory.arrays[1]
+        slots = np.flatnonzero(index[:, 4])
+        rows = index[slots]
+        for at in np.argsort(rows[:, 4], kind="stable"):
+            row = rows[at]
+            key = row[:4].tobytes()
+            if not memory.sound():
+                return
+            if row[7] != table.check_of(row, 0):  # changed while it was copied, or damaged
+                self._change(memory, changes.settle, slots[at])
+                continue
             try:
-                header = self._header(key, place)
+                header = self._header(memory, key, row)
             except BadFrame:
                 continue
-            yield Entry(key, header.info, GRANULE * -(-place[2] // GRANULE))
+            yield Entry(key, header.info, GRANULE * -(-int(row[6]) // GRANULE))
 
     # ---- taking frames out
 
@@ -141,24 +168,31 @@ class SharedTier(Immediate):
         """Frees frames; none while a stopped peer holds the lock."""
         if not self._usable():
             return 0
-        there = [key for key in keys if len(key) == KEY_BYTES]
-        return sum(self._change(changes.withdraw, _words(key), 0, 0) >= 0 for key in there)
+        memory, out = self._current(), _row()
+        return sum(
+            self._change(memory, changes.withdraw, _words(key), 0, 0, out) >= 0
+            for key in keys
+            if len(key) == KEY_BYTES
+        )
 
     def erase(self, keys: Sequence[bytes]) -> int:
         """Frees frames and overwrites their bytes.
+
+        Those of a table that is thrown away go when the last process has left it.
 
         Raises:
             StoreError: A stopped peer holds the lock: some may still be there.
         """
         if not self._usable():
             return 0
-        gone = 0
+        memory, gone = self._current(), 0
         for key in (key for key in keys if len(key) == KEY_BYTES):
-            row = self._change(changes.withdraw, _words(key), 0, self._memory.seat)
-            if row >= 0:
-                self._overwrite(row)
+            out = _row()
+            place = self._change(memory, changes.withdraw, _words(key), 0, memory.seat, out)
+            if place >= 0:
+                self._overwrite(memory, place, out)
                 gone += 1
-            elif row != table.ABSENT:
+            elif place not in (table.ABSENT, table.LOST):
                 raise StoreError(
                     f"{self.name} cannot be changed: a process that does not go on has locked it",
                     "Continue or end that process, then erase again",
@@ -183,42 +217,46 @@ class SharedTier(Immediate):
     # ---- loads
 
     def _load(self, item: Load, end_ns: int) -> Completion:
-        suspect = 0
-        self._mend()
+        memory, suspect = self._current(), 0
+        self._mend(memory)
         for _ in range(_MOVES):
-            place = self._place(item.key)
-            if place is None:
+            row = self._row(memory, item.key)
+            if row is None:
                 break
             try:
-                return self._read(item, place)
+                return self._read(memory, item, row)
             except BadFrame as error:
                 if error.reason in ("layout", "fidelity", "stripes"):
                     return missed(item.key, error.reason)
-                if place[0] == suspect and self._condemn(item.key, suspect, end_ns):
+                sequence = int(row[4])
+                if sequence == suspect and self._condemn(memory, item.key, sequence, end_ns):
                     return missed(item.key, error.reason)
                 # Replaced while it was read, or damaged: look again, after the lock made sure that
                 # all is seen which its writer wrote.
-                suspect = place[0]
-                self._change(changes.settle, end_ns=end_ns)
+                suspect = sequence
+                self._change(memory, changes.settle, -1, end_ns=end_ns)
         return missed(item.key)
 
-    def _place(self, key: bytes) -> Place | None:
-        """Where a frame is believed to lie."""
-        out = np.empty(3, np.int64)
-        if len(key) != KEY_BYTES or not table.look(self._arrays, _words(key), out):
+    def _row(self, memory: Memory, key: bytes) -> Row | None:
+        """What the index is believed to say of a frame."""
+        row = _row()
+        if len(key) != KEY_BYTES or not memory.sound():
             return None
-        return int(out[0]), int(out[1]), int(out[2])
+        found = table.look(memory.arrays, _words(key), row)
+        if found == table.LOST:
+            self._change(memory, changes.settle, row[7])
+        return row if found >= 0 else None
 
-    def _read(self, item: Load, place: Place) -> Completion:
-        header = self._header(item.key, place)
+    def _read(self, memory: Memory, item: Load, row: Row) -> Completion:
+        header = self._header(memory, item.key, row)
         accept(header, item.key, item.layout, item.fidelity)
         stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
         n_bytes = len(stripes) * step
         if item.target.readonly or item.target.nbytes < n_bytes:
             return failed(item.key, "target")
         target = item.target.cast("B")[:n_bytes]
-        skip = place[2] - header.body_bytes + stripes.start * step
-        self._copy(place[1], skip, target)
+        skip = int(row[6]) - header.body_bytes + stripes.start * step
+        self._copy(memory, row, skip, target)
         if len(stripes) == header.stripes:
             verify(header, target)
         else:
@@ -226,31 +264,32 @@ class SharedTier(Immediate):
                 verify_stripe(header, stripe, target[number * step : (number + 1) * step])
         return Completion(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
 
-    def _header(self, key: bytes, place: Place) -> Header:
+    def _header(self, memory: Memory, key: bytes, row: Row) -> Header:
         """A private, checked copy of a frame's header.
 
         Raises:
             BadFrame: It is none, or that of another frame.
         """
         page = memoryview(bytearray(GRANULE))
-        self._copy(place[1], 0, page)
+        self._copy(memory, row, 0, page)
         size = peek_header_bytes(page)
         if size > GRANULE:
             page = memoryview(bytearray(size))
-            self._copy(place[1], 0, page)
+            self._copy(memory, row, 0, page)
         header = decode_header(page)
-        if header.key != key or size + header.body_bytes != place[2]:
+        if header.key != key or size + header.body_bytes != row[6]:
             raise BadFrame("key", "the frame belongs to another key")
         return header
 
-    def _copy(self, first: int, skip: int, target: memoryview) -> None:
+    def _copy(self, memory: Memory, row: Row, skip: int, target: memoryview) -> None:
         sink = np.frombuffer(target, np.uint8)
-        if not table.gather(self._arena, self._arrays, first, skip, sink):
+        if not table.gather(memory.arena, memory.arrays[2], row, skip, sink):
             raise BadFrame("truncated", "the frame's chain ends before the frame")
 
-    def _condemn(self, key: bytes, sequence: int, end_ns: int) -> bool:
+    def _condemn(self, memory: Memory, key: bytes, sequence: int, end_ns: int) -> bool:
         """Takes a damaged frame out; False if it is another one by now."""
-        gone = self._change(changes.withdraw, _words(key), sequence, 0, end_ns=end_ns) >= 0
+        withdrawn = (_words(key), sequence, 0, _row())
+        gone = self._change(memory, changes.withdraw, *withdrawn, end_ns=end_ns) >= 0
         self.corrupt += gone
         return gone
 
@@ -258,68 +297,113 @@ class SharedTier(Immediate):
 
     def _store(self, item: Store, end_ns: int) -> Completion:
         key, there = item.key, Completion(0, 0, item.key, Outcome.STORED)
+        memory, row = self._current(), _row()
         try:
             count_stripes(key, item.info, item.body.nbytes)
-            if self._place(key) is not None:
+            words = _words(key)
+            if self._row(memory, key) is not None:
                 return there
             head = pack_header(describe(key, item.info, item.body))
-            out, words = np.empty(1, np.int64), _words(key)
-            row = self._claim(words, len(head) + item.body.nbytes, out, end_ns)
+            place = self._claim(memory, words, len(head) + item.body.nbytes, row, end_ns)
         except BadFrame as error:
             return failed(key, error.reason)
         except OSError as error:  # no memory behind the file
             return failed(key, errno.errorcode.get(error.errno or 0, "memory"))
-        if row == table.THERE:
+        if place == table.THERE:
             return there
-        if row < 0:
-            return failed(key, "full" if row == table.FULL else "busy")
+        if place < 0:
+            return failed(key, _REASONS.get(place, "busy"))
         # Digests come from the caller's memory: should it change while it is copied, against the
         # contract, then the copy will not match them and never be served.
-        known = False
+        answer = table.BUSY
         try:
-            self._put(int(out[0]), 0, head)
-            self._put(int(out[0]), len(head), item.body.cast("B"))
-            known = self._change(changes.commit, row, words, end_ns=end_ns) != table.BUSY
+            if self._put(memory, row, 0, head) and self._put(
+                memory, row, len(head), item.body.cast("B")
+            ):
+                commit = changes.commit, place, memory.seat, row, words
+                answer = self._change(memory, *commit, end_ns=end_ns)
+            else:
+                answer = table.LOST
         finally:
-            if not known:
-                self._owed.append(row)  # given back with the next store
-        if not known:
-            return failed(key, "busy")
+            if answer == table.BUSY:
+                memory.owed.append((place, row))  # given back with the next store
+        if answer < 0 and answer != table.THERE:
+            return failed(key, _REASONS.get(answer, "busy"))
         return there._replace(n_bytes=item.body.nbytes)
 
     def _claim(
-        self, words: NDArray[np.int64], n_bytes: int, out: NDArray[np.int64], end_ns: int
+        self, memory: Memory, words: NDArray[np.int64], n_bytes: int, row: Row, end_ns: int
     ) -> int:
         buried = False
-        self._repay()
+        self._repay(memory)
         while True:
-            row = self._change(changes.claim, words, self._memory.seat, n_bytes, out, end_ns=end_ns)
-            if row == table.GROW:
-                row = self._change(changes.grow, self._memory.back(), end_ns=end_ns)
-                if row == 0:
+            wish = words, memory.seat, n_bytes, row
+            place = self._change(memory, changes.claim, *wish, end_ns=end_ns)
+            if place == table.GROW:
+                place = self._change(memory, changes.grow, memory.back(), end_ns=end_ns)
+                if place == 0:
                     continue
-            elif row in (table.FULL, table.CROWDED) and not buried:
+            elif place in (table.FULL, table.CROWDED) and not buried:
                 buried = True
-                if self._bury():
+                if self._bury(memory):
                     continue
-            return row
+            return place
 
-    def _repay(self) -> None:
+    def _repay(self, memory: Memory) -> None:
         """Gives back claims that could not be when the lock was not to be had."""
         with contextlib.suppress(IndexError):
             while True:
-                row = self._owed.pop()  # no other thread gives the same one back
-                if self._change(changes.release, row) == table.BUSY:
-                    self._owed.append(row)
+                place, row = memory.owed.pop()  # no other thread gives the same one back
+                if self._change(memory, changes.release, place, memory.seat, row) == table.BUSY:
+                    memory.owed.append((place, row))
                     return
 
-    def _put(self, first: int, skip: int, data: bytes | memoryview) -> None:
-        table.scatter(self._arena, self._arrays, first, skip, np.frombuffer(data, np.uint8))
+    def _put(self, memory: Memory, row: Row, skip: int, data: bytes | memoryview) -> bool:
+        """Writes into a claimed chain; if that is not whole, the table is thrown away."""
+        source = np.frombuffer(data, np.uint8)
+        whole = bool(table.scatter(memory.arena, memory.arrays[2], row, skip, source))
+        if not whole:
+            memory.condemn()
+        return whole
 
-    # ---- the lock, and what the dead left
+    # ---- the memory: the lock, what the dead left, and another one
+
+    def _current(self) -> Memory:
+        """The memory; another one if everybody has to leave it."""
+        memory = self._memory
+        return memory if memory.sound() else self._leave(memory)
+
+    def _leave(self, lost: Memory) -> Memory:
+        if not self._lock.acquire(timeout=PATIENCE_S):
+            return lost
+        try:
+            if self._memory is not lost or self._closed or time.monotonic() < self._again_s:
+                return self._memory
+            self._again_s = time.monotonic() + _AGAIN_S
+            try:
+                found = Memory(lost.path, lost.plan, PATIENCE_S)
+            except StoreError as error:  # there is none for now: all is a miss
+                _log.warning("%s", error)
+                return lost
+            self._memory, self.capacity_bytes = found, found.plan.file_bytes
+            self.renewed, self._again_s = self.renewed + 1, 0.0
+            _log.warning("%s contradicted itself: another one is used", lost.path)
+        finally:
+            self._lock.release()
+        self._move_in(found)
+        return found
+
+    def _move_in(self, memory: Memory) -> None:
+        self._change(memory, changes.audit)
+        self._empty(memory, memory.seat)  # of whoever died on this seat
+        self._bury(memory)
 
     def _change(
-        self, operation: Callable[..., int], *arguments: object, end_ns: int | None = None
+        self,
+        memory: Memory,
+        operation: Callable[..., int],
+        *arguments: object,
+        end_ns: int | None = None,
     ) -> int:
         """Runs a change under the lock; BUSY if the lock is not to be had.
 
@@ -333,7 +417,7 @@ class SharedTier(Immediate):
             return table.BUSY
         try:
             while not self._closed:
-                answer = int(operation(self._memory.fd, self._arrays, *arguments))
+                answer = int(operation(memory.fd, memory.arrays, *arguments))
                 if answer != table.BUSY:
                     self._stuck = False
                     return answer
@@ -344,39 +428,41 @@ class SharedTier(Immediate):
         finally:
             self._lock.release()
 
-    def _mend(self) -> None:
+    def _mend(self, memory: Memory) -> None:
         """Repairs what a peer left that was killed in mid-change, but waits for no living one."""
-        if self._arrays[0][VERSION] & 1 and self._lock.acquire(blocking=False):
-            changes.settle(self._memory.fd, self._arrays)
+        if memory.arrays[0][VERSION] & 1 and self._lock.acquire(blocking=False):
+            changes.settle(memory.fd, memory.arrays, -1)
             self._lock.release()
 
-    def _overwrite(self, row: int) -> bool:
+    def _overwrite(self, memory: Memory, place: int, row: Row) -> bool:
         """Blanks the granules of a claim, and frees them; False if they are to be freed later."""
-        _, first, n_bytes = (int(word) for word in self._arrays[3][row, :3])
-        self._put(first, 0, bytes(GRANULE * -(-n_bytes // GRANULE)))
-        freed = self._change(changes.release, row) != table.BUSY
+        self._put(memory, row, 0, bytes(GRANULE * -(-int(row[6]) // GRANULE)))
+        freed = self._change(memory, changes.release, place, memory.seat, row) != table.BUSY
         if not freed:
-            self._owed.append(row)
+            memory.owed.append((place, row))
         return freed
 
-    def _empty(self, seat: int) -> bool:
+    def _empty(self, memory: Memory, seat: int) -> bool:
         """Frees what was claimed from a seat that is held here; whether there was anything."""
-        rows = 0
-        while (row := self._change(changes.adopt, seat, self._memory.seat)) >= 0:
-            rows += 1
-            if not self._overwrite(row):
-                break
-        return rows > 0
+        places = 0
+        while True:
+            row = _row()
+            place = self._change(memory, changes.adopt, seat, memory.seat, row)
+            if place < 0:
+                return places > 0
+            places += 1
+            if not self._overwrite(memory, place, row):
+                return True
 
-    def _bury(self) -> bool:
+    def _bury(self, memory: Memory) -> bool:
         """Frees what dead processes were writing; whether there was anything."""
         if not self._burying.acquire(blocking=False):
             return False  # another thread does
         try:
-            seats = self._memory.deserted()
-            found = [self._empty(seat) for seat in seats]
+            seats = memory.deserted()
+            found = [self._empty(memory, seat) for seat in seats]
             for seat in seats:
-                self._memory.abandon(seat)
+                memory.abandon(seat)
             return any(found)
         finally:
             self._burying.release()
@@ -384,3 +470,7 @@ class SharedTier(Immediate):
 
 def _words(key: bytes) -> NDArray[np.int64]:
     return np.frombuffer(key, np.int64)
+
+
+def _row() -> Row:
+    return np.zeros(8, np.int64)

@@ -1,0 +1,94 @@
+"""`flowkv.testing` as a user has it: beside the library, pytest and Hypothesis only."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+BLOCK = """
+import importlib.abc, sys
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Block())
+"""
+
+POLICY = """
+import numpy as np
+from flowkv.policy.by_score import ByScore
+
+class Frequent(ByScore):
+    name = "frequent"
+
+    def score(self, now_ns, use):
+        return np.log2(1.0 + use.uses)
+"""
+
+CHECK = """
+from flowkv.testing import check_policy
+from tiny_policy import Frequent
+
+check_policy(Frequent, max_examples=3, steps=10)
+print("checked")
+"""
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def modules_of(extra: str) -> set[str]:
+    """What can be imported of the distributions that an extra names."""
+    wanted = set()
+    for line in EXTRAS[extra]:
+        name = re.match(r"[\w.-]+", line)[0]
+        if name == "flowkv":
+            others = re.search(r"\[(.*?)\]", line)[1].split(",")
+            wanted |= {module for other in others for module in modules_of(other)}
+        else:
+            names = {plain(name)}
+            has = packages_distributions().items()
+            wanted |= {m for m, owners in has if names & set(map(plain, owners))}
+    return wanted
+
+
+def run(home: Path, code: str, blocked: set[str]) -> subprocess.CompletedProcess[str]:
+    (home / "tiny_policy.py").write_text(POLICY)
+    program = f"blocked = {sorted(blocked)!r}\n{BLOCK}\nsys.path.insert(0, {str(home)!r})\n{code}"
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+
+
+def test_it_needs_pytest_and_hypothesis_of_all_that_development_needs(tmp_path: Path) -> None:
+    blocked = modules_of("dev") - modules_of("testing")
+    assert {"transformers", "rich", "xdist", "mypy", "redis"} <= blocked
+    assert not {"hypothesis", "pytest", "flowkv", "numpy", "torch"} & blocked
+    done = run(tmp_path, CHECK, blocked)
+    assert (done.returncode, done.stdout) == (0, "checked\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "check", ["check_policy", "check_codec", "check_scheduler", "check_restore_policy"]
+)
+def test_the_error_names_what_is_needed(tmp_path: Path, check: str) -> None:
+    done = run(tmp_path, f"from flowkv.testing import {check}", {"hypothesis"})
+    assert "flowkv.testing needs pytest and hypothesis" in done.stderr
+    assert "pip install 'flowkv[testing]'" in done.stderr
+
+
+def test_tiers_that_misbehave_need_neither(tmp_path: Path) -> None:
+    code = "from flowkv.testing import FlakyTier, MemoryTier"
+    done = run(tmp_path, code, {"hypothesis", "pytest"})
+    assert done.returncode == 0, done.stderr
