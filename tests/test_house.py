@@ -106,6 +106,17 @@ def test_import_does_no_work() -> None:
     assert done.stdout.strip() == ""
 
 
+def test_helpers_skip_whole_modules_too() -> None:
+    """Whoever calls them may do so while a module is collected, where a bare skip is an error."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.name.startswith("test_"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.skip":
+                allowed = [k for k in node.keywords if k.arg == "allow_module_level"]
+                assert allowed, f"{name(path)}:{node.lineno} skips without allow_module_level"
+
+
 def test_public_packages_say_what_they_are() -> None:
     for init in PACKAGE.rglob("__init__.py"):
         assert ast.get_docstring(ast.parse(init.read_text())), f"{name(init)} has no docstring"

@@ -78,3 +78,7 @@ class MissingDependencyError(FlowKVError, ImportError):
 
     def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, str]]:
         return type(self), (self.feature, self.extra)
+
+
+class MissingLibraryError(FlowKVError, ImportError):
+    """An optional dependency is installed, and a library of the system that it needs is not."""
