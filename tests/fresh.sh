@@ -86,10 +86,13 @@ fi
 own=${XDG_CONFIG_HOME:-${HOME:-/root}/.config}/pip/pip.conf
 [ ! -e "$own" ] || install -D -m 644 "$own" "$tree/home/fresh/.config/pip/pip.conf"
 clone=/home/fresh/flowkv
-if [ ! -e "$tree$clone" ]; then
+if [ -e "$tree$clone" ]; then
+  git="git -c safe.directory=$tree$clone -C $tree$clone"
+  $git fetch -q "$PWD" HEAD && $git reset -q --hard FETCH_HEAD
+else
   git clone -q --no-hardlinks . "$tree$clone"
-  chown -R $id:$id "$tree$clone"
 fi
+chown -R $id:$id "$tree$clone"
 
 readme_command() { # the fenced block behind <!-- $1 -->
   awk -v marker="<!-- $1 -->" '$0 == marker {seen = 1; next}
