@@ -1,12 +1,13 @@
-"""Page kernels on the CPU against plain torch: pytest-benchmark groups, one for each operation.
+"""Page kernels against plain torch: one table for each operation and shape.
 
-    python -m pytest bench/bench_kernels.py                          # all groups
+    python -m pytest bench --benchmark-group-by=group                # all tables
     python -m pytest bench/bench_kernels.py -k ratio -s              # decode against torch, A B A B
     python -m pytest bench/bench_kernels.py -k crossover -s          # numba against torch, by T
 
 Every case compares its answer with torch's before it is timed. The ratios are medians of the ratios
 of neighbouring calls, since machines are shared and noisy; their 10th and 90th percentiles are
-printed beside them. All threads that torch uses are used by both sides.
+printed beside them. All threads that torch uses are used by both sides. On a machine with a GPU the
+tables have Triton's and torch's times on it too.
 """
 
 from __future__ import annotations
@@ -47,9 +48,43 @@ from flowkv.kernels.cpu import attention as cpu_attention
 Tensors = tuple[torch.Tensor, ...]
 
 
+GPU = ("triton", "torch on the GPU") if torch.cuda.is_available() else ()
+OURS = ("numba", "triton")
+
+
 def benched(op: str) -> pytest.MarkDecorator:
     """The group of an operation; a test looks for one in every row of the kernels' registry."""
     return pytest.mark.benchmark(group=op, min_rounds=5, max_time=2.0, warmup=True)
+
+
+def sides(*more: str) -> pytest.MarkDecorator:
+    """Ours and torch's, on the CPU and on the GPU if there is one, and what else is compared."""
+    return pytest.mark.parametrize("side", ["numba", "torch", *more, *GPU])
+
+
+@pytest.fixture(autouse=True)
+def table_of_a_shape(request: pytest.FixtureRequest) -> None:
+    """Sides of one shape stand in one table, each under its own name."""
+    if "benchmark" in request.fixturenames:
+        shape = {k: v for k, v in request.node.callspec.params.items() if k != "side"}
+        benchmark = request.getfixturevalue("benchmark")
+        parts = [request.node.originalname.removeprefix("test_"), *map(str, shape.values())]
+        benchmark.group = f"{benchmark.group}: {' '.join(parts)}"
+        benchmark.name = request.node.callspec.params["side"]
+
+
+def device_of(side: str) -> torch.device:
+    """Where the tensors of a side lie; as a context manager, where new ones are made."""
+    return torch.device("cuda" if side in GPU else "cpu")
+
+
+def run(benchmark: Any, side: str, calls: dict[str, Callable[[], object]]) -> None:
+    """Times the call of a side: "ours", "torch", or one of its own name."""
+    call = calls[side if side in calls else "ours" if side in OURS else "torch"]
+    if side in GPU:
+        benchmark(lambda: (call(), torch.cuda.synchronize()))
+    else:
+        benchmark(call)
 
 
 class Case(NamedTuple):
@@ -87,9 +122,14 @@ class Setting(NamedTuple):
     case: Case
 
 
-@cache
 def setting(case: Case) -> Setting:
-    rng = torch.Generator().manual_seed(0)
+    """The setting of a case, on the device where tensors are made now."""
+    return _setting(case, torch.get_default_device())
+
+
+@cache
+def _setting(case: Case, device: torch.device) -> Setting:
+    rng = torch.Generator(device).manual_seed(0)
     dtype, size = getattr(torch, case.dtype), case.page_size
     geometry = Geometry.uniform(
         layers=1,
@@ -177,20 +217,21 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-SIDES: dict[str, Callable[[Setting], torch.Tensor]] = {
-    "flowkv": ours,
+WAYS: dict[str, Callable[[Setting], torch.Tensor]] = {
+    "ours": ours,
     "torch": torch_decode,
     "torch, grouped": partial(torch_decode, grouped=True),
 }
 
 
 @benched("paged_attention")
-@pytest.mark.parametrize("side", SIDES)
+@sides("torch, grouped")
 @pytest.mark.parametrize("name", DECODE)
 def test_decode(benchmark: Any, name: str, side: str) -> None:
-    scene = setting(DECODE[name])
+    with device_of(side):
+        scene = setting(DECODE[name])
     near((ours(scene),), (torch_decode(scene),))
-    benchmark(SIDES[side], scene)
+    run(benchmark, side, {way: partial(call, scene) for way, call in WAYS.items()})
 
 
 @pytest.mark.parametrize("name", DECODE)
@@ -198,7 +239,7 @@ def test_decode_ratio(name: str) -> None:
     """Ours against torch's, call by call."""
     scene = setting(DECODE[name])
     near((ours(scene),), (torch_decode(scene),))
-    rounds = [[timed(partial(call, scene)) for call in SIDES.values()] for _ in range(9)]
+    rounds = [[timed(partial(call, scene)) for call in WAYS.values()] for _ in range(9)]
     layout = scene.pages.layout
     seen = sum(min(n, scene.case.window or n) for n in scene.case.lengths)
     gigabytes = seen * layout.kv_heads * (layout.head_dim + layout.value_dim) / 1e9
@@ -245,40 +286,44 @@ def test_call_overhead() -> None:
 
 
 @benched("cascade_attention")
-@pytest.mark.parametrize("side", ["flowkv", "flat"])
+@sides("numba, flat")
 @pytest.mark.parametrize("rows", [8, 32])
 def test_cascade(benchmark: Any, side: str, rows: int) -> None:
     """Decode over 4k tokens that all rows share and 256 that they do not, against flat attention.
 
     The planning of a step, which all its layers share, is not timed.
     """
-    scene = setting(Case((4352,) * rows, dtype="bfloat16"))
+    with device_of(side):
+        scene = setting(Case((4352,) * rows, dtype="bfloat16"))
     pages, batch, q, _ = scene
     table = batch.table.clone()
     table[:, : 4096 // 64] = table[0, : 4096 // 64]
     batch = batch._replace(table=table)
     plan = plan_cascade(batch, 64)
     assert plan.groups == ((0, rows, 64),)
+    shared = scene._replace(batch=batch)
     calls = {
-        "flowkv": lambda: cascade_attention(q, pages, batch, plan),
-        "flat": lambda: paged_attention(q, pages, batch),
+        "ours": lambda: cascade_attention(q, pages, batch, plan),
+        "numba, flat": lambda: paged_attention(q, pages, batch),
+        "torch": lambda: torch_decode(shared),
     }
-    near((calls["flowkv"](),), (calls["flat"](),))
-    benchmark(calls[side])
+    near((calls["ours"](),), (calls["numba, flat"](),))
+    run(benchmark, side, calls)
 
 
 @benched("append")
-@pytest.mark.parametrize("side", ["flowkv", "torch"])
+@sides()
 @pytest.mark.parametrize("new", [1, 512])
 def test_append(benchmark: Any, side: str, new: int) -> None:
-    scene = setting(Case((1024,) * 8, dtype="bfloat16", new=new))
+    with device_of(side):
+        scene = setting(Case((1024,) * 8, dtype="bfloat16", new=new))
+        layout: PageLayout = scene.pages.layout
+        k, v = torch.randn(2, 8 * new, layout.kv_heads, layout.head_dim).to(torch.bfloat16).unbind()
+        position, row = torch.arange(1024 - new, 1024).repeat(8), torch.arange(8)
     pages, batch, case = scene.pages, scene.batch, scene.case
-    layout: PageLayout = pages.layout
-    k, v = torch.randn(2, 8 * new, layout.kv_heads, layout.head_dim).to(torch.bfloat16).unbind()
     runs = pages.arena.view(torch.bfloat16).view(-1, layout.page_bytes // 2)
     runs = runs[:, : layout.stripe_bytes // 2].unflatten(1, (layout.kv_heads, 2, 64, -1))
-    position = torch.arange(1024 - new, 1024).repeat(8)
-    page = batch.table[torch.arange(8).repeat_interleave(new), position // 64] // layout.granules
+    page = batch.table[row.repeat_interleave(new), position // 64] // layout.granules
 
     def with_torch() -> None:
         runs[page.long(), :, 0, position % 64] = k
@@ -287,30 +332,32 @@ def test_append(benchmark: Any, side: str, new: int) -> None:
     append(k, v, pages, batch)
     dense, _ = gather_dense(pages, batch, case.new)
     assert torch.equal(dense.transpose(1, 2).flatten(0, 1), k)
-    benchmark(with_torch if side == "torch" else lambda: append(k, v, pages, batch))
+    run(benchmark, side, {"ours": lambda: append(k, v, pages, batch), "torch": with_torch})
 
 
 @benched("gather_dense")
-@pytest.mark.parametrize("side", ["flowkv", "torch", "memcpy"])
+@sides("memcpy")
 def test_gather_dense(benchmark: Any, side: str) -> None:
     """`memcpy` copies as many bytes from one tensor to a new one: the floor."""
-    scene = setting(DECODE["8 x 4k bfloat16"])
+    with device_of(side):
+        scene = setting(DECODE["8 x 4k bfloat16"])
     pages, table = scene.pages, scene.batch.table
     got, expected = gather_dense(pages, scene.batch, 4096), torch_gather(pages, table)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     del got, expected
     calls = {
-        "flowkv": lambda: gather_dense(pages, scene.batch, 4096),
+        "ours": lambda: gather_dense(pages, scene.batch, 4096),
         "torch": lambda: torch_gather(pages, table),
         "memcpy": pages.arena.clone,
     }
-    benchmark(calls[side])
+    run(benchmark, side, calls)
 
 
 @benched("merge")
-@pytest.mark.parametrize("side", ["flowkv", "torch"])
+@sides()
 def test_merge(benchmark: Any, side: str) -> None:
-    outs, lses = torch.randn(4, 64, 32, 128), torch.randn(4, 64, 32)
+    with device_of(side):
+        outs, lses = torch.randn(4, 64, 32, 128), torch.randn(4, 64, 32)
     parts = list(zip(outs, lses, strict=True))
 
     def with_torch() -> Tensors:
@@ -318,7 +365,7 @@ def test_merge(benchmark: Any, side: str) -> None:
         return (torch.exp(lses - total)[..., None] * outs).sum(0), total
 
     near(merge(parts), with_torch())
-    benchmark(with_torch if side == "torch" else lambda: merge(parts))
+    run(benchmark, side, {"ours": lambda: merge(parts), "torch": with_torch})
 
 
 @benched("checksum")
@@ -339,14 +386,14 @@ def remade() -> tuple[Setting, torch.Tensor, Tensors]:
 
 
 @benched("append")
-@pytest.mark.parametrize("side", ["flowkv", "torch"])
+@sides()
 def test_append_rotated(benchmark: Any, side: str) -> None:
     """RoPE and writing in one pass, against rotation in torch and then writing."""
-    scene = setting(Case((1024,) * 8, dtype="bfloat16", new=512))
-    k, v = torch.randn(2, 8 * 512, 8, 128).to(torch.bfloat16).unbind()
-    angle = torch.rand(1024, 64)
+    with device_of(side):
+        scene = setting(Case((1024,) * 8, dtype="bfloat16", new=512))
+        k, v = torch.randn(2, 8 * 512, 8, 128).to(torch.bfloat16).unbind()
+        angle, position = torch.rand(1024, 64), torch.arange(512, 1024).repeat(8)
     rope = Rotary(angle.cos(), angle.sin())
-    position = torch.arange(512, 1024).repeat(8)
     cos, sin = (x[position].repeat(1, 2)[:, None] for x in (rope.cos, rope.sin))
 
     def with_torch() -> torch.Tensor:
@@ -359,16 +406,17 @@ def test_append_rotated(benchmark: Any, side: str) -> None:
     append(k, v, scene.pages, scene.batch, rope)
     dense, _ = gather_dense(scene.pages, scene.batch, 512)
     assert torch.equal(dense.transpose(1, 2).flatten(0, 1), with_torch())
-    calls = {"flowkv": lambda: append(k, v, scene.pages, scene.batch, rope), "torch": with_torch}
-    benchmark(calls[side])
+    calls = {"ours": lambda: append(k, v, scene.pages, scene.batch, rope), "torch": with_torch}
+    run(benchmark, side, calls)
 
 
 @benched("reposition")
-@pytest.mark.parametrize("side", ["flowkv", "torch"])
+@sides()
 def test_reposition(benchmark: Any, side: str) -> None:
-    scene, table, (keys, _) = remade()
+    with device_of(side):
+        scene, table, (keys, _) = remade()
+        speed = 1e4 ** -torch.linspace(0, 1, 64)
     layout, arena = scene.pages.layout, scene.pages.arena
-    speed = 1e4 ** -torch.linspace(0, 1, 64)
     rope, turns = rotations([7 - i % 3 for i in range(len(table))], speed)
     cos, sin = (x[turns.long()].repeat(1, 2)[:, None, None] for x in (rope.cos, rope.sin))
     places = (table // layout.granules).long()
@@ -385,20 +433,22 @@ def test_reposition(benchmark: Any, side: str) -> None:
     reposition(arena, table, turns, rope, layout)
     assert torch.equal(keys, expected)
     keys.copy_(before)
-    calls = {"flowkv": lambda: reposition(arena, table, turns, rope, layout), "torch": with_torch}
-    benchmark(calls[side])
+    calls = {"ours": lambda: reposition(arena, table, turns, rope, layout), "torch": with_torch}
+    run(benchmark, side, calls)
 
 
 @benched("drop_tokens")
-@pytest.mark.parametrize("side", ["flowkv", "torch"])
+@sides()
 def test_drop_tokens(benchmark: Any, side: str) -> None:
     """Half of 16k tokens are kept, others for each head."""
-    scene, table, views = remade()
-    layout, arena, size = scene.pages.layout, scene.pages.arena, 64
+    size = 64
+    with device_of(side):
+        scene, table, views = remade()
+        some = [torch.randperm(128 * size)[: 64 * size].sort().values for _ in range(8)]
+        keep, heads = torch.stack(some), torch.arange(8)[:, None]
+    layout, arena, kept = scene.pages.layout, scene.pages.arena, keep[None].int()
     source, target = table[:128].contiguous(), table[128:192].contiguous()
     of, to = ((x // layout.granules).long() for x in (source, target))
-    keep = torch.stack([torch.randperm(128 * size)[: 64 * size].sort().values for _ in range(8)])
-    kept, heads = keep[None].int(), torch.arange(8)[:, None]
 
     def with_torch() -> None:
         for x in views:
@@ -409,8 +459,8 @@ def test_drop_tokens(benchmark: Any, side: str) -> None:
     expected = [x[to] for x in views]
     drop_tokens(arena, source, target, kept, layout)
     assert all(torch.equal(x[to], y) for x, y in zip(views, expected, strict=True))
-    calls = {"flowkv": lambda: drop_tokens(arena, source, target, kept, layout)}
-    benchmark((calls | {"torch": with_torch})[side])
+    calls = {"ours": lambda: drop_tokens(arena, source, target, kept, layout), "torch": with_torch}
+    run(benchmark, side, calls)
 
 
 PAGES, GRANULES = 256, 16
@@ -418,7 +468,8 @@ PAGES, GRANULES = 256, 16
 
 def page_lists() -> Tensors:
     arena = torch.randint(0, 256, (2 * PAGES * GRANULES * 4096,), dtype=torch.uint8)
-    places = torch.randperm(2 * PAGES, generator=torch.Generator().manual_seed(0))
+    rng = torch.Generator(arena.device).manual_seed(0)
+    places = torch.randperm(2 * PAGES, generator=rng)
     return arena, places[:PAGES], places[PAGES:]
 
 
@@ -426,18 +477,19 @@ SEALS = [("raw", codec) for codec in CODECS[1:]] + [("kv8", "kv4c"), ("kv8", "ra
 
 
 @benched("transcode")
-@pytest.mark.parametrize("side", ["flowkv", "torch", "memcpy"])
+@sides("memcpy")
 @pytest.mark.parametrize(("old", "new"), SEALS)
 def test_transcode(benchmark: Any, old: str, new: str, side: str) -> None:
     """`memcpy` moves as many bytes as are read and written here: the floor."""
     count, geometry = 64, Geometry.uniform(layers=4, kv_heads=8, head_dim=128, dtype="bfloat16")
     layouts = {c: page_layout(geometry.groups[0], 64, c) for c in ("raw", old, new)}
     raw, of, to = layouts["raw"], layouts[old], layouts[new]
-    noise = torch.randn(count * raw.page_bytes // 2).to(torch.bfloat16).view(torch.uint8)
-    arena = torch.cat((noise, torch.zeros(2 * noise.numel(), dtype=torch.uint8)))
-    source, middle, target = (
-        (torch.arange(i * count, (i + 1) * count) * raw.granules).int() for i in range(3)
-    )
+    with device_of(side):
+        noise = torch.randn(count * raw.page_bytes // 2).to(torch.bfloat16).view(torch.uint8)
+        arena = torch.cat((noise, torch.zeros(2 * noise.numel(), dtype=torch.uint8)))
+        source, middle, target = (
+            (torch.arange(i * count, (i + 1) * count) * raw.granules).int() for i in range(3)
+        )
     transcode(arena, source, middle, raw, of)
     other = arena.clone()
     status = transcode(arena, middle, target, of, to)
@@ -446,17 +498,18 @@ def test_transcode(benchmark: Any, old: str, new: str, side: str) -> None:
     moved = arena[: count * (of.page_bytes + to.page_bytes) // 2]
     into = torch.empty_like(moved)
     calls = {
-        "flowkv": lambda: transcode(arena, middle, target, of, to),
+        "ours": lambda: transcode(arena, middle, target, of, to),
         "torch": lambda: transcode(arena, middle, target, of, to, backend="reference"),
         "memcpy": lambda: into.copy_(moved),
     }
-    benchmark(calls[side])
+    run(benchmark, side, calls)
 
 
 @benched("copy_pages")
-@pytest.mark.parametrize("side", ["flowkv", "torch"])
+@sides()
 def test_copy_pages(benchmark: Any, side: str) -> None:
-    arena, source, target = page_lists()
+    with device_of(side):
+        arena, source, target = page_lists()
     frames = arena.view(2 * PAGES, -1)
     lists = [(GRANULES * x).int() for x in (source, target)]
 
@@ -465,35 +518,39 @@ def test_copy_pages(benchmark: Any, side: str) -> None:
 
     copy_pages(arena, *lists, GRANULES)
     assert torch.equal(frames[target], frames[source])
-    benchmark(with_torch if side == "torch" else lambda: copy_pages(arena, *lists, GRANULES))
+    calls = {"ours": lambda: copy_pages(arena, *lists, GRANULES), "torch": with_torch}
+    run(benchmark, side, calls)
 
 
 @benched("gather_pages")
-@pytest.mark.parametrize("side", ["flowkv", "torch"])
+@sides()
 def test_gather_pages(benchmark: Any, side: str) -> None:
-    arena, source, _ = page_lists()
-    frames, out = arena.view(2 * PAGES, -1), torch.empty(PAGES, GRANULES * 4096, dtype=torch.uint8)
+    with device_of(side):
+        arena, source, _ = page_lists()
+        out = torch.empty(PAGES, GRANULES * 4096, dtype=torch.uint8)
+    frames = arena.view(2 * PAGES, -1)
     places = (GRANULES * source).int()
     gather_pages(arena, places, GRANULES, out)
     assert torch.equal(out, frames[source])
     calls = {
-        "flowkv": lambda: gather_pages(arena, places, GRANULES, out),
+        "ours": lambda: gather_pages(arena, places, GRANULES, out),
         "torch": lambda: torch.index_select(frames, 0, source, out=out),
     }
-    benchmark(calls[side])
+    run(benchmark, side, calls)
 
 
 @benched("scatter_pages")
-@pytest.mark.parametrize("side", ["flowkv", "torch"])
+@sides()
 def test_scatter_pages(benchmark: Any, side: str) -> None:
-    arena, _, target = page_lists()
+    with device_of(side):
+        arena, _, target = page_lists()
+        data = torch.randint(0, 256, (PAGES, GRANULES * 4096), dtype=torch.uint8)
     frames = arena.view(2 * PAGES, -1)
-    data = torch.randint(0, 256, (PAGES, GRANULES * 4096), dtype=torch.uint8)
     places = (GRANULES * target).int()
     scatter_pages(arena, places, GRANULES, data)
     assert torch.equal(frames[target], data)
     calls = {
-        "flowkv": lambda: scatter_pages(arena, places, GRANULES, data),
+        "ours": lambda: scatter_pages(arena, places, GRANULES, data),
         "torch": lambda: frames.index_copy_(0, target, data),
     }
-    benchmark(calls[side])
+    run(benchmark, side, calls)

@@ -1,7 +1,8 @@
-"""Everything that must hold before a change lands: `python -m tests [pytest arguments]`.
+"""What must hold before a change lands: `python -m tests [--all | --thorough] [words for pytest]`.
 
-Style, import contracts, types, then the tests (documentation snippets are among them). Each stage
-is timed; the first that fails ends the run.
+Style, import contracts, types, then the tests (documentation snippets are among them): the fast
+ones, or with `--all` the thorough ones too. With `--thorough` only those run, without the stages
+before. Each stage is timed; the first that fails ends the run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ STAGES = {
     "types": [sys.executable, "-m", "mypy"],
 }
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+USUAL = "not slow and not matrix and not deep and not nightly"
+SETS = {  # the tests of each, as pytest's -m says it
+    "": f"{USUAL} and not thorough",
+    "--all": USUAL,
+    "--thorough": f"{USUAL} and thorough",
+}
 
 
 def run(name: str, command: list[str], quiet: bool) -> None:
@@ -38,9 +45,11 @@ def run(name: str, command: list[str], quiet: bool) -> None:
 def main(arguments: list[str]) -> None:
     """Run all stages in order, the cheap ones first."""
     start = time.monotonic()
-    for name, command in STAGES.items():
+    chosen = next((word for word in arguments if word in SETS), "")
+    rest = [word for word in arguments if word not in SETS]
+    for name, command in STAGES.items() if chosen != "--thorough" else ():
         run(name, command, quiet=True)
-    run("tests", [*PYTEST, *arguments], quiet=False)
+    run("tests", [*PYTEST, "-m", SETS[chosen], *rest], quiet=False)
     print(f"{'all':<10} {'ok':<6} {time.monotonic() - start:7.1f} s")
 
 

@@ -6,6 +6,7 @@ import functools
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -14,7 +15,28 @@ import torch
 
 from tests.audit import watch
 
+TESTS = Path(__file__).resolve().parent
 POISON_LIMIT_BYTES = 64 << 20
+
+# Files of tests that walk a large product (models, mutants, machines, whole tools) of what others
+# show on a few: `python -m tests` leaves them to `--all`, everybody else runs them as ever.
+THOROUGH = """
+engine/test_invariant.py engine/test_pressure_machine.py
+hooks/test_architectures.py hooks/test_audit.py hooks/test_codecs.py hooks/test_encoder_decoder.py
+hooks/test_engine_rows.py hooks/test_modes.py hooks/test_packed.py hooks/test_restore.py
+hooks/test_restore_lost.py hooks/test_restore_nested.py hooks/test_restore_recurrent.py
+hooks/test_sampling.py
+kernels/test_codegen.py kernels/test_digits.py kernels/test_triton_interpreter.py
+measure/test_quality.py measure/test_restore_cuda.py measure/test_restore_emulated.py
+measure/test_restore_torch.py measure/test_serve_load.py measure/test_sparsified.py
+policy/restore/test_baselines.py policy/restore/test_mutants.py policy/scheduling/test_mutants.py
+policy/test_mutants.py policy/test_snapshot.py
+runtime/test_machine.py runtime/test_restart.py
+sim/test_rivals.py
+test_benchmarks.py test_demo.py
+tiers/remote/test_redis_faults.py tiers/test_disk_kill.py tiers/test_disk_power.py
+tiers/test_faults.py tiers/test_interleavings.py tiers/test_simulation.py
+""".split()
 
 hypothesis.settings.register_profile(
     "ci",
@@ -55,8 +77,13 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU on a machine that has none."""
+    """Mark the thorough tests; skip what needs a GPU on a machine that has none."""
+    thorough = {TESTS / name for name in THOROUGH}
+    for item in items:
+        if item.path in thorough:
+            item.add_marker("thorough")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none on this machine")

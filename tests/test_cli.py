@@ -14,6 +14,7 @@ import torch
 import flowkv
 from flowkv import cli
 from flowkv.cli import command
+from flowkv.core import libraries
 from flowkv.core.errors import ConfigError, FlowKVError, UnsupportedModelError
 from flowkv.data import tiny_path
 from flowkv.demo import show
@@ -324,6 +325,20 @@ def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["torch"].state == "bad" and "too old" in found["torch"].value
     assert found["triton"].state == "warn" and "4-bit" in found["triton"].value
     assert found["transformers"].advice == "pip install 'flowkv[hf]'"
+
+
+@pytest.mark.parametrize("name", ["mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"])
+def test_doctor_names_the_package_of_a_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, there = doctor.version_of, {"libnuma.so.1", "libcurl.so.4", "librdmacm.so.1"}
+    other = f"{doctor.EXTRAS['mooncake'][0]}-non-cuda" if name.endswith("engine") else name[:-9]
+    versions = {name: "0.3.13", other: ""}
+    monkeypatch.setattr(doctor, "version_of", lambda one: versions.get(one, real(one)))
+    monkeypatch.setattr(libraries, "_loads", there.__contains__)
+    found = {finding.name: finding for finding in doctor.examine()}[name]
+    assert found.state == "warn" and found.data["missing"] == ["libibverbs.so.1"]
+    assert found.advice == "As root: apt-get install libibverbs1"
+    monkeypatch.setattr(libraries, "_loads", {*there, "libibverbs.so.1"}.__contains__)
+    assert {finding.name: finding for finding in doctor.examine()}[name].state == "ok"
 
 
 def test_a_strange_machine_is_still_examined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import flowkv
+from tests import __main__ as command
+from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "flowkv"
@@ -106,6 +108,17 @@ def test_import_does_no_work() -> None:
     assert done.stdout.strip() == ""
 
 
+def test_helpers_skip_whole_modules_too() -> None:
+    """Whoever calls them may do so while a module is collected, where a bare skip is an error."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.name.startswith("test_"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.skip":
+                allowed = [k for k in node.keywords if k.arg == "allow_module_level"]
+                assert allowed, f"{name(path)}:{node.lineno} skips without allow_module_level"
+
+
 def test_public_packages_say_what_they_are() -> None:
     for init in PACKAGE.rglob("__init__.py"):
         assert ast.get_docstring(ast.parse(init.read_text())), f"{name(init)} has no docstring"
@@ -124,6 +137,36 @@ def test_dev_extra_and_dev_group_are_one_list() -> None:
             *groups["servers"],
         ]
     )
+
+
+def test_fast_and_thorough_tests_are_all_tests() -> None:
+    assert all((ROOT / "tests" / path).is_file() for path in conftest.THOROUGH)
+    assert len(set(conftest.THOROUGH)) == len(conftest.THOROUGH)
+    usual = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert usual["addopts"][-1] == command.SETS["--all"]
+    assert command.SETS[""] == f"{command.USUAL} and not thorough"
+    assert command.SETS["--thorough"] == f"{command.USUAL} and thorough"
+    assert "python -m tests --thorough" in (ROOT / ".ci" / "run").read_text()
+    assert "python -m tests --all" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen", "rest", "stages"),
+    [
+        ([], "", [], 5),
+        (["-k", "x"], "", ["-k", "x"], 5),
+        (["--all"], "--all", [], 5),
+        (["tests/core", "--thorough"], "--thorough", ["tests/core"], 1),
+    ],
+)
+def test_the_test_command_runs_what_it_is_asked_for(
+    words: list[str], chosen: str, rest: list[str], stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(command, "run", lambda name, line, quiet: ran.append(line))
+    command.main(words)
+    assert len(ran) == stages
+    assert ran[-1] == [*command.PYTEST, "-m", command.SETS[chosen], *rest]
 
 
 def test_readme_commands_are_single_lines() -> None:

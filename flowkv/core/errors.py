@@ -82,3 +82,7 @@ class MissingDependencyError(FlowKVError, ImportError):
 
     def __reduce__(self) -> tuple[type[FlowKVError], tuple[str, ...]]:
         return type(self), (self.feature, self.extra, self.needs)
+
+
+class MissingLibraryError(FlowKVError, ImportError):
+    """An optional dependency is installed, and a library of the system that it needs is not."""

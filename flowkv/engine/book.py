@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
+from flowkv.core import compiling
 from flowkv.core.errors import StateError
 from flowkv.engine.answer import Answer, Desk, tell
 from flowkv.engine.inbox import Inbox
@@ -71,7 +72,7 @@ class Book(Desk):
         if inbox.now:
             for number in list(self._lives):
                 self._call_off(number, "cancelled", now_s)
-        while self._deadlines and self._deadlines[0][0] <= now_s:
+        while self._deadlines and self._deadlines[0][0] <= compiling.now_s():
             self._call_off(self._deadlines[0][1], "deadline", now_s)
             heapq.heappop(self._deadlines)
         inbox.waiting = len(self.waiting)
@@ -85,11 +86,11 @@ class Book(Desk):
     def _take(self, live: Live) -> None:
         self._lives[live.number] = live
         self.waiting.append(live)
-        if live.deadline_s < math.inf:
+        if live.due_s < math.inf:
             if len(self._deadlines) > 2 * len(self._lives) + 64:  # most of them are over
                 self._deadlines = [one for one in self._deadlines if one[1] in self._lives]
                 heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (live.deadline_s, live.number))
+            heapq.heappush(self._deadlines, (live.due_s, live.number))
 
     def _call_off(self, number: int, reason: Reason, now_s: float) -> None:
         live = self._lives.get(number)

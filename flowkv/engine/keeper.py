@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 from typing import Any
 from weakref import ref
 
+from flowkv.core import compiling
 from flowkv.engine.ahead import Ahead
 from flowkv.engine.coming import Coming
 from flowkv.engine.live import Live
@@ -198,7 +199,8 @@ class Keeper:
         moved = move()
         n_bytes = planner.copied_bytes - before
         if n_bytes:
-            self.worth.moved(n_bytes, time.perf_counter() - begun_s, out=out)
+            seconds = compiling.measured_s(begun_s, time.perf_counter())
+            self.worth.moved(n_bytes, seconds, out=out)
         return moved
 
     # ---- rows whose prefix is on its way

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flowkv.core import compiling
 from flowkv.engine.answer import Answer
 from flowkv.engine.request import Completion, Reason, Request
 from flowkv.engine.runner import Row
@@ -23,6 +24,7 @@ class Live(Job):
         request: What was asked.
         answer: Where it goes.
         choice: How its tokens are chosen.
+        due_s: Its deadline, as by `compiling.now_s`.
         begin: Its prompt.
         known: Its prompt, and what was made of it before its row was dropped last.
         tokens: The new tokens.
@@ -42,6 +44,7 @@ class Live(Job):
         "begin",
         "choice",
         "context",
+        "due_s",
         "exposed_s",
         "first_s",
         "known",
@@ -73,6 +76,8 @@ class Live(Job):
             priority=request.priority,
             deadline_s=late,
         )
+        self.due_s = math.inf if request.deadline_s is None else compiling.now_s()
+        self.due_s += request.deadline_s or 0.0
         self.request, self.answer, self.choice = request, answer, choice
         self.context = context
         self.begin = self.known = prompt

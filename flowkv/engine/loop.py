@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 
+from flowkv.core import compiling
 from flowkv.core.errors import CapacityError, StateError
 from flowkv.engine.answer import Answer
 from flowkv.engine.book import Book
@@ -109,11 +110,12 @@ class Loop(Book):
             short = self._enter(live, now_s)
             if short is None:
                 return
-        if short is not None and not self._patient(order[0], now_s):
+        if short is not None and not self._patient(order[0]):
             self._end(order[0], now_s, error=short)
 
-    def _patient(self, live: Live, now_s: float) -> bool:
+    def _patient(self, live: Live) -> bool:
         """Waits a moment for pages that others than the engine hold; False if it was long."""
+        now_s = compiling.now_s()
         if self._stuck[0] != live.number:
             self._stuck = live.number, now_s
         if now_s - self._stuck[1] < self._patience_s:
@@ -161,7 +163,7 @@ class Loop(Book):
         times = Times(began_s, forward_s, sampling_s, time.perf_counter())
         # Until tokens are chosen: before that, nobody waits for what a GPU has been asked.
         tokens = sum(count for _, count in done)
-        self.keeper.worth.step(tokens, times.chosen_s - forward_s)
+        self.keeper.worth.step(tokens, compiling.measured_s(forward_s, times.chosen_s))
         if not self.news.steps:
             self._hand_out(None)
             return
@@ -202,7 +204,7 @@ class Loop(Book):
         if gone is not None:
             self._leave(cast(Live, gone[0]), gone[1], now_s)
             return True
-        if not self._patient(self.active[-1], now_s):
+        if not self._patient(self.active[-1]):
             self._end(self.active[-1], now_s, error=short)
         return False
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from flowkv.core import compiling
 from flowkv.core.errors import ConfigError
 from flowkv.core.layout import CODECS
 
@@ -123,7 +124,8 @@ def resolve(op: str, codec: str, backend: str) -> Callable[..., Any]:
         )
     module, _, name = backends[backend].partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        with compiling.around():  # some of it is compiled by being imported
+            return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name not in (module, "triton"):
             raise

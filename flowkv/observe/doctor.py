@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from flowkv.core import libraries
 from flowkv.core.sizes import format_size
 
 State = Literal["ok", "note", "warn", "bad"]
@@ -41,6 +42,8 @@ _CORE = {  # distribution -> oldest version
     "zstandard": "0.23",
     "xxhash": "3.5",
 }
+_ALIKE = {"mooncake-transfer-engine": "mooncake-transfer-engine-non-cuda"}
+"""Distributions that bring the same under another name."""
 _IO_URING_SETUP = 425  # the same number on every architecture that Linux gained since 2019
 
 
@@ -186,6 +189,8 @@ def _compiler() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     for extra, (name, oldest, purpose, used) in EXTRAS.items():
         version = version_of(name)
+        if not version and name in _ALIKE and (other := version_of(_ALIKE[name])):
+            name, version = _ALIKE[name], other
         advice = f"pip install 'flowkv[{extra}]'" if used else ""
         data: dict[str, object] = {"extra": extra, "version": version, "used": used}
         purpose += "" if used else ", planned"
@@ -194,6 +199,10 @@ def _extras() -> Iterator[Finding]:
         elif older(version, oldest):
             text = f"{version} is older than {oldest} ({purpose})"
             yield Finding(name, "warn", text, f"pip install -U 'flowkv[{extra}]'", data)
+        elif extra == "mooncake" and (lacking := libraries.missing()):
+            text = f"{version} ({purpose}), without {', '.join(lacking)}"
+            advice = f"As root: {libraries.remedy(lacking)}"
+            yield Finding(name, "warn", text, advice, data | {"missing": lacking})
         else:
             yield Finding(name, "ok", f"{version} ({purpose})", data=data)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from flowkv.core import compiling
 from flowkv.observe.events import LayerArrived
 from flowkv.runtime.batch import Step
 from flowkv.runtime.handover import stripe_key, stripe_layout
@@ -86,13 +87,13 @@ class Arrival:
         Raises:
             Late: It did not come in time.
         """
-        pause_s, end_s = _PAUSE_S, time.monotonic() + self._patience_s
+        pause_s, end_s = _PAUSE_S, compiling.now_s() + self._patience_s
         while any(stripe.layer == layer for stripe in self._left):
             if self._take():
-                pause_s, end_s = _PAUSE_S, time.monotonic() + self._patience_s
+                pause_s, end_s = _PAUSE_S, compiling.now_s() + self._patience_s
                 continue
             lost = any(stripe.layer == layer for stripe in self._lost)
-            if lost or time.monotonic() > end_s:
+            if lost or compiling.now_s() > end_s:
                 raise Late(layer)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

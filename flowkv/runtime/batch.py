@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv import kernels
+from flowkv.core import compiling
 from flowkv.core.errors import GeometryError, StateError, TokenError
 from flowkv.core.geometry import LayerGroup
 from flowkv.kernels.cascade_plan import Cascade
@@ -257,7 +258,9 @@ class Step:
         if self.awaits is not None:
             begun_s = time.perf_counter()
             self.awaits(layer)
-            self._waited_s += time.perf_counter() - begun_s
+            # what was compiled meanwhile is taken off the whole
+            ended_s = time.perf_counter()
+            self._waited_s += ended_s - begun_s - compiling.within_s(begun_s, ended_s)
 
     def refresh(self) -> None:
         """Other pages took the place of some meanwhile: kernels are told anew where all lie."""
@@ -333,8 +336,9 @@ class Step:
     def _measure(self) -> None:
         # Decoding says nothing about the rate at which a prompt is computed.
         if self._advance.most_new >= self._planner.page_size and not self.audits:
-            seconds = time.perf_counter() - self._started_s - self._waited_s
-            self._planner.measured(int(self._advance.starts[-1]), seconds)
+            seconds = compiling.measured_s(self._started_s, time.perf_counter()) - self._waited_s
+            if seconds > 0:
+                self._planner.measured(int(self._advance.starts[-1]), seconds)
 
     def __del__(self) -> None:
         if self._open:

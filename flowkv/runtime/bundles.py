@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,6 +20,7 @@ import msgspec
 import torch
 import xxhash
 
+from flowkv.core import compiling
 from flowkv.core.errors import StoreError
 from flowkv.core.keys import ROOT
 from flowkv.core.layout import GRANULE_BYTES
@@ -121,8 +121,8 @@ class Bundles:
             stripe_bytes=min(step, len(body)),
             tenant=self.tenant,
         )
-        end_s = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < end_s:
+        end_s = compiling.now_s() + _PATIENCE_S
+        while compiling.now_s() < end_s:
             with self.guard:
                 block = self.store.index.publish(key, parent, GROUP, "weights")
                 block.tenant, block.namespace = self.tenant, self.namespace

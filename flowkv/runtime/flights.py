@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from flowkv.core import compiling
 from flowkv.policy.restore import Load
 from flowkv.runtime.inbound import Inbound
 from flowkv.runtime.schedule import Wish
@@ -41,7 +42,7 @@ class Flight:
         tier: The tier that the policy meant.
         started_s: When it was asked for, as by `time.perf_counter`.
         ended_s: When its last answer came, as the tier says.
-        end_s: When it is given up.
+        end_s: When it is given up, as by `compiling.now_s`.
         left: Answers that are owed.
         n_bytes: Bytes that came, by number of the tier.
         seconds: Of the link's time that it took, once that is known.
@@ -57,7 +58,7 @@ class Flight:
     def __init__(self, op: Load, owner: object, tier: str, done: Callable[[Flight], None]) -> None:
         self.op, self.owner, self.tier, self._done = op, owner, tier, done
         self.started_s = self.ended_s = time.perf_counter()
-        self.end_s, self.left, self.seconds = self.started_s, 1, 0.0
+        self.end_s, self.left, self.seconds = compiling.now_s(), 1, 0.0
         self.lost = self.called_off = False
         self.n_bytes: Counter[int] = Counter()
         self.trips: dict[_Trip, int] = {}  # what each asks of its tier, in bytes
@@ -133,8 +134,8 @@ class Flights:
 
     def expire(self) -> None:
         """Gives up what is overdue; where a tier may still write stays lent to it."""
-        now = time.perf_counter()
-        for flight in [flight for flight in self._flights if flight.end_s <= now]:
+        now, moment_s = time.perf_counter(), compiling.now_s()
+        for flight in [flight for flight in self._flights if flight.end_s <= moment_s]:
             for trip in list(flight.trips):
                 self._abandon(trip)
                 source, block = trip.source, trip.piece.inbound.block
@@ -169,7 +170,7 @@ class Flights:
 
     def _allow(self, flight: Flight) -> None:
         """Says when a flight is overdue: what else its tiers owe comes first."""
-        lanes, now = self._store.mover.lanes, time.perf_counter()
+        lanes, now = self._store.mover.lanes, compiling.now_s()
         for tier in {trip.source.tier for trip in flight.trips}:
             owed = lanes[tier].schedule.flying_bytes + lanes[tier].schedule.queued_bytes
             flight.end_s = max(flight.end_s, now + lanes[tier].patience_s(owed))

@@ -14,13 +14,13 @@ but the tier goes between the two processes, and neither knows of the other.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
+from flowkv.core import compiling
 from flowkv.core.errors import StateError
 from flowkv.core.geometry import LayerGroup
 from flowkv.core.layout import PageLayout, page_layout
@@ -109,12 +109,12 @@ class Sender:
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Waits until all that was sent can be read; False if that took too long."""
-        end_s = time.monotonic() + timeout_s
-        while self._waiting and time.monotonic() < end_s:
+        end_s = compiling.now_s() + timeout_s
+        while self._waiting and compiling.now_s() < end_s:
             with self._kv.lock:
                 self._store.drain(_LONGEST_PAUSE_S)
                 self._pump()
-        return self._kv.flush(max(0.0, end_s - time.monotonic())) and not self._waiting
+        return self._kv.flush(max(0.0, end_s - compiling.now_s())) and not self._waiting
 
     def __enter__(self) -> Sender:
         return self

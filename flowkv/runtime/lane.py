@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
+from flowkv.core import compiling
 from flowkv.core.errors import FlowKVError
 from flowkv.policy.prefetch.regret import RegretGuard
 from flowkv.policy.rates import Rates
@@ -174,7 +175,8 @@ class Lane:
         job.seconds = max(job.seconds, answer.seconds)
         if not job.left:  # jobs in flight at one time share the tier
             end_s = job.sent_s + job.seconds
-            self.stores.add(job.bytes, end_s - max(job.sent_s, self._busy_until_s))
+            begun_s = max(job.sent_s, self._busy_until_s)
+            self.stores.add(job.bytes, compiling.measured_s(begun_s, end_s))
             self._busy_until_s = max(end_s, self._busy_until_s)
             bound = round(self.stores.bytes_per_s * _BACKGROUND_S)
             self.schedule.background_bytes = min(max(bound, _LEAST_BYTES), _MOST_BYTES)

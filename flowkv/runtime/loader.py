@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from flowkv.core import compiling
 from flowkv.core.layout import granule_of
 from flowkv.observe.events import Promoted
 from flowkv.runtime.index import Block
@@ -25,11 +26,13 @@ class Fetched(NamedTuple):
         pages: Pages of the layer group that got most.
         n_bytes: Bytes of all groups.
         seconds: Time it took.
+        counted_s: The same as far as it says anything (`core.compiling`).
     """
 
     pages: int
     n_bytes: int
     seconds: float
+    counted_s: float
 
 
 class Landing(NamedTuple):
@@ -65,15 +68,17 @@ def fetch(store: Store, blocks: Iterable[Block]) -> dict[str, Fetched]:
     """
     waiting = [(block, store.sources(block)) for block in blocks]
     moved: dict[int, list[Landing]] = {}
-    seconds: dict[int, float] = {}
+    times: dict[int, list[tuple[float, float]]] = {}
     while waiting:
         started = time.perf_counter()
         arrived, waiting = _load(store, landings(store, waiting, store.try_allocate))
         for landing in arrived:
             moved.setdefault(landing.source.tier, []).append(landing)
+        ended = time.perf_counter()
+        took = ended - started, compiling.measured_s(started, ended)
         for tier in {landing.source.tier for landing in arrived}:
-            seconds[tier] = seconds.get(tier, 0.0) + time.perf_counter() - started
-    return {store.tiers[n].name: _told(store, n, moved[n], seconds[n]) for n in sorted(moved)}
+            times.setdefault(tier, []).append(took)
+    return {store.tiers[n].name: _told(store, n, moved[n], times[n]) for n in sorted(moved)}
 
 
 def landings(
@@ -181,7 +186,9 @@ def land(store: Store, landing: Landing, answer: Completion, *, brought: bool = 
     return False
 
 
-def _told(store: Store, number: int, landings: list[Landing], seconds: float) -> Fetched:
+def _told(
+    store: Store, number: int, landings: list[Landing], times: list[tuple[float, float]]
+) -> Fetched:
     """Counts and announces what came from one tier."""
     name, pages = store.tiers[number].name, dict[int, int]()
     n_bytes = sum(len(landing.buffer) for landing in landings)
@@ -189,7 +196,9 @@ def _told(store: Store, number: int, landings: list[Landing], seconds: float) ->
         pages[landing.block.group] = pages.get(landing.block.group, 0) + 1
     store.count_loaded(number, n_bytes)
     store.bus.emit(Promoted(source=name, tier="device", pages=len(landings), n_bytes=n_bytes))
-    return Fetched(max(pages.values()), n_bytes, seconds)
+    seconds, counted_s = (sum(column) for column in zip(*times, strict=True))
+    known = all(counted for _, counted in times)
+    return Fetched(max(pages.values()), n_bytes, seconds, counted_s if known else 0.0)
 
 
 def _late(store: Store, landings: list[Landing], number: int) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from flowkv.core import compiling
 from flowkv.policy.rates import Rates
 from flowkv.runtime.lane import Lane, from_memory
 from flowkv.runtime.schedule import Priority, Verdict, Wish
@@ -117,9 +118,9 @@ class Mover:
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until nothing is being stored; False if that took too long."""
-        end = time.monotonic() + timeout_s
+        end = compiling.now_s() + timeout_s
         while self._storing:
-            left = end - time.monotonic()
+            left = end - compiling.now_s()
             if left <= 0:
                 return False
             self.drain(min(left, _LONGEST_S))
@@ -171,10 +172,10 @@ class Mover:
                 demand.answers[index] = answer
             else:
                 self.lanes[tier].ask(demand.wish(index))
-        started = time.monotonic()
+        started = compiling.now_s()
         ends = {t: started + self.lanes[t].patience_s(n) for t, n in demand.n_bytes.items()}
         while demand.left:
-            now = time.monotonic()
+            now = compiling.now_s()
             left = min(ends[tier] for tier in demand.left) - now
             # Once more after the end: the tier may have given up by itself.
             self._wait([self.lanes[tier] for tier in demand.left], min(max(left, 0.0), _LONGEST_S))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from flowkv.core import compiling
 from flowkv.observe.events import Promoted
 from flowkv.runtime.guard import Guard
 from flowkv.runtime.index import Block
@@ -80,9 +80,9 @@ class Prefetch:
 
     def wait(self, timeout_s: float = 10.0) -> bool:
         """Waits until everything was answered; False if that took too long."""
-        end_s = time.monotonic() + timeout_s
+        end_s = compiling.now_s() + timeout_s
         while self.left:
-            left_s = end_s - time.monotonic()
+            left_s = end_s - compiling.now_s()
             if left_s <= 0:
                 return False
             with self._guard:

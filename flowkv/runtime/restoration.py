@@ -196,10 +196,10 @@ class Restoration:
         self._computing = None
         return done
 
-    def told(self, op: Compute, started_s: float, seconds: float) -> None:
-        """Part of the front is computed, in so many seconds of its own."""
+    def told(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
+        """Part of the front is computed, in so many seconds of its own; see `Tally.computed`."""
         self._restores.state.end(op)
-        self._tally.computed(op, started_s, seconds)
+        self._tally.computed(op, started_s, seconds, counted_s)
 
     def pending(self) -> int:
         """Tokens that were handed out and are not computed yet. Callers hold the KV lock."""

@@ -165,9 +165,9 @@ class Restorer:
         return len(arrived) == len(absent)
 
     def _load(self, seq: Sequence, absent: Iterable[Block]) -> None:
-        for tier, (pages, n_bytes, seconds) in fetch(self.store, absent).items():
+        for tier, (pages, n_bytes, seconds, counted_s) in fetch(self.store, absent).items():
             tokens = pages * self.page_size
-            self.gate.loaded(tier, n_bytes, seconds)
+            self.gate.loaded(tier, n_bytes, counted_s)
             found = Hit(tier=tier, tokens=tokens, n_bytes=n_bytes, tenant=seq.owner)
             self.bus.emit(found)
             self.bus.emit(Restored(tier=tier, tokens=tokens, n_bytes=n_bytes, seconds=seconds))

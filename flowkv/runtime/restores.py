@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from flowkv.core import compiling
 from flowkv.observe.events import Bus, RestoreSpan
 from flowkv.policy.restore import (
     Compute,
@@ -125,10 +126,10 @@ class Restores:
             self.store.drain()
             if self._active:
                 self._now()
-                begun_s = time.perf_counter()
+                begun_s = compiling.now_s()
                 asked = sum(self._fill(tier) for tier in self._tiers())
                 self.store.drain()
-                self._spent(time.perf_counter() - begun_s, asked)
+                self._spent(compiling.now_s() - begun_s, asked)
         finally:
             self._pumping = False
 
@@ -206,12 +207,13 @@ class Restores:
         begun_s = max(flight.started_s, self._busy_s.get(flight.tier, 0.0))
         self._busy_s[flight.tier] = max(flight.ended_s, begun_s)
         flight.seconds = seconds = max(0.0, flight.ended_s - begun_s)
-        if n_bytes and seconds > 0 and not flight.lost:
+        counted_s = compiling.measured_s(begun_s, begun_s + seconds)
+        if n_bytes and counted_s > 0 and not flight.lost:
             source = request.sources[op.source]
-            self.costs.loaded(request, op.source, round(n_bytes / source.cell_bytes), seconds)
+            self.costs.loaded(request, op.source, round(n_bytes / source.cell_bytes), counted_s)
             if len(flight.n_bytes) == 1:
                 (number,) = flight.n_bytes
-                self.gate.loaded(self.store.tiers[number].name, n_bytes, seconds)
+                self.gate.loaded(self.store.tiers[number].name, n_bytes, counted_s)
         if self.bus.wants(RestoreSpan):
             (first, size), (layer, layers) = _cut(op.tokens), _cut(op.layers)
             span = RestoreSpan(
@@ -240,8 +242,10 @@ class Restores:
         begun_s = max(begun_s, self._computed_s.get(thread, 0.0))
         self._computed_s[thread] = now
         tokens = sum(done.op.tokens.size for _, done in found)
+        counted_s = compiling.measured_s(begun_s, now)
         for one, done in found:
-            one.told(done.op, begun_s, (now - begun_s) * done.op.tokens.size / tokens)
+            share = done.op.tokens.size / tokens
+            one.told(done.op, begun_s, (now - begun_s) * share, counted_s * share)
 
     def hand_out(
         self, among: Sequence[Restoration], most: int | None

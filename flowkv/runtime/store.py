@@ -6,10 +6,10 @@ slots.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flowkv.core import compiling
 from flowkv.core.errors import CapacityError
 from flowkv.core.layout import CODEC_SHIFT, granule_of
 from flowkv.core.sizes import format_size
@@ -251,10 +251,10 @@ class Store(Devices):
 
         Pages that wait for a tier which is away keep waiting.
         """
-        end_s = time.monotonic() + timeout_s
+        end_s = compiling.now_s() + timeout_s
         self.drain()
         while self.mover.storing() or (self._unwritten and not self.rests(self.lasting())):
-            left_s = end_s - time.monotonic()
+            left_s = end_s - compiling.now_s()
             if left_s <= 0:
                 return False
             self.drain(min(left_s, _LONGEST_S))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from flowkv.core import compiling
 from flowkv.observe.events import Hit, Miss, Restored, RestoreEnded, RestoreSpan
 from flowkv.policy.restore import Compute, Request, Span, Suffix
 from flowkv.policy.restore.bounds import lower_bound
@@ -34,10 +35,11 @@ class Tally:
         self._pages: set[int] = set()
         self._failed, self._exposed_s, self._suffix_s = 0, 0.0, 0.0
         self._layer_s = 0.0  # when the suffix went on with its latest layer
+        self._known = True  # what the suffix took
 
-    def computed(self, op: Compute, started_s: float, seconds: float) -> None:
-        """Part of the front was computed."""
-        self._restores.costs.computed(self._request, op.layers.size, op.tokens, seconds)
+    def computed(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
+        """Part of the front was computed; `counted_s` of it say what that takes."""
+        self._restores.costs.computed(self._request, op.layers.size, op.tokens, counted_s)
         self._span("compute", op.tokens, Span(0, self._request.layers), started_s, seconds)
 
     def loaded(self, flight: Flight) -> None:
@@ -67,7 +69,9 @@ class Tally:
         if self._progress.answered <= layer:
             self._restores.state.end(Suffix(self._request.number, layer))
             seconds = max(0.0, until_s - self._layer_s)
-            self._suffix_s += seconds
+            counted_s = compiling.measured_s(self._layer_s, self._layer_s + seconds)
+            self._suffix_s += counted_s
+            self._known &= counted_s > 0 or not seconds
             tokens = Span(self._request.tokens, self._request.tokens + self._request.suffix)
             self._span("suffix", tokens, Span(layer, layer + 1), self._layer_s, seconds)
 
@@ -80,7 +84,7 @@ class Tally:
         """
         self._behind(time.perf_counter())
         request, unit = self._request, self._request.unit
-        if ok and self._suffix_s and self._progress.answered == request.layers:
+        if ok and self._known and self._suffix_s and self._progress.answered == request.layers:
             self._restores.costs.suffixed(request, self._suffix_s)
         front = self._seq.length if self._seq.length < stop * unit else self.front
         came = [page for page in self._pages if self.front <= page * unit < stop * unit]

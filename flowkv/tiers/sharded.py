@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from flowkv.core import compiling
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Shard
 from flowkv.tiers.base import Completion, Entry, FrameInfo, Load, Outcome, Store, Tier
@@ -30,7 +31,7 @@ class _Wish:
 
     def __init__(self, job: int, index: int, item: Load | Store, end_s: float) -> None:
         self.job, self.index, self.item, self.end_s = job, index, item, end_s
-        self.start_s, self.reason = time.monotonic(), ""
+        self.start_s, self.reason = compiling.now_s(), ""
         self.ways: list[_Way] = []  # not tried yet
         self.way: _Way | None = None  # None: one frame, as it is
         self.parts: list[tuple[Heads, memoryview]] = []
@@ -183,7 +184,7 @@ class ShardedTier:
 
     def _wishes(self, items: Sequence[Load | Store], deadline_s: float) -> list[_Wish]:
         self._jobs += 1
-        end_s = time.monotonic() + deadline_s
+        end_s = compiling.now_s() + deadline_s
         return [_Wish(self._jobs, n, item, end_s) for n, item in enumerate(items)]
 
     def _find_ways(self, wishes: Sequence[_Wish]) -> None:
@@ -219,7 +220,7 @@ class ShardedTier:
             places += [(wish, number) for number in range(len(fresh))]
             loads += fresh
         if loads:
-            left_s = max(0.0, min(wish.end_s for wish in wishes) - time.monotonic())
+            left_s = max(0.0, min(wish.end_s for wish in wishes) - compiling.now_s())
             self._waiting[self.inner.submit_load(loads, deadline_s=left_s)] = places
 
     def _part(self, wish: _Wish, way: _Way, heads: Heads) -> Load:
@@ -292,7 +293,7 @@ class ShardedTier:
             answer = answer._replace(reason=wish.reason)
         elif answer.outcome is Outcome.HIT and way is not None and not way.direct:
             answer = self._joined(wish, way, answers)
-        seconds = time.monotonic() - wish.start_s
+        seconds = compiling.now_s() - wish.start_s
         answer = answer._replace(job=wish.job, item=wish.index, key=wish.item.key, seconds=seconds)
         self._ready.append(answer)
 

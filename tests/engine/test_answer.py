@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flowkv import Answer, Completion, Engine
+from flowkv.core import compiling
 from flowkv.engine import answer as answer_module
 from flowkv.engine.answer import Desk, _Ear, tell
 from flowkv.observe.events import Finished
@@ -243,6 +244,16 @@ def test_a_deadline_passes_while_a_request_waits(engine: Engine, nano: Nano) -> 
     assert (late.result(20).reason, late.result().tokens) == ("deadline", [])
     assert soon.result(20).reason == "length"
     assert all(one.result(20).reason == "length" for one in busy)
+
+
+def test_compiling_takes_nothing_from_a_deadline(engine: Engine, nano: Nano) -> None:
+    gate = Gate(nano)
+    answer = engine.submit([7], max_new_tokens=2, deadline_s=0.5)
+    gate.arrived()
+    with compiling.around():  # on another thread, as the model's own code would on its own
+        time.sleep(1.0)
+        gate.open()
+        assert answer.result(20).reason == "length"
 
 
 def test_a_deadline_of_now(engine: Engine) -> None:

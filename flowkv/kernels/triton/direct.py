@@ -30,6 +30,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from flowkv.core import compiling
+
 KNOWN = frozenset({(3, 6), (3, 7), (3, 8), (3, 9)})
 """Versions of Triton whose launchers the tests have called."""
 
@@ -181,8 +183,9 @@ def watched(
     """Launch once, the documented way, watching what Triton calls; a handle that does the same."""
     seen: list[tuple[Any, ...]] = []
     with _LOCK:
-        compiled = kernel.warmup(*args, grid=grid, **constants)
-        loaded = getattr(compiled, "run", None)  # asking for it loads the kernel
+        with compiling.around():
+            compiled = kernel.warmup(*args, grid=grid, **constants)
+            loaded = getattr(compiled, "run", None)  # asking for it loads the kernel
         launcher: Callable[..., None] | None = loaded and getattr(compiled, "_run", None)
         if launcher is None:
             kernel[grid](*args, **constants)

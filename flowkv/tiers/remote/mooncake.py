@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from flowkv.core import libraries
 from flowkv.core.clock import Clock
-from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.errors import ConfigError, MissingDependencyError, MissingLibraryError
 from flowkv.core.sizes import parse_size, without_secrets
 from flowkv.tiers.base import UNBOUNDED
 from flowkv.tiers.envelope import Envelope
@@ -33,8 +34,13 @@ from flowkv.tiers.remote.tier import RemoteTier
 
 try:
     from mooncake.store import MooncakeDistributedStore
-except ImportError:
+except ModuleNotFoundError:
     raise MissingDependencyError("a tier in Mooncake Store", "mooncake") from None
+except ImportError as error:
+    raise MissingLibraryError(
+        f"a tier in Mooncake Store needs libraries of the system ({error})",
+        f"As root: {libraries.remedy(libraries.missing() or libraries.MOONCAKE)}",
+    ) from error
 
 DEFAULT_PORT = 50051
 DEFAULT_BUFFER_BYTES = 128 << 20

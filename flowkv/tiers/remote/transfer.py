@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from flowkv.core import compiling
 from flowkv.core.clock import Clock
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
@@ -279,9 +280,9 @@ class Transfer:
 
     def _put(self, item: Item, data: memoryview) -> None:
         def call(timeout_s: float) -> None:
-            begun_ns = self._clock.now_ns()
+            begun = self._clock.now_ns(), compiling.spent_ns()
             self.backend.put(item.key.hex(), data, timeout_s)
-            self._learn(self.writing, len(data), begun_ns, timeout_s)
+            self._learn(self.writing, len(data), begun, timeout_s)
 
         attempt(call, partial(self._left_s, item), tries=self._tries())
 
@@ -289,7 +290,7 @@ class Transfer:
         self, key: bytes, offset: int, n_bytes: int, staging: Staging, left_s: Callable[[], float]
     ) -> memoryview | None:
         def call(timeout_s: float) -> memoryview | None:
-            begun_ns = self._clock.now_ns()
+            begun = self._clock.now_ns(), compiling.spent_ns()
             if self._lender is not None and n_bytes < self._lender.lends:
                 found = self._lender.lend(key.hex(), offset, n_bytes, timeout_s)
             else:
@@ -297,14 +298,15 @@ class Transfer:
                 count = self.backend.get(key.hex(), offset, into, timeout_s)
                 found = None if count == ABSENT else into[:count]
             if found is not None:
-                self._learn(self.reading, len(found), begun_ns, timeout_s)
+                self._learn(self.reading, len(found), begun, timeout_s)
             return found
 
         return attempt(call, left_s, tries=self._tries())
 
-    def _learn(self, rates: Rates, n_bytes: int, begun_ns: int, timeout_s: float) -> None:
-        took_s = (self._clock.now_ns() - begun_ns) / 1e9
-        if took_s <= timeout_s:  # what hung says nothing about how fast the engine is
+    def _learn(self, rates: Rates, n_bytes: int, begun: tuple[int, int], timeout_s: float) -> None:
+        took_s = (self._clock.now_ns() - begun[0]) / 1e9
+        # What hung, or ran beside a compiler, says nothing about how fast the engine is.
+        if took_s <= timeout_s and compiling.spent_ns() == begun[1]:
             rates.note(n_bytes, took_s)
 
     def _tries(self) -> int:

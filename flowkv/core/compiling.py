@@ -1,0 +1,157 @@
+"""When this process compiles, which is nobody's deadline and no tier's or model's time.
+
+A function is compiled, or read from a cache of compiled ones, when it is first called: for seconds,
+in whatever was under way just then, and whoever needs numba's lock meanwhile waits as long. `watch`
+hears of all of it from numba itself, so that functions count that nobody here knows of; what is
+compiled otherwise says so by `around`. Deadlines are set by `now_ns`, which stands still meanwhile;
+a time that was measured goes through `measured_s` before anybody believes it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+MOST_S = 600.0
+"""What is said to take longer is believed no more: an end that nobody was told of."""
+
+MOST_SHARE = 0.1
+"""Of a time that was measured; where more of it went into compiling, nobody knows the rest."""
+
+_KEPT = 1 << 10
+
+
+class Intervals:
+    """When any thread of a process compiled. Thread-safe; times are of `time.monotonic_ns`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal's handler may compile as well
+        self._depths: dict[int, int] = {}  # of threads that compile
+        self._begun_ns = self._spent_ns = 0
+        self._past: deque[tuple[int, int]] = deque(maxlen=_KEPT)
+
+    def begin(self) -> None:
+        """The calling thread compiles from now on; nests."""
+        with self._lock:
+            if not self._depths:
+                self._begun_ns = time.monotonic_ns()
+            me = threading.get_ident()
+            self._depths[me] = self._depths.get(me, 0) + 1
+
+    def end(self) -> None:
+        """The calling thread is done with what it began last; more ends than beginnings are not."""
+        with self._lock:
+            me = threading.get_ident()
+            depth = self._depths.pop(me, 0) - 1
+            if depth > 0:
+                self._depths[me] = depth
+            elif depth == 0 and not self._depths:
+                self._close(time.monotonic_ns())
+
+    def at(self) -> tuple[int, int]:
+        """This moment, and the time until now in which something was compiled."""
+        with self._lock:
+            now_ns = time.monotonic_ns()
+            if not self._depths:
+                return now_ns, self._spent_ns
+            if now_ns - self._begun_ns > MOST_S * 1e9:
+                self._depths.clear()
+                self._close(self._begun_ns + round(MOST_S * 1e9))
+                return now_ns, self._spent_ns
+            return now_ns, self._spent_ns + now_ns - self._begun_ns
+
+    def within_ns(self, begun_ns: int, ended_ns: int) -> int:
+        """How much of a stretch of time something was compiled."""
+        total_ns = 0
+        with self._lock:
+            now_ns, _ = self.at()
+            if self._depths:
+                total_ns = max(0, min(now_ns, ended_ns) - max(self._begun_ns, begun_ns))
+            for begun, ended in reversed(self._past):
+                if ended <= begun_ns:
+                    break
+                total_ns += max(0, min(ended, ended_ns) - max(begun, begun_ns))
+        return total_ns
+
+    def _close(self, ended_ns: int) -> None:
+        self._spent_ns += ended_ns - self._begun_ns
+        self._past.append((self._begun_ns, ended_ns))
+
+    def forked(self) -> None:
+        """In a child of `fork` the other threads are gone, and with them what they compiled."""
+        self._lock = threading.RLock()
+        if self._depths:
+            self._depths.clear()
+            self._close(time.monotonic_ns())
+
+
+_INTERVALS = Intervals()
+os.register_at_fork(after_in_child=_INTERVALS.forked)
+_WATCHING: list[Any] = []
+
+
+def watch() -> None:
+    """Hears of all that numba compiles from now on. Imports numba; safe to call again."""
+    if _WATCHING:
+        return
+    from numba.core import event
+
+    class Listener(event.Listener):
+        def on_start(self, event: object) -> None:
+            _INTERVALS.begin()
+
+        def on_end(self, event: object) -> None:
+            _INTERVALS.end()
+
+    # The lock, rather than what is done under it: caches are read under it too, and waited for it.
+    _WATCHING.append(Listener())
+    event.register("numba:compiler_lock", _WATCHING[0])
+
+
+@contextmanager
+def around() -> Iterator[None]:
+    """What runs in it compiles, or loads what was compiled."""
+    _INTERVALS.begin()
+    try:
+        yield
+    finally:
+        _INTERVALS.end()
+
+
+def now_ns() -> int:
+    """`time.monotonic_ns` less all the time in which this process compiled."""
+    if not _WATCHING:
+        watch()
+    moment_ns, spent_ns = _INTERVALS.at()
+    return moment_ns - spent_ns
+
+
+def spent_ns() -> int:
+    """Time until now in which this process compiled; the same twice: it did not in between."""
+    return _INTERVALS.at()[1]
+
+
+def now_s() -> float:
+    """`now_ns` in seconds."""
+    return now_ns() / 1e9
+
+
+def within_s(begun_s: float, ended_s: float) -> float:
+    """How much of the time between two moments of `time.perf_counter` was spent compiling."""
+    return _INTERVALS.within_ns(round(begun_s * 1e9), round(ended_s * 1e9)) / 1e9
+
+
+def measured_s(begun_s: float, ended_s: float) -> float:
+    """Seconds between two moments of `time.perf_counter`, as far as they say anything.
+
+    Returns:
+        Without what was spent compiling; 0.0, which no estimate takes, where that is too much.
+    """
+    seconds = ended_s - begun_s
+    compiled_s = within_s(begun_s, ended_s)
+    return seconds - compiled_s if compiled_s <= MOST_SHARE * seconds else 0.0

@@ -1,0 +1,151 @@
+"""Time in which a process compiles: known exactly, in nobody's deadline, in nobody's rate."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import numba
+import pytest
+from hypothesis import given
+
+from flowkv.core import compiling
+from flowkv.core.clock import SystemClock
+from flowkv.core.compiling import Intervals
+
+
+class Times:
+    """A clock and a current thread, for `Intervals`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.thread = 1_000, 1
+        monkeypatch.setattr(compiling.time, "monotonic_ns", lambda: self.now)
+        monkeypatch.setattr(compiling.threading, "get_ident", lambda: self.thread)
+
+
+@pytest.fixture
+def times() -> Iterator[Times]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Times(patch)
+
+
+EVENTS = st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.integers(0, 50)), max_size=60)
+
+
+@given(EVENTS)
+def test_the_clock_stands_still_while_any_thread_compiles(events: list) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        times, known = Times(patch), Intervals()
+        depths, ticks, clock = {1: 0, 2: 0, 3: 0}, list[bool](), known.at()
+        for thread, begins, passes in events:
+            times.thread = thread
+            if begins:
+                known.begin()
+                depths[thread] += 1
+            else:  # an end of what never began is none
+                known.end()
+                depths[thread] = max(0, depths[thread] - 1)
+            times.now += passes
+            ticks += [any(depths.values())] * passes
+            now_ns, spent_ns = known.at()
+            assert spent_ns == sum(ticks)
+            assert clock[0] - clock[1] <= now_ns - spent_ns, "it went back"
+            assert known.at() == (clock := (now_ns, spent_ns))
+        for first in range(0, len(ticks), 7):
+            for last in range(first, len(ticks) + 1, 11):
+                assert known.within_ns(1_000 + first, 1_000 + last) == sum(ticks[first:last])
+
+
+def test_an_end_that_nobody_told_of_does_not_stop_the_clock_for_ever(times: Times) -> None:
+    known, most_ns = Intervals(), round(compiling.MOST_S * 1e9)
+    known.begin()
+    times.now += most_ns + 5
+    assert known.at() == (1_000 + most_ns + 5, most_ns)
+    times.now += 7
+    assert known.at() == (1_000 + most_ns + 12, most_ns)
+    known.end()  # it comes all the same
+    known.begin()
+    times.now += 3
+    known.end()
+    assert known.at()[1] == most_ns + 3
+
+
+def test_a_measured_time_is_believed_without_what_was_compiled(
+    times: Times, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Intervals()
+    monkeypatch.setattr(compiling, "_INTERVALS", known)
+    times.now = 10**9
+    with compiling.around():
+        times.now += 10**8
+    assert compiling.measured_s(0.0, 0.9) == 0.9, "it ended before"
+    assert compiling.measured_s(1.1, 1.2) == pytest.approx(0.1), "it began after"
+    assert compiling.measured_s(0.5, 2.5) == pytest.approx(1.9)
+    assert compiling.measured_s(0.9, 1.3) == 0.0, "a quarter of it was compiling"
+    assert compiling.within_s(0.9, 1.05) == pytest.approx(0.05)
+
+
+def compiled_now(body: str = "x + 1") -> int:
+    """Compiles a function that numba has not met; returns what it gives for 1."""
+    function = numba.njit(eval(f"lambda x: {body}"))
+    return function(1)
+
+
+def test_numba_is_heard_of_whoever_compiles() -> None:
+    clock = SystemClock()
+    before, began_ns = compiling.spent_ns(), clock.now_ns()
+    real_ns = time.monotonic_ns()
+    assert compiled_now() == 2
+    spent_ns = compiling.spent_ns() - before
+    assert spent_ns > 0
+    passed_ns, real_ns = clock.now_ns() - began_ns, time.monotonic_ns() - real_ns
+    assert passed_ns <= real_ns - spent_ns + 10**6
+    thread = threading.Thread(target=compiled_now, args=("x + 2",))
+    thread.start()
+    thread.join()
+    assert compiling.spent_ns() > before + spent_ns
+    assert not compiling._INTERVALS._depths
+
+
+def test_what_cannot_be_compiled_ends_too() -> None:
+    compiling.watch()
+    before = compiling.spent_ns()
+    with pytest.raises(numba.TypingError):
+        compiled_now("x + nothing_of_this_name")
+    assert compiling.spent_ns() > before
+    assert not compiling._INTERVALS._depths
+
+
+def test_who_waits_for_the_compiler_is_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.core.compiler_lock import global_compiler_lock
+
+    compiling.watch()
+    waiting = threading.Thread(target=compiled_now, args=("x + 3",))
+    with global_compiler_lock:
+        waiting.start()
+        while len(compiling._INTERVALS._depths) < 2:
+            assert waiting.is_alive()
+            time.sleep(0.001)
+        before = compiling.now_ns()
+        time.sleep(0.01)
+        assert compiling.now_ns() == before
+    waiting.join()
+    assert not compiling._INTERVALS._depths
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_does_not_inherit_what_other_threads_compile() -> None:
+    known = Intervals()
+    thread = threading.Thread(target=known.begin)
+    thread.start()
+    thread.join()
+    before, first = known.at(), known.at()
+    known.forked()
+    later = known.at()
+    assert before[1] <= first[1] <= later[1]
+    while known.at()[0] == later[0]:
+        pass
+    assert known.at()[1] == later[1], "the clock runs"
