@@ -306,6 +306,8 @@ class KV(Keeping):
 
         Pages that are still to be encoded are written down afterwards.
         """
+        if self.inherited:
+            return False  # it is the parent that writes
         with self.lock:
             return self.planner is None or self.planner.store.flush(timeout_s)
 
@@ -346,9 +348,9 @@ class KV(Keeping):
 
     def close(self) -> None:
         """Detaches, writes down what is published, and releases everything. Safe to call again."""
-        if os.getpid() != self._pid:
-            return  # tiers and the answers they owe belong to the parent process
         self.detach()
+        if self.inherited:
+            return  # tiers and the answers they owe belong to the parent process
         with self.lock:
             if self.closed:
                 return

@@ -106,7 +106,7 @@ class Door:
         if args:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
         cache = _own(given.get("past_key_values"))
-        if isinstance(cache, PagedCache):
+        if isinstance(cache, PagedCache) and cache.stays():
             door: Door = cache.door or self
             if door._model() is not module:
                 raise StateError(
@@ -115,6 +115,9 @@ class Door:
                 )
             return (), door.go_on(cache, given, training=model.training)
         if not self.kv.closed and self._may_start(module, cache, given):
+            if self.kv.inherited:
+                warn_inherited(self.kv)
+                return None
             return (), self.start(cache, given)
         return None
 
@@ -126,7 +129,8 @@ class Door:
                 cache.fail()
             else:
                 cache.finish()
-                audit_rows(cache)
+                if isinstance(cache, PagedCache):  # else somebody wrote to its keys meanwhile
+                    audit_rows(cache)
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
         """Whether a forward begins a cache that nobody else has plans for."""
@@ -342,6 +346,11 @@ class Door:
             return kept
         return True
 
+    def native_cache(self) -> Any:
+        """What the model would make itself."""
+        model: Any = self._model()
+        return DynamicCache(config=model.config.get_text_config(decoder=True))
+
     # ---- identity
 
     def refresh(self) -> None:
@@ -391,6 +400,15 @@ class Door:
         """The part of the model whose layers use the cache."""
         model = self._model()
         return None if model is None else decoder_of(model)
+
+
+def warn_inherited(kv: KV) -> None:
+    """Warns once, in a forked child, that the cache is the parent's."""
+    kv.warn(
+        "native: forked",
+        "FlowKV's cache belongs to the parent process; this child uses the model's own. The result "
+        "is the same, nothing is reused. flowkv.attach(model, ...) in the child gives it a cache.",
+    )
 
 
 def _own(cache: Any) -> Any:
