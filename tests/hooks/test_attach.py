@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,21 +75,58 @@ class TestTheModel:
         assert torch.equal(answer(mamba, ids), theirs)
         kv.close()
 
-    def test_can_be_copied(self, model: Any) -> None:
-        ids = models.prompt(60)
-        theirs = answer(model, ids)
+    @pytest.mark.parametrize("around", [False, True])
+    def test_a_copy_is_a_plain_model(self, model: Any, around: bool) -> None:
+        ids, before = models.prompt(60), model.config._attn_implementation
+        theirs, seen = answer(model, ids), list[str]()
+        model.register_forward_pre_hook(lambda *_: seen.append("mine"))
         with attached(model) as kv:
             answer(model, ids)
-            twin = copy.deepcopy(model)
+            twin = copy.deepcopy(torch.nn.Sequential(model))[0] if around else copy.deepcopy(model)
+            known = reused(kv)
+            assert len(twin._forward_pre_hooks) == 1, "the other one is FlowKV's"
+            assert not twin._forward_hooks
+            assert not twin._forward_hooks_with_kwargs
+            assert not twin._forward_hooks_always_called
+            assert not twin._forward_pre_hooks_with_kwargs
+            assert vars(twin).keys() == vars(model).keys() - {"__deepcopy__"}
+            assert twin.config._attn_implementation == before
+            named = {m.config._attn_implementation for m in twin.modules() if hasattr(m, "config")}
+            assert named == {before}
+            assert model.config._attn_implementation != before
+            assert torch.equal(answer(twin, ids), theirs)
+            assert reused(kv) == known, "the copy is not attached"
             with torch.no_grad():
                 twin.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-            before = reused(kv)
             other = answer(twin, ids)
-            assert reused(kv) == before, "the copy is not attached"
             assert not torch.equal(other, theirs)
             assert torch.equal(answer(model, ids), theirs)
-            assert reused(kv) > before
-        assert torch.equal(answer(twin, ids), other)
+            assert reused(kv) > known
+            again = copy.deepcopy(twin)
+        assert "__deepcopy__" not in vars(model)
+        for one in (twin, again):
+            assert torch.equal(answer(one, ids), other)
+        with attached(twin):
+            assert torch.equal(answer(twin, ids), other)
+
+    def test_a_copy_can_be_saved(self, model: Any, tmp_path: Path) -> None:
+        ids, before = models.prompt(40), model.config._attn_implementation
+        theirs = answer(model, ids)
+        kv = flowkv.attach(model, gpu="64MiB", page_size=16)
+        twins = [copy.deepcopy(model)]
+        configs = [copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))]
+        kv.close()
+        twins.append(copy.deepcopy(model))
+        for twin in twins:
+            assert torch.equal(answer(pickle.loads(pickle.dumps(twin)), ids), theirs)
+            torch.save(twin, tmp_path / "model.pt")
+            loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+            assert torch.equal(answer(loaded, ids), theirs)
+            twin.save_pretrained(tmp_path)
+            assert torch.equal(answer(type(model).from_pretrained(tmp_path), ids), theirs)
+        for config in configs:
+            assert type(config._attn_implementation) is str
+            assert config._attn_implementation == before
 
     def test_is_not_kept_alive(self) -> None:
         model = models.causal("llama")  # a fixture would keep it

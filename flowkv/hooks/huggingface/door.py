@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class Door:
         self._handles: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Door:
-        return self  # the hooks of a copied model find that it is not theirs
+        return self
 
     def __reduce__(self) -> Any:
         raise StateError("an attached model cannot be pickled", "Call kv.detach() before")
@@ -73,6 +74,24 @@ class Door:
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
         ]
+        model.__dict__["__deepcopy__"] = self._copy_model
+
+    def _copy_model(self, memo: dict[int, Any]) -> Any:
+        """`copy.deepcopy` of the model: a plain model, without the hooks of this door."""
+        model: Any = self._model()
+        own = getattr(type(model), "__deepcopy__", None)
+        if own is not None:
+            twin = own(model, memo)
+        else:
+            twin = memo[id(model)] = type(model).__new__(type(model))
+            state = {k: v for k, v in model.__dict__.items() if k != "__deepcopy__"}
+            twin.__setstate__(deepcopy(state, memo))
+        twin.__dict__.pop("__deepcopy__", None)
+        for name, hooks in vars(twin).items():
+            if name.startswith("_forward_"):
+                for handle in self._handles:
+                    hooks.pop(handle.id, None)
+        return twin
 
     @property
     def hung(self) -> bool:
@@ -93,6 +112,9 @@ class Door:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        model = self._model()
+        if model is not None:
+            model.__dict__.pop("__deepcopy__", None)
 
     # ---- hooks
 
