@@ -393,7 +393,8 @@ class TestOwnCaches:
         theirs = answer(model, ids)
         with attached(model):
             past = DynamicCache(config=model.config)
-            first = answer(model, ids, past_key_values=past)
+            with pytest.warns(UserWarning, match="generate was given a DynamicCache"):
+                first = answer(model, ids, past_key_values=past)
             assert torch.equal(first, theirs)
             assert type(past) is DynamicCache
             assert past.get_seq_length() == 51
@@ -401,7 +402,7 @@ class TestOwnCaches:
     def test_static_cache(self, model: Any) -> None:
         ids = models.prompt(40)
         theirs = answer(model, ids)
-        with attached(model):
+        with attached(model), pytest.warns(UserWarning, match="a StaticCache"):
             assert torch.equal(answer(model, ids, cache_implementation="static"), theirs)
 
     def test_all_logits_wanted(self, model: Any) -> None:
@@ -584,7 +585,7 @@ class TestInputs:
         ids = models.prompt(40)
         theirs = answer(model, ids)
         with attached(model):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast"):
                 out = generate(model, 4, input_ids=ids)
             assert type(out.past_key_values) is DynamicCache
             assert torch.equal(answer(model, ids), theirs)
@@ -642,6 +643,85 @@ class TestInputs:
             assert reused(kv) == 64
 
 
+class TestWarnings:
+    """One each, the first time, wherever nothing can be reused; the answer is the model's own."""
+
+    @pytest.mark.parametrize(
+        ("said", "how"),
+        [
+            ("a StaticCache", dict(cache_implementation="static")),
+            ("generate was given a DynamicCache", dict(past_key_values=DynamicCache)),
+            ("hidden states are wanted", dict(output_hidden_states=True)),
+        ],
+    )
+    def test_of_generate(self, model: Any, said: str, how: dict[str, Any]) -> None:
+        ids = models.prompt(40)
+
+        def run() -> torch.Tensor:
+            made = {k: v() if v is DynamicCache else v for k, v in how.items()}
+            return answer(model, ids, **made)
+
+        theirs = run()
+        with attached(model) as kv:
+            with pytest.warns(UserWarning, match=said) as warned:
+                for _ in range(2):
+                    assert torch.equal(run(), theirs)
+            assert len(warned) == 1
+            answer(model, ids)
+            answer(model, ids)
+            assert reused(kv) > 0
+
+    @pytest.mark.parametrize(
+        "case", ["autocast", "gradients", "filled", "no past_key_values", "offloaded", "layers"]
+    )
+    def test_of_a_forward(self, model: Any, case: str) -> None:
+        ids = models.prompt(40)
+
+        def run() -> torch.Tensor:
+            cache: Any = DynamicCache(config=model.config)
+            given = dict(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            if case == "filled":
+                cache.update(*torch.randn(2, 1, 2, 3, 16).unbind(), 0)
+                for index in range(1, 4):
+                    cache.update(*torch.ones(2, 1, 2, 3, 16).unbind(), index)
+                cache.layers[0].keys.fill_(1)
+                cache.layers[0].values.fill_(1)
+            elif case == "no past_key_values":
+                del given["past_key_values"]
+            elif case == "offloaded":
+                cache.offloading, cache.only_non_sliding = True, True
+                cache.update = lambda k, v, i, *_: cache.layers[i].update(k, v)
+            elif case == "layers":
+                cache.layers.append(copy.deepcopy(cache.layers[0]))
+            mixed = torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast")
+            with torch.set_grad_enabled(case == "gradients"), mixed:
+                first = model(**given).logits.detach()
+                given |= dict(input_ids=ids[:, :1])
+                return torch.cat([first, model(**given).logits.detach()])
+
+        theirs = run()
+        with attached(model):
+            with pytest.warns(UserWarning, match=case) as warned:
+                for _ in range(2):
+                    assert torch.equal(run(), theirs)
+            assert len(warned) == 1
+
+    def test_nobody_is_bothered_who_wants_no_reuse(self, model: Any) -> None:
+        ids = models.prompt(40)
+        with attached(model):
+            model.train()
+            model(ids)
+            model.eval()
+            with torch.no_grad():
+                model(ids, use_cache=False)
+                model(ids, past_key_values=DynamicCache(config=model.config))
+            answer(model, ids, use_cache=False)
+            out = generate(model, 3, input_ids=ids)
+            out.past_key_values.layers[0].keys.mul_(2)
+            forward(model, ids[:, :1], out.past_key_values)
+            forward(model, ids[:, :1], out.past_key_values)
+
+
 class TestCapacity:
     def test_a_pool_too_small_for_the_prompt(self, model: Any) -> None:
         ids = models.prompt(400)
@@ -650,6 +730,23 @@ class TestCapacity:
             for _ in range(2):
                 assert torch.equal(answer(model, ids), theirs)
         assert len(warned) == 1
+
+    @pytest.mark.parametrize("explicit", [False, True])
+    def test_what_is_known_stays_when_a_prompt_is_refused(self, model: Any, explicit: bool) -> None:
+        ids, long = models.prompt(60), torch.cat([models.prompt(60), models.prompt(400)], 1)
+        theirs, beyond = answer(model, ids), answer(model, long)
+        with attached(model, gpu="256KiB") as kv:
+            answer(model, ids)
+            for prompt in (long, models.prompt(400, seed=3)):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    given = dict(past_key_values=kv.cache(input_ids=prompt)) if explicit else {}
+                    found = answer(model, prompt, **given)
+                assert prompt is not long or torch.equal(found, beyond)
+            known = reused(kv)
+            assert torch.equal(answer(model, ids), theirs)
+            assert reused(kv) == known + 48
+            assert kv.stats()["events"].get("evicted", 0) == 0
 
     @pytest.mark.parametrize("name", ["llama", "mistral", "falcon_h1"])
     def test_a_pool_that_fills_while_generating(self, name: str) -> None:

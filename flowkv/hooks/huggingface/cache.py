@@ -127,12 +127,14 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         for layer in self.layers:
             if isinstance(layer, PagedLayer):  # of another cache: both advance it from now on
                 layer.leave()
-        close, kept = self.close, dict(self.__dict__)
+        close, door, kept = self.close, self.door, dict(self.__dict__)
         for name in PagedCache.__annotations__.keys() - {"close"}:
             kept.pop(name, None)
         self.__dict__.clear()
         self.__dict__.update(kept)
         self.__class__ = DynamicCache
+        if door is not None:
+            door.passes.add(self)
         if not rows.kv.inherited:
             rows.abandon()
         close()

@@ -46,6 +46,7 @@ class Door:
     Attributes:
         continues: The model goes on correctly from a cached prefix; otherwise nothing is reused.
         note: Why layers are read dense, "" if they are not.
+        passes: Native caches that were told of, or were in pages once: nothing more is to be said.
     """
 
     def __init__(self, model: torch.nn.Module, kv: KV, plan: ModelPlan, identity: Identity) -> None:
@@ -56,6 +57,7 @@ class Door:
         self.note = ""
         self._lock, self._aside = threading.RLock(), threading.local()
         self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
+        self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Door:
@@ -155,23 +157,46 @@ class Door:
                     audit_rows(cache)
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
-        """Whether a forward begins a cache that nobody else has plans for."""
-        if type(cache) is not DynamicCache or module.training or given.get("use_cache") is False:
-            return False
-        if getattr(cache, "offloading", False) or getattr(cache, "_is_user_defined", False):
-            return False
+        """Whether a forward begins a cache that nobody else has plans for; warns if that is why."""
+        if module.training or given.get("use_cache") is False:
+            return False  # nobody expects anything to be reused
         keep = given.get("logits_to_keep", 0)
-        if "logits_to_keep" in self.names.parameters and not (isinstance(keep, int) and keep > 0):
+        says = cache is not None and "logits_to_keep" in self.names.parameters
+        if says and not (isinstance(keep, int) and keep > 0):
             return False  # all logits are wanted: no generation
-        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        problem = self._foreign(cache)
+        if cache in self.passes or problem is None:
             return False
-        if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+        grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        if not problem and grad:
+            problem = "gradients are wanted; call it under torch.no_grad()"
+        if not problem and (torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")):
+            problem = "it runs under autocast"
+        if problem:
+            if cache is not None:
+                self.passes.add(cache)
+            self._refuse(problem)
             return False
         whole = given["past_key_values"]
-        if whole is not cache and whole.cross_attention_cache.get_seq_length():
-            return False
-        count = configured_layers(module.config)
-        return self.plan.matches(cache.layers, count) and not cache.get_seq_length()
+        return whole is cache or not whole.cross_attention_cache.get_seq_length()
+
+    def _foreign(self, cache: Any) -> str | None:
+        """What is wrong with a cache, "" if nothing is; None if whoever made it knows that."""
+        if cache is None:
+            return "it has no past_key_values; give it an empty DynamicCache"
+        if type(cache) is not DynamicCache:
+            known = type(cache).__module__.startswith("transformers.")
+            return f"its past_key_values are a {type(cache).__name__}" if known else None
+        if getattr(cache, "offloading", False):
+            return "its past_key_values are offloaded"
+        if getattr(cache, "_is_user_defined", False):
+            return "generate was given a DynamicCache; give it kv.cache(...), or none"
+        if cache.get_seq_length():
+            return "its past_key_values were filled without FlowKV"
+        model: Any = self._model()
+        if not self.plan.matches(cache.layers, configured_layers(model.config)):
+            return "its past_key_values have other layers than the model"
+        return ""
 
     # ---- the first forward of a cache
 
@@ -190,9 +215,16 @@ class Door:
         elif not problem and not self._usual(call, pads or []):
             problem = "its positions do not count a row's tokens from 0"
         if problem:
+            self.passes.add(cache)
             self._refuse(problem)
             return given
         assert pads is not None
+        if call.given.get("output_hidden_states"):
+            self.kv.warn(
+                "hidden states",
+                "FlowKV computes prompts whose hidden states are wanted from their first token: "
+                "the result is the same, nothing is reused. Leave output_hidden_states out.",
+            )
         try:
             found, fill = self._admit(
                 call, pads, call.columns - call.keep, reuse=call.skippable, wait=False
@@ -200,11 +232,10 @@ class Door:
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
             if restoring:
                 found = restoring.restore(found, self._nested(call, call.types, fill), fill)
-        except CapacityError as error:
-            self._refuse(error.problem, "capacity")
-            return given
-        except TypeError as error:
-            self._refuse(str(error))
+        except (CapacityError, TypeError) as error:
+            capacity = isinstance(error, CapacityError)
+            self.passes.add(cache)
+            self._refuse(error.problem if capacity else str(error), "capacity" if capacity else "")
             return given
         rows, plan = self._rows(found, call, pads)
         rows.checked, rows.restoring, rows.uneven = True, restoring or None, bool(restoring)
@@ -268,8 +299,22 @@ class Door:
         if not reuse or not self.continues or (switch is not None and call.columns >= switch):
             most = 0
         prompts, fill = call.prompts(pads)
+        if not self._holds(max(len(prompt.tokens) for prompt in prompts)):
+            most = 0  # nothing is fetched for what will be refused
         wish = Wish(max(most, 0), tenant, self.plan.stateful, fill, care, wait=wait)
         return admit(self.kv, prompts, wish), fill
+
+    def _holds(self, tokens: int) -> bool:
+        """Whether the pools could hold so many tokens of a row, if all else were given up."""
+        planner = self.kv.planner
+        assert planner is not None
+        wanted, pages = dict.fromkeys(planner.store.pools, 0), -(-tokens // self.kv.page_size)
+        for g, group in enumerate(planner.geometry.groups):
+            forms = planner.store.forms[g]
+            if planner.window(g) is None and not forms.ladder.rungs:  # others take less
+                wanted[group.device] += pages * forms.raw.granules
+        pools = planner.store.pools
+        return all(pools[device].capacity_granules >= n for device, n in wanted.items())
 
     def _rows(self, found: Admitted, call: Call, pads: list[int]) -> tuple[Rows, ModelPlan]:
         rows = Rows(
