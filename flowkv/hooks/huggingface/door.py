@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowkv.core.errors import CapacityError, StateError, StoreError
+from flowkv.core.errors import (
+    CapacityError,
+    FlowKVError,
+    StateError,
+    StoreError,
+    UnsupportedModelError,
+)
+from flowkv.core.keys import Salt
 from flowkv.hooks.huggingface.admission import NOTHING, Admitted, Wish, admit
 from flowkv.hooks.huggingface.auditing import audit_rows
 from flowkv.hooks.huggingface.cache import PagedCache
@@ -59,6 +67,7 @@ class Door:
         self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
+        self._unread = Salt(0, os.urandom(32))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Door:
         return self
@@ -202,7 +211,12 @@ class Door:
 
     def start(self, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Turns a fresh cache into a paged one in place; returns the arguments still to compute."""
-        self.refresh()
+        try:
+            self.refresh()
+        except FlowKVError as error:
+            self.passes.add(cache)
+            self._refuse(f"it has changed, and cannot be served any more: {error}", "changed")
+            return given
         call = Call(self.names, given)
         if self.names.encoder and not call.keep and wants_last(self._model()):
             call.keep = 1
@@ -264,9 +278,13 @@ class Door:
         """A paged cache for a prompt that is about to be given to `generate`.
 
         Raises:
-            StateError: The prompt cannot be named by its token ids.
+            StateError: The prompt cannot be named by its token ids, or the model has changed into
+                one that cannot be served.
         """
-        self.refresh()
+        try:
+            self.refresh()
+        except UnsupportedModelError as error:
+            raise StateError(error.problem, "Call generate without past_key_values") from error
         call = Call(self.names, given)
         pads = None if call.problem else call.pads()
         if pads is None:
@@ -299,6 +317,11 @@ class Door:
         if not reuse or not self.continues or (switch is not None and call.columns >= switch):
             most = 0
         prompts, fill = call.prompts(pads)
+        model = self._model()
+        if model is not None and any(weight.is_meta for weight in model.parameters()):
+            # Offloaded weights cannot be read here: pages are this door's, and nobody else's.
+            for prompt in prompts:
+                prompt.salts.insert(0, self._unread)
         if not self._holds(max(len(prompt.tokens) for prompt in prompts)):
             most = 0  # nothing is fetched for what will be refused
         wish = Wish(max(most, 0), tenant, self.plan.stateful, fill, care, wait=wait)
