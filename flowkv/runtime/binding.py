@@ -340,11 +340,17 @@ class Binding:
 
     # ---- life
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that opened it."""
+        return os.getpid() != self._pid
+
     def warn(self, code: str, message: str) -> None:
         """Warns once per `code`."""
         if code not in self._warned:
             self._warned.add(code)
-            self.bus.emit(Warned(code=code, message=message))
+            if not self.inherited:  # who listens may have been busy when the child was forked
+                self.bus.emit(Warned(code=code, message=message))
             warnings.warn(message, stacklevel=3)
 
     def on_detach(self, callback: Callable[[], None]) -> None:
@@ -370,7 +376,7 @@ class Binding:
     def _alive(self) -> None:
         if self.closed:
             raise StateError("the cache is closed", "Open a new one")
-        if os.getpid() != self._pid:
+        if self.inherited:
             raise StateError(
                 "the cache was opened by the parent process", "Open another one in this process"
             )

@@ -307,6 +307,8 @@ class KV(Keeping):
 
         Pages that are still to be encoded are written down afterwards.
         """
+        if self.inherited:
+            return False  # it is the parent that writes
         self._prove()
         return self._flush(timeout_s)
 
@@ -351,10 +353,11 @@ class KV(Keeping):
 
     def close(self) -> None:
         """Detaches, writes down what is published, and releases everything. Safe to call again."""
-        if os.getpid() != self._pid:
-            return  # tiers and the answers they owe belong to the parent process
-        self._prove()
+        if not self.inherited:
+            self._prove()
         self.detach()
+        if self.inherited:
+            return  # tiers and the answers they owe belong to the parent process
         with self.lock:
             if self.closed:
                 return

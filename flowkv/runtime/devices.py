@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.geometry import Geometry
+from flowkv.core.layout import GRANULE_BYTES
 from flowkv.observe.events import Bus
 from flowkv.policy.base import Policy
 from flowkv.policy.rates import Rates
@@ -171,6 +172,18 @@ class Devices(Traffic):
         """Granules of a device that are free, or held by nobody but the index and no pin."""
         pool = self.pools[device]
         return pool.capacity_granules - pool.used_granules + self._idle[device]
+
+    def within_reach(self, counts: Mapping[tuple[int, int], int]) -> bool:
+        """Whether so many pages of each (group, codec) could be had by giving up all that is idle.
+
+        What transfers hold counts, too: nobody knows yet what of it comes free.
+        """
+        wanted = dict.fromkeys(self.pools, 0)
+        for (g, codec), count in counts.items():
+            wanted[self.device(g)] += count * self.forms[g].layouts[codec].granules
+        for device, page in self._lent:
+            wanted[device] -= self.pools[device].size_bytes(page) // GRANULE_BYTES
+        return all(granules <= self.room(device) for device, granules in wanted.items())
 
     def lend(self, group: int, page: int) -> None:
         """Gives a page to a transfer: it neither moves nor becomes free until `give_back`."""

@@ -97,6 +97,7 @@ class Lines:
             CapacityError: They do not fit.
         """
         with self.guard:
+            self.store.require(counts)
             self.compactor.make_room(counts)
             try:
                 return self._allocate(counts)

@@ -148,6 +148,8 @@ class Opening(Binding):
         self.lock.defer(lambda: self._close(seq))
 
     def _close(self, seq: Sequence) -> None:
+        if self.inherited:
+            seq.closed = True  # its pages are the parent's
         if not seq.closed:
             if seq.restoration is not None:
                 seq.restoration.abandon()

@@ -16,7 +16,10 @@ from flowkv.runtime.tables import Tables
 
 
 def statistics(kv: Opening) -> dict[str, Any]:
-    """Plain numbers about a cache, ready for JSON. Callers hold the KV lock."""
+    """Plain numbers about a cache, ready for JSON. Callers hold the KV lock.
+
+    In a forked child, those of the parent at that moment, without its tiers.
+    """
     seen, reused = kv.tokens_seen, kv.tokens_reused
     report: dict[str, Any] = {
         "tokens_seen": seen,
@@ -54,7 +57,7 @@ def statistics(kv: Opening) -> dict[str, Any]:
     report["prefetch"] = foresight.report() if foresight is not None else {}
     report["ghosts"] = len(store.index.ghosts)
     report["audit"] = _audit(store.samples)
-    for number, tier in enumerate(store.tiers):
+    for number, tier in enumerate(() if kv.inherited else store.tiers):
         lane = store.mover.lanes[number]
         report["tiers"][tier.name] = {
             "kind": tier.kind,

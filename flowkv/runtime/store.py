@@ -6,12 +6,12 @@ slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flowkv.core import compiling
 from flowkv.core.errors import CapacityError
-from flowkv.core.layout import CODEC_SHIFT, granule_of
+from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, granule_of
 from flowkv.core.sizes import format_size
 from flowkv.observe.events import Demoted, Evicted
 from flowkv.runtime.devices import Devices
@@ -58,14 +58,31 @@ class Store(Devices):
         """
         pages = self.try_allocate(group, count, codec)
         if pages is None:
-            pool = self.pool(group)
-            raise CapacityError(
-                f"{count} pages of {format_size(self.page_bytes(group, codec))} do not fit: "
-                f"{format_size(pool.used_bytes())} of {format_size(pool.capacity_bytes())} are in "
-                "use by open sequences",
-                "Close or suspend sequences, or give the device pool more bytes",
-            )
+            raise self._short(group, count, codec)
         return pages
+
+    def require(self, counts: Mapping[tuple[int, int], int]) -> None:
+        """Refuses what cannot fit, before anything is given up for it.
+
+        Args:
+            counts: Pages of each (group, codec index).
+
+        Raises:
+            CapacityError: Too much of a pool is in use.
+        """
+        if not self.within_reach(counts):
+            (group, codec), count = max(counts.items(), key=lambda item: item[1])
+            raise self._short(group, count, codec)
+
+    def _short(self, group: int, count: int, codec: int) -> CapacityError:
+        device, pool = self.device(group), self.pool(group)
+        used = (pool.capacity_granules - self.room(device)) * GRANULE_BYTES
+        return CapacityError(
+            f"{count} pages of {format_size(self.page_bytes(group, codec))} do not fit: "
+            f"{format_size(used)} of {format_size(pool.capacity_bytes())} are in use by open "
+            "sequences",
+            "Close or suspend sequences, or give the device pool more bytes",
+        )
 
     def try_allocate(self, group: int, count: int, codec: int = 0) -> list[int] | None:
         """Like `allocate`, but None if they do not fit."""

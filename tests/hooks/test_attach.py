@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,21 +75,58 @@ class TestTheModel:
         assert torch.equal(answer(mamba, ids), theirs)
         kv.close()
 
-    def test_can_be_copied(self, model: Any) -> None:
-        ids = models.prompt(60)
-        theirs = answer(model, ids)
+    @pytest.mark.parametrize("around", [False, True])
+    def test_a_copy_is_a_plain_model(self, model: Any, around: bool) -> None:
+        ids, before = models.prompt(60), model.config._attn_implementation
+        theirs, seen = answer(model, ids), list[str]()
+        model.register_forward_pre_hook(lambda *_: seen.append("mine"))
         with attached(model) as kv:
             answer(model, ids)
-            twin = copy.deepcopy(model)
+            twin = copy.deepcopy(torch.nn.Sequential(model))[0] if around else copy.deepcopy(model)
+            known = reused(kv)
+            assert len(twin._forward_pre_hooks) == 1, "the other one is FlowKV's"
+            assert not twin._forward_hooks
+            assert not twin._forward_hooks_with_kwargs
+            assert not twin._forward_hooks_always_called
+            assert not twin._forward_pre_hooks_with_kwargs
+            assert vars(twin).keys() == vars(model).keys() - {"__deepcopy__"}
+            assert twin.config._attn_implementation == before
+            named = {m.config._attn_implementation for m in twin.modules() if hasattr(m, "config")}
+            assert named == {before}
+            assert model.config._attn_implementation != before
+            assert torch.equal(answer(twin, ids), theirs)
+            assert reused(kv) == known, "the copy is not attached"
             with torch.no_grad():
                 twin.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-            before = reused(kv)
             other = answer(twin, ids)
-            assert reused(kv) == before, "the copy is not attached"
             assert not torch.equal(other, theirs)
             assert torch.equal(answer(model, ids), theirs)
-            assert reused(kv) > before
-        assert torch.equal(answer(twin, ids), other)
+            assert reused(kv) > known
+            again = copy.deepcopy(twin)
+        assert "__deepcopy__" not in vars(model)
+        for one in (twin, again):
+            assert torch.equal(answer(one, ids), other)
+        with attached(twin):
+            assert torch.equal(answer(twin, ids), other)
+
+    def test_a_copy_can_be_saved(self, model: Any, tmp_path: Path) -> None:
+        ids, before = models.prompt(40), model.config._attn_implementation
+        theirs = answer(model, ids)
+        kv = flowkv.attach(model, gpu="64MiB", page_size=16)
+        twins = [copy.deepcopy(model)]
+        configs = [copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))]
+        kv.close()
+        twins.append(copy.deepcopy(model))
+        for twin in twins:
+            assert torch.equal(answer(pickle.loads(pickle.dumps(twin)), ids), theirs)
+            torch.save(twin, tmp_path / "model.pt")
+            loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+            assert torch.equal(answer(loaded, ids), theirs)
+            twin.save_pretrained(tmp_path)
+            assert torch.equal(answer(type(model).from_pretrained(tmp_path), ids), theirs)
+        for config in configs:
+            assert type(config._attn_implementation) is str
+            assert config._attn_implementation == before
 
     def test_is_not_kept_alive(self) -> None:
         model = models.causal("llama")  # a fixture would keep it
@@ -354,7 +393,8 @@ class TestOwnCaches:
         theirs = answer(model, ids)
         with attached(model):
             past = DynamicCache(config=model.config)
-            first = answer(model, ids, past_key_values=past)
+            with pytest.warns(UserWarning, match="generate was given a DynamicCache"):
+                first = answer(model, ids, past_key_values=past)
             assert torch.equal(first, theirs)
             assert type(past) is DynamicCache
             assert past.get_seq_length() == 51
@@ -362,7 +402,7 @@ class TestOwnCaches:
     def test_static_cache(self, model: Any) -> None:
         ids = models.prompt(40)
         theirs = answer(model, ids)
-        with attached(model):
+        with attached(model), pytest.warns(UserWarning, match="a StaticCache"):
             assert torch.equal(answer(model, ids, cache_implementation="static"), theirs)
 
     def test_all_logits_wanted(self, model: Any) -> None:
@@ -545,7 +585,7 @@ class TestInputs:
         ids = models.prompt(40)
         theirs = answer(model, ids)
         with attached(model):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast"):
                 out = generate(model, 4, input_ids=ids)
             assert type(out.past_key_values) is DynamicCache
             assert torch.equal(answer(model, ids), theirs)
@@ -603,6 +643,85 @@ class TestInputs:
             assert reused(kv) == 64
 
 
+class TestWarnings:
+    """One each, the first time, wherever nothing can be reused; the answer is the model's own."""
+
+    @pytest.mark.parametrize(
+        ("said", "how"),
+        [
+            ("a StaticCache", dict(cache_implementation="static")),
+            ("generate was given a DynamicCache", dict(past_key_values=DynamicCache)),
+            ("hidden states are wanted", dict(output_hidden_states=True)),
+        ],
+    )
+    def test_of_generate(self, model: Any, said: str, how: dict[str, Any]) -> None:
+        ids = models.prompt(40)
+
+        def run() -> torch.Tensor:
+            made = {k: v() if v is DynamicCache else v for k, v in how.items()}
+            return answer(model, ids, **made)
+
+        theirs = run()
+        with attached(model) as kv:
+            with pytest.warns(UserWarning, match=said) as warned:
+                for _ in range(2):
+                    assert torch.equal(run(), theirs)
+            assert len(warned) == 1
+            answer(model, ids)
+            answer(model, ids)
+            assert reused(kv) > 0
+
+    @pytest.mark.parametrize(
+        "case", ["autocast", "gradients", "filled", "no past_key_values", "offloaded", "layers"]
+    )
+    def test_of_a_forward(self, model: Any, case: str) -> None:
+        ids = models.prompt(40)
+
+        def run() -> torch.Tensor:
+            cache: Any = DynamicCache(config=model.config)
+            given = dict(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            if case == "filled":
+                cache.update(*torch.randn(2, 1, 2, 3, 16).unbind(), 0)
+                for index in range(1, 4):
+                    cache.update(*torch.ones(2, 1, 2, 3, 16).unbind(), index)
+                cache.layers[0].keys.fill_(1)
+                cache.layers[0].values.fill_(1)
+            elif case == "no past_key_values":
+                del given["past_key_values"]
+            elif case == "offloaded":
+                cache.offloading, cache.only_non_sliding = True, True
+                cache.update = lambda k, v, i, *_: cache.layers[i].update(k, v)
+            elif case == "layers":
+                cache.layers.append(copy.deepcopy(cache.layers[0]))
+            mixed = torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast")
+            with torch.set_grad_enabled(case == "gradients"), mixed:
+                first = model(**given).logits.detach()
+                given |= dict(input_ids=ids[:, :1])
+                return torch.cat([first, model(**given).logits.detach()])
+
+        theirs = run()
+        with attached(model):
+            with pytest.warns(UserWarning, match=case) as warned:
+                for _ in range(2):
+                    assert torch.equal(run(), theirs)
+            assert len(warned) == 1
+
+    def test_nobody_is_bothered_who_wants_no_reuse(self, model: Any) -> None:
+        ids = models.prompt(40)
+        with attached(model):
+            model.train()
+            model(ids)
+            model.eval()
+            with torch.no_grad():
+                model(ids, use_cache=False)
+                model(ids, past_key_values=DynamicCache(config=model.config))
+            answer(model, ids, use_cache=False)
+            out = generate(model, 3, input_ids=ids)
+            out.past_key_values.layers[0].keys.mul_(2)
+            forward(model, ids[:, :1], out.past_key_values)
+            forward(model, ids[:, :1], out.past_key_values)
+
+
 class TestCapacity:
     def test_a_pool_too_small_for_the_prompt(self, model: Any) -> None:
         ids = models.prompt(400)
@@ -611,6 +730,23 @@ class TestCapacity:
             for _ in range(2):
                 assert torch.equal(answer(model, ids), theirs)
         assert len(warned) == 1
+
+    @pytest.mark.parametrize("explicit", [False, True])
+    def test_what_is_known_stays_when_a_prompt_is_refused(self, model: Any, explicit: bool) -> None:
+        ids, long = models.prompt(60), torch.cat([models.prompt(60), models.prompt(400)], 1)
+        theirs, beyond = answer(model, ids), answer(model, long)
+        with attached(model, gpu="256KiB") as kv:
+            answer(model, ids)
+            for prompt in (long, models.prompt(400, seed=3)):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    given = dict(past_key_values=kv.cache(input_ids=prompt)) if explicit else {}
+                    found = answer(model, prompt, **given)
+                assert prompt is not long or torch.equal(found, beyond)
+            known = reused(kv)
+            assert torch.equal(answer(model, ids), theirs)
+            assert reused(kv) == known + 48
+            assert kv.stats()["events"].get("evicted", 0) == 0
 
     @pytest.mark.parametrize("name", ["llama", "mistral", "falcon_h1"])
     def test_a_pool_that_fills_while_generating(self, name: str) -> None:

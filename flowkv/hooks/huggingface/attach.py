@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Mapping
@@ -14,14 +15,14 @@ import torch
 from flowkv.core.errors import ConfigError, StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.admission import NOTHING, Wish, admit
 from flowkv.hooks.huggingface.cache import PagedCache
-from flowkv.hooks.huggingface.door import Door
+from flowkv.hooks.huggingface.door import Door, warn_inherited
 from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import Call, Names
 from flowkv.hooks.huggingface.plan import plan_geometry
 from flowkv.hooks.huggingface.probe import Probe, native_continues, paged_agrees, probe
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.switch import Switch
-from flowkv.hooks.huggingface.versions import PreTrainedModel
+from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
 from flowkv.runtime.cache import KV
 
 Reads = Literal["auto", "dense"]
@@ -58,6 +59,8 @@ def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
     """
     model = base_model(model)
     with _LOCK:
+        if model in _ATTACHED and _ATTACHED[model].kv.inherited:
+            _ATTACHED[model].kv.detach()
         if model in _ATTACHED:
             raise StateError("the model has a FlowKV cache already", "Call kv.detach() before")
         kv = KV(**config)
@@ -142,12 +145,13 @@ def make_cache(
     tenant: str | None = None,
     care: Mapping[str, Any] = NOTHING,
     **inputs: Any,
-) -> PagedCache:
+) -> Any:
     """`KV.cache`: a cache for one call, `generate(**inputs, past_key_values=kv.cache(**inputs))`.
 
     With an attached model this does what happens by itself, for a tenant of choice. Without one it
     reads known prefixes for any model that fits the geometry, and publishes what the prompt's own
-    full pages hold; generated tokens are not seen and not published.
+    full pages hold; generated tokens are not seen and not published. In a forked child it is a
+    `DynamicCache`.
 
     Args:
         kv: The cache.
@@ -162,6 +166,9 @@ def make_cache(
     """
     found = _DOORS.get(kv)
     door = found() if found is not None else None
+    if kv.inherited:
+        warn_inherited(kv)
+        return door.native_cache() if door is not None else DynamicCache()
     if args:
         inputs = {(door.names.ids if door else "input_ids"): args[0], **inputs}
     if door is not None and door.hung:
@@ -225,6 +232,15 @@ def _forget(model: weakref.ref[Any]) -> None:
 def door_of(model: Any) -> Door | None:
     """The door of an attached model."""
     return _ATTACHED.get(model)
+
+
+def _in_child() -> None:
+    global _LOCK  # noqa: PLW0603 - whoever held it is not here
+    _LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def installing() -> contextlib.AbstractContextManager[object]:

@@ -108,7 +108,7 @@ def attend(
     if packing is not None:
         obeyed = _OBEYED[previous]
         return packing.attend(query, key, value, attention_mask, arguments, obeyed), None
-    if type(key) is PagedView and type(value) is PagedView:
+    if type(key) is PagedView and type(value) is PagedView and key.gathered is None:
         layer = key.layer
         if value.layer is layer and _plain(
             layer, query, attention_mask, arguments, _OBEYED[previous]

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flowkv.core.errors import StateError
-from flowkv.hooks.huggingface.layers import PagedHybridLayer, PagedLayer
+from flowkv.hooks.huggingface.layers import PAGED_STATE, PagedHybridLayer, PagedLayer
 from flowkv.hooks.huggingface.plan import ModelPlan
 from flowkv.hooks.huggingface.prefill import refuse_lost
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.states import Recurrent, release
-from flowkv.hooks.huggingface.versions import Cache, DynamicCache, removed
+from flowkv.hooks.huggingface.versions import (
+    Cache,
+    DynamicCache,
+    LinearAttentionLayer,
+    removed,
+)
 
 if TYPE_CHECKING:
     from flowkv.hooks.huggingface.nested import Nested
@@ -28,7 +34,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
     A subclass of `DynamicCache` because models and `EncoderDecoderCache` ask for one. A fresh
     native cache becomes one in place (`take_over`), so that whoever made it holds the same object.
-    Released, it gives its pages back; what was published stays known.
+    Whatever is done to it that pages cannot hold, writing to its keys above all, turns it back in
+    place (`give_up`). Released, it gives its pages back; what was published stays known.
 
     Attributes:
         rows: Its sequences.
@@ -57,10 +64,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     drawn: tuple[bytes, ...] | None
     watched: bool
     close: weakref.finalize[..., PagedCache]
+    _made: list[Any]
 
     def __init__(self, rows: Rows, plan: ModelPlan, door: Any = None) -> None:
-        layers = [_layer(rows, plan, index) for index in range(len(plan.specs))]
-        Cache.__init__(self, layers=layers)
+        me = weakref.ref(self)
+        layers = [_layer(rows, plan, index, me) for index in range(len(plan.specs))]
+        Cache.__init__(self, layers=list(layers))
+        self._made = layers
         self.rows, self.plan, self.door = rows, plan, door
         self.tenant, self.care, self.options, self.audits = None, {}, {}, None
         self.fresh, self.watched, self.drawn = False, False, None
@@ -80,22 +90,57 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     @property
     def paged(self) -> list[PagedLayer]:
         """Its layers in pages."""
-        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        return [layer for layer in self._made if isinstance(layer, PagedLayer)]
 
     @property
     def reused(self) -> int:
         """Tokens that were known when it was made, over all rows."""
         return sum(seq.reused for seq in self.rows.seqs)
 
-    def give_up(self) -> None:
-        """Becomes a native `DynamicCache` of the same content, in place."""
-        layers = [x.as_native() if isinstance(x, PagedLayer) else x for x in self.layers]
-        close, kept = self.close, dict(self.__dict__)
-        for name in PagedCache.__annotations__:
+    def stays(self) -> bool:
+        """Whether it is as FlowKV made it; otherwise it is a native cache from now on.
+
+        Asked before anything is done with it. Somebody may have written to its keys and values, or
+        put other layers into it; or this process was forked, and its pages are the parent's.
+        """
+        if self.rows.kv.inherited or self.layers != self._made or self._edited():
+            self.give_up(private=True)
+            return False
+        if self.recurrent is not None and self.recurrent.edited():
+            self.rows.go_blind()
+        return True
+
+    def _edited(self) -> bool:
+        return any(layer.edited() for layer in self.paged)
+
+    def give_up(self, *, private: bool = False) -> None:
+        """Becomes a native `DynamicCache` of the same content, in place, and so do its layers.
+
+        Args:
+            private: Nothing of it is to be published, states of recurrent layers included.
+
+        Raises:
+            StateError: Pages of it were on their way and did not come.
+        """
+        rows = self.rows
+        rows.arrive()
+        if private:
+            rows.go_blind()
+        for layer in self.paged:
+            layer.become_native()
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):  # of another cache: both advance it from now on
+                layer.leave()
+        close, door, kept = self.close, self.door, dict(self.__dict__)
+        for name in PagedCache.__annotations__.keys() - {"close"}:
             kept.pop(name, None)
         self.__dict__.clear()
-        self.__dict__.update(kept, layers=layers)
+        self.__dict__.update(kept)
         self.__class__ = DynamicCache
+        if door is not None:
+            door.passes.add(self)
+        if not rows.kv.inherited:
+            rows.abandon()
         close()
 
     def finish(self) -> None:
@@ -104,6 +149,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         Raises:
             StateError: It left out layers that cannot be had; the cache is as before it.
         """
+        if not self.stays():
+            return
         try:
             self.rows.finish()
         except StateError:
@@ -111,6 +158,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             refuse_lost(self.rows)
             raise
         if self.recurrent is not None:
+            self.recurrent.mark()
             every = SNAPSHOT_PAGES * self.rows.kv.page_size
             if self.recurrent.due(every):
                 self.recurrent.save()
@@ -121,19 +169,27 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         stateful, anew = self.recurrent is not None, self.fresh and not self.rows.forwards
         if anew or (stateful and rows.step is not None):
             rows.go_blind()  # another prompt may follow; some states may be further than others
+        if rows.step is not None:
+            self.follow()
         rows.abandon()
         if anew or (stateful and rows.base < base):
             self.empty()
 
-    def follow(self) -> None:
-        """Lets every layer agree with the rows again."""
+    def follow(self, kept: int | None = None) -> None:
+        """Lets every layer agree with the rows again.
+
+        Args:
+            kept: Columns that are left, if that is all that happened.
+        """
         for layer in self.paged:
-            layer.follow()
+            layer.follow(kept)
 
     # ---- what generation does to a cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in the cache, padding and what was reused included."""
+        if self.layers != self._made and not self.stays():
+            return self.get_seq_length(layer_idx)
         if self.rows.step is None:
             return self.rows.base
         length: int = super().get_seq_length(layer_idx)
@@ -150,10 +206,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         """
         self.rows.alive()
         tokens = int(tokens_to_remove)  # assisted generation passes a tensor
-        for layer in self.layers:
-            layer.crop(tokens)
+        if not self.stays():
+            return self.crop(tokens)
+        self._each("crop", tokens)
         self.rows.crop(removed(tokens, self.rows.told))
-        self.follow()
+        self.follow(self.rows.base)
+        self._mark()
+        return None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes row `beam_idx[i]` row i: pages are shared, nothing is copied."""
@@ -171,28 +230,48 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
     def _move(self, name: str, argument: Any, rows: list[int]) -> None:
         self.rows.alive()
-        for layer in self.layers:
-            if hasattr(layer, name):
-                getattr(layer, name)(argument)
+        if not self.stays():
+            getattr(self, name)(argument)
+            return
+        self._each(name, argument)
         self.rows.select(rows)
         self.follow()
+        self._mark()
+
+    def _each(self, name: str, *arguments: Any) -> None:
+        """Does to what layers keep themselves what is done to the rows."""
+        for layer in self.layers:
+            if isinstance(layer, PagedHybridLayer):
+                operation = getattr(LinearAttentionLayer, name, None)
+                if operation is not None:
+                    operation(layer, *arguments)
+            elif not isinstance(layer, PagedLayer) and hasattr(layer, name):
+                getattr(layer, name)(*arguments)
+
+    def _mark(self) -> None:
+        if self.recurrent is not None:
+            self.recurrent.mark()
 
     def empty(self) -> None:
         """Forgets all tokens; those computed from now on begin a prompt again."""
         if self.recurrent is not None:
-            for layer in self.recurrent.layers.values():
-                layer.reset()
+            self._each("reset")
         self.rows.crop(self.rows.told)
+        self.follow()
+        self._mark()
 
     def reset(self) -> None:
         """Forgets all tokens."""
         self.rows.alive()
+        if not self.stays():
+            self.reset()
+            return
         self.rows.abandon()
-        for layer in self.layers:
-            layer.reset()
+        self._each("reset")
         self.rows.crop(self.rows.told)
         self.rows.go_blind()
         self.follow()
+        self._mark()
 
     @property
     def is_linear(self) -> list[bool]:
@@ -208,13 +287,16 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """An independent cache: pages are shared until one of the two writes."""
         self.rows.alive()
+        if not self.stays():
+            return deepcopy(self, memo)  # type: ignore[return-value]
         rows = self.rows.fork()
         twin = PagedCache(rows, self.plan, self.door)
         memo[id(self)] = twin
-        own = ("layers", "rows", "recurrent", "close")
+        own = ("layers", "_made", "rows", "recurrent", "close")
         twin.__dict__.update({k: v for k, v in self.__dict__.items() if k not in own})
         for old, new in zip(self.layers, twin.layers, strict=True):
-            _copy_layer(old, new, memo)
+            _copy_layer(old, new)
+        twin._mark()
         return twin
 
     def __copy__(self) -> PagedCache:
@@ -230,30 +312,23 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         return self.__reduce__()
 
 
-def _layer(rows: Rows, plan: ModelPlan, index: int) -> Any:
+def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCache]) -> Any:
     spec, placed = plan.specs[index], plan.placed.get(index)
     if placed is None:
         return spec.make()
-    return (PagedHybridLayer if spec.hybrid else PagedLayer)(rows, placed, spec)
+    return (PagedHybridLayer if spec.hybrid else PagedLayer)(rows, placed, spec, cache)
 
 
-def _copy_layer(old: Any, new: Any, memo: dict[int, Any]) -> None:
+def _copy_layer(old: Any, new: Any) -> None:
     """Copies what a layer keeps itself: plain attributes, and tensors as clones."""
-    shared = ("rows", "placed", "spec", "pages", "batch", "_step", "_dense")
     for name, value in vars(old).items():
-        if isinstance(old, PagedLayer) and name in shared:
-            continue
-        new.__dict__[name] = _clone(value, memo)
+        if not isinstance(old, PagedLayer) or name not in PAGED_STATE:
+            new.__dict__[name] = _clone(value)
 
 
-def _clone(value: Any, memo: dict[int, Any]) -> Any:
+def _clone(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {key: _clone(item, memo) for key, item in value.items()}
-    if hasattr(value, "update") and hasattr(value, "get_seq_length"):  # a layer that left its pages
-        twin = object.__new__(type(value))
-        for name, item in vars(value).items():
-            twin.__dict__[name] = _clone(item, memo)
-        return twin
+        return {key: _clone(item) for key, item in value.items()}
     return value

@@ -41,7 +41,7 @@ from flowkv.hooks.huggingface.versions import (
     library_version,
     settings,
 )
-from flowkv.hooks.huggingface.weights import readable
+from flowkv.hooks.huggingface.weights import Weights, readable
 
 COMPILED = "compiled"
 _PROCESS = uuid.uuid4().hex
@@ -115,7 +115,7 @@ class Walk:
         model: torch.nn.Module,
         written: Mapping[str, tuple[tuple[str, str], ...]],
         passing: str,
-        numbers: dict[int, tuple[Any, int]],
+        numbers: dict[Any, tuple[Any, Any]],
     ) -> None:
         self.leaves: dict[str, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -211,13 +211,15 @@ class Walk:
             self._leaf(f"{path}/code", str(getattr(module, "code", "")))
         every = [*held, *held["_buffers"], *held["_parameters"]]
         free = {name for name in every if f"{path}.{name}" in self._written}
+        for kind in ("_parameters", "_buffers"):  # made anew by every forward
+            free |= {n for n, t in held[kind].items() if _offloaded(module, n, t) is not None}
         own = {
             name: value
             for name, value in held.items()
             if name not in _STANDARD and name not in BOOKKEEPING and name not in free
         }
         for name in free:
-            self.leaves |= self._written[f"{path}.{name}"]
+            self.leaves |= self._written.get(f"{path}.{name}", ())
         for name, value in own.items():
             self._attribute(f"{path}.{name}", module, name, value)
         for kind in ("_parameters", "_buffers"):
@@ -245,11 +247,16 @@ class Walk:
 
     def _stored(self, path: str, module: torch.nn.Module, name: str, tensor: Any) -> None:
         """A parameter or buffer, wherever accelerate keeps it."""
-        if tensor is not None and tensor.is_meta:
-            where = getattr(module.__dict__.get("_hf_hook"), "weights_map", None)
-            with suppress(KeyError):
-                tensor = tensor if where is None else where[name]
-        self._value(path, tensor)
+        where = _offloaded(module, name, tensor)
+        if where is None:
+            self._value(path, tensor)
+        elif (held := where[name]) is where[name]:
+            self._value(path, held)
+        else:  # read from files anew each time: once is enough
+            known = self._numbers.get((id(where), name))
+            if known is None or known[0] is not where:
+                known = self._numbers[id(where), name] = (where, Weights().read({"": held}))
+            self._leaf(path, f"offloaded {known[1]}")
 
     def _hooks(self, path: str, held: dict[str, Any]) -> None:
         for kind in _HOOKS:
@@ -700,6 +707,14 @@ def _slots(cls: type) -> tuple[str, ...]:
     slots = vars(cls).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _offloaded(module: torch.nn.Module, name: str, tensor: Any) -> Any:
+    """The map in which accelerate keeps a tensor of a module; None if it lies in the module."""
+    where = getattr(module.__dict__.get("_hf_hook"), "weights_map", None)
+    if tensor is None or not tensor.is_meta or where is None or name not in where:
+        return None
+    return where
 
 
 def _only(now: Mapping[str, Any], keys: Any, values: Any, passing: str, free: set[str]) -> bool:

@@ -6,13 +6,19 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._device import DeviceContext
 
-from flowkv.core.errors import CapacityError, StateError
+from flowkv.core.errors import (
+    CapacityError,
+    FlowKVError,
+    StateError,
+    UnsupportedModelError,
+)
 from flowkv.hooks.huggingface.admission import NOTHING, Admitted, Wish, admit
 from flowkv.hooks.huggingface.auditing import audit_rows
 from flowkv.hooks.huggingface.cache import PagedCache
@@ -49,6 +55,7 @@ class Door:
         continues: The model goes on correctly from a cached prefix; otherwise nothing is reused.
         note: Why layers are read dense, "" if they are not.
         proof: What reads the model's weights again, so that pages may be kept.
+        passes: Native caches that were told of, or were in pages once: nothing more is to be said.
     """
 
     def __init__(self, model: torch.nn.Module, kv: KV, plan: ModelPlan, identity: Identity) -> None:
@@ -64,10 +71,11 @@ class Door:
         self._read = {index for index, place in plan.placed.items() if place.in_pages}
         self._learns, self._alike = _LEARNS, dict[tuple[bytes, int], bool]()
         self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
+        self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Door:
-        return self  # the hooks of a copied model find that it is not theirs
+        return self
 
     def __reduce__(self) -> Any:
         raise StateError("an attached model cannot be pickled", "Call kv.detach() before")
@@ -82,6 +90,24 @@ class Door:
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
         ]
+        model.__dict__["__deepcopy__"] = self._copy_model
+
+    def _copy_model(self, memo: dict[int, Any]) -> Any:
+        """`copy.deepcopy` of the model: a plain model, without the hooks of this door."""
+        model: Any = self._model()
+        own = getattr(type(model), "__deepcopy__", None)
+        if own is not None:
+            twin = own(model, memo)
+        else:
+            twin = memo[id(model)] = type(model).__new__(type(model))
+            state = {k: v for k, v in model.__dict__.items() if k != "__deepcopy__"}
+            twin.__setstate__(deepcopy(state, memo))
+        twin.__dict__.pop("__deepcopy__", None)
+        for name, hooks in vars(twin).items():
+            if name.startswith("_forward_"):
+                for handle in self._handles:
+                    hooks.pop(handle.id, None)
+        return twin
 
     @property
     def hung(self) -> bool:
@@ -102,6 +128,9 @@ class Door:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        model = self._model()
+        if model is not None:
+            model.__dict__.pop("__deepcopy__", None)
 
     # ---- hooks
 
@@ -115,7 +144,7 @@ class Door:
         if args:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
         cache = _own(given.get("past_key_values"))
-        if isinstance(cache, PagedCache):
+        if isinstance(cache, PagedCache) and cache.stays():
             door: Door = cache.door or self
             if door._model() is not module:
                 raise StateError(
@@ -124,6 +153,9 @@ class Door:
                 )
             return (), door.go_on(cache, given, training=model.training)
         if not self.kv.closed and self._may_start(module, cache, given):
+            if self.kv.inherited:
+                warn_inherited(self.kv)
+                return None
             return (), self.start(cache, given)
         return None
 
@@ -138,8 +170,9 @@ class Door:
                 cache.fail()
             else:
                 cache.finish()
-                audit_rows(cache)
-                self._learn(module, cache)
+                if isinstance(cache, PagedCache):  # else somebody wrote to its keys meanwhile
+                    audit_rows(cache)
+                    self._learn(module, cache)
                 self.proof.rest()
 
     def _learn(self, model: Any, cache: PagedCache) -> None:
@@ -153,29 +186,57 @@ class Door:
         cache.watched = False
 
     def _may_start(self, module: Any, cache: Any, given: dict[str, Any]) -> bool:
-        """Whether a forward begins a cache that nobody else has plans for."""
-        if type(cache) is not DynamicCache or module.training or given.get("use_cache") is False:
-            return False
-        if getattr(cache, "offloading", False) or getattr(cache, "_is_user_defined", False):
-            return False
+        """Whether a forward begins a cache that nobody else has plans for; warns if that is why."""
+        if module.training or given.get("use_cache") is False:
+            return False  # nobody expects anything to be reused
         keep = given.get("logits_to_keep", 0)
-        if "logits_to_keep" in self.names.parameters and not (isinstance(keep, int) and keep > 0):
+        says = cache is not None and "logits_to_keep" in self.names.parameters
+        if says and not (isinstance(keep, int) and keep > 0):
             return False  # all logits are wanted: no generation
-        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        problem = self._foreign(cache)
+        if cache in self.passes or problem is None:
             return False
-        if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+        grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        if not problem and grad:
+            problem = "gradients are wanted; call it under torch.no_grad()"
+        if not problem and (torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")):
+            problem = "it runs under autocast"
+        if problem:
+            if cache is not None:
+                self.passes.add(cache)
+            self._refuse(problem)
             return False
         whole = given["past_key_values"]
-        if whole is not cache and whole.cross_attention_cache.get_seq_length():
-            return False
-        count = configured_layers(module.config)
-        return self.plan.matches(cache.layers, count) and not cache.get_seq_length()
+        return whole is cache or not whole.cross_attention_cache.get_seq_length()
+
+    def _foreign(self, cache: Any) -> str | None:
+        """What is wrong with a cache, "" if nothing is; None if whoever made it knows that."""
+        if cache is None:
+            return "it has no past_key_values; give it an empty DynamicCache"
+        if type(cache) is not DynamicCache:
+            known = type(cache).__module__.startswith("transformers.")
+            return f"its past_key_values are a {type(cache).__name__}" if known else None
+        if getattr(cache, "offloading", False):
+            return "its past_key_values are offloaded"
+        if getattr(cache, "_is_user_defined", False):
+            return "generate was given a DynamicCache; give it kv.cache(...), or none"
+        if cache.get_seq_length():
+            return "its past_key_values were filled without FlowKV"
+        model: Any = self._model()
+        if not self.plan.matches(cache.layers, configured_layers(model.config)):
+            return "its past_key_values have other layers than the model"
+        return ""
 
     # ---- the first forward of a cache
 
     def start(self, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Turns a fresh cache into a paged one in place; returns the arguments still to compute."""
-        self.refresh()
+        try:
+            self.refresh()
+        except FlowKVError as error:
+            self.passes.add(cache)
+            self._refuse(f"it has changed, and cannot be served any more: {error}", "changed")
+            return given
         call = Call(self.names, given)
         if self.names.encoder and not call.keep and wants_last(self._model()):
             call.keep = 1
@@ -190,20 +251,26 @@ class Door:
         elif not problem and not self._usual(call, pads or []):
             problem = "its positions do not count a row's tokens from 0"
         if problem:
+            self.passes.add(cache)
             self._refuse(problem)
             return given
         assert pads is not None
+        if call.given.get("output_hidden_states"):
+            self.kv.warn(
+                "hidden states",
+                "FlowKV computes prompts whose hidden states are wanted from their first token: "
+                "the result is the same, nothing is reused. Leave output_hidden_states out.",
+            )
         try:
             most, divides = call.columns - call.keep, self._divides(call)
             found, fill = self._admit(call, pads, most, reuse=call.skippable, wait=not divides)
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
             if restoring:
                 found = restoring.restore(found, self._nested(call, call.types, fill), fill)
-        except CapacityError as error:
-            self._refuse(error.problem, "capacity")
-            return given
-        except TypeError as error:
-            self._refuse(str(error))
+        except (CapacityError, TypeError) as error:
+            capacity = isinstance(error, CapacityError)
+            self.passes.add(cache)
+            self._refuse(error.problem if capacity else str(error), "capacity" if capacity else "")
             return given
         rows, plan = self._rows(found, call, pads)
         rows.checked, rows.restoring, rows.uneven = True, restoring or None, bool(restoring)
@@ -234,9 +301,13 @@ class Door:
         """A paged cache for a prompt that is about to be given to `generate`.
 
         Raises:
-            StateError: The prompt cannot be named by its token ids.
+            StateError: The prompt cannot be named by its token ids, or the model has changed into
+                one that cannot be served.
         """
-        self.refresh()
+        try:
+            self.refresh()
+        except UnsupportedModelError as error:
+            raise StateError(error.problem, "Call generate without past_key_values") from error
         call = Call(self.names, given)
         pads = None if call.problem else call.pads()
         if pads is None:
@@ -269,6 +340,8 @@ class Door:
         if not reuse or not self.continues or (switch is not None and call.columns >= switch):
             most = 0
         prompts, fill = call.prompts(pads, by_place=self._by_place(call))
+        if not self._holds(max(len(prompt.tokens) for prompt in prompts)):
+            most = 0  # nothing is fetched for what will be refused
         wish = Wish(max(most, 0), tenant, self.plan.stateful, fill, care, wait=wait)
         return admit(self.kv, prompts, wish), fill
 
@@ -295,6 +368,18 @@ class Door:
         """A forward begins: by what it draws from generators it is told whether it is random."""
         cache.drawn = drawn() if self.identity.draws else None
         self.proof.enter()
+
+    def _holds(self, tokens: int) -> bool:
+        """Whether the pools could hold so many tokens of a row, if all else were given up."""
+        planner = self.kv.planner
+        assert planner is not None
+        wanted, pages = dict.fromkeys(planner.store.pools, 0), -(-tokens // self.kv.page_size)
+        for g, group in enumerate(planner.geometry.groups):
+            forms = planner.store.forms[g]
+            if planner.window(g) is None and not forms.ladder.rungs:  # others take less
+                wanted[group.device] += pages * forms.raw.granules
+        pools = planner.store.pools
+        return all(pools[device].capacity_granules >= n for device, n in wanted.items())
 
     def _rows(self, found: Admitted, call: Call, pads: list[int]) -> tuple[Rows, ModelPlan]:
         rows = Rows(
@@ -398,6 +483,11 @@ class Door:
             return kept
         return True
 
+    def native_cache(self) -> Any:
+        """What the model would make itself."""
+        model: Any = self._model()
+        return DynamicCache(config=model.config.get_text_config(decoder=True))
+
     # ---- identity
 
     def refresh(self) -> None:
@@ -452,6 +542,15 @@ class Door:
         """The part of the model whose layers use the cache."""
         model = self._model()
         return None if model is None else decoder_of(model)
+
+
+def warn_inherited(kv: KV) -> None:
+    """Warns once, in a forked child, that the cache is the parent's."""
+    kv.warn(
+        "native: forked",
+        "FlowKV's cache belongs to the parent process; this child uses the model's own. The result "
+        "is the same, nothing is reused. flowkv.attach(model, ...) in the child gives it a cache.",
+    )
 
 
 def _own(cache: Any) -> Any:

@@ -52,7 +52,7 @@ class Identity:
         self._passing = "inv_freq" if self.switch is not None else ""
         self._name, self._first_weights = name, ""
         self._written: dict[str, tuple[tuple[str, str], ...]] = {}
-        self._numbers: dict[int, tuple[Any, int]] = {}
+        self._numbers: dict[Any, tuple[Any, Any]] = {}
         self._weights, self._walk = Weights(), Walk(model, {}, "", {})
         self.unshared = ""
         self.namespace = Namespace(model=name)
@@ -71,7 +71,7 @@ class Identity:
         self._walk = walk = Walk(model, self._written, self._passing, self._numbers)
         weights = self._weights.read(walk.tensors)
         self._first_weights = self._first_weights or weights
-        self._places = {(tensor.dtype, tensor.device) for tensor in walk.tensors.values()}
+        self._places = _places(model)
         config: Any = model.config
         own_name = str(getattr(config, "_name_or_path", "")) or type(model).__name__
         trusted = bool(self._name) and weights == self._first_weights
@@ -187,13 +187,16 @@ class Identity:
 
     def moved(self, model: torch.nn.Module) -> bool:
         """Whether a dtype or device is new."""
-        every = [*model.parameters(), *model.buffers()]
-        return not {(t.dtype, t.device) for t in every} <= self._places
+        return _places(model) != self._places
 
     def _forget(self) -> None:
         self._weights.forget()
         self._walk.forget()
         self._numbers.clear()
+
+
+def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
+    return {(t.dtype, t.device) for t in (*model.parameters(), *model.buffers())}
 
 
 def _within(path: str, above: str) -> bool:

@@ -157,7 +157,7 @@ def encoder_inputs(model: Any, names: Names, rows: int) -> dict[str, Any]:
         return {}
     width = getattr(model.config, "d_model", None) or model.config.hidden_size
     weight = model.get_input_embeddings().weight
-    ramp = torch.linspace(-1, 1, 4 * width, device=weight.device).view(1, 4, width)
+    ramp = torch.linspace(-1, 1, 4 * width, device=execution_device(model)).view(1, 4, width)
     hidden = ramp.expand(rows, -1, -1).to(weight.dtype)
     return {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
 
@@ -175,8 +175,21 @@ def ordinary_tokens(model: Any, names: Names, count: int) -> torch.Tensor:
     ordinary = (n for n in range(size) if n not in special and n not in names.placeholders.values())
     pool = [n for n, _ in zip(ordinary, range(211), strict=False)]
     ids = [pool[(7 * i + i // len(pool) + 3) % len(pool)] for i in range(count)]
-    weight = model.get_input_embeddings().weight
-    return torch.tensor([ids], device=weight.device)
+    return torch.tensor([ids], device=execution_device(model))
+
+
+def execution_device(model: Any) -> torch.device:
+    """Where a model takes its tokens: weights may be kept elsewhere until they are needed."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    if device.type != "meta":
+        return device
+    for module in (model.get_input_embeddings(), *model.modules()):
+        hook = getattr(module, "_hf_hook", None)  # of accelerate
+        for one in getattr(hook, "hooks", (hook,)):
+            found = getattr(one, "execution_device", None)
+            if found is not None and torch.device(found).type != "meta":
+                return torch.device(found)
+    return torch.device("cpu")
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:

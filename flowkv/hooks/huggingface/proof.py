@@ -30,18 +30,18 @@ class Proof:
     def __init__(self, kv: KV, identity: Identity, lock: threading.RLock) -> None:
         self._kv, self._identity, self._lock = kv, identity, lock
         self._began_s = self._ended_s = time.monotonic()
-        self._running = 0
+        self._running = False
         self._thread: threading.Thread | None = None
 
     # ---- calls
 
     def enter(self) -> None:
         """A forward begins."""
-        self._running += 1
+        self._running = True
 
     def leave(self) -> None:
         """A forward is over."""
-        self._running = max(0, self._running - 1)
+        self._running = False
         self._ended_s = time.monotonic()
 
     def read(self) -> bool:

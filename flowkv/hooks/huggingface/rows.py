@@ -209,6 +209,19 @@ class Rows:
             self.go_blind()  # recurrent layers are further than that
         return self.base == base
 
+    def arrive(self) -> None:
+        """Everything that was on its way is there, in a forward or between two.
+
+        Raises:
+            StateError: It is not.
+        """
+        if self.restoring is None:
+            return
+        if self.kv.inherited or not self.restoring.complete():
+            raise StateError("past_key_values that were on their way did not come", "Try again")
+        if self.step is not None:
+            self.step.refresh()
+
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, H, T, D]` as the kernels want it, `[N, H, D]`: row after row, without padding."""
         if self.new == 1 and self._index is None:
@@ -236,7 +249,7 @@ class Rows:
     def reading(self, layer: int, group: int) -> Iterator[tuple[Pages, Ragged]]:
         """What is in the cache now, outside a step; until it is left, no page moves."""
         self.land()
-        step = self.kv.plan(self.seqs, self._one * 0)
+        step = Step(self.seqs[0].planner, self.seqs, self._one * 0)  # in a forked child, too
         try:
             batch = step.batch(group)
             if self.uneven:
@@ -387,11 +400,17 @@ class Rows:
         return twin
 
     def alive(self) -> None:
-        """Raises if the KV that held the rows is closed.
+        """Raises if the pages of the rows cannot be read any more.
 
         Raises:
-            StateError: It is.
+            StateError: They cannot: the KV is closed, or was copied in the middle of a change.
         """
+        if self.kv.lock.torn:
+            raise StateError(
+                "this process was forked while another thread changed the FlowKV cache behind "
+                "these past_key_values",
+                "Start a new generation without them",
+            )
         if self.kv.closed or any(seq.closed for seq in self.seqs):
             raise StateError(
                 "the FlowKV cache behind these past_key_values is closed",

@@ -7,6 +7,7 @@ exactly the tokens it was taken after.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,29 @@ class Recurrent:
             if isinstance(layer, LinearAttentionCacheLayerMixin)
         }
         self._saved = rows.base
+        self._marks: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """The states are what the model made of the tokens: who writes to them now edits them."""
+        self._marks = [(weakref.ref(state), _version(state)) for state in self._tensors()]
+
+    def edited(self) -> bool:
+        """Whether torch has seen a state replaced or written to since."""
+        now = self._tensors()
+        return len(now) != len(self._marks) or any(
+            known() is not state or _version(state) != version
+            for state, (known, version) in zip(now, self._marks, strict=True)
+        )
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [
+            value
+            for layer in self.layers.values()
+            for name in _state_names(layer)
+            for _, value in _items(name, getattr(layer, name))
+            if isinstance(value, torch.Tensor)
+        ]
 
     def due(self, every: int) -> bool:
         """Whether `every` tokens were seen since a state was saved."""
@@ -55,6 +79,9 @@ class Recurrent:
         if rows.step is not None or rows.blind or rows.kv.closed or self._saved == rows.base:
             return
         if any(seq.suspended is not None for seq in rows.seqs):
+            return
+        if self.edited():
+            rows.go_blind()
             return
         rows.flush()
         self._saved = rows.base
@@ -95,6 +122,7 @@ class Recurrent:
             elif any(state[name] != value for state in states):
                 return False
             _put(layer, key, value)
+        self.mark()
         return True
 
 
@@ -115,6 +143,10 @@ def _items(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(name, value)]
 
 
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def _put(layer: Any, key: str, value: Any) -> None:
     name, _, part = key.partition(".")
     if part:
@@ -129,6 +161,8 @@ def release(rows: Rows, seqs: list[Any], recurrent: Recurrent | None) -> None:
     Runs as a finalizer, at any moment and in any thread, so that all work waits until the KV lock
     is free of its own thread.
     """
+    if rows.kv.inherited:
+        return  # the pages are the parent's
 
     def work() -> None:
         try:

@@ -17,6 +17,23 @@ _COMPARED = re.compile(
 )
 
 
+class _StandIn(str):
+    """The name of FlowKV's function; copied or pickled, that of the one it stands in for."""
+
+    __slots__ = ("_previous",)
+
+    def __new__(cls, previous: str) -> _StandIn:
+        name = super().__new__(cls, PREFIX + previous)
+        name._previous = previous
+        return name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self._previous
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return str, (self._previous,)
+
+
 class Switch:
     """The attention implementation of one model's decoder.
 
@@ -44,7 +61,7 @@ class Switch:
                 continue
             self._before.append((config, previous))
             # The property would set it for sub-configurations (a vision tower's) as well.
-            config._attn_implementation_internal = PREFIX + previous
+            config._attn_implementation_internal = _StandIn(previous)
 
     def off(self) -> None:
         """Puts back what was there, unless somebody else has changed it since."""

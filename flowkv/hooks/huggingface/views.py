@@ -35,10 +35,12 @@ class PagedView(torch.Tensor):
     Attributes:
         layer: The cache layer it belongs to.
         which: 0 for keys, 1 for values.
+        gathered: The tensor itself, once the layer has left its pages.
     """
 
     layer: PagedLayer
     which: int
+    gathered: torch.Tensor | None
     # Otherwise torch would turn the dense results of operations into views again.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -52,12 +54,12 @@ class PagedView(torch.Tensor):
             dtype=like.dtype,
             device=like.device,
         )
-        view.layer, view.which = layer, which
+        view.layer, view.which, view.gathered = layer, which, None
         return view
 
     def dense(self) -> torch.Tensor:
         """The tensor itself, gathered from pages."""
-        return self.layer.dense()[self.which]
+        return self.layer.dense()[self.which] if self.gathered is None else self.gathered
 
     @classmethod
     def __torch_dispatch__(
@@ -65,7 +67,7 @@ class PagedView(torch.Tensor):
     ) -> Any:
         """An operation of the model touches the view: it gets the tensor, later ones at once."""
         for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, PagedView):
+            if isinstance(value, PagedView) and value.gathered is None:
                 value.layer.touched()
         return _touch(func, args, kwargs)
 
