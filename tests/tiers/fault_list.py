@@ -56,6 +56,8 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/test_disk_faults.py::test_F5_a_disk_that_cannot_read",
             "tiers/test_disk_journal.py::test_nothing_stays_of_an_append_that_failed",
             "tiers/test_disk_full.py::test_F5_what_a_full_disk_confirmed_is_there",
+            "tiers/test_disk_power.py::test_F2_power_loss",
+            "tiers/test_simulation.py::test_one_hazard_at_a_time",
             "tiers/remote/test_tier.py::test_a_late_store_reads_nothing_and_is_undone",
         ),
     ),

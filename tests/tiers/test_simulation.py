@@ -23,7 +23,8 @@ from flowkv.testing.simulation import (
 )
 from flowkv.testing.simulation import run as simulation
 from flowkv.tiers.base import Tier
-from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.disk import DiskTier, journal
+from flowkv.tiers.disk.journal import Journal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,6 +146,23 @@ def test_wrong_disk_is_found(
     assert smaller.step <= found.step and smaller.hazards <= found.hazards
 
 
+def test_a_journal_that_believes_what_failed_writes_left_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As this one did until others filled the disk here: it went by the places of records."""
+    never = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(Journal, "_torn", never, raising=False)
+    monkeypatch.setattr(journal, "in_order", lambda rows, capacity_bytes: rows)
+    with pytest.raises(SimulationFailure, match="said not to be there|refused as damaged"):
+        simulate(3, 200, ["full", "kill"])
+
+
+@pytest.mark.parametrize("seed", [3, 12])
+def test_a_compaction_while_the_device_is_waited_for(seed: int) -> None:
+    """Of the journal, whose file an engine was told to sync, and which was closed meanwhile."""
+    simulate(seed, 130, ["full", "kill"])
+
+
 def test_wrong_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that reports a read before it has happened: the target gets what was there before."""
 
@@ -228,6 +246,18 @@ def test_a_failed_sync_is_reported_once() -> None:
         files.lose_power()
         lost += content_of(files, "/d/a") != b"x" * 4096
     assert lost > 15
+
+
+def test_a_write_ends_where_the_space_does() -> None:
+    files = SimulatedFiles(random.Random(0), space_bytes=8192)
+    fd = files.open("/d/a", write=True)
+    assert files.write(fd, [b"x" * 6000, b"y" * 6000], 4000) == 2 * 4096 - 4000
+    assert content_of(files, "/d/a") == bytes(4000) + b"x" * 4192
+    assert files.next_data(fd, 0) == 0
+    files.space_bytes += 4096
+    assert files.write(fd, [b"z"], 20_000) == 1
+    assert files.next_data(fd, 8192) == 4 * 4096
+    assert files.next_data(fd, 20_480) == files.size(fd) == 20_001
 
 
 def test_space_runs_out_and_comes_back() -> None:

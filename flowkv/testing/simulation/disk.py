@@ -48,9 +48,11 @@ class SimulatedFiles(FileIO):
 
     Args:
         chance: Source of every accident.
-        space_bytes: Blocks on the device; beyond that writes fail with ENOSPC.
+        space_bytes: Of all blocks on the device. A write that needs more ends where they do, and
+            one that gets none fails with ENOSPC.
 
     Attributes:
+        space_bytes: The same; others may take it and give it back.
         troubles: Probability by name: "write", "enospc", "short", "torn", "read", "short read",
             "sync", "open", "names" (removing, renaming and resizing).
         harmed: Whether a call was made to fail since the last `kill`.
@@ -89,6 +91,13 @@ class SimulatedFiles(FileIO):
         """Length of a file."""
         return len(self._file(fd).data)
 
+    def next_data(self, fd: int, offset: int) -> int:
+        """Where the next block that the file has got begins, from `offset` on."""
+        inode = self._file(fd)
+        first = offset // BLOCK_BYTES
+        block = min((block for block in inode.blocks if block >= first), default=None)
+        return len(inode.data) if block is None else max(offset, block * BLOCK_BYTES)
+
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Reads; perhaps less than was asked for."""
         self._trouble("read", errno.EIO)
@@ -112,10 +121,10 @@ class SimulatedFiles(FileIO):
         torn = self._happens("torn")
         if torn or self._happens("short"):
             content = content[: self.chance.randrange(len(content) + 1)]
-        self._write(self._file(fd), offset, content)
+        written = self._write(self._file(fd), offset, content)
         if torn:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return len(content)
+        return written
 
     def truncate(self, fd: int, size: int) -> None:
         """Sets the length of a file."""
@@ -270,16 +279,24 @@ class SimulatedFiles(FileIO):
         if self._happens(name):
             raise OSError(code, os.strerror(code))
 
-    def _write(self, inode: _Inode, offset: int, content: bytes) -> None:
+    def _write(self, inode: _Inode, offset: int, content: bytes) -> int:
+        """As much as there are blocks for, as Linux does; nothing at all is an error."""
         if not content:
-            return
-        new = set(range(offset // BLOCK_BYTES, (offset + len(content) - 1) // BLOCK_BYTES + 1))
-        if self.used_bytes() + BLOCK_BYTES * len(new - inode.blocks) > self.space_bytes:
-            self.harmed = True
+            return 0
+        free = (self.space_bytes - self.used_bytes()) // BLOCK_BYTES
+        for block in range(offset // BLOCK_BYTES, (offset + len(content) - 1) // BLOCK_BYTES + 1):
+            if block not in inode.blocks:
+                if free <= 0:
+                    self.harmed = True
+                    content = content[: max(0, block * BLOCK_BYTES - offset)]
+                    break
+                inode.blocks.add(block)
+                free -= 1
+        if not content:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        inode.blocks |= new
         _put(inode.data, offset, content)
         self._note(inode, ("write", offset, content))
+        return len(content)
 
     def _note(self, inode: _Inode, change: tuple[str, int, bytes | int]) -> None:
         inode.log.append(change)

@@ -20,17 +20,19 @@ from flowkv.tiers.base import Tier
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.host import HostTier
 
-HAZARDS = frozenset({"kill", "power", "flips", "file errors", "hangs", "remote", "erase"})
+HAZARDS = frozenset({"kill", "power", "flips", "file errors", "full", "hangs", "remote", "erase"})
 """What may go wrong beyond eviction, cancellation and missed deadlines."""
 DIRECTORY = "/simulated/kv"
-HOST_BYTES, DISK_BYTES, REMOTE_BYTES = 40 << 10, 256 << 10, 96 << 10
+HOST_BYTES, DISK_BYTES, REMOTE_BYTES = 80 << 10, 448 << 10, 192 << 10
 _TROUBLES = {"write": 0.1, "enospc": 0.1, "short": 0.2, "torn": 0.1, "read": 0.1}
 _TROUBLES |= {"short read": 0.2, "sync": 0.2, "names": 0.1}
 _MOODS = Faults(fail=0.05, lose=0.02, flip=0.02, latency_s=0.05)
 _BY_KEY = dict(FRAMES)
 _STEPS = {"request": 40.0, "load": 20.0, "store": 20.0, "wait": 60.0, "cancel": 2.0}
-_STEPS |= {"forget": 4.0, "reopen": 0.5}
+_STEPS |= {"forget": 4.0, "reopen": 2.0}
 _RARE = {"kill": 0.5, "power": 0.5, "flips": 0.5, "file errors": 0.5, "hangs": 0.5, "erase": 1.0}
+_RARE |= {"full": 4.0}
+_LEFT = (0, 1, 1, 1, 2, 1 << 20)  # blocks
 
 
 class SimulationFailure(AssertionError):
@@ -89,9 +91,9 @@ class Simulation(Stack):
         self.seed, self.hazards = seed, frozenset(hazards)
         self._open_disk = open_disk or open_disk_tier
         self.durable = self.chance.random() < 0.5
-        self.small = self.chance.random() < 0.2  # the device is smaller than the tier may be
+        self.crowded = self.chance.random() < 0.2  # the device is smaller than the tier may be
         self.disk_bytes = DISK_BYTES + GRANULE_BYTES * self.chance.randrange(64)
-        space_bytes = 160 << 10 if self.small else 1 << 40
+        space_bytes = 280 << 10 if self.crowded else 1 << 40
         self.files = SimulatedFiles(random.Random(f"files {seed}"), space_bytes)
         self.engine = self._fresh_engine()
         self.bucket = MemoryTier(REMOTE_BYTES)
@@ -110,6 +112,7 @@ class Simulation(Stack):
             "power": self.lose_power,
             "flips": self.flip,
             "file errors": self.trouble,
+            "full": self.crowd,
             "hangs": self.hang,
             "erase": self.erase,
         }
@@ -175,6 +178,29 @@ class Simulation(Stack):
         self.files.troubles = {} if self.files.troubles else {n: _TROUBLES[n] for n in chosen}
         self._excuse()
 
+    def crowd(self) -> None:
+        """Others take what is left of the device but for some blocks, or give all of it back.
+
+        Places are free, and frames come by the dozen: so the journal grows by more than one page.
+        """
+        self.files.space_bytes = 1 << 40
+        self._save(1, FRAMES)
+        self._settle()
+        self.disk.delete(sorted(self.chance.sample(KEYS, len(KEYS) * 3 // 4)))
+        left = self.chance.choice(_LEFT)
+        self.files.space_bytes = self.files.used_bytes() + left * GRANULE_BYTES
+        self.crowded = left < max(_LEFT)
+        if self.crowded:  # else what failed meanwhile may still be answered
+            self._excuse()
+        self._save(1, self.chance.sample(FRAMES, len(FRAMES)))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Lets what is under way on the disk end at one time: the journal hears of it together."""
+        self.disk.poll()
+        self.clock.advance(s=0.01)
+        self.disk.poll()
+
     def hang(self) -> None:
         """The disk begins to hang, or ends to."""
         if self.engine.hang:
@@ -198,7 +224,7 @@ class Simulation(Stack):
         if self.engine.in_flight() or self.scarred:
             return  # something may be written yet; or lies where a lost record would have said so
         gone = {key for key in keys if not self.disk.model.stores(key)}
-        if not self.files.troubles:  # else the journal may still name what is gone
+        if not self.files.troubles and not self.crowded:  # else the journal may still name it
             self.cut_off |= gone
         bodies = [frame.body[:64] for key, frame in FRAMES if key in gone]
         for name, image in self.files.images():
@@ -216,7 +242,7 @@ class Simulation(Stack):
         try:
             tier = self._open_disk(self)
         except StoreError:  # the disk fails: it is repaired or emptied
-            self.files.troubles, self.files.space_bytes = {}, 1 << 40
+            self.files.troubles, self.files.space_bytes = {}, 1 << 40  # and has room again
             self.files.kill()
             self.counts["open refused"] += 1
             tier = self._open_disk(self)
@@ -259,7 +285,7 @@ class Simulation(Stack):
 
     def _excuse(self) -> None:
         reasons = set()
-        if self.files.troubles or self.small:
+        if self.files.troubles or self.crowded:
             reasons |= {"EIO", "ENOSPC", "full"}  # full: freed blocks could not be given back
         if self.engine.hang:
             reasons |= {"breaker"}

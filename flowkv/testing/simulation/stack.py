@@ -12,7 +12,7 @@ from flowkv.testing.simulation.place import BEFORE, Place
 from flowkv.testing.tier_model import Frame
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Tier
 
-NAMES = 24
+NAMES = 48
 DEADLINES_S = (0.0, 0.001, 0.05, 10.0, 10.0, 10.0)
 _LAYOUT = bytes(range(16))
 
@@ -21,7 +21,7 @@ def make_frame(name: int) -> tuple[bytes, Frame]:
     """Key and content of the frame with a number; content follows from the key, as in life."""
     key = hashlib.sha256(b"simulated %d" % name).digest()
     stripes = (1, 1, 2, 4)[name % 4]
-    step = GRANULE_BYTES if stripes > 1 else 1500 + 397 * name
+    step = GRANULE_BYTES if stripes > 1 else 1500 + 97 * name
     info = FrameInfo(
         kind="page",
         codec=0,

@@ -153,11 +153,6 @@ class Journal:
         self._next_seq, self._renamed = 1, write
 
     @property
-    def fd(self) -> int:
-        """The file."""
-        return self._fd
-
-    @property
     def lost(self) -> bool:
         """Whether nothing that was read so far is of this store: the slots have to be asked.
 

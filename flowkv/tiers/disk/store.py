@@ -249,7 +249,7 @@ class DiskStore:
                 # Else a machine that stops now might know of these frames and not of those whose
                 # place they took, and drop some that were promised, to stay within its capacity.
                 self._journal.settle()
-                files.append(self._journal.fd)
+                self._journal.sync()  # not by an engine: a compaction closes the file meanwhile
                 self._freed = False
             return files
 
