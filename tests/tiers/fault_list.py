@@ -104,6 +104,8 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/test_disk.py::test_F10_the_quota_holds_on_the_disk",
             "tiers/test_disk.py::test_F10_second_process_reads_along",
             "tiers/test_disk.py::test_F10_exclusive",
+            "tiers/test_disk_home.py::test_never_two_writers",
+            "tiers/test_disk_home.py::test_what_is_no_longer_ours_is_not_written",
             "tiers/test_shared.py::test_capacity_is_physical",
             "tiers/test_conformance.py::test_disk_tier_and_a_reader",
         ),
@@ -203,6 +205,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "tiers/test_faults.py::test_S10_frames",
             "tiers/test_faults.py::test_S10_directories",
+            "tiers/test_disk_inspect.py::test_work_is_bounded_by_the_capacity_whatever_files_claim",
             "tiers/test_faults.py::test_S10_archives",
             "tiers/test_frame.py::test_noise_is_no_frame",
             "tiers/test_envelope.py::test_noise_raises_nothing_but_bad_frames",
