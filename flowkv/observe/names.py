@@ -94,8 +94,8 @@ stores_total | c | tier | Writes to a tier
 stored_pages_total | c | tier | Pages written
 stored_bytes_total | c | tier | Bytes written
 store_seconds | h | tier | From the beginning of a write to its end
-evictions_total | c | tier reason | Times that a tier gave up pages: space, lease, quota, \
-prefetch or close
+evictions_total | c | tier reason | Times that a tier gave up pages: space, unused, lease, \
+quota, prefetch or close
 evicted_pages_total | c | tier reason | Pages that it gave up
 evicted_bytes_total | c | tier reason | Bytes of them
 promotions_total | c | source tier | Times that pages were copied to a faster tier

@@ -293,7 +293,7 @@ class DiskStore:
     def delete(self, keys: Iterable[bytes]) -> int:
         """Forgets frames; a reader forgets none. Returns how many were there."""
         with self._lock:
-            if not self._leads():
+            if not self._leads(()):
                 return 0
             gone = [(key, held) for key in keys if (held := self._index.pop(key))]
             if gone:
@@ -315,7 +315,7 @@ class DiskStore:
             Refused: "busy": a slot is still being read after `wait_s`.
         """
         with self._lock:
-            if not self._leads():
+            if not self._leads(()):
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
         with self._tidying, self._lock:
             if not self._unpinned.wait_for(lambda: not self._slabs.doomed, wait_s):
@@ -424,15 +424,20 @@ class DiskStore:
 
     # --- whose directory it is -----------------------------------------------------------------
 
-    def _leads(self, sizes: Iterable[int] = ()) -> bool:
+    def _leads(self, sizes: Iterable[int] | None = None) -> bool:
         """Whether this object may write now: nobody took its lock, journal or slab files away.
 
         Else it is a reader from then on, which may become the owner again as any reader may.
+
+        Args:
+            sizes: Of the slab files to look at; None looks at the lock alone.
         """
         journal = self._journal
         if self.owner and journal is not None:
-            there = self._home.holds() and not journal.replaced()
-            if not there or not all(map(self._slabs.there, sizes)):
+            there = self._home.holds()
+            if there and sizes is not None:
+                there = not journal.replaced() and all(map(self._slabs.there, sizes))
+            if not there:
                 self.owner, self.shared = False, True
                 self._drop_journal()
                 self._let_go()
