@@ -84,7 +84,7 @@ id=10001
 if ! grep -q '^fresh:' "$tree/etc/passwd"; then
   inside useradd --uid $id --create-home --shell /bin/bash fresh
 fi
-own=${XDG_CONFIG_HOME:-${HOME:-/root}/.config}/pip/pip.conf
+own=${XDG_CONFIG_HOME:-~/.config}/pip/pip.conf
 [ ! -e "$own" ] || install -D -m 644 "$own" "$tree/home/fresh/.config/pip/pip.conf"
 clone=/home/fresh/flowkv
 if [ -e "$tree$clone" ]; then
