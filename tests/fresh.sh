@@ -4,6 +4,7 @@
 #
 #     tests/fresh.sh [WORD...]       words are given to `python -m tests`: a part of the tests, --all
 #     KEEP=DIR tests/fresh.sh        keeps the tree there, and goes on from it the next time
+#     ONLY=tests tests/fresh.sh      one of the two commands: demo, tests
 #     SUITE=trixie tests/fresh.sh    another Debian
 #     INSTALL="libibverbs1 ..."      packages that are installed beside
 #
@@ -83,7 +84,7 @@ id=10001
 if ! grep -q '^fresh:' "$tree/etc/passwd"; then
   inside useradd --uid $id --create-home --shell /bin/bash fresh
 fi
-own=${XDG_CONFIG_HOME:-${HOME:-/root}/.config}/pip/pip.conf
+own=${XDG_CONFIG_HOME:-~/.config}/pip/pip.conf
 [ ! -e "$own" ] || install -D -m 644 "$own" "$tree/home/fresh/.config/pip/pip.conf"
 clone=/home/fresh/flowkv
 if [ -e "$tree$clone" ]; then
@@ -111,6 +112,10 @@ fresh() { # fresh NAME COMMAND: as that user, in the clone
 }
 
 failed=0
-fresh "demo" "$(readme_command demo-command)" || failed=1
-fresh "tests" "$(readme_command test-command) $*" || failed=1
+if [ "${ONLY:-demo}" = demo ]; then
+  fresh "demo" "$(readme_command demo-command)" || failed=1
+fi
+if [ "${ONLY:-tests}" = tests ]; then
+  fresh "tests" "$(readme_command test-command) $*" || failed=1
+fi
 exit "$failed"
