@@ -23,6 +23,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    is_causal: bool = True,
 ) -> torch.Tensor:
     """Causal attention that stores `k` and `v` in pages and reads them where they lie.
 
@@ -31,13 +32,16 @@ def attention(
 
     Args:
         q: Queries `[1, Hq, N, D]`: all rows of the step packed one after the other.
-        k: New keys `[1, Hk, N, D]`; `Hq` is a multiple of `Hk`.
+        k: New keys `[1, Hk, N, D]`; `Hq` is a multiple of `Hk`. Heads may also be repeated
+            `Hq / Hk` times each, as `repeat_interleave` does; pages hold each once.
         v: New values `[1, Hk, N, Dv]`. None in groups of kind "latent" (absorbed MLA), inside a
             step only: there `k` is `[1, 1, N, D]`, and its first Dv dims are the value.
         layer: Index of the layer, as in the cache's geometry.
         scale: Of the logits; default `D ** -0.5`.
         softcap: `tanh(logit / softcap) * softcap`, inside a step only.
         sinks: `[Hq]` extra logits that join the denominator, inside a step only.
+        is_causal: As models say it, `T > 1` say: False only where each row has one new token at
+            most, which sees all of its past.
 
     Returns:
         `[1, Hq, N, Dv]` in the dtype of `q`.
@@ -58,7 +62,12 @@ def attention(
                 "Call the model inside kv.step(...)",
             )
         grouped = q.shape[1] != k.shape[1]
-        return _SDPA(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return _SDPA(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    if not is_causal and (step.counts > 1).any():
+        raise GeometryError(
+            "attention in a step of several new tokens in a row is to look ahead",
+            "Pages serve causal attention: say is_causal=True, or run it outside the step",
+        )
     return _attend(step, layer, q, k, v, scale=scale, softcap=softcap, sinks=sinks)
 
 
@@ -79,9 +88,24 @@ def _attend(
             f"{dtype}",
             "Say the dtype that the model computes in: LayerGroup(dtype=...)",
         )
-    q, k = q[0].transpose(0, 1), k[0].transpose(0, 1)
-    v = None if v is None else v[0].transpose(0, 1)
+    group = step.group(layer)
+    q, k = q[0].transpose(0, 1), _once(k[0].transpose(0, 1), group.kv_heads)
+    v = None if v is None else _once(v[0].transpose(0, 1), group.kv_heads)
     return step.attend(layer, q, k, v, **options).transpose(0, 1).unsqueeze(0)
+
+
+def _once(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[N, Hk, D]` of keys or values whose heads may each be repeated."""
+    if x.shape[1] == heads or x.shape[1] % heads:
+        return x  # what does not fit is refused with the rest
+    every = x.unflatten(1, (heads, -1))
+    first = every[:, :, :1]
+    if not torch.equal(every, first.expand_as(every)):
+        raise GeometryError(
+            f"{x.shape[1]} different heads of keys and values, the geometry has {heads}",
+            "Say how many the model has: LayerGroup(kv_heads=...)",
+        )
+    return first.squeeze(2)
 
 
 class intercept(TorchFunctionMode):
@@ -89,7 +113,8 @@ class intercept(TorchFunctionMode):
 
     For models whose source is not to be changed. Layers are numbered by call order within a step,
     so every attention layer must call it once per forward pass, in the same order, with
-    `is_causal=True`. Other calls (cross-attention, encoders) are left alone.
+    `is_causal=True`; in a step of a single new token it may say False, as `is_causal=T > 1` does.
+    Other calls (cross-attention, encoders) are left alone.
 
     Example:
         >>> with flowkv.intercept(), kv.step([seq], [tokens]) as step:  # doctest: +SKIP
@@ -107,7 +132,7 @@ class intercept(TorchFunctionMode):
         """Sees every torch function; takes the causal attention of an open step."""
         kwargs = kwargs or {}
         step = CURRENT.get()
-        if func is not _SDPA or step is None or not _causal(args, kwargs):
+        if func is not _SDPA or step is None or not _causal(args, kwargs, step):
             return func(*args, **kwargs)
         if step is not self._step:
             self._step, self._calls = step, 0
@@ -126,5 +151,11 @@ class intercept(TorchFunctionMode):
             return _attend(step, layer, q, k, v, scale=kwargs.get("scale"))
 
 
-def _causal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
+def _causal(args: tuple[Any, ...], kwargs: dict[str, Any], step: Step) -> bool:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("is_causal"):
+        return True
+    # A new token by itself sees all of its past: models do not call that causal.
+    single = int(step.counts.sum()) == given["query"].shape[2] == given["key"].shape[2] == 1
+    return single and given.get("attn_mask") is None

@@ -111,6 +111,14 @@ class Step:
         """The layer groups of the geometry."""
         return self._planner.geometry.groups
 
+    def group(self, layer: int) -> LayerGroup:
+        """The layer group of a model layer.
+
+        Raises:
+            GeometryError: No group holds the layer.
+        """
+        return self.groups[self._planner.locate(layer)[0]]
+
     @property
     def open(self) -> bool:
         """Whether it is neither committed nor rolled back."""
@@ -127,8 +135,7 @@ class Step:
         Raises:
             GeometryError: No group holds the layer.
         """
-        name = self.groups[self._planner.locate(layer)[0]].dtype
-        dtype: torch.dtype = getattr(torch, name)
+        dtype: torch.dtype = getattr(torch, self.group(layer).dtype)
         return dtype
 
     @property

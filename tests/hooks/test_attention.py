@@ -177,17 +177,36 @@ def test_a_model_that_leaves_a_layer_out_is_found_out(kv: KV) -> None:
     assert kv.explain([1] * 10).known == 0
 
 
-def test_a_model_whose_decoding_is_not_causal_is_found_out(kv: KV) -> None:
-    def guarded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+@pytest.mark.parametrize("way", ["attention", "intercept"])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_causal_with_several_tokens_and_repeated_heads(kv: KV, way: str, repeated: bool) -> None:
+    """As models say it: `is_causal=T > 1`, with the heads of keys repeated for the queries."""
 
-    model, seq = make_nano(attend=guarded), kv.open([1, 2])
-    with flowkv.intercept(), torch.no_grad():
-        with kv.step([seq], [[1, 2]]) as step:
-            model(step.tokens, step.positions)
-        with pytest.raises(StateError, match="is_causal=True"), kv.step([seq], [[3]]) as step:
-            model(step.tokens, step.positions)
-    assert seq.length == 2
+    def guarded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int) -> torch.Tensor:
+        if repeated:
+            k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        causal = q.shape[2] > 1
+        if way == "attention":
+            return flowkv.attention(q, k, v, layer=layer, is_causal=causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=not repeated)
+
+    model, seqs = make_nano(attend=guarded), [kv.open(prompt) for prompt in PROMPTS]
+    with flowkv.intercept() if way == "intercept" else nullcontext():
+        for counts, rows in (([9], seqs[:1]), ([5, 8, 3], seqs[1:])):
+            for seq, tokens in zip(rows, generate(kv, model, rows, counts), strict=True):
+                prompt = PROMPTS[seqs.index(seq)]
+                assert tokens == generate_plain(make_nano(), prompt, len(tokens))
+
+
+def test_looking_ahead_and_other_heads_are_refused(kv: KV) -> None:
+    q, k, v = shapes(q=(1, 4, 2, 8), k=(1, 2, 2, 8), v=(1, 2, 2, 8))
+    seq = kv.open([1, 2])
+    with pytest.raises(GeometryError, match="look ahead"), kv.step([seq], [[1, 2]]):
+        flowkv.attention(q, k, v, layer=0, is_causal=False)
+    different = torch.randn(1, 4, 2, 8)
+    with pytest.raises(GeometryError, match="different heads"), kv.step([seq], [[1, 2]]):
+        flowkv.attention(q, different, different, layer=0)
+    assert seq.length == 0
 
 
 def test_attention_after_the_end_of_its_step_is_refused(kv: KV) -> None:
