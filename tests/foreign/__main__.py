@@ -32,7 +32,7 @@ PLACE = ROOT / ".venv-foreign"
 PYTHON = PLACE / "bin" / "python"
 PINS = {"peft": "0.21.2", "accelerate": "1.15.0", "transformers": "5.23.0"}
 TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "parameterized", "datasets", "scipy"]
-TOOLS += ["diffusers", "Pillow", "protobuf", "sentencepiece", "setuptools", "wheel"]
+TOOLS += ["diffusers", "httpx", "Pillow", "protobuf", "sentencepiece", "setuptools", "wheel"]
 RETRIES = 3
 """Runs without FlowKV in which a test that failed only with it may show that it fails by itself."""
 
@@ -130,15 +130,22 @@ class Bench:
             (target / "tests" / "__init__.py").touch()  # archives leave empty files out
         return target
 
-    def fill_hub(self, suites: Iterable[Path]) -> None:
-        """Makes the tiny models that the suites name."""
-        command = [
-            PYTHON,
-            HERE / "tiny_hub.py",
-            PLACE / "hub",
-            *(path / "tests" for path in suites),
-        ]
-        with (PLACE / "hub.log").open("w", encoding="utf-8") as log:
+    def join(self, checkout: Path) -> Path:
+        """The archive of transformers, with what only the checkout of its repository has."""
+        archive, joined = self.unpack("transformers"), PLACE / "suites" / "checkout"
+        if not joined.exists():
+            for source in (checkout / "tests", checkout / "utils", checkout / "conftest.py"):
+                bring = shutil.copytree if source.is_dir() else shutil.copy
+                joined.mkdir(exist_ok=True)
+                bring(source, joined / source.name)
+            shutil.copytree(archive, joined, dirs_exist_ok=True)  # its files fit what is installed
+        return joined
+
+    def fill_hub(self, suite: Path, files: Iterable[str]) -> None:
+        """Makes the tiny models that these files name, or what lies beside them."""
+        sources = {suite / file for file in files} | set((suite / "tests").glob("*.py"))
+        command = [PYTHON, HERE / "tiny_hub.py", PLACE / "hub", *sorted(sources)]
+        with (PLACE / "hub.log").open("a", encoding="utf-8") as log:
             subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
 
     def run(self, name: str, suite: Path, file: str, attached: bool, only: list[str]) -> Outcome:
@@ -221,17 +228,11 @@ def reason(line: dict[str, str]) -> str:
     """Why a test was skipped, in a word."""
     why = line["why"].lower()
     words = {
-        "hub": ("skipped: hub", "slow", "internet", "network", "staging"),
-        "gpu": ("cuda", "gpu", "accelerator", "xpu", "npu", "mps", "bf16", "multi-device"),
-        "package": (
-            "require",
-            "not installed",
-            "not available",
-            "bitsandbytes",
-            "could not import",
-        ),
+        "hub": "skipped: hub|test is slow|internet|network|staging",
+        "gpu": "cuda|gpu|accelerator|flash attention|fsdp|tensor parallel|kernels",
+        "package": "requires|not installed|not available|bitsandbytes",
     }
-    return next((kind for kind, said in words.items() if any(w in why for w in said)), "other")
+    return next((kind for kind, said in words.items() if re.search(said, why)), "other")
 
 
 @dataclass
@@ -313,15 +314,19 @@ def main() -> None:
     bench.install()
     names = given.suites or ["peft", "accelerate", *(["checkout"] if given.tests else [])]
     places = {
-        name: given.tests.resolve() if name == "checkout" else bench.unpack(name) for name in names
+        name: bench.join(given.tests.resolve()) if name == "checkout" else bench.unpack(name)
+        for name in names
     }
-    bench.fill_hub(places.values())
     failed, ran, collected = 0, 0, 0
     for name, suite in places.items():
         print(f"== {name} ({suite.name})", flush=True)
-        for file in SUITES[name].files:
-            if not fnmatch(Path(file).stem, given.files) or not (suite / file).exists():
-                continue
+        files = [
+            file
+            for file in SUITES[name].files
+            if fnmatch(Path(file).stem, given.files) and (suite / file).exists()
+        ]
+        bench.fill_hub(suite, files)
+        for file in files:
             row = compare(bench, name, suite, file)
             print(row, flush=True)
             failed += len(row.worse)

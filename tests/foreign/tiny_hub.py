@@ -1,8 +1,8 @@
 """Fills a local hub cache with tiny models of the names that a suite asks for.
 
-Run by the environment that has transformers: `python tiny_hub.py HUB DIR...` finds every model name
-in the sources under the directories and saves, for those whose name tells an architecture, a
-configuration, random weights of a fixed seed and a tokenizer, as the hub's own cache lies on disk.
+Run by the environment that has transformers, `python tiny_hub.py HUB FILE...` finds every model
+name in the sources. For those whose name tells an architecture it saves a configuration, random
+weights of a fixed seed and a tokenizer, as the hub's own cache lies on disk.
 What has no architecture in its name stays away, and tests that need it are skipped for the hub.
 """
 
@@ -83,9 +83,8 @@ SIZES: dict[str, Any] = {
 def main(hub: Path, sources: list[Path]) -> None:
     """Makes what is not there yet; prints a line for each name."""
     names: set[str] = set()
-    for directory in sources:
-        for path in directory.rglob("*.py"):
-            names |= set(NAMES.findall(path.read_text(encoding="utf-8")))
+    for path in sources:
+        names |= set(NAMES.findall(path.read_text(encoding="utf-8")))
     for name in sorted(names):
         known = class_of(name)
         if known is not None:
@@ -154,4 +153,4 @@ def tokenizer() -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(directory) for directory in sys.argv[2:]])
+    main(Path(sys.argv[1]), [Path(source) for source in sys.argv[2:]])
