@@ -95,11 +95,13 @@ class Bench:
         keyword: pytest's `-k`, "" for all tests.
         sample: One of so many tests is run, chosen by its name.
         limit_s: A test that takes longer has failed.
+        warm: With FlowKV, prompts are generated twice, so that answers come of known pages.
     """
 
-    def __init__(self, keyword: str, sample: int, limit_s: int) -> None:
+    def __init__(self, keyword: str, sample: int, limit_s: int, *, warm: bool) -> None:
         self._keyword, self._sample, self._limit_s = keyword, sample, limit_s
         self.results = PLACE / "results" / f"{sample}-{re.sub(r'[^a-z0-9]+', '-', keyword)}"
+        self._warm = warm
         self._ini = PLACE / "pytest.ini"
 
     def install(self) -> None:
@@ -150,7 +152,7 @@ class Bench:
 
     def run(self, name: str, suite: Path, file: str, attached: bool, only: list[str]) -> Outcome:
         """Runs one file of a suite, again from where it was if the interpreter died of a test."""
-        kind = "attached" if attached else "plain"
+        kind = ("warm" if self._warm else "attached") if attached else "plain"
         path = self.results / name / f"{Path(file).stem}.{kind}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -174,6 +176,7 @@ class Bench:
         command = [PYTHON, "-m", "pytest", "-q", "-p", "flowkv_foreign", "-c", self._ini]
         command += ["--rootdir", suite, "--timeout", str(self._limit_s), "-p", "no:cacheprovider"]
         command += ["--sample", str(self._sample), *(["--attached"] if attached else [])]
+        command += [*(["--warm"] if attached and self._warm else [])]
         command += [*(["-k", self._keyword] if self._keyword else [])]
         command += [*(["--only", chosen] if only else []), file]
         places = {
@@ -306,9 +309,12 @@ def main() -> None:
     parser.add_argument("-k", dest="keyword", default="", help="pytest's -k")
     parser.add_argument("--sample", type=int, default=1, help="run one of so many tests")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one test")
+    parser.add_argument(
+        "--warm", action="store_true", help="with FlowKV, generate twice: from known pages"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     given = parser.parse_args()
-    bench = Bench(given.keyword, given.sample, given.timeout)
+    bench = Bench(given.keyword, given.sample, given.timeout, warm=given.warm)
     if given.fresh:
         shutil.rmtree(bench.results, ignore_errors=True)
     bench.install()

@@ -37,6 +37,10 @@ AWAY = {
     "RepositoryNotFoundError",
     "RemoteEntryNotFoundError",
 }
+STATEFUL = {"past_key_values", "streamer", "logits_processor", "stopping_criteria"}
+STATEFUL |= {"assistant_model", "custom_generate", "cache_implementation"}
+"""Arguments of `generate` that may not be used twice."""
+
 AWAY_SAYS = (
     "couldn't connect to 'http",
     "Couldn't reach",
@@ -54,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The runner's own words."""
     group = parser.getgroup("foreign")
     group.addoption("--attached", action="store_true", help="attach FlowKV to every model")
+    group.addoption("--warm", action="store_true", help="generate twice, answer from known pages")
     group.addoption("--only", help="file with the node ids to run, one a line")
     group.addoption("--sample", type=int, default=1, help="run one of so many tests")
 
@@ -63,7 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.meta_path.append(Missing())  # after all who may know better
     config.pluginmanager.register(Record(Path(os.environ["FOREIGN_RESULTS"])), "foreign-record")
     if config.getoption("--attached"):
-        config.pluginmanager.register(Attached(), "foreign-attached")
+        attached = Attached(warm=config.getoption("--warm"))
+        config.pluginmanager.register(attached, "foreign-attached")
 
 
 class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -199,11 +205,15 @@ def is_away(error: BaseException | None) -> bool:
 class Attached:
     """Attaches FlowKV at the end of the making of each outermost model, and counts.
 
+    Args:
+        warm: What is generated of a prompt alone is generated twice, the second answer is given:
+            it goes on from the pages of the first.
+
     Attributes:
         counts: Models by what became of them, forwards over pages, tokens seen and reused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, warm: bool) -> None:
         import transformers
 
         from flowkv.hooks.huggingface.door import Door
@@ -216,6 +226,9 @@ class Attached:
         loading = model.from_pretrained.__func__
         model.from_pretrained = classmethod(self._wrap_making(loading))
         Door.after = self._count_forwards(Door.after)
+        if warm:
+            mixin = transformers.GenerationMixin
+            mixin.generate = self._wrap_generate(mixin.generate)
 
     def _wrap_subclass(self, known: Callable[..., None]) -> Callable[..., None]:
         def init_subclass(cls: Any, **options: Any) -> None:
@@ -245,6 +258,21 @@ class Attached:
             return model
 
         return loaded
+
+    def _wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(generate)
+        def again(model: Any, *args: Any, **options: Any) -> Any:
+            import torch
+
+            alone = not (options.keys() & STATEFUL) and len(args) < 3
+            if alone and not model.training:
+                state = torch.get_rng_state()
+                generate(model, *args, **options)
+                torch.set_rng_state(state)
+                self.counts["generated twice"] += 1
+            return generate(model, *args, **options)
+
+        return again
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[bool]:
