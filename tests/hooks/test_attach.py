@@ -44,15 +44,55 @@ def open_rows(kv: flowkv.KV) -> int:
         return len(kv._open)
 
 
+def fails(*_: Any) -> None:
+    raise TypeError("this fails")
+
+
 class TestTheModel:
     def test_is_as_before_after_detach(self, model: Any) -> None:
         before = model.config._attn_implementation
         hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
         with attached(model):
-            assert model.config._attn_implementation != before
+            answer(model, models.prompt(40))
         assert model.config._attn_implementation == before
         assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
         assert "flowkv" not in str(model.config.to_dict())
+
+    @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+    def test_says_what_it_said(self, model: Any, implementation: str) -> None:
+        model.set_attn_implementation(implementation)
+        with attached(model):
+            seen = [module.config._attn_implementation for module in (model, model.model)]
+            assert seen == [implementation] * 2
+            answer(model, models.prompt(40))
+            with pytest.raises(TypeError):
+                model.generate(models.prompt(40), max_new_tokens=2, logits_processor=[fails])
+            with pytest.raises(TypeError), torch.no_grad():
+                model.model.layers[1].register_forward_pre_hook(fails)
+                model.generate(models.prompt(40), max_new_tokens=2)
+            assert model.config._attn_implementation == implementation
+            assert "flowkv" not in repr(copy.deepcopy(model.config.__dict__))
+            if implementation == "eager":
+                model.config.output_attentions = True
+
+    def test_reads_another_attention_when_it_is_told_to(self, model: Any) -> None:
+        ids = models.prompt(60)
+        theirs = answer(model, ids)
+        with attached(model) as kv:
+            for implementation in ("eager", "sdpa"):
+                model.set_attn_implementation(implementation)
+                assert torch.equal(answer(model, ids), theirs)
+                assert torch.equal(answer(model, ids), theirs)
+                assert model.config._attn_implementation == implementation
+            assert reused(kv) > 0
+
+    def test_compiles_without_a_break(self, model: Any) -> None:
+        ids = models.prompt(20)
+        with torch.no_grad(), attached(model):
+            theirs = model(ids, use_cache=False).logits
+            torch.compiler.reset()
+            compiled = torch.compile(model, fullgraph=True, backend="eager")
+            assert torch.allclose(compiled(ids, use_cache=False).logits, theirs, atol=1e-5)
 
     def test_is_attached_once(self, model: Any) -> None:
         with attached(model), pytest.raises(StateError, match="already"):

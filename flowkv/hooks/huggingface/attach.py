@@ -89,26 +89,22 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
     found = probe(model, kv.page_size, in_pages=in_pages)
     identity.learn(model, named=False)
     kv.bind(found.plan.geometry, identity.namespace)
-    door = Door(model, kv, found.plan, identity)
-    door.note = switch.reason
-    switch.on()
+    door = Door(model, kv, found.plan, identity, switch)
     door.hang()
     try:
-        _settle(model, kv, found, door, switch)
+        _settle(model, kv, found, door)
     except BaseException:
         door.unhang()
-        switch.off()
         raise
     if reads == "dense" and in_pages:
-        _read_dense(door, switch, "reads='dense' was asked for")
+        _read_dense(door, "reads='dense' was asked for")
     _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
     kv.on_prove(door.proof.finish)
-    kv.on_detach(switch.off)
     kv.on_detach(door.unhang)
     return door
 
 
-def _settle(model: Any, kv: KV, found: Probe, door: Door, switch: Switch) -> None:
+def _settle(model: Any, kv: KV, found: Probe, door: Door) -> None:
     """Tests pages on the model and takes back what does not hold.
 
     Raises:
@@ -125,16 +121,15 @@ def _settle(model: Any, kv: KV, found: Probe, door: Door, switch: Switch) -> Non
             continues = native_continues(model, found)
         problem = f"{name} does not continue from a cache as it answers in one pass"
         if continues and any(place.in_pages for place in placed):
-            _read_dense(door, switch, "its attention computes otherwise than it says")
+            _read_dense(door, "its attention computes otherwise than it says")
             if paged_agrees(model, kv, found, door):
                 return
             problem = f"{name} does not answer the same through pages"
     raise UnsupportedModelError(problem, "Use the model without FlowKV")
 
 
-def _read_dense(door: Door, switch: Switch, note: str) -> None:
-    switch.off()
-    door.note = note
+def _read_dense(door: Door, note: str) -> None:
+    door.switch.reason = note
     for placed in door.plan.placed.values():
         placed.in_pages = False
 

@@ -28,13 +28,14 @@ from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import Call, Names
 from flowkv.hooks.huggingface.nested import Nested
 from flowkv.hooks.huggingface.notes import usual
+from flowkv.hooks.huggingface.packing import RUNNING
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
 from flowkv.hooks.huggingface.prefill import check_paired, refuse_lost, wants_last, without_known
 from flowkv.hooks.huggingface.probe import rows_alike
 from flowkv.hooks.huggingface.proof import Proof
 from flowkv.hooks.huggingface.restoring import Restoring
 from flowkv.hooks.huggingface.rows import Rows
-from flowkv.hooks.huggingface.switch import decoder_of
+from flowkv.hooks.huggingface.switch import Switch, decoder_of
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.runtime.cache import KV
 
@@ -50,20 +51,27 @@ class Door:
         kv: The cache.
         plan: The model's layers.
         identity: Who the model is.
+        switch: Its attention.
 
     Attributes:
         continues: The model goes on correctly from a cached prefix; otherwise nothing is reused.
-        note: Why layers are read dense, "" if they are not.
         proof: What reads the model's weights again, so that pages may be kept.
         passes: Native caches that were told of, or were in pages once: nothing more is to be said.
     """
 
-    def __init__(self, model: torch.nn.Module, kv: KV, plan: ModelPlan, identity: Identity) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        kv: KV,
+        plan: ModelPlan,
+        identity: Identity,
+        switch: Switch,
+    ) -> None:
         self._model = weakref.ref(model)
-        self.kv, self.plan, self.identity = kv, plan, identity
+        self.kv, self.plan, self.identity, self.switch = kv, plan, identity, switch
         self.names = Names.of(model)
         self.continues = True
-        self.note = ""
+        self._switched: set[tuple[int, int]] = set()
         self._lock, self._aside = threading.RLock(), threading.local()
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
@@ -136,23 +144,31 @@ class Door:
 
     def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
-        model: Any = self._model()
-        if module is not model or torch.compiler.is_compiling():
-            return None
-        if getattr(self._aside, "on", False):
+        if module is not self._model() or torch.compiler.is_compiling():
             return None
         if args:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
         cache = _own(given.get("past_key_values"))
+        aside = getattr(self._aside, "on", False)
+        changed = None if aside else self._serve(module, cache, given)
+        key = threading.get_ident(), id(cache)
+        paged = isinstance(cache, PagedCache) or RUNNING.get() is not None
+        if paged and key not in self._switched:
+            self._switched.add(key)
+            self.switch.on()
+        return changed
+
+    def _serve(self, model: Any, cache: Any, given: dict[str, Any]) -> Any:
+        training: bool = model.training
         if isinstance(cache, PagedCache) and cache.stays():
             door: Door = cache.door or self
-            if door._model() is not module:
+            if door._model() is not model:
                 raise StateError(
                     "these past_key_values were made for another model",
                     "Make them with the cache that is attached to this one",
                 )
-            return (), door.go_on(cache, given, training=model.training)
-        if not self.kv.closed and self._may_start(module, cache, given):
+            return (), door.go_on(cache, given, training=training)
+        if not self.kv.closed and self._may_start(model, cache, given):
             if self.kv.inherited:
                 warn_inherited(self.kv)
                 return None
@@ -161,7 +177,13 @@ class Door:
 
     def after(self, module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
         """After a forward: what it wrote is kept, full pages are published; or it failed."""
+        if torch.compiler.is_compiling():
+            return
         cache = _own(given.get("past_key_values"))
+        key = threading.get_ident(), id(cache)
+        if key in self._switched:
+            self._switched.remove(key)
+            self.switch.off()
         if module is self._model() and isinstance(cache, PagedCache):
             self.proof.leave()
             if cache.drawn is not None and cache.drawn != drawn():

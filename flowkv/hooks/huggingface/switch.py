@@ -1,10 +1,15 @@
-"""Switches the decoder's attention implementation to FlowKV's, and back."""
+"""Switches the decoder's attention implementation to FlowKV's for forwards over pages.
+
+Between them the configuration says what it said before: callers read it, save it and set it, and
+compiled code is made of it.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -17,58 +22,50 @@ _COMPARED = re.compile(
 )
 
 
-class _StandIn(str):
-    """The name of FlowKV's function; copied or pickled, that of the one it stands in for."""
-
-    __slots__ = ("_previous",)
-
-    def __new__(cls, previous: str) -> _StandIn:
-        name = super().__new__(cls, PREFIX + previous)
-        name._previous = previous
-        return name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return self._previous
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return str, (self._previous,)
-
-
 class Switch:
-    """The attention implementation of one model's decoder.
+    """The attention implementation of one model's decoder. Thread-safe.
 
     Args:
         model: The model.
 
     Attributes:
-        reason: Why it cannot be switched, so that layers are read dense; "" if it can.
+        reason: Why it is not switched, so that layers are read dense; "" if it is.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         decoder = decoder_of(model)
-        self._before: list[tuple[Any, str]] = []
-        self._configs = _configs(decoder)
-        self.reason = _obstacle(decoder, self._configs)
+        self._configs = [(config, own(config)) for config in _configs(decoder)]
+        self.reason = _obstacle(decoder, {name for _, name in self._configs})
+        self._switched: list[tuple[Any, str]] = []
+        self._forwards, self._lock = 0, threading.Lock()
 
     def on(self) -> None:
-        """Lets FlowKV stand in, if it can."""
-        if self.reason or self._before:
-            return
-        register()
-        for config in self._configs:
-            previous = str(config._attn_implementation)
-            if previous.startswith(PREFIX):
-                continue
-            self._before.append((config, previous))
-            # The property would set it for sub-configurations (a vision tower's) as well.
-            config._attn_implementation_internal = _StandIn(previous)
+        """A forward over pages begins: FlowKV stands in, if it can."""
+        with self._lock:
+            self._forwards += 1
+            if self._forwards > 1 or self.reason:
+                return
+            register()
+            for config, known in self._configs:
+                # What somebody else has set meanwhile was not asked for an obstacle.
+                if config._attn_implementation == known:
+                    self._switched.append((config, known))
+                    # The property would set it for sub-configurations (a vision tower's) as well.
+                    config._attn_implementation_internal = PREFIX + known
 
     def off(self) -> None:
-        """Puts back what was there, unless somebody else has changed it since."""
-        while self._before:
-            config, previous = self._before.pop()
-            if config._attn_implementation == PREFIX + previous:
-                config._attn_implementation_internal = previous
+        """It is over: with the last one, what was there is put back, unless it was set anew."""
+        with self._lock:
+            self._forwards -= 1
+            while self._switched and not self._forwards:
+                config, known = self._switched.pop()
+                if config._attn_implementation == PREFIX + known:
+                    config._attn_implementation_internal = known
+
+
+def own(config: Any) -> str:
+    """The attention implementation that a configuration has when FlowKV does not stand in."""
+    return str(config._attn_implementation).removeprefix(PREFIX)
 
 
 def decoder_of(model: Any) -> torch.nn.Module:
@@ -86,9 +83,7 @@ def _configs(decoder: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _obstacle(decoder: torch.nn.Module, configs: list[Any]) -> str:
-    names = {str(config._attn_implementation) for config in configs}
-    names = {name.removeprefix(PREFIX) for name in names}
+def _obstacle(decoder: torch.nn.Module, names: set[str]) -> str:
     for name in sorted(names):
         if name not in FALLBACKS:
             return f"its attention implementation is {name!r}; {FALLBACKS[0]!r} reads pages"
@@ -98,7 +93,7 @@ def _obstacle(decoder: torch.nn.Module, configs: list[Any]) -> str:
     for source in {sys.modules.get(type(module).__module__) for module in decoder.modules()}:
         if _compares(source, names):
             return "its source asks for the name of its attention implementation"
-    return "" if configs else "it has no configuration of its attention"
+    return "" if names else "it has no configuration of its attention"
 
 
 def _compares(source: Any, names: set[str]) -> bool:

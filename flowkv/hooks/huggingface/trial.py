@@ -82,7 +82,7 @@ def _unpackable(door: Door) -> str:
     if names.positions not in names.parameters:
         return "the model takes no position of each token"
     if not all(placed.in_pages for placed in plan.placed.values()):
-        return door.note or "the model computes with keys and values itself"
+        return door.switch.reason or "the model computes with keys and values itself"
     alone = _lone(door)
     return alone if plan.stateful or "chunked" in alone else ""
 

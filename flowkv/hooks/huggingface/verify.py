@@ -150,8 +150,8 @@ def _door(model: Any, kv: KV) -> Iterator[Door]:
         plan = probe(model, kv.page_size, in_pages=reads).plan
     identity = Identity(model)  # of a cache that is about to be closed
     kv.bind(plan.geometry, identity.namespace)
-    door = Door(model, kv, plan, identity)
-    door.continues, door.note = other.continues, other.note
+    door = Door(model, kv, plan, identity, other.switch)
+    door.continues = other.continues
     yield door
 
 
@@ -167,10 +167,10 @@ def _ways(door: Door) -> tuple[str, ...]:
 
 
 def _reasons(door: Door) -> tuple[str, ...]:
-    found = [door.note] if door.note else []
+    found = [door.switch.reason] if door.switch.reason else []
     if not door.continues:
         found.append("it does not go on from a cached prefix: nothing is reused")
-    if any(not p.was_read for p in door.plan.placed.values()) and not door.note:
+    if any(not p.was_read for p in door.plan.placed.values()) and not door.switch.reason:
         found.append("its attention needs more than keys, values and a causal mask")
     return tuple(found)
 

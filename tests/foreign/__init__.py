@@ -1,0 +1,1 @@
+"""Runs suites that others wrote with FlowKV attached to every model: `python -m tests.foreign`."""

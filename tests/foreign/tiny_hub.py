@@ -1,0 +1,156 @@
+"""Fills a local hub cache with tiny models of the names that a suite asks for.
+
+Run by the environment that has transformers, `python tiny_hub.py HUB FILE...` finds every model
+name in the sources. For those whose name tells an architecture it saves a configuration, random
+weights of a fixed seed and a tokenizer, as the hub's own cache lies on disk.
+What has no architecture in its name stays away, and tests that need it are skipped for the hub.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+NAMES = re.compile(r"[\"']([\w.-]+/[\w.-]+)[\"']")
+CLASS = re.compile(r"[A-Z]\w*?(?:For[A-Z]\w+|LMHeadModel|Model)(?![a-z])")
+SPOKEN = {  # names that speak of a family, not of a class
+    r"opt-\d+m": "OPTForCausalLM",
+    r"\bgpt2\b": "GPT2LMHeadModel",
+    r"\b(flan-)?t5(-base|-small)?$": "T5ForConditionalGeneration",
+    r"mixtral-tiny|tiny-mixtral": "MixtralForCausalLM",
+    r"bloomz?-": "BloomForCausalLM",
+    r"qwen3-moe$": "Qwen3MoeForCausalLM",
+    r"qwen2(-0\.5b)?$": "Qwen2ForCausalLM",
+    r"tinyllama-|smol_llama": "LlamaForCausalLM",
+}
+LAYERS, WIDTH, HEADS, VOCABULARY = 2, 32, 4, 1024
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "n_embd": WIDTH,
+    "n_embed": WIDTH,
+    "d_model": WIDTH,
+    "word_embed_proj_dim": WIDTH,
+    "embedding_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "moe_intermediate_size": 2 * WIDTH,
+    "intermediate_size_mlp": 2 * WIDTH,
+    "ffn_dim": 2 * WIDTH,
+    "n_inner": 2 * WIDTH,
+    "d_ff": 2 * WIDTH,
+    "encoder_ffn_dim": 2 * WIDTH,
+    "decoder_ffn_dim": 2 * WIDTH,
+    "num_hidden_layers": LAYERS,
+    "n_layer": LAYERS,
+    "num_layers": LAYERS,
+    "num_decoder_layers": LAYERS,
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "n_head": HEADS,
+    "num_heads": HEADS,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": WIDTH // HEADS,
+    "d_kv": WIDTH // HEADS,
+    "rotary_dim": WIDTH // HEADS,
+    "query_pre_attn_scalar": WIDTH // HEADS,
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "image_size": 32,
+    "patch_size": 8,
+    "projection_dim": WIDTH,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+    "forced_eos_token_id": None,
+}
+
+
+def main(hub: Path, sources: list[Path]) -> None:
+    """Makes what is not there yet; prints a line for each name."""
+    names: set[str] = set()
+    for path in sources:
+        names |= set(NAMES.findall(path.read_text(encoding="utf-8")))
+    for name in sorted(names):
+        known = class_of(name)
+        if known is not None:
+            print(f"{name}: {save(hub, name, known) or known.__name__}", flush=True)
+
+
+def class_of(name: str) -> type | None:
+    """The transformers class whose architecture a hub name tells, None if it tells none."""
+    repository = name.partition("/")[2]
+    if re.search(r"-lora\b|gptq|-awq|AQLM", repository):
+        return None  # adapters and quantized weights: not of a model's own making
+    found = CLASS.search(repository)
+    spoken = [said for pattern, said in SPOKEN.items() if re.search(pattern, repository, re.I)]
+    wanted = found.group() if found else spoken[0] if spoken else ""
+    made = getattr(transformers, wanted, None)
+    return made if isinstance(made, type) else None
+
+
+def save(hub: Path, name: str, known: Any) -> str:
+    """Saves one model as the hub's cache would hold it; returns what went wrong, "" for nothing."""
+    place = hub / f"models--{name.replace('/', '--')}"
+    revision = f"{zlib.crc32(name.encode()):040x}"
+    if (place / "refs" / "main").exists():
+        return ""
+    snapshot = place / "snapshots" / revision
+    try:
+        torch.manual_seed(0)
+        config = small(known.config_class())
+        config.architectures = [known.__name__]
+        known(config).eval().save_pretrained(snapshot)
+        tokenizer().save_pretrained(snapshot)
+    except Exception as error:
+        return f"not made, {type(error).__name__}: {error}".partition("\n")[0]
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(revision)
+    return ""
+
+
+def small(config: Any) -> Any:
+    """The same configuration with every size made tiny, inner configurations as well."""
+    types = getattr(config, "layer_types", None)
+    for field, size in SIZES.items():
+        if getattr(config, field, None) is not None and not isinstance(
+            getattr(type(config), field, None), property
+        ):
+            setattr(config, config.attribute_map.get(field, field), size)
+    if types:
+        config.layer_types = (sorted(set(types)) * LAYERS)[:LAYERS]
+    for inner in config.sub_configs:
+        if getattr(config, inner, None) is not None:
+            small(getattr(config, inner))
+    return config
+
+
+def tokenizer() -> Any:
+    """A byte-level tokenizer without merges: every text has ids, all below the vocabulary."""
+    special = ["<pad>", "<s>", "</s>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: number for number, word in enumerate([*special, *letters])}
+    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Path(source) for source in sys.argv[2:]])
