@@ -349,6 +349,7 @@ def test_an_edit_after_attach_is_never_answered_with_what_was(edit: Callable[...
         assert_same(found, theirs)
 
 
+@pytest.mark.thorough
 @each_edit
 def test_an_edit_before_attach_is_another_name(edit: Callable[..., Undo], tmp_path) -> None:
     """Over a store, after a restart: the edited model finds nothing, the old one finds its own."""
@@ -407,6 +408,7 @@ print(json.dumps(names))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3", "falcon_h1", "bloom"])
 def test_a_model_has_one_name_in_every_process(name: str) -> None:
     """With another order of hashes, and after it was served."""
