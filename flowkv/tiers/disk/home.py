@@ -110,7 +110,7 @@ def read_superblock(files: FileIO, directory: Path) -> Superblock | None:
     try:
         superblock = msgspec.json.decode(body, type=Superblock)
         return superblock if superblock.store == "flowkv" else None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):  # or it nests too deep
         return None
 
 
