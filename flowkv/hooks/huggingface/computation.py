@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import copyreg
+import dis
 import enum
 import functools
 import hashlib
@@ -96,6 +97,7 @@ class Walk:
     Attributes:
         leaves: Path and text of everything in the name.
         tensors: Parameters, buffers and other tensors, by path.
+        held: Containers and objects in attributes of modules, by path.
         unnamed: Paths of what cannot be named: it has a number that nobody has again.
         foreign: What is neither torch's nor transformers' and takes part.
         random: Code is seen that draws random numbers behind torch's back.
@@ -118,10 +120,11 @@ class Walk:
     ) -> None:
         self.leaves: dict[str, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.held: dict[str, Any] = {}
         self.unnamed: list[str] = []
         self.foreign: list[str] = []
         self.random = self.compiled = self.training = False
-        self._written, self._passing, self._numbers = written, passing, numbers
+        self._written, self._passing, self._numbers = dict(written), passing, numbers
         self._seen: dict[int, str] = {}
         self._kept: list[Any] = []
         self._labels: dict[str, int] = {}
@@ -163,6 +166,7 @@ class Walk:
         for held in (self._modules, self._checks, self._items, self._kept):
             held.clear()
         self.tensors.clear()
+        self.held.clear()
 
     # ---- leaves
 
@@ -208,6 +212,8 @@ class Walk:
         self.compiled |= compiled or hasattr(forward, "_torchdynamo_orig_callable")
         if isinstance(module, torch.jit.ScriptModule):
             self._leaf(f"{path}/code", str(getattr(module, "code", "")))
+        for name in _stores(type(module)):
+            self._written.setdefault(f"{path}.{name}", ())
         every = [*held, *held["_buffers"], *held["_parameters"]]
         free = {name for name in every if f"{path}.{name}" in self._written}
         for kind in ("_parameters", "_buffers"):  # made anew by every forward
@@ -221,6 +227,8 @@ class Walk:
             self.leaves |= self._written.get(f"{path}.{name}", ())
         for name, value in own.items():
             self._attribute(f"{path}.{name}", module, name, value)
+            if type(value) not in _PLAIN:
+                self.held[f"{path}.{name}"] = value
         for kind in ("_parameters", "_buffers"):
             for name, tensor in held[kind].items():
                 if not (self._passing and name.endswith(self._passing)):
@@ -806,6 +814,29 @@ def _wrapped(value: Any) -> Any:
     if type(value).__module__.partition(".")[0] == "triton":
         return getattr(value, "fn", None)
     return None
+
+
+@functools.cache
+def _stores(cls: Any) -> frozenset[str]:
+    """Attributes that a module's forward assigns to itself, by the code of its own class."""
+    found, done, todo = set[str](), set[str](), {"forward"}
+    lineage = [c for c in cls.__mro__ if issubclass(c, torch.nn.Module) and _root(c) != "torch"]
+    while todo:
+        name = todo.pop()
+        done.add(name)
+        home = next((c for c in lineage if name in vars(c)), None)
+        if home is None or name == "__init__":
+            continue
+        for function in _functions(vars(home)[name]):
+            code = function.__code__
+            for last, step in itertools.pairwise(dis.get_instructions(code)):
+                to_self = last.opname.startswith("LOAD_FAST") and code.co_varnames[:1] == (
+                    last.argval,
+                )
+                if step.opname == "STORE_ATTR" and to_self:
+                    found.add(step.argval)
+            todo |= _names(code) - done
+    return frozenset(found)
 
 
 _CODES: dict[int, tuple[types.CodeType, str, frozenset[str]]] = {}

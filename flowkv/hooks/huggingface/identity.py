@@ -104,6 +104,9 @@ class Identity:
         before, after = self._walk, Walk(model, self._written, self._passing, self._numbers)
         leaves = before.leaves.keys() | after.leaves.keys()
         written = {path for path in leaves if before.leaves.get(path) != after.leaves.get(path)}
+        written |= {  # replaced by another with the same content, and so again
+            path for path, value in after.held.items() if before.held.get(path, value) is not value
+        }
         for path, tensor in after.tensors.items():
             old = before.tensors.get(path)
             if old is not tensor or not self._weights.counted(tensor):
