@@ -98,7 +98,7 @@ def _once(x: torch.Tensor, heads: int) -> torch.Tensor:
     """`[N, Hk, D]` of keys or values whose heads may each be repeated."""
     if x.shape[1] == heads or x.shape[1] % heads:
         return x  # what does not fit is refused with the rest
-    every = x.unflatten(1, (heads, -1))
+    every = x.reshape(x.shape[0], heads, -1, x.shape[2])
     first = every[:, :, :1]
     if not torch.equal(every, first.expand_as(every)):
         raise GeometryError(

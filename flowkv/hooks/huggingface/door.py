@@ -94,7 +94,7 @@ class Door:
         if own is not None:
             twin = own(model, memo)
         else:
-            twin = memo[id(model)] = type(model).__new__(type(model))
+            twin = memo[id(model)] = object.__new__(type(model))
             state = {k: v for k, v in model.__dict__.items() if k != "__deepcopy__"}
             twin.__setstate__(deepcopy(state, memo))
         twin.__dict__.pop("__deepcopy__", None)
@@ -247,9 +247,11 @@ class Door:
             if restoring:
                 found = restoring.restore(found, self._nested(call, call.types, fill), fill)
         except (CapacityError, TypeError) as error:
-            capacity = isinstance(error, CapacityError)
             self.passes.add(cache)
-            self._refuse(error.problem if capacity else str(error), "capacity" if capacity else "")
+            if isinstance(error, CapacityError):
+                self._refuse(error.problem, "capacity")
+            else:
+                self._refuse(str(error))
             return given
         rows, plan = self._rows(found, call, pads)
         rows.checked, rows.restoring, rows.uneven = True, restoring or None, bool(restoring)

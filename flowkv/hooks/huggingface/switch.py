@@ -20,7 +20,7 @@ _COMPARED = re.compile(
 class _StandIn(str):
     """The name of FlowKV's function; copied or pickled, that of the one it stands in for."""
 
-    __slots__ = ("_previous",)
+    _previous: str
 
     def __new__(cls, previous: str) -> _StandIn:
         name = super().__new__(cls, PREFIX + previous)
