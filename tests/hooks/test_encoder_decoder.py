@@ -175,6 +175,7 @@ class TestGenerate:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
             assert reused(kv) == 192, "of generate"
 
+    @pytest.mark.filterwarnings("ignore:FlowKV computes prompts whose hidden states")
     def test_whoever_reads_more_gets_it(self, t5: Any) -> None:
         inputs = text()
         with attached(t5):

@@ -108,6 +108,7 @@ def test_output_attentions_are_the_models_own(name: str) -> None:
                     assert torch.allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:FlowKV computes prompts whose hidden states")
 def test_hidden_states_are_complete() -> None:
     model, inputs = subject("tiny"), dict(input_ids=source_text(60), output_hidden_states=True)
     theirs = generate(model, 4, **inputs)

@@ -47,6 +47,7 @@ COMPILED = "compiled"
 _PROCESS = uuid.uuid4().hex
 _COUNTER = itertools.count(1)
 _MISSING: Any = object()
+_ROOT = "model"
 _MOST_LEAVES = 200_000
 _LONG = 64
 """Longer lists and dicts of plain values are one leaf."""
@@ -135,7 +136,7 @@ class Walk:
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(max(limit, 10_000))
         try:
-            self._module("model", model)
+            self._module(_ROOT, model)
             self._environment(model)
         finally:
             sys.setrecursionlimit(limit)
@@ -195,7 +196,8 @@ class Walk:
             return True
         count = self._labels[label] = self._labels.get(label, 0) + 1
         self._seen[id(what)] = label if count == 1 else f"{label}#{count}"
-        self._kept.append(what)
+        if path != _ROOT:  # nobody keeps the model alive by looking at it
+            self._kept.append(what)
         return False
 
     # ---- modules
@@ -212,7 +214,8 @@ class Walk:
         self.compiled |= compiled or hasattr(forward, "_torchdynamo_orig_callable")
         if isinstance(module, torch.jit.ScriptModule):
             self._leaf(f"{path}/code", str(getattr(module, "code", "")))
-        for name in _stores(type(module)):
+        kind: Any = type(module)
+        for name in _stores(kind):
             self._written.setdefault(f"{path}.{name}", ())
         every = [*held, *held["_buffers"], *held["_parameters"]]
         free = {name for name in every if f"{path}.{name}" in self._written}
