@@ -125,6 +125,7 @@ def test_training_mode_is_left_alone() -> None:
         assert reused(kv) == 0
 
 
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
 def test_a_copied_cache_goes_its_own_way() -> None:
     model, prompt = models.causal("gemma3"), models.prompt(60)
     tails = [models.prompt(9, seed=seed) for seed in (5, 6)]

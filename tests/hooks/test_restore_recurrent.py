@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,11 @@ from .compare import assert_same, generate, reused
 from .test_restore import restoring, some, stored
 
 
-def stop(armed: list[str]) -> None:
-    """Fails as often as was asked for."""
-    if armed:
-        raise ZeroDivisionError(armed.pop())
+def stop(armed: threading.Event) -> None:
+    """Fails once it was asked for; an event is in no model's name."""
+    if armed.is_set():
+        armed.clear()
+        raise ZeroDivisionError("asked for")
 
 
 @contextmanager
@@ -67,11 +69,11 @@ def test_a_forward_that_fails() -> None:
     model = models.causal(models.HYBRID[0])
     inputs, longer = longer_prompt(model, 1)
     theirs, run = model(**longer).logits[:, -1], generate(model, 4, **longer)
-    armed: list[str] = []
+    armed = threading.Event()
     hook = model.model.layers[0].register_forward_pre_hook(lambda *_: stop(armed))
     with restoring(model, stored(model, inputs), every=5) as (_, _, seen):
         cache = DynamicCache(config=model.config)
-        armed.append("once")
+        armed.set()
         with pytest.raises(ZeroDivisionError):
             model(**longer, past_key_values=cache, logits_to_keep=1)
         (ended,) = seen.ended

@@ -318,6 +318,7 @@ def cloned(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Envelope]:
     def clone() -> Envelope:
         numbers = random.Random(0)
         monkeypatch.setattr(os, "urandom", numbers.randbytes)
+        monkeypatch.setattr(keyring, "_where", lambda: b"here")
         monkeypatch.setattr(time, "time_ns", lambda: 1)
         monkeypatch.setattr(time, "perf_counter_ns", lambda: 2)
         lossless = Lossless(lambda: 1.0)

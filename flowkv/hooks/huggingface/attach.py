@@ -99,6 +99,7 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
     if reads == "dense" and in_pages:
         _read_dense(door, "reads='dense' was asked for")
     _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
+    identity.read(model)  # with the hooks of the door, which are in no name
     kv.on_prove(door.proof.finish)
     kv.on_detach(door.unhang)
     return door

@@ -97,16 +97,19 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         """Tokens that were known when it was made, over all rows."""
         return sum(seq.reused for seq in self.rows.seqs)
 
-    def stays(self) -> bool:
+    def stays(self, *, computed: bool = False) -> bool:
         """Whether it is as FlowKV made it; otherwise it is a native cache from now on.
 
         Asked before anything is done with it. Somebody may have written to its keys and values, or
         put other layers into it; or this process was forked, and its pages are the parent's.
+
+        Args:
+            computed: A forward is just over, which writes to recurrent states itself.
         """
         if self.rows.kv.inherited or self.layers != self._made or self._edited():
             self.give_up(private=True)
             return False
-        if self.recurrent is not None and self.recurrent.edited():
+        if not computed and self.recurrent is not None and self.recurrent.edited():
             self.rows.go_blind()
         return True
 
@@ -131,14 +134,12 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         for layer in self.layers:
             if isinstance(layer, PagedLayer):  # of another cache: both advance it from now on
                 layer.leave()
-        close, door, kept = self.close, self.door, dict(self.__dict__)
+        close, kept = self.close, dict(self.__dict__)
         for name in PagedCache.__annotations__.keys() - {"close"}:
             kept.pop(name, None)
         self.__dict__.clear()
-        self.__dict__.update(kept)
+        self.__dict__.update(kept, left_pages=True)  # its copies know it, too
         self.__class__ = DynamicCache
-        if door is not None:
-            door.passes.add(self)
         if not rows.kv.inherited:
             rows.abandon()
         close()
@@ -149,7 +150,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         Raises:
             StateError: It left out layers that cannot be had; the cache is as before it.
         """
-        if not self.stays():
+        if not self.stays(computed=True):
             return
         try:
             self.rows.finish()

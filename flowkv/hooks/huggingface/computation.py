@@ -18,6 +18,7 @@ import dis
 import enum
 import functools
 import hashlib
+import inspect
 import itertools
 import logging
 import operator
@@ -126,6 +127,7 @@ class Walk:
         self.foreign: list[str] = []
         self.random = self.compiled = self.training = False
         self._written, self._passing, self._numbers = dict(written), passing, numbers
+        self._library = False  # what is looked at is a library's own
         self._seen: dict[int, str] = {}
         self._kept: list[Any] = []
         self._labels: dict[str, int] = {}
@@ -181,7 +183,10 @@ class Walk:
         self.leaves[path] = text
 
     def _unname(self, path: str, why: str, what: Any) -> None:
-        """Gives something a number that nobody has again."""
+        """Gives something a number that nobody has again; what a library keeps is its release's."""
+        if self._library:
+            self.leaves[path] = _name(type(what))
+            return
         known = self._numbers.get(id(what))
         if known is None or known[0] is not what:
             known = self._numbers[id(what)] = (what, next(_COUNTER))
@@ -329,6 +334,8 @@ class Walk:
             self._module(path, value)
         elif isinstance(value, torch.device):
             self._leaf(path, "device")  # the same model has the same name wherever it lies
+        elif isinstance(value, (inspect.Signature, types.GenericAlias, types.UnionType)):
+            self._leaf(path, str(value))
         elif isinstance(value, (torch.dtype, torch.Size, torch.layout, torch.memory_format, range)):
             self._leaf(path, repr(value))
         elif isinstance(value, PreTrainedConfig):
@@ -497,6 +504,7 @@ class Walk:
         self._value(f"{label}/defaults", function.__defaults__)
         self._value(f"{label}/kwdefaults", function.__kwdefaults__)
         defaults, keywords = function.__defaults__, function.__kwdefaults__
+        around, self._library = self._library, library
 
         def same() -> bool:
             return (
@@ -515,6 +523,7 @@ class Walk:
             self._checks.append(_unchanged_cell(cell, content))
         if not library or module.startswith(_DEEP):
             self._globals(function, library=library)
+        self._library = around
         return label
 
     def _globals(self, function: types.FunctionType, *, library: bool) -> None:

@@ -216,7 +216,7 @@ class Door:
         if says and not (isinstance(keep, int) and keep > 0):
             return False  # all logits are wanted: no generation
         problem = self._foreign(cache)
-        if cache in self.passes or problem is None:
+        if cache in self.passes or problem is None or getattr(cache, "left_pages", False):
             return False
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         if not problem and grad:
