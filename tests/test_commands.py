@@ -121,7 +121,8 @@ def helped(module: str) -> str:
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(sys, "argv", [module, "--help"])
-        patch.delitem(sys.modules, module, raising=False)  # another test may have imported it
+        for name in (module, f"{module}.__main__"):  # another test may have imported it
+            patch.delitem(sys.modules, name, raising=False)
         with pytest.raises(SystemExit) as ended:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     assert not ended.value.code

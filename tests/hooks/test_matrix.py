@@ -98,7 +98,11 @@ def test_gives_its_own_tokens(name: str) -> None:
 
 NAMES = """
 import json, sys, warnings
+import torch
+from tests.conftest import poisoned
 warnings.simplefilter("ignore")
+torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)  # as tests have
+torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)
 from flowkv.hooks.huggingface.identity import Identity
 from tests.hooks.test_matrix import tiny
 found = {}
@@ -112,10 +116,11 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def elsewhere() -> dict[str, str]:
+def elsewhere(request: pytest.FixtureRequest) -> dict[str, str]:
     """Names that another process gives, where sets and dicts of text have another order."""
+    tests = [t for t in request.session.items if t.name.startswith("test_keeps_its_name")]
     done = subprocess.run(
-        [sys.executable, "-c", NAMES, *sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)],
+        [sys.executable, "-c", NAMES, *(test.callspec.params["name"] for test in tests)],
         capture_output=True,
         text=True,
         check=True,

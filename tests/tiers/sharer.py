@@ -239,6 +239,7 @@ def leave(directory: str, rounds: int) -> dict[str, object]:
 
     def work(number: int) -> None:
         tier = start(directory)
+        step[number] = -1  # it has the table that is about to be damaged
         for turn in range(1, rounds + 1):
             while step[0] < turn:
                 time.sleep(0)
@@ -256,6 +257,8 @@ def leave(directory: str, rounds: int) -> dict[str, object]:
     with ExitStack() as running:
         for number in range(1, peers + 1):
             running.enter_context(peer(lambda number=number: work(number)))
+        while (step[1 : peers + 1] != -1).any():
+            time.sleep(0.001)
         for turn in range(1, rounds + 1):
             damage(tier, turn)
             step[0] = turn

@@ -318,7 +318,6 @@ def cloned(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Envelope]:
     def clone() -> Envelope:
         numbers = random.Random(0)
         monkeypatch.setattr(os, "urandom", numbers.randbytes)
-        monkeypatch.setattr(keyring, "_where", lambda: b"here")
         monkeypatch.setattr(time, "time_ns", lambda: 1)
         monkeypatch.setattr(time, "perf_counter_ns", lambda: 2)
         lossless = Lossless(lambda: 1.0)
@@ -336,8 +335,9 @@ def sealed_by(clone: Envelope, body: bytes, **changes: Any) -> tuple[bytes, byte
 
 
 def test_clones_that_seal_other_content_share_no_key_stream(
-    cloned: Callable[[], Envelope],
+    cloned: Callable[[], Envelope], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(keyring, "_where", lambda: b"here")  # a process' times run on
     one, other = (random.Random(n).randbytes(STRIPE) for n in range(2))
     (salt, first), (other_salt, second) = (sealed_by(cloned(), body) for body in (one, other))
     assert salt != other_salt

@@ -81,12 +81,12 @@ class Mooncake:
     def __init__(self, uri: str) -> None:
         parts = urlsplit(uri)
         options = dict(parse_qsl(parts.query))
+        said = without_secrets(uri)
         try:
             self._master = parts.hostname or "", parts.port or DEFAULT_PORT
-        except ValueError:  # whose text may quote a part of a password
-            self._master = "", 0
+        except ValueError:  # no number: it may be a password whose host is missing
+            self._master, said = ("", 0), f"{parts.scheme}://..."
         if parts.scheme != "mooncake" or not self._master[0]:
-            said = without_secrets(uri)
             raise ConfigError(f"{said!r} names no master", "Write mooncake://host:50051")
         if unknown := sorted(options.keys() - _OPTIONS):
             raise ConfigError(f"option {unknown[0]!r}", f"Use {', '.join(sorted(_OPTIONS))}")
