@@ -13,6 +13,8 @@ from flowkv.hooks.huggingface.cache import PagedCache
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 
+pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate")  # up to 5.2x
+
 
 def offload(model: Any, where: str, directory: Path) -> None:
     accelerate = pytest.importorskip("accelerate")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -28,13 +29,13 @@ Last = Callable[..., torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def armed() -> list[str]:
+def armed() -> threading.Event:
     """What the model fails with next."""
-    return []
+    return threading.Event()
 
 
 @pytest.fixture(scope="module")
-def llama(armed: list[str]) -> Any:
+def llama(armed: threading.Event) -> Any:
     model = models.causal("llama")
     model.model.layers[0].register_forward_pre_hook(lambda *_: stop(armed))
     return model
@@ -171,7 +172,7 @@ class TestWithoutAnybodyToCompute:
         prompt: torch.Tensor,
         frames: dict[bytes, Any],
         last: Last,
-        armed: list[str],
+        armed: threading.Event,
         how: str,
         masked: bool,
     ) -> None:
@@ -181,7 +182,7 @@ class TestWithoutAnybodyToCompute:
                 cache = copy.deepcopy(cache)
             elif how == "failed":
                 tier.lose, tier.every = 0.0, 1000
-                armed.append("once")
+                armed.set()
                 with pytest.raises(ZeroDivisionError):
                     last(cache, first, masked=masked)
             if "looked" in how:
@@ -241,14 +242,14 @@ def test_layers_left_out_come_as_well_or_nothing_does(
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_first_forward_that_failed_is_repeated(
-    llama: Any, prompt: torch.Tensor, armed: list[str], masked: bool
+    llama: Any, prompt: torch.Tensor, armed: threading.Event, masked: bool
 ) -> None:
     given: dict[str, Any] = dict(attention_mask=torch.ones_like(prompt)) if masked else {}
     with attached(llama) as kv:
         generate(llama, 1, input_ids=prompt)
         cache = DynamicCache(config=llama.config)
         given |= dict(past_key_values=cache, logits_to_keep=1)
-        armed.append("once")
+        armed.set()
         with pytest.raises(ZeroDivisionError):
             llama(prompt, **given)
         assert cache.get_seq_length() == 0, "as before"
@@ -259,7 +260,7 @@ def test_a_first_forward_that_failed_is_repeated(
 
 @torch.no_grad()
 def test_a_first_forward_with_images_is_repeated_with_others() -> None:
-    model, armed = models.llava(), list[str]()
+    model, armed = models.llava(), threading.Event()
     ids = models.prompt(120)
     ids[0, 20 : 20 + models.IMAGE_PATCHES] = models.IMAGE_TOKEN
     one, other = torch.randn(2, 1, 3, 28, 28, generator=torch.Generator().manual_seed(3)) * 3
@@ -268,7 +269,7 @@ def test_a_first_forward_with_images_is_repeated_with_others() -> None:
     with attached(model):
         for _ in range(2):
             cache = DynamicCache(config=model.config)
-            armed.append("once")
+            armed.set()
             with pytest.raises(ZeroDivisionError):
                 model(ids, pixel_values=one, past_key_values=cache, logits_to_keep=1)
             logits = model(ids, pixel_values=other, past_key_values=cache, logits_to_keep=1).logits
@@ -282,11 +283,11 @@ def test_a_first_forward_with_images_is_repeated_with_others() -> None:
 
 
 def test_a_failed_forward_is_not_audited(
-    llama: Any, prompt: torch.Tensor, frames: dict[bytes, Any], last: Last, armed: list[str]
+    llama: Any, prompt: torch.Tensor, frames: dict[bytes, Any], last: Last, armed: threading.Event
 ) -> None:
     with restoring(llama, frames, 0.0, audit=1.0) as (kv, _, _):
         cache = kv.cache(prompt)
-        armed.append("once")
+        armed.set()
         with pytest.raises(ZeroDivisionError):
             last(cache, 192)
         assert cache.audits is None

@@ -222,6 +222,9 @@ class Walk:
         kind: Any = type(module)
         for name in _stores(kind):
             self._written.setdefault(f"{path}.{name}", ())
+        for name in held:  # encodings that depend on length keep what they were before, as well
+            if self._passing and name.endswith((self._passing, "max_seq_len_cached")):
+                self._written.setdefault(f"{path}.{name}", ())
         every = [*held, *held["_buffers"], *held["_parameters"]]
         free = {name for name in every if f"{path}.{name}" in self._written}
         for kind in ("_parameters", "_buffers"):  # made anew by every forward
