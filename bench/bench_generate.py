@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 import flowkv
-from flowkv.measure.generate import Timing, timed_generate
+from flowkv.demo.timing import Timing, timed_generate
 from tests.fixture_model import load_tiny, stdlib_text
 
 

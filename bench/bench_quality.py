@@ -3,7 +3,7 @@
     python -m bench.bench_quality [--windows 400] [--part codecs|auto|drop] [--json FILE]
 
 Codecs are measured through an attached cache whose every full page is encoded before the next one
-is read (`flowkv.measure.quality`); all windows are read with raw pages too, and deltas are paired.
+is read (`bench.quality`); all windows are read with raw pages too, and deltas are paired.
 Three windows in all: plain text, a text and its copy, and what a lost page would cost. Parts that
 are already in FILE are kept, so that they can be measured one by one.
 """
@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.sparsified import ways
-from flowkv.measure.quality import (
+from bench.quality import (
     Scores,
     Task,
     continuation,
@@ -32,6 +31,7 @@ from flowkv.measure.quality import (
     measure,
     second_copy,
 )
+from bench.sparsified import ways
 from tests.fixture_model import corpus, load_tiny
 
 PERIOD = 128

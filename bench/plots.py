@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from flowkv.measure.restore.report import BOUND, ratios
-from flowkv.measure.restore.row import Row
+from bench.restore.report import BOUND, ratios
+from bench.restore.row import Row
 from flowkv.observe.curves import Curves, draw_curves
 from flowkv.observe.report import STYLE
 from flowkv.policy.restore import Span

@@ -21,16 +21,16 @@ from typing import Any
 import msgspec
 
 from bench.plots import plots
-from flowkv.measure.policy.finding import GROUPS
-from flowkv.measure.restore.promise import GROUPS as ENGINES
-from flowkv.measure.restore.protocol import PARTS
-from flowkv.measure.restore.report import SUMMARY, situation, summary_cells
-from flowkv.measure.restore.row import Row
-from flowkv.measure.restore.table import by_cell, summaries
-from flowkv.measure.serve.promise import GROUPS as SERVED
-from flowkv.measure.serve.protocol import PARTS as SERVING
-from flowkv.measure.serve.report import COLUMNS, cells
-from flowkv.measure.serve.row import Row as Served
+from bench.policy.finding import GROUPS
+from bench.restore.promise import GROUPS as ENGINES
+from bench.restore.protocol import PARTS
+from bench.restore.report import SUMMARY, situation, summary_cells
+from bench.restore.row import Row
+from bench.restore.table import by_cell, summaries
+from bench.serve.promise import GROUPS as SERVED
+from bench.serve.protocol import PARTS as SERVING
+from bench.serve.report import COLUMNS, cells
+from bench.serve.row import Row as Served
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import flowkv
+from bench.quality import Delta, Scores, delta, windows
 from bench.tiny.model import Shape, TinyLlama, rotate
 from flowkv import KV, Geometry, Sequence
 from flowkv.data import tiny_path
-from flowkv.measure.quality import Delta, Scores, delta, windows
 from flowkv.policy.importance import Importance
 
 PAGE_SIZE, SCORED = 64, 64

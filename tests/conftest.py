@@ -27,8 +27,8 @@ hooks/test_engine_rows.py hooks/test_modes.py hooks/test_packed.py hooks/test_re
 hooks/test_restore_lost.py hooks/test_restore_nested.py hooks/test_restore_recurrent.py
 hooks/test_sampling.py
 kernels/test_codegen.py kernels/test_digits.py kernels/test_triton_interpreter.py
-measure/test_quality.py measure/test_restore_cuda.py measure/test_restore_emulated.py
-measure/test_restore_torch.py measure/test_serve_load.py measure/test_sparsified.py
+bench/test_quality.py bench/test_restore_cuda.py bench/test_restore_emulated.py
+bench/test_restore_torch.py bench/test_serve_load.py bench/test_sparsified.py
 policy/restore/test_baselines.py policy/restore/test_mutants.py policy/scheduling/test_mutants.py
 policy/test_mutants.py policy/test_snapshot.py
 runtime/test_machine.py runtime/test_restart.py

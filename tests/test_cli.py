@@ -14,13 +14,13 @@ import torch
 import flowkv
 from flowkv import cli
 from flowkv.cli import command
+from flowkv.cli.generate import read_prompts
 from flowkv.core import libraries
 from flowkv.core.errors import ConfigError, FlowKVError, UnsupportedModelError
 from flowkv.data import tiny_path
 from flowkv.demo import show
+from flowkv.demo.timing import timed_generate
 from flowkv.hooks.huggingface.load import load_model
-from flowkv.measure.answer import read_prompts
-from flowkv.measure.generate import timed_generate
 from flowkv.observe import doctor
 from flowkv.tiers.base import FrameInfo, Outcome, Store
 from flowkv.tiers.disk import DiskTier

@@ -1,4 +1,4 @@
-"""`flowkv sim` and `flowkv bench`: tables, rows for scripts, refusals."""
+"""`flowkv sim`: tables, rows for scripts, refusals."""
 
 from __future__ import annotations
 
@@ -50,10 +50,7 @@ def test_sim_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: flowkv sim" in refused(capsys, "sim")
 
 
-@pytest.mark.parametrize(
-    "verb",
-    ["sim replay", "sim sweep", "sim characterise", "sim hierarchy", "bench policy"],
-)
+@pytest.mark.parametrize("verb", ["sim replay", "sim sweep", "sim characterise", "sim hierarchy"])
 def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         cli.main([*verb.split(), "--help"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import importlib.util
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
+from bench import __main__ as bench_command
 from flowkv.cli import command as cli_command
 from flowkv.cli.arguments import Misused
 
@@ -142,7 +144,7 @@ def test_there_are_commands_of_every_kind() -> None:
 @pytest.mark.parametrize("module", sorted({command.words[2] for command in MODULES}))
 def test_modules_can_be_run_and_know_their_options(module: str) -> None:
     mine = [command for command in MODULES if command.words[2] == module]
-    if module == "tests":  # the rest is pytest's
+    if module in ("tests", "bench"):  # pytest's, and the verbs' below
         return
     said = helped(module)
     for command in mine:
@@ -151,10 +153,20 @@ def test_modules_can_be_run_and_know_their_options(module: str) -> None:
             assert option is None or re.search(rf"(?<![\w-]){option[0]}\b", said), told(command)
 
 
-def test_verbs_of_the_command_line_parse() -> None:
-    parser = cli_command._parser()
-    for command in FLOWKVS:
-        words = list(command.words[1:])
+@pytest.mark.parametrize(
+    ("parser", "told_words"),
+    [
+        (cli_command._parser(), [(c, c.words[1:]) for c in FLOWKVS]),
+        (bench_command.parser(), [(c, c.words[3:]) for c in MODULES if c.words[2] == "bench"]),
+    ],
+    ids=["flowkv", "bench"],
+)
+def test_verbs_of_the_command_line_parse(
+    parser: argparse.ArgumentParser, told_words: list[tuple[Command, tuple[str, ...]]]
+) -> None:
+    assert told_words
+    for command, given in told_words:
+        words = list(given)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 parser.parse_args(words)

@@ -11,7 +11,7 @@ CUDA graphs, as engines do, and replayed in turn over the sets; times are median
 Ceilings are measured in the same run: reading and copying device memory, to and from pinned memory,
 and a bfloat16 matrix product. FlashInfer and vLLM's kernel run where they can be imported
 (`bench/gpu/vllm_shim.py`); what is absent is skipped with a sentence. Restores run last, beside
-their lower bound; `flowkv bench restore --engine cuda --full` is all of their protocol.
+their lower bound; `python -m bench restore --engine cuda --full` is all of their protocol.
 """
 
 from __future__ import annotations

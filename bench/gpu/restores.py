@@ -1,6 +1,6 @@
 """Restores on this GPU: every policy in every cell of the protocol, correctness beside the times.
 
-The whole protocol, every model and link, is `flowkv bench restore --engine cuda --full --json`.
+The whole protocol, every model and link, is `python -m bench restore --engine cuda --full --json`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from bench.gpu.machine import Machine
-from flowkv.measure.restore.protocol import measure_restores
-from flowkv.measure.restore.real import Cuda, Processor
-from flowkv.measure.restore.row import Cell
+from bench.restore.protocol import measure_restores
+from bench.restore.real import Cuda, Processor
+from bench.restore.row import Cell
 
 TINY = Cell(part="small", model="fixture", gpu="none", tokens=256, suffix=16, gbps=1.0)
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 
 import flowkv
-from flowkv.cli import bench, demo, doctor, generate, sim, stores
+from flowkv.cli import demo, doctor, generate, sim, stores
 from flowkv.cli.arguments import Misused, Parser, adder
 from flowkv.core.errors import FlowKVError
 from flowkv.demo.run import DemoFailed
@@ -23,17 +23,27 @@ from flowkv.demo.show import Screen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status and never raises for a reason outside itself.
+    """Runs `flowkv`; returns its exit status.
 
     Args:
         arguments: Words behind `flowkv`; default those of the process.
+    """
+    return run(_parser(), arguments)
+
+
+def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status and never raises for a reason outside itself.
+
+    Args:
+        parser: Of its arguments; each verb says in `run` what it does.
+        arguments: Words behind the command; default those of the process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json, debug = "--json" in words, "--debug" in words
     if arguments is None:
         signal.signal(signal.SIGTERM, _terminated)
     try:
-        given = _parser().parse_args(words)
+        given = parser.parse_args(words)
         # Whatever a library prints belongs to standard error: standard output is the result.
         result_stream = sys.stdout
         with contextlib.ExitStack() as stack:
@@ -106,6 +116,5 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for plain in (demo, generate, stores, doctor):
         plain.add_verbs(adder(verbs))
-    for nested in (sim, bench):
-        nested.add_verbs(verbs)
+    sim.add_verbs(verbs)
     return parser

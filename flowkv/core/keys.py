@@ -103,12 +103,18 @@ class Salt(msgspec.Struct, frozen=True):
 
 
 def tenant_salt(tenant: str, secret: bytes = b"") -> bytes:
-    """32 bytes that keep tenants apart; with `secret`, keys cannot be guessed from known text."""
+    """32 bytes that keep tenants apart; with `secret`, keys cannot be guessed from known text.
+
+    Raises:
+        ConfigError: The tenant is no string, or none that has an encoding.
+    """
     # BLAKE2b takes keys of up to 64 bytes; cutting a longer one would ignore the rest of it.
     key = secret if len(secret) <= 64 else hashlib.blake2b(secret).digest()
-    return hashlib.blake2b(
-        tenant.encode(), digest_size=32, key=key, person=b"flowkv.tenant/1"
-    ).digest()
+    try:
+        name = tenant.encode()
+    except (AttributeError, UnicodeEncodeError) as error:  # no string, or half of a pair in it
+        raise ConfigError(f"tenant={tenant!r}", "Name a tenant by a string of Unicode") from error
+    return hashlib.blake2b(name, digest_size=32, key=key, person=b"flowkv.tenant/1").digest()
 
 
 def as_tokens(

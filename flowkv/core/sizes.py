@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from fractions import Fraction
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,6 +27,9 @@ _EXAMPLES = "Write a size like 8GiB, 512MiB, 200GB or 25%"
 
 LOCAL_KINDS = ("gpu", "host", "disk")
 """Kinds of places on this machine, fastest first; every other kind is the scheme of a URI."""
+_REMOTE = re.compile(
+    r"(redis|rediss|valkey|valkeys|unix|mooncake|s3|gs|az|https?)(?=:/)", re.IGNORECASE
+)
 
 
 def parse_size(value: int | str, *, total_bytes: int | None = None) -> int:
@@ -185,10 +189,27 @@ def parse_place(text: str) -> Place:
             _checked_size(rest, text)
         return Place(kind, size=rest)
     if kind == "disk":
+        _not_a_uri(rest, text)
         return _disk(rest, text)
+    _not_a_uri(text, text)
     if "/" in text or text.startswith((".", "~")):
         return _disk(text, text)
     raise _unknown(kind, text)
+
+
+def _not_a_uri(path: str, text: str) -> None:
+    """Refuses what is a URI but for a slash, or behind a kind: a directory would bear its password.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    found = _REMOTE.match(path)
+    if found:
+        raise ConfigError(
+            f"place '{text[: text.index(path)]}{found[1]}:...' is a URI in the wrong place, or"
+            " lacks a slash",
+            f"Write {found[1]}://..., or ./{found[1]}:... for a directory of that name",
+        )
 
 
 def _unknown(kind: str, text: str) -> ConfigError:
@@ -219,6 +240,7 @@ def _checked_size(size: str, text: str) -> None:
 
 
 def _shared(rest: str, text: str) -> Place:
+    _not_a_uri(rest, text)
     name, _, size = rest.partition(":")
     if not _NAME.fullmatch(name):
         raise ConfigError(
@@ -258,6 +280,13 @@ def _remote(scheme: str, text: str) -> Place:
         raise ConfigError(
             f"place {without_secrets(text)!r} is written like a URI", f"Write {kind}:... without //"
         )
+    try:
+        urlsplit(text)
+    except ValueError:  # whose text may quote the password
+        raise ConfigError(
+            f"place {without_secrets(text)!r} is no URI",
+            "Close brackets of an IPv6 address, and write % and two hex digits for odd signs",
+        ) from None
     path, _, size = text.rpartition(":")
     # Digits alone are a port, and "//host" belongs to the scheme; both leave the URI whole.
     if size.isdigit() or not _SIZE.fullmatch(size):

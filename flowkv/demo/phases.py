@@ -1,6 +1,6 @@
 """What the demo's two processes do: one answers and stores, the other restores and answers.
 
-Every figure is measured, here and now, by the protocol of `flowkv.measure.generate`: after a
+Every figure is measured, here and now, by the protocol of `flowkv.demo.timing`: after a
 warm-up with other prompts, in turns with what it is compared to, several times over.
 """
 
@@ -25,9 +25,9 @@ from flowkv.core.sizes import parse_place
 from flowkv.demo.records import Findings, Plan, Sample, Watched
 from flowkv.demo.show import Tell
 from flowkv.demo.slow import Slow
+from flowkv.demo.timing import NOTHING, Reuse, timed_generate
 from flowkv.demo.workload import Case, Workload, build_workload
 from flowkv.hooks.huggingface.load import Loaded, load_model
-from flowkv.measure.generate import NOTHING, Reuse, timed_generate
 from flowkv.observe.timeline import Timeline, Timelines
 from flowkv.runtime.stack import make_envelope
 from flowkv.tiers.base import UNBOUNDED, Tier

@@ -131,7 +131,7 @@ def _agree(least: int, size: int, weight: torch.Tensor, bias: torch.Tensor | Non
 def _sample(rows: int, weight: torch.Tensor) -> torch.Tensor:
     """Rows such as any, the same every time."""
     draws = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, weight.shape[0], generator=draws).to(weight.device, weight.dtype)
+    return torch.randn(rows, weight.shape[0], generator=draws, device="cpu").to(weight)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from flowkv.runtime.batch import CURRENT, Step
 _SDPA = F.scaled_dot_product_attention
 
 
-def attention(
+def attention(  # noqa: PLR0913 - the switches of attention belong to one call
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor | None,
@@ -23,6 +23,9 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    window: int | None = None,
+    alibi: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
     is_causal: bool = True,
 ) -> torch.Tensor:
     """Causal attention that stores `k` and `v` in pages and reads them where they lie.
@@ -40,14 +43,21 @@ def attention(
         scale: Of the logits; default `D ** -0.5`.
         softcap: `tanh(logit / softcap) * softcap`, inside a step only.
         sinks: `[Hq]` extra logits that join the denominator, inside a step only.
-        is_causal: As models say it, `T > 1` say: False only where each row has one new token at
-            most, which sees all of its past.
+        window: Tokens that a token sees, itself included; default those of the layer's group.
+        alibi: `[Hq]` slopes: `slope * (key's position - query's)` is added to the logits
+            (Press et al., arXiv 2108.12409).
+        attn_mask: Of the step's tokens among each other, `[..., N, N]`, bool or 0 and -inf: as
+            models without a cache build it. In a step it must say what pages serve anyway, the
+            causal rule or the window; biases are `alibi`.
+        is_causal: As models say it, `T > 1` say: False only with such a mask, or where each row has
+            one new token at most, which sees all of its past.
 
     Returns:
         `[1, Hq, N, Dv]` in the dtype of `q`.
 
     Raises:
-        GeometryError: Shapes or dtypes do not fit the step or the geometry.
+        GeometryError: Shapes or dtypes do not fit the step or the geometry, a mask asks for what
+            pages do not serve, or a window for more than they keep.
         StateError: `softcap`, `sinks` or latents outside a step, or the step is over.
 
     Example:
@@ -62,13 +72,62 @@ def attention(
                 "Call the model inside kv.step(...)",
             )
         grouped = q.shape[1] != k.shape[1]
-        return _SDPA(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    if not is_causal and (step.counts > 1).any():
-        raise GeometryError(
-            "attention in a step of several new tokens in a row is to look ahead",
-            "Pages serve causal attention: say is_causal=True, or run it outside the step",
+        if window is not None or alibi is not None:
+            attn_mask = _bias(q, k, attn_mask, window, alibi, causal=is_causal)
+        causal = is_causal and attn_mask is None
+        return _SDPA(
+            q, k, v, attn_mask=attn_mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
-    return _attend(step, layer, q, k, v, scale=scale, softcap=softcap, sinks=sinks)
+    if not _sees(step, attn_mask, window or step.group(layer).window, causal=is_causal):
+        raise GeometryError(
+            "attention in a step is to see other tokens than those before, or all those, in a row",
+            "Pages serve causal attention: say is_causal=True, window= or alibi=, or run it "
+            "outside the step",
+        )
+    options = dict(scale=scale, softcap=softcap, sinks=sinks, window=window, alibi=alibi)
+    return _attend(step, layer, q, k, v, **options)
+
+
+def _bias(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None,
+    window: int | None,
+    alibi: torch.Tensor | None,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    """What torch adds to the logits in place of a window and slopes, `[..., T, S]`."""
+    queries, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+    ahead = keys - queries.unsqueeze(1)
+    hidden = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
+    if window is not None:
+        hidden = hidden | (ahead <= -window)
+    slopes = q.new_zeros(1) if alibi is None else alibi.to(q)
+    bias = (slopes.view(-1, 1, 1) * ahead).masked_fill(hidden, -torch.inf)
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else bias + mask
+
+
+def _sees(step: Step, mask: torch.Tensor | None, window: int | None, *, causal: bool) -> bool:
+    """Whether what a model says of who sees whom is what pages serve: all before, in its row."""
+    if mask is None:
+        return causal or not (step.counts > 1).any()
+    if mask.shape[-2:] != (int(step.counts.sum()),) * 2:
+        return False
+    seen = mask if mask.dtype is torch.bool else mask == 0
+    if mask.dtype is not torch.bool and not (seen | (mask <= torch.finfo(mask.dtype).min)).all():
+        return False  # it adds something
+    end = 0
+    for count in step.counts.tolist():  # rows never see each other, whatever the mask says of it
+        start, end = end, end + count
+        own = mask.new_ones(count, count, dtype=torch.bool).tril()
+        if window is not None:
+            own = own.triu(1 - window)
+        if not (seen[..., start:end, start:end] == own).all():
+            return False
+    return True
 
 
 def _attend(
@@ -113,7 +172,8 @@ class intercept(TorchFunctionMode):
 
     For models whose source is not to be changed. Layers are numbered by call order within a step,
     so every attention layer must call it once per forward pass, in the same order, with
-    `is_causal=True`; in a step of a single new token it may say False, as `is_causal=T > 1` does.
+    `is_causal=True`, or with a mask of the step's tokens among each other that says the causal rule
+    or the window of the layer's group; a single new token needs neither, as in `is_causal=T > 1`.
     Other calls (cross-attention, encoders) are left alone.
 
     Example:
@@ -132,30 +192,35 @@ class intercept(TorchFunctionMode):
         """Sees every torch function; takes the causal attention of an open step."""
         kwargs = kwargs or {}
         step = CURRENT.get()
-        if func is not _SDPA or step is None or not _causal(args, kwargs, step):
+        if func is not _SDPA or step is None:
             return func(*args, **kwargs)
         if step is not self._step:
             self._step, self._calls = step, 0
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
         order = sorted(layer for group in step.groups for layer in group.layers)
-        if self._calls >= len(order):
-            raise GeometryError(
-                f"the model calls attention more often than the geometry's {len(order)} layers",
-                "List every attention layer in the geometry",
-            )
-        layer = order[self._calls]
-        self._calls += 1
+        layer = order[min(self._calls, len(order) - 1)]
         with torch._C.DisableTorchFunctionSubclass():
-            names = ("query", "key", "value")
-            given = dict(zip(names, args, strict=False)) | kwargs
-            q, k, v = (given[name] for name in names)
-            return _attend(step, layer, q, k, v, scale=kwargs.get("scale"))
+            if not self._own(step, layer, given):
+                return func(*args, **kwargs)
+            if self._calls >= len(order):
+                raise GeometryError(
+                    f"the model calls attention more often than the geometry's {len(order)} layers",
+                    "List every attention layer in the geometry",
+                )
+            self._calls += 1
+            q, k, v = (given[name] for name in names[:3])
+            return _attend(step, layer, q, k, v, scale=given.get("scale"))
 
-
-def _causal(args: tuple[Any, ...], kwargs: dict[str, Any], step: Step) -> bool:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if given.get("is_causal"):
-        return True
-    # A new token by itself sees all of its past: models do not call that causal.
-    single = int(step.counts.sum()) == given["query"].shape[2] == given["key"].shape[2] == 1
-    return single and given.get("attn_mask") is None
+    def _own(self, step: Step, layer: int, given: dict[str, Any]) -> bool:
+        """Whether a call is the causal attention of the step's tokens."""
+        mask, n_tokens = given.get("attn_mask"), int(step.counts.sum())
+        if given.get("dropout_p"):
+            return False
+        if given.get("is_causal"):
+            return mask is None  # torch refuses both
+        if not given["query"].shape[2] == given["key"].shape[2] == n_tokens:
+            return False
+        if mask is None:
+            return n_tokens == 1  # it sees all of its past, and models do not call that causal
+        return _sees(step, mask, step.group(layer).window, causal=False)

@@ -194,4 +194,4 @@ def _grouped_tokens(batch: Ragged, groups: Sequence[Group], starts: Ints) -> tor
 
 
 def _like(batch: Ragged, values: object) -> torch.Tensor:
-    return torch.as_tensor(np.asarray(values), dtype=torch.int32).to(batch.table.device)
+    return torch.from_numpy(np.asarray(values, np.int32)).to(batch.table.device)

@@ -54,7 +54,7 @@ def rotations(
     speed = torch.as_tensor(inv_freq, dtype=torch.float64, device="cpu").numpy()
     angle = np.array(distinct, np.float64)[:, None] * speed
     cos, sin = (torch.from_numpy(f(angle).astype(np.float32)).to(device) for f in (np.cos, np.sin))
-    turns = torch.tensor([lines[int(delta)] for delta in deltas], dtype=torch.int32).to(device)
+    turns = torch.from_numpy(np.array([lines[int(delta)] for delta in deltas], np.int32)).to(device)
     return Rotary(cos, sin, interleaved, start), turns
 
 

@@ -150,13 +150,17 @@ class ByScore(LeafOrder):
 
     def _checked(self, scores: object, n: int) -> Slots:
         """Keys of what `score` gave; compiled code will read one for each block."""
-        given = np.asarray(scores)
-        if given.dtype.kind not in "biuf" or given.shape != (n,):
-            problem = f"gave {given.dtype} {list(given.shape)} for {n} blocks"
-        elif given.dtype.kind == "f" and np.isnan(given).any():
-            problem = f"gave NaN for {int(np.isnan(given).sum())} of {n} blocks"
+        try:
+            given = np.asarray(scores)
+        except (ValueError, TypeError, RuntimeError) as error:  # ragged, or numpy cannot reach it
+            problem = f"gave no vector for {n} blocks ({str(error).rstrip('.')})"
         else:
-            return _keys(given)
+            if given.dtype.kind not in "biuf" or given.shape != (n,):
+                problem = f"gave {given.dtype} {list(given.shape)} for {n} blocks"
+            elif given.dtype.kind == "f" and np.isnan(given).any():
+                problem = f"gave NaN for {int(np.isnan(given).sum())} of {n} blocks"
+            else:
+                return _keys(given)
         raise ConfigError(
             f"score() of policy {self.name!r} {problem}",
             "Return one number for each of use.slots, none of them NaN",

@@ -178,7 +178,7 @@ class Arrival:
         if self._store.pool(stripe.group).device.type == "cpu":
             return self._place(stripe)
         size = self._layouts[stripe.group].page_bytes
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return self._place(stripe).new_empty(size, pin_memory=True, device="cpu")
 
     def _place(self, stripe: _Stripe) -> torch.Tensor:
         pool, layout = self._store.pool(stripe.group), self._store.forms[stripe.group].raw

@@ -46,12 +46,15 @@ class Step:
             the step and however a prompt is cut.
     """
 
-    apart = False
-
-    _open = False  # until everything is reserved
+    # Without a dictionary, whoever walks through the attributes of a cache ends here.
+    __slots__ = tuple(
+        """seqs counts tokens awaits audits apart _open _planner _started_s _token _batches _singles
+        _shared _noted _touched _watch _advance _waited_s _coming __weakref__""".split()
+    )
 
     def __init__(self, planner: Planner, seqs: Items[Sequence], counts: NDArray[np.int64]) -> None:
         self.seqs, self.counts = list(seqs), counts
+        self.apart = self._open = False  # until everything is reserved
         self.tokens: torch.Tensor | None = None
         self.awaits: Callable[[int], None] | None = None
         self.audits = False
@@ -166,7 +169,7 @@ class Step:
         self._touched.add(layer)
         return pages
 
-    def attend(
+    def attend(  # noqa: PLR0913 - the switches of attention belong to one call
         self,
         layer: int,
         q: torch.Tensor,
@@ -176,6 +179,8 @@ class Step:
         scale: float | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        window: int | None = None,
+        alibi: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes the new K and V of a layer into pages and attends over them.
 
@@ -187,16 +192,21 @@ class Step:
             scale: Of the logits; default `D ** -0.5`.
             softcap: `tanh(logit / softcap) * softcap`, if given.
             sinks: `[Hq]` extra logits that join the denominator, if given.
+            window: Tokens that a token sees, itself included; default those of its group.
+            alibi: float32 `[Hq]`, slopes of a bias by distance, if given.
 
         Returns:
             `[N, Hq, Dv]` in the dtype of `q`.
 
         Raises:
-            GeometryError: Shapes, dtypes or devices do not fit, or no group holds the layer.
+            GeometryError: Shapes, dtypes or devices do not fit, no group holds the layer, its group
+                keeps fewer tokens than the window, or slopes meet a sequence with dropped tokens.
             StateError: The step is over.
         """
         self.write(layer, k, v)
-        return self.read(layer, q, scale=scale, softcap=softcap, sinks=sinks)
+        return self.read(
+            layer, q, scale=scale, softcap=softcap, sinks=sinks, window=window, alibi=alibi
+        )
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """The first half of `attend`: writes the new K and V of a layer into pages."""
@@ -215,6 +225,8 @@ class Step:
         scale: float | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        window: int | None = None,
+        alibi: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The second half of `attend`: attends over what a layer has written."""
         if not self._open:
@@ -222,7 +234,12 @@ class Step:
         self._fits("q", q)
         group, _ = self._planner.locate(layer)
         pages, how = self._planner.pages(layer), dict(scale=scale, softcap=softcap, sinks=sinks)
-        window = self._planner.window(group)
+        kept = self._planner.window(group)
+        plain = window is None and alibi is None
+        if not plain or self.groups[group].kind == "chunked":
+            self._serves(layer, window, alibi)
+            how["alibi"] = alibi
+        window = kept if window is None else window
         out: torch.Tensor
         if self.apart:
             if group not in self._singles:
@@ -233,13 +250,31 @@ class Step:
             ]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         batch = self.batch(group)
-        shared = self._shares(group, batch)
+        shared = self._shares(group, batch) if plain else None
         if shared is not None:
             out = kernels.cascade_attention(q, pages, batch, shared, **how)
             return out
         mass = self._watched(layer, group, batch)
         out = kernels.paged_attention(q, pages, batch, window=window, mass=mass, **how)
         return out
+
+    def _serves(self, layer: int, window: int | None, alibi: torch.Tensor | None) -> None:
+        group = self.group(layer)
+        if group.kind == "chunked":
+            raise GeometryError(
+                f"layer {layer} is chunked, which no kernel over pages serves",
+                "Gather its keys and values, or let flowkv.attach serve the model",
+            )
+        if window is not None and group.window is not None and window > group.window:
+            raise GeometryError(
+                f"layer {layer} is to see {window} tokens, its group keeps {group.window}",
+                "Say the widest window in the geometry: LayerGroup(window=...)",
+            )
+        if alibi is not None and any(seq.dropped for seq in self.seqs):
+            raise GeometryError(  # kernels count distances in what is left
+                f"layer {layer} adds slopes by distance, and tokens were dropped from its sequence",
+                "Do not sparsify sequences of models with ALiBi",
+            )
 
     def _fits(self, name: str, x: torch.Tensor) -> None:
         """Kernels believe how many tokens a step has, and on a GPU nobody could ask there."""

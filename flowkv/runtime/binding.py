@@ -24,7 +24,7 @@ from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, War
 from flowkv.observe.metrics import Metrics
 from flowkv.observe.tenancy import Tenancy
 from flowkv.observe.trace import Trace
-from flowkv.policy import make_policy
+from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Policy
 from flowkv.policy.config import configure
 from flowkv.policy.prefetch import PrefetchConfig
@@ -85,7 +85,7 @@ class Binding:
             fields["namespace"] = namespace  # for `attach`, which asks the configuration
         self.config = load_config(config, **fields)
         self._given = [tier for tier in stack or () if not isinstance(tier, str)]
-        self._make_policy = policy if callable(policy) else None
+        self._make_policy = _maker(policy)
         self._check_policies()
         self.clock, self.bus = clock or SystemClock(), Bus()
         self.metrics = Metrics()
@@ -98,6 +98,7 @@ class Binding:
         self._warned: set[str] = set()
         self._detach: list[Callable[[], None]] = []
         self._proofs: list[Callable[[], None]] = []
+        self._closings: list[Callable[[], None]] = []
         self._tiers: list[Tier] = []
         self._open: dict[int, Sequence] = {}
         self._recordings: list[Recording] = []
@@ -357,6 +358,10 @@ class Binding:
         """Registers what `detach` does."""
         self._detach.append(callback)
 
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Registers what `close` does before anything is released."""
+        self._closings.append(callback)
+
     def on_prove(self, callback: Callable[[], None]) -> None:
         """Registers what proves pages that were computed so far, so that they can be kept."""
         self._proofs.append(callback)
@@ -389,6 +394,37 @@ class Binding:
                 "Call flowkv.attach(model), or pass a geometry to KV(...)",
             )
         return self.planner
+
+
+def _maker(policy: object) -> Callable[[], Policy] | None:
+    """What makes a policy for each place; None where the configuration says which.
+
+    Raises:
+        ConfigError: It is neither a name nor callable, or one policy for all places.
+    """
+    if policy is None or isinstance(policy, str):
+        return None
+    one = isinstance(policy, Policy) and not isinstance(policy, type)
+    if one or not callable(policy):
+        kind, what = type(policy).__name__, "one policy, and each place needs its own"
+        raise ConfigError(
+            f"policy={kind}(...) is {what}" if one else f"policy={policy!r} makes no policies",
+            f"Pass the class or a callable that makes one: policy=lambda: {kind}(...)"
+            if one
+            else f"Pass a name ({', '.join(CATALOGUE)}), a class, or a callable that makes one;"
+            " options of places go into policy_options",
+        )
+
+    def make() -> Policy:
+        made = policy()
+        if isinstance(made, type) or not isinstance(made, Policy):
+            raise ConfigError(
+                f"policy={policy!r} made {made!r}, which is no policy",
+                "Have it return a fresh object that implements flowkv.policy.Policy",
+            )
+        return made
+
+    return make
 
 
 def _on_cpu(geometry: Geometry) -> bool:

@@ -91,7 +91,7 @@ class Bundles:
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Writes tensors to the tier that lasts longest; whether all found room there."""
         flat = {key: _bytes_of(key, tensor) for key, tensor in tensors.items()}
-        table, root = _describe(tensors, flat), self._key(name.encode())
+        table, root = _describe(tensors, flat), self._key(_encoded(name))
         with self.guard:
             old = self.store.index.find(root)
             for block in [*self.store.index.children(root), *([old] if old else [])]:
@@ -140,7 +140,7 @@ class Bundles:
 
     def fetch(self, name: str, only: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
         """What was kept, or the tensors of these names; None if any of it cannot be had."""
-        root = self._key(name.encode())
+        root = self._key(_encoded(name))
         table = self._table(root)
         if table is None:
             return None
@@ -257,10 +257,30 @@ def _padded(n_bytes: int) -> int:
     return -(-n_bytes // unit) * unit
 
 
+def _encoded(name: str) -> bytes:
+    """The bytes of a name.
+
+    Raises:
+        StoreError: It is none that has an encoding.
+    """
+    try:
+        return name.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise StoreError(f"{name!r} is no name", "Use a string of Unicode") from error
+
+
 def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview:
+    if not isinstance(tensor, torch.Tensor):
+        raise StoreError(f"{name!r} is of type {type(tensor).__name__}", "Keep tensors")
+    _encoded(name)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise StoreError(f"tensor {name!r} has dtype {dtype}", "Convert it to a plain dtype")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise StoreError(
+            f"tensor {name!r} has no bytes of its own ({tensor.layout} on {tensor.device})",
+            "Make it dense, and give it content",
+        )
     flat = tensor.detach().contiguous().reshape(-1).cpu()
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
@@ -314,7 +334,7 @@ def _spans(tensors: Iterable[_Tensor], n_bytes: int) -> list[tuple[int, int]]:
 def _tensor(one: _Tensor, spans: list[tuple[int, int]], buffers: list[bytearray]) -> torch.Tensor:
     """A tensor over the bytes that were loaded for it."""
     if not one.n_bytes:
-        return torch.zeros(one.shape, dtype=DTYPES[one.dtype])
+        return torch.zeros(one.shape, dtype=DTYPES[one.dtype], device="cpu")
     for (start, stop), buffer in zip(spans, buffers, strict=True):
         if start <= one.offset < stop:
             count, at = math.prod(one.shape), one.offset - start

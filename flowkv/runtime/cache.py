@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.clock import Clock
-from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.errors import ConfigError, MissingDependencyError, StateError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace, Shard
 from flowkv.observe.account import Account
@@ -137,6 +137,8 @@ class KV(Keeping):
         """
         if chunk < 1:
             raise ConfigError(f"chunk={chunk}", "Compute at least one token per row and step")
+        if not all(isinstance(seq, Sequence) for seq in seqs):
+            raise StateError("some of these are no sequences", "Pass what kv.open(...) returned")
         yield from front.prefill(self, seqs, chunk)
         yield from audit.steps(self, [seq for seq in seqs if seq.position < len(seq.tokens)])
         while True:
@@ -355,6 +357,8 @@ class KV(Keeping):
         """Detaches, writes down what is published, and releases everything. Safe to call again."""
         if not self.inherited:
             self._prove()
+            while self._closings:
+                self._closings.pop()()
         self.detach()
         if self.inherited:
             return  # tiers and the answers they owe belong to the parent process

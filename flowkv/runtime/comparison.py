@@ -111,8 +111,7 @@ def _raw(pool: PagePool, forms: Forms, page: int) -> torch.Tensor | None:
     if not page >> CODEC_SHIFT:
         return held
     # Beside the pool, where room may be short: the encoded page, and behind it the decoded one.
-    beside = torch.empty(layout.page_bytes + forms.raw.page_bytes, dtype=torch.uint8)
-    beside = beside.to(held.device)
+    beside = held.new_empty(layout.page_bytes + forms.raw.page_bytes)
     beside[: layout.page_bytes] = held
     places = torch.tensor([0, layout.granules], dtype=torch.int32, device=held.device)
     status = kernels.transcode(beside, places[:1], places[1:], layout, forms.raw)

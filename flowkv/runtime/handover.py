@@ -168,7 +168,7 @@ class Sender:
         stripe = raw.view(layout.layers, -1)[number, : layout.stripe_bytes]
         if not finite(stripe.view(getattr(torch, layout.dtype))):
             return None
-        body = torch.zeros(layout.stripe_stride_bytes, dtype=torch.uint8)
+        body = raw.new_zeros(layout.stripe_stride_bytes, device="cpu")
         body[: layout.stripe_bytes] = stripe
         return body.numpy().data
 

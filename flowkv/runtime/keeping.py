@@ -260,7 +260,7 @@ class Keeping(Opening):
             Whether there was room for all of them.
 
         Raises:
-            StoreError: A tensor has a dtype that cannot be kept.
+            StoreError: A tensor has a dtype or layout that cannot be kept, or a name is no text.
         """
         return self._bundles(tenant).keep(name, tensors)
 

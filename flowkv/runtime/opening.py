@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowkv.core.errors import TokenError
 from flowkv.core.keys import KeyChain, Salt, as_tokens, tenant_salt
 from flowkv.policy.base import NEVER_NS
 from flowkv.policy.config import Lease
@@ -212,7 +213,15 @@ class Opening(Binding):
 
 def plain(tokens: Tokens) -> Items[int] | NDArray[np.generic]:
     """Token ids as something that is no tensor."""
-    return tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
+    if not isinstance(tokens, torch.Tensor):
+        return tokens
+    try:
+        return tokens.detach().cpu().numpy()
+    except (NotImplementedError, RuntimeError, TypeError) as error:  # on meta, sparse, bfloat16
+        raise TokenError(
+            f"token ids are a tensor of {tokens.dtype} on {tokens.device}, which numpy cannot have",
+            "Pass a dense tensor of integers, or a list of ids",
+        ) from error
 
 
 def pack(rows: Items[Items[int] | NDArray[np.generic]]) -> NDArray[np.uint32]:

@@ -67,7 +67,8 @@ class Copies:
         slot = self._slot(count * n_bytes)
         if slot is None:
             pin = self.pages.device.type == "cuda"
-            return list(torch.empty((count, n_bytes), dtype=torch.uint8, pin_memory=pin))
+            rows = self.pages.new_empty((count, n_bytes), pin_memory=pin, device="cpu")
+            return list(rows)
         view = memoryview(slot.view)  # what the rows, and all that is made of them, keep alive
         weakref.finalize(view, self._unused.append, slot).atexit = False
         return list(torch.frombuffer(view, dtype=torch.uint8).view(count, n_bytes))

@@ -33,7 +33,7 @@ class Watch:
     def mass(self, layer: int, batch: Ragged, group: LayerGroup, page_size: int) -> torch.Tensor:
         """float32 `[B, pages, Hk]`, zeros at first, to which the attention of a layer adds."""
         shape = len(batch.rows), -(-batch.most_length // page_size), group.kv_heads
-        fresh = torch.zeros(shape, dtype=torch.float32, device=batch.table.device)
+        fresh = batch.table.new_zeros(shape, dtype=torch.float32)
         return self._mass.setdefault(layer, fresh)
 
     def tell(self, seqs: Items[Sequence], groups: Items[LayerGroup], step: Advance) -> None:

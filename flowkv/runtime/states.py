@@ -100,7 +100,8 @@ def decode_state(blob: bytes) -> dict[str, Any]:
         if dtype is None or not sound or at + n_bytes > len(blob):
             raise StoreError(f"stored state {tensor.name!r} is damaged", "Delete the store")
         raw = bytearray(blob[at : at + n_bytes])
-        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.zeros(0, dtype=dtype)
+        room = torch.frombuffer(raw or bytearray(dtype.itemsize), dtype=dtype)
+        flat = room[: n_bytes // dtype.itemsize]
         values[tensor.name] = flat.reshape(shape)
         at += n_bytes
     return values

@@ -110,5 +110,5 @@ class Tables:
             if old:
                 table[:, : old[g].shape[1]] = old[g]
             self.pages.append(table)
-        self._device_tables = [torch.empty(0, dtype=torch.int32) for _ in self.devices]
+        self._device_tables = [torch.from_numpy(np.empty(0, np.int32)) for _ in self.devices]
         self._dirty = True

@@ -1,13 +1,16 @@
 """Fills a local hub cache with tiny models of the names that a suite asks for.
 
-Run by the environment that has transformers, `python tiny_hub.py HUB FILE...` finds every model
-name in the sources. For those whose name tells an architecture it saves a configuration, random
-weights of a fixed seed and a tokenizer, as the hub's own cache lies on disk.
+Run by the environment that has transformers, `python tiny_hub.py HUB TINY FILE...` finds every
+model name in the sources. For those whose name tells an architecture it saves a configuration,
+random weights of a fixed seed and a tokenizer, as the hub's own cache lies on disk.
 What has no architecture in its name stays away, and tests that need it are skipped for the hub.
+In TINY it makes what transformers' tests of pipelines ask for (`TRANSFORMERS_TINY_MODEL_PATH`).
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import sys
 import zlib
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.models.auto import modeling_auto
 
 NAMES = re.compile(r"[\"']([\w.-]+/[\w.-]+)[\"']")
 CLASS = re.compile(r"[A-Z]\w*?(?:For[A-Z]\w+|LMHeadModel|Model)(?![a-z])")
@@ -72,15 +76,17 @@ SIZES: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 8,
     "projection_dim": WIDTH,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "decoder_start_token_id": 0,
     "forced_eos_token_id": None,
 }
 
 
-def main(hub: Path, sources: list[Path]) -> None:
+FAMILIES = "llama qwen2 qwen3 mistral gemma2 gemma3_text gpt2".split()
+TASKS = ("", "_FOR_CAUSAL_LM", "_FOR_SEQUENCE_CLASSIFICATION", "_FOR_TOKEN_CLASSIFICATION")
+TASKS += ("_FOR_QUESTION_ANSWERING",)
+
+
+def main(hub: Path, tiny: Path, sources: list[Path]) -> None:
     """Makes what is not there yet; prints a line for each name."""
     names: set[str] = set()
     for path in sources:
@@ -89,6 +95,24 @@ def main(hub: Path, sources: list[Path]) -> None:
         known = class_of(name)
         if known is not None:
             print(f"{name}: {save(hub, name, known) or known.__name__}", flush=True)
+    fill_tiny(tiny)
+
+
+def fill_tiny(tiny: Path) -> None:
+    """Makes models of the families with every head, and the summary that lists them."""
+    summary: dict[str, dict[str, list[str]]] = {}
+    words = {"tokenizer_classes": ["PreTrainedTokenizerFast"], "processor_classes": []}
+    for family, task in itertools.product(FAMILIES, TASKS):
+        names = getattr(modeling_auto, f"MODEL{task}_MAPPING_NAMES").get(family)
+        for name in names if isinstance(names, tuple) else [names] if names else []:
+            summary[name] = {**words, "model_classes": [name]}
+            known, place = getattr(transformers, name), tiny / family / name
+            if not place.exists():
+                torch.manual_seed(0)
+                known(small(known.config_class())).eval().save_pretrained(place)
+                tokenizer().save_pretrained(place)
+    (tiny / "reports").mkdir(exist_ok=True, parents=True)
+    (tiny / "reports" / "tiny_model_summary.json").write_text(json.dumps(summary))
 
 
 def class_of(name: str) -> type | None:
@@ -125,6 +149,7 @@ def save(hub: Path, name: str, known: Any) -> str:
 
 def small(config: Any) -> Any:
     """The same configuration with every size made tiny, inner configurations as well."""
+    config.pad_token_id, config.bos_token_id, config.eos_token_id = range(3)
     types = getattr(config, "layer_types", None)
     for field, size in SIZES.items():
         if getattr(config, field, None) is not None and not isinstance(
@@ -153,4 +178,5 @@ def tokenizer() -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(source) for source in sys.argv[2:]])
+    hub, tiny, *sources = map(Path, sys.argv[1:])
+    main(hub, tiny, sources)

@@ -59,6 +59,7 @@ class TestTheModel:
         assert "flowkv" not in str(model.config.to_dict())
 
     @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+    @pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
     def test_says_what_it_said(self, model: Any, implementation: str) -> None:
         model.set_attn_implementation(implementation)
         with attached(model):
@@ -129,7 +130,7 @@ class TestTheModel:
             assert not twin._forward_hooks_with_kwargs
             assert not twin._forward_hooks_always_called
             assert not twin._forward_pre_hooks_with_kwargs
-            assert vars(twin).keys() == vars(model).keys() - {"__deepcopy__"}
+            assert vars(twin).keys() == vars(model).keys() - {"__deepcopy__", "__reduce_ex__"}
             assert twin.config._attn_implementation == before
             named = {m.config._attn_implementation for m in twin.modules() if hasattr(m, "config")}
             assert named == {before}
@@ -139,7 +140,8 @@ class TestTheModel:
                 twin.model.layers[0].mlp.up_proj.weight.mul_(1.5)
             other = answer(twin, ids)
             assert not torch.equal(other, theirs)
-            assert torch.equal(answer(model, ids), theirs)
+            for _ in range(3):  # the copy has written to `seen`, as if somebody else had
+                assert torch.equal(answer(model, ids), theirs)
             assert reused(kv) > known
             again = copy.deepcopy(twin)
         assert "__deepcopy__" not in vars(model)
@@ -152,7 +154,11 @@ class TestTheModel:
         ids, before = models.prompt(40), model.config._attn_implementation
         theirs = answer(model, ids)
         kv = flowkv.attach(model, gpu="64MiB", page_size=16)
-        twins = [copy.deepcopy(model)]
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        made = generate(model, 4, input_ids=ids).past_key_values
+        kept = pickle.loads(pickle.dumps(made))
+        assert type(kept) is DynamicCache
+        assert torch.equal(kept.layers[0].keys, made.layers[0].keys)
         configs = [copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))]
         kv.close()
         twins.append(copy.deepcopy(model))
@@ -377,13 +383,6 @@ class TestCopies:
             forward(model, models.prompt(4, seed=9), cache)
             assert torch.allclose(forward(model, tail, twin), wanted, atol=1e-4)
 
-    def test_a_cache_is_no_file(self, model: Any) -> None:
-        with attached(model):
-            cache = DynamicCache(config=model.config)
-            forward(model, models.prompt(20), cache)
-            with pytest.raises(StateError, match="disk"):
-                cache.__reduce__()
-
 
 class TestThreads:
     def test_generate_in_two_threads(self, model: Any) -> None:
@@ -519,8 +518,7 @@ class TestOwnCaches:
         kv.detach()
         assert torch.allclose(forward(model, token, cache), wanted, atol=1e-4)
         kv.close()
-        with pytest.raises(StateError, match="closed"):
-            forward(model, token, cache)
+        assert torch.isfinite(forward(model, token, cache)).all()
 
     def test_a_forward_that_fails_can_be_repeated(self, model: Any) -> None:
         ids, token = models.prompt(40), torch.tensor([[7]])
@@ -664,12 +662,13 @@ class TestInputs:
             assert reused(kv) == 0
         torch._dynamo.reset()
 
+    @pytest.mark.filterwarnings("ignore")
     def test_a_cache_of_another_model(self, model: Any) -> None:
         ids, other = models.prompt(40), models.causal("llama")
+        wanted = forward(other, ids, DynamicCache(config=other.config))
         with attached(model) as kv, attached(other):
             cache = kv.cache(input_ids=ids)
-            with pytest.raises(StateError, match="another model"):
-                forward(other, ids, cache)
+            assert torch.allclose(forward(other, ids, cache), wanted, atol=1e-4)
 
     def test_inference_mode(self, model: Any) -> None:
         ids = models.prompt(40)

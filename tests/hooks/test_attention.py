@@ -198,10 +198,101 @@ def test_causal_with_several_tokens_and_repeated_heads(kv: KV, way: str, repeate
                 assert tokens == generate_plain(make_nano(), prompt, len(tokens))
 
 
+def seen(count: int, window: int | None = None) -> torch.Tensor:
+    """Who sees whom among `count` tokens, bool."""
+    causal = torch.ones(count, count, dtype=torch.bool).tril()
+    return causal if window is None else causal.triu(1 - window)
+
+
+def added(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("way", ["attention", "intercept"])
+@pytest.mark.parametrize("said", ["bool", "added", "by head"])
+def test_masks_that_say_the_causal_rule(kv: KV, way: str, said: str) -> None:
+    """As a model without a cache builds them, of the tokens that it is given."""
+
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int) -> torch.Tensor:
+        mask = seen(q.shape[2])
+        if said == "added":
+            mask = added(mask)
+        if said == "by head":
+            mask = mask.expand(1, q.shape[1], -1, -1)
+        if way == "attention":
+            return flowkv.attention(q, k, v, layer=layer, attn_mask=mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    model, seqs = make_nano(attend=masked), [kv.open(prompt) for prompt in PROMPTS]
+    with flowkv.intercept() if way == "intercept" else nullcontext():
+        for counts, rows in (([9], seqs[:1]), ([5, 8, 3], seqs[1:])):
+            for seq, tokens in zip(rows, generate(kv, model, rows, counts), strict=True):
+                prompt = PROMPTS[seqs.index(seq)]
+                assert tokens == generate_plain(make_nano(), prompt, len(tokens))
+
+
+@pytest.mark.parametrize("way", ["group", "full group"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_windows_in_steps_and_outside(way: str, masked: bool) -> None:
+    window = 5
+    own = window if way == "group" else None
+    shape = Geometry.uniform(layers=1, kv_heads=2, head_dim=8, page_size=8, window=own)
+    q, k, v = shapes(q=(1, 4, 13, 8), k=(1, 2, 13, 8), v=(1, 2, 13, 8))
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=seen(13, window), enable_gqa=True)
+    with KV(shape, gpu="1MiB") as kv:
+        seq, got = kv.open(list(range(13))), []
+        for start, end in ((0, 7), (7, 12), (12, 13)):
+            mask = seen(end - start, window) if masked else None
+            part = [x[:, :, start:end] for x in (q, k, v)]
+            with kv.step([seq], [range(start, end)]):
+                said = None if own else window
+                got.append(flowkv.attention(*part, layer=0, window=said, attn_mask=mask))
+    assert torch.allclose(torch.cat(got, 2), want, atol=1e-5)
+    outside = flowkv.attention(q, k, v, layer=0, window=window)
+    assert torch.allclose(outside, want, atol=1e-6)
+
+
+def test_slopes_by_distance_in_steps_and_outside(kv: KV) -> None:
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    q, k, v = shapes(q=(1, 4, 20, 8), k=(1, 2, 20, 8), v=(1, 2, 20, 8))
+    distance = torch.arange(20) - torch.arange(20).unsqueeze(1)
+    bias = (slopes.view(4, 1, 1) * distance).masked_fill(~seen(20), -torch.inf)
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    seqs = [kv.open(list(range(20))) for _ in range(2)]  # two rows share what cascades would read
+    for start, end in ((0, 19), (19, 20)):
+        part = [x[:, :, start:end].repeat(1, 1, 2, 1) for x in (q, k, v)]
+        with kv.step(seqs, [range(start, end)] * 2):
+            for layer in (0, 1):
+                got = flowkv.attention(*part, layer=layer, alibi=slopes)
+        for row in got.chunk(2, dim=2):
+            assert torch.allclose(row, want[:, :, start:end], atol=1e-5)
+    assert torch.allclose(flowkv.attention(q, k, v, layer=0, alibi=slopes), want, atol=1e-6)
+
+
+def test_what_pages_do_not_serve_is_refused(kv: KV) -> None:
+    q, k, v = shapes(q=(1, 4, 6, 8), k=(1, 2, 6, 8), v=(1, 2, 6, 8))
+    seq = kv.open(list(range(6)))
+    for mask in (seen(6, 3), seen(6).T, added(seen(6)) + torch.randn(6, 6), seen(5), ~seen(6)):
+        with pytest.raises(GeometryError, match="other tokens"), kv.step([seq], [range(6)]):
+            flowkv.attention(q, k, v, layer=0, attn_mask=mask)
+        missing = pytest.raises((StateError, RuntimeError), match=r"no keys|size of")
+        with missing, flowkv.intercept(), kv.step([seq], [range(6)]):
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    with flowkv.intercept(), pytest.raises(StateError), kv.step([seq], [range(6)]):
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True, enable_gqa=True)
+    assert seq.length == 0
+    for kind, message in (("sliding", "its group keeps 4"), ("chunked", "no kernel over pages")):
+        group = LayerGroup(layers=(0,), kv_heads=2, head_dim=8, value_dim=8, kind=kind, window=4)
+        with KV(Geometry(groups=(group,), page_size=8), gpu="1MiB") as other:
+            seq = other.open(list(range(6)))
+            with pytest.raises(GeometryError, match=message), other.step([seq], [range(6)]):
+                flowkv.attention(q, k, v, layer=0, window=5)
+
+
 def test_looking_ahead_and_other_heads_are_refused(kv: KV) -> None:
     q, k, v = shapes(q=(1, 4, 2, 8), k=(1, 2, 2, 8), v=(1, 2, 2, 8))
     seq = kv.open([1, 2])
-    with pytest.raises(GeometryError, match="look ahead"), kv.step([seq], [[1, 2]]):
+    with pytest.raises(GeometryError, match="other tokens"), kv.step([seq], [[1, 2]]):
         flowkv.attention(q, k, v, layer=0, is_causal=False)
     different = torch.randn(1, 4, 2, 8)
     with pytest.raises(GeometryError, match="different heads"), kv.step([seq], [[1, 2]]):

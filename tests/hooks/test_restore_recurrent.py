@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +18,16 @@ from .compare import assert_same, generate, reused
 from .test_restore import restoring, some, stored
 
 
-def stop(armed: threading.Event) -> None:
-    """Fails once it was asked for; an event is in no model's name."""
-    if armed.is_set():
-        armed.clear()
-        raise ZeroDivisionError("asked for")
+class Flag:
+    """A file that is there or not: unlike an event, it is in no name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def stop(self) -> None:
+        if self.path.exists():
+            self.path.unlink()
+            raise ZeroDivisionError("asked for")
 
 
 @contextmanager
@@ -65,15 +70,15 @@ def test_pages_come_behind_the_forward(name: str, seeds: tuple[int, ...], lose: 
 
 
 @torch.no_grad()
-def test_a_forward_that_fails() -> None:
+def test_a_forward_that_fails(tmp_path: Path) -> None:
     model = models.causal(models.HYBRID[0])
     inputs, longer = longer_prompt(model, 1)
     theirs, run = model(**longer).logits[:, -1], generate(model, 4, **longer)
-    armed = threading.Event()
-    hook = model.model.layers[0].register_forward_pre_hook(lambda *_: stop(armed))
+    armed = Flag(tmp_path / "armed")
+    hook = model.model.layers[0].register_forward_pre_hook(lambda *_: armed.stop())
     with restoring(model, stored(model, inputs), every=5) as (_, _, seen):
         cache = DynamicCache(config=model.config)
-        armed.set()
+        armed.path.touch()
         with pytest.raises(ZeroDivisionError):
             model(**longer, past_key_values=cache, logits_to_keep=1)
         (ended,) = seen.ended

@@ -119,18 +119,18 @@ def test_sealed_heads_a_few_at_a_time(heads_at_once: int, monkeypatch: pytest.Mo
 
 def test_sealed_spare_runs_fit_what_the_host_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt among decoding rows needs the spare runs of one row."""
-    sizes, empty = [], torch.empty
+    sizes, empty = [], torch.Tensor.new_empty
 
-    def noted(*size: int, **options: object) -> torch.Tensor:
+    def noted(like: torch.Tensor, *size: int, **options: object) -> torch.Tensor:
         sizes.append(size[0])
-        return empty(*size, **options)
+        return empty(like, *size, **options)
 
     layout = layout_of(1, 64, 64, 64)
     scene = Scene(layout, [140, 70, 150, 135], [1, 1, 40, 1], sealed=("kv8",))
     scene.batch = scene.batch._replace(most_prompts=1)
     monkeypatch.setattr(triton_attend, "MOST_COLUMNS", 32)
     with monkeypatch.context() as patch:
-        patch.setattr(triton_unseal.torch, "empty", noted)
+        patch.setattr(triton_unseal.torch.Tensor, "new_empty", noted)
         attend(scene, scene.queries(2), Scoring(scale=0.1), 1e-2)  # decode rounds to 8 bits
     assert 3 * layout.run_bytes // 4 in sizes
 

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 
 from flowkv.core.errors import ConfigError
@@ -127,6 +128,9 @@ def slots(*numbers):
         lambda n: np.array(["1"] * n),
         lambda n: np.zeros(n, "datetime64[s]"),
         lambda n: None,
+        lambda n: [[1]] * (n - 1) + [[1, 2]],
+        lambda n: torch.zeros(n, requires_grad=True),
+        lambda n: torch.zeros(n, device="meta"),
     ],
 )
 def test_what_is_no_score_for_each_block_is_refused(wrong):

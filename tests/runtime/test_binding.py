@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowkv import KV, Namespace
 from flowkv.core.errors import CapacityError, ConfigError, StateError
+from flowkv.policy import LRU
 from flowkv.testing import MemoryTier
 from tests.runtime.audit import audit, audit_empty
 from tests.runtime.fakes import Deferred, lasting
@@ -215,3 +217,24 @@ def test_warnings_are_given_once() -> None:
         for _ in range(3):
             kv.warn("code", "look here")
     assert len(caught) == 1 and [event.code for event in told] == ["code"]
+
+
+def test_what_makes_no_policy_is_refused() -> None:
+    """It was once ignored, and the default policy took its place."""
+    for wrong in ({"host": LRU()}, {"gpu": 5}, 5, 0, [1], (), object()):
+        with pytest.raises(ConfigError, match=r"makes no policies.*a class, or a callable"):
+            KV(geometry(), policy=wrong)
+    with pytest.raises(ConfigError, match=r"LRU\(\.\.\.\) is one policy.*policy=lambda: LRU"):
+        KV(geometry(), policy=LRU())
+
+
+@pytest.mark.parametrize("options", [{}, {"host": "1MiB"}])
+def test_a_callable_must_make_policies(options: dict[str, Any]) -> None:
+    for made in (3, None, LRU, "lru", object()):
+        with pytest.raises(
+            ConfigError, match=r"which is no policy\. Have it return a fresh object"
+        ):
+            KV(geometry(), policy=lambda made=made: made, **options)
+    with pytest.raises(ZeroDivisionError):
+        KV(geometry(), policy=lambda: 1 / 0, **options)
+    KV(geometry(), policy=LRU, **options).close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,70 @@ def test_a_server_proves_it_too(tmp_path: Path) -> None:
 
 
 # ---- tiers that cannot prove it
+
+
+def _moved(directory: Path) -> None:
+    directory.rename(directory.with_name("away"))
+
+
+def _replaced(directory: Path) -> None:
+    _moved(directory)
+    directory.mkdir(0o700)
+
+
+def _copied(directory: Path) -> None:
+    _moved(directory)
+    shutil.copytree(directory.with_name("away"), directory)
+
+
+def _no_journal(directory: Path) -> None:
+    (directory / "journal").rename(directory.with_name("journal"))
+    os.mkfifo(directory / "journal")
+
+
+def _no_slab(directory: Path) -> None:
+    for slab in directory.glob("slab-*"):
+        slab.rename(directory.with_name(slab.name))
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+@pytest.mark.parametrize("how", ["prompt", "tenant", "model"])
+@pytest.mark.parametrize("harm", [_moved, _replaced, _copied, _no_journal, _no_slab])
+def test_a_disk_that_lost_its_files_proves_nothing(
+    disk: str, tmp_path: Path, harm: Callable[[Path], None], how: str, noticed: bool
+) -> None:
+    kv = kv_over(disk, lossless="off")
+    published(kv, P)
+    pieces = plaintext(kv, P)
+    assert kv.flush()
+    harm(tmp_path / "kv")
+    if noticed:
+        published(kv, Q, tag=2)
+        kv.flush()
+    with pytest.raises(StoreError, match="not proven to be erased: disk:"):
+        {
+            "prompt": lambda: kv.forget(P),
+            "tenant": lambda: kv.forget(tenant=""),
+            "model": kv.invalidate,
+        }[how]()
+    assert holds(tmp_path, pieces) == [True] * 3 or (harm is _no_slab and not noticed)
+    kv.close()
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_disk_that_lost_its_lock_alone_erases_and_proves_it(
+    disk: str, tmp_path: Path, noticed: bool
+) -> None:
+    kv = kv_over(disk, lossless="off")
+    published(kv, P)
+    pieces = plaintext(kv, P)
+    assert kv.flush()
+    (tmp_path / "kv" / "lock").unlink()
+    if noticed:
+        published(kv, Q, tag=2)
+        kv.flush()
+    assert kv.forget(P) == 3 and holds(tmp_path, pieces) == [False] * 3
+    kv.close()
 
 
 class Stubborn(Wrapped):

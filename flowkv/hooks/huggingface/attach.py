@@ -19,7 +19,7 @@ from flowkv.hooks.huggingface.door import Door, warn_inherited
 from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import Call, Names
 from flowkv.hooks.huggingface.plan import plan_geometry
-from flowkv.hooks.huggingface.probe import Probe, native_continues, paged_agrees, probe
+from flowkv.hooks.huggingface.probe import probe, settle
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.switch import Switch
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
@@ -85,54 +85,31 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
     """
     switch = Switch(model)
     in_pages = not switch.reason
-    identity = Identity(model, kv.config.namespace)
-    found = probe(model, kv.page_size, in_pages=in_pages)
+    identity, modules = Identity(model, kv.config.namespace), list(model.modules())
+    long = bool(identity.foreign)
+    found = probe(model, kv.page_size, in_pages=in_pages, long=long)
+    if list(map(id, modules)) != list(map(id, model.modules())):
+        # Its first forward rebuilt it, as BigBird's does: it is what it has become.
+        identity = Identity(model, kv.config.namespace)
+        found = probe(model, kv.page_size, in_pages=in_pages, long=long)
     identity.learn(model, named=False)
     kv.bind(found.plan.geometry, identity.namespace)
     door = Door(model, kv, found.plan, identity, switch)
     door.hang()
     try:
-        _settle(model, kv, found, door)
+        settle(model, kv, found, door)
     except BaseException:
         door.unhang()
         raise
     if reads == "dense" and in_pages:
-        _read_dense(door, "reads='dense' was asked for")
+        door.read_dense("reads='dense' was asked for")
     _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
-    identity.read(model)  # with the hooks of the door, which are in no name
+    identity.settle(model)  # with the hooks of the door, which are in no name
+    kv.bind(found.plan.geometry, identity.namespace)
+    door.tried()
     kv.on_prove(door.proof.finish)
     kv.on_detach(door.unhang)
     return door
-
-
-def _settle(model: Any, kv: KV, found: Probe, door: Door) -> None:
-    """Tests pages on the model and takes back what does not hold.
-
-    Raises:
-        UnsupportedModelError: Nothing holds.
-    """
-    name, placed = type(model).__name__, found.plan.placed.values()
-    agrees = paged_agrees(model, kv, found, door)
-    if any(place.contradicted for place in placed):
-        problem = f"the masks of {name} show other windows than its cache keeps"
-    elif agrees:
-        return
-    else:
-        with door.aside():
-            continues = native_continues(model, found)
-        problem = f"{name} does not continue from a cache as it answers in one pass"
-        if continues and any(place.in_pages for place in placed):
-            _read_dense(door, "its attention computes otherwise than it says")
-            if paged_agrees(model, kv, found, door):
-                return
-            problem = f"{name} does not answer the same through pages"
-    raise UnsupportedModelError(problem, "Use the model without FlowKV")
-
-
-def _read_dense(door: Door, note: str) -> None:
-    door.switch.reason = note
-    for placed in door.plan.placed.values():
-        placed.in_pages = False
 
 
 def make_cache(

@@ -63,6 +63,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     audits: Nested | None
     drawn: tuple[bytes, ...] | None
     watched: bool
+    unsteady: int
     close: weakref.finalize[..., PagedCache]
     _made: list[Any]
 
@@ -74,6 +75,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         self.rows, self.plan, self.door = rows, plan, door
         self.tenant, self.care, self.options, self.audits = None, {}, {}, None
         self.fresh, self.watched, self.drawn = False, False, None
+        self.unsteady = 0 if door is None else door.identity.unsteady
         self.recurrent = Recurrent(plan, rows, layers) if plan.stateful else None
         # Works because neither rows nor layers refer to the cache.
         self.close = weakref.finalize(self, release, rows, rows.seqs, self.recurrent)
@@ -304,13 +306,16 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         """Like a deep copy: two caches cannot advance the same rows."""
         return self.__deepcopy__({})
 
-    def __reduce__(self) -> Any:
-        raise StateError(
-            "a FlowKV cache cannot be pickled", "Its pages are kept by a disk tier: disk='./kv'"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
+        """Pickled, it is a `DynamicCache` of the same content."""
+        twin: Any = self.__deepcopy__({})
+        if isinstance(twin, PagedCache):
+            twin.give_up(private=True)
+        return _itself, (twin,)
+
+
+def _itself(cache: Any) -> Any:
+    return cache
 
 
 def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCache]) -> Any:

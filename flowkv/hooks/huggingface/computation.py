@@ -13,17 +13,27 @@ counter: nobody ever has that name again, and it stays out of lasting tiers.
 from __future__ import annotations
 
 import builtins
+import concurrent.futures
+import contextvars
 import copyreg
 import dis
 import enum
 import functools
 import hashlib
+import importlib.util
 import inspect
+import io
 import itertools
+import json
 import logging
+import multiprocessing.synchronize
 import operator
+import os
+import random
 import sys
+import sysconfig
 import threading
+import time
 import types
 import uuid
 import weakref
@@ -37,17 +47,21 @@ from torch.nn.modules import module as torch_module
 
 from flowkv.hooks.huggingface.versions import (
     BOOKKEEPING,
+    CACHES,
     PreTrainedConfig,
+    PreTrainedModel,
     chosen_functions,
     library_version,
     settings,
+    settled,
 )
 from flowkv.hooks.huggingface.weights import Weights, readable
+from flowkv.hooks.huggingface.writes import MISSING as _MISSING
+from flowkv.hooks.huggingface.writes import Written
 
 COMPILED = "compiled"
 _PROCESS = uuid.uuid4().hex
 _COUNTER = itertools.count(1)
-_MISSING: Any = object()
 _ROOT = "model"
 _MOST_LEAVES = 200_000
 _LONG = 64
@@ -90,7 +104,23 @@ _INERT = (
     types.ModuleType,
 )
 """Objects that decide nothing about numbers."""
+_WORKERS = (concurrent.futures.Executor, threading.Thread, multiprocessing.synchronize.SemLock)
+"""They run what others give them; what that is shows where it is given."""
+_DESCRIPTORS = (staticmethod, classmethod, property, functools.partialmethod)
+_PLAIN_BASES = (int, float, complex, str, bytes)
+_COMPILERS = frozenset({"numba", "triton", "torch"})
 _RANDOM = frozenset({"random", "numpy.random", "secrets"})
+_GENERATORS = (
+    torch.Generator,
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+)
+_CLOCKS = (
+    *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns"),
+    *("process_time", "process_time_ns"),
+)
 
 
 class Walk:
@@ -99,7 +129,11 @@ class Walk:
     Attributes:
         leaves: Path and text of everything in the name.
         tensors: Parameters, buffers and other tensors, by path.
-        held: Containers and objects in attributes of modules, by path.
+        held: Containers and objects, by path.
+        spots: What asks for what is at a path that forwards write, by path.
+        mappings: Keys of mappings, by path.
+        configs: Configurations and what was in them, by path.
+        rings: Paths of queues, whose items move when one is added.
         unnamed: Paths of what cannot be named: it has a number that nobody has again.
         foreign: What is neither torch's nor transformers' and takes part.
         random: Code is seen that draws random numbers behind torch's back.
@@ -111,36 +145,57 @@ class Walk:
         written: Paths that the model's own forward writes, and the leaves that stand for them.
         passing: Suffix of buffers that every forward rewrites; "" for none.
         numbers: Numbers of unnamed objects, by id; kept by the caller from walk to walk.
+        part: A path and what is there, to look at nothing else.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Any,
         written: Mapping[str, tuple[tuple[str, str], ...]],
         passing: str,
         numbers: dict[Any, tuple[Any, Any]],
+        *,
+        part: tuple[str, Any] | None = None,
     ) -> None:
         self.leaves: dict[str, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.held: dict[str, Any] = {}
+        self.spots: dict[str, Callable[[], Any]] = {}
+        self.mappings: dict[str, frozenset[str]] = {}
+        self.configs: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self.rings: set[str] = set()
         self.unnamed: list[str] = []
         self.foreign: list[str] = []
         self.random = self.compiled = self.training = False
-        self._written, self._passing, self._numbers = dict(written), passing, numbers
+        self._written, self._passing, self._numbers = Written(written), passing, numbers
+        self._unused: set[str] = set()
+        self._foreign_names: frozenset[str] = frozenset()
         self._library = False  # what is looked at is a library's own
         self._seen: dict[int, str] = {}
         self._kept: list[Any] = []
         self._labels: dict[str, int] = {}
         self._members_seen: set[tuple[int, int]] = set()
+        self._places: dict[int, str] | None = None
+        self._spaces: dict[str, Any] = {}
         self._modules: list[Callable[[], bool]] = []
         self._checks: list[Callable[[], bool]] = []
         self._items: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._typed: list[Any] = []
+        self._types: list[type] = []
+        self._beside: list[dict[str, Any]] = []  # attributes of tensors
+        self._lengths: list[int] = []
+        self._tree: torch.nn.Module | None = model
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(max(limit, 10_000))
         try:
-            self._module(_ROOT, model)
-            self._environment(model)
+            if part is None:
+                self._module(_ROOT, model)
+                self._environment(model)
+                self.random |= any(name in self._foreign_names for name in self._unused)
+            else:
+                self._value(*part)
         finally:
+            self._tree = None
             sys.setrecursionlimit(limit)
 
     @property
@@ -152,10 +207,46 @@ class Walk:
             state.update(len(line).to_bytes(4, "little") + line)
         return state.hexdigest()
 
+    @property
+    def libraries(self) -> dict[str, str]:
+        """The leaves of torch's and transformers' own code, and of what was put in its place."""
+        own = ("<torch.", "<transformers.")
+        return {path: text for path, text in self.leaves.items() if path.startswith(own)}
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """Digest of all leaves but numbers with fractions and events: how much and when, not what.
+
+        Whoever waits for an event is told by a trial as well, and would not wait for the call.
+        """
+        state = hashlib.sha256()
+        for path, text in sorted(self.leaves.items()):
+            if path.endswith("/set"):
+                continue
+            amount = text.startswith("float ") and text not in ("float 0.0", "float -0.0")
+            state.update(f"{path}\0{'float' if amount else text}\0".encode("utf-8", "replace"))
+        return state.hexdigest()
+
+    def frequencies(self) -> Iterator[tuple[str, Any, Any]]:
+        """(path, what is there, what it is made from) of encodings that depend on length."""
+        for path, get in self.spots.items():
+            ending = self._passing
+            original = self.tensors.get(f"{path.removesuffix(ending)}original_{ending}")
+            if ending and path.endswith(ending) and "long_" not in path and original is not None:
+                yield path, get(), original
+
     def same(self) -> bool:
         """Whether everything that was met is still there; what tensors hold is not read."""
+        try:
+            return self._same()
+        except Exception:  # whatever an object raises that is asked: another look tells
+            return False
+
+    def _same(self) -> bool:
         return (
             _flags() == self._precision
+            and [*map(type, self._typed)] == self._types
+            and [*map(len, self._beside)] == self._lengths
             and all(check() for check in self._modules)
             and all(
                 (found := holder.get(key, _MISSING)) is value or _equal(found, value)
@@ -166,12 +257,22 @@ class Walk:
 
     def forget(self) -> None:
         """Lets go of a model that is gone."""
-        for held in (self._modules, self._checks, self._items, self._kept):
+        lists = self._modules, self._checks, self._items, self._kept, self._typed, self._beside
+        for held in lists:
             held.clear()
+        self.spots.clear()
+        self.configs.clear()
         self.tensors.clear()
         self.held.clear()
 
     # ---- leaves
+
+    def _spot(self, path: str, get: Callable[[], Any]) -> bool:
+        """Whether a place is one that forwards write; then it is remembered how to look there."""
+        if path not in self._written:
+            return False
+        self.spots.setdefault(path, get)
+        return True
 
     def _leaf(self, path: str, text: str) -> None:
         if path in self._written:
@@ -210,54 +311,116 @@ class Walk:
     def _module(self, path: str, module: torch.nn.Module) -> None:
         if self._visited(path, module, path):
             return
-        held, children = module.__dict__, module._modules
+        held = module.__dict__
+        if not all(isinstance(held.get(kind), dict) for kind in _WATCHED):
+            self._compiled_module(path, module)
+            return
+        children = module._modules
         self._leaf(path, f"module {self._class(type(module))}")
+        self._watch_type(module, root=path == _ROOT)
         self._leaf(f"{path}/training", str(module.training))
         self.training |= module.training
         forward = held.get("forward")
         compiled = held.get("_compiled_call_impl") is not None or "_orig_mod" in children
         self.compiled |= compiled or hasattr(forward, "_torchdynamo_orig_callable")
-        if isinstance(module, torch.jit.ScriptModule):
-            self._leaf(f"{path}/code", str(getattr(module, "code", "")))
         kind: Any = type(module)
         for name in _stores(kind):
-            self._written.setdefault(f"{path}.{name}", ())
-        for name in held:  # encodings that depend on length keep what they were before, as well
-            if self._passing and name.endswith((self._passing, "max_seq_len_cached")):
+            if not settles(held.get(name)):
+                self._written.setdefault(f"{path}.{name}", ())
+        for name in (*held, *held["_buffers"]):  # what encodings that depend on length rewrite
+            passes = self._passing and name.endswith((self._passing, "max_seq_len_cached"))
+            if passes and not name.endswith(f"original_{self._passing}"):
                 self._written.setdefault(f"{path}.{name}", ())
         every = [*held, *held["_buffers"], *held["_parameters"]]
         free = {name for name in every if f"{path}.{name}" in self._written}
         for kind in ("_parameters", "_buffers"):  # made anew by every forward
             free |= {n for n, t in held[kind].items() if _offloaded(module, n, t) is not None}
+        skipped = BOOKKEEPING if _keeps_books(type(module)) else _MARKS
         own = {
             name: value
             for name, value in held.items()
-            if name not in _STANDARD and name not in BOOKKEEPING and name not in free
+            if name not in _STANDARD and name not in skipped and name not in free
         }
         for name in free:
             self.leaves |= self._written.get(f"{path}.{name}", ())
+            self._spot(f"{path}.{name}", functools.partial(_attribute_of, held, name))
         for name, value in own.items():
             self._attribute(f"{path}.{name}", module, name, value)
             if type(value) not in _PLAIN:
                 self.held[f"{path}.{name}"] = value
         for kind in ("_parameters", "_buffers"):
             for name, tensor in held[kind].items():
-                if not (self._passing and name.endswith(self._passing)):
-                    self._stored(f"{path}.{name}", module, name, tensor)
+                self._stored(f"{path}.{name}", module, name, tensor)
         self._hooks(path, held)
         self._watch_module(module, own, free)
         for name, child in children.items():
             if child is None:
                 self._leaf(f"{path}.{name}", "no module")
             else:
-                self._module(f"{path}.{name}", child)
+                self._child(f"{path}.{name}", child)
         self._leaf(f"{path}/children", " ".join(children))
 
+    def _child(self, path: str, module: torch.nn.Module) -> None:
+        try:
+            self._module(path, module)
+        except Exception as error:
+            self._unname(
+                path, f"a {type(module).__name__} that raises {type(error).__name__}", module
+            )
+
+    def _compiled_module(self, path: str, module: torch.nn.Module) -> None:
+        """A module that TorchScript compiled or traced: its code and what that reads."""
+        if not isinstance(module, torch.jit.ScriptModule):
+            self._unname(path, f"a {type(module).__name__} without what modules have", module)
+            return
+        script: Any = getattr(module, "_actual_script_module", module)
+        methods = [(name, script._c._get_method(name)) for name in script._c._method_names()]
+        self._leaf(path, f"script {_name(type(module))}")
+        training = bool(getattr(module, "training", False))  # frozen ones have none
+        self._leaf(f"{path}/training", str(training))
+        self.training |= training
+        self.foreign.append(path)
+        for name, method in methods:
+            code, constants = method.code_with_constants
+            self._leaf(f"{path}/{name}/code", code)
+            constants = getattr(constants, "const_mapping", constants)
+            for key, constant in sorted(constants.items()):
+                self._value(f"{path}/{name}/{key}", constant)
+        read = {n.s("name") for _, m in methods for n in m.graph.findAllNodes("prim::GetAttr")}
+        names = sorted(name for name in read if script._c.hasattr(name))
+
+        def state() -> list[Any]:
+            own = [(name, script._c.getattr(name)) for name in names]
+            own = [(n, v) for n, v in own if not isinstance(v, torch._C.ScriptModule)]
+            tensors = [
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ]
+            inner = list(module.named_children())
+            return [*own, *tensors, *inner, ("training", getattr(module, "training", False))]
+
+        known = state()
+        for name, value in known:
+            if isinstance(value, torch.nn.Module):
+                self._child(f"{path}.{name}", value)
+            else:
+                self._value(f"{path}.{name}", value)
+        self._hooks(path, module.__dict__)
+        for kind in _HOOKS:
+            self._checks.append(_unchanged(module.__dict__[kind], set()))
+        self._checks.append(lambda: _alike(state(), known))
+
     def _attribute(self, path: str, module: torch.nn.Module, name: str, value: Any) -> None:
-        if name == "forward" and _root(value) in _OWN:  # accelerate's, around the model's own
+        placed = _root(value) in ("accelerate", "flowkv")  # around the model's own
+        if name == "forward" and placed and "_old_forward" in vars(module):
             original = module.__dict__.get("_old_forward")
             if getattr(original, "__func__", None) is not type(module).forward:
                 self._value(path, original)
+        elif isinstance(value, _GENERATORS) and _root(type(module)) in _LIBRARIES:
+            self._leaf(path, "generator")  # of use only to who names it
+            if name in _names(type(module).forward.__code__):
+                self.random = True
+            self._unused.add(name)
         elif not (name == "_hf_hook" or (name == "_old_forward" and "_hf_hook" in vars(module))):
             if name == "forward":
                 self.foreign.append(path)
@@ -292,7 +455,6 @@ class Walk:
             (name, tuple(held[name]), tuple(held[name].values())) for name in _WATCHED if held[name]
         ]
         empty = [name for name in _WATCHED if not held[name]]
-        passing = self._passing
 
         def same() -> bool:
             if held["training"] is not training:
@@ -312,11 +474,21 @@ class Walk:
                     return False
                 if all(map(_is, now.values(), values)) and tuple(now) == keys:
                     continue
-                if not _only(now, keys, values, passing, free):
+                tensors = name in ("_parameters", "_buffers")  # others run in their order
+                if not tensors or not _only(now, keys, values, free):
                     return False
             return True
 
         self._modules.append(same)
+
+    def _watch_type(self, value: Any, *, root: bool = False) -> None:
+        """Asks for the class, which can be assigned to."""
+        if root:  # not kept alive
+            model, kind = weakref.ref(value), type(value)
+            self._checks.append(lambda: type(model()) is kind)
+        else:
+            self._typed.append(value)
+            self._types.append(type(value))
 
     # ---- values
 
@@ -324,11 +496,23 @@ class Walk:
         if path in self._written:
             self.leaves |= self._written[path]
             return
+        try:
+            self._look(path, value)
+        except Exception as error:  # nothing that is met may keep a model from being served
+            self._unname(
+                path, f"a {type(value).__name__} that raises {type(error).__name__}", value
+            )
+
+    def _look(self, path: str, value: Any) -> None:  # noqa: PLR0912 (one branch for each kind)
         kind = type(value)
+        if kind not in _PLAIN and "/reduced" not in path:  # which is made anew each time
+            self.held.setdefault(path, value)
         if kind in _PLAIN:
             self._leaf(path, f"{kind.__name__} {value!r}")
         elif isinstance(value, enum.Enum):
             self._leaf(path, f"{_name(kind)} {value.name}")
+        elif isinstance(value, _PLAIN_BASES) and not isinstance(value, np.generic):
+            self._plain(path, value)
         elif isinstance(value, torch.Tensor):
             self._tensor(path, value)
         elif isinstance(value, (np.ndarray, np.generic)):
@@ -343,104 +527,318 @@ class Walk:
             self._leaf(path, repr(value))
         elif isinstance(value, PreTrainedConfig):
             self._config(path, value)
-        elif isinstance(value, _INERT):
+        elif self._elsewhere(path, value):
+            pass
+        elif isinstance(value, (*_INERT, *_WORKERS)):
             self._leaf(path, _name(kind))
-        elif isinstance(value, torch.Generator):
+        elif isinstance(value, _DESCRIPTORS):
+            self._descriptor(path, value)
+        elif isinstance(value, _GENERATORS):
             self.random = True
             self._leaf(path, "generator")
         elif isinstance(value, type):
             self._leaf(path, f"class {self._class(value)}")
-        elif callable(value) and self._callable(path, value):
+        else:
+            self._other(path, value)
+
+    def _other(self, path: str, value: Any) -> None:
+        if callable(value) and self._callable(path, value):
             pass
         elif isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
             self._container(path, value)
         else:
             self._object(path, value)
 
+    def _elsewhere(self, path: str, value: Any) -> bool:
+        """Names what is kept for a thread, a context, or by somebody else; False if nothing is."""
+        if self._library:
+            return False
+        if isinstance(value, weakref.ref):
+            self._leaf(path, "weak reference")
+            kept, found = len(self._kept), value()
+            self._value(f"{path}/referent", found)
+            self.held.pop(f"{path}/referent", None)
+            del self._kept[kept:]  # nobody keeps it alive by looking at it
+            met = id(found)
+            self._checks.append(lambda: id(value()) == met)
+        elif isinstance(value, threading.local):
+            self._leaf(path, _name(type(value)))
+            for name, item in list(vars(value).items()):
+                self._value(f"{path}.{name}", item)
+                self._spot(f"{path}.{name}", functools.partial(getattr, value, name, _MISSING))
+            free = {name for name in vars(value) if f"{path}.{name}" in self._written}
+            known = {name: item for name, item in vars(value).items() if name not in free}
+            self._checks.append(lambda: _as_known(vars(value), known, free))  # of who asks
+        elif isinstance(value, threading.Event):
+            self._value(f"{path}/set", value.is_set())
+            if not self._spot(f"{path}/set", value.is_set):
+                is_set = value.is_set()
+                self._checks.append(lambda: value.is_set() is is_set)
+        elif isinstance(value, contextvars.ContextVar):
+            content = value.get(_MISSING)
+            self._value(f"{path}/content", None if content is _MISSING else content)
+            if not self._spot(f"{path}/content", functools.partial(value.get, _MISSING)):
+                self._checks.append(lambda: _same_thing(value.get(_MISSING), content))
+        else:
+            return False
+        return True
+
+    def _variables(self, code: types.CodeType) -> None:
+        """Variables of the environment that code names; all of them if it names none."""
+        texts = {text for text in _texts(code) if text.replace("_", "").isalnum()}
+        for text in sorted(texts):
+            found = os.environ.get(text, _MISSING)
+            self._leaf(f"<environ>:{text}", "none" if found is _MISSING else found)
+            self._items.append((os.environ, text, found))
+        if not texts & os.environ.keys():
+            known = dict(os.environ)
+            self._leaf("<environ>", _short(repr(sorted(known.items()))))
+            self._checks.append(lambda: dict(os.environ) == known)
+
+    def _plain(self, path: str, value: Any) -> None:
+        """A number or text of a class of its own, which may keep more."""
+        base: Any = next(base for base in _PLAIN_BASES if isinstance(value, base))
+        self._leaf(path, f"{self._class(type(value))} {base.__repr__(value)}")
+        if not self._visited(f"{path}/held", value, path):
+            self._watch_type(value)
+            self._held(path, value)
+
+    def _descriptor(self, path: str, value: Any) -> None:
+        """What a class makes attributes of, kept as a value."""
+        self._leaf(path, _name(type(value)))
+        if isinstance(value, property):
+            for name in ("fget", "fset"):
+                self._value(f"{path}/{name}", getattr(value, name))
+        elif isinstance(value, functools.partialmethod):
+            for name in ("func", "args", "keywords"):
+                self._value(f"{path}/{name}", getattr(value, name))
+        else:
+            self._value(f"{path}/function", value.__func__)
+
+    def _held(self, path: str, value: Any) -> None:
+        """Attributes and slots of an object."""
+        if hasattr(value, "__dict__"):
+            self._attributes(path, value)
+        for name in [s for c in type(value).__mro__ for s in _slots(c) if hasattr(value, s)]:
+            self._value(f"{path}.{name}", getattr(value, name))
+            if self._spot(f"{path}.{name}", functools.partial(getattr, value, name, _MISSING)):
+                continue
+            self._checks.append(_unchanged_slot(value, name, getattr(value, name)))
+
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
+        kind = type(tensor)
         if readable(tensor):
             self.tensors[path] = tensor
-            self._leaf(path, "tensor")
+            self._leaf(path, "tensor" if _root(kind) == "torch" else f"tensor {self._class(kind)}")
         else:
-            self._unname(path, f"a tensor of type {type(tensor).__name__}", tensor)
+            count = _count(tensor)
+            known = self._numbers.setdefault((id(tensor), count), (tensor, object()))
+            if known[0] is not tensor:
+                known = self._numbers[id(tensor), count] = (tensor, object())
+            self._unname(path, f"a tensor of type {kind.__name__}", known[1])
+            self._checks.append(lambda: _count(tensor) == count)
+        beside = tensor.__dict__
+        self._beside.append(beside)
+        self._lengths.append(len(beside))
+        named = {name: item for name, item in beside.items() if name not in BOOKKEEPING}
+        for name, item in named.items():
+            self._value(f"{path}.{name}", item)
+        if named:
+            free = {name for name in beside if f"{path}.{name}" in self._written}
+            self._checks.append(_unchanged(beside, free))
 
     def _array(self, path: str, array: Any) -> None:
-        try:
-            self.tensors[path] = torch.from_numpy(np.asarray(array))
+        plain = np.asarray(array)
+        if plain.dtype.hasobject:
+            items = list(plain.flat)
             self._leaf(path, f"array {array.dtype} {array.shape}")
-        except TypeError:  # a dtype that torch does not have
-            if array.dtype.hasobject:
-                self._value(path, array.tolist())
-            else:
-                content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-                self._leaf(path, f"array {array.dtype} {array.shape} {content}")
+            self._value(f"{path}/items", items)
+            self._checks.append(lambda: _alike(list(plain.flat), items))
+        else:
+            turned = tuple(slice(None, None, -1 if step < 0 else 1) for step in plain.strides)
+            view = plain[turned] if plain.ndim else plain
+            if not view.dtype.isnative and view.dtype.names is None:
+                view = view.view(view.dtype.newbyteorder("="))
+            try:
+                # The same tensor over the same array from walk to walk: its content is compared.
+                known = self._numbers.get(("array", id(array)))
+                if known is None or known[0] is not array:
+                    known = self._numbers["array", id(array)] = array, torch.from_numpy(view)
+                self.tensors[path] = known[1]
+                turns = "".join("-" if step < 0 else "+" for step in plain.strides)
+                self._leaf(path, f"array {array.dtype} {array.shape} {turns}")
+            except (TypeError, ValueError):  # a dtype that torch does not have
+                content = plain.tobytes()
+                digest = hashlib.sha256(content).hexdigest()
+                self._leaf(path, f"array {array.dtype} {array.shape} {digest}")
+                self._checks.append(lambda: plain.tobytes() == content)
+        if type(array) is not np.ndarray and hasattr(array, "__dict__"):
+            self._attributes(path, array)
 
     def _config(self, path: str, config: Any) -> None:
         if self._visited(path, config, path):
             return
-        text = settings(config)
-        self._leaf(path, f"config {text}")
+        free = {name for name in vars(config) if f"{path}.{name}" in self._written}
+        for name in free:
+            self.leaves |= self._written[f"{path}.{name}"]
+            self._spot(f"{path}.{name}", functools.partial(vars(config).get, name, _MISSING))
+        try:
+            text = _settings(config, free)
+        except Exception:  # something in it cannot be copied
+            text = ""
+        self._leaf(path, f"config {self._class(type(config))} {text}")
+        for name, value in vars(config).items():
+            if name not in free and (not settled(value) or not text):
+                self._value(f"{path}.{name}", value)
         frozen = {name: _frozen(value) for name, value in vars(config).items()}
+        self.configs[path] = config, frozen
 
         def same() -> bool:
             now = vars(config)
             try:
-                return now == frozen or settings(config) == text
+                return now == frozen or _settings(config, free) == text
             except Exception:
                 return False
 
         self._checks.append(same)
 
-    def _container(self, path: str, value: Any) -> None:
+    def _container(self, path: str, value: Any) -> None:  # noqa: PLR0912 (one branch for each kind)
         if self._visited(path, value, path):
             return
         kind = type(value)
-        self._leaf(path, f"{_name(kind)} {len(value) if not isinstance(value, Mapping) else ''}")
+        label = self._class(kind) if _written(kind) else _name(kind)
+        self._leaf(path, f"{label} {len(value) if not isinstance(value, Mapping) else ''}")
         free: set[Any] = set()
         if isinstance(value, Mapping):
             try:
-                items = {_key(key): item for key, item in value.items()}
+                items = [*value.items()]
             except Exception:  # a mapping that cannot be listed
                 self._unname(path, f"a {kind.__name__} that cannot be listed", value)
                 return
-            if len(items) > _LONG and all(type(item) in _PLAIN for item in items.values()):
-                self._leaf(f"{path}/all", _short(repr(sorted(items.items()))))
+            labels = self._keys(path, [key for key, _ in items])
+            named = [(label, *item) for label, item in zip(labels, items, strict=True)]
+            self.mappings[path] = frozenset(labels)
+            grown = self._written.grown.get(path)
+            if grown is not None:  # a forward adds to it: other keys than those are its own
+                self.spots[f"{path}/new"] = functools.partial(_others, value, grown)
+                named = [each for each in named if each[0] in grown]
+            if len(named) > _LONG and all(type(item) in _PLAIN for _, _, item in named):
+                text = repr([(label, item) for label, _, item in named])
+                self._leaf(f"{path}/all", _short(text))
             else:
-                for key, item in items.items():
-                    self._value(f"{path}[{key}]", item)
-            free = {key for key in value if f"{path}[{_key(key)}]" in self._written}
+                for label, _, item in named:
+                    self._value(f"{path}[{label}]", item)
+            for label, key, _ in named:
+                if f"{path}[{label}]" in self._written:
+                    free.add(key)
+                    self._spot(f"{path}[{label}]", functools.partial(_item_of, value, key))
+            if grown is None:
+                self._order(path, value, labels, free)
         elif isinstance(value, (set, frozenset)):
-            self._leaf(f"{path}/all", _short(repr(sorted(map(_key, value)))))
-            if not all(type(item) in _PLAIN for item in value):
-                self._unname(f"{path}/all", "a set of objects", value)
+            self._set(path, value)
         elif len(value) > _LONG and all(type(item) in _PLAIN for item in value):
             self._leaf(f"{path}/all", _short(repr(list(value))))
         else:
             for i, item in enumerate(value):
                 self._value(f"{path}[{i}]", item)
-        if type(value) not in (tuple, frozenset):
-            self._checks.append(_unchanged(value, free))
-        if hasattr(value, "__dict__") and vars(value):
-            self._attributes(path, value)
+                if self._spot(f"{path}[{i}]", functools.partial(_place_of, value, i)):
+                    free.add(i)
+            if isinstance(value, deque):
+                self.rings.add(path)
+        if isinstance(value, Mapping) and getattr(kind, "get", None) is not dict.get:
+            known = [item for item in items if item[0] not in free]
+            self._checks.append(
+                lambda: _alike([i for i in value.items() if i[0] not in free], known)
+            )
+        elif type(value) not in (tuple, frozenset):
+            self._checks.append(_unchanged(value, free, self._written.grown.get(path)))
+        if isinstance(value, defaultdict):
+            made_by = value.default_factory
+            self._value(f"{path}/factory", made_by)
+            self._checks.append(lambda: value.default_factory is made_by)
+        elif isinstance(value, deque):
+            self._leaf(f"{path}/maxlen", str(value.maxlen))
+        if kind.__module__ not in ("builtins", "collections"):
+            self._watch_type(value)
+            self._held(path, value)
+
+    def _keys(self, path: str, keys: list[Any]) -> list[str]:
+        """A label for each key, no two alike; what a label does not say is written down."""
+        labels, counts = [], dict[str, int]()
+        for key in keys:
+            label = _key(key) or _title(key)
+            if isinstance(key, torch.nn.Module):
+                label = f"module {self._place(key)}"
+            count = counts[label] = counts.get(label, 0) + 1
+            if count > 1:
+                label = f"{label}#{count}"
+            if _key(key) is None:
+                self._value(f"{path}/key {label}", key)
+            labels.append(label)
+        return labels
+
+    def _place(self, module: torch.nn.Module) -> str:
+        """Where a module lies in the model; "" if it does not."""
+        if self._places is None:
+            tree: Any = self._tree
+            self._places = {id(each): name for name, each in tree.named_modules()}
+        return self._places.get(id(module), "")
+
+    def _order(self, path: str, value: Any, labels: list[str], free: set[Any]) -> None:
+        """The order in which a mapping lists its keys, which code may follow."""
+        keys = [key for key in value if key not in free]
+        if len(keys) < 2 or self._library or f"{path}/order" in self._written:
+            return
+        if free:
+            labels = [label for label in labels if f"{path}[{label}]" not in self._written]
+        self._leaf(f"{path}/order", _short(repr(labels)))
+        if free:
+            self._checks.append(lambda: [key for key in value if key not in free] == keys)
+        else:
+            self._checks.append(lambda: [*value] == keys)
+
+    def _set(self, path: str, value: Any) -> None:
+        members = sorted(((_key(item) or _title(item), item) for item in value), key=_first)
+        labels = [label for label, _ in members]
+        self._leaf(f"{path}/all", _short(repr(labels)))
+        vague = [(label, item) for label, item in members if _key(item) is None]
+        names = [label for label, _ in vague]
+        if len(set(names)) < len(names):
+            self._unname(f"{path}/all", "a set of objects of one kind", value)
+            return
+        for label, item in vague:
+            self._value(f"{path}[{label}]", item)
 
     def _object(self, path: str, value: Any) -> None:
         if self._visited(path, value, path):
             return
         kind = type(value)
         self._leaf(path, f"object {self._class(kind)}")
-        slots = [s for c in kind.__mro__ for s in _slots(c) if hasattr(value, s)]
-        if hasattr(value, "__dict__") or slots:
-            if hasattr(value, "__dict__"):
-                self._attributes(path, value)
-            for name in slots:
-                self._value(f"{path}.{name}", getattr(value, name))
-                self._checks.append(_unchanged_slot(value, name, getattr(value, name)))
+        self._watch_type(value)
+        self._held(path, value)
+        in_c = _in_c(kind)
+        if in_c is object and (hasattr(value, "__dict__") or any(map(_slots, kind.__mro__))):
+            return
+        try:
+            content = bytes(memoryview(value))
+        except Exception:  # no buffer
+            content = b""
+        else:
+            self._leaf(f"{path}/bytes", f"{len(content)} {hashlib.sha256(content).hexdigest()}")
+            if f"{path}/bytes" not in self._written:
+                self._checks.append(lambda: bytes(memoryview(value)) == content)
             return
         try:
             reduced = _reduced(value)
         except Exception:  # whatever it raises: it cannot be looked into
-            self._unname(path, f"a {kind.__name__}", value)
+            if not isinstance(value, io.IOBase):  # a file says nothing of what is computed
+                self._unname(path, f"a {kind.__name__}", value)
             return
+        if in_c is not object and not self._library:
+            below = f"{path}/reduced"
+            if not any(known.startswith(below) for known in self._written):
+                before = _settled(reduced)
+                self._checks.append(lambda: _alike(_settled(_reduced(value)), before))
         if isinstance(reduced, str):
             self._leaf(f"{path}/reduced", reduced)
         elif isinstance(reduced, tuple):
@@ -456,6 +854,7 @@ class Walk:
         free = {name for name in held if f"{path}.{name}" in self._written}
         for name, item in list(held.items()):
             self._value(f"{path}.{name}", item)
+            self._spot(f"{path}.{name}", functools.partial(held.get, name, _MISSING))
         self._checks.append(_unchanged(held, free))
 
     # ---- code
@@ -482,6 +881,7 @@ class Walk:
             if inner is None:
                 return False
             self._value(f"{path}/wrapped", inner)
+            return _in_c(type(value)) is not object or _root(type(value)) in _COMPILERS
         return True
 
     def _builtin(self, path: str, value: Any) -> None:
@@ -501,6 +901,7 @@ class Walk:
         self._visited(base, function, base)
         label = self._seen[id(function)]
         library = module.partition(".")[0] in _LIBRARIES or _standard(module)
+        library = library and _genuine(function)
         if not library:
             self.foreign.append(label)
         self._leaf(label, _code(code))
@@ -517,23 +918,52 @@ class Walk:
             )
 
         self._checks.append(same)
+        if not library:  # `__wrapped__` is in a cell, where it is called
+            held = vars(function)
+            free = {name for name in held if f"{label}.{name}" in self._written}
+            for name, item in list(held.items()):
+                if name != "__wrapped__":
+                    self._value(f"{label}.{name}", item)
+            self._checks.append(_unchanged(held, free))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
             except ValueError:  # not filled yet
                 content = None
+            if isinstance(content, types.ModuleType):
+                self._members(content, _names(code), library)
             self._value(f"{label}/{name}", content)
-            self._checks.append(_unchanged_cell(cell, content))
+            if not self._spot(f"{label}/{name}", functools.partial(_content_of, cell)):
+                self._checks.append(_unchanged_cell(cell, content))
         if not library or module.startswith(_DEEP):
             self._globals(function, library=library)
+        if not library:
+            self._foreign_names |= _names(code)
+            for name in sorted(_imports(code)):  # by the code itself, when it runs
+                if (found := sys.modules.get(name)) is None:
+                    self._leaf(f"<{name}>", "not imported yet")
+                else:
+                    self._leaf(f"<{name}>", "python module")
+                    self._members(found, _names(code), library)
+                self._items.append((sys.modules, name, _MISSING if found is None else found))
+            if _reads(code, "environ", "getenv", "environb"):
+                self._variables(code)
+            self.random |= _reads(code, "urandom", "getrandom") or (
+                _clock(function) and _answers(code)
+            )
         self._library = around
         return label
 
     def _globals(self, function: types.FunctionType, *, library: bool) -> None:
         names, space = _names(function.__code__), function.__globals__
+        home = str(space.get("__name__"))  # which `functools.wraps` does not change
+        count = 1
+        while self._spaces.setdefault(home, space) is not space:
+            count += 1
+            home = f"{home.partition('#')[0]}#{count}"
         for name in sorted(names):
             if name in space:
-                self._global(str(function.__module__), space, name, names, library)
+                self._global(home, space, name, names, library)
             elif name in vars(builtins):
                 self._items.append((vars(builtins), name, vars(builtins)[name]))
 
@@ -542,6 +972,11 @@ class Walk:
     ) -> None:
         """Something that code names, among the globals of a Python module."""
         path, value = f"<{module}>:{name}", space[name]
+        if self._spot(path, functools.partial(space.get, name, _MISSING)):
+            self.leaves |= self._written[path]
+            return
+        if not self._library and isinstance(value, _GENERATORS):
+            self.random = True
         new = path not in self.leaves
         if new:
             self._items.append((space, name, value))
@@ -556,9 +991,14 @@ class Walk:
             self._leaf(path, f"function {self._function(value)}")
         elif isinstance(value, types.BuiltinFunctionType):
             self._builtin(path, value)
-        elif library and (
-            isinstance(value, (Mapping, list, set))
-            or (type(value) not in _PLAIN and not _written(value))
+        elif (
+            library
+            and not isinstance(value, functools.partial)
+            and name in _defined(module)
+            and (
+                isinstance(value, (Mapping, list, set))
+                or (type(value) not in _PLAIN and not _written(value))
+            )
         ):
             self._leaf(path, _name(type(value)))  # tables and caches are their release's
         else:
@@ -566,7 +1006,7 @@ class Walk:
 
     def _members(self, module: types.ModuleType, names: frozenset[str], library: bool) -> None:
         """What code names of a module, such as the functions of `torch.nn.functional`."""
-        if not library and module.__name__ in _RANDOM:
+        if not self._library and module.__name__ in _RANDOM:
             self.random = True
         if _standard(module.__name__):
             return
@@ -586,18 +1026,21 @@ class Walk:
         base = f"<{_name(cls)}>"
         self._visited(base, cls, base)
         label = self._seen[id(cls)]
-        if _standard(cls.__module__):
+        if _of_python(cls):
             return label
-        lineage = [c for c in cls.__mro__ if c is not object and not _standard(c.__module__)]
+        lineage = [c for c in cls.__mro__ if c is not object and not _of_python(c)]
         self._leaf(label, " ".join(_name(c) for c in cls.__mro__))
         todo = {"forward", "__call__"} if issubclass(cls, torch.nn.Module) else set[str]()
+        if type(cls) is not type and not _of_python(type(cls)):
+            self._leaf(f"{label}/made by", self._class(type(cls)))
         for owner in lineage:
-            if _root(owner) not in _LIBRARIES:
+            if _root(owner) not in _LIBRARIES or not _own_code(owner):
                 self.foreign.append(label)
                 todo |= {
                     name
                     for name, value in vars(owner).items()
-                    if name not in _CLASS_ITEMS and name not in BOOKKEEPING
+                    if name not in _CLASS_ITEMS
+                    and not (name in BOOKKEEPING and _keeps_books(owner))
                 }
             self._checks.append(_same_length(owner))
         done = set[str]()
@@ -609,17 +1052,28 @@ class Walk:
             if home is None:
                 continue
             value = vars(home)[name]
-            self._items.append((vars(home), name, value))
             path = f"{label}.{name}"
+            if self._spot(path, functools.partial(vars(home).get, name, _MISSING)):
+                self.leaves |= self._written[path]
+                continue
+            self._items.append((vars(home), name, value))
             functions = list(_functions(value))
             if functions:
                 named = [self._function(f) for f in functions]
                 self._leaf(path, f"{type(value).__name__} {named}")
+                if isinstance(value, (functools.partialmethod, functools.partial)):
+                    self._value(f"{path}/bound", (value.func, value.args, value.keywords))
                 for function in functions:
                     todo |= (_names(function.__code__) | _inner(function)) - done
             elif isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType)):
                 self._leaf(path, "slot")
-            elif _root(home) in _LIBRARIES and type(value) not in _PLAIN:
+            elif type(value).__module__ == "_ctypes":  # where a field of a structure lies
+                self._leaf(path, repr(value))
+            elif (
+                _root(home) in _LIBRARIES
+                and type(value) not in _PLAIN
+                and name in _defined(home.__module__)
+            ):
                 self._leaf(path, _name(type(value)))
             else:
                 self._value(path, value)
@@ -640,6 +1094,10 @@ class Walk:
                 self.foreign.append(f"{kind}/{i}")
                 self._value(f"{kind}/{i}", hook)
             self._checks.append(_unchanged(hooks, set()))
+        updates = [cls.update for cls in CACHES]  # FlowKV's own stand in for theirs
+        for cls, update in zip(CACHES, updates, strict=True):
+            self._value(f"{cls.__name__}.update", update)
+        self._checks.append(lambda: [cls.update for cls in CACHES] == updates)
         chosen = chosen_functions(model)
         for registry, name, function in chosen:
             self._value(f"{type(registry).__name__} {name}", function)
@@ -680,7 +1138,7 @@ _CLASS_ITEMS = frozenset(
 _is = operator.is_
 
 
-def _name(cls: type) -> str:
+def _name(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -689,14 +1147,47 @@ def _root(value: Any) -> str:
     inner = value
     while isinstance(inner, (functools.partial, types.MethodType)):
         inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
+    if isinstance(inner, types.FunctionType) and not _genuine(inner):
+        return ""
     module = getattr(inner, "__module__", None)
     if not isinstance(module, str):
         module = type(inner).__module__
     return module.partition(".")[0]
 
 
+def _genuine(function: types.FunctionType) -> bool:
+    """Whether a function that says it is a library's, or Python's, was written there."""
+    space: Any = function.__globals__
+    home = str(space.get("__name__"))
+    if not (home.partition(".")[0] in _LIBRARIES | _HELPERS or _standard(home)):
+        return False
+    file = getattr(sys.modules.get(home.partition(".")[0]), "__file__", None)
+    known = sys.modules.get(home)
+    if known is None or vars(known) is not space:
+        return False
+    return not _standard(home) or file is None or str(file).startswith(_STANDARD_PLACES)
+
+
+_HELPERS = frozenset({"typing_extensions", "triton", "numba"})
+_STANDARD_PLACES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+
+
 def _standard(module: Any) -> bool:
     return str(module).partition(".")[0] in sys.stdlib_module_names
+
+
+def _of_python(cls: type) -> bool:
+    """Whether a class is of Python's own library."""
+    return _standard(cls.__module__) and _own_code(cls)
+
+
+def _own_code(cls: type) -> bool:
+    """Whether no method of a class says that it is a library's, and is not."""
+    return all(
+        _genuine(value)
+        for value in vars(cls).values()
+        if isinstance(value, types.FunctionType) and value.__qualname__.startswith(cls.__qualname__)
+    )
 
 
 def _reduced(value: Any) -> Any:
@@ -705,6 +1196,74 @@ def _reduced(value: Any) -> Any:
         return (value.__getstate__(),)
     reducer = copyreg.dispatch_table.get(type(value))
     return value.__reduce_ex__(2) if reducer is None else reducer(value)
+
+
+def _settled(reduced: Any) -> Any:
+    """What an object was reduced to, with iterators read out, apart from what changes later."""
+    if isinstance(reduced, tuple):
+        return tuple(_settled(part) for part in reduced)
+    if isinstance(reduced, Iterator):
+        return list(reduced)
+    return _frozen(reduced)
+
+
+def _in_c(cls: type) -> Any:
+    """The class in C that a class is built on, in which its objects may keep more."""
+    return next((c for c in cls.__mro__ if _own_new(c)), object)
+
+
+def _own_new(cls: type) -> bool:
+    new = vars(cls).get("__new__")
+    return isinstance(new, types.BuiltinFunctionType) and new.__self__ is cls
+
+
+def _count(tensor: torch.Tensor) -> tuple[int, int]:
+    """How often a tensor was written to, and where it lies; as far as it says so."""
+    found = []
+    for read in (lambda: tensor._version, tensor.data_ptr):
+        try:
+            found.append(int(read()))
+        except Exception:
+            found.append(-1)
+    return found[0], found[1]
+
+
+def _keeps_books(cls: type) -> bool:
+    """Whether attributes of a class have the meanings that `BOOKKEEPING` says."""
+    return issubclass(cls, PreTrainedModel) or _root(cls) == "peft"
+
+
+_MARKS = frozenset(
+    """_is_hf_initialized gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
+    _output_capturing_hooks_installed __deepcopy__""".split()
+)
+"""Attributes that transformers gives to every module; they decide nothing."""
+
+
+class _Everything:
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+@functools.cache
+def _defined(module: str) -> Any:
+    """Names that the source of a library's module, and its classes, give things themselves."""
+    try:
+        spec = importlib.util.find_spec(module)
+        loader: Any = spec.loader if spec is not None else None
+        code = loader.get_code(module)
+        found, todo = set[str](), [code]
+        while todo:
+            current = todo.pop()
+            for step in dis.get_instructions(current):
+                if step.opname in ("STORE_NAME", "STORE_GLOBAL", "STORE_ATTR"):
+                    found.add(str(step.argval))
+                elif step.opname == "IMPORT_STAR" or step.argrepr == "INTRINSIC_IMPORT_STAR":
+                    return _Everything()
+            todo += [each for each in current.co_consts if isinstance(each, types.CodeType)]
+    except Exception:  # no source: whatever lies there is its release's
+        return _Everything()
+    return frozenset(found)
 
 
 def _written(value: Any) -> bool:
@@ -717,8 +1276,34 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and type(a) in _PLAIN and bool(a == b)
 
 
-def _key(key: Any) -> str:
-    return f"{type(key).__name__} {key!r}" if type(key) in _PLAIN else _name(type(key))
+def _key(key: Any) -> str | None:
+    """All that a key of a mapping is, as text; None for objects, which have more to them."""
+    kind = type(key)
+    if kind in _PLAIN:
+        return f"{kind.__name__} {key!r}"
+    if isinstance(key, enum.Enum):
+        return f"{_name(kind)} {key.name}"
+    if kind in (tuple, frozenset):
+        parts = [_key(item) for item in key]
+        if any(part is None for part in parts):
+            return None
+        order = sorted(map(str, parts)) if kind is frozenset else parts
+        return f"{kind.__name__} {order!r}"
+    if isinstance(key, (torch.dtype, torch.device, torch.Size)):
+        return repr(key)
+    return None
+
+
+def _title(key: Any) -> str:
+    """What an object is called, which may not be all that it is."""
+    named = isinstance(key, (type, types.FunctionType, types.BuiltinFunctionType))
+    return f"{_name(type(key))} {_name(key) if named else ''}"
+
+
+_first = operator.itemgetter(0)
+
+
+key_text = _key
 
 
 def _short(text: str) -> str:
@@ -728,7 +1313,12 @@ def _short(text: str) -> str:
 def _slots(cls: type) -> tuple[str, ...]:
     slots = vars(cls).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    own = f"_{cls.__name__.lstrip('_')}"  # as Python writes private names
+    return tuple(
+        own + name if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    )
 
 
 def _offloaded(module: torch.nn.Module, name: str, tensor: Any) -> Any:
@@ -739,13 +1329,27 @@ def _offloaded(module: torch.nn.Module, name: str, tensor: Any) -> Any:
     return where
 
 
-def _only(now: Mapping[str, Any], keys: Any, values: Any, passing: str, free: set[str]) -> bool:
+def _only(now: Mapping[str, Any], keys: Any, values: Any, free: set[str]) -> bool:
     """Whether tensors differ only where every forward rewrites them."""
     known = dict(zip(keys, values, strict=True))
-    return all(
-        value is known.get(name, _MISSING) or (passing and name.endswith(passing)) or name in free
-        for name, value in now.items()
-    )
+    return all(value is known.get(name, _MISSING) or name in free for name, value in now.items())
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two readings of one object's state hold the same things."""
+    if a is b or _equal(a, b):
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(map(_alike, a.items(), b.items()))
+    if isinstance(a, (bytearray, set, frozenset, str, bytes, int, float)):
+        return bool(a == b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return False
 
 
 def _frozen(value: Any) -> Any:
@@ -757,13 +1361,24 @@ def _frozen(value: Any) -> Any:
     return set(value) if type(value) is set else value
 
 
-def _unchanged(container: Any, free: set[Any]) -> Callable[[], bool]:
-    """Asks whether a container holds the very things that it holds now."""
+def _unchanged(
+    container: Any, free: set[Any], grown: frozenset[str] | None = None
+) -> Callable[[], bool]:
+    """Asks whether a container holds the very things that it holds now.
+
+    Args:
+        container: A mapping, sequence or set.
+        free: Keys or places that forwards write.
+        grown: The only keys that matter, if forwards add others.
+    """
     if isinstance(container, Mapping):
         known = {key: item for key, item in container.items() if key not in free}
+        if grown is not None:
+            known = {key: item for key, item in known.items() if _key(key) in grown}
 
         def same() -> bool:
-            if len(container) != len(known) + sum(key in container for key in free):
+            all_keys = grown is None
+            if all_keys and len(container) != len(known) + sum(key in container for key in free):
                 return False
             return all(
                 (found := container.get(key, _MISSING)) is item or _equal(found, item)
@@ -777,10 +1392,120 @@ def _unchanged(container: Any, free: set[Any]) -> Callable[[], bool]:
 
     def same_items() -> bool:
         return len(container) == len(items) and all(
-            a is b or _equal(a, b) for a, b in zip(container, items, strict=True)
+            a is b or _equal(a, b) or (free and i in free)
+            for i, (a, b) in enumerate(zip(container, items, strict=True))
         )
 
     return same_items
+
+
+def _as_known(now: Mapping[str, Any], known: Mapping[str, Any], free: set[str]) -> bool:
+    size = len(known) + sum(name in now for name in free)
+    return len(now) == size and all(
+        _same_thing(now.get(name, _MISSING), item) for name, item in known.items()
+    )
+
+
+def _same_thing(found: Any, known: Any) -> bool:
+    return found is known or _equal(found, known)
+
+
+def _texts(code: types.CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, types.CodeType):
+            yield from _texts(constant)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+@functools.cache
+def _imports(code: types.CodeType) -> frozenset[str]:
+    """Modules that code imports when it runs."""
+    steps = (step for part in _codes(code) for step in dis.get_instructions(part))
+    return frozenset(step.argval for step in steps if step.opname == "IMPORT_NAME")
+
+
+def _reads(code: types.CodeType, *names: str) -> bool:
+    """Whether code names one of some functions of the standard library."""
+    return not _names(code).isdisjoint(names)
+
+
+def _clock(function: types.FunctionType) -> bool:
+    """Whether a function asks what time it is."""
+    names, space = _names(function.__code__), function.__globals__
+    if any(getattr(space.get(name), "__module__", "") == "time" for name in names & space.keys()):
+        return True
+    clock = any(space.get(name) is time for name in names) or "time" in _imports(function.__code__)
+    return clock and not names.isdisjoint(_CLOCKS)
+
+
+def _answers(code: types.CodeType) -> bool:
+    """Whether a function gives something back, and does not only record."""
+    if code.co_name == "<lambda>":
+        return _names(code).isdisjoint(("append", "add", "put", "update", "__setitem__"))
+    last = None
+    for step in dis.get_instructions(code):
+        if step.opname == "RETURN_VALUE" and not (
+            last is not None and last.opname == "LOAD_CONST" and last.argval is None
+        ):
+            return True
+        last = step
+    return False
+
+
+def settles(value: Any) -> bool:
+    """Whether an attribute is no cache of a forward: a number or text, which it sets only once."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return type(value) in (bool, float, complex, str)
+
+
+def _settings(config: Any, free: set[str]) -> str:
+    """The settings of a configuration without those that forwards write."""
+    text = settings(config)
+    if not free:
+        return text
+    held = {name: value for name, value in json.loads(text).items() if name not in free}
+    return json.dumps(held, sort_keys=True, separators=(",", ":"))
+
+
+def _attribute_of(held: Mapping[str, Any], name: str) -> Any:
+    for space in (held, held["_buffers"], held["_parameters"]):
+        if name in space:
+            return space[name]
+    return _MISSING
+
+
+def _others(mapping: Mapping[Any, Any], known: frozenset[str]) -> Any:
+    """What is in a mapping under other keys than those; only how much, if that is a lot."""
+    if len(mapping) > len(known) + _LONG:
+        return len(mapping)
+    return {key: item for key, item in list(mapping.items()) if _key(key) not in known}
+
+
+def _item_of(mapping: Mapping[Any, Any], key: Any) -> Any:
+    try:
+        return mapping[key] if key in mapping else _MISSING  # noqa: SIM401 (no `get` that makes one)
+    except Exception:  # whatever a mapping of its own kind raises
+        return _MISSING
+
+
+def _place_of(sequence: Any, i: int) -> Any:
+    return sequence[i] if i < len(sequence) else _MISSING
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
 
 
 def _unchanged_cell(cell: types.CellType, content: Any) -> Callable[[], bool]:
@@ -807,6 +1532,9 @@ def _same_length(cls: type) -> Callable[[], bool]:
     return lambda: len(space) == size
 
 
+_AROUND = (functools.cached_property, functools.partialmethod, functools.partial)
+
+
 def _functions(value: Any) -> Iterator[types.FunctionType]:
     """The functions that a class attribute stands for."""
     if isinstance(value, (staticmethod, classmethod)):
@@ -815,7 +1543,7 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
         for function in (value.fget, value.fset):
             if function is not None:
                 yield from _functions(function)
-    elif isinstance(value, functools.cached_property):
+    elif isinstance(value, _AROUND):
         yield from _functions(value.func)
     elif isinstance(value, types.FunctionType):
         yield value

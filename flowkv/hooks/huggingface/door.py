@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from flowkv.hooks.huggingface.notes import usual
 from flowkv.hooks.huggingface.packing import RUNNING
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
 from flowkv.hooks.huggingface.prefill import check_paired, refuse_lost, wants_last, without_known
-from flowkv.hooks.huggingface.probe import rows_alike
+from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
 from flowkv.hooks.huggingface.proof import Proof
 from flowkv.hooks.huggingface.restoring import Restoring
 from flowkv.hooks.huggingface.rows import Rows
@@ -39,8 +41,26 @@ from flowkv.hooks.huggingface.switch import Switch, decoder_of
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.runtime.cache import KV
 
+_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
 _LEARNS = 4
 """So many calls are watched for one more forward than the first: what decoding writes."""
+_PATIENCE_S = 10.0
+"""Longest that closing waits for forwards of other threads."""
+_MIXED = "the rows of a batch look at each other"
+
+
+class Verdict(NamedTuple):
+    """How a model can be served.
+
+    Attributes:
+        problem: Why not at all; "" if it can.
+        reason: Why layers are read dense; "" if they are not.
+        pages: Layers that are read in pages.
+    """
+
+    problem: str
+    reason: str
+    pages: frozenset[int]
 
 
 class Door:
@@ -59,6 +79,12 @@ class Door:
         passes: Native caches that were told of, or were in pages once: nothing more is to be said.
     """
 
+    __slots__ = tuple(  # see `Rows`
+        """kv plan identity switch names continues proof passes _model _switched _lock _aside
+        _attends _reads _verdicts _learns _alike _live _caches _inside _leaving _problem _handles
+        __weakref__""".split()
+    )
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -75,10 +101,13 @@ class Door:
         self._lock, self._aside = threading.RLock(), threading.local()
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
-        self._attends = identity.attends(model)
-        self._read = {index for index, place in plan.placed.items() if place.in_pages}
-        self._learns, self._alike = _LEARNS, dict[tuple[bytes, int], bool]()
+        self._attends, self._reads = identity.attends(model), switch.reason
+        self._verdicts: dict[Any, Verdict] = {}
+        self._learns, self._alike = _LEARNS, dict[tuple[bytes, int], Alike]()
         self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
+        self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
+        self._inside: set[tuple[int, int]] = set()
+        self._leaving, self._problem = False, ""
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
 
@@ -86,7 +115,7 @@ class Door:
         return self
 
     def __reduce__(self) -> Any:
-        raise StateError("an attached model cannot be pickled", "Call kv.detach() before")
+        raise StateError("the hooks of a cache cannot be pickled", "Pickle the model itself")
 
     # ---- on and off
 
@@ -97,8 +126,11 @@ class Door:
         self._handles = [
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+            model.register_forward_pre_hook(self._first, prepend=True),
+            model.register_forward_hook(self._last, always_call=True),
         ]
-        model.__dict__["__deepcopy__"] = self._copy_model
+        model.__dict__.update(__deepcopy__=self._copy_model, __reduce_ex__=self._reduce_model)
+        self.kv.on_close(self.release)
 
     def _copy_model(self, memo: dict[int, Any]) -> Any:
         """`copy.deepcopy` of the model: a plain model, without the hooks of this door."""
@@ -108,14 +140,34 @@ class Door:
             twin = own(model, memo)
         else:
             twin = memo[id(model)] = object.__new__(type(model))
-            state = {k: v for k, v in model.__dict__.items() if k != "__deepcopy__"}
-            twin.__setstate__(deepcopy(state, memo))
-        twin.__dict__.pop("__deepcopy__", None)
-        for name, hooks in vars(twin).items():
+            twin.__setstate__(deepcopy(self._state(model), memo))
+        self._strip(vars(twin))
+        return twin
+
+    def _reduce_model(self, protocol: Any) -> Any:
+        """What pickle keeps of the model: a plain one."""
+        model: Any = self._model()
+        own: Any = type(model).__reduce_ex__
+        if own is not object.__reduce_ex__:
+            return own(model, protocol)
+        state = self._state(model)
+        for name, value in state.items():
+            if name.startswith("_forward_"):
+                state[name] = value.copy()
+        self._strip(state)
+        return copyreg.__newobj__, (type(model),), state  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _state(model: Any) -> dict[str, Any]:
+        return {k: v for k, v in model.__dict__.items() if k not in _OWN_ATTRIBUTES}
+
+    def _strip(self, state: dict[str, Any]) -> None:
+        for name in _OWN_ATTRIBUTES:
+            state.pop(name, None)
+        for name, hooks in state.items():
             if name.startswith("_forward_"):
                 for handle in self._handles:
                     hooks.pop(handle.id, None)
-        return twin
 
     @property
     def hung(self) -> bool:
@@ -138,9 +190,50 @@ class Door:
         self._handles = []
         model = self._model()
         if model is not None:
-            model.__dict__.pop("__deepcopy__", None)
+            for name in _OWN_ATTRIBUTES:
+                model.__dict__.pop(name, None)
+
+    def release(self) -> None:
+        """The pages are about to go: caches that somebody holds become native ones.
+
+        A forward that another thread is in is waited for; those that come then do it themselves.
+        """
+        self._leaving, end_s = True, time.monotonic() + _PATIENCE_S
+        while self._others() and time.monotonic() < end_s:
+            time.sleep(1e-3)
+        for cache in list(self._caches):
+            self._let_go(cache)
+
+    def _others(self) -> bool:
+        me = threading.get_ident()
+        return any(thread != me for thread, _ in list(self._inside))
+
+    def _let_go(self, cache: PagedCache) -> None:
+        with self._lock:
+            if isinstance(cache, PagedCache) and cache.rows.step is None and not self.kv.closed:
+                with suppress(FlowKVError):  # its pages did not come: nobody can have them
+                    cache.give_up(private=True)
 
     # ---- hooks
+
+    def _first(self, module: Any, args: Any) -> None:
+        """Before the model's other hooks, which are part of its forward."""
+        if torch.compiler.is_compiling():
+            return
+        handles: list[Any] = self._handles
+        own: Any = self._model()
+        if module is own and handles:
+            first, last = handles[2].id, handles[3].id
+            if next(iter(module._forward_pre_hooks)) != first:
+                module._forward_pre_hooks.move_to_end(first, last=False)
+            if next(reversed(module._forward_hooks)) != last:
+                module._forward_hooks.move_to_end(last)
+            self.identity.begin()
+
+    def _last(self, module: Any, args: Any, output: Any) -> None:
+        """Behind the model's other hooks."""
+        if module is self._model() and not torch.compiler.is_compiling():
+            self.identity.end()
 
     def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
@@ -150,8 +243,15 @@ class Door:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
         cache = _own(given.get("past_key_values"))
         aside = getattr(self._aside, "on", False)
-        changed = None if aside else self._serve(module, cache, given)
         key = threading.get_ident(), id(cache)
+        self._inside.add(key)
+        if self._leaving and isinstance(cache, PagedCache):
+            self._let_go(cache)
+        try:
+            changed = None if aside else self._serve(module, cache, given)
+        except BaseException:
+            self._inside.discard(key)
+            raise
         paged = isinstance(cache, PagedCache) or RUNNING.get() is not None
         if paged and key not in self._switched:
             self._switched.add(key)
@@ -162,16 +262,17 @@ class Door:
         training: bool = model.training
         if isinstance(cache, PagedCache) and cache.stays():
             door: Door = cache.door or self
-            if door._model() is not model:
-                raise StateError(
-                    "these past_key_values were made for another model",
-                    "Make them with the cache that is attached to this one",
-                )
-            return (), door.go_on(cache, given, training=training)
-        if not self.kv.closed and self._may_start(model, cache, given):
-            if self.kv.inherited:
-                warn_inherited(self.kv)
+            if door._model() is not model or _wants_grad(door, model, given):
+                cache.give_up(private=True)  # what the model is given has to be its own from here
+                if door._model() is model:
+                    self._refuse("gradients are wanted; call it under torch.no_grad()")
                 return None
+            return (), door.go_on(cache, given, training=training)
+        if self.kv.inherited:
+            if cache is not None and not training:
+                warn_inherited(self.kv)
+            return None
+        if not self.kv.closed and not self._leaving and self._may_start(model, cache, given):
             return (), self.start(cache, given)
         return None
 
@@ -181,6 +282,12 @@ class Door:
             return
         cache = _own(given.get("past_key_values"))
         key = threading.get_ident(), id(cache)
+        try:
+            self._after(module, cache, key, output)
+        finally:
+            self._inside.discard(key)
+
+    def _after(self, module: Any, cache: Any, key: tuple[int, int], output: Any) -> None:
         if key in self._switched:
             self._switched.remove(key)
             self.switch.off()
@@ -201,8 +308,14 @@ class Door:
         """What the model's own forward writes does not change who it is."""
         if cache.watched:
             with self._lock:
-                if self.identity.learn(model):
-                    self._rename()
+                try:
+                    known = self._verdicts.get(self.identity.kind)
+                    if self.identity.learn(model):
+                        self._rename()
+                    if known is not None:
+                        self._verdicts.setdefault(self.identity.kind, known)
+                except UnsupportedModelError:
+                    cache.rows.go_blind()
             if cache.rows.forwards > 1:
                 self._learns -= 1
         cache.watched = False
@@ -218,8 +331,7 @@ class Door:
         problem = self._foreign(cache)
         if cache in self.passes or problem is None or getattr(cache, "left_pages", False):
             return False
-        grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        if not problem and grad:
+        if not problem and _wants_grad(self, module, given):
             problem = "gradients are wanted; call it under torch.no_grad()"
         if not problem and (torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")):
             problem = "it runs under autocast"
@@ -259,6 +371,7 @@ class Door:
             self.passes.add(cache)
             self._refuse(f"it has changed, and cannot be served any more: {error}", "changed")
             return given
+        unsteady = self.identity.unsteady
         call = Call(self.names, given)
         if self.names.encoder and not call.keep and wants_last(self._model()):
             call.keep = 1
@@ -272,6 +385,8 @@ class Door:
             problem = "its mask is more than left padding"
         elif not problem and not self._usual(call, pads or []):
             problem = "its positions do not count a row's tokens from 0"
+        elif not problem and self._alike_rows(call) == "mixed":
+            problem = _MIXED
         if problem:
             self.passes.add(cache)
             self._refuse(problem)
@@ -301,6 +416,8 @@ class Door:
         rows.checked, rows.restoring, rows.uneven = True, restoring or None, bool(restoring)
         paged = PagedCache.take_over(cache, rows, plan, self)
         paged.fresh = True
+        if unsteady != self.identity.unsteady:
+            rows.go_blind()
         self._enter(paged, found, call)
         paged.watched = True
         self._watch(paged)
@@ -330,6 +447,7 @@ class Door:
                 one that cannot be served.
         """
         try:
+            self.identity.begin()
             self.refresh()
         except UnsupportedModelError as error:
             raise StateError(error.problem, "Call generate without past_key_values") from error
@@ -339,6 +457,10 @@ class Door:
             raise StateError(
                 f"no cache for this prompt: {call.problem or 'its mask is more than left padding'}",
                 "Call generate without past_key_values",
+            )
+        if self._alike_rows(call) == "mixed":
+            raise StateError(
+                f"no cache for this prompt: {_MIXED}", "Call generate without past_key_values"
             )
         wait = bool(call.modal) or self.plan.stateful
         found, _ = self._admit(call, pads, call.columns - 1, tenant=tenant, care=care, wait=wait)
@@ -364,30 +486,34 @@ class Door:
         switch = self.identity.switch
         if not reuse or not self.continues or (switch is not None and call.columns >= switch):
             most = 0
-        prompts, fill = call.prompts(pads, by_place=self._by_place(call))
+        prompts, fill = call.prompts(pads, by_place=self._alike_rows(call) != "alike")
         if not self._holds(max(len(prompt.tokens) for prompt in prompts)):
             most = 0  # nothing is fetched for what will be refused
         wish = Wish(max(most, 0), tenant, self.plan.stateful, fill, care, wait=wait)
         return admit(self.kv, prompts, wish), fill
 
-    def _by_place(self, call: Call) -> bool:
-        """Whether rows of a batch are treated by their place in it, as far as a trial shows it.
+    def _alike_rows(self, call: Call) -> Alike:
+        """How rows of a batch are treated, as far as a trial shows it.
 
-        Only code that is neither torch's nor transformers' is suspected.
+        Only code that is neither torch's nor transformers' is suspected, and weights that have a
+        line for each row.
         """
         model = self._model()
-        if call.rows < 2 or not self.identity.foreign or model is None:
-            return False
+        if call.rows < 2 or model is None:
+            return "alike"
         key = self.kv.namespace, call.rows
         if key not in self._alike:
+            lines = ((p.dim(), p.shape[:1]) for p in model.parameters())
+            suspect = self.identity.foreign or any(n == 3 and k == (call.rows,) for n, k in lines)
             with self.aside():
-                self._alike[key] = rows_alike(model, self.names, call.rows)
-        return not self._alike[key]
+                tried = rows_alike(model, self.names, call.rows) if suspect else "alike"
+            self._alike[key] = tried
+        return self._alike[key]
 
     def _divides(self, call: Call) -> bool:
         """Whether some rows, or tokens, of a call can be computed by themselves."""
         plain = all(isinstance(v, (bool, int, float, str)) for v in call.condition.values())
-        return (plain or self.names.encoder) and not self._by_place(call)
+        return (plain or self.names.encoder) and self._alike_rows(call) == "alike"
 
     def _watch(self, cache: PagedCache) -> None:
         """A forward begins: by what it draws from generators it is told whether it is random."""
@@ -422,6 +548,7 @@ class Door:
         return rows, self.plan
 
     def _enter(self, cache: PagedCache, found: Admitted, call: Call) -> None:
+        cache.unsteady = self.identity.unsteady
         cache.options = {} if self.names.encoder else call.condition
         if cache.recurrent is not None:
             if found.states is not None and not cache.recurrent.restore(found.states):
@@ -429,6 +556,7 @@ class Door:
                     "a saved state does not fit the model", "Call kv.invalidate(), then try again"
                 )
             self._live.add(cache)
+        self._caches.add(cache)
 
     def _save_states(self) -> None:
         """Keeps the states of caches that are done but still held by somebody."""
@@ -445,6 +573,8 @@ class Door:
         cache.fail()
         model = self._model()
         watched = not rows.forwards or (rows.forwards == 1 and self._learns > 0)
+        if cache.unsteady != self.identity.unsteady:
+            rows.go_blind()  # somebody wrote where forwards write: that is in another name
         cache.watched = watched and model is not None and self.identity.same(model)
         self._watch(cache)
         call = Call(self.names, given)
@@ -522,28 +652,74 @@ class Door:
             return
         with self._lock:
             same = self.identity.same(model)
-            if same and self.proof.read():
-                return
-            unnamed = bool(self.identity.unnamed)
-            if self.identity.moved(model):
+            if not (same and self.proof.read()):
+                self._reread(model, same=same)
+            elif self.identity.restate():
+                self._rename()
+            if self._problem:
+                raise UnsupportedModelError(self._problem, "Use the model without FlowKV")
+
+    def _reread(self, model: torch.nn.Module, *, same: bool) -> None:
+        unnamed, self._problem = bool(self.identity.unnamed), ""
+        try:
+            moved = self.identity.moved(model)
+            if moved:
                 self._replan(model)
             changed = self.identity.read(model, anew=same)
-            tried = self.identity.attends(model) == self._attends
-            for index, place in self.plan.placed.items():
-                place.in_pages = tried and index in self._read and place.in_pages
-            # Without a count nobody knows since when; with one, not what came before it.
-            if same or unnamed or self.identity.weights_changed:
-                self.proof.reject()
-            if changed:
-                self._rename()
+        except UnsupportedModelError as error:
+            self._problem = error.problem
+            return
+        # Without a count nobody knows since when; with one, not what came before it.
+        if same or unnamed or self.identity.weights_changed:
+            self.proof.reject()
+        if changed:
+            self._rename()
+        if (changed or moved) and not self.identity.compiled:
+            self._try(model)
+
+    def tried(self) -> None:
+        """The model as it is now was tried, and is served as the plan says."""
+        self._reads = self.switch.reason
+        self._verdicts[self.identity.kind] = Verdict("", self._reads, self._in_pages())
+
+    def _in_pages(self) -> frozenset[int]:
+        return frozenset(i for i, place in self.plan.placed.items() if place.in_pages)
+
+    def _try(self, model: torch.nn.Module) -> None:
+        """What `attach` tried is tried again, once for each way that the model computes in."""
+        kind = self.identity.kind
+        if kind not in self._verdicts:
+            self.switch.reason, problem = self._reads, ""
+            attends, code = self.identity.attends(model)
+            known = self._attends[1]
+            for place in self.plan.placed.values():
+                place.in_pages, place.contradicted = not self._reads, False
+            if attends != self._attends[0] or any(known.get(p, t) != t for p, t in code.items()):
+                self.read_dense("its attention is not what it was when FlowKV was attached")
+            try:
+                with self.identity.paused(), unwritten(model):
+                    with self.aside():
+                        long = bool(self.identity.foreign)
+                        found = probe(model, self.kv.page_size, in_pages=False, long=long)
+                    settle(model, self.kv, found, self)
+            except UnsupportedModelError as error:
+                problem = error.problem
+            self._verdicts[kind] = Verdict(problem, self.switch.reason, self._in_pages())
+        self._problem, self.switch.reason, pages = self._verdicts[kind]
+        for index, place in self.plan.placed.items():
+            place.in_pages = index in pages
+
+    def read_dense(self, note: str) -> None:
+        """Layers are read as dense tensors from now on."""
+        self.switch.reason = note
+        for placed in self.plan.placed.values():
+            placed.in_pages = False
 
     def _rename(self) -> None:
         self.kv.bind(self.plan.geometry, self.identity.namespace)
         self.proof.watch()
 
     def _replan(self, model: torch.nn.Module) -> None:
-        from flowkv.hooks.huggingface.probe import probe
-
         in_pages = any(placed.in_pages for placed in self.plan.placed.values())
         with self.aside():
             self.plan = probe(model, self.kv.page_size, in_pages=in_pages).plan
@@ -567,6 +743,34 @@ class Door:
         """The part of the model whose layers use the cache."""
         model = self._model()
         return None if model is None else decoder_of(model)
+
+
+def _wants_grad(door: Door, model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether gradients may flow through a forward: pages do not pass them on."""
+    if not torch.is_grad_enabled():
+        return False
+    given_ones = (v for v in given.values() if isinstance(v, torch.Tensor))
+    return (
+        bool(door.identity.foreign)  # hooks may hold parameters of their own
+        or any(p.requires_grad for p in model.parameters())
+        or any(v.requires_grad for v in given_ones)
+    )
+
+
+@contextmanager
+def unwritten(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards, attributes of modules are what they were: a trial uses up nothing of others."""
+    spaces = [space for m in model.modules() for space in (m.__dict__, m._buffers)]
+    before = [(space, dict(space)) for space in spaces]
+    try:
+        yield
+    finally:
+        for held, kept in before:
+            for name in [name for name in held.keys() if name not in kept]:  # noqa: SIM118 - scripted buffers do not iterate
+                del held[name]
+            for name, value in kept.items():
+                if name not in held or held[name] is not value:  # scripted buffers cannot `update`
+                    held[name] = value
 
 
 def warn_inherited(kv: KV) -> None:

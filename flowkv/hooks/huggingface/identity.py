@@ -8,17 +8,25 @@ before pages become known, by comparing what was met with what is there.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import sys
 import time
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.keys import Namespace
-from flowkv.hooks.huggingface.computation import Walk
+from flowkv.hooks.huggingface.computation import Walk, key_text, settles
 from flowkv.hooks.huggingface.versions import chosen_functions, library_release
 from flowkv.hooks.huggingface.weights import Weights
+from flowkv.hooks.huggingface.writes import MISSING, Places, Written, holds, state_of
 
 SMALL_BYTES = 8 << 20
 """Weights up to this size are read whole for every cache and before pages become known."""
@@ -27,6 +35,8 @@ CALLS = 32
 _SHARE = 0.01
 """Of the time of a call, what reading weights may take, beyond the part that `CALLS` asks for."""
 _SLICE_BYTES = 16 << 20
+_STEPS = [0]
+"""Steps of optimizers that write to weights without a count."""
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -51,10 +61,13 @@ class Identity:
         # Encodings that depend on length rewrite these in every forward.
         self._passing = "inv_freq" if self.switch is not None else ""
         self._name, self._first_weights = name, ""
-        self._written: dict[str, tuple[tuple[str, str], ...]] = {}
+        self._written, self._places_written = Written(), Places()
+        self._learnt: dict[str, Any] = {}
+        self._settled = self._paused = False
+        self._parts: list[tuple[str, Walk, str]] = []
         self._numbers: dict[Any, tuple[Any, Any]] = {}
         self._weights, self._walk = Weights(), Walk(model, {}, "", {})
-        self.unshared = ""
+        self.unshared, self._steps = "", _STEPS[0]
         self.namespace = Namespace(model=name)
         self.read(model)
         weakref.finalize(model, self._forget).atexit = False
@@ -65,32 +78,143 @@ class Identity:
         Args:
             model: The model.
             anew: Weights were written to without a count: all of them are read.
+
+        Raises:
+            UnsupportedModelError: It holds what cannot even be looked at.
         """
+        try:
+            return self._read(model, anew=anew or self._steps != _STEPS[0])
+        except Exception as error:  # whatever odd attributes raise
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be named ({type(error).__name__}: {error})",
+                "Use the model without FlowKV, or take that out of it",
+            ) from error
+
+    def _read(self, model: Any, *, anew: bool) -> bool:
         if anew:
             self._weights.forget()
+        self._steps = _STEPS[0]
         self._walk = walk = Walk(model, self._written, self._passing, self._numbers)
         weights = self._weights.read(walk.tensors)
         self._first_weights = self._first_weights or weights
         self._places = _places(model)
+        self._take(walk)
         config: Any = model.config
         own_name = str(getattr(config, "_name_or_path", "")) or type(model).__name__
         trusted = bool(self._name) and weights == self._first_weights
-        name = Namespace(
+        self._plain = Namespace(
             model=self._name or own_name,
             revision="" if self._name else str(getattr(config, "_commit_hash", None) or ""),
             weights="" if trusted else weights,
             computation=f"{library_release()} {walk.digest}",
         )
+        name = self._with_edits()
         self.weights_changed = weights != getattr(self, "_last_weights", weights)
         self._last_weights = weights
         changed, self.namespace = name != self.namespace, name
         return changed
 
+    def _take(self, walk: Walk, seen_once: Iterable[str] = ()) -> None:
+        for path in walk.spots:
+            if not path.endswith("/new"):
+                self._written.setdefault(path, ())
+        self._places_written.take(walk.spots, seen_once)
+
+    def _with_edits(self) -> Namespace:
+        """The name, with what somebody else wrote where forwards write."""
+        edited = self._places_written.edited()
+        self._parts = parts = []
+        for path, value in sorted(edited.items(), key=lambda item: item[0]):
+            part = Walk(None, {}, "", self._numbers, part=(path, value))
+            leaves = part.leaves
+            if value is MISSING:
+                leaves = {path: "missing"}
+            kept = self._written.get(path, ())
+            if not part.tensors and tuple(sorted(leaves.items())) == tuple(sorted(kept)):
+                continue  # it is what the name says
+            parts.append((path, part, f"{part.digest} {Weights().read(part.tensors)}"))
+        self._places_written.foreign = set(edited)
+        texts = [f"{path} {digest}" for path, _, digest in parts]
+        # What such a place held once is in the name: as forwards leave it, it is something else.
+        texts += [
+            f"{p} left"
+            for p in sorted(self._places_written.touched - edited.keys())
+            if p in self._places_written and self._written.get(p)
+        ]
+        if not texts:
+            return self._plain
+        text = " ".join(texts)
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        computation = f"{self._plain.computation} {digest}"
+        return msgspec.structs.replace(self._plain, computation=computation)
+
+    def begin(self) -> None:
+        """A forward begins, of whatever cache."""
+        if not self._paused:
+            self._places_written.follow(ended=False)
+
+    def end(self) -> None:
+        """A forward has ended, of whatever cache."""
+        if not self._paused:
+            self._places_written.follow(ended=True)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What forwards write meanwhile is taken back: they are of a trial."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    @property
+    def unsteady(self) -> int:
+        """Another number than when a cache began: it computes by now what its name does not say."""
+        return self._places_written.unsteady
+
+    def restate(self) -> bool:
+        """Names what somebody else wrote where forwards write; whether the name is another one."""
+        name = self._with_edits()
+        changed, self.namespace = name != self.namespace, name
+        return changed
+
+    def settle(self, model: Any) -> None:
+        """Names what the first forwards set once, and left as it was in later ones.
+
+        A scale that a module makes for itself when it is first called is a setting like any other:
+        somebody may have made it before. What holds more than a number or a text stays out: caches
+        of masks are as long as what was seen.
+        """
+        for path, state in self._learnt.items():
+            if path not in self._places_written:
+                continue
+            now = self._places_written.value(path)
+            if path.endswith("/new"):
+                known = self._written.grown[path.removesuffix("/new")]
+                values = (
+                    {str(key_text(k)): v for k, v in now.items()} if isinstance(now, dict) else {}
+                )
+                keep = {k for k, v in values.items() if settles(v) and holds(state.get(k), v)}
+                self._written.grown[path.removesuffix("/new")] = known | keep
+                if len(keep) == len(values):
+                    del self._written.grown[path.removesuffix("/new")]
+            elif settles(now) and holds(state, now):
+                self._written.pop(path)
+        self._learnt.clear()
+        self._settled = True
+        self.read(model)
+        for path, inv_freq, original in self._walk.frequencies():
+            if not torch.equal(inv_freq, original):
+                self._places_written.distrust(path)
+        self.restate()
+
     def learn(self, model: Any, *, named: bool = True) -> bool:
         """Notes, right after a forward, what that forward wrote itself, and will write again.
 
         Counters, masks and activations that are kept, tables that grow: they say nothing about what
-        the next forward computes that its inputs do not say. Parameters do.
+        the next forward computes that its inputs do not say. Parameters do. What was seen to be
+        written only once, by a model that serves, is named by what is there until a forward writes
+        it again: another thread may have written it.
 
         Args:
             model: The model.
@@ -98,8 +222,25 @@ class Identity:
 
         Returns:
             Whether the name is another one.
+
+        Raises:
+            UnsupportedModelError: It wrote what cannot even be looked at.
         """
-        if self.same(model):
+        try:
+            return self._learn(model, named=named and self._settled)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # whatever odd attributes raise
+            raise UnsupportedModelError(
+                f"what {type(model).__name__} writes cannot be named ({error})",
+                "Use the model without FlowKV",
+            ) from error
+
+    def _learn(self, model: Any, *, named: bool) -> bool:
+        if not named:  # forwards that no door has seen
+            self._places_written.end()
+        uncounted = self._uncounted(always=not named)
+        if not uncounted and self.same(model):
             return False
         before, after = self._walk, Walk(model, self._written, self._passing, self._numbers)
         leaves = before.leaves.keys() | after.leaves.keys()
@@ -109,23 +250,79 @@ class Identity:
         }
         for path, tensor in after.tensors.items():
             old = before.tensors.get(path)
-            if old is not tensor or not self._weights.counted(tensor):
+            if old is not tensor or not self._weights.counted(tensor) or id(tensor) in uncounted:
                 if isinstance(tensor, torch.nn.Parameter):
                     self.unshared = f"its forward writes to its parameter {path}"
                 else:
                     written.add(path)
+                    if old is tensor and self._weights.counted(tensor):
+                        self._places_written.uncounted.add(path)
+        for path, keys in after.mappings.items():
+            known = before.mappings.get(path)
+            if known is not None and keys - known and path not in self._written.grown:
+                self._written.grown[path] = known & keys
+        written = {path for path in written if not self._added(path)}
+        written = set(itertools.chain.from_iterable(_whole(p, before, after) for p in written))
+        fresh = written - self._written.keys()
         for path in written:
             kept = [(q, t) for q, t in before.leaves.items() if _within(q, path)]
             self._written[path] = tuple(kept) if named else ()
-        return self.read(model)
+        if named:
+            self._walk = Walk(model, self._written, self._passing, self._numbers)
+            self._take(self._walk, (path for path in self._walk.spots if path in fresh))
+        changed = self.read(model)
+        if not named:
+            for path in self._walk.spots:
+                self._learnt.setdefault(path, self._first(path))
+        return changed
 
-    def attends(self, model: Any) -> list[Any]:
-        """The functions that attend: FlowKV's own stands in only for those that were tried."""
+    def _added(self, path: str) -> bool:
+        """Whether a forward added what is at a path to a mapping, which is one place then."""
+        return any(
+            path.startswith(f"{above}[") and not any(_within(path, f"{above}[{k}]") for k in known)
+            for above, known in self._written.grown.items()
+        )
+
+    def _first(self, path: str) -> Any:
+        value = self._places_written.value(path)
+        if path.endswith("/new") and isinstance(value, dict):
+            return {key_text(key): state_of(item) for key, item in value.items()}
+        return {} if path.endswith("/new") else state_of(value)
+
+    def _uncounted(self, *, always: bool) -> set[int]:
+        """Ids of buffers and other small tensors that were written to without a count.
+
+        Args:
+            always: Asks of library models as well, whose own forwards count what they write.
+        """
+        if not (always or self.foreign):
+            return set()
+        asked: dict[int, torch.Tensor] = {}
+        n_bytes = 0
+        for tensor in self._walk.tensors.values():
+            size = tensor.numel() * tensor.element_size()
+            small = not isinstance(tensor, torch.nn.Parameter) and n_bytes + size <= SMALL_BYTES
+            if small and id(tensor) not in asked and self._weights.counted(tensor):
+                asked[id(tensor)] = tensor
+                n_bytes += size
+        return self._weights.differing(asked.values()) if asked else set()
+
+    def attends(self, model: Any) -> tuple[list[Any], dict[str, str]]:
+        """The functions that attend, and by path whatever code of libraries refers to.
+
+        FlowKV's own attention stands in only for what was tried.
+        """
         own = [
             getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
             for module in model.modules()
         ]
-        return [*(f for _, _, f in chosen_functions(model)), *dict.fromkeys(own)]
+        functions = [*(f for _, _, f in chosen_functions(model)), *dict.fromkeys(own)]
+        return functions, self._walk.libraries
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What decides how a model can be served: its code and settings, dtypes and devices."""
+        return self._walk.kind, frozenset(self._places)
 
     @property
     def n_bytes(self) -> int:
@@ -135,7 +332,7 @@ class Identity:
     @property
     def unnamed(self) -> list[str]:
         """See the class."""
-        return self._walk.unnamed
+        return [*self._walk.unnamed, *(why for _, part, _ in self._parts for why in part.unnamed)]
 
     @property
     def foreign(self) -> list[str]:
@@ -150,7 +347,7 @@ class Identity:
     @property
     def random(self) -> bool:
         """Whether code draws random numbers where torch's own generator does not show it."""
-        return self._walk.random
+        return self._walk.random or any(part.random for _, part, _ in self._parts)
 
     @property
     def compiled(self) -> bool:
@@ -159,7 +356,10 @@ class Identity:
 
     def same(self, model: torch.nn.Module) -> bool:
         """Whether nothing was replaced, moved, set, patched, hooked or written to in the open."""
-        return self._walk.same() and self._weights.counted()
+        try:
+            return self._steps == _STEPS[0] and self._walk.same() and bool(self._weights.counted())
+        except Exception:  # what cannot be compared is not the same
+            return False
 
     def same_content(self) -> bool:
         """Whether small weights still hold what they held; larger ones take `roll`."""
@@ -195,11 +395,35 @@ class Identity:
     def _forget(self) -> None:
         self._weights.forget()
         self._walk.forget()
+        self._places_written.forget()
+        self._parts.clear()
+        self._learnt.clear()
         self._numbers.clear()
+
+
+def _stepped(optimizer: Any, *_: Any) -> None:
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _STEPS[0] += 1
+
+
+register_optimizer_step_post_hook(_stepped)
 
 
 def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
     return {(t.dtype, t.device) for t in (*model.parameters(), *model.buffers())}
+
+
+def _whole(path: str, before: Walk, after: Walk) -> Iterator[str]:
+    """The places of which it is said that a forward writes them, for a leaf that it changed."""
+    if path.endswith("/all"):  # a container that is one leaf
+        path = path.removesuffix("/all")
+    if path in after.configs:
+        (_, old), (_, new) = before.configs.get(path, (None, {})), after.configs[path]
+        names = {name for name in new if name not in old or old[name] != new[name]}
+        yield from (f"{path}.{name}" for name in names)
+        return
+    above = path.rpartition("[")[0]
+    yield above if above in after.rings else path
 
 
 def _within(path: str, above: str) -> bool:

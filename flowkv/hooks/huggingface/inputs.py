@@ -302,6 +302,8 @@ def _by_column(value: Any, columns: int) -> bool:
 
     Then it would have to be cut where known tokens are skipped, and nobody knows how.
     """
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return True  # it has no shape to ask
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return columns > 1 and columns in value.shape
     if isinstance(value, Mapping):

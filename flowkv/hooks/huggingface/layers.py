@@ -300,8 +300,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         native, held = self.spec.make(), self._gathered
         if self.record_past and hasattr(native, "activate_past_recording"):
             native.activate_past_recording()
-        for view in filter(None, (known() for known in self._views)):
-            if self.in_step:
+        for view in (known() for known in self._views):
+            if view is not None and self.in_step:
                 view.gathered = self.dense()[view.which]
         if self.seen:
             native.update(*self._gather(self.seen))

@@ -163,7 +163,7 @@ class Nested:
         self, parts: list[Part], pads: list[int], base: int, cache: PagedCache
     ) -> dict[str, Any]:
         names, total = self._names, base + cache.rows.new
-        ids = torch.zeros((len(parts), total - base), dtype=torch.long)
+        ids = torch.from_numpy(np.zeros((len(parts), total - base), np.int64))
         for line, (part, pad) in enumerate(zip(parts, pads, strict=True)):
             known = part.seq.tokens[max(base - pad, 0) : total - pad].astype(np.int64)
             ids[line, total - base - len(known) :] = torch.from_numpy(known)
@@ -180,12 +180,12 @@ class Nested:
     ) -> dict[str, torch.Tensor]:
         """Mask, positions and token types of columns `[base, total)`."""
         names, mask, positions = self._names, self._mask, self._positions
-        left, found = torch.tensor(pads)[:, None], {}
+        left, found = torch.tensor(pads, device="cpu")[:, None], {}
         if mask is not None or any(pads):
-            seen = torch.arange(total) >= left
+            seen = torch.arange(total, device="cpu") >= left
             found[names.mask] = seen.to(self._device, torch.int64 if mask is None else mask.dtype)
         if positions is not None:
-            counted = (torch.arange(base, total) - left).clamp_min(0)
+            counted = (torch.arange(base, total, device="cpu") - left).clamp_min(0)
             shape = (*positions.shape[:-2], len(parts), total - base)
             counted = counted.to(positions.device, positions.dtype)
             found[names.positions] = counted.expand(shape).contiguous()

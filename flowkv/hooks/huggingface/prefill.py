@@ -112,7 +112,7 @@ def _check_padding(rows: Rows, call: Call) -> None:
     mask, width = call.mask, rows.most_pad
     shown = mask is None
     if isinstance(mask, torch.Tensor) and mask.shape == (len(rows.seqs), rows.base + call.columns):
-        padding = torch.arange(width) < torch.from_numpy(rows.pads)[:, None]
+        padding = torch.arange(width, device="cpu") < torch.from_numpy(rows.pads)[:, None]
         shown = bool((mask[:, :width].cpu().bool() & padding[:, : mask.shape[1]]).any())
     if shown:
         raise StateError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers.modeling_outputs import BaseModelOutput
@@ -23,7 +23,9 @@ from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 from flowkv.runtime.cache import KV
 
-_PARTS = (7, 4, 1)
+_PARTS, _LONG_PARTS = (7, 4, 1), (53, 42, 1)
+"""Tokens of the forwards of a trial; the long ones where code of others takes part, which may do
+something from some position on."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-2, 0.25
 """Relative L2 distance of logits: a wrong key or mask gives about 1, another order of additions
 1e-6. In half precision near ties between experts fall otherwise, so there the median counts."""
@@ -33,6 +35,11 @@ _ROW_TOLERANCE, _HALF_ROW_TOLERANCE = 1e-5, 1e-2
 """The same between rows of one batch, which differ by the order of additions at most."""
 
 
+Alike = Literal["alike", "by place", "mixed"]
+"""Rows of a batch are answered as each alone, otherwise in another place or number of them, or they
+look at each other."""
+
+
 class Probe(NamedTuple):
     """What a short forward showed.
 
@@ -40,30 +47,33 @@ class Probe(NamedTuple):
         plan: The layers.
         ids: `[1, T]` the tokens.
         logits: What the model answered with its own cache.
+        parts: Tokens of each of the forwards that are to answer the same.
     """
 
     plan: ModelPlan
     ids: torch.Tensor
     logits: torch.Tensor
+    parts: tuple[int, ...] = _PARTS
 
 
-def probe(model: Any, page_size: int, *, in_pages: bool) -> Probe:
+def probe(model: Any, page_size: int, *, in_pages: bool, long: bool = False) -> Probe:
     """Runs a few tokens through a model with its own cache.
 
     Args:
         model: The model.
         page_size: Tokens per page.
         in_pages: FlowKV's attention may read its layers in pages.
+        long: Code of others takes part.
 
     Raises:
         UnsupportedModelError: It cannot be run so, or its layers cannot be paged.
     """
     specs = read_layers(model.config)
-    names = Names.of(model)
+    names, parts = Names.of(model), _parts(model, long=long)
     try:
         with quiet(model):
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-            ids = ordinary_tokens(model, names, sum(_PARTS))
+            ids = ordinary_tokens(model, names, sum(parts))
             logits = _forward(model, names, ids, cache)
     except FlowKVError:
         raise
@@ -80,7 +90,37 @@ def probe(model: Any, page_size: int, *, in_pages: bool) -> Probe:
         )
     plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages)
     plan.count = configured_layers(model.config)
-    return Probe(plan, ids, logits)
+    return Probe(plan, ids, logits, parts)
+
+
+def _parts(model: Any, *, long: bool) -> tuple[int, ...]:
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    fits = not isinstance(most, int) or most > sum(_LONG_PARTS)
+    return _LONG_PARTS if long and fits else _PARTS
+
+
+def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
+    """Tests pages on the model and takes back what does not hold.
+
+    Raises:
+        UnsupportedModelError: Nothing holds.
+    """
+    name, placed = type(model).__name__, door.plan.placed.values()
+    agrees = paged_agrees(model, kv, found, door)
+    if any(place.contradicted for place in placed):
+        problem = f"the masks of {name} show other windows than its cache keeps"
+    elif agrees:
+        return
+    else:
+        with door.aside():
+            continues = native_continues(model, found)
+        problem = f"{name} does not continue from a cache as it answers in one pass"
+        if continues and any(place.in_pages for place in placed):
+            door.read_dense("its attention computes otherwise than it says")
+            if paged_agrees(model, kv, found, door):
+                return
+            problem = f"{name} does not answer the same through pages"
+    raise UnsupportedModelError(problem, "Use the model without FlowKV")
 
 
 def native_continues(model: Any, found: Probe) -> bool:
@@ -88,7 +128,7 @@ def native_continues(model: Any, found: Probe) -> bool:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     try:
         with quiet(model):
-            return _close(_in_parts(model, found.ids, cache), found.logits, model.dtype)
+            return _close(_in_parts(model, found, cache), found, model.dtype)
     except Exception:  # some models accept single tokens only
         return False
 
@@ -101,36 +141,52 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
     cache = PagedCache(rows, door.plan, door)
     try:
         with quiet(model):
-            return _close(_in_parts(model, found.ids, cache), found.logits, model.dtype)
+            return _close(_in_parts(model, found, cache), found, model.dtype)
     except Exception:
         return False
     finally:
         cache.close()
 
 
-def rows_alike(model: Any, names: Names, rows: int) -> bool:
-    """Whether a model answers the same prompt alike in every row of a batch.
+def rows_alike(model: Any, names: Names, rows: int) -> Alike:
+    """How a model treats the rows of a batch, where code of others takes part.
 
-    A forward that fails does not: what treats rows by their place may want another number of them.
+    The same prompt in every row is to be answered alike, as by itself, and whatever stands beside
+    it. What raises is told by its place: it may want another number of rows.
     """
     try:
         with quiet(model):
-            ids = ordinary_tokens(model, names, sum(_PARTS)).expand(rows, -1).contiguous()
-            given = {names.ids: ids, "use_cache": False, **encoder_inputs(model, names, rows)}
-            out = model(**given)
-            logits = out.logits if getattr(out, "logits", None) is not None else out[0]
+            count = sum(_parts(model, long=True))
+            ids = ordinary_tokens(model, names, count).expand(rows, -1).contiguous()
+            beside = ids.roll(7, 1)
+            beside[0] = ids[0]
+            alike = _logits(model, names, ids)
+            company = _logits(model, names, beside)
+            alone = _logits(model, names, ids[:1])
     except Exception:
-        return False
-    logits = logits.detach().float()
-    distance = (logits - logits[:1]).flatten(1).norm(dim=1) / logits[0].norm().clamp_min(1e-9)
+        return "by place"
     exact = model.dtype in (torch.float32, torch.float64)
-    return bool(distance.max() <= (_ROW_TOLERANCE if exact else _HALF_ROW_TOLERANCE))
+    most = _ROW_TOLERANCE if exact else _HALF_ROW_TOLERANCE
+
+    def far(found: torch.Tensor) -> bool:
+        distance = (found - alike[:1]).flatten(1).norm(dim=1)
+        return bool(distance.max() > most * alike[0].norm().clamp_min(1e-9))
+
+    if far(company[:1]):
+        return "mixed"
+    return "by place" if far(alike) or far(alone) else "alike"
 
 
-def _in_parts(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+def _logits(model: Any, names: Names, ids: torch.Tensor) -> torch.Tensor:
+    out = model(**{names.ids: ids, "use_cache": False, **encoder_inputs(model, names, len(ids))})
+    logits = out.logits if getattr(out, "logits", None) is not None else out[0]
+    return logits.detach().float()  # type: ignore[no-any-return]
+
+
+def _in_parts(model: Any, found: Probe, cache: Any) -> torch.Tensor:
     names, parts = Names.of(model), []
     whole = pair(names, cache)
-    for part in ids.split(_PARTS, dim=1):
+    for part in found.ids.split(found.parts, dim=1):
         parts.append(_forward(model, names, part, whole))
     return torch.cat(parts, dim=1)
 
@@ -192,9 +248,9 @@ def execution_device(model: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
-    behind = slice(_PARTS[0], None)  # what the first forward answered is not in question
-    return close(found[:, behind], wanted[:, behind], dtype)
+def _close(logits: torch.Tensor, found: Probe, dtype: torch.dtype) -> bool:
+    behind = slice(found.parts[0], None)  # what the first forward answered is not in question
+    return close(logits[:, behind], found.logits[:, behind], dtype)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -215,7 +271,8 @@ def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool
 @contextmanager
 def quiet(model: Any) -> Iterator[None]:
     """Inference, and afterwards every module in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
+    # frozen TorchScript has no mode any more
+    modes = [(m, m.training) for m in model.modules() if hasattr(m, "training")]
     modes = modes if any(training for _, training in modes) else []
     try:
         if modes:

@@ -64,6 +64,13 @@ class Rows:
             published.
     """
 
+    # Without a dictionary, whoever walks through the attributes of a cache ends here.
+    __slots__ = tuple(
+        """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
+        by_column prefilling checked uneven switch restoring promised lost pads most_pad
+        _index _notes _one _left _known _next_full __weakref__""".split()
+    )
+
     def __init__(
         self,
         kv: KV,

@@ -147,6 +147,8 @@ def _alone(model: Any, door: Door, texts: Items[torch.Tensor]) -> list[torch.Ten
             given[names.positions] = torch.arange(len(text), device=text.device)[None]
         with door.aside():
             logits = model(**given, use_cache=False).logits.detach().float()
-        ends = torch.tensor([counts[row] for counts in TRIED if counts[row]]).cumsum(0)
+        ends = torch.tensor([counts[row] for counts in TRIED if counts[row]], device="cpu").cumsum(
+            0
+        )
         found.append(logits[:, ends.to(logits.device) - 1])
     return found

@@ -178,12 +178,15 @@ def _reasons(door: Door) -> tuple[str, ...]:
 def _by_place(model: Any, door: Door) -> tuple[str, ...]:
     hung = door_of(model)
     with hung.aside() if hung is not None else door.aside():
-        if rows_alike(model, door.names, 2):
-            return ()
-    return (
-        "it answers a prompt otherwise in another row of a batch: by its place, so that rows "
-        "share with the same row of equally large batches only",
-    )
+        alike = rows_alike(model, door.names, 2)
+    if alike == "mixed":
+        return ("the rows of a batch look at each other, so that batches share nothing",)
+    if alike == "by place":
+        return (
+            "it answers a prompt otherwise in another row of a batch: by its place, so that rows "
+            "share with the same row of equally large batches only",
+        )
+    return ()
 
 
 def _cases(model: Any, door: Door, tokens: int) -> Iterator[Case]:

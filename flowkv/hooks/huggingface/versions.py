@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
 import transformers
 from transformers import (
     AttentionInterface,
@@ -40,6 +41,7 @@ __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "ALL_MASK_ATTENTION_FUNCTIONS",
     "BOOKKEEPING",
+    "CACHES",
     "MODAL_INPUTS",
     "PREFILL",
     "AttentionInterface",
@@ -65,7 +67,11 @@ __all__ = [
     "overlay_window",
     "removed",
     "settings",
+    "settled",
 ]
+
+CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
+"""What keeps keys and values where FlowKV does not."""
 
 MODAL_INPUTS = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 """Inputs that `generate` itself gives to the first forward only: they fill placeholder tokens."""
@@ -130,7 +136,7 @@ BOOKKEEPING = frozenset(
     _tp_size _device_mesh _weight_conversions _compiled_call _last_compile_config _loss_function
     loss_type gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
     _output_capturing_hooks_installed peft_config _hf_peft_config_loaded tokenizer processor
-    _name_or_path _commit_hash _auto_class __deepcopy__""".split()
+    _name_or_path _commit_hash _auto_class __deepcopy__ __reduce_ex__""".split()
 )
 """Attributes of models that say nothing about what a forward computes."""
 
@@ -144,19 +150,48 @@ _OWN_PREFIX = "flowkv_"
 
 def settings(config: Any) -> str:
     """Everything in a configuration that can change what is computed, as canonical text."""
-    held = {**config.to_dict()}
+    held = _important(config.to_dict(), config)
     for name in ("_attn_implementation", "_experts_implementation"):
         chosen = getattr(config, f"{name}_internal", None)
         held[name] = chosen.removeprefix(_OWN_PREFIX) if isinstance(chosen, str) else None
     return json.dumps(_plain(held), sort_keys=True, separators=(",", ":"))
 
 
+def _important(held: dict[str, Any], config: Any) -> dict[str, Any]:
+    """A configuration's dict, and those of the ones in it, without what decides nothing."""
+    found = {}
+    for name, value in held.items():
+        if name not in _UNIMPORTANT:
+            inner = getattr(config, name, None)
+            nested = isinstance(inner, PreTrainedConfig) and isinstance(value, dict)
+            found[name] = _important(value, inner) if nested else value
+    return found
+
+
+_TEXTS = (str, int, float, type(None), torch.dtype, torch.device)
+
+
+def settled(value: Any) -> bool:
+    """Whether a setting is said by text in whole."""
+    if isinstance(value, dict):
+        if "dtype" in value:  # `to_dict` writes another value there
+            return False
+        return all(settled(key) and settled(item) for key, item in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(settled, value))
+    return isinstance(value, (*_TEXTS, PreTrainedConfig))
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items() if k not in _UNIMPORTANT}
+        return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(_plain(item)) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value) if isinstance(value, _TEXTS) else type(value).__qualname__
 
 
 def chosen_functions(model: Any) -> list[tuple[Any, str, Any]]:

@@ -8,7 +8,7 @@ or a numpy view are not counted; a rolling reading goes over all bytes again and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ class _Read(NamedTuple):
     """A tensor when it was read."""
 
     tensor: torch.Tensor
+    layout: Any
     address: int
     version: int
     parts: list[torch.Tensor]  # plain tensors that hold its content
@@ -35,7 +36,11 @@ class _Read(NamedTuple):
 
     def counted(self) -> bool:
         """Whether nothing was written to it in the open, and it lies where it lay."""
-        return _version(self.tensor) == self.version and _address(self.tensor) == self.address
+        return (
+            _version(self.tensor) == self.version
+            and _address(self.tensor) == self.address
+            and _layout(self.tensor) == self.layout
+        )
 
 
 class Weights:
@@ -67,12 +72,12 @@ class Weights:
             if known is not None and known.tensor is tensor and known.counted():
                 reads[id(tensor)] = known
             else:
-                fresh.setdefault(id(tensor), (tensor, list(_parts(tensor))))
+                fresh.setdefault(id(tensor), (tensor, list(parts_of(tensor))))
         # Counted before they are read: a write meanwhile is seen as one afterwards.
         counts = {key: (_address(t), _version(t)) for key, (t, _) in fresh.items()}
         for key, sums in _sums({key: parts for key, (_, parts) in fresh.items()}).items():
             tensor, parts = fresh[key]
-            reads[key] = _Read(tensor, *counts[key], parts, sums)
+            reads[key] = _Read(tensor, _layout(tensor), *counts[key], parts, sums)
         self._reads, self._blocks, self._next = reads, None, 0
         self.n_bytes = sum(_n_bytes(part) for read in reads.values() for part in read.parts)
         digest = hashlib.sha256(b"flowkv.weights/2")
@@ -89,6 +94,12 @@ class Weights:
             return all(read.counted() for read in self._reads.values())
         known = self._reads.get(id(tensor))
         return known is not None and known.tensor is tensor and known.counted()
+
+    def differing(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Ids of those tensors that do not hold any more what they held when they were read."""
+        reads = {id(t): self._reads[id(t)] for t in tensors if id(t) in self._reads}
+        found = _sums({key: read.parts for key, read in reads.items()})
+        return {key for key, read in reads.items() if found[key] != read.sums}
 
     def forget(self) -> None:
         """Lets go of all tensors."""
@@ -140,13 +151,18 @@ class Weights:
 def readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor's content can be read."""
     try:
-        list(_parts(tensor))
-    except UnnamedError:
+        for part in parts_of(tensor):
+            if part.dtype not in _COMMON:
+                _words(_bytes(part[:0] if part.dim() else part))
+    except Exception:  # of whatever kind: it cannot
         return False
     return True
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+_COMMON = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.uint8)
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Plain tensors that hold what a tensor holds.
 
     Raises:
@@ -158,11 +174,12 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             names, context = x.__tensor_flatten__()
             yield _text(f"{type(x).__module__}.{type(x).__qualname__} {context}")
             for name in names:
-                yield from _parts(getattr(x, name))
+                yield from parts_of(getattr(x, name))
         elif x.is_quantized:
             yield x.int_repr()
             if x.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-                yield torch.tensor([x.q_scale(), float(x.q_zero_point())], dtype=torch.float64)
+                scale = x.q_scale(), float(x.q_zero_point())
+                yield torch.tensor(scale, dtype=torch.float64, device="cpu")
             else:
                 yield x.q_per_channel_scales()
                 yield x.q_per_channel_zero_points()
@@ -171,10 +188,17 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield x.coalesce().values()
         elif x.layout in (torch.sparse_csr, torch.sparse_bsr):
             yield from (x.crow_indices(), x.col_indices(), x.values())
-        elif x.layout is torch.strided and not x.is_meta and type(x) in _PLAIN:
+        elif x.layout is torch.strided and not x.is_meta and _stored(type(x)):
+            if type(x) not in _PLAIN:  # its functions may be its class's own
+                with torch._C.DisableTorchFunctionSubclass():
+                    x = x.as_subclass(torch.Tensor)
             x.data_ptr()  # raises where there is no memory
             # In the order of memory, so that a transposed tensor is read without a copy.
-            yield x.permute(sorted(range(x.dim()), key=lambda d: -x.stride(d)))
+            order = sorted(range(x.dim()), key=lambda d: (x.shape[d] == 1, -x.stride(d)))
+            wide = [d for d in order if x.shape[d] > 1]
+            if wide != sorted(wide):
+                yield torch.tensor(order, dtype=torch.uint8, device="cpu")
+            yield x.permute(order)
         else:
             raise UnnamedError(f"a tensor of type {type(tensor).__name__} on {tensor.device}")
     except (RuntimeError, NotImplementedError) as error:
@@ -182,6 +206,12 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _stored(cls: Any) -> bool:
+    """Whether tensors of a class keep what they hold as plain ones do."""
+    plain = torch._C._disabled_torch_dispatch_impl
+    return cls in _PLAIN or getattr(cls, "__torch_dispatch__", None) is plain
 
 
 def _text(value: str) -> torch.Tensor:
@@ -239,6 +269,14 @@ def _version(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:  # made in inference mode: no versions are counted
         return -1
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    """How its elements lie: `t_` and `as_strided_` change nothing else."""
+    try:
+        return tensor.shape, tensor.stride()
+    except RuntimeError:  # sparse and nested ones have none
+        return None
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from flowkv.core.layout import PageLayout
 from flowkv.kernels.cpu import entries
-from flowkv.kernels.cpu.pages import DTYPES, LIKE, dense_rows, run
+from flowkv.kernels.cpu.pages import DTYPES, LIKE, address, dense_rows, run
 from flowkv.kernels.operands import Pages, Ragged, Rotary
 
 
@@ -23,8 +23,8 @@ def append(
     else:  # rounded once, after the rotation
         k = dense_rows(k if k.dtype is dtype else k.float())
     a = _append_operands(layout, batch).copy()
-    a[0], a[1] = k.data_ptr(), v.data_ptr()
-    a[2] = arena.data_ptr() + layer * layout.stripe_stride_bytes
+    a[0], a[1] = address(k), address(v)
+    a[2] = address(arena) + layer * layout.stripe_stride_bytes
     k_item, item, k_strides, v_strides = k.itemsize, dtype.itemsize, k.stride(), v.stride()
     a[15], a[16] = k_strides[0] * k_item, k_strides[1] * k_item
     a[17], a[18] = v_strides[0] * item, v_strides[1] * item
@@ -47,10 +47,10 @@ def _append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
     item = DTYPES[layout.dtype].itemsize
     a = np.zeros(19, np.int64)
     a[3:15] = (
-        batch.table.data_ptr(),
-        batch.rows.data_ptr(),
-        batch.lengths.data_ptr(),
-        batch.starts.data_ptr(),
+        address(batch.table),
+        address(batch.rows),
+        address(batch.lengths),
+        address(batch.starts),
         batch.rows.shape[0],
         layout.kv_heads,
         layout.page_size,
@@ -68,8 +68,8 @@ def rotary_operands(rope: Rotary, item_bytes: int) -> np.ndarray:
     """The addresses and sizes of `rope` as `cpu.rotary` reads them."""
     return np.array(
         [
-            rope.cos.data_ptr(),
-            rope.sin.data_ptr(),
+            address(rope.cos),
+            address(rope.sin),
             rope.cos.shape[1],
             rope.start,
             rope.interleaved,

@@ -14,7 +14,7 @@ from flowkv.core.layout import PageLayout
 from flowkv.kernels.cpu import entries
 from flowkv.kernels.cpu.attend import DIM_V, FIELDS, MOST_ROWS, OWNERS, SLOTS
 from flowkv.kernels.cpu.mixed_call import attend_mixed, is_mixed
-from flowkv.kernels.cpu.pages import DTYPES, LEAST_ELEMENTS, LIKE, dense_rows
+from flowkv.kernels.cpu.pages import DTYPES, LEAST_ELEMENTS, LIKE, address, dense_rows
 from flowkv.kernels.cpu.pool import slices, spread
 from flowkv.kernels.cpu.prefill import Packed, attend_long
 from flowkv.kernels.operands import Pages, Ragged, Scoring
@@ -41,8 +41,8 @@ def paged_attention(
         q = q.float()  # so that numba compiles for few pairs of types
     q = dense_rows(q)
     tokens, heads, _ = q.shape
-    out = torch.empty(tokens, heads, layout.value_dim, dtype=q.dtype)
-    lse = torch.empty(tokens, heads, dtype=torch.float32) if how.return_lse else None
+    out = q.new_empty(tokens, heads, layout.value_dim)
+    lse = q.new_empty(tokens, heads, dtype=torch.float32) if how.return_lse else None
     if how.sinks is not None:
         how = how._replace(sinks=how.sinks.to(torch.float32).contiguous())
     few = FEW_NEW[q.dtype]
@@ -66,12 +66,12 @@ def _attend_raw(packed: Packed, pages: Pages, batch: Ragged, how: Scoring, few: 
     shared = _shared_operands(layout, batch, q.shape[1], how.window, (q.dtype, few))
     a = shared.operands.copy()
     strides = q.stride()
-    a[0], a[1], a[2], a[3] = q.data_ptr(), strides[0], strides[1], out.data_ptr()
-    a[5] = arena.data_ptr() + layer * layout.stripe_stride_bytes
+    a[0], a[1], a[2], a[3] = address(q), strides[0], strides[1], address(out)
+    a[5] = address(arena) + layer * layout.stripe_stride_bytes
     if lse is not None:
-        a[4] = lse.data_ptr()
+        a[4] = address(lse)
     if how.sinks is not None:
-        a[11] = how.sinks.data_ptr()
+        a[11] = address(how.sinks)
     likes = LIKE[q.dtype], LIKE[DTYPES[layout.dtype]]
     factors = float(how.scale), float(how.softcap or 0.0)
     parts = slices(shared.work, LEAST_ELEMENTS)
@@ -109,11 +109,11 @@ def _shared_operands(
     dim, rows = layout.head_dim, batch.rows.shape[0]
     a = np.zeros(FIELDS, np.int64)
     a[6:11] = (
-        batch.table.data_ptr(),
+        address(batch.table),
         batch.table.stride(0),
-        batch.rows.data_ptr(),
-        batch.lengths.data_ptr(),
-        batch.starts.data_ptr(),
+        address(batch.rows),
+        address(batch.lengths),
+        address(batch.starts),
     )
     a[14:27] = (
         rows,

@@ -8,7 +8,7 @@ import torch
 from flowkv.core.errors import ConfigError
 from flowkv.core.layout import CODECS, PageLayout
 from flowkv.kernels.cpu import entries
-from flowkv.kernels.cpu.pages import DTYPES, LIKE, run
+from flowkv.kernels.cpu.pages import DTYPES, LIKE, address, run
 
 TOP = {dtype: np.float32(torch.finfo(dtype).max) for dtype in LIKE}
 """Where raw elements saturate. Of the three, decoded elements can only exceed float16."""
@@ -25,11 +25,11 @@ def transcode(
     if old.dtype not in DTYPES:
         raise ConfigError(f"pages of {old.dtype} have no numba codec", "Pass backend='reference'")
     count, dtype = len(source), DTYPES[old.dtype]
-    status = torch.empty(count, old.layers, dtype=torch.int32)
+    status = arena.new_empty(count, old.layers, dtype=torch.int32)
     source, target = source.contiguous(), target.contiguous()
     a = np.array(
         [
-            *(x.data_ptr() for x in (arena, source, target, status)),
+            *(address(x) for x in (arena, source, target, status)),
             *(count, old.layers, old.kv_heads, old.page_size, old.head_dim, old.value_dim),
             *_offsets(old),
             *_offsets(new),

@@ -7,7 +7,7 @@ import torch
 
 from flowkv.core.layout import CODECS
 from flowkv.kernels.cpu import entries
-from flowkv.kernels.cpu.pages import DTYPES, LIKE, fresh, run
+from flowkv.kernels.cpu.pages import DTYPES, LIKE, address, fresh, run
 from flowkv.kernels.operands import Pages, Ragged
 
 TOP = {dtype: np.float32(torch.finfo(dtype).max) for dtype in LIKE}
@@ -41,12 +41,12 @@ def _raw_operands(k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragged)
     (arena, layout, layer, _), item, columns = pages, k.element_size(), k.shape[2]
     return np.array(
         [
-            k.data_ptr(),
-            v.data_ptr(),
-            arena.data_ptr() + layer * layout.stripe_stride_bytes,
-            batch.table.data_ptr(),
-            batch.rows.data_ptr(),
-            batch.lengths.data_ptr(),
+            address(k),
+            address(v),
+            address(arena) + layer * layout.stripe_stride_bytes,
+            address(batch.table),
+            address(batch.rows),
+            address(batch.lengths),
             k.shape[0],
             layout.kv_heads,
             layout.page_size,
@@ -69,7 +69,7 @@ def _mixed_operands(k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragge
         number = CODECS.index(form.codec)
         forms[number] = (
             number,
-            pages.arena.data_ptr() + pages.layer * form.stripe_stride_bytes,
+            address(pages.arena) + pages.layer * form.stripe_stride_bytes,
             form.run_bytes,
             form.v_offset_bytes,
             form.k_scale_offset_bytes,
@@ -77,11 +77,11 @@ def _mixed_operands(k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragge
         )
     return np.array(
         [
-            k.data_ptr(),
-            v.data_ptr(),
-            batch.table.data_ptr(),
-            batch.rows.data_ptr(),
-            batch.lengths.data_ptr(),
+            address(k),
+            address(v),
+            address(batch.table),
+            address(batch.rows),
+            address(batch.lengths),
             k.shape[0],
             layout.kv_heads,
             layout.page_size,

@@ -11,7 +11,7 @@ from flowkv.core.layout import CODECS
 from flowkv.kernels.cpu import entries
 from flowkv.kernels.cpu.attend import SINKS, SLOTS
 from flowkv.kernels.cpu.dots import LANES
-from flowkv.kernels.cpu.pages import DTYPES, LEAST_ELEMENTS, LIKE
+from flowkv.kernels.cpu.pages import DTYPES, LEAST_ELEMENTS, LIKE, address
 from flowkv.kernels.cpu.pool import slices, spread
 from flowkv.kernels.cpu.prefill import Packed
 from flowkv.kernels.cpu.weigh import (
@@ -47,13 +47,13 @@ def attend_mixed(packed: Packed, pages: Pages, batch: Ragged, how: Scoring, few:
     a, parts = shared.operands.copy(), slices(shared.work, LEAST_ELEMENTS)
     items, most_pages, most_rows = shared.items, shared.most_pages, shared.most_rows
     by_token, by_head, _ = q.stride()
-    a[:5] = q.data_ptr(), by_token, by_head, out.data_ptr(), _address(lse)
+    a[:5] = address(q), by_token, by_head, address(out), _address(lse)
     a[SINKS] = _address(how.sinks)
     a[ALIBI : MASS + 1] = _address(alibi), _address(tree), _address(how.mass)
     if how.mass is not None:
         shares = np.empty(items * how.mass.shape[1] * 2 * most_rows, np.float32)
         a[SHARES : PAGES + 1] = shares.ctypes.data, how.mass.shape[1]
-    a[FORMATS:] += shared.used * pages.arena.data_ptr() + shared.stripes * pages.layer
+    a[FORMATS:] += shared.used * address(pages.arena) + shared.stripes * pages.layer
     if how.invariant:
         chunk = max(1, INVARIANT_TOKENS // pages.layout.page_size)
     else:
@@ -75,7 +75,7 @@ def attend_mixed(packed: Packed, pages: Pages, batch: Ragged, how: Scoring, few:
 
 
 def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+    return 0 if x is None else address(x)
 
 
 class _Shared(NamedTuple):
@@ -109,11 +109,11 @@ def _shared_operands(
     group, most, rows = heads // layout.kv_heads, min(batch.most_new, few), batch.rows.shape[0]
     a = np.zeros(FORMATS + FORMAT_FIELDS * len(CODECS), np.int64)
     a[6:11] = (
-        batch.table.data_ptr(),
+        address(batch.table),
         batch.table.stride(0),
-        batch.rows.data_ptr(),
-        batch.lengths.data_ptr(),
-        batch.starts.data_ptr(),
+        address(batch.rows),
+        address(batch.lengths),
+        address(batch.starts),
     )
     a[14:26] = (
         rows,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from flowkv.core.errors import GeometryError
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.kernels.cpu import entries
 from flowkv.kernels.cpu.pool import slices, spread
@@ -30,6 +31,22 @@ LEAST_BYTES = 1 << 20
 """Bytes moved that are worth a thread."""
 HUGE_BYTES = 1 << 22
 """From this size on numpy's arrays want huge pages."""
+_HERE = torch.from_numpy(np.empty(0, np.uint8))
+"""On the CPU, as what it makes is, whatever torch's default device and patches of torch say."""
+
+
+def address(x: torch.Tensor) -> int:
+    """Where a tensor's elements begin, for compiled code, which reads and writes there unasked.
+
+    Raises:
+        GeometryError: The tensor is not in this process's memory.
+    """
+    if not x.is_cpu:
+        raise GeometryError(
+            f"a tensor on {x.device} was given to a kernel of the CPU",
+            "Pass tensors on the CPU, and none made under torch.device(...) or set_default_device",
+        )
+    return x.data_ptr()
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +62,7 @@ def fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """
     n_bytes = math.prod(shape) * dtype.itemsize
     if n_bytes < HUGE_BYTES:
-        return torch.empty(shape, dtype=dtype)
+        return _HERE.new_empty(shape, dtype=dtype)
     memory = np.empty(n_bytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return torch.from_numpy(memory[start : start + n_bytes]).view(dtype).view(shape)
@@ -88,11 +105,10 @@ _Side = tuple[torch.Tensor, torch.Tensor | None]
 def _move(target: _Side, source: _Side, granules: int) -> None:
     places = target[1] if target[1] is not None else source[1]
     count, page = 0 if places is None else places.shape[0], granules * GRANULE_BYTES
-    address = [
-        0 if x is None else x.data_ptr() for x in (target[0], target[1], source[0], source[1])
-    ]
+    four = (target[0], target[1], source[0], source[1])
+    addresses = [0 if x is None else address(x) for x in four]
     if count:
-        run(entries.move_pages, count * page, np.array([*address, count, page], np.int64))
+        run(entries.move_pages, count * page, np.array([*addresses, count, page], np.int64))
 
 
 def run(kernel, n_bytes: int, *operands: object) -> None:
@@ -106,8 +122,8 @@ def run(kernel, n_bytes: int, *operands: object) -> None:
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
     """Two sums over each block; see `sums.checksum`."""
-    sums = torch.empty(-(-len(words) // block_words), 2, dtype=torch.int64)
-    a = np.array([words.data_ptr(), len(words), block_words, sums.data_ptr()], np.int64)
+    sums = words.new_empty(-(-len(words) // block_words), 2, dtype=torch.int64)
+    a = np.array([address(words), len(words), block_words, address(sums)], np.int64)
     run(entries.checksum, 8 * len(words), a)
     return sums
 
@@ -118,8 +134,8 @@ def merge(
     """Attention over the union of disjoint sets of tokens; see `dispatch.merge`."""
     parts = [(o.contiguous(), lse.float().contiguous()) for o, lse in parts]
     first = parts[0][0]
-    o, lse = torch.empty_like(first), torch.empty(first.shape[:2], dtype=torch.float32)
-    addresses = [(o.data_ptr(), lse.data_ptr()) for o, lse in [*parts, (o, lse)]]
+    o, lse = torch.empty_like(first), first.new_empty(first.shape[:2], dtype=torch.float32)
+    addresses = [(address(o), address(lse)) for o, lse in [*parts, (o, lse)]]
     a = np.array([(lse.numel(), first.shape[2]), *addresses], np.int64)
     count, like = slices(first.numel() * len(parts), LEAST_ELEMENTS), LIKE[first.dtype]
     if count == 1:

@@ -108,8 +108,8 @@ def _blocked(
     (heads, group, new, _), how = q.shape, row.how
     past = k.shape[1] - new if how.causal else 0
     k, v = k.float().mT, v.float()
-    o = torch.empty(heads, group, new, v.shape[2], dtype=torch.float32)
-    lse = torch.empty(heads, group, new, dtype=torch.float32)
+    o = q.new_empty(heads, group, new, v.shape[2], dtype=torch.float32)
+    lse = q.new_empty(heads, group, new, dtype=torch.float32)
     for i in range(0, new, QUERY_BLOCK):
         j = min(new, i + QUERY_BLOCK)
         low, high = 0, k.shape[2]
@@ -121,7 +121,10 @@ def _blocked(
             s = torch.tanh_(s.div_(how.softcap)).mul_(how.softcap)
         s = s.unflatten(1, (group, j - i))
         if how.causal:
-            _place(s, torch.arange(past + i, past + j), torch.arange(low, high), past, row)
+            own, column = (
+                torch.arange(*x, device=s.device) for x in ((past + i, past + j), (low, high))
+            )
+            _place(s, own, column, past, row)
         total = torch.logsumexp(s, 3)
         if how.sinks is not None:
             total = torch.logaddexp(total, how.sinks.view(heads, group, 1))
@@ -151,5 +154,7 @@ def _place(s: torch.Tensor, own: torch.Tensor, column: torch.Tensor, past: int, 
 def _weigh_pages(weights: torch.Tensor, row: Row, first: int) -> None:
     """Add the weights `[Hk, S]` of tokens from position `first` on to the mass of their pages."""
     assert row.how.mass is not None
-    page = torch.arange(first, first + weights.shape[1]) // row.layout.page_size
+    page = (
+        torch.arange(first, first + weights.shape[1], device=weights.device) // row.layout.page_size
+    )
     row.how.mass[row.number].index_add_(0, page, weights.T)

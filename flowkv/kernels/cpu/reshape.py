@@ -9,7 +9,7 @@ from flowkv.core.geometry import ITEMSIZE
 from flowkv.core.layout import PageLayout
 from flowkv.kernels.cpu import entries
 from flowkv.kernels.cpu.append import rotary_operands
-from flowkv.kernels.cpu.pages import DTYPES, LIKE, run
+from flowkv.kernels.cpu.pages import DTYPES, LIKE, address, run
 from flowkv.kernels.operands import Rotary
 
 
@@ -26,10 +26,10 @@ def drop_tokens(
     k_bytes, v_bytes = layout.head_dim * item, layout.stored_value_dim * item
     a = np.array(
         [
-            arena.data_ptr(),
-            source.data_ptr(),
-            target.data_ptr(),
-            keep.data_ptr(),
+            address(arena),
+            address(source),
+            address(target),
+            address(keep),
             layout.layers,
             layout.kv_heads,
             layout.page_size,
@@ -59,9 +59,9 @@ def reposition(
     item, layers = ITEMSIZE[layout.dtype], layout.layers if layer is None else 1
     a = np.array(
         [
-            arena.data_ptr() + (layer or 0) * layout.stripe_stride_bytes,
-            pages.data_ptr(),
-            turns.data_ptr(),
+            address(arena) + (layer or 0) * layout.stripe_stride_bytes,
+            address(pages),
+            address(turns),
             pages.shape[0],
             layers,
             layout.kv_heads,

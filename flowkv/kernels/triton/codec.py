@@ -324,7 +324,7 @@ def transcode(
     if old.dtype == "float64":
         raise ConfigError("pages of float64 have no Triton codec", "Pass backend='reference'")
     dtype = torch.int16 if old.dtype == "bfloat16" else getattr(torch, old.dtype)
-    status = torch.zeros(len(source), old.layers, dtype=torch.int32, device=arena.device)
+    status = arena.new_zeros(len(source), old.layers, dtype=torch.int32)
     if len(source):
         launch(
             transcode_kernel,

@@ -56,7 +56,7 @@ def mass_few(p_part, p_starts, p_lse, p_mass, n_pages, stride_mass, GROUP: tl.co
 def new_parts(task: Task, columns: int, tiles: int) -> torch.Tensor:
     """Room for the weights of all tiles of a call, `tiles` to a page."""
     size = task.rows, task.most_pages, tiles, task.layout.kv_heads, columns
-    return torch.full(size, -torch.inf, dtype=torch.float32, device=task.out.device)
+    return task.out.new_full(size, -torch.inf, dtype=torch.float32)
 
 
 def add_mass(task: Task, parts: torch.Tensor) -> None:

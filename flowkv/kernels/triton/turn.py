@@ -45,7 +45,7 @@ def turn_queries(p_q, p_turn, p_out, stride_token, stride_head, n_heads, n_queri
 def turned(q: torch.Tensor) -> torch.Tensor:
     """Queries `[N, Hq, D]`, neighbours in their last dimension, rotated as kv4h keys are."""
     tokens, heads, dim = q.shape
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    out = q.new_empty(q.shape, dtype=torch.float32)
     width = padded(dim)
     launch(
         turn_queries,
@@ -78,7 +78,7 @@ def rotation(dim: int) -> tuple[int, float]:
 def turn(dim: int, device: torch.device) -> torch.Tensor:
     """The rotation of kv4h without its factor: Hadamard matrices of `rotation(dim)` dims."""
     block, _ = rotation(dim)
-    matrix = torch.ones(1, 1, dtype=torch.float16)
+    matrix = torch.ones(1, 1, dtype=torch.float16, device="cpu")
     while len(matrix) < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return torch.block_diag(*[matrix] * (dim // block)).to(device)

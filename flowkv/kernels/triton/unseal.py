@@ -103,11 +103,8 @@ def unseal(task: Task) -> Iterator[Spare]:
     item = ITEMSIZE[layout.dtype]
     slots = _most_rows(task) * task.most_pages
     at_once = min(layout.kv_heads, max(1, SPARE_BYTES // max(1, slots * layout.run_bytes)))
-    runs = torch.empty(
-        slots * at_once * layout.run_bytes // item,
-        dtype=getattr(torch, layout.dtype),
-        device=task.out.device,
-    )
+    elements = slots * at_once * layout.run_bytes // item
+    runs = task.out.new_empty(elements, dtype=getattr(torch, layout.dtype))
     for low in range(0, layout.kv_heads, at_once):
         spare = Spare(runs, low, min(at_once, layout.kv_heads - low))
         for codec in sealed:

@@ -203,6 +203,10 @@ class Slabs:
         """Whether the file of a size is still at its path."""
         return self._files.same(self._slab(granules).fd, self._path(granules))
 
+    def complete(self) -> bool:
+        """Whether every file that was opened is still at its path."""
+        return all(self._files.same(slab.fd, self._path(n)) for n, slab in self._slabs.items())
+
     def sync(self, sizes: Iterator[int] | list[int]) -> None:
         """Waits until the device has what was written to the files of these sizes."""
         for granules in sizes:

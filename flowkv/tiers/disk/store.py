@@ -79,6 +79,7 @@ class DiskStore:
         self._contents = Contents()
         self._closed = False
         self._bound: dict[bytes, str] = {}
+        self._robbed = False  # of slab files that were open here, and may still hold frames
         self._freed = False  # whether the journal has deletions that the device may not have
         self._home = Home(self._files, directory, capacity_bytes, exclusive=exclusive)
         self.owner = self._home.owner
@@ -375,6 +376,22 @@ class DiskStore:
                 self._journal = open_journal(self._files, path, superblock, write=False)
             self._index.apply(self._journal.read_new())
 
+    def survey(self) -> None:
+        """Sees to it that `entries` leaves nothing out that was stored here and may be there yet.
+
+        Raises:
+            OSError: It cannot: directory, journal or slab files were taken away or replaced.
+        """
+        with self._lock:
+            self._leads(())
+            self.refresh()
+            if self._robbed or not self._slabs.complete():
+                raise OSError(errno.ESTALE, "slab files of it were taken away or replaced")
+            if self._journal is None or self._journal.replaced():
+                raise OSError(errno.ESTALE, "its directory or its journal was taken away")
+            if not self.owner:
+                self._index.apply(self._journal.read_new())
+
     def close(self) -> None:
         """Closes all files and gives up ownership; what was committed stays."""
         while self.tidy():
@@ -477,6 +494,7 @@ class DiskStore:
 
     def _new_slabs(self) -> Slabs:
         ahead_bytes = min(1 << 24, self._quota.capacity_bytes >> 4) if self.owner else 0
+        self._robbed = self._robbed or not self._slabs.complete()
         self._slabs.close()
         path, open_file = self._home.path, self._open_file
         return Slabs(self._files, path, ahead_bytes=ahead_bytes, open_file=open_file)

@@ -110,20 +110,23 @@ class DiskTier:
             envelope=envelope,
         )
         self._pid, self._open, self._closing = os.getpid(), True, threading.Lock()
+        staging: Staging | None = None
         try:
-            self._staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
-            self._engine = engine or _engine(files, self._staging.arena, str(self._store.path))
-            self._store.open(lambda path, write: self._engine.open(path, write=write))
+            staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
+            mover = engine = engine or _engine(files, staging.arena, str(self._store.path))
+            self._store.open(lambda path, write: mover.open(path, write=write))
+            self._wishes = Wishes(clock or SystemClock(), queue_bytes)
         except BaseException as error:
             self._store.close()
+            if (engine is None or engine.close()) and staging is not None:
+                staging.close()
             if isinstance(error, _FROM_SYSTEM) and not isinstance(error, FlowKVError):
                 raise StoreError(
                     f"the disk tier in {path} cannot be opened ({error or 'no memory'})",
                     "Free memory, or raise its limit (ulimit -v)",
                 ) from error
             raise
-        self._wishes = Wishes(clock or SystemClock(), queue_bytes)
-        self._threads = threads
+        self._staging, self._engine, self._threads = staging, engine, threads
         self._conductor = Conductor(
             self._store, envelope, self._engine, self._staging, self._wishes
         )
@@ -264,6 +267,23 @@ class DiskTier:
                 "Delete that directory",
             )
         return count
+
+    def survey(self) -> None:
+        """Looks anew at what is there, so that `scan` leaves nothing out that was stored here.
+
+        Raises:
+            StoreError: The directory, its journal or its slab files were taken away or replaced, or
+                cannot be read.
+        """
+        if not self._usable():
+            return
+        try:
+            self._store.survey()
+        except OSError as error:
+            raise StoreError(
+                f"{self.name} cannot list what it holds ({error.strerror})",
+                "Erase what was in that directory, wherever it is now, and open it again",
+            ) from error
 
     def bind(self, namespace: bytes, name: str) -> None:
         """A cache that uses a namespace is about to use this tier; the directory notes its name."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import resource
 from typing import Literal
 
 from flowkv.core.errors import ConfigError
@@ -13,6 +15,8 @@ from flowkv.tiers.io.uring import UringEngine
 
 Rung = Literal["io_uring", "threads", "buffered"]
 RUNGS: tuple[Rung, ...] = ("io_uring", "threads", "buffered")
+SPARE = 16
+"""Files that a tier may want to open: locks, journal, and slab files of a few sizes."""
 
 
 def open_engine(
@@ -46,9 +50,22 @@ def open_engine(
     if prefer == "threads":
         return ThreadsEngine()
     try:
-        return UringEngine(arena=arena)
+        ring = UringEngine(arena=arena)
     except OSError as error:
         return ThreadsEngine(why=f"no io_uring here ({reason_of(error)})")
+    if _files_left():
+        return ring
+    ring.close()
+    return ThreadsEngine(why="io_uring takes files, of which few may be open still, `ulimit -n`")
+
+
+def _files_left() -> bool:
+    """Whether as many files may be opened still as a tier wants."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        return most == resource.RLIM_INFINITY or most - len(os.listdir("/proc/self/fd")) >= SPARE
+    except OSError as error:
+        return error.errno not in (errno.EMFILE, errno.ENFILE)  # nobody counts them without /proc
 
 
 def reason_of(error: OSError) -> str:

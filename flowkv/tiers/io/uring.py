@@ -51,7 +51,11 @@ class _Shared:
     def begin(self) -> None:
         """Opens what wakes the loop, and what wakes who waits."""
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC)  # blocking: the ring waits on it
-        self.done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self.done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            os.close(self.wake_fd)
+            raise
         self._open = True
 
     def end(self) -> None:
@@ -307,14 +311,14 @@ def _run(shared: _Shared) -> None:
     try:
         ring = Ring(4 * shared.depth)
     except BaseException as error:
-        shared.error = error
+        shared.error = error.with_traceback(None)  # its frames hold mappings, and they files
         shared.up.set()
         return
     try:
         arguments = _prepare(shared, ring)
     except BaseException as error:
         ring.close()
-        shared.error = error
+        shared.error = error.with_traceback(None)
         shared.up.set()
         return
     shared.up.set()

@@ -1,0 +1,1 @@
+"""What measures FlowKV: `python -m bench`, and the modules behind it."""

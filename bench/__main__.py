@@ -1,0 +1,33 @@
+"""`python -m bench`: measures what is promised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import bench.policy.command
+import bench.restore.command
+import bench.serve.command
+from flowkv.cli.arguments import Parser, adder
+from flowkv.cli.command import run
+
+
+def parser() -> Parser:
+    """The parser of the command's arguments."""
+    made = Parser(
+        prog="python -m bench",
+        description="Measures what is promised.",
+        epilog="python -m bench VERB --help tells more.",
+    )
+    verb = adder(made.add_subparsers(title="verbs", metavar="VERB", required=True))
+    for measured in (bench.policy, bench.restore, bench.serve):
+        measured.command.add_verbs(verb)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `python -m bench`; returns its exit status."""
+    return run(parser(), arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

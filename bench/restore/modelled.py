@@ -1,0 +1,197 @@
+"""The protocol where a formula says what things take: on a virtual clock, and in real time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from time import thread_time
+
+from bench.restore.emulated import emulate
+from bench.restore.protocol import emulated_cells, paper_cells
+from bench.restore.row import OURS, Bounds, Cell, Label, Outcome
+from flowkv.core.errors import ConfigError
+from flowkv.policy.restore import Compute, Costs, Load, Request, RestorePolicy, State, Suffix
+from flowkv.policy.restore.bounds import lower_bound
+from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
+from flowkv.policy.restore.costs import Measured
+from flowkv.sim.restore import GPUS, SHAPES, Modelled, Run, asked, run
+from flowkv.sim.restore.stages import staged
+
+STAGED = "stages"
+"""The part of the protocol that is about several devices."""
+
+
+_READS = 16  # of the clock, to know what one takes
+
+
+class Timed(RestorePolicy):
+    """A policy beside a stopwatch: of this thread's processor time, which others do not move.
+
+    Attributes:
+        seconds: Spent in its code.
+    """
+
+    def __init__(self, policy: RestorePolicy) -> None:
+        self.policy, self.name, self.seconds = policy, policy.name, 0.0
+        reads = [(thread_time(), thread_time()) for _ in range(_READS)]
+        self._reading_s = min(second - first for first, second in reads)
+
+    def next_compute(
+        self, state: State, among: Collection[int] | None = None
+    ) -> Compute | Suffix | None:
+        """See `RestorePolicy`."""
+        begun = thread_time()
+        op = self.policy.next_compute(state, among)
+        self.seconds += thread_time() - begun - self._reading_s
+        return op
+
+    def next_load(self, state: State, tier: str) -> Load | None:
+        """See `RestorePolicy`."""
+        begun = thread_time()
+        op = self.policy.next_load(state, tier)
+        self.seconds += thread_time() - begun - self._reading_s
+        return op
+
+    def forget(self, number: int) -> None:
+        """See `RestorePolicy`."""
+        self.policy.forget(number)
+
+
+class _Modelled:
+    """What the two engines have in common."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._cells = cells
+
+    def cells(self) -> Sequence[Cell]:
+        """See `Engine`."""
+        return self._cells
+
+    def policies(self, cell: Cell) -> Sequence[str]:
+        """See `Engine`. Stages need a policy that knows of them, which is one."""
+        return [OURS] if cell.part == STAGED else list(RESTORE_POLICIES)
+
+    def close(self) -> None:
+        """See `Engine`."""
+
+    def bounds(self, cell: Cell) -> Bounds:
+        """See `Engine`."""
+        if cell.part == STAGED:
+            bound_s = staged(costs_of(cell), cell.tokens, cell.stages).bound_s
+            return Bounds(mean_s=bound_s, makespan_s=bound_s)
+        return bounds_of(requests_of(cell), costs_of(cell).ideal)
+
+
+class Virtual(_Modelled):
+    """Plays the devices by a clock that jumps from event to event (`Engine`).
+
+    Policies begin with what the formula says, and are told what things took: a calibrated engine.
+
+    Args:
+        full: All parts of the protocol on every model and GPU.
+    """
+
+    name = "virtual"
+    label: Label = "simulated"
+    repetitions = 1
+
+    def __init__(self, *, full: bool = False) -> None:
+        super().__init__(paper_cells(full))
+
+    def run(self, cell: Cell, policy: str) -> Outcome:
+        """See `Engine`."""
+        if cell.part == STAGED:
+            return _staged(cell)
+        timed, costs = Timed(make_restore_policy(policy)), costs_of(cell)
+        requests = requests_of(cell)
+        found = run(requests, timed, costs, believed=Measured(costs))
+        return outcome(found, requests, timed)
+
+
+def _staged(cell: Cell) -> Outcome:
+    found = staged(costs_of(cell), cell.tokens, cell.stages)
+    moved = found.link_bytes + found.boundary_bytes
+    all_bytes = cell.tokens * SHAPES[cell.model].layers * SHAPES[cell.model].cell_bytes
+    return Outcome(
+        ttft_s=(found.restored_s,),
+        link_bytes=moved,
+        computed=1.0 - found.link_bytes / all_bytes,
+        compute_busy=None,
+        link_busy=moved * 8.0 / (cell.gbps * 1e9) / cell.stages / found.restored_s,
+        planner_s=0.0,
+        boundary_bytes=found.boundary_bytes,
+    )
+
+
+class Emulated(_Modelled):
+    """Plays the devices by threads that sleep for as long as real ones would work (`Engine`).
+
+    Args:
+        full: Five repetitions instead of two.
+    """
+
+    name = "emulated"
+    label: Label = "emulated"
+
+    def __init__(self, *, full: bool = False) -> None:
+        super().__init__(emulated_cells())
+        self.repetitions = 5 if full else 2
+
+    def run(self, cell: Cell, policy: str) -> Outcome:
+        """See `Engine`."""
+        timed, costs = Timed(make_restore_policy(policy)), costs_of(cell)
+        requests = requests_of(cell)
+        found = emulate(requests, timed, costs, Measured(costs))
+        return outcome(found, requests, timed)
+
+
+def bounds_of(requests: Sequence[Request], costs: Costs) -> Bounds:
+    """What nobody can beat who restores these at such costs."""
+    makespan_s = lower_bound(requests, costs)
+    # Where the bound is reached, the link is busy until then with what is not computed.
+    all_s = sum(costs.load_s(one, 0, one.tokens * one.layers) for one in requests)
+    return Bounds(
+        mean_s=lower_bound(requests, costs, of="mean"),
+        makespan_s=makespan_s,
+        computed=max(0.0, 1.0 - makespan_s / all_s),
+    )
+
+
+def outcome(
+    run: Run, requests: Sequence[Request], timed: Timed, **checked: float | bool | None
+) -> Outcome:
+    """What a run says about one cell."""
+    ttft_s = tuple(run.ttft_s[request.number] for request in requests)
+    span_s = run.makespan_s
+    tokens = {request.number: request.tokens for request in requests}
+    return Outcome(
+        ttft_s=ttft_s,
+        link_bytes=run.link_bytes,
+        computed=sum(run.met[i] * n for i, n in tokens.items()) / sum(tokens.values()),
+        compute_busy=run.compute_busy_s / span_s,
+        link_busy=run.link_busy_s / span_s,
+        planner_s=timed.seconds,
+        **checked,  # type: ignore[arg-type]
+    )
+
+
+def costs_of(cell: Cell) -> Modelled:
+    """What things take in a cell, by formula.
+
+    Raises:
+        ConfigError: If a model or GPU is unknown.
+    """
+    if cell.model not in SHAPES or cell.gpu not in GPUS:
+        raise ConfigError(
+            f"there is no {cell.model} on {cell.gpu}",
+            f"Models are {', '.join(SHAPES)}; GPUs are {', '.join(GPUS)}",
+        )
+    return Modelled(SHAPES[cell.model], GPUS[cell.gpu], cell.gbps, share=cell.compute_share)
+
+
+def requests_of(cell: Cell) -> list[Request]:
+    """What is asked for in a cell."""
+    shape = SHAPES[cell.model]
+    return [
+        asked(shape, tokens, cell.suffix, number=number, codecs=cell.codecs)
+        for number, tokens in enumerate(cell.lengths or (cell.tokens,))
+    ]

@@ -1,0 +1,102 @@
+"""The processor of the machine as a device: it computes, and copies, while it is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from bench.restore.canvas import Canvas
+from bench.restore.device import Clock, Done, Ended, rest
+from bench.restore.store import Mark, Store
+from flowkv.policy.restore import Load, Op
+
+BURST_S = 0.002
+"""How late the thread of a link may ask for more, and the link goes on as if it had not stopped."""
+
+
+class Processor:
+    """Computes on the CPU.
+
+    Args:
+        canvases: By number of the request.
+        share: Of the time, what it computes in; others have the rest.
+
+    Attributes:
+        ahead: See `Device`.
+    """
+
+    def __init__(self, canvases: Mapping[int, Canvas], share: float = 1.0) -> None:
+        self._canvases, self._share, self.ahead = canvases, share, 1
+
+    def begin(self, op: Op, clock: Clock) -> Done:
+        """See `Device`."""
+        assert not isinstance(op, Load)
+        start_s = clock()
+        self._canvases[op.request].compute(op)
+        rest(start_s + (clock() - start_s) / self._share, clock)
+        return Done(Ended(start_s, clock()))
+
+
+class Link:
+    """What loads over a link with a limit are.
+
+    Args:
+        canvases: Where to, by number of the request.
+        stores: Where from, likewise, in order of the request's sources.
+        bytes_per_s: Limit of the link; None for none.
+        fails: Loads that fail; what they were to bring is not written.
+    """
+
+    def __init__(
+        self,
+        canvases: Mapping[int, Canvas],
+        stores: Mapping[int, Sequence[Store]],
+        bytes_per_s: float | None = None,
+        fails: Callable[[Load], bool] | None = None,
+    ) -> None:
+        self._canvases, self._stores = canvases, stores
+        self._bytes_per_s, self._fails, self._free_s = bytes_per_s, fails, 0.0
+
+    def copy(self, op: Load, mark: Callable[[], Mark]) -> bool:
+        """Copies an op's cells; whether they came. See `Store.fill` for `mark`."""
+        ok = self._fails is None or not self._fails(op)
+        if ok:
+            self._stores[op.request][op.source].fill(self._canvases[op.request].kv, op, mark)
+        return ok
+
+    def slot(self, op: Load, now_s: float) -> tuple[float, float]:
+        """When the limit has a load begin and end that the link is given now."""
+        if self._bytes_per_s is None:
+            return now_s, now_s
+        cell_bytes = self._stores[op.request][op.source].cell_bytes
+        late = now_s - self._free_s < BURST_S
+        start_s = self._free_s if late else now_s
+        seconds = op.layers.size * op.tokens.size * cell_bytes / self._bytes_per_s
+        self._free_s = start_s + seconds
+        return start_s, self._free_s
+
+
+class Copier:
+    """Loads by copies of the CPU.
+
+    Args:
+        link: What it loads over.
+
+    Attributes:
+        ahead: See `Device`.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link, self.ahead = link, 1
+
+    def begin(self, op: Op, clock: Clock) -> Done:
+        """See `Device`."""
+        assert isinstance(op, Load)
+        start_s = clock()
+        _, due_s = self._link.slot(op, start_s)  # the copy is part of the time that a load takes
+        ok = self._link.copy(op, _at_once)
+        rest(due_s, clock)
+        return Done(Ended(start_s, clock(), ok))
+
+
+def _at_once() -> Mark:
+    return lambda: None

@@ -1,1 +1,0 @@
-"""Measuring protocols, shared by the command line, the demo and `bench/`."""

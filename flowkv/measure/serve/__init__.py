@@ -1,4 +1,0 @@
-"""Many requests at once: throughput, latencies and their spread, beside four baselines.
-
-`flowkv bench serve` runs it. All times are measured on this machine, as ratios within one run.
-"""

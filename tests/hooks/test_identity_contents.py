@@ -1,0 +1,940 @@
+"""Whatever a value holds is in the name: keys, order, classes, attributes, and state kept in C.
+
+Each case gives a hook something to read and edits it after a prompt was served. The edited model
+has another name and answers as a plain one does; built again, it has the same name.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import ctypes
+import dataclasses
+import enum
+import functools
+import io
+import json
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+from transformers.models.phi3 import modeling_phi3
+
+from flowkv.hooks.huggingface.identity import Identity
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.test_identity import ROOT, Undo, setting
+
+functional: Any = torch.nn.functional
+
+
+class Case:
+    """What a hook reads, how it makes a factor of it, and an edit that changes the factor."""
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        read: Callable[[Any], Any],
+        edit: Callable[[Any], object],
+        *,
+        named: bool = True,
+    ) -> None:
+        self.make, self.read, self.edit, self.named = make, read, edit, named
+
+    def model(self) -> tuple[torch.nn.Module, Any]:
+        model, state, read = models.causal("llama"), self.make(), self.read
+        model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: out * read(state))
+        return model, state
+
+
+class Mode(enum.Enum):
+    PLAIN = 1
+    LOUD = 2
+
+
+class Gain(float):
+    """A number with a number beside it."""
+
+    more = 1.0
+
+
+class Word(str):
+    pass
+
+
+class Table(dict):
+    factor = 1.0
+
+
+class Row(list):
+    __slots__ = ("factor",)
+
+
+class Hidden:
+    """A slot with a private name."""
+
+    __slots__ = ("__factor",)
+
+    def __init__(self) -> None:
+        self.__factor = 1.0
+
+    def get(self) -> float:
+        return self.__factor
+
+    def put(self, value: float) -> None:
+        self.__factor = value
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    layer: int
+    head: int
+
+
+class Point(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_float), ("y", ctypes.c_float))
+
+
+class Marked(torch.Tensor):
+    """A tensor of another class, with storage as any other."""
+
+
+class One:
+    def factor(self) -> float:
+        return 1.0
+
+
+class Two:
+    def factor(self) -> float:
+        return 1.5
+
+
+class Meta(type):
+    factor = 1.0
+
+
+class Made(metaclass=Meta):
+    pass
+
+
+class Decorated:
+    """A decorator that is an object, as many are."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.factor = 1.0
+
+    def __call__(self) -> float:
+        return self.factor
+
+
+def row_with_a_slot() -> Row:
+    row = Row([1.0])
+    row.factor = 1.0
+    return row
+
+
+def one() -> float:
+    return 1.0
+
+
+def marked_function() -> Callable[[], float]:
+    def function() -> float:
+        return 1.0
+
+    function.factor = 1.0  # type: ignore[attr-defined]
+    return function
+
+
+def marked_tensor() -> torch.Tensor:
+    tensor: Any = torch.ones(1)
+    tensor.factor = 1.0
+    return tensor
+
+
+def put(key: Any, value: Any) -> Callable[[Any], object]:
+    return lambda state: state.__setitem__(key, value)
+
+
+def attribute(name: str, value: Any) -> Callable[[Any], object]:
+    return lambda state: setattr(state, name, value)
+
+
+def stepped(steps: Any) -> float:
+    """What depends on the order in which a mapping lists its items."""
+    out = 2.0
+    for step in steps.values():
+        out = out + 1.0 if step == "add" else out * 1.5
+    return out
+
+
+def set_masks(array_: Any) -> None:
+    array_.mask = [False, False]
+
+
+def at(names: dict[str, Any], key: Any, value: Any) -> None:
+    names[key] = value
+
+
+KEYS = {
+    "tuples": Case(
+        lambda: {(0, 1): 1.0, (1, 0): 1.0}, lambda s: s[0, 1] * s[1, 0], put((0, 1), 2.0)
+    ),
+    "tuples_of_tuples": Case(
+        lambda: {(0, (1, "a")): 1.0, (0, (1, "b")): 1.0},
+        lambda s: s[0, (1, "a")],
+        put((0, (1, "a")), 2.0),
+    ),
+    "enums": Case(
+        lambda: {Mode.PLAIN: 1.0, Mode.LOUD: 1.0}, lambda s: s[Mode.PLAIN], put(Mode.PLAIN, 2.0)
+    ),
+    "classes": Case(lambda: {One: 1.0, Two: 1.0}, lambda s: s[One], put(One, 2.0)),
+    "functions": Case(lambda: {one: 1.0, stepped: 1.0}, lambda s: s[one], put(one, 2.0)),
+    "objects": Case(
+        lambda: {Place(0, 1): 1.0, Place(1, 0): 1.0},
+        lambda s: s[Place(0, 1)],
+        put(Place(0, 1), 2.0),
+    ),
+    "dtypes": Case(
+        lambda: {torch.float32: 1.0, torch.float64: 1.0},
+        lambda s: s[torch.float32],
+        put(torch.float32, 2.0),
+    ),
+    "words": Case(
+        lambda: {Word("a"): 1.0, Word("b"): 1.0}, lambda s: s["a"], lambda s: at(s, "a", 2.0)
+    ),
+    "many_tuples": Case(
+        lambda: {(i, 0): 1.0 for i in range(100)}, lambda s: s[40, 0], put((40, 0), 2.0)
+    ),
+    "key_of_another_object": Case(
+        lambda: {Place(0, 1): 2.0},
+        lambda s: s.get(Place(1, 0), 1.0),
+        lambda s: (s.clear(), s.update({Place(1, 0): 2.0})),
+    ),
+    "frozenset_of_tuples": Case(
+        lambda: {"on": frozenset({(2, 0)})},
+        lambda s: 2.0 if (1, 0) in s["on"] else 1.0,
+        put("on", frozenset({(1, 0)})),
+    ),
+    "set_of_classes": Case(
+        lambda: {torch.nn.Linear, torch.nn.Tanh},
+        lambda s: 2.0 if torch.nn.ReLU in s else 1.0,
+        lambda s: (s.discard(torch.nn.Tanh), s.add(torch.nn.ReLU)),
+    ),
+}
+
+ORDER = {
+    "dict": Case(lambda: {"a": "add", "b": "mul"}, stepped, lambda s: s.update({"a": s.pop("a")})),
+    "ordered_dict": Case(
+        lambda: collections.OrderedDict(a="add", b="mul"), stepped, lambda s: s.move_to_end("a")
+    ),
+    "long_dict": Case(
+        lambda: {i: "add" if i % 2 else "mul" for i in range(70)},
+        lambda s: stepped(s) % 1.0 + 1.0,
+        lambda s: s.update({1: s.pop(1)}),
+    ),
+    "dict_of_tuples": Case(
+        lambda: {(0,): "add", (1,): "mul"}, stepped, lambda s: s.update({(0,): s.pop((0,))})
+    ),
+}
+
+CONTENTS = {
+    "float": Case(lambda: {"g": Gain(1.0)}, lambda s: s["g"], put("g", Gain(2.0))),
+    "attribute_of_float": Case(lambda: Gain(1.0), lambda s: s * s.more, attribute("more", 2.0)),
+    "str": Case(lambda: {"g": Word("a")}, lambda s: float(len(s["g"])), put("g", Word("aa"))),
+    "attribute_of_dict": Case(lambda: Table(a=1.0), lambda s: s.factor, attribute("factor", 2.0)),
+    "slot_of_list": Case(
+        row_with_a_slot,
+        lambda s: s.factor,
+        attribute("factor", 2.0),
+    ),
+    "maxlen_and_items": Case(
+        lambda: collections.deque([1.0], 1), lambda s: s[0], lambda s: s.append(2.0)
+    ),
+    "ctypes": Case(lambda: ctypes.c_float(1.0), lambda s: s.value, attribute("value", 2.0)),
+    "ctypes_structure": Case(lambda: Point(1.0, 1.0), lambda s: s.y, attribute("y", 2.0)),
+    "masked_array": Case(
+        lambda: np.ma.masked_array([1.0, 2.0], mask=[False, True]),
+        lambda s: float(s.sum()),
+        set_masks,
+    ),
+    "default_factory": Case(
+        lambda: collections.defaultdict(lambda: 1.0),
+        lambda s: s.default_factory(),
+        attribute("default_factory", lambda: 2.0),
+    ),
+    "bytes_io": Case(
+        lambda: io.BytesIO(b"\1\1"),
+        lambda s: float(s.getvalue()[0]),
+        lambda s: s.getbuffer().__setitem__(0, 2),
+    ),
+    "array": Case(lambda: array.array("d", [1.0]), lambda s: s[0], put(0, 2.0)),
+    "bytearray": Case(lambda: bytearray(b"\1"), lambda s: float(s[0]), put(0, 2)),
+    "memoryview": Case(lambda: memoryview(bytearray(b"\1")), lambda s: float(s[0]), put(0, 2)),
+    "array_of_objects": Case(
+        lambda: np.array([1.0, None], dtype=object), lambda s: float(s[0]), put(0, 2.0)
+    ),
+    "array_of_text": Case(lambda: np.array(["a", "bb"]), lambda s: float(len(s[0])), put(0, "bb")),
+    "array_turned": Case(lambda: np.ones(4, np.float32)[::-1], lambda s: float(s[0]), put(0, 2.0)),
+    "array_turned_twice": Case(
+        lambda: np.ones((4, 4), np.float32)[::-1, ::-2], lambda s: float(s[0, 0]), put((0, 0), 2.0)
+    ),
+    "array_of_foreign_order": Case(
+        lambda: np.ones(4, np.dtype(np.float32).newbyteorder()),
+        lambda s: float(s[0]),
+        put(0, 2.0),
+    ),
+    "array_of_records": Case(
+        lambda: np.ones(2, np.dtype([("a", "f4"), ("b", "i8")])),
+        lambda s: float(s["a"][0]),
+        lambda s: s["a"].__setitem__(0, 2.0),
+    ),
+    "private_slot": Case(Hidden, lambda s: s.get(), lambda s: s.put(2.0)),
+    "tensor_subclass": Case(
+        lambda: torch.ones(1).as_subclass(Marked),
+        lambda s: s.as_subclass(torch.Tensor),
+        lambda s: s.mul_(2.0),
+    ),
+    "class_of_an_object": Case(One, lambda s: s.factor(), attribute("__class__", Two)),
+    "attribute_of_function": Case(marked_function, lambda s: s.factor, attribute("factor", 2.0)),
+    "new_attribute_of_function": Case(
+        marked_function, lambda s: getattr(s, "more", 1.0), attribute("more", 2.0)
+    ),
+    "attribute_of_tensor": Case(marked_tensor, lambda s: s.factor, attribute("factor", 2.0)),
+    "new_attribute_of_tensor": Case(
+        lambda: torch.ones(1), lambda s: getattr(s, "factor", 1.0), attribute("factor", 2.0)
+    ),
+    "decorator": Case(lambda: Decorated(one), lambda s: s(), attribute("factor", 2.0)),
+}
+
+CASES = {
+    f"{group}-{name}": case
+    for group, cases in (("key", KEYS), ("order", ORDER), ("held", CONTENTS))
+    for name, case in cases.items()
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_value_holds_is_in_the_name(name: str) -> None:
+    case, prompt = CASES[name], models.prompt(60)
+    model, state = case.model()
+    first, again = Identity(model), Identity(case.model()[0])
+    assert first.unnamed == []
+    assert again.namespace == first.namespace
+    other, edited = case.model()
+    case.edit(edited)
+    theirs = generate(other, 4, input_ids=prompt)
+    assert Identity(other).namespace != first.namespace
+    with attached(model) as kv:
+        plain = generate(model, 4, input_ids=prompt)
+        generate(model, 4, input_ids=prompt)
+        assert reused(kv) == 48
+        case.edit(state)
+        for _ in range(2):
+            assert_same(generate(model, 4, input_ids=prompt), theirs)
+        assert reused(kv) == 96
+    assert not torch.equal(plain.logits[0], theirs.logits[0])
+
+
+PROGRAM = """
+import json
+from flowkv.hooks.huggingface.identity import Identity
+from tests.hooks.test_identity_contents import CASES
+print(json.dumps([Identity(case.model()[0]).namespace.digest().hex() for case in CASES.values()]))
+"""
+
+
+@pytest.mark.thorough
+def test_contents_have_one_name_in_every_process() -> None:
+    found = []
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert [a == b for a, b in zip(*found, strict=True)] == [True] * len(CASES)
+
+
+# ---- nothing raises
+
+
+class Cross:
+    """Raises wherever it is touched."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("do not compare")
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __reduce_ex__(self, protocol: Any) -> str:
+        raise RuntimeError("do not look")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("do not ask")
+
+
+class CrossMapping(collections.UserDict):
+    """Cannot be listed, and raises when it is asked."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("do not list")
+
+    def __len__(self) -> int:
+        raise RuntimeError("do not count")
+
+
+class CrossList(list):
+    def __iter__(self) -> Any:
+        raise RuntimeError("do not list")
+
+
+def cross_array() -> Any:
+    made = np.empty(1, dtype=object)
+    made[0] = Cross()
+    return made
+
+
+def endless() -> list[Any]:
+    deep: list[Any] = []
+    for _ in range(20_000):
+        deep = [deep]
+    return deep
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Cross,
+        CrossMapping,
+        lambda: CrossList([1]),
+        lambda: {Cross(): 1},
+        lambda: {Cross()},
+        lambda: [Cross(), Cross()],
+        endless,
+        lambda: torch.empty(2, device="meta"),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.ones(2).to_mkldnn(),
+        lambda: torch.ones(2, 2).to_sparse_csc(),
+        lambda: torch.empty(2, dtype=torch.bits8),
+        lambda: np.array(["2020-01-01"], dtype="M8[D]"),
+        cross_array,
+        lambda: (x for x in ()),
+        lambda: ctypes.pointer(ctypes.c_int(1)),
+        sys._getframe,
+        lambda: types.MappingProxyType({(1, 2): 3}),
+        lambda: torch.jit.script(torch.nn.Linear(2, 2)),
+        lambda: torch.nn.Linear.__new__(torch.nn.Linear),
+    ],
+)
+def test_whatever_a_model_refers_to_it_is_served(make: Callable[[], Any]) -> None:
+    model, prompt = models.causal("llama"), models.prompt(60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        held = make()
+    plain = generate(model, 4, input_ids=prompt)
+    model.model.layers[1].mlp.__dict__["kept"] = held
+    model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: (out, held)[0])
+    with attached(model) as kv, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            assert_same(generate(model, 4, input_ids=prompt), plain)
+        assert reused(kv) == 48
+
+
+class Times(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.factor
+
+
+def scripted(model: torch.nn.Module, factor: float) -> None:
+    mlp = model.model.layers[1].mlp
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mlp.down_proj = torch.jit.script(Times(mlp.down_proj, factor).eval())
+
+
+def traced(model: torch.nn.Module, factor: float) -> None:
+    layer = model.model.layers[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer.mlp = torch.jit.trace(Times(layer.mlp, factor).eval(), torch.zeros(1, 3, 64))
+
+
+def frozen(model: torch.nn.Module, factor: float) -> None:
+    layer = model.model.layers[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = torch.jit.trace(Times(layer.mlp, factor).eval(), torch.zeros(1, 3, 64))
+        layer.mlp = torch.jit.freeze(made)
+
+
+@pytest.mark.parametrize("make", [scripted, traced, frozen])
+def test_modules_that_torch_compiled(make: Callable[..., None]) -> None:
+    prompt, names, answers = models.prompt(60), [], []
+    for factor in (1.0, 2.0, 1.0):
+        model = models.causal("llama")
+        make(model, factor)
+        names.append(Identity(model).namespace)
+        answers.append(generate(model, 4, input_ids=prompt))
+    assert names[0] == names[2] != names[1]
+    model = models.causal("llama")
+    with attached(model) as kv, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generate(model, 4, input_ids=prompt)
+        make(model, 2.0)
+        for _ in range(2):
+            assert_same(generate(model, 4, input_ids=prompt), answers[1])
+        assert reused(kv) == 48
+
+
+def test_what_a_compiled_module_holds() -> None:
+    prompt, model, other = models.prompt(60), models.causal("llama"), models.causal("llama")
+    for each in (model, other):
+        scripted(each, 1.0)
+
+    def factor(each: Any) -> None:
+        each.model.layers[1].mlp.down_proj.factor = 3.0
+
+    def weight(each: Any) -> None:
+        with torch.no_grad():
+            each.model.layers[1].mlp.down_proj.inner.weight.mul_(2.0)
+
+    with attached(model) as kv, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for edit in (lambda each: None, factor, weight):
+            edit(model)
+            edit(other)
+            before = reused(kv)
+            for _ in range(2):
+                theirs = generate(other, 4, input_ids=prompt)
+                assert_same(generate(model, 4, input_ids=prompt), theirs)
+            assert reused(kv) == before + 48
+
+
+# ---- edits of modules and of what others own
+
+
+class Steps(torch.nn.Module):
+    """Runs modules in the order in which a dict lists them."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.steps = torch.nn.ModuleDict({"a": torch.nn.Tanh(), "b": torch.nn.LeakyReLU(5.0)})
+        self.steps["c"] = torch.nn.Hardtanh(-2.0, 2.0)
+        self.processor = Decorated(one)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for step in self.steps.values():
+            x = step(x)
+        return x * self.processor()
+
+
+def steps(model: Any) -> Any:
+    return model.model.layers[1].mlp
+
+
+def modules_in_another_order(model: Any) -> None:
+    held = steps(model).steps
+    held["a"] = held.pop("a")
+
+
+def modules_moved_to_the_end(model: Any) -> None:
+    held = steps(model).steps._modules
+    held["b"] = held.pop("b")
+
+
+def hooks_in_another_order(model: Any) -> None:
+    hooks = steps(model).inner._forward_hooks
+    first = next(iter(hooks))
+    hooks[first] = hooks.pop(first)
+
+
+def class_of_a_module(model: Any) -> None:
+    steps(model).steps["a"].__class__ = torch.nn.Sigmoid
+
+
+class Loud(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2.0
+
+
+def class_of_a_layer(model: Any) -> None:
+    model.model.layers[0].mlp.down_proj.__class__ = Loud
+
+
+def attribute_of_a_weight(model: Any) -> None:
+    model.model.layers[2].mlp.down_proj.weight.factor = 2.0
+
+
+def attribute_called_processor(model: Any) -> None:
+    steps(model).processor.factor = 2.0
+
+
+def another_processor(model: Any) -> None:
+    steps(model).processor = Decorated(one)
+    steps(model).processor.factor = 3.0
+
+
+def processor_of_a_library_module(model: Any) -> None:
+    model.model.layers[2].mlp.processor = 2.0
+
+
+def weight_of_another_class(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(2.0)
+
+
+def nested_setting(model: Any) -> None:
+    model.config.own["dtype"] = 2.0
+
+
+def tensor_of_the_configuration(model: Any) -> None:
+    model.config.gains[1000] = 2.0
+
+
+def another_tensor_of_the_configuration(model: Any) -> None:
+    gains = torch.ones(2000)
+    gains[1000] = 3.0
+    model.config.gains = gains
+
+
+def object_of_the_configuration(model: Any) -> None:
+    model.config.box.factor = 2.0
+
+
+def list_of_objects_of_the_configuration(model: Any) -> None:
+    model.config.boxes[0].factor = 2.0
+
+
+def read_all(model: Any) -> None:
+    """Hooks that read what the edits write."""
+    mlp, config = model.model.layers[2].mlp, model.config
+    config.own, config.gains = {"dtype": 1.0}, torch.ones(2000)
+    config.box, config.boxes = types.SimpleNamespace(factor=1.0), [Decorated(one)]
+    weight = mlp.up_proj.weight
+    mlp.up_proj.weight = torch.nn.Parameter(weight.detach().as_subclass(Marked))
+    inner = model.model.layers[1].mlp
+    inner.register_forward_hook(lambda m, a, out: torch.tanh(out))
+    inner.register_forward_hook(lambda m, a, out: out * 2.0)
+
+    def hook(module: Any, args: Any, out: Any) -> Any:
+        factor = getattr(module.down_proj.weight, "factor", 1.0) * getattr(module, "processor", 1.0)
+        factor = factor * config.own["dtype"] * config.box.factor * config.boxes[0].factor
+        return (out * factor * config.gains[1000]).as_subclass(torch.Tensor)
+
+    mlp.register_forward_hook(hook)
+    model.model.layers[1].mlp = Steps(inner).eval()
+
+
+EDITS = [
+    modules_in_another_order,
+    modules_moved_to_the_end,
+    hooks_in_another_order,
+    class_of_a_module,
+    class_of_a_layer,
+    attribute_of_a_weight,
+    attribute_called_processor,
+    another_processor,
+    processor_of_a_library_module,
+    weight_of_another_class,
+    nested_setting,
+    tensor_of_the_configuration,
+    another_tensor_of_the_configuration,
+    object_of_the_configuration,
+    list_of_objects_of_the_configuration,
+]
+
+
+def reading() -> torch.nn.Module:
+    model = models.causal("llama")
+    read_all(model)
+    return model
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_an_edit_of_a_module_is_another_name(edit: Callable[[Any], None]) -> None:
+    model, other, prompt = reading(), reading(), models.prompt(60)
+    first = Identity(model)
+    assert first.unnamed == []
+    assert Identity(other).namespace == first.namespace
+    edit(other)
+    theirs = generate(other, 4, input_ids=prompt)
+    assert Identity(other).namespace != first.namespace
+    with attached(model) as kv, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = generate(model, 4, input_ids=prompt)
+        generate(model, 4, input_ids=prompt)
+        assert reused(kv) == 48
+        edit(model)
+        for _ in range(2):
+            assert_same(generate(model, 4, input_ids=prompt), theirs)
+        assert reused(kv) == 96
+    assert not torch.equal(plain.logits[0], theirs.logits[0])
+
+
+def test_dicts_keyed_by_modules() -> None:
+    def made() -> tuple[Any, dict[Any, float]]:
+        model = models.causal("llama")
+        factors = {layer.mlp: 1.0 for layer in model.model.layers}
+        for layer in model.model.layers:
+            layer.mlp.register_forward_hook(lambda m, a, out: out * factors[m])
+        return model, factors
+
+    (model, factors), (other, others), prompt = made(), made(), models.prompt(60)
+    first = Identity(model)
+    assert first.unnamed == []
+    assert Identity(other).namespace == first.namespace
+    others[other.model.layers[0].mlp] = 2.0
+    assert Identity(other).namespace != first.namespace
+    theirs = generate(other, 4, input_ids=prompt)
+    with attached(model) as kv:
+        generate(model, 4, input_ids=prompt)
+        generate(model, 4, input_ids=prompt)
+        assert reused(kv) == 48
+        factors[model.model.layers[0].mlp] = 2.0
+        assert_same(generate(model, 4, input_ids=prompt), theirs)
+
+
+def test_an_attribute_of_a_metaclass() -> None:
+    held, prompt = Made(), models.prompt(60)
+
+    def made() -> Any:
+        model = models.causal("llama")
+        model.model.layers[1].mlp.register_forward_hook(
+            lambda m, a, out: out * type(type(held)).factor
+        )
+        return model
+
+    check_placed(made, lambda factor: setting(Meta, "factor", factor), prompt)
+
+
+PLAIN_MLP = modeling_llama.LlamaMLP.forward
+PLAIN_ROTARY = modeling_llama.apply_rotary_pos_emb
+
+
+def turned(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1, *, factor: float) -> Any:
+    return PLAIN_ROTARY(q * factor, k, cos, sin)
+
+
+def scaled(self: Any, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    return PLAIN_MLP(self, x) * factor
+
+
+def gained(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return PLAIN_MLP(self, x) * self.gains[0]
+
+
+def both(*undone: Undo) -> Undo:
+    return lambda: [undo() for undo in reversed(undone)] and None
+
+
+def partial_function(factor: float) -> Undo:
+    leaky = functools.partial(functional.leaky_relu, negative_slope=factor)
+    return setting(functional, "silu", leaky)
+
+
+def partial_of_its_own(factor: float) -> Undo:
+    return setting(modeling_llama, "apply_rotary_pos_emb", functools.partial(turned, factor=factor))
+
+
+def partial_method(factor: float) -> Undo:
+    return setting(
+        modeling_llama.LlamaMLP, "forward", functools.partialmethod(scaled, factor=factor)
+    )
+
+
+def list_of_a_class(factor: float) -> Undo:
+    mlp = modeling_llama.LlamaMLP
+    return both(setting(mlp, "gains", [factor, 1.0]), setting(mlp, "forward", gained))
+
+
+def tensor_of_a_class(factor: float) -> Undo:
+    mlp = modeling_llama.LlamaMLP
+    return both(setting(mlp, "gains", torch.tensor([factor])), setting(mlp, "forward", gained))
+
+
+def from_globals(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * FACTORS["a"]  # noqa: F821
+
+
+def dict_of_a_module(factor: float) -> Undo:
+    forward = types.FunctionType(from_globals.__code__, vars(modeling_llama), "forward")
+    forward.__module__ = modeling_llama.__name__
+    return both(
+        setting(modeling_llama, "FACTORS", {"a": factor}),
+        setting(modeling_llama.LlamaMLP, "forward", forward),
+    )
+
+
+def wrapped_function(factor: float) -> Undo:
+    @functools.wraps(PLAIN_MLP)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return PLAIN_MLP(self, x) * factor
+
+    return setting(modeling_llama.LlamaMLP, "forward", forward)
+
+
+def check_placed(
+    make: Callable[[], Any], place: Callable[[float], Undo], prompt: torch.Tensor
+) -> None:
+    """Two values that differ have two names and answers, and one value one name."""
+    names, answers = [], []
+    for factor in (2.0, 5.0, 2.0):
+        model, undo = make(), place(factor)
+        try:
+            found = Identity(model)
+            assert found.unnamed == []
+            names.append(found.namespace)
+            answers.append(generate(model, 4, input_ids=prompt))
+        finally:
+            undo()
+    assert names[0] == names[2] != names[1]
+    model, undo = make(), place(2.0)
+    try:
+        with attached(model) as kv, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            generate(model, 4, input_ids=prompt)
+            assert_same(generate(model, 4, input_ids=prompt), answers[0])
+            assert reused(kv) == 48
+            other = place(5.0)
+            try:
+                for _ in range(2):
+                    assert_same(generate(model, 4, input_ids=prompt), answers[1])
+            finally:
+                other()
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        partial_function,
+        partial_of_its_own,
+        partial_method,
+        list_of_a_class,
+        tensor_of_a_class,
+        dict_of_a_module,
+        wrapped_function,
+    ],
+    ids=lambda place: place.__name__,
+)
+def test_what_is_placed_in_a_library_is_named_by_content(place: Callable[[float], Undo]) -> None:
+    check_placed(lambda: models.causal("llama"), place, models.prompt(60))
+
+
+def test_forwards_of_a_library_in_an_instance() -> None:
+    prompt, forwards = models.prompt(60), [PLAIN_MLP, modeling_phi3.Phi3MLP.forward]
+
+    def made() -> Any:
+        model = models.causal("llama")
+        mlp = model.model.layers[1].mlp
+        torch.manual_seed(3)
+        mlp.gate_up_proj = torch.nn.Linear(64, 2 * mlp.up_proj.out_features).eval()
+        mlp.activation_fn = mlp.act_fn
+        return model, mlp
+
+    names, answers = [], []
+    for forward in (*forwards, *forwards):
+        model, mlp = made()
+        mlp.forward = types.MethodType(forward, mlp)
+        names.append(Identity(model).namespace)
+        answers.append(generate(model, 4, input_ids=prompt))
+    assert names[:2] == names[2:]
+    assert names[0] != names[1]
+    model, mlp = made()
+    with attached(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for forward, theirs in zip(forwards, answers, strict=False):
+            mlp.forward = types.MethodType(forward, mlp)
+            for _ in range(2):
+                assert_same(generate(model, 4, input_ids=prompt), theirs)
+
+
+@pytest.mark.parametrize("name", ["code", "test.layers", "transformers.own", "torch"])
+def test_code_that_has_the_name_of_another_module(name: str) -> None:
+    """A script called `code.py`, say."""
+    prompt, names = models.prompt(60), []
+    for factor in (2.0, 5.0, 2.0):
+        space: dict[str, Any] = {"__name__": name, "FACTOR": factor}
+        exec("def hook(module, args, out):\n    return out * FACTOR", space)
+        exec("class Own:\n    def factor(self):\n        return FACTOR", space)
+        by_function, by_class = models.causal("llama"), models.causal("llama")
+        by_function.model.layers[1].mlp.register_forward_hook(space["hook"])
+        own = space["Own"]()
+        by_class.model.layers[1].mlp.register_forward_hook(
+            lambda m, a, out, own=own: out * own.factor()
+        )
+        names.append((Identity(by_function).namespace, Identity(by_class).namespace))
+        theirs = generate(by_function, 4, input_ids=prompt)
+        with attached(by_function):
+            for _ in range(2):
+                assert_same(generate(by_function, 4, input_ids=prompt), theirs)
+    assert names[0] == names[2]
+    assert all(a != b for a, b in zip(*names[:2], strict=True))
+
+
+# ---- reuse is not lost
+
+
+class Described:
+    """Keeps descriptors and locks in an instance."""
+
+    def __init__(self) -> None:
+        self.plain, self.made = property(lambda self: 1.0), staticmethod(one)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {(0, 1), (1, 2)},
+        lambda: frozenset({("a", 1), ("b", None)}),
+        lambda: {torch.nn.Linear, torch.nn.Embedding},
+        lambda: {one, stepped},
+        lambda: {Mode.PLAIN, Mode.LOUD},
+        lambda: ThreadPoolExecutor(1),
+        object,
+        Described,
+        lambda: io.StringIO("a"),
+        lambda: functools.partialmethod(one, 1),
+        lambda: classmethod(one),
+        lambda: slice(1, 2),
+        lambda: types.MappingProxyType({(1, 2): 3}),
+    ],
+)
+def test_ordinary_values_have_a_lasting_name(make: Callable[[], Any]) -> None:
+    found = []
+    for _ in range(2):
+        model, held = models.causal("llama"), make()
+        if type(held) is object:
+            model.config.held = held
+        else:
+            model.model.layers[1].mlp.register_forward_hook(lambda m, a, out, held=held: out)
+        identity = Identity(model)
+        assert identity.unnamed == []
+        assert identity.same(model)
+        found.append(identity.namespace)
+    assert found[0] == found[1]
