@@ -29,6 +29,7 @@ import torch
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
+from flowkv.hooks.huggingface.door import Door
 from flowkv.hooks.huggingface.identity import Identity
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
@@ -938,3 +939,19 @@ def test_ordinary_values_have_a_lasting_name(make: Callable[[], Any]) -> None:
         assert identity.same(model)
         found.append(identity.namespace)
     assert found[0] == found[1]
+
+
+def test_a_door_that_somebody_traces_is_in_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hooks hold all that FlowKV knows of the model: a name of that would be nobody's."""
+    name, after, seen = Identity(models.causal("llama")).namespace, Door.after, []
+
+    def traced(self: Door, *arguments: Any) -> Any:
+        seen.append(self)
+        return after(self, *arguments)
+
+    monkeypatch.setattr(Door, "after", traced)
+    model = models.causal("llama")
+    with attached(model):
+        generate(model, 2, input_ids=models.prompt(60))
+        assert seen
+        assert Identity(model).namespace == name

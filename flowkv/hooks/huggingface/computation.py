@@ -1146,6 +1146,8 @@ def _root(value: Any) -> str:
     """The package in which something was written."""
     inner = value
     while isinstance(inner, (functools.partial, types.MethodType)):
+        if type(getattr(inner, "__self__", None)).__module__.partition(".")[0] == "flowkv":
+            return "flowkv"  # of a door, whoever counts or traces what it does
         inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
     if isinstance(inner, types.FunctionType) and not _genuine(inner):
         return ""
