@@ -33,7 +33,7 @@ from bench.bench_ring import DEPTH, READ, WRITE, Sample, cpu_s, fio, huge_pages,
 from bench.disk_rivals import Blocks, FilePerBlock, RocksDB
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.records import Held, Written
+from flowkv.tiers.disk.journal import Held, WrittenFrame
 from flowkv.tiers.disk.store import DiskStore
 from flowkv.tiers.io.staging import Arena
 
@@ -229,7 +229,7 @@ def recovery(directory: Path, rounds: int) -> list[tuple[float, float]]:
             assert seq is not None
             slot, _ = store.place(4096, 4096 + body_bytes)
             held = Held(seq, slot, STRIPES, info._replace(parent=key), 4096 + body_bytes)
-            batch.append(Written(key, held))
+            batch.append(WrittenFrame(key, held))
         store.commit(batch)
     store.close()
     seconds = []

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from flowkv import KV, Engine, Geometry, Request
-from flowkv.engine.runner import Packed
+from flowkv.cache.step import Step
+from flowkv.engine.runner import PackedRunner
 from flowkv.observe.events import EngineStep
 from flowkv.policy.scheduling import SCHEDULERS
-from flowkv.runtime.batch import Step
 
 ROWS, PAGE, ROUNDS = 64, 64, 256
 SHAPE = Geometry.uniform(layers=1, kv_heads=1, head_dim=32, page_size=PAGE)
@@ -41,7 +41,7 @@ def make_engine(context: int, scheduler: str = "fcfs") -> Engine:
     return Engine(
         None,
         kv,
-        runner=Packed(kv, forward),
+        runner=PackedRunner(kv, forward),
         max_rows=ROWS,
         token_budget=budget,
         max_waiting=1000,

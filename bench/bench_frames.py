@@ -24,13 +24,12 @@ import torch
 import xxhash
 
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers import xxh3
+from flowkv.tiers import digest
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
-from flowkv.tiers.check import CHECK, check_frames
+from flowkv.tiers.digest import CHECK, check_frames
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.envelope import Envelope, Integrity
+from flowkv.tiers.envelope import Envelope, Integrity, Keyring
 from flowkv.tiers.frame import describe, fixed_fields, pack_header
-from flowkv.tiers.keyring import Keyring
 from flowkv.tiers.lossless import Lossless, unpack_stripe
 from tests.fixture_model import load_tiny, stdlib_text
 
@@ -208,7 +207,7 @@ def test_twin(size: int) -> None:
     """The numba twin against the library, over memory that fits the caches and that does not."""
     noise = np.frombuffer(np.random.default_rng(0).bytes(ROUND_BYTES), np.uint8)
     view, print_name = memoryview(noise), f"\nxxh3_128, {size >> 10} KiB"
-    assert xxh3.digest(noise.ctypes.data, size) == xxhash.xxh3_128_digest(view[:size])
+    assert digest.digest(noise.ctypes.data, size) == xxhash.xxh3_128_digest(view[:size])
     print(print_name)
     for name, starts in (
         ("in cache", [0] * (ROUND_BYTES // 4 // size)),
@@ -221,7 +220,7 @@ def test_twin(size: int) -> None:
         took = rounds(
             {
                 "library": lambda parts=parts: [xxhash.xxh3_128_digest(part) for part in parts],
-                "twin": lambda rows=rows: xxh3.digest_many(rows["data"], size),
+                "twin": lambda rows=rows: digest.digest_many(rows["data"], size),
             },
             9,
             time.thread_time,

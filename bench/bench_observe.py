@@ -32,11 +32,10 @@ import flowkv
 from flowkv.data import tiny_path
 from flowkv.observe.account import Account
 from flowkv.observe.events import Bus, EngineStep
-from flowkv.observe.metrics import Metrics
+from flowkv.observe.metrics import Level, Metrics
 from flowkv.observe.prometheus import Exporter
-from flowkv.observe.rules import Level
-from flowkv.observe.serving import Serving
-from flowkv.observe.trace import Trace
+from flowkv.observe.timeline import Serving
+from flowkv.observe.trace import TraceFile
 
 ROWS = 64
 STEP_S = 0.01
@@ -74,7 +73,7 @@ def watching(what: str, watched: Watched, folder: Path) -> Iterator[None]:
         if what in ("exporter", "all"):
             stack.enter_context(Exporter(watched, registry=CollectorRegistry()))
         if what in ("trace", "all"):
-            stack.enter_context(Trace(folder / f"{what}.json", watched.bus))
+            stack.enter_context(TraceFile(folder / f"{what}.json", watched.bus))
         if what.startswith("otel"):
             stack.enter_context(telemetry(watched, gaps=what == "otel gaps"))
         yield

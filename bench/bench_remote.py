@@ -32,9 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
-from flowkv.tiers.remote.guard import State
-from flowkv.tiers.remote.limits import Limits
-from flowkv.tiers.remote.tier import RemoteTier
+from flowkv.tiers.remote.backend import RemoteLimits
+from flowkv.tiers.remote.tier import BreakerState, RemoteTier
 
 SIZES = (256 << 10, 1 << 20, 4 << 20)
 THREADS = 8
@@ -65,12 +64,12 @@ def object_store(directory: Path) -> Iterator[Running]:
     import obstore
     from obstore.store import from_url
 
-    from flowkv.tiers.remote.object_tier import ObjectTier
+    from flowkv.tiers.remote.objects import ObjectTier
     from tests.tiers.remote.servers import object_server
 
     with object_server(directory) as server:
         alone = from_url("s3://frames/alone", **server.options)
-        tier = ObjectTier(server.uri, options=server.options, limits=Limits(threads=THREADS))
+        tier = ObjectTier(server.uri, options=server.options, limits=RemoteLimits(threads=THREADS))
         yield Running(
             tier,
             lambda name, data: obstore.put(alone, name, data, use_multipart=False),
@@ -92,7 +91,7 @@ def redis(directory: Path) -> Iterator[Running]:
 
     with redis_server(directory, "--maxmemory", "4gb") as server:
         alone = Redis.from_url(server.uri, retry=Retry(NoBackoff(), 0))
-        tier = RedisTier(server.uri, limits=Limits(threads=THREADS))
+        tier = RedisTier(server.uri, limits=RemoteLimits(threads=THREADS))
         yield Running(tier, alone.set, alone.get, server)
         tier.close()
         alone.close()
@@ -107,7 +106,7 @@ def mooncake(directory: Path) -> Iterator[Running]:
     cluster = MooncakeCluster(directory, 1 << 30)
     try:
         cluster.start()
-        tier = MooncakeTier(cluster.uri + "&buffer=256MiB", limits=Limits(threads=THREADS))
+        tier = MooncakeTier(cluster.uri + "&buffer=256MiB", limits=RemoteLimits(threads=THREADS))
         backend: Any = tier.backend
         session = backend._session
         slots = threading.local()
@@ -221,9 +220,9 @@ def overruns(running: Running, cycles: int) -> dict[str, Any]:
         slept_ms.append(1e3 * (seconds(lambda: time.sleep(DEADLINE_S)) - DEADLINE_S))
         running.server.thaw()
         assert {answer.reason for answer in answers} == {"deadline"}, answers
-        trips += tier.state is not State.CLOSED
+        trips += tier.state is not BreakerState.CLOSED
         end_s = time.monotonic() + PATIENCE_S
-        while tier.state is not State.CLOSED:
+        while tier.state is not BreakerState.CLOSED:
             tier.submit_load(loads[:1], deadline_s=1.0)
             while not tier.poll(1.0):
                 pass

@@ -34,11 +34,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowkv.tiers.io.engine import OPERATION, READ, WRITE
-from flowkv.tiers.io.ladder import open_engine
+from flowkv.tiers.io.engine import OPERATION, READ, WRITE, ThreadsEngine
 from flowkv.tiers.io.staging import Arena
-from flowkv.tiers.io.threads import ThreadsEngine
-from flowkv.tiers.io.uring import UringEngine
+from flowkv.tiers.io.uring import UringEngine, open_engine
 
 Engine = UringEngine | ThreadsEngine
 KIB = 1 << 10

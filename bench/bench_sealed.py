@@ -23,7 +23,7 @@ from bench.bench_kernels import ours as attend
 from flowkv.core.geometry import LayerGroup
 from flowkv.core.layout import PageLayout, page_id, page_layout
 from flowkv.kernels import Pages, transcode
-from flowkv.kernels.reference.codec import rotate
+from flowkv.kernels.reference import rotate
 
 CASES = {
     "kv8, pages of 64": ("kv8", 64),

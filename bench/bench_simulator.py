@@ -20,9 +20,8 @@ from flowkv.core.errors import FlowKVError
 from flowkv.policy import LRU
 from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
 from flowkv.sim import Trace, build_trace, generate, read_trace
-from flowkv.sim.bounds import bounds_of
-from flowkv.sim.chains import wide
-from flowkv.sim.loop import run_through
+from flowkv.sim.replay import bounds_of, run_through
+from flowkv.sim.trace import wide
 
 SIZES = (0.005, 0.01, 0.05, 0.1)
 MISSING = "libcachesim is not installed: pip install 'libcachesim>=0.3.5' to compare with it"

@@ -19,7 +19,7 @@ from redis import Redis as Plain
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from flowkv.tiers.remote.redis_backend import Redis
+from flowkv.tiers.remote.redis import Redis
 from tests.tiers.remote.servers_redis import redis_server
 
 SIZES = (64 << 10, 256 << 10, 1 << 20)

@@ -10,7 +10,7 @@ import msgspec
 
 from bench.restore.report import BOUND, ratios
 from bench.restore.row import Row
-from flowkv.observe.curves import Curves, draw_curves
+from flowkv.observe.charts import Curves, draw_curves
 from flowkv.observe.report import STYLE
 from flowkv.policy.restore import Span
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound

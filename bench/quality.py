@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from flowkv.cache.block_table import Planner
+from flowkv.cache.kv import KV
+from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import ConfigError
 from flowkv.hooks.huggingface import attach
-from flowkv.runtime.cache import KV
-from flowkv.runtime.sequence import Sequence
 
 _WARM_UP_TOKENS = 8
 """At the start of a second copy nothing says yet that it is one."""
@@ -97,7 +98,7 @@ def lost_page(number: int, at: int, *, swapped: bool = False) -> Visit:
     def visit(kv: KV, seqs: Items[Sequence], start: int) -> None:
         if start != at:
             return
-        planner = seqs[0].planner
+        planner = Planner.of(seqs[0])
         for group, table in enumerate(planner.tables.pages):
             pages = [int(table[seq.row, number]) for seq in seqs]
             n_bytes = planner.store.forms[group].of(pages[0]).page_bytes

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowkv import kernels as kernels
+    from flowkv import sim as sim
     from flowkv import testing as testing
+    from flowkv.cache.kv import KV as KV
+    from flowkv.cache.sequence import NEVER as NEVER
+    from flowkv.cache.sequence import SOON as SOON
+    from flowkv.cache.sequence import Retain as Retain
+    from flowkv.cache.sequence import Sequence as Sequence
+    from flowkv.cache.step import Step as Step
     from flowkv.core.config import Config as Config
     from flowkv.core.errors import FlowKVError as FlowKVError
     from flowkv.core.geometry import Geometry as Geometry
@@ -21,8 +28,8 @@ if TYPE_CHECKING:
     from flowkv.core.keys import Namespace as Namespace
     from flowkv.core.keys import Salt as Salt
     from flowkv.core.keys import Shard as Shard
-    from flowkv.engine.answer import Answer as Answer
     from flowkv.engine.engine import Engine as Engine
+    from flowkv.engine.request import Answer as Answer
     from flowkv.engine.request import Completion as Completion
     from flowkv.engine.request import Request as Request
     from flowkv.hooks.attention import attention as attention
@@ -31,12 +38,6 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.verify import verify as verify
     from flowkv.policy.base import Policy as Policy
     from flowkv.policy.config import Lease as Lease
-    from flowkv.runtime.batch import Step as Step
-    from flowkv.runtime.cache import KV as KV
-    from flowkv.runtime.retention import NEVER as NEVER
-    from flowkv.runtime.retention import SOON as SOON
-    from flowkv.runtime.retention import Retain as Retain
-    from flowkv.runtime.sequence import Sequence as Sequence
     from flowkv.tiers.base import Tier as Tier
 
 __version__ = "0.1.0"
@@ -66,15 +67,16 @@ __all__ = [
     "attention",
     "intercept",
     "kernels",
+    "sim",
     "testing",
     "verify",
 ]
 
 _HOMES = {
-    "KV": "flowkv.runtime.cache",
-    "NEVER": "flowkv.runtime.retention",
-    "SOON": "flowkv.runtime.retention",
-    "Answer": "flowkv.engine.answer",
+    "KV": "flowkv.cache.kv",
+    "NEVER": "flowkv.cache.sequence",
+    "SOON": "flowkv.cache.sequence",
+    "Answer": "flowkv.engine.request",
     "Completion": "flowkv.engine.request",
     "Config": "flowkv.core.config",
     "Engine": "flowkv.engine.engine",
@@ -85,16 +87,17 @@ _HOMES = {
     "Namespace": "flowkv.core.keys",
     "Policy": "flowkv.policy.base",
     "Request": "flowkv.engine.request",
-    "Retain": "flowkv.runtime.retention",
+    "Retain": "flowkv.cache.sequence",
     "Salt": "flowkv.core.keys",
-    "Sequence": "flowkv.runtime.sequence",
+    "Sequence": "flowkv.cache.sequence",
     "Shard": "flowkv.core.keys",
-    "Step": "flowkv.runtime.batch",
+    "Step": "flowkv.cache.step",
     "Tier": "flowkv.tiers.base",
     "attach": "flowkv.hooks.huggingface",
     "attention": "flowkv.hooks.attention",
     "intercept": "flowkv.hooks.attention",
     "kernels": "flowkv.kernels",
+    "sim": "flowkv.sim",
     "testing": "flowkv.testing",
     "verify": "flowkv.hooks.huggingface",
 }
@@ -107,7 +110,7 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(home)
     value = module if home == f"flowkv.{name}" else getattr(module, name)
     globals()[name] = value
-    if name == "KV":  # hooks lie above the runtime, which therefore cannot import this door itself
+    if name == "KV":  # hooks lie above the cache, which therefore cannot import this door itself
         vars(module)["cache_door"] = _open_cache
     return value
 

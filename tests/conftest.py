@@ -31,7 +31,7 @@ bench/test_quality.py bench/test_restore_cuda.py bench/test_restore_emulated.py
 bench/test_restore_torch.py bench/test_serve_load.py bench/test_sparsified.py
 policy/restore/test_baselines.py policy/restore/test_mutants.py policy/scheduling/test_mutants.py
 policy/test_mutants.py policy/test_snapshot.py
-runtime/test_machine.py runtime/test_restart.py
+cache/test_machine.py cache/test_restart.py
 sim/test_rivals.py
 test_benchmarks.py test_demo.py
 tiers/remote/test_redis_faults.py tiers/test_disk_kill.py tiers/test_disk_power.py

@@ -15,10 +15,10 @@ import flowkv
 from flowkv import cli
 from flowkv.cli import command
 from flowkv.cli.generate import read_prompts
-from flowkv.core import libraries
+from flowkv.core import errors
 from flowkv.core.errors import ConfigError, FlowKVError, UnsupportedModelError
 from flowkv.data import tiny_path
-from flowkv.demo import show
+from flowkv.demo import report
 from flowkv.demo.timing import timed_generate
 from flowkv.hooks.huggingface.load import load_model
 from flowkv.observe import doctor
@@ -333,11 +333,11 @@ def test_doctor_names_the_package_of_a_library(name: str, monkeypatch: pytest.Mo
     other = f"{doctor.EXTRAS['mooncake'][0]}-non-cuda" if name.endswith("engine") else name[:-9]
     versions = {name: "0.3.13", other: ""}
     monkeypatch.setattr(doctor, "version_of", lambda one: versions.get(one, real(one)))
-    monkeypatch.setattr(libraries, "_loads", there.__contains__)
+    monkeypatch.setattr(errors, "_loads", there.__contains__)
     found = {finding.name: finding for finding in doctor.examine()}[name]
     assert found.state == "warn" and found.data["missing"] == ["libibverbs.so.1"]
     assert found.advice == "As root: apt-get install libibverbs1"
-    monkeypatch.setattr(libraries, "_loads", {*there, "libibverbs.so.1"}.__contains__)
+    monkeypatch.setattr(errors, "_loads", {*there, "libibverbs.so.1"}.__contains__)
     assert {finding.name: finding for finding in doctor.examine()}[name].state == "ok"
 
 
@@ -436,8 +436,8 @@ def test_a_model_of_bytes() -> None:
 def test_tables_without_rich(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(show.importlib.util, "find_spec", lambda _name: None)
-    screen = show.Screen()
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda _name: None)
+    screen = report.Screen()
     screen.table(["way", "time"], [["cold", "421 ms"], ["restored", "9 ms"]], title="TTFT")
     screen.say("done", style="bold")
     with screen.progress("first") as tell:
@@ -449,12 +449,12 @@ def test_tables_without_rich(
 
 
 def test_tables_with_rich_show_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    show.Screen().table(["a"], [["flowkv[hf]"]])
+    report.Screen().table(["a"], [["flowkv[hf]"]])
     assert "flowkv[hf]" in capsys.readouterr().out
 
 
 def test_a_model_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    show.Screen().say("a\x1b[2Jb\r\nc")
+    report.Screen().say("a\x1b[2Jb\r\nc")
     assert "\x1b" not in capsys.readouterr().out
 
 
@@ -463,7 +463,7 @@ def test_a_model_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -
     [(4.2e-5, "42 us"), (0.0042, "4.2 ms"), (0.42, "420 ms"), (4.2, "4.20 s"), (float("nan"), "-")],
 )
 def test_times_for_people(value: float, text: str) -> None:
-    assert show.seconds(value) == text
+    assert report.seconds(value) == text
 
 
 def test_flowkv_errors_are_never_swallowed_as_unexpected() -> None:

@@ -13,17 +13,25 @@ import pytest
 from flowkv import cli
 from flowkv.core.errors import ConfigError
 from flowkv.demo import report as demo_report
-from flowkv.demo import run, slow
-from flowkv.demo.records import Findings, Plan, Sample, Watched
-from flowkv.demo.summary import summarise
-from flowkv.demo.workload import Case, Sizes, build_workload
+from flowkv.demo import run
+from flowkv.demo import run as slow
+from flowkv.demo.records import (
+    DemoCase,
+    DemoPlan,
+    DemoSizes,
+    Findings,
+    Sample,
+    WatchedRestore,
+    build_workload,
+)
+from flowkv.demo.report import summarise
 from flowkv.observe.events import RestoreEnded
 from flowkv.observe.timeline import Timeline
 from flowkv.tiers.base import Completion, Outcome
 from flowkv.tiers.disk.inspect import Inspection
 from tests.observe.chrome import read_chrome
 
-SMALL = Sizes(context=384, turns=3, rows=2, answer=8)
+SMALL = DemoSizes(context=384, turns=3, rows=2, answer=8)
 
 
 def encode(text: str) -> list[int]:
@@ -65,11 +73,11 @@ def test_prompts_are_the_same_in_both_processes() -> None:
 @pytest.mark.parametrize(
     ("sizes", "most", "complaint"),
     [
-        (Sizes(context=4096, answer=24), 4096, "--context 4072"),
-        (Sizes(context=64, turns=9, answer=24), None, "too short for 9 turns"),
+        (DemoSizes(context=4096, answer=24), 4096, "--context 4072"),
+        (DemoSizes(context=64, turns=9, answer=24), None, "too short for 9 turns"),
     ],
 )
-def test_sizes_that_do_not_fit(sizes: Sizes, most: int | None, complaint: str) -> None:
+def test_sizes_that_do_not_fit(sizes: DemoSizes, most: int | None, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         build_workload(encode, sizes, most_tokens=most)
 
@@ -83,7 +91,7 @@ def sample(way: str, case: str, ttft_s: float, **fields: object) -> Sample:
 
 def findings(second: list[Sample]) -> tuple[Findings, Findings]:
     """What two processes could have found, on a conversation of one turn and a batch."""
-    cases = [Case("talk", [[1, 2, 3, 4]], [[5]]), Case("batch", [[1, 2]] * 2, [[3], [3]])]
+    cases = [DemoCase("talk", [[1, 2, 3, 4]], [[5]]), DemoCase("batch", [[1, 2]] * 2, [[3], [3]])]
     machine = {"device": "cpu", "pid": 1}
     tiers = {"devices": {"cpu": {"used_bytes": 10}}, "tiers": {"disk": {"used_bytes": 7}}}
     first = [sample("cold", case.name, t) for case in cases for t in (3.0, 1.0, 2.0)]
@@ -95,7 +103,7 @@ def test_figures_are_medians_of_the_right_samples() -> None:
     disk = {"seen": 4, "reused": 3, "loaded_bytes": {"disk": 100}}
     second = [sample("recompute", "talk", 2.0), sample("disk", "talk", 0.5, **disk)]
     second += [sample("disk", "talk", 0.25, **disk), sample("disk", "batch", 0.1, **disk)]
-    summary = summarise(Plan(model="m", store=""), *findings(second))
+    summary = summarise(DemoPlan(model="m", store=""), *findings(second))
     assert summary.ttft_cold_s == 2.0
     assert summary.ttft_restored_s == 0.375
     assert summary.cases[0].speedup == pytest.approx(2.0 / 0.375)
@@ -110,10 +118,13 @@ def test_restores_say_how_they_came_about() -> None:
     ended |= {"loaded_tokens": 192, "n_bytes": 9, "started_s": 5.0, "seconds": 0.5}
     timeline = Timeline(ended=RestoreEnded(**ended), spans=())
     stored, restored = findings([sample("disk", "talk", 0.1)])
-    restored.restores = [Watched(timeline=timeline), Watched(timeline=timeline, bytes_per_s=2e7)]
+    restored.restores = [
+        WatchedRestore(timeline=timeline),
+        WatchedRestore(timeline=timeline, bytes_per_s=2e7),
+    ]
     again = msgspec.json.decode(msgspec.json.encode(restored), type=Findings)
     assert again == restored, "the processes tell each other all of it"
-    plain, slow = summarise(Plan(model="m", store=""), stored, again).restores
+    plain, slow = summarise(DemoPlan(model="m", store=""), stored, again).restores
     assert plain.startswith("measured: 256 tokens in 500.0 ms, 64 computed, 192 loaded")
     assert slow.startswith("from a disk of 20 MB/s, emulated: 256 tokens")
     sections = [demo_report._restore(watched) for watched in again.restores]
@@ -158,7 +169,7 @@ def test_a_slow_disk_is_as_slow_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_one_wrong_token_is_told() -> None:
     summary = summarise(
-        Plan(model="m", store=""), *findings([sample("disk", "batch", 0.1, identical=False)])
+        DemoPlan(model="m", store=""), *findings([sample("disk", "batch", 0.1, identical=False)])
     )
     assert not summary.tokens_identical
     assert [case.identical for case in summary.cases] == [True, False]

@@ -26,7 +26,7 @@ MODEL_NAME = re.compile(
     re.IGNORECASE,
 )
 MAY_NAME_MODELS = ("hooks", "data", "demo", "demo.py")
-SHAPES_OF_MODELS = {"sim/restore/model.py"}  # a table of what published models cost
+SHAPES_OF_MODELS = {"sim/restore.py"}  # a table of what published models cost
 
 UNSAFE_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "pd.read_pickle"}
@@ -88,6 +88,81 @@ def test_pure_rooms_need_no_tensors(source: Path) -> None:
     """The import contracts say it for whole graphs; this names the file."""
     if source.relative_to(PACKAGE).parts[0] in {"core", "policy", "sim"}:
         assert not imported(ast.parse(source.read_text())) & {"torch", "triton"}
+
+
+TWINS = {"Completion", "Load", "Request"}  # public names of two rooms each, `tiers` and others
+
+
+def modules() -> dict[str, ast.Module]:
+    """All modules of the package by name, parsed."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
+    return {n.removesuffix(".__init__"): ast.parse(p.read_text()) for p, n in names.items()}
+
+
+def imports(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """What each module imports of the package, also late or for annotations only."""
+    found: dict[str, set[str]] = {name: set() for name in trees}
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    found[name] |= {inner if inner in trees else node.module} & trees.keys()
+        found[name].discard(name)
+    return found
+
+
+def test_no_import_circles() -> None:
+    graph, done = imports(modules()), set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a circle: {' -> '.join(path[path.index(name) :])} -> {name}"
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_a_public_class_name_means_one_class() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, tree in modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert {name for name, found in homes.items() if len(found) > 1} <= TWINS
+
+
+def test_a_class_lives_in_one_file() -> None:
+    """A base with one subclass, in another file, is a class that was cut in two."""
+    trees = modules()
+    classes = {
+        node.name: (name, node)
+        for name, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    subclasses: dict[str, list[str]] = {}
+    for name, node in classes.values():
+        for base in node.bases:
+            if isinstance(base, ast.Name) and base.id in classes:
+                subclasses.setdefault(base.id, []).append(f"{name}.{node.name}")
+    bases = {id(base) for _, node in classes.values() for base in node.bases}
+    used = {
+        node.id if isinstance(node, ast.Name) else node.value
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Constant) and id(node) not in bases
+    }
+    for base, found in subclasses.items():
+        home, node = classes[base]
+        alone = len(found) == 1 and not found[0].startswith(f"{home}.")
+        protocol = "Protocol" in map(ast.unparse, node.bases)
+        assert not alone or protocol or base in used, (
+            f"{home}.{base} is only what {found[0]} begins with"
+        )
 
 
 def test_public_names() -> None:

@@ -1,4 +1,4 @@
-"""Between disk, pinned memory and device, as the runtime does it: pieces of pages, not one block.
+"""Between disk, pinned memory and device, as the cache does it: pieces of pages, not one block.
 
 `of_*_ceiling` compares with one large copy of the same run; `of_slower` compares a load from disk
 to the device with the slower of its two halves, each measured beside it.
@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 from bench.gpu.machine import Machine
+from flowkv.cache.mover import CudaStreams
+from flowkv.cache.pinned import Copies, Crossover, open_copies
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.runtime.crossover import Crossover
-from flowkv.runtime.pinned import Copies, open_copies
-from flowkv.runtime.streams import CudaStreams
 from flowkv.tiers.io.engine import OPERATION, READ, WRITE
-from flowkv.tiers.io.ladder import open_engine
 from flowkv.tiers.io.staging import Arena
+from flowkv.tiers.io.uring import open_engine
 
 PIECES = ((2 << 20, 128), (256 << 10, 1024), (16 << 10, 16384))
 WINDOW = 8  # pieces read and sent up together
@@ -72,7 +71,7 @@ class Immediate:
 
 
 def copies_of(machine: Machine, pages: torch.Tensor, n_bytes: int) -> Copies:
-    """As the runtime opens them; dry, without measuring where kernels end."""
+    """As the cache opens them; dry, without measuring where kernels end."""
     if machine.dry:
         return Copies(Immediate(), pages, Arena(n_bytes), Crossover(8192, 8192, 3))
     return open_copies(CudaStreams(torch.device("cuda")), pages, n_bytes)

@@ -12,7 +12,7 @@ from bench.policy.finding import GROUPS
 from bench.promised import show_promises
 from flowkv.cli.arguments import AddVerb
 from flowkv.core.errors import ConfigError
-from flowkv.demo.show import Screen
+from flowkv.demo.report import Screen
 
 
 def add_verbs(verb: AddVerb) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bench.policy.finding import Finding
 from bench.policy.ground import Ground
 from flowkv.policy import make_policy
-from flowkv.policy.ledger import Ledger, Meta, Place
+from flowkv.residency import Ledger, Meta, Place
 from flowkv.sim.trace import Trace
 
 SIZE = 0.01
@@ -50,7 +50,7 @@ def _measured(what: str, trace: str, target: float, value: float, note: str) -> 
 
 
 def ids_of(trace: Trace, seed: int = 1) -> NDArray[np.uint64]:
-    """Ids as long as those of the runtime, for every use of a block: u64 [blocks, 2]."""
+    """Ids as long as those of the cache, for every use of a block: u64 [blocks, 2]."""
     rng = np.random.default_rng(seed)
     return rng.integers(1, 2**63, (trace.unique, 2), np.uint64)[trace.blocks]
 

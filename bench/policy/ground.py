@@ -10,11 +10,9 @@ import msgspec
 import numpy as np
 
 from flowkv.policy import make_policy
-from flowkv.sim.formats import read_trace
+from flowkv.sim.formats import read_sessions, read_trace
 from flowkv.sim.generate import generate
-from flowkv.sim.replay import Maker, Settings, Warm, replay
-from flowkv.sim.result import Result
-from flowkv.sim.sessions import read_sessions
+from flowkv.sim.replay import Maker, ReplaySettings, Result, Warm, replay
 from flowkv.sim.trace import Trace
 
 PUBLIC = "FLOWKV_TRACES"
@@ -77,7 +75,7 @@ class Replays:
         """See `flowkv.sim.replay.replay`."""
         key = (trace.name, len(trace), policy, size, *sorted(map(str, settings.items())))
         if key not in self._known:
-            self._known[key] = replay(trace, policy, size=size, **Settings(**settings))  # type: ignore[typeddict-item]
+            self._known[key] = replay(trace, policy, size=size, **ReplaySettings(**settings))  # type: ignore[typeddict-item]
         return self._known[key]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.policy.finding import Finding
-from flowkv.sim.hierarchy import Row, run_experiment
+from flowkv.sim.hierarchy import ExperimentRow, run_experiment
 
 _MB, _MS = 1e6, 1e6
 
@@ -37,7 +37,7 @@ def _finding(what: str, rules: str, target: float, measured: float) -> Finding:
     return Finding("hierarchy", what, rules, target, "at most", measured)
 
 
-def _mb(row: Row) -> float:
+def _mb(row: ExperimentRow) -> float:
     return (row.hbm_read_bytes or 0) / _MB
 
 

@@ -9,9 +9,8 @@ import numpy as np
 from bench.policy.finding import Finding
 from bench.policy.ground import Ground, Replays, learned, part
 from flowkv.policy import make_policy
-from flowkv.sim.conversations import next_turns
 from flowkv.sim.replay import Warm
-from flowkv.sim.trace import Trace
+from flowkv.sim.trace import Trace, next_turns
 
 SMALL, MIDDLE, ALL = (0.005, 0.01, 0.02), (0.05, 0.1), (0.005, 0.01, 0.02, 0.05, 0.1, 0.3)
 BELOW = -0.002

@@ -13,7 +13,7 @@ from bench.restore.device import Clock, Ended, rest
 from bench.restore.executor import Executor, Unit
 from flowkv.policy.restore import Compute, Costs, Load, Op, Request, RestorePolicy
 from flowkv.policy.restore.costs import Measured
-from flowkv.sim.restore.run import Run
+from flowkv.sim.restore import Run
 
 _AHEAD = 2
 

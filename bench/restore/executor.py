@@ -19,7 +19,7 @@ from bench.restore.device import Device, Ended, Mark, stopwatch
 from flowkv.core.errors import StateError
 from flowkv.policy.restore import Compute, Load, Op, Progress, Request, RestorePolicy, State, Suffix
 from flowkv.policy.restore.costs import Measured
-from flowkv.sim.restore.run import Done, Run, summed
+from flowkv.sim.restore import Done, Run, summed
 
 _LOOKS, _PAUSE_S = 3, 0.001  # of every engine, before it is believed that none goes on
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from flowkv.core.errors import ConfigError
-from flowkv.sim.restore.model import SHAPES, Decoder
+from flowkv.sim.restore import SHAPES, Decoder
 
 SMALL = MappingProxyType(
     {

@@ -10,11 +10,9 @@ from bench.restore.protocol import emulated_cells, paper_cells
 from bench.restore.row import OURS, Bounds, Cell, Label, Outcome
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Compute, Costs, Load, Request, RestorePolicy, State, Suffix
-from flowkv.policy.restore.bounds import lower_bound
 from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
-from flowkv.policy.restore.costs import Measured
-from flowkv.sim.restore import GPUS, SHAPES, Modelled, Run, asked, run
-from flowkv.sim.restore.stages import staged
+from flowkv.policy.restore.costs import Measured, lower_bound
+from flowkv.sim.restore import GPUS, SHAPES, Modelled, Run, asked, run, staged
 
 STAGED = "stages"
 """The part of the protocol that is about several devices."""

@@ -16,8 +16,7 @@ from typing import Protocol
 from bench.restore.row import Bounds, Cell, Label, Outcome, Row
 from bench.restore.table import known_median
 from flowkv.core.errors import ConfigError
-from flowkv.sim.restore.batch import lengths
-from flowkv.sim.restore.sweep import GRID_GBPS, GRID_GPUS, GRID_MODELS, GRID_TOKENS
+from flowkv.sim.restore import GRID_GBPS, GRID_GPUS, GRID_MODELS, GRID_TOKENS, lengths
 
 Tell = Callable[[int, int, str], None]
 

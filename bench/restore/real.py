@@ -20,7 +20,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Span
 from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
 from flowkv.policy.restore.costs import Measured
-from flowkv.sim.restore.sweep import GRID_GBPS, GRID_MODELS, GRID_TOKENS
+from flowkv.sim.restore import GRID_GBPS, GRID_MODELS, GRID_TOKENS
 
 _GIGABIT = 1e9 / 8  # bytes
 _SMALL_TOKENS, _SMALL_SUFFIX = 2048, 128

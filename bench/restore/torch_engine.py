@@ -24,8 +24,7 @@ from bench.restore.store import FileStore, HostStore, Ring, Store
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Compute, Load, Op, Request, RestorePolicy, Source, Span, Suffix
 from flowkv.policy.restore.costs import Measured
-from flowkv.sim.restore.model import LINK, Decoder
-from flowkv.sim.restore.run import Run
+from flowkv.sim.restore import LINK, Decoder, Run
 
 UNIT = 64
 """Tokens of a page."""

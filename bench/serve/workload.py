@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bench.serve.lengths import draw_lengths
 from flowkv.core.errors import ConfigError
-from flowkv.sim.arrivals import bursts, poisson
+from flowkv.sim.generate import bursts, poisson
 
 CLOSED, POISSON, BURSTS = "closed", "poisson", "bursts"
 ARRIVALS = (CLOSED, POISSON, BURSTS)

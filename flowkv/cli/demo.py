@@ -12,7 +12,7 @@ from flowkv.cli.arguments import AddVerb, count
 from flowkv.cli.generate import model_arguments, trace_argument
 from flowkv.core.config import load_config
 from flowkv.core.errors import ConfigError
-from flowkv.demo.show import Screen
+from flowkv.demo.report import Screen
 
 
 def add_verbs(verb: AddVerb) -> None:
@@ -49,17 +49,16 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     from flowkv.data import tiny_path
-    from flowkv.demo.records import Plan
+    from flowkv.demo.records import DemoPlan, DemoSizes
     from flowkv.demo.run import run_demo
-    from flowkv.demo.workload import Sizes
 
     if given.turns < 2:
         raise ConfigError("a conversation of one turn has no past", "Give --turns 2 or more")
     load_config(disk=given.store or None)  # better before a model is loaded than after it
-    sizes = Sizes(turns=given.turns, rows=given.rows, answer=given.max_new_tokens)
+    sizes = DemoSizes(turns=given.turns, rows=given.rows, answer=given.max_new_tokens)
     if given.context:
         sizes = msgspec.structs.replace(sizes, context=given.context)
-    plan = Plan(
+    plan = DemoPlan(
         model=given.model or str(tiny_path()),
         store=given.store,
         sizes=sizes,

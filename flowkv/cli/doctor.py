@@ -8,7 +8,7 @@ from typing import Any
 
 import flowkv
 from flowkv.cli.arguments import AddVerb
-from flowkv.demo.show import Screen
+from flowkv.demo.report import Screen
 
 
 def add_verbs(verb: AddVerb) -> None:

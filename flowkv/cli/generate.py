@@ -16,7 +16,7 @@ import flowkv
 from flowkv.cli.arguments import AddVerb, count
 from flowkv.core.config import load_config
 from flowkv.core.errors import ConfigError
-from flowkv.demo.show import Screen, one_line, seconds
+from flowkv.demo.report import Screen, one_line, seconds
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -97,7 +97,7 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     return 0, result
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class AnswerLine(msgspec.Struct, kw_only=True):
     """One prompt and what became of it.
 
     Attributes:
@@ -121,11 +121,11 @@ class Answer(msgspec.Struct, kw_only=True):
 
 def answer_all(
     loaded: Any, kv: Any, prompts: Sequence[str], *, max_new_tokens: int
-) -> Iterator[Answer]:
+) -> Iterator[AnswerLine]:
     """Answers greedily, in order.
 
     Args:
-        loaded: A model with `encode` and `decode` (`flowkv.hooks.huggingface.load.Loaded`).
+        loaded: A model with `encode` and `decode` (`flowkv.hooks.huggingface.load.LoadedModel`).
         kv: The `KV` that is attached to it.
         prompts: Texts.
         max_new_tokens: Most new tokens of an answer.
@@ -140,7 +140,7 @@ def answer_all(
         before = Reuse.of(kv)
         timing = timed_generate(loaded.model, [tokens], max_new_tokens=max_new_tokens)
         (new,) = timing.answers
-        yield Answer(
+        yield AnswerLine(
             prompt=prompt,
             answer=loaded.decode(new),
             prompt_tokens=len(tokens),

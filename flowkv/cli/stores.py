@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from flowkv.cli.arguments import AddVerb
-from flowkv.core.config import load_config
-from flowkv.core.sizes import format_size
-from flowkv.demo.show import Screen
-from flowkv.tiers.keyring import Keyring
+from flowkv.core.config import format_size, load_config
+from flowkv.demo.report import Screen
+from flowkv.tiers.envelope import Keyring
 
 if TYPE_CHECKING:
-    from flowkv.tiers.disk.inspect import Share
+    from flowkv.tiers.disk.inspect import FrameShare
 
 
 def add_verbs(verb: AddVerb) -> None:
@@ -75,7 +74,7 @@ def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     return 0, {"directory": str(given.directory), **msgspec.structs.asdict(found)}
 
 
-def _namespaces(shares: dict[str, Share], names: dict[str, str]) -> list[list[str]]:
+def _namespaces(shares: dict[str, FrameShare], names: dict[str, str]) -> list[list[str]]:
     """A row for each namespace: what `--drop` takes, and the model, if any said its name."""
     return [
         [
@@ -88,7 +87,7 @@ def _namespaces(shares: dict[str, Share], names: dict[str, str]) -> list[list[st
 
 
 def _drop(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.tiers.disk.repair import drop
+    from flowkv.tiers.disk.inspect import drop
 
     report = drop(given.directory, given.drop, keyring=_keyring(given.config))
     screen.say(f"{report.frames:,} frames, {format_size(report.bytes)}, were erased.")
@@ -96,8 +95,7 @@ def _drop(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
 
 
 def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.tiers.disk.inspect import ScrubReport, scrub
-    from flowkv.tiers.disk.repair import RepairReport, repair
+    from flowkv.tiers.disk.inspect import RepairReport, ScrubReport, repair, scrub
 
     if given.drop is not None:
         return _drop(given, screen)

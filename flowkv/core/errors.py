@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 
 
 class FlowKVError(Exception):
@@ -86,3 +88,35 @@ class MissingDependencyError(FlowKVError, ImportError):
 
 class MissingLibraryError(FlowKVError, ImportError):
     """An optional dependency is installed, and a library of the system that it needs is not."""
+
+
+# Libraries of the system that wheels need and pip does not bring, and the packages that do.
+
+MOONCAKE: Mapping[str, str] = MappingProxyType(
+    {
+        "libibverbs.so.1": "libibverbs1",
+        "librdmacm.so.1": "librdmacm1",
+        "libnuma.so.1": "libnuma1",
+        "libcurl.so.4": "libcurl4",
+    }
+)
+"""What the wheels of Mooncake need: a library, and the package that has it in Debian and Ubuntu."""
+
+
+def missing(libraries: Iterable[str] = MOONCAKE) -> list[str]:
+    """Those that the system's loader does not find."""
+    return [library for library in libraries if not _loads(library)]
+
+
+def remedy(libraries: Iterable[str], packages: Mapping[str, str] = MOONCAKE) -> str:
+    """The command that installs libraries; their names elsewhere are similar."""
+    wanted = [packages.get(library, library) for library in libraries]
+    return f"apt-get install {' '.join(wanted)}"
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

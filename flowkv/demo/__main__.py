@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from flowkv.core.errors import FlowKVError
-from flowkv.demo.records import FINDINGS, PLAN, Findings, Plan
+from flowkv.demo.records import FINDINGS, PLAN, DemoPlan, Findings
 
 
 def main() -> int:
@@ -48,12 +48,12 @@ def main() -> int:
 
 def _run(phase: str, work: Path, tell: Any) -> None:
     tell({"done": 0, "total": 1, "doing": "importing torch"})
-    from flowkv.demo.phases import restore_phase, store_phase
+    from flowkv.demo.run import restore_phase, store_phase
 
     def progress(done: int, total: int, doing: str) -> None:
         tell({"done": done, "total": total, "doing": doing})
 
-    plan = msgspec.json.decode((work / PLAN).read_bytes(), type=Plan)
+    plan = msgspec.json.decode((work / PLAN).read_bytes(), type=DemoPlan)
     if phase == "store":
         found = store_phase(plan, work, progress)
     else:

@@ -2,27 +2,393 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Sequence
+import importlib.util
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from flowkv.core.sizes import format_size
-from flowkv.demo.records import Plan, Watched
-from flowkv.demo.show import seconds, times
-from flowkv.demo.summary import CaseSummary, Summary
+import msgspec
+
+from flowkv.core.config import format_size
+from flowkv.demo.records import DemoCase, DemoPlan, Findings, Sample, WatchedRestore
+from flowkv.observe.account import restore_section
 from flowkv.observe.report import Bars, Figures, Section, Table, Text, write_report
-from flowkv.observe.restores import restore_section
+
+# What a terminal gets to see: lines, tables, progress. With rich if it is there, plain otherwise.
+#
+# With `to_stderr`, standard output stays free for the one JSON object of `--json`.
+
+Tell = Callable[[int, int, str], None]
+"""Progress: (done, total, what is going on)."""
+
+_WIDTH = 100  # of a table that is not shown on a terminal
+_QUIET_S = 5.0  # between plain lines of progress
+_STYLES = {"ok": "green", "note": "dim", "warn": "yellow", "bad": "red bold"}
+
+
+class Screen:
+    """Where people read.
+
+    Args:
+        to_stderr: Show everything on standard error.
+    """
+
+    def __init__(self, *, to_stderr: bool = False) -> None:
+        self._file = sys.stderr if to_stderr else sys.stdout
+        with contextlib.suppress(AttributeError):  # a replaced stream may not know it
+            self._file.reconfigure(errors="replace")  # type: ignore[union-attr]
+        self._tty = self._file.isatty()
+        self._rich: Any = None
+        if importlib.util.find_spec("rich") is not None:
+            from rich.console import Console
+
+            width = None if self._tty else _WIDTH
+            self._rich = Console(file=self._file, width=width, highlight=False)
+
+    def say(self, text: str = "", *, style: str = "") -> None:
+        """A line; `style` is "bold", "dim", "green", "red", ... where colours are shown."""
+        text = _printable(text)
+        if self._rich is None:
+            print(text, file=self._file, flush=True)
+        else:
+            # Long lines such as paths stay whole, so that they can be copied.
+            self._rich.print(text, style=style or None, markup=False, soft_wrap=True)
+
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        *,
+        title: str = "",
+        numbers: bool = True,
+        states: Sequence[str] = (),
+    ) -> None:
+        """A table of text.
+
+        Args:
+            columns: Headings.
+            rows: Cells.
+            title: Written above.
+            numbers: Whether all columns but the first are aligned right.
+            states: "ok", "note", "warn" or "bad" of each row, for its colour.
+        """
+        rows = [[_printable(cell) for cell in row] for row in rows]
+        if self._rich is None:
+            self._plain_table(columns, rows, title, numbers)
+            return
+        from rich import box
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            title=title or None,
+            title_justify="left",
+            title_style="bold",
+            pad_edge=False,
+            header_style="bold",
+            show_header=any(columns),
+        )
+        for number, name in enumerate(columns):
+            right = numbers and number > 0
+            table.add_column(name, justify="right" if right else "left", overflow="fold")
+        for number, row in enumerate(rows):
+            state = states[number] if number < len(states) else ""
+            table.add_row(*(escape(cell) for cell in row), style=_STYLES.get(state))
+        self._rich.print(table)
+
+    def _plain_table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, numbers: bool
+    ) -> None:
+        lines = [columns, *rows] if any(columns) else rows
+        widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+        indent = " " * (sum(widths[:-1]) + 2 * (len(widths) - 1))
+        if title:
+            print(f"\n{title}", file=self._file)
+        for line in lines:
+            cells = [
+                cell.rjust(width) if numbers and i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            # A second line of the last cell stands below its first.
+            text = "  ".join(cells).rstrip().replace("\n", f"\n{indent}")
+            print(text, file=self._file)
+        print(file=self._file, flush=True)
+
+    @contextlib.contextmanager
+    def progress(self, label: str) -> Iterator[Tell]:
+        """A bar on a terminal; else a line now and then."""
+        if self._rich is not None and self._tty:
+            with self._bar(label) as tell:
+                yield tell
+            return
+        started = time.monotonic()
+        last = started - _QUIET_S
+
+        def line(done: int, total: int, doing: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _QUIET_S:
+                last = time.monotonic()
+                print(f"{label}: {done}/{total} {doing}", file=self._file, flush=True)
+
+        yield line
+        print(f"{label}: {time.monotonic() - started:.1f} s", file=self._file, flush=True)
+
+    @contextlib.contextmanager
+    def _bar(self, label: str) -> Iterator[Tell]:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        parts = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=18),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[doing]}"),
+        )
+        with Progress(*parts, console=self._rich) as bars:
+            task = bars.add_task(label, total=1, doing="")
+
+            def tell(done: int, total: int, doing: str) -> None:
+                bars.update(task, completed=done, total=total, doing=doing)
+
+            yield tell
+            finished = bars.tasks[0].total or 1
+            bars.update(task, completed=finished, doing="")
+
+
+def _printable(text: str) -> str:
+    """Text that cannot steer a terminal, whatever a model said."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+
+
+def one_line(text: str, width: int = 72) -> str:
+    """The end of a text, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else "..." + line[3 - width :]
+
+
+def seconds(value: float) -> str:
+    """A time for people: "421 ms", "1.24 s"."""
+    if not math.isfinite(value):
+        return "-"
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} us"
+    if value < 0.1:
+        return f"{value * 1e3:.1f} ms"
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def times(value: float) -> str:
+    """A factor for people: "3.4x"."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.0f}x" if value >= 20 else f"{value:.1f}x"
+
+
+# What the demo's samples amount to: medians, factors, and whether the answers were the same.
+
+
+class CaseSummary(msgspec.Struct, kw_only=True):
+    """One request; times are medians in seconds, NaN where nothing was measured.
+
+    Attributes:
+        name: Shown to people.
+        rows: Prompts in it.
+        tokens: Tokens of all its prompts.
+        ttft_cold_s: Without FlowKV, first process.
+        ttft_first_s: FlowKV attached, empty store, what was asked before it being known.
+        reused_first_tokens: Prompt tokens reused then.
+        ttft_again_s: Asked again in the same process.
+        ttft_recompute_s: Without FlowKV, second process.
+        ttft_disk_s: Second process, pages on disk.
+        reused_tokens: Prompt tokens reused then.
+        loaded_bytes: Read then, by kind of tier.
+        identical: Whether every answer was that of the model without FlowKV.
+    """
+
+    name: str
+    rows: int
+    tokens: int
+    ttft_cold_s: float
+    ttft_first_s: float
+    reused_first_tokens: int
+    ttft_again_s: float
+    ttft_recompute_s: float
+    ttft_disk_s: float
+    reused_tokens: int
+    loaded_bytes: dict[str, int]
+    identical: bool
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster than recomputing, both in the second process."""
+        return self.ttft_recompute_s / self.ttft_disk_s if self.ttft_disk_s else math.nan
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """Everything that is shown, and the object of `--json`.
+
+    Attributes:
+        tokens_identical: Whether all answers of both processes were the same.
+        tokens_reused: Prompt tokens that the second process did not compute, asking once.
+        hit_rate: Their share of the prompt tokens.
+        ttft_cold_s: Last turn of the conversation: without FlowKV, first process.
+        ttft_recompute_s: The same in the second process.
+        ttft_again_s: With FlowKV, asked again in the first process.
+        ttft_restored_s: With FlowKV in the second process, from disk.
+        tpot_plain_s: Time per further token without FlowKV.
+        tpot_paged_s: The same with FlowKV, second process.
+        attach_s: What attaching takes once in a process, before any prompt.
+        restored_from: Bytes that the second process read, asking once, by kind of tier.
+        store_bytes: What the store occupies on the disk at the end.
+        pool_bytes: What the device pools held at the end of the first process.
+        device: Where the model computed.
+        report: Path of the HTML report.
+        store: Directory of the store; "" if it was removed.
+        store_was_new: Whether it knew nothing of these prompts before.
+        restores: How restores of the last turn went that were watched, a line each.
+        repeats: Measurements behind each median.
+        seconds: Duration of the whole demo.
+        model: What was asked for.
+        machine: Device, threads and versions.
+        cases: All requests.
+        processes: Process ids of the two.
+    """
+
+    tokens_identical: bool
+    tokens_reused: int
+    hit_rate: float
+    ttft_cold_s: float
+    ttft_recompute_s: float
+    ttft_again_s: float
+    ttft_restored_s: float
+    tpot_plain_s: float
+    tpot_paged_s: float
+    attach_s: float
+    restored_from: dict[str, int]
+    store_bytes: int
+    pool_bytes: int
+    device: str
+    report: str = ""
+    store: str = ""
+    store_was_new: bool
+    restores: list[str]
+    repeats: int
+    seconds: float = 0.0
+    model: str
+    machine: dict[str, Any]
+    cases: list[CaseSummary]
+    processes: list[int]
+
+
+def summarise(
+    plan: DemoPlan, stored: Findings, restored: Findings, *, store_bytes: int = 0
+) -> Summary:
+    """Puts the findings of both processes together.
+
+    Args:
+        plan: What was run.
+        stored: Of the first process.
+        restored: Of the second.
+        store_bytes: What the store occupies on the disk.
+    """
+    samples = [*stored.samples, *restored.samples]
+    cases = [_case(case, samples) for case in stored.cases]
+    talk = cases[-2]
+    once = [_worst(_summary_of(samples, "disk", case.name)) for case in stored.cases[-2:]]
+    seen, reused = sum(s.seen for s in once), sum(s.reused for s in once)
+    loaded: dict[str, int] = {}
+    for sample in once:
+        for kind, n_bytes in sample.loaded_bytes.items():
+            loaded[kind] = loaded.get(kind, 0) + n_bytes
+    plain = [s.tpot_s for s in _summary_of(samples, "cold", talk.name) if s.tpot_s]
+    paged = [s.tpot_s for s in _summary_of(samples, "disk", talk.name) if s.tpot_s]
+    return Summary(
+        tokens_identical=all(sample.identical for sample in samples),
+        tokens_reused=reused,
+        hit_rate=reused / seen if seen else 0.0,
+        ttft_cold_s=talk.ttft_cold_s,
+        ttft_recompute_s=talk.ttft_recompute_s,
+        ttft_again_s=talk.ttft_again_s,
+        ttft_restored_s=talk.ttft_disk_s,
+        tpot_plain_s=_median(plain),
+        tpot_paged_s=_median(paged),
+        attach_s=restored.attach_s,
+        restored_from=loaded,
+        store_bytes=store_bytes,
+        pool_bytes=sum(pool["used_bytes"] for pool in stored.tiers["devices"].values()),
+        device=restored.machine["device"],
+        store_was_new=stored.fresh,
+        restores=[_told(watched) for watched in restored.restores],
+        repeats=plan.repeats,
+        model=plan.model,
+        machine={k: v for k, v in restored.machine.items() if k != "pid"},
+        cases=cases,
+        processes=[stored.machine["pid"], restored.machine["pid"]],
+    )
+
+
+def _told(watched: WatchedRestore) -> str:
+    slow = f"from a disk of {watched.bytes_per_s / 1e6:.3g} MB/s, emulated"
+    return f"{slow if watched.bytes_per_s else 'measured'}: {watched.timeline.describe()}"
+
+
+def _case(case: DemoCase, samples: list[Sample]) -> CaseSummary:
+    first, disk = (
+        _summary_of(samples, "first", case.name),
+        _worst(_summary_of(samples, "disk", case.name)),
+    )
+    return CaseSummary(
+        name=case.name,
+        rows=len(case.prompts),
+        tokens=case.tokens,
+        ttft_cold_s=_ttft(samples, "cold", case),
+        ttft_first_s=_ttft(samples, "first", case),
+        reused_first_tokens=first[0].reused if first else 0,
+        ttft_again_s=_ttft(samples, "again", case),
+        ttft_recompute_s=_ttft(samples, "recompute", case),
+        ttft_disk_s=_ttft(samples, "disk", case),
+        reused_tokens=disk.reused,
+        loaded_bytes=disk.loaded_bytes,
+        identical=all(sample.identical for sample in samples if sample.case == case.name),
+    )
+
+
+def _summary_of(samples: list[Sample], way: str, case: str) -> list[Sample]:
+    return [sample for sample in samples if sample.way == way and sample.case == case]
+
+
+def _worst(samples: list[Sample]) -> Sample:
+    """The one that reused least: a claim must hold for every repeat."""
+    nothing = Sample(way="", case="", ttft_s=0.0, ttft_cpu_s=0.0, tpot_s=0.0)
+    return min(samples, key=lambda sample: sample.reused, default=nothing)
+
+
+def _ttft(samples: list[Sample], way: str, case: DemoCase) -> float:
+    return _median([sample.ttft_s for sample in _summary_of(samples, way, case.name)])
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
 
 _EXCERPT = 420  # characters of the last prompt that are shown
 
 
 def write_demo_report(
     path: Path,
-    plan: Plan,
+    plan: DemoPlan,
     summary: Summary,
     texts: Sequence[str],
     *,
-    restores: Sequence[Watched] = (),
+    restores: Sequence[WatchedRestore] = (),
 ) -> Path:
     """Writes the report and returns its path.
 
@@ -55,7 +421,7 @@ def write_demo_report(
     )
 
 
-def _restore(watched: Watched) -> Section:
+def _restore(watched: WatchedRestore) -> Section:
     if not watched.bytes_per_s:
         return restore_section(watched.timeline, title="How it was restored")
     rate = f"{watched.bytes_per_s / 1e6:.3g} MB/s"
@@ -100,7 +466,7 @@ def _first_token(summary: Summary) -> Section:
     )
 
 
-def _batch(plan: Plan, summary: Summary) -> Section:
+def _batch(plan: DemoPlan, summary: Summary) -> Section:
     batch = summary.cases[-1]
     ways = _ways(batch)
     return Section(
@@ -173,7 +539,7 @@ def _bytes(summary: Summary) -> Section:
     return Section("Bytes", parts=[Table(["where", "bytes"], rows)], source="measured")
 
 
-def _method(plan: Plan, summary: Summary) -> Section:
+def _method(plan: DemoPlan, summary: Summary) -> Section:
     first, second = summary.processes
     empty = "" if summary.store_was_new else " The store knew these prompts before."
     text = (

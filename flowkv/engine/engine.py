@@ -3,31 +3,1045 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import heapq
+import importlib
+import logging
+import math
 import os
 import threading
+import time
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
 from concurrent.futures import wait
+from contextvars import copy_context
+from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields as fields_of
 from functools import partial
-from typing import Any
+from itertools import count
+from threading import Lock
+from typing import Any, NamedTuple, cast
 
-from flowkv.core.errors import ConfigError, FlowKVError, StateError
-from flowkv.engine.answer import Answer
-from flowkv.engine.counted import Counted
-from flowkv.engine.inbox import Inbox
-from flowkv.engine.intake import Intake, make_request
-from flowkv.engine.keeper import Keeper
-from flowkv.engine.live import Live
-from flowkv.engine.loop import Loop
-from flowkv.engine.request import Completion, Request
-from flowkv.engine.runner import Runner
-from flowkv.engine.sampling import Sampler
-from flowkv.engine.served import serve
-from flowkv.engine.settings import make_settings
-from flowkv.engine.thread import drive_until, start
-from flowkv.policy.scheduling import Limits
-from flowkv.runtime.cache import KV
-from flowkv.runtime.opening import Tokens
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.cache.kv import KV, Tokens, plain
+from flowkv.cache.sequence import make_care
+from flowkv.core import compiling
+from flowkv.core.config import parse_size
+from flowkv.core.errors import (
+    BusyError,
+    CapacityError,
+    ConfigError,
+    FlowKVError,
+    StateError,
+    TokenError,
+    UnsupportedModelError,
+    did_you_mean,
+)
+from flowkv.core.keys import Salt, as_tokens
+from flowkv.engine.invariant import check_cache, invariant, marked
+from flowkv.engine.request import (
+    Answer,
+    AnswerSource,
+    Completion,
+    Reason,
+    Request,
+    is_number,
+    tell,
+    whole,
+)
+from flowkv.engine.runner import PackedRunner, Runner, own_model
+from flowkv.engine.sampling import Drawn, OwnSampler, Sampler, draw, seed_of
+from flowkv.engine.scheduler import (
+    CountedTurns,
+    KVManager,
+    Part,
+    RunningRequest,
+    StepOutcome,
+    attempt,
+)
+from flowkv.observe.events import Bus, EngineStep, Finished, Queued
+from flowkv.policy.scheduling import (
+    ASIDE,
+    COMING,
+    OVER,
+    WAITING,
+    Limits,
+    Room,
+    Scheduler,
+    Turns,
+    make_scheduler,
+)
+
+# What other threads ask of the one that runs the engine.
+
+
+class Inbox:
+    """Requests and cancellations on their way to the engine. Thread-safe.
+
+    Args:
+        limit: Most requests that wait.
+
+    Attributes:
+        fresh: New requests, in order of submission, until the engine has `taken` them.
+        off: Numbers of requests that were called off; the engine takes them out.
+        waiting: Requests that the engine has taken, and that wait there; it says so.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self.waiting = limit, 0
+        self._changed = threading.Condition()
+        self.fresh: deque[RunningRequest] = deque()
+        self.off: deque[int] = deque()
+        self._closed = self._now = False
+        self._why: BaseException | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is taken any more."""
+        return self._closed
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything that the engine has not taken yet."""
+        return bool(self.fresh or self.off)
+
+    @property
+    def now(self) -> bool:
+        """Whether what was taken is called off as well."""
+        return self._now
+
+    def put(self, *lives: RunningRequest, limited: bool = True) -> None:
+        """Hands requests in, all or none.
+
+        Args:
+            *lives: The requests.
+            limited: False takes them whatever waits.
+
+        Raises:
+            BusyError: Too many wait.
+            StateError: The engine is closed, or failed.
+        """
+        with self._changed:
+            if self._closed:
+                raise self._refusal()
+            waiting = self.waiting + len(self.fresh)
+            if limited and waiting >= self._limit:
+                raise BusyError(
+                    f"{waiting} requests wait already",
+                    "Wait for some of the answers first, or raise max_waiting",
+                )
+            self.fresh += lives
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Refuses as `put` would.
+
+        Raises:
+            StateError: The engine is closed, or failed.
+        """
+        if self._closed:
+            raise self._refusal()
+
+    def _refusal(self) -> StateError:
+        if self._why is None:
+            return StateError("the engine is closed", "Make a new one")
+        refusal = StateError(f"the engine failed: {self._why!r}", "Make a new one")
+        refusal.__cause__ = self._why
+        return refusal
+
+    def call_off(self, number: int) -> None:
+        """Asks for a cancellation."""
+        with self._changed:
+            self.off.append(number)
+            self._changed.notify_all()
+
+    def close(self, *, now: bool = False, why: BaseException | None = None) -> None:
+        """Takes nothing any more.
+
+        Args:
+            now: What was taken is called off, too.
+            why: What the engine failed with.
+        """
+        with self._changed:
+            self._closed, self._now = True, self._now or now
+            self._why = self._why or why
+            self._changed.notify_all()
+
+    def taken(self) -> None:
+        """The engine has the first of `fresh`: it waits there now, and is counted all the time."""
+        with self._changed:
+            self.waiting += 1
+            self.fresh.popleft()
+
+    def wait(self) -> bool:
+        """Waits until there is something to do; False once nothing is taken any more."""
+        with self._changed:
+            while not (self.pending or self._closed):
+                self._changed.wait()
+            return self.pending
+
+
+# What an engine tells the bus. Events are made only if somebody listens.
+
+
+class Times(NamedTuple):
+    """When the parts of a step began and ended, in seconds of `time.perf_counter`.
+
+    Attributes:
+        began_s: The turn began.
+        forward_s: The forward began.
+        sampling_s: The choice of tokens began.
+        chosen_s: It was over.
+    """
+
+    began_s: float
+    forward_s: float
+    sampling_s: float
+    chosen_s: float
+
+
+class EngineEvents:
+    """Tells the bus of an engine.
+
+    Args:
+        bus: Told.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    @property
+    def steps(self) -> bool:
+        """Whether anybody wants to know of steps."""
+        return self._bus.wants(EngineStep)
+
+    def queued(self, live: RunningRequest, waiting: int) -> None:
+        """A request was taken in; so many wait now. Told in the context of its submission."""
+        context, live.context = live.context, None
+        if self._bus.wants(Queued):
+            event = Queued(
+                request=live.number,
+                prompt_tokens=live.prompt,
+                waiting=waiting,
+                tenant=live.request.tenant or "",
+            )
+            if context is None:
+                self._bus.emit(event)
+            else:
+                context.run(self._bus.emit, event)
+
+    def step(
+        self,
+        done: Items[Part],
+        made: int,
+        gaps: list[float],
+        times: Times,
+        waiting: Items[RunningRequest],
+        room: Room,
+    ) -> None:
+        """A step is over.
+
+        Args:
+            done: What was computed.
+            made: New tokens.
+            gaps: Seconds since their last token, of the rows that made a further one.
+            times: When it did what.
+            waiting: Who waits now.
+            room: Pages when all was computed, before rows that were over gave back theirs.
+        """
+        tokens, aside = sum(count for _, count in done), _aside(waiting)
+        self._bus.emit(
+            EngineStep(
+                rows=len(done),
+                prefill_tokens=tokens - len(gaps),
+                decode_tokens=len(gaps),
+                made_tokens=made,
+                waiting=len(waiting) - aside,
+                aside=aside,
+                pages=room.total - room.free,
+                total_pages=room.total,
+                started_s=times.began_s,
+                seconds=time.perf_counter() - times.began_s,
+                model_s=times.sampling_s - times.forward_s,
+                sampling_s=times.chosen_s - times.sampling_s,
+                gaps_s=tuple(gaps),
+            )
+        )
+
+    def finished(self, live: RunningRequest, completion: Completion, reason: str) -> None:
+        """A request is over."""
+        if self._bus.wants(Finished):
+            self._bus.emit(
+                Finished(
+                    request=live.number,
+                    reason=reason,
+                    prompt_tokens=completion.prompt_tokens,
+                    reused_tokens=completion.reused_tokens,
+                    new_tokens=len(completion.tokens),
+                    started_s=live.arrived_s,
+                    seconds=completion.seconds,
+                    queued_s=completion.queued_s,
+                    ttft_s=completion.ttft_s,
+                    tpot_s=completion.tpot_s,
+                    preempted=completion.preempted,
+                    restore_s=completion.restore_s,
+                    exposed_s=completion.exposed_s,
+                    tenant=live.request.tenant or "",
+                )
+            )
+
+
+def _aside(waiting: Items[RunningRequest]) -> int:
+    return sum(live.state == ASIDE for live in waiting)
+
+
+# Who is served by an engine: taken in, ended, answered.
+
+_log = logging.getLogger("flowkv")
+_STOPS: dict[Reason, str] = {"stop": "turn_end", "length": "cut_off"}
+
+
+class RequestTable(AnswerSource):
+    """Requests from their submission to their answer. Belongs to the thread that runs turns.
+
+    What is to be done stays where it is noted until it was done: whoever is interrupted in between
+    finds it there again (`reset`), and to do it twice does no harm.
+
+    Args:
+        keeper: Keeps rows and pages.
+        inbox: What other threads ask.
+        news: Told what happens.
+
+    Attributes:
+        waiting: Requests that wait or were set aside.
+        active: Requests that have part in steps.
+    """
+
+    def __init__(self, keeper: KVManager, inbox: Inbox, news: EngineEvents) -> None:
+        super().__init__()
+        self.keeper, self.inbox, self.news = keeper, inbox, news
+        self.waiting: list[RunningRequest] = []
+        self.active: list[RunningRequest] = []
+        self._lives: dict[int, RunningRequest] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        # Answers to be given, once everything else of the turn is in order.
+        self._due: deque[tuple[Answer, Completion, BaseException | None]] = deque()
+        self._told: list[Answer] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._lives
+
+    def call_off(self, number: int) -> None:
+        """See `AnswerSource.call_off`."""
+        self.inbox.call_off(number)
+
+    # ---- in
+
+    def _take_in(self, now_s: float) -> None:
+        """Takes what was asked since the last turn, and ends what comes too late."""
+        inbox = self.inbox
+        off = len(inbox.off)  # before the others: whoever is called off was handed in before
+        self._take_fresh()
+        for _ in range(off):
+            self._call_off(inbox.off[0], "cancelled", now_s)
+            inbox.off.popleft()
+        if inbox.now:
+            for number in list(self._lives):
+                self._call_off(number, "cancelled", now_s)
+        while self._deadlines and self._deadlines[0][0] <= compiling.now_s():
+            self._call_off(self._deadlines[0][1], "deadline", now_s)
+            heapq.heappop(self._deadlines)
+        inbox.waiting = len(self.waiting)
+
+    def _take_fresh(self) -> None:
+        while self.inbox.fresh:
+            self._take(live := self.inbox.fresh[0])
+            self.news.queued(live, len(self.waiting))
+            self.inbox.taken()
+
+    def _take(self, live: RunningRequest) -> None:
+        self._lives[live.number] = live
+        self.waiting.append(live)
+        if live.due_s < math.inf:
+            if len(self._deadlines) > 2 * len(self._lives) + 64:  # most of them are over
+                self._deadlines = [one for one in self._deadlines if one[1] in self._lives]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (live.due_s, live.number))
+
+    def _call_off(self, number: int, reason: Reason, now_s: float) -> None:
+        live = self._lives.get(number)
+        if live is not None:
+            self._end(live, now_s, reason)
+
+    # ---- out
+
+    def _end(
+        self,
+        live: RunningRequest,
+        now_s: float,
+        reason: Reason = "cancelled",
+        error: BaseException | None = None,
+    ) -> None:
+        """Ends a request; its answer is given at the end of the turn."""
+        if live.number not in self._lives:
+            return
+        for some in (self.waiting, self.active):
+            if live in some:
+                some.remove(live)
+        live.move(OVER, now_s)
+        self._close(live, now_s, "" if error else _STOPS.get(reason, ""))
+        completion = live.completion(reason, now_s)
+        self._due.append((live.answer, completion, error))
+        del self._lives[live.number]
+        self.news.finished(live, completion, "failed" if error else reason)
+
+    def _close(self, live: RunningRequest, now_s: float, stop: str = "") -> None:
+        try:
+            self.keeper.close(live, now_s, stop)
+        except Exception:  # its pages are the cache's to account for; others go on
+            _log.exception("request %d could not be closed", live.number)
+
+    def _answer(self) -> None:
+        """Wakes those who wait for tokens, and gives answers."""
+        if self._told:
+            tell(self._told)
+            self._told.clear()
+        while self._due:  # whatever a callback raises, the others are still to be called
+            answer, completion, error = self._due[0]
+            answer.settle(completion, error)
+            self._due.popleft()
+
+    # ---- when all goes wrong
+
+    def fail(self, error: BaseException) -> None:
+        """Ends everything: what decides about requests raised, and nothing is certain any more."""
+        if self.keeper.closed:  # whatever that led to
+            closed = StateError("its cache was closed", "Close an engine before its cache")
+            closed.__cause__, error = error, closed
+        self.inbox.close(now=True, why=error)
+        self._take_fresh()
+        for live in list(self._lives.values()):
+            failure = StateError(f"the engine failed: {error!r}", "See the cause; make a new one")
+            failure.__cause__ = error
+            self._end(live, time.perf_counter(), error=failure)
+        self._answer()
+
+    def reset(self, off: Iterable[Answer]) -> None:
+        """Begins requests anew after a turn was interrupted anywhere; their tokens stay.
+
+        Args:
+            off: Those whose requests are called off instead.
+        """
+        now_s = time.perf_counter()
+        self._take_fresh()
+        for answer, _, _ in self._due:  # they ended, and nobody notes that again
+            self._lives.pop(answer.number, None)
+        self.waiting, self.active = list(self._lives.values()), []
+        for live in self.waiting:
+            live.made = len(live.tokens)
+            if live.state != WAITING or live.row is not None:
+                self._close(live, now_s)
+                live.dropped(now_s)
+        for answer in off:
+            self._call_off(answer.number, "cancelled", now_s)
+        self.inbox.waiting = len(self.waiting)
+        self._answer()
+
+
+# The turns of an engine: requests come in, a step is run over all rows, tokens go out.
+
+_PAUSE_S = 0.002
+
+
+class Loop(RequestTable):
+    """Runs requests, turn after turn, on one thread at a time.
+
+    Args:
+        runner: Runs the model.
+        keeper: Keeps rows and pages.
+        turns: Decides who is served.
+        inbox: What other threads ask.
+        bus: Told what happens.
+        patience_s: How long a request that is alone waits for pages that others hold.
+
+    Attributes:
+        drive: Held by the thread that runs turns.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        keeper: KVManager,
+        turns: Turns,
+        inbox: Inbox,
+        bus: Bus,
+        *,
+        patience_s: float = 1.0,
+    ) -> None:
+        super().__init__(keeper, inbox, EngineEvents(bus))
+        self.runner, self.turns = runner, turns
+        self.drive = Lock()
+        self._patience_s = patience_s
+        self._stuck = -1, 0.0  # number of who waits for pages of others, and since when
+        # Tokens that were chosen, and the places where they belong, until they are handed out.
+        self._made: deque[tuple[RunningRequest, int, Drawn]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread runs turns, or there is something to do for one."""
+        return self.drive.locked() or not self.idle or self.inbox.pending
+
+    def turn(self) -> None:
+        """Takes in what was asked, runs one step if there is anything to compute, answers."""
+        if self.keeper.closed:
+            self.fail(StateError("the cache is closed", "Open a new one"))
+            return
+        began_s = time.perf_counter()
+        self._take_in(began_s)
+        self.keeper.pace(self.active, began_s)
+        if self.waiting:
+            self._admit(began_s)
+        if self.active:
+            self._step(began_s)
+        self._answer()
+
+    # ---- who is in
+
+    def _admit(self, now_s: float) -> None:
+        while self.waiting and self._let_in(now_s):
+            pass  # what a prompt still needs is known once it is in: there may be room for more
+        if not self.active and self.waiting:
+            self._force(now_s)
+        if self.waiting:
+            rank = self.turns.scheduler.rank
+            self.keeper.look_ahead(self.waiting, lambda live: rank(live, now_s))
+        self.inbox.waiting = len(self.waiting)
+
+    def _let_in(self, now_s: float) -> bool:
+        """Has some leave and some enter; whether all of those entered, and nobody left."""
+        turn = self.turns.admit(self.waiting, self.active, self.keeper.room(), now_s)
+        for job, keep in turn.leave:
+            self._leave(cast(RunningRequest, job), keep, now_s)
+        for job in turn.enter:
+            if self._enter(cast(RunningRequest, job), now_s) is not None:
+                return False
+        return bool(turn.enter) and not turn.leave
+
+    def _force(self, now_s: float) -> None:
+        """Nobody computes and nobody may enter: whoever is first has to, or who holds a line."""
+        order = sorted(self.waiting, key=lambda live: self.turns.scheduler.rank(live, now_s))
+        aside = next((live for live in order if live.state == ASIDE), order[0])
+        for live in dict.fromkeys((order[0], aside)):
+            short = self._enter(live, now_s)
+            if short is None:
+                return
+        if short is not None and not self._patient(order[0]):
+            self._end(order[0], now_s, error=short)
+
+    def _patient(self, live: RunningRequest) -> bool:
+        """Waits a moment for pages that others than the engine hold; False if it was long."""
+        now_s = compiling.now_s()
+        if self._stuck[0] != live.number:
+            self._stuck = live.number, now_s
+        if now_s - self._stuck[1] < self._patience_s:
+            time.sleep(_PAUSE_S)
+            return True
+        self._stuck = -1, 0.0
+        return False
+
+    def _enter(self, live: RunningRequest, now_s: float) -> CapacityError | None:
+        """Lets a request in; why not, if there is no room."""
+        try:
+            self.keeper.enter(live, now_s)
+        except CapacityError as error:
+            return error
+        except Exception as error:  # the cache refuses it, or a tier of the user's own fails
+            self._end(live, now_s, error=error)
+            return None
+        self.waiting.remove(live)
+        self.active.append(live)
+        return None
+
+    def _leave(self, live: RunningRequest, keep: bool, now_s: float) -> None:
+        try:
+            self.keeper.leave(live, keep, now_s)
+        except Exception as error:  # the host has no memory for its pages, for instance
+            self._end(live, now_s, error=error)
+            return
+        self.active.remove(live)
+        self.waiting.append(live)
+
+    # ---- a step
+
+    def _step(self, began_s: float) -> None:
+        parts = self._parts(began_s)
+        if not parts:
+            self.keeper.rest([live for live in self.active if live.state == COMING])
+            return
+        forward_s = time.perf_counter()
+        outcome = self._attempt(parts)
+        sampling_s = time.perf_counter()
+        done = [part for some, _ in outcome.done for part in some]
+        if done:
+            self._stuck = -1, 0.0
+        self._advance(outcome)
+        times = Times(began_s, forward_s, sampling_s, time.perf_counter())
+        # Until tokens are chosen: before that, nobody waits for what a GPU has been asked.
+        tokens = sum(count for _, count in done)
+        self.keeper.worth.step(tokens, compiling.measured_s(forward_s, times.chosen_s))
+        if not self.news.steps:
+            self._hand_out(None)
+            return
+        made, gaps = len(self._made), list[float]()
+        room = self.keeper.room()  # before rows that are over are closed
+        self._hand_out(gaps)
+        self.news.step(done, made, gaps, times, self.waiting, room)
+
+    def _attempt(self, parts: Items[Part]) -> StepOutcome:
+        """Runs a step, with as many rows as there is room for."""
+        outcome = attempt(self.runner, parts)
+        while outcome.short is not None and not outcome.done and self._relieve(outcome.short):
+            parts = [part for part in parts if part[0].active]
+            if not parts:
+                break
+            outcome = attempt(self.runner, parts)
+        now_s = time.perf_counter()
+        for live, error in outcome.failed:
+            self._end(live, now_s, error=error)
+        behind = [self.keeper.late(live, now_s) for live, _ in outcome.late]
+        if not any(behind):  # nobody waited for loads: who says so anyway would do it for ever
+            for live, error in outcome.late:
+                self._end(live, now_s, error=error)
+        return outcome
+
+    def _parts(self, now_s: float) -> list[Part]:
+        shares = cast("list[Part]", self.turns.share(self.active, now_s))
+        coming = [live for live in self.active if live.state == COMING]
+        if coming:
+            left = self.turns.limits.token_budget - sum(count for _, count in shares)
+            shares += self.keeper.come(coming, left, alone=not shares, now_s=now_s)
+        return shares
+
+    def _relieve(self, short: CapacityError) -> bool:
+        """Makes room for rows that cannot grow; False if there is nobody who could."""
+        now_s = time.perf_counter()
+        gone = self.turns.relieve(self.active, now_s)
+        if gone is not None:
+            self._leave(cast(RunningRequest, gone[0]), gone[1], now_s)
+            return True
+        if not self._patient(self.active[-1]):
+            self._end(self.active[-1], now_s, error=short)
+        return False
+
+    def _advance(self, outcome: StepOutcome) -> None:
+        """Counts what was computed, and draws the next token where all that is known is."""
+        for parts, logits in outcome.done:
+            ends = []
+            for place, (live, done) in enumerate(parts):
+                live.ready += done
+                if live.ready == live.prompt + live.made:
+                    ends.append(place)
+            if ends:
+                self._draw([parts[place][0] for place in ends], _rows(logits, ends))
+
+    def _draw(self, lives: Items[RunningRequest], logits: torch.Tensor) -> None:
+        """Keeps each token as soon as it is chosen: no choice can be made again."""
+        before, places = len(self._made), [live.made for live in lives]
+        try:
+            with torch.no_grad():
+                drawn = draw([live.choice for live in lives], logits)
+                self._made.extend(zip(lives, places, drawn, strict=True))
+        except Exception as error:  # nobody knows whose fault it is
+            for live in lives[len(self._made) - before :]:
+                self._made.append((live, live.made, Drawn(-1, True, error)))
+
+    def _hand_out(self, gaps: list[float] | None) -> None:
+        """Gives tokens to those who wait for them, and ends what is over."""
+        now_s = time.perf_counter()
+        while self._made:
+            live, place, (token, over, error) = self._made[0]
+            if error is not None:
+                self._end(live, now_s, error=error)
+            else:
+                self._give(live, place, token, now_s, gaps)
+                if over:
+                    self._end(live, now_s, "stop")
+                elif live.made >= live.limit:
+                    self._end(live, now_s, "length")
+            self._made.popleft()
+
+    def _give(
+        self, live: RunningRequest, place: int, token: int, now_s: float, gaps: list[float] | None
+    ) -> None:
+        if len(live.tokens) == place:  # else it was interrupted right behind
+            live.tokens.append(token)
+        live.made = place + 1
+        if not live.first_s:
+            live.first_s = now_s
+        elif gaps is not None:
+            gaps.append(now_s - live.last_s)
+        live.last_s = now_s
+        if live.answer.heard:
+            self._told.append(live.answer)
+
+    def reset(self, off: Iterable[Answer]) -> None:
+        """See `RequestTable.reset`."""
+        self._stuck = -1, 0.0
+        self._hand_out(None)
+        super().reset(off)
+
+
+def _rows(logits: torch.Tensor, places: list[int]) -> torch.Tensor:
+    return logits if len(places) == logits.shape[0] else logits[places]
+
+
+# What an engine can be told beside its model and cache, checked in one place.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Settings of an engine.
+
+    Attributes:
+        scheduler: "fcfs", another name of `flowkv.policy.scheduling.SCHEDULERS`, or a `Scheduler`.
+        scheduler_options: Arguments of the scheduler's class.
+        max_rows: Most requests in one step.
+        token_budget: Most tokens in one step; rows that decode come first, the rest is for prompts.
+        watermark: Share of the device's pages that stays free when a request enters.
+        max_waiting: Most requests that wait; `submit` refuses further ones.
+        context_tokens: Most tokens of a request, its new ones included; default what the model and
+            the device's pages allow.
+        swap: Most host memory for pages of preempted requests, in bytes or as "4GiB".
+        patience_s: Seconds that a request which is alone waits for pages that others than the
+            engine hold, before it fails.
+        seed: Of requests that have none.
+        invariant: A request's tokens do not depend on the others to the last bit, at the cost of
+            speed.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+
+    scheduler: str | Scheduler = "fcfs"
+    scheduler_options: dict[str, Any] = field(default_factory=dict)
+    max_rows: int = 32
+    token_budget: int = 512
+    watermark: float = 0.02
+    max_waiting: int = 1024
+    context_tokens: int | None = None
+    swap: int | str = "4GiB"
+    patience_s: float = 1.0
+    seed: int = 0
+    invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "token_budget", "max_waiting"):
+            whole(name, getattr(self, name), 1)
+        if self.context_tokens is not None:
+            whole("context_tokens", self.context_tokens, 2)
+        if self.token_budget < self.max_rows:
+            raise ConfigError(
+                f"token_budget={self.token_budget} for {self.max_rows} rows, which decode one "
+                "token each",
+                "Raise token_budget, or lower max_rows",
+            )
+        if not is_number(self.watermark) or not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark={self.watermark!r}", "Use a share from 0 to less than 1")
+        if not is_number(self.patience_s) or not self.patience_s >= 0.0:
+            raise ConfigError(f"patience_s={self.patience_s!r}", "Use seconds, 0 or more")
+        whole("seed", self.seed)
+        parse_size(self.swap)
+        self.order()
+
+    @property
+    def swap_bytes(self) -> int:
+        """Most host memory for pages of preempted requests."""
+        return parse_size(self.swap)
+
+    def order(self) -> Scheduler:
+        """The scheduler."""
+        return make_scheduler(self.scheduler, **self.scheduler_options)
+
+
+def make_settings(**given: Any) -> EngineSettings:
+    """Settings from keywords.
+
+    Raises:
+        ConfigError: A name or value is wrong.
+    """
+    names = [one.name for one in fields(EngineSettings)]
+    for name in given:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ConfigError(
+                f"an engine has no setting {name!r}", f"{hint}Use one of {', '.join(names)}"
+            )
+    return EngineSettings(**given)
+
+
+# What an engine knows of the model that it serves: how it is run, and what it cannot take.
+
+Check = Callable[[NDArray[np.uint32], Mapping[str, Any]], None]
+
+
+class ServedModel(NamedTuple):
+    """A model as an engine serves it.
+
+    Attributes:
+        runner: Runs it.
+        sampler: Reads how requests choose their tokens.
+        positions: Most tokens of a request, its new ones included; None if there is no bound.
+        vocabulary: Token ids are below this; 2**32 where nobody knows.
+        check: Refuses a prompt, with its options, that cannot be served.
+    """
+
+    runner: Runner
+    sampler: Sampler
+    positions: int | None = None
+    vocabulary: int = 1 << 32
+    check: Check = lambda tokens, options: None
+
+
+def serve(
+    model: Any,
+    kv: KV,
+    runner: Runner | None,
+    sampler: Sampler | None,
+    *,
+    fixed: bool = False,
+) -> ServedModel:
+    """How a model is served.
+
+    Args:
+        model: A Hugging Face model that is attached to the cache, or your own: called with
+            `(tokens [1, N], positions [1, N])`, it returns logits `[1, N, V]`.
+        kv: The cache.
+        runner: Runs it in another way.
+        sampler: Reads options in another way.
+        fixed: What comes of a request is to be the same to the last bit whatever else runs.
+
+    Raises:
+        ConfigError: The model is not attached to this cache, or no model at all; or steps of a
+            runner of your own, or over pages of a lossy codec, are to be fixed.
+        UnsupportedModelError: It cannot be continued from token ids alone, or its steps cannot be
+            fixed.
+        CapacityError: The cache has no room to try how rows of the model run together.
+    """
+    if runner is not None:
+        if fixed:
+            raise ConfigError("invariant=True beside a runner", "Make your runner invariant")
+        return ServedModel(runner, sampler or OwnSampler())
+    if fixed:
+        check_cache(kv)
+    if hasattr(model, "config") and callable(getattr(model, "generate", None)):
+        return _transformers(model, kv, sampler, fixed)
+    if not callable(model):
+        raise ConfigError(
+            f"{type(model).__name__} is no model", "Pass a model, or runner= that runs one"
+        )
+    forward = own_model(model)
+    return ServedModel(
+        PackedRunner(kv, invariant(forward) if fixed else forward), sampler or OwnSampler()
+    )
+
+
+def _transformers(model: Any, kv: KV, sampler: Sampler | None, fixed: bool) -> ServedModel:
+    parts = importlib.import_module("flowkv.hooks.huggingface").make_runner_parts(model, kv)
+    if sampler is None:
+        sampling = importlib.import_module("flowkv.hooks.huggingface.runners")
+        sampler = sampling.GenerateSampler(parts.model)
+    runner: Runner = parts.apart
+    if parts.forward is not None:
+        forward = invariant(parts.forward) if fixed else parts.forward
+        runner = PackedRunner(kv, forward, parts.refresh)
+    elif fixed:
+        raise UnsupportedModelError(
+            f"steps of this model cannot be made invariant: {parts.reason}",
+            "Leave invariant=True out",
+        )
+    return ServedModel(runner, sampler, parts.positions, parts.vocabulary, parts.check)
+
+
+# What a request has to be before an engine takes it: wrong ones are refused at submit.
+
+_NUMBERS = count()  # of all engines: whoever watches a cache of several tells them apart
+_FIELDS = [one.name for one in fields_of(Request) if one.name != "prompt"]
+
+
+def make_request(prompt: Tokens | Request, fields: Mapping[str, Any]) -> Request:
+    """A request from a prompt, or another request, and further fields.
+
+    Raises:
+        ConfigError: There is no such field, or its value is none.
+    """
+    for name in fields:
+        if name not in _FIELDS:
+            hint = did_you_mean(name, _FIELDS)
+            raise ConfigError(
+                f"a request has no field {name!r}",
+                f"{hint}How tokens are chosen goes into options={{...}}, see flowkv.Request",
+            )
+    if isinstance(prompt, Request):
+        request = replace(prompt, **fields) if fields else prompt
+    else:
+        request = Request(prompt=prompt, **fields)
+    whole("max_new_tokens", request.max_new_tokens, 1)
+    whole("priority", request.priority)
+    if request.seed is not None:
+        whole("seed", request.seed, 0)
+        if request.seed >= 1 << 64:
+            raise ConfigError(f"seed={request.seed}", "Use a whole number below 2**64")
+    late = request.deadline_s
+    if late is not None and (not is_number(late) or not late >= 0):
+        raise ConfigError(f"deadline_s={late!r}", "Use seconds from submission, 0 or more")
+    if not isinstance(request.options, Mapping):
+        raise ConfigError(f"options={request.options!r}", "Pass a dictionary")
+    _check_identity(request)
+    return request
+
+
+def _check_identity(request: Request) -> None:
+    tenant, salts = request.tenant, request.salts
+    if tenant is not None and not isinstance(tenant, str):
+        raise ConfigError(f"tenant={tenant!r}", "Use text")
+    if not all(isinstance(salt, Salt) for salt in salts):
+        raise ConfigError(f"salts={salts!r}", "Pass flowkv.Salt objects")
+    try:
+        make_care(request.session, request.lease, request.retain, (tenant or "").encode()[:64])
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"a name that is no text: {error}", "Use valid Unicode") from None
+
+
+class Intake:
+    """Checks requests against the model and the device, and numbers them. Thread-safe.
+
+    Args:
+        served: The model.
+        settings: Of the engine.
+        longest: Says of how many tokens the longest request is that the device has pages for.
+        desk: Where answers are made.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        settings: EngineSettings,
+        longest: Callable[[], int],
+        desk: AnswerSource,
+    ) -> None:
+        self._served, self._settings, self._desk = served, settings, desk
+        self._longest = longest
+        self._places = count()
+
+    def take(self, request: Request) -> RunningRequest:
+        """What the engine makes of a request.
+
+        Raises:
+            CapacityError: It can never fit.
+            ConfigError: An option of it is wrong.
+            TokenError: Its prompt is empty, or holds what are no token ids of the model.
+            UnsupportedModelError: It needs more than token ids.
+        """
+        prompt = self._prompt(request)
+        if self._settings.invariant:
+            request = marked(request)
+        place, seed = next(self._places), request.seed
+        seed = seed_of(self._settings.seed, place) if seed is None else int(seed)
+        choice = self._served.sampler.start(request, prompt, seed)
+        answer = Answer(self._desk, next(_NUMBERS))
+        return RunningRequest(request, prompt, choice, answer, time.perf_counter(), copy_context())
+
+    def _prompt(self, request: Request) -> NDArray[np.uint32]:
+        given: object = request.prompt  # callers may pass anything
+        if isinstance(given, str | Mapping):
+            kind = "text" if isinstance(given, str) else "a mapping"
+            raise TokenError(
+                f"the prompt is {kind}", "Pass token ids, as in tokenizer(text).input_ids"
+            )
+        prompt = as_tokens(plain(request.prompt), self._served.vocabulary)
+        if not prompt.size:
+            raise TokenError("the prompt is empty", "Begin with one token at least")
+        self._served.check(prompt, request.options)
+        total = len(prompt) + request.max_new_tokens
+        bounds = {
+            "settings allow": self._settings.context_tokens,
+            "model allows": self._served.positions,
+            "device has pages for": self._longest(),
+        }
+        for name, most in bounds.items():
+            if most is not None and total > most:
+                raise CapacityError(
+                    f"{len(prompt)} tokens and {request.max_new_tokens} new ones, where the "
+                    f"engine's {name} {most}",
+                    "Shorten the prompt, or lower max_new_tokens",
+                )
+        return prompt
+
+
+# Who runs an engine: a thread of its own, stopped before the interpreter goes, or a caller.
+
+_started: weakref.WeakKeyDictionary[Loop, threading.Thread] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def start(loop: Loop) -> threading.Thread:
+    """Runs a loop on a thread of its own.
+
+    It ends once the loop's inbox is closed and all is answered. At the end of the process, what is
+    under way is called off: a thread within a model must not outlive the interpreter.
+    """
+    thread = threading.Thread(target=_serve, args=(loop,), name="flowkv-engine", daemon=True)
+    with _lock:
+        if not _started:
+            atexit.unregister(_stop)
+            atexit.register(_stop)
+        _started[loop] = thread
+    thread.start()
+    return thread
+
+
+def _serve(loop: Loop) -> None:
+    with loop.drive:
+        loop.driver = threading.get_ident()
+        try:
+            while not loop.idle or loop.inbox.wait():
+                loop.turn()
+        except BaseException as error:
+            _log.exception("an engine failed")
+            loop.fail(error)
+        finally:
+            loop.driver = 0
+
+
+def drive_until(loop: Loop, answers: Items[Answer]) -> None:
+    """Runs turns on this thread, which holds `loop.drive`, until answers are made."""
+    loop.driver = threading.get_ident()
+    try:
+        for answer in answers:
+            while not answer.done():
+                loop.turn()
+    except Exception as error:
+        loop.fail(error)
+    except BaseException:  # by the user, anywhere in a turn
+        loop.reset(answers)
+        raise
+    finally:
+        loop.driver = 0
+
+
+def _stop() -> None:
+    mine = [(loop, thread) for loop, thread in _started.items() if loop.pid == os.getpid()]
+    for loop, _ in mine:
+        loop.inbox.close(now=True)
+    for _, thread in mine:
+        thread.join()
 
 
 class Engine:
@@ -55,7 +1069,7 @@ class Engine:
         kv: Its cache. The engine does not close it.
         runner: Runs the model in another way.
         sampler: Reads the options of requests in another way.
-        **settings: See `flowkv.engine.settings.Settings`: scheduler, max_rows, token_budget, ...
+        **settings: See `EngineSettings`: scheduler, max_rows, token_budget, ...
 
     Raises:
         ConfigError: A setting is wrong, or the model is not attached to this cache.
@@ -81,9 +1095,9 @@ class Engine:
                 f"max_rows={made.max_rows} with a cache for {kv.config.max_rows} sequences",
                 "Lower it, or give the cache a larger max_rows",
             )
-        keeper = Keeper(kv, served.runner, made.swap_bytes)
+        keeper = KVManager(kv, served.runner, made.swap_bytes)
         limits = Limits(made.max_rows, made.token_budget, kv.page_size, made.watermark)
-        turns = Counted(made.order(), limits, keeper)
+        turns = CountedTurns(made.order(), limits, keeper)
         self._inbox = Inbox(made.max_waiting)
         self._loop = Loop(
             *(served.runner, keeper, turns, self._inbox, kv.bus), patience_s=made.patience_s
@@ -158,14 +1172,14 @@ class Engine:
                 answer.cancel()
             raise
 
-    def _hand_in(self, request: Request, *, limited: bool) -> Live:
+    def _hand_in(self, request: Request, *, limited: bool) -> RunningRequest:
         live = self._live(request)
         self._inbox.put(live, limited=limited)
         return live
 
     def _all(self, requests: Iterable[Tokens | Request], fields: dict[str, Any]) -> list[Answer]:
         """Hands in all of them, or none."""
-        lives: list[Live] = []
+        lives: list[RunningRequest] = []
         for place, one in enumerate(requests):
             try:
                 lives.append(self._live(make_request(one, fields)))
@@ -175,7 +1189,7 @@ class Engine:
         self._inbox.put(*lives, limited=False)
         return [live.answer for live in lives]
 
-    def _live(self, request: Request) -> Live:
+    def _live(self, request: Request) -> RunningRequest:
         if os.getpid() != self._loop.pid:
             raise StateError(
                 "the engine belongs to the parent process", "Make another one in this process"

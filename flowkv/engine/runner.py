@@ -10,13 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowkv.cache.kv import KV, PagedRow, Tokens, open_row
+from flowkv.cache.sequence import Sequence
+from flowkv.cache.step import Step
 from flowkv.core.errors import GeometryError
 from flowkv.engine.request import Request
-from flowkv.runtime.batch import Step
-from flowkv.runtime.cache import KV
-from flowkv.runtime.opening import Tokens
-from flowkv.runtime.row import PagedRow, open_row
-from flowkv.runtime.sequence import Sequence
 
 
 class Runner(Protocol):
@@ -29,7 +27,7 @@ class Runner(Protocol):
 
     together: bool
 
-    def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> Row:
+    def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> OpenRow:
         """Opens a row with its known prefix in place, or (`wait=False`) on its way.
 
         Args:
@@ -42,7 +40,7 @@ class Runner(Protocol):
         """
         ...
 
-    def step(self, rows: Items[Row], tokens: Items[Tokens]) -> torch.Tensor:
+    def step(self, rows: Items[OpenRow], tokens: Items[Tokens]) -> torch.Tensor:
         """Runs the model over the next tokens of some rows.
 
         If it raises, no row has moved.
@@ -60,7 +58,7 @@ class Runner(Protocol):
         ...
 
 
-class Row(Protocol):
+class OpenRow(Protocol):
     """A request that is in the model's cache.
 
     Attributes:
@@ -86,7 +84,7 @@ Forward = Callable[[Step, torch.Tensor], torch.Tensor]
 """Runs a model in a step: (step, int64 `[B]` places in its tokens) -> logits `[B, V]` there."""
 
 
-class Packed:
+class PackedRunner:
     """Rows of any lengths, packed one after the other: no padding, no mask.
 
     Args:
@@ -107,7 +105,7 @@ class Packed:
         self._refresh()
         return open_row(self._kv, request, tokens, wait=wait)
 
-    def step(self, rows: Items[Row], tokens: Items[Tokens]) -> torch.Tensor:
+    def step(self, rows: Items[OpenRow], tokens: Items[Tokens]) -> torch.Tensor:
         """See `Runner.step`."""
         packed = _packed(tokens)
         step = self._kv.plan([row.seq for row in rows], [len(ids) for ids in tokens])

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from flowkv.cache.step import CURRENT, Step
 from flowkv.core.errors import GeometryError, StateError
-from flowkv.runtime.batch import CURRENT, Step
 
 _SDPA = F.scaled_dot_product_attention
 

@@ -8,14 +8,14 @@ may touch is compared with the arena as well, which reads the tables.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from flowkv.core.errors import GeometryError
-from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK
-from flowkv.kernels.operands import Pages, Ragged, Scoring
+from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK, PageLayout
+from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 
 _depth = 0
 
@@ -274,3 +274,63 @@ def _check_pages(pages: Pages, batch: Ragged, tokens: int | None, writes: bool) 
 
 def _last(page: int, last: dict[int, int]) -> int:
     return last.get(page >> CODEC_SHIFT, -1)
+
+
+# Checks of rotations and of lists of tokens, before kernels read them; see `bounds`.
+
+
+def check_rotary(rope: Rotary, layout: PageLayout, device: torch.device, lines: int) -> None:
+    """Check rotations of keys of `layout`, of which at least `lines` will be read.
+
+    Raises:
+        GeometryError: A wrong shape, dtype or device, or too few lines.
+    """
+    cos, sin = rope.cos, rope.sin
+    for name, x in (("cos", cos), ("sin", sin)):
+        if (
+            x.dtype is not torch.float32
+            or x.dim() != 2
+            or x.shape != cos.shape
+            or not x.is_contiguous()
+            or x.device != device
+        ):
+            raise GeometryError(
+                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}",
+                f"Make cos and sin contiguous torch.float32 [positions, R/2] on {device}",
+            )
+    if cos.shape[0] < lines:
+        raise GeometryError(
+            f"{cos.shape[0]} lines of rotations for {lines} positions",
+            "Make cos and sin as long as the longest row may become",
+        )
+    if rope.start < 0 or rope.start + 2 * cos.shape[1] > layout.head_dim or not cos.shape[1]:
+        raise GeometryError(
+            f"{2 * cos.shape[1]} rotated dims from {rope.start} on, of {layout.head_dim}",
+            "Pass cos and sin once per pair, [positions, R/2], for R rotated dims within a head",
+        )
+    if layout.latent and rope.start < layout.value_dim:
+        raise GeometryError(
+            f"rotated dims from {rope.start} on, of which {layout.value_dim} are the value",
+            f"Rotate what stands behind a latent: start={layout.value_dim}",
+        )
+
+
+def check_lines(
+    name: str, x: torch.Tensor, shape: Sequence[int], device: torch.device, low: int, end: int
+) -> None:
+    """Check a list of numbers from `low` to `end` - 1; their values only while `checking`.
+
+    Raises:
+        GeometryError: A wrong shape, dtype or device, or (while `checking`) a number outside.
+    """
+    if x.dtype is not torch.int32 or x.shape != tuple(shape) or x.device != device:
+        raise GeometryError(
+            f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}",
+            f"Make it torch.int32 {list(shape)} on {device}",
+        )
+    if is_checking() and x.numel():
+        least, most = int(x.min()), int(x.max())
+        if least < low or most >= end:
+            raise GeometryError(
+                f"{name} holds {least} to {most}", f"Pass numbers from {low} to {end - 1}"
+            )

@@ -9,15 +9,205 @@ Inference", flashinfer.ai 2024; Juravsky et al., "Hydragen", arXiv 2402.05099).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flowkv.core.errors import GeometryError
 from flowkv.kernels import bounds
-from flowkv.kernels.cascade_plan import Cascade
 from flowkv.kernels.dispatch import choose, lossiest
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.registry import ANY, resolve
+
+# Which rows of a step share a prefix, and the step as two: what they share, and what they do not.
+#
+# A plan is made on the host, once per step, and holds as long as the tables do: a captured CUDA
+# graph may be replayed with other lengths only while every group shares the pages it was planned
+# with.
+#
+# One level: where all rows share a little and some share more, rows are cut into the groups that
+# spare the most reads.
+
+Ints = NDArray[np.int64]
+
+LEAST_TOKENS = 4096
+"""Reads of tokens that a group must spare: about as long as the launches it takes (16 MB)."""
+
+
+class Group(NamedTuple):
+    """Neighbouring rows of a batch, `first` to `end - 1`, that begin with the same pages."""
+
+    first: int
+    end: int
+    pages: int
+
+
+class Cascade(NamedTuple):
+    """A step's rows, cut into what they share and what they do not.
+
+    Attributes:
+        batch: The step it was planned for.
+        groups: Who shares how much.
+        prefix: A row for each group, over its shared pages; its new tokens are those of all its
+            rows. None without groups.
+        suffix: The rows, without the pages they share.
+        tokens: int64, the packed tokens of rows in groups; None if those are all.
+    """
+
+    batch: Ragged
+    groups: tuple[Group, ...]
+    prefix: Ragged | None
+    suffix: Ragged
+    tokens: torch.Tensor | None
+
+
+def shared_prefixes(lines: Ints, full: Ints, page_size: int, least_tokens: int) -> list[Group]:
+    """The groups of neighbouring rows that spare the most reads of pages.
+
+    Args:
+        lines: `[B, pages]`, page ids of each row; -1 for none.
+        full: `[B]`, pages of each row that lie wholly before its new tokens.
+        page_size: Tokens P of a page.
+        least_tokens: (rows - 1) * shared tokens of a group, at least.
+    """
+    rows, columns = lines.shape
+    if rows < 2 or not columns:
+        return []
+    same = (lines[1:] == lines[:-1]) & (lines[1:] >= 0)
+    common = np.where(same.all(1), columns, same.argmin(1))  # pages shared with the row before
+    common = np.minimum(common, np.minimum(full[1:], full[:-1]))
+    groups, first = [], 0
+    for row in range(1, rows + 1):
+        if row == rows or common[row - 1] == 0:
+            groups += _best_cuts(common[first : row - 1], first)
+            first = row
+    return [g for g in groups if (g.end - g.first - 1) * g.pages * page_size >= least_tokens]
+
+
+def _best_cuts(common: Ints, first: int) -> list[Group]:
+    """Cuts of a run of rows into groups: `common` pages are shared by each and the one before."""
+    count = len(common) + 1
+    if count == 1 or common.min() == common.max():  # one system prompt: the usual case
+        return [Group(first, first + count, int(common[0]))] if count > 1 else []
+    best, cut = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+    for end in range(1, count + 1):
+        # A group [i, end) shares the least of what its neighbours do; a single row spares nothing.
+        depth = np.minimum.accumulate(common[: end - 1][::-1])[::-1]
+        spared = best[:end] + np.append(depth * np.arange(end - 1, 0, -1), 0)
+        cut[end] = int(spared.argmax())
+        best[end] = spared[cut[end]]
+    groups, end = [], count
+    while end:
+        begin = int(cut[end])
+        if end - begin > 1:
+            groups.append(Group(first + begin, first + end, int(common[begin : end - 1].min())))
+        end = begin
+    return groups[::-1]
+
+
+def plan_cascade(
+    batch: Ragged,
+    page_size: int,
+    *,
+    host: Ragged | None = None,
+    groups: Sequence[Group] | None = None,
+    least_tokens: int = LEAST_TOKENS,
+) -> Cascade:
+    """Find the prefixes that neighbouring rows of a step share; made once per step.
+
+    Args:
+        batch: The step.
+        page_size: Tokens P of a page.
+        host: The same batch on the CPU; default: it is copied, for which a GPU is waited for.
+        groups: What is shared, ascending, where the caller knows; default: the table tells.
+        least_tokens: Reads of tokens that a group must spare.
+
+    Raises:
+        GeometryError: Groups overlap, or their rows do not share so many full pages.
+    """
+    table, *others = (x.numpy(force=True) for x in (host or batch)[:4])
+    rows, lengths, starts = (x.astype(np.int64) for x in others)
+    lines, full = table[rows].astype(np.int64), (lengths - np.diff(starts)) // page_size
+    if groups is None:
+        groups = shared_prefixes(lines, full, page_size, least_tokens)
+    else:
+        _check_groups(groups, lines, full)
+    skipped = np.zeros(len(rows), np.int64)
+    for group in groups:
+        skipped[group.first : group.end] = group.pages
+    return Cascade(
+        batch,
+        tuple(groups),
+        _prefix(batch, groups, rows, starts, page_size) if groups else None,
+        _suffix(batch, skipped, lengths - skipped * page_size, page_size) if groups else batch,
+        _grouped_tokens(batch, groups, starts),
+    )
+
+
+def _check_groups(groups: Sequence[Group], lines: Ints, full: Ints) -> None:
+    end = 0
+    for group in groups:
+        own = lines[group.first : group.end, : group.pages]
+        if (
+            not end <= group.first < group.end <= len(lines)
+            or not 0 < group.pages <= full[group.first : group.end].min()
+            or (own != own[0]).any()
+            or (own < 0).any()
+        ):
+            raise GeometryError(
+                f"{group} does not fit the step",
+                "Give ascending groups of rows whose first pages are the same, and full before "
+                "the new tokens; or leave `groups` out",
+            )
+        end = group.end
+
+
+def _prefix(
+    batch: Ragged,
+    groups: Sequence[Group],
+    rows: Ints,
+    starts: Ints,
+    page_size: int,
+) -> Ragged:
+    counts = [int(starts[group.end] - starts[group.first]) for group in groups]
+    lengths = [group.pages * page_size for group in groups]
+    return batch._replace(
+        rows=_like(batch, [int(rows[group.first]) for group in groups]),
+        lengths=_like(batch, lengths),
+        starts=_like(batch, [0, *np.cumsum(counts)]),
+        most_new=max(counts),
+        most_length=max(lengths),
+        most_prompts=len(groups),
+    )
+
+
+def _suffix(batch: Ragged, skipped: Ints, lengths: Ints, page_size: int) -> Ragged:
+    columns = -(-int(lengths.max()) // page_size)
+    device = batch.table.device
+    index = torch.from_numpy(skipped).to(device)[:, None] + torch.arange(columns, device=device)
+    width = batch.table.shape[1]
+    lines = batch.table[batch.rows.long()].gather(1, index.clamp(max=width - 1))
+    return batch._replace(
+        table=lines.masked_fill(index >= width, -1),
+        rows=torch.arange(len(skipped), dtype=torch.int32, device=device),
+        lengths=_like(batch, lengths),
+        most_length=int(lengths.max()),
+    )
+
+
+def _grouped_tokens(batch: Ragged, groups: Sequence[Group], starts: Ints) -> torch.Tensor | None:
+    parts = [np.arange(starts[group.first], starts[group.end]) for group in groups]
+    if not parts or sum(map(len, parts)) == starts[-1]:
+        return None
+    return torch.from_numpy(np.concatenate(parts)).to(batch.table.device)
+
+
+def _like(batch: Ragged, values: object) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, np.int32)).to(batch.table.device)
+
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 

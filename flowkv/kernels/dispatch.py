@@ -1,4 +1,4 @@
-"""The operations of a forward pass: check the operands, choose the backend, run.
+"""All operations on pages: check the operands, choose the backend, run.
 
 CUDA tensors go to Triton; float32, bfloat16 and float16 on the CPU to numba; anything else to the
 torch oracle. `backend=` overrides the choice.
@@ -10,11 +10,13 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 
-from flowkv.core.errors import GeometryError
+from flowkv.core.errors import ConfigError, GeometryError
+from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout
 from flowkv.kernels import bounds
-from flowkv.kernels.bounds_rotary import check_rotary
+from flowkv.kernels.bounds import check_lines, check_rotary
 from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 from flowkv.kernels.registry import ANY, resolve
 
@@ -204,3 +206,343 @@ def gather_dense(
 def lossiest(pages: Pages) -> str:
     """The codec by which an implementation is looked up: who serves it serves the ones before."""
     return pages.sealed[-1].codec if pages.sealed else pages.layout.codec
+
+
+# The operation that encodes pages: check the operands, choose the backend, run.
+
+SOUND, NON_FINITE, OUT_OF_RANGE = 0, 1, 2
+"""What `transcode` says of a layer of a page."""
+
+
+def transcode(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    old: PageLayout,
+    new: PageLayout,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Write full pages once more in another codec: seal, demote, or decode.
+
+    All implementations write the same bytes: every step is one correctly rounded float32
+    operation in a given order (docs/explain/codecs.md). Bytes between runs and stripes become 0.
+
+    Args:
+        arena: uint8 `[bytes]`.
+        source: int32 `[n]`, granules at which pages in layout `old` begin.
+        target: int32 `[n]`, granules for their copies in layout `new`; no two pages overlap.
+        old: Layout of the sources.
+        new: Layout of the targets, of the same layers, heads, dims and page size.
+        backend: "reference", "cpu" or "triton"; default by device and dtype.
+
+    Returns:
+        int32 `[n, L]`: per page and layer `SOUND`; `NON_FINITE` where K or V hold NaN or infinity;
+        `OUT_OF_RANGE` where a scale is beyond float16. A target that is not `SOUND` in all its
+        layers must not be used.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend, or it does not know one of the codecs; latent pages.
+    """
+    bounds.check_granules(arena, old.granules, source=source)
+    bounds.check_granules(arena, new.granules, target=target)
+    same = ("layers", "kv_heads", "page_size", "head_dim", "value_dim", "dtype")
+    differing = [name for name in same if getattr(old, name) != getattr(new, name)]
+    if differing or source.shape != target.shape:
+        raise GeometryError(
+            f"{len(source)} pages to {len(target)}, layouts that differ in {differing or 'codec'}",
+            "Pass a target for every source, and two codecs of one layer group",
+        )
+    if old.latent:
+        raise ConfigError(
+            "transcoding pages of a latent group", "Leave them: their only codec is raw"
+        )
+    lossiest = max(old, new, key=lambda layout: CODECS.index(layout.codec))
+    backend = backend or choose(arena.device, page_dtype=old.dtype)
+    status: torch.Tensor = resolve("transcode", lossiest.codec, backend)(
+        arena, source, target, old, new
+    )
+    return status
+
+
+# Operations that move pages and tokens: check the operands, choose the backend, run.
+
+
+def copy_pages(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    granules: int,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Copy pages within the arena; no target may overlap another target or a source.
+
+    Args:
+        arena: uint8 `[bytes]`.
+        source: int32 `[n]`, granules at which the pages begin.
+        target: int32 `[n]`, granules at which their copies begin.
+        granules: Granules of a page (`PageLayout.granules`).
+        backend: "reference", "cpu" or "triton"; default by device.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend.
+    """
+    bounds.check_granules(arena, granules, source=source, target=target)
+    if source.shape != target.shape:
+        raise GeometryError(
+            f"{len(source)} sources, {len(target)} targets", "Pass a target for every source"
+        )
+    resolve("copy_pages", ANY, backend or choose(arena.device))(arena, source, target, granules)
+
+
+def gather_pages(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    granules: int,
+    out: torch.Tensor,
+    *,
+    part: tuple[int, int] | None = None,
+    backend: str | None = None,
+) -> None:
+    """Copy pages of the arena, or one layer's stripe of each, side by side into staging.
+
+    Args:
+        arena: uint8 `[bytes]`.
+        source: int32 `[n]`, granules at which the pages begin.
+        granules: Granules of a page.
+        out: uint8 `[n, granules * 4096]`, contiguous; beside a GPU it may be pinned host memory,
+            which holds the pages when the stream has come so far.
+        part: `(first, count)` in granules (`stripe_part`) of each page; `out` is
+            `[n, count * 4096]` then. Default: whole pages.
+        backend: "reference", "cpu" or "triton"; default by device.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend.
+    """
+    _check_staged(arena, granules, part, "out", out, source=source)
+    move = resolve("gather_pages", ANY, backend or choose(arena.device))
+    move(arena, source, granules, out, part)
+
+
+def scatter_pages(
+    arena: torch.Tensor,
+    target: torch.Tensor,
+    granules: int,
+    data: torch.Tensor,
+    *,
+    part: tuple[int, int] | None = None,
+    backend: str | None = None,
+) -> None:
+    """Copy the lines of a staging tensor to pages of the arena, or to one stripe of each.
+
+    Args:
+        arena: uint8 `[bytes]`.
+        target: int32 `[n]`, granules at which the pages begin; no two overlap.
+        granules: Granules of a page.
+        data: uint8 `[n, granules * 4096]`, contiguous; beside a GPU it may be pinned host memory,
+            which must live until the stream has come so far.
+        part: `(first, count)` in granules (`stripe_part`) of each page, the only bytes written;
+            `data` is `[n, count * 4096]` then. Default: whole pages.
+        backend: "reference", "cpu" or "triton"; default by device.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend.
+    """
+    _check_staged(arena, granules, part, "data", data, target=target)
+    move = resolve("scatter_pages", ANY, backend or choose(arena.device))
+    move(arena, target, granules, data, part)
+
+
+def drop_tokens(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    keep: torch.Tensor,
+    layout: PageLayout,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Make pages of the tokens that are kept of others, chosen for each layer and KV head alone.
+
+    Sparsification by what tokens weigh (H2O, Zhang et al., arXiv 2306.14048; SnapKV, Li et al.,
+    arXiv 2404.14469). Keys keep the rotations of their own positions. All pages are raw: sealed
+    ones are decoded first (`transcode`), and what results may be sealed again.
+
+    Args:
+        arena: uint8 `[bytes]`.
+        source: int32 `[s]`, granules at which the pages of a row begin, in order.
+        target: int32 `[ceil(n / P)]`, granules of pages to fill; none overlaps another page.
+        keep: int32 `[L, Hk, n]`: token j of the new pages of a layer and head is token
+            `keep[l, h, j]`, below s * P, of the old ones, in whatever order.
+        layout: Where the bytes of a page lie.
+        backend: "reference", "cpu" or "triton"; default by device and dtype.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend, or the pages are sealed.
+    """
+    bounds.check_granules(arena, layout.granules, source=source, target=target)
+    kept = keep.shape[-1] if keep.dim() else 0
+    shape = layout.layers, layout.kv_heads, kept
+    check_lines("keep", keep, shape, arena.device, 0, len(source) * layout.page_size)
+    if len(target) != -(-kept // layout.page_size):
+        raise GeometryError(
+            f"{len(target)} pages for {kept} tokens",
+            f"Pass one fresh page for each {layout.page_size} tokens that are kept",
+        )
+    backend = backend or choose(arena.device, page_dtype=layout.dtype)
+    resolve("drop_tokens", layout.codec, backend)(arena, source, target, keep, layout)
+
+
+def stripe_part(layout: PageLayout, layer: int, layers: int = 1) -> tuple[int, int]:
+    """`part` of a page that holds `layers` layers from `layer` (within the group) on."""
+    stripe = layout.stripe_stride_bytes // GRANULE_BYTES
+    return layer * stripe, layers * stripe
+
+
+def _check_staged(
+    arena: torch.Tensor,
+    granules: int,
+    part: tuple[int, int] | None,
+    name: str,
+    staging: torch.Tensor,
+    **lists: torch.Tensor,
+) -> None:
+    bounds.check_granules(arena, granules, **lists)
+    first, count = part or (0, granules)
+    if first < 0 or count < 0 or first + count > granules:
+        raise GeometryError(
+            f"part ({first}, {count}) of pages of {granules} granules",
+            "Pass (first granule, granules) within the page, as stripe_part() answers",
+        )
+    (places,) = lists.values()
+    bounds.check_staging(name, staging, arena, len(places), count)
+
+
+# Keys that move to other positions: pages are reused where their prefix is another one.
+#
+# A key that was rotated for position p (RoPE, Su et al., arXiv 2104.09864) and is needed at p + d
+# is rotated by d once more: R(d) R(p) = R(p + d). So a chunk of text computed elsewhere can stand
+# behind another prefix (CacheBlend, Yao et al., arXiv 2405.16444), for the cost of one pass over
+# its keys.
+#
+# *Error.* Let u be the unit roundoff of the pages' dtype (2**-8 bfloat16, 2**-11 float16, 2**-24
+# float32), and r the length of a pair (x, y). A stored key is off by u * r at most per pair;
+# turning keeps that, and rounding adds u * r. So a repositioned key lies within (2 u + 2**-21) r
+# of the exact one, where a computed one lies within u * r: one rounding more (float16 below
+# 2**-14 is coarser, by 2**-24). n moves cost n roundings: move from the original. Angles are made
+# in float64; models that make theirs in float32 are off by up to 2**-24 * position radians
+# themselves, which no rotation can know.
+
+
+def rotations(
+    deltas: Sequence[int],
+    inv_freq: torch.Tensor | Sequence[float],
+    *,
+    interleaved: bool = False,
+    start: int = 0,
+    device: torch.device | str = "cpu",
+) -> tuple[Rotary, torch.Tensor]:
+    """Rotations by distances, made once on the host in float64, one line for each distinct one.
+
+    Args:
+        deltas: `[n]`, new position of each page less its old one, in tokens.
+        inv_freq: `[R/2]`, radians a token, of the model's rotary embedding.
+        interleaved: Whether dims of a pair are neighbours, or one from either half of the R dims.
+        start: First of the R rotated dims of a key.
+        device: Where the pages lie.
+
+    Returns:
+        (rotations, `turns` int32 `[n]`), the operands of `reposition`; -1 where nothing moves.
+    """
+    distinct = sorted({int(delta) for delta in deltas} - {0})
+    lines = {0: -1} | {delta: line for line, delta in enumerate(distinct)}
+    speed = torch.as_tensor(inv_freq, dtype=torch.float64, device="cpu").numpy()
+    angle = np.array(distinct, np.float64)[:, None] * speed
+    cos, sin = (torch.from_numpy(f(angle).astype(np.float32)).to(device) for f in (np.cos, np.sin))
+    turns = torch.from_numpy(np.array([lines[int(delta)] for delta in deltas], np.int32)).to(device)
+    return Rotary(cos, sin, interleaved, start), turns
+
+
+def reposition(
+    arena: torch.Tensor,
+    pages: torch.Tensor,
+    turns: torch.Tensor,
+    rope: Rotary,
+    layout: PageLayout,
+    *,
+    layer: int | None = None,
+    backend: str | None = None,
+) -> None:
+    """Rotate the keys of raw pages in place, each page by a line of `rope`.
+
+    Sealed pages are decoded first (`transcode`) and sealed again behind. Values have no positions.
+
+    Args:
+        arena: uint8 `[bytes]`.
+        pages: int32 `[n]`, granules at which the pages begin; none twice.
+        turns: int32 `[n]`, line of `rope` for each page; -1 leaves a page as it is, bit for bit.
+        rope: Rotations, `rotations()` for distances.
+        layout: Where the bytes of a page lie.
+        layer: Within the group; default all.
+        backend: "reference", "cpu" or "triton"; default by device and dtype.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+        ConfigError: No such backend, or the pages are sealed.
+    """
+    bounds.check_granules(arena, layout.granules, pages=pages)
+    if layer is not None and not 0 <= layer < layout.layers:
+        raise GeometryError(
+            f"layer {layer} of a group of {layout.layers}",
+            "Count layers within their group, from 0, or pass None for all",
+        )
+    check_rotary(rope, layout, arena.device, 0)
+    check_lines("turns", turns, pages.shape, arena.device, -1, rope.cos.shape[0])
+    backend = backend or choose(arena.device, page_dtype=layout.dtype)
+    resolve("reposition", layout.codec, backend)(arena, pages, turns, rope, layout, layer)
+
+
+# `checksum`: what memory holds, computed where it lies, with the same result on every device.
+#
+# Word w at place j of its block becomes x = mix(w XOR (j + 1) G), a bijection of w, and a block's
+# two sums are the sums of x and of x times an odd number that j gives, modulo 2**64. So a change
+# of one word always changes both sums; words that trade places or change together collide by
+# chance alone (1 in 2**64, were the sums random). It guards against mistakes and not against an
+# attacker.
+
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xBF58476D1CE4E5B9
+"""G, and the multipliers of `mix`; odd, from Steele et al., "Fast splittable pseudorandom number
+generators" (2014), and Degski's mixer."""
+
+
+def checksum(words: torch.Tensor, block_words: int, *, backend: str | None = None) -> torch.Tensor:
+    """Two 64-bit sums over each block of a tensor.
+
+    Args:
+        words: int64 `[n]`, contiguous.
+        block_words: Words of a block; the last one may be shorter.
+        backend: "reference", "cpu" or "triton"; default by device.
+
+    Returns:
+        int64 `[ceil(n / block_words), 2]`, on the device of `words`.
+
+    Raises:
+        GeometryError: `words` is no flat contiguous int64 tensor, or a block has no words.
+        ConfigError: No such backend.
+    """
+    if words.dtype is not torch.int64 or words.dim() != 1 or not words.is_contiguous():
+        raise GeometryError(
+            f"words of shape {tuple(words.shape)} and type {words.dtype}",
+            "Pass a flat contiguous int64 tensor, as in x.view(-1).view(torch.int64)",
+        )
+    if block_words < 1:
+        raise GeometryError(f"blocks of {block_words} words", "Use at least 1")
+    if not len(words):
+        return words.new_zeros(0, 2)
+    return resolve("checksum", ANY, backend or choose(words.device))(words, block_words)

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from flowkv.kernels.reference import codec as reference_codec
+from flowkv.kernels import reference as reference_codec
 
 U, U_HALF, TINY = 2.0**-24, 2.0**-11, 2.0**-25
 """Unit roundoffs of float32 and float16; half of the least positive float16."""

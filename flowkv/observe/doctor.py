@@ -19,8 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from flowkv.core import libraries
-from flowkv.core.sizes import format_size
+from flowkv.core import errors
+from flowkv.core.config import format_size
 
 State = Literal["ok", "note", "warn", "bad"]
 
@@ -199,9 +199,9 @@ def _extras() -> Iterator[Finding]:
         elif older(version, oldest):
             text = f"{version} is older than {oldest} ({purpose})"
             yield Finding(name, "warn", text, f"pip install -U 'flowkv[{extra}]'", data)
-        elif extra == "mooncake" and (lacking := libraries.missing()):
+        elif extra == "mooncake" and (lacking := errors.missing()):
             text = f"{version} ({purpose}), without {', '.join(lacking)}"
-            advice = f"As root: {libraries.remedy(lacking)}"
+            advice = f"As root: {errors.remedy(lacking)}"
             yield Finding(name, "warn", text, advice, data | {"missing": lacking})
         else:
             yield Finding(name, "ok", f"{version} ({purpose})", data=data)

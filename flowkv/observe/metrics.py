@@ -9,14 +9,407 @@ import bisect
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from flowkv.core.errors import ConfigError
+from flowkv.observe import events
 from flowkv.observe.events import Bus, EngineStep, Event, Subscription
-from flowkv.observe.names import meaning
-from flowkv.observe.rules import RULES, Kind, Level, labels_of, read, rule_of, text
+
+# How events are counted: the one table that metrics and other exporters read.
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+class Rule(NamedTuple):
+    """How events of one type are counted; the mappings are from fields to metric names.
+
+    Attributes:
+        number: Counter of the events.
+        labels: Fields that tell series apart.
+        sums: Counters that grow by a field.
+        spreads: Histograms of a field, or of all values of a field that is a tuple.
+        levels: Gauges that a field sets.
+        maybe: Fields of `spreads` whose 0.0 means that there was nothing to measure.
+    """
+
+    number: str
+    labels: tuple[str, ...] = ()
+    sums: Mapping[str, str] = MappingProxyType({})
+    spreads: Mapping[str, str] = MappingProxyType({})
+    levels: Mapping[str, str] = MappingProxyType({})
+    maybe: tuple[str, ...] = ()
+
+
+class MetricReading(NamedTuple):
+    """What an event says about one metric.
+
+    Attributes:
+        kind: "counter": add `values[0]`; "gauge": set it; "histogram": add all of `values`.
+        name: The metric.
+        values: One value, or as many as the event has of a histogram.
+        timed: Whether a histogram is of seconds, not of counts.
+    """
+
+    kind: Kind
+    name: str
+    values: tuple[float, ...]
+    timed: bool = False
+
+
+class Level(NamedTuple):
+    """A value that is read when somebody asks, not told by events.
+
+    Attributes:
+        name: The metric.
+        value: Its value now.
+        labels: Of the series.
+        kind: "gauge"; "counter" if it never goes down.
+    """
+
+    name: str
+    value: float
+    labels: Mapping[str, str] = MappingProxyType({})
+    kind: Kind = "gauge"
+
+
+RULES: Mapping[type[Event], Rule] = MappingProxyType(
+    {
+        events.Published: Rule("published_total", ("group",), {"tokens": "published_tokens_total"}),
+        events.Encoded: Rule(
+            "encodings_total",
+            ("source", "target"),
+            {
+                "pages": "encoded_pages_total",
+                "n_bytes_before": "encoded_source_bytes_total",
+                "n_bytes": "encoded_bytes_total",
+            },
+        ),
+        events.Hit: Rule(
+            "hits_total", ("tier",), {"tokens": "hit_tokens_total", "n_bytes": "hit_bytes_total"}
+        ),
+        events.Miss: Rule("misses_total", (), {"tokens": "miss_tokens_total"}),
+        events.Restored: Rule(
+            "restores_total",
+            ("tier",),
+            {"tokens": "restored_tokens_total", "n_bytes": "restored_bytes_total"},
+            {"seconds": "restore_seconds"},
+        ),
+        events.RestoreSpan: Rule(
+            "restore_spans_total", ("engine",), {"n_bytes": "restore_span_bytes_total"}
+        ),
+        events.RestoreEnded: Rule(
+            "overlapped_restores_total",
+            (),
+            {
+                "computed_tokens": "restore_computed_tokens_total",
+                "loaded_tokens": "restore_loaded_tokens_total",
+                "failed": "restore_failed_loads_total",
+            },
+            {"seconds": "overlapped_restore_seconds", "exposed_s": "restore_exposed_seconds"},
+        ),
+        events.Audited: Rule("audited_pages_total", ("tier", "codec")),
+        events.Stored: Rule(
+            "stores_total",
+            ("tier",),
+            {"pages": "stored_pages_total", "n_bytes": "stored_bytes_total"},
+            {"seconds": "store_seconds"},
+        ),
+        events.Evicted: Rule(
+            "evictions_total",
+            ("tier", "reason"),
+            {"pages": "evicted_pages_total", "n_bytes": "evicted_bytes_total"},
+        ),
+        events.LayerSent: Rule(
+            "layers_sent_total", (), {"pages": "sent_pages_total", "n_bytes": "sent_bytes_total"}
+        ),
+        events.LayerArrived: Rule(
+            "layers_arrived_total",
+            (),
+            {"pages": "arrived_pages_total", "n_bytes": "arrived_bytes_total"},
+        ),
+        events.Promoted: Rule(
+            "promotions_total",
+            ("source", "tier"),
+            {"pages": "promoted_pages_total", "n_bytes": "promoted_bytes_total"},
+        ),
+        events.Demoted: Rule(
+            "demotions_total",
+            ("source", "tier"),
+            {"pages": "demoted_pages_total", "n_bytes": "demoted_bytes_total"},
+        ),
+        events.Defragmented: Rule(
+            "defragmentations_total",
+            ("device",),
+            {
+                "pages": "defragmented_pages_total",
+                "n_bytes": "defragmented_bytes_total",
+                "slabs": "defragmented_slabs_total",
+            },
+            {"seconds": "defragmentation_seconds"},
+            {"fragmentation": "fragmentation"},
+        ),
+        events.Failed: Rule(
+            "failures_total", ("tier", "operation"), {"items": "failed_items_total"}
+        ),
+        events.Quarantined: Rule("quarantined_total", ("tier",)),
+        events.StepPlanned: Rule(
+            "steps_total",
+            (),
+            {"new_tokens": "step_tokens_total"},
+            {"rows": "step_rows", "context_tokens": "step_context_tokens"},
+        ),
+        events.Queued: Rule(
+            "requests_total",
+            (),
+            {"prompt_tokens": "request_prompt_tokens_total"},
+        ),
+        events.Admitted: Rule(
+            "admissions_total",
+            ("resumed",),
+            {"reused_tokens": "admitted_reused_tokens_total"},
+            {"queued_s": "queue_seconds"},
+        ),
+        events.Preempted: Rule(
+            "preemptions_total",
+            ("kept",),
+            {"pages": "preempted_pages_total", "n_bytes": "preempted_bytes_total"},
+        ),
+        events.EngineStep: Rule(
+            "engine_steps_total",
+            (),
+            {
+                "prefill_tokens": "prefill_tokens_total",
+                "decode_tokens": "decode_tokens_total",
+                "made_tokens": "made_tokens_total",
+            },
+            {
+                "seconds": "engine_step_seconds",
+                "model_s": "engine_model_seconds",
+                "sampling_s": "engine_sampling_seconds",
+                "gaps_s": "inter_token_seconds",
+            },
+            {
+                "rows": "engine_rows",
+                "waiting": "requests_waiting",
+                "aside": "requests_aside",
+                "pages": "engine_pages",
+                "total_pages": "engine_total_pages",
+            },
+        ),
+        events.Finished: Rule(
+            "finished_total",
+            ("reason",),
+            {"new_tokens": "finished_tokens_total"},
+            {"seconds": "request_seconds", "ttft_s": "ttft_seconds", "tpot_s": "tpot_seconds"},
+            maybe=("ttft_s", "tpot_s"),
+        ),
+        events.Warned: Rule("warnings_total", ("code",)),
+    }
+)
+"""Event type -> how it is counted."""
+
+
+def rule_of(kind: type[Event]) -> Rule:
+    """The rule of an event type: its own, or that of its nearest base that has one."""
+    return next(RULES[base] for base in kind.__mro__ if base in RULES)
+
+
+def labels_of(event: Event, rule: Rule) -> dict[str, str]:
+    """Labels of the series that an event counts for."""
+    return {field: text(getattr(event, field)) for field in rule.labels}
+
+
+def read(event: Event, rule: Rule) -> list[MetricReading]:
+    """What an event says about each metric."""
+    found = [MetricReading("counter", rule.number, (1,))]
+    for field, name in rule.sums.items():
+        found.append(MetricReading("counter", name, (getattr(event, field),)))
+    for field, name in rule.levels.items():
+        found.append(MetricReading("gauge", name, (getattr(event, field),)))
+    for field, name in rule.spreads.items():
+        value = getattr(event, field)
+        if value or field not in rule.maybe:
+            values = value if isinstance(value, tuple) else (value,)
+            found.append(MetricReading("histogram", name, values, timed(field)))
+    return found
+
+
+def timed(field: str) -> bool:
+    """Whether a field holds seconds."""
+    return field == "seconds" or field.endswith("_s")
+
+
+def text(value: object) -> str:
+    """A label's value."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# Every metric by name: what it is, which labels it has, what it means.
+
+
+class Name(NamedTuple):
+    """What a metric is.
+
+    Attributes:
+        kind: "counter", "gauge" or "histogram".
+        labels: What tells its series apart.
+        meaning: One line for people.
+    """
+
+    kind: Kind
+    labels: tuple[str, ...]
+    meaning: str
+
+
+def _table(text: str) -> dict[str, Name]:
+    names = dict[str, Name]()
+    for line in text.strip().splitlines():
+        name, kind, labels, said = (cell.strip() for cell in line.split("|"))
+        names[name] = Name(_KINDS[kind], tuple(labels.split()), said)
+    return names
+
+
+_KINDS: dict[str, Kind] = {"c": "counter", "g": "gauge", "h": "histogram"}
+
+NAMES: Mapping[str, Name] = MappingProxyType(
+    _table("""
+requests_total | c | | Requests that an engine accepted
+request_prompt_tokens_total | c | | Tokens of their prompts
+requests_waiting | g | | Requests that wait for their first admission
+requests_aside | g | | Preempted requests whose pages lie in host memory
+admissions_total | c | resumed | Requests that entered the batch; resumed: again, after they were \
+preempted
+admitted_reused_tokens_total | c | resumed | Tokens that needed no computing when they entered
+queue_seconds | h | resumed | Wait that ended with an admission
+preemptions_total | c | kept | Requests that made room; kept: their pages went to host memory, \
+else they were dropped
+preempted_pages_total | c | kept | Device pages that they gave back
+preempted_bytes_total | c | kept | Bytes of those pages
+finished_total | c | reason | Requests that are over: stop, length, cancelled, deadline or failed
+finished_tokens_total | c | reason | New tokens that they got
+request_seconds | h | reason | From submission to the end
+ttft_seconds | h | reason | From submission to the first new token
+tpot_seconds | h | reason | Mean time of a further token of a request
+inter_token_seconds | h | | Time between two tokens of a row
+engine_steps_total | c | | Steps of engines
+engine_step_seconds | h | | A whole step
+engine_model_seconds | h | | The forward in it
+engine_sampling_seconds | h | | The choice of tokens in it
+prefill_tokens_total | c | | Prompt tokens that engines computed
+decode_tokens_total | c | | Tokens of rows that decode, computed
+made_tokens_total | c | | New tokens that requests got
+engine_rows | g | | Rows of the last step
+engine_pages | g | | Device pages that anybody held in the last step
+engine_total_pages | g | | Device pages that there are
+tokens_seen_total | c | | Prompt tokens that were looked up
+tokens_reused_total | c | | Those of them that were found
+open_sequences | g | | Sequences that are open
+known_pages | g | | Pages and states that the index knows, wherever they lie
+hits_total | c | tier | Prompts of which a part was found
+hit_tokens_total | c | tier | Prompt tokens found
+hit_bytes_total | c | tier | Bytes of what was found; 0 on the device
+misses_total | c | | Prompts of which a part was found nowhere
+miss_tokens_total | c | | Prompt tokens found nowhere
+restores_total | c | tier | Loads of prefixes
+restored_tokens_total | c | tier | Tokens of prefixes that were loaded
+restored_bytes_total | c | tier | Bytes of them
+restore_seconds | h | tier | From the beginning of such a load to its end
+overlapped_restores_total | c | | Restores from both ends
+overlapped_restore_seconds | h | | From the beginning of a restore to its end
+restore_exposed_seconds | h | | The part of that in which somebody waited for loads
+restore_computed_tokens_total | c | | Tokens that restores computed
+restore_loaded_tokens_total | c | | Tokens that restores loaded
+restore_failed_loads_total | c | | Loads that did not come and were recomputed
+restore_spans_total | c | engine | Pieces of restores (not counted unless followed)
+restore_span_bytes_total | c | engine | Bytes of them
+published_total | c | group | Times that full pages became known to the index
+published_tokens_total | c | group | Tokens of those pages
+encodings_total | c | source target | Times that full pages were encoded
+encoded_pages_total | c | source target | Pages that were encoded
+encoded_source_bytes_total | c | source target | Their bytes before
+encoded_bytes_total | c | source target | Their bytes afterwards
+stores_total | c | tier | Writes to a tier
+stored_pages_total | c | tier | Pages written
+stored_bytes_total | c | tier | Bytes written
+store_seconds | h | tier | From the beginning of a write to its end
+evictions_total | c | tier reason | Times that a tier gave up pages: space, unused, lease, \
+quota, prefetch or close
+evicted_pages_total | c | tier reason | Pages that it gave up
+evicted_bytes_total | c | tier reason | Bytes of them
+promotions_total | c | source tier | Times that pages were copied to a faster tier
+promoted_pages_total | c | source tier | Pages copied
+promoted_bytes_total | c | source tier | Bytes of them
+demotions_total | c | source tier | Times that pages moved to a slower tier to make room
+demoted_pages_total | c | source tier | Pages moved
+demoted_bytes_total | c | source tier | Bytes of them
+layers_sent_total | c | | Layers of pages handed over to other processes
+sent_pages_total | c | | Pages of them
+sent_bytes_total | c | | Bytes of them
+layers_arrived_total | c | | Layers of pages taken over from other processes
+arrived_pages_total | c | | Pages of them
+arrived_bytes_total | c | | Bytes of them
+defragmentations_total | c | device | Times that pages moved within a pool
+defragmented_pages_total | c | device | Pages moved
+defragmented_bytes_total | c | device | Bytes of them
+defragmented_slabs_total | c | device | Slabs that became empty
+defragmentation_seconds | h | device | How long that took
+fragmentation | g | device | Fragmentation right after the last one
+device_used_bytes | g | device | Bytes of a pool in use
+device_capacity_bytes | g | device | Bytes of a pool
+device_fragmentation | g | device | Share of the bytes of occupied slabs that no page uses, 0 to 1
+tier_used_bytes | g | tier | Bytes that a tier holds
+tier_capacity_bytes | g | tier | Bytes that it may hold; +Inf without a limit
+tier_answers | g | tier | 1 if the tier may be asked now, 0 if it owes answers or rests
+tier_breaker | g | tier state | 1 for the state that the tier's breaker is in: closed, half-open \
+or open
+tier_breaker_trips_total | c | tier | Times that the breaker of a remote tier opened
+tier_queued_bytes | g | tier | Bytes that wait to be moved
+tier_in_flight_bytes | g | tier | Bytes under way
+tier_loaded_bytes_total | c | tier | Bytes loaded, for whatever reason
+tier_refused_total | c | tier | Frames that were damaged or of another kind
+tier_dropped_total | c | tier | Pages that were not written, as the tier was too slow or away
+tier_unpaid_total | c | tier | Pages that were not written, as loading them could not pay
+tier_load_bytes_per_second | g | tier | Measured rate of loads
+tier_store_bytes_per_second | g | tier | Measured rate of writes
+prefetch_used_bytes_total | c | tier | Bytes brought early from a tier, and used
+prefetch_wasted_bytes_total | c | tier | Bytes brought early from a tier, and evicted unused
+prefetch_precision | g | tier | Used share of those of either kind, 0 to 1
+audited_pages_total | c | tier codec | Restored pages that were recomputed and compared
+audit_mismatches_total | c | | Those of them that were wrong
+audit_skipped_total | c | | Sampled pages that could not be recomputed
+audit_worst | g | | Greatest error of a sound page as a share of its bound
+failures_total | c | tier operation | Operations that a tier did not do
+failed_items_total | c | tier operation | Items of them
+quarantined_total | c | tier | Stored pages that failed their check
+steps_total | c | | Forward passes that were planned (not counted unless followed)
+step_tokens_total | c | | New tokens of them
+step_rows | h | | Rows of one
+step_context_tokens | h | | Context tokens of one
+warnings_total | c | code | Warnings
+""")
+)
+"""Names, without their prefix `flowkv_`."""
+
+
+def meaning(name: str) -> str:
+    """One line about a metric; "" for one that is not FlowKV's own."""
+    known = NAMES.get(name)
+    return known.meaning if known else ""
+
+
+def markdown() -> str:
+    """The table of names as the documentation has it."""
+    rows = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
+    for name, (kind, labels, said) in NAMES.items():
+        shown = ", ".join(f"`{label}`" for label in labels)
+        rows.append(f"| `flowkv_{name}` | {kind} | {shown} | {said} |")
+    return "\n".join(rows) + "\n"
+
 
 SECONDS_BUCKETS = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 2.5, 5))
 """Upper bounds of a histogram of times, 10 microseconds to 50 seconds."""
@@ -312,7 +705,7 @@ class Metrics:
         return self._numbers.setdefault(name, {})
 
 
-class Watched(Protocol):
+class Observable(Protocol):
     """What has a bus and counts it: a `KV`."""
 
     @property
@@ -345,3 +738,268 @@ def number(value: float) -> str:
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))
+
+
+# Values over time in bounded memory, however long that is: the grid gets coarser, nothing else.
+
+
+class Series:
+    """Named values on a grid of time. Not thread-safe.
+
+    Args:
+        most: Cells of the grid. When they are full, neighbours become one.
+        cell_s: Width of a cell at first.
+
+    Attributes:
+        started_s: Time of the first value.
+        cell_s: Width of a cell now.
+    """
+
+    def __init__(self, *, most: int = 512, cell_s: float = 0.02) -> None:
+        self.started_s, self.cell_s, self._most = math.nan, cell_s, most
+        self._sums: dict[str, dict[int, float]] = {}
+        self._levels: dict[str, dict[int, tuple[float, float]]] = {}
+
+    def count(self, at_s: float, amounts: Mapping[str, float]) -> None:
+        """Adds amounts, which are read as rates."""
+        cell = self._cell(at_s)
+        for name, amount in amounts.items():
+            cells = self._sums.setdefault(name, {})
+            cells[cell] = cells.get(cell, 0.0) + amount
+
+    def set(self, at_s: float, levels: Mapping[str, float], *, weight: float = 1.0) -> None:
+        """Says how high some levels are; those of one cell are read as their weighted mean."""
+        cell = self._cell(at_s)
+        for name, level in levels.items():
+            cells = self._levels.setdefault(name, {})
+            total, weights = cells.get(cell, (0.0, 0.0))
+            cells[cell] = total + level * weight, weights + weight
+
+    @property
+    def cells(self) -> int:
+        """Cells from the first value to the last."""
+        last = [max(cells) for cells in self._sums.values()]
+        last += [max(cells) for cells in self._levels.values()]
+        return max(last, default=-1) + 1
+
+    @property
+    def times_s(self) -> list[float]:
+        """Middle of each cell, in seconds from the first value."""
+        return [(number + 0.5) * self.cell_s for number in range(self.cells)]
+
+    @property
+    def names(self) -> list[str]:
+        """What there is, in order of appearance: levels first."""
+        return [*self._levels, *self._sums]
+
+    def rate(self, name: str, *, most: int = 72) -> tuple[list[float], list[float]]:
+        """What was counted, per second: middles of at most so many stretches, and their rates."""
+        cells, every = self._sums.get(name, {}), max(1, -(-self.cells // most))
+        sums = [0.0] * -(-self.cells // every)
+        for cell, amount in cells.items():
+            sums[cell // every] += amount
+        width_s = every * self.cell_s
+        times_s = [(number + 0.5) * width_s for number in range(len(sums))]
+        return times_s, [total / width_s for total in sums]
+
+    def level(self, name: str, *, hold: bool = True) -> list[float]:
+        """How high a level was in each cell.
+
+        Args:
+            name: Which.
+            hold: Cells in which nobody said anything have the level of the one before; else NaN.
+        """
+        cells, found, last = self._levels.get(name, {}), list[float](), math.nan
+        for number in range(self.cells):
+            total, weights = cells.get(number, (0.0, 0.0))
+            if weights:
+                last = total / weights
+            found.append(last if weights or hold else math.nan)
+        return found
+
+    def _cell(self, at_s: float) -> int:
+        if math.isnan(self.started_s):
+            self.started_s = at_s
+        cell = max(0, int((at_s - self.started_s) / self.cell_s))
+        while cell >= self._most:
+            self._coarsen()
+            cell //= 2
+        return cell
+
+    def _coarsen(self) -> None:
+        self.cell_s *= 2
+        for name, cells in self._sums.items():
+            halved: dict[int, float] = {}
+            for cell, amount in cells.items():
+                halved[cell // 2] = halved.get(cell // 2, 0.0) + amount
+            self._sums[name] = halved
+        for name, levels in self._levels.items():
+            merged: dict[int, tuple[float, float]] = {}
+            for cell, (total, weights) in levels.items():
+                had, before = merged.get(cell // 2, (0.0, 0.0))
+                merged[cell // 2] = had + total, before + weights
+            self._levels[name] = merged
+
+
+# Quantiles of streams of any length: within 1 % of the true ones, in bounded memory.
+#
+# Values are counted in buckets whose bounds grow by a constant factor, as in DDSketch (Masson,
+# Rim and Lee, VLDB 2019): every value of a bucket is within `ERROR` of its middle, so that a
+# quantile is, whatever the distribution. Spreads of parts add up to that of the whole, exactly.
+
+ERROR = 0.01
+"""Greatest relative error of a quantile."""
+
+LEAST, MOST = 1e-9, 1e9
+"""Values outside are counted as these; what is not above zero is counted apart, exactly."""
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+"""Those that summaries have."""
+
+_GROWTH = math.log1p(ERROR) - math.log1p(-ERROR)  # of bucket bounds, as a logarithm
+_BUCKETS = math.ceil(math.log(MOST / LEAST) / _GROWTH) + 1
+_FOLD = 512  # values that are counted at once: less than a microsecond each
+
+
+class Bucket(NamedTuple):
+    """Values between two bounds.
+
+    Attributes:
+        low: Lower bound.
+        high: Upper bound.
+        held: How many there are.
+    """
+
+    low: float
+    high: float
+    held: int
+
+
+class Spread:
+    """How values of at least zero are spread. Not thread-safe.
+
+    Attributes:
+        count: Values so far.
+        total: Their sum.
+        least: The smallest; 0.0 without any.
+        most: The largest; 0.0 without any.
+    """
+
+    __slots__ = ("_counts", "_least", "_most", "_total", "_waiting", "_zeros")
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self._counts = np.zeros(0, np.int64)
+        self._zeros, self._total, self._least, self._most = 0, 0.0, math.inf, -math.inf
+        self._waiting: list[float] = []
+        self.extend(values)
+
+    def add(self, value: float) -> None:
+        """Counts a value; NaN is ignored."""
+        self._waiting.append(value)
+        if len(self._waiting) >= _FOLD:
+            self._fold()
+
+    def extend(self, values: Iterable[float]) -> None:
+        """Counts values."""
+        self._waiting.extend(values)
+        if len(self._waiting) >= _FOLD:
+            self._fold()
+
+    def merge(self, other: Spread) -> None:
+        """Counts all that another one has counted."""
+        self._fold()
+        other._fold()
+        if len(other._counts):
+            self._room()
+            self._counts += other._counts
+        self._zeros += other._zeros
+        self._total += other._total
+        self._least = min(self._least, other._least)
+        self._most = max(self._most, other._most)
+
+    @property
+    def count(self) -> int:
+        """Values so far."""
+        self._fold()
+        return self._zeros + int(self._counts.sum())
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        self._fold()
+        return self._total
+
+    @property
+    def least(self) -> float:
+        """The smallest; 0.0 without any."""
+        self._fold()
+        return self._least if self._most >= self._least else 0.0
+
+    @property
+    def most(self) -> float:
+        """The largest; 0.0 without any."""
+        self._fold()
+        return self._most if self._most >= self._least else 0.0
+
+    @property
+    def mean(self) -> float:
+        """Their mean; 0.0 without any."""
+        count = self.count
+        return self._total / count if count else 0.0
+
+    def quantile(self, q: float) -> float:
+        """The value below which a share `q` of all lies; 0.0 without any.
+
+        It is that of rank `ceil(q * count)`, within `ERROR` of it.
+        """
+        count = self.count
+        rank = min(max(1, math.ceil(q * count)), count)
+        if rank <= self._zeros:
+            return self.least
+        behind = np.cumsum(self._counts)
+        number = int(np.searchsorted(behind, rank - self._zeros))
+        middle = LEAST * math.exp(number * _GROWTH) * (1 - ERROR)
+        return min(max(middle, self.least), self.most)
+
+    def summary(self) -> dict[str, float]:
+        """Plain numbers: count, mean, p50, p90, p95, p99 and max."""
+        quantiles = {name: self.quantile(q) for name, q in QUANTILES.items()}
+        return {"count": self.count, "mean": self.mean, **quantiles, "max": self.most}
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The buckets that hold any value above zero, ascending."""
+        self._fold()
+        for number in np.flatnonzero(self._counts).tolist():
+            high = LEAST * math.exp(number * _GROWTH)
+            yield Bucket(high * math.exp(-_GROWTH), high, int(self._counts[number]))
+
+    @property
+    def zeros(self) -> int:
+        """Values that were not above zero."""
+        self._fold()
+        return self._zeros
+
+    def _room(self) -> None:
+        if not len(self._counts):  # most spreads of a process stay empty
+            self._counts = np.zeros(_BUCKETS, np.int64)
+
+    def _fold(self) -> None:
+        if not self._waiting:
+            return
+        values = np.array(self._waiting, np.float64)
+        self._waiting.clear()
+        values = values[~np.isnan(values)]
+        if not len(values):
+            return
+        self._total += float(values.sum())
+        self._least = min(self._least, float(values.min()))
+        self._most = max(self._most, float(values.max()))
+        above = values[values > 0]
+        self._zeros += len(values) - len(above)
+        if len(above):
+            self._room()
+            numbers = np.ceil(np.log(np.clip(above, LEAST, MOST) / LEAST) / _GROWTH)
+            self._counts += np.bincount(numbers.astype(np.int64), minlength=_BUCKETS)
+
+    def __repr__(self) -> str:
+        return f"<Spread of {self.count}: p50 {self.quantile(0.5):.3g}, max {self.most:.3g}>"

@@ -28,10 +28,8 @@ from flowkv.observe.events import (
     RestoreEnded,
     StepPlanned,
 )
-from flowkv.observe.lanes import Lane, Lanes
-from flowkv.observe.metrics import Histogram, Watched
-from flowkv.observe.names import NAMES
-from flowkv.observe.rules import RULES, labels_of, read, rule_of
+from flowkv.observe.metrics import NAMES, RULES, Histogram, Observable, labels_of, read, rule_of
+from flowkv.observe.timeline import Lanes, RequestLane
 
 try:
     from opentelemetry import context, metrics, trace
@@ -45,7 +43,7 @@ _FRESH_S = 0.05  # one collection asks for each instrument: all are answered fro
 class Bridge:
     """Tells OpenTelemetry what a cache and its engines do, until it is closed.
 
-    Instruments are called `flowkv.` and a name of `flowkv.observe.names`, without `_total`.
+    Instruments are called `flowkv.` and a name of `flowkv.observe.metrics`, without `_total`.
     The SDK knows no way to remove an instrument: one that is closed says nothing any more.
 
     Args:
@@ -60,7 +58,7 @@ class Bridge:
 
     def __init__(
         self,
-        kv: Watched,
+        kv: Observable,
         *,
         meter: Any = None,
         tracer: Any = None,
@@ -153,7 +151,7 @@ class Bridge:
                     if lane := self._lanes.take(event.request):
                         self._request(event, lane, parent)
 
-    def _request(self, event: Finished, lane: Lane, parent: Any) -> None:
+    def _request(self, event: Finished, lane: RequestLane, parent: Any) -> None:
         span = self._tracer.start_span(
             "flowkv.request",
             context=parent,

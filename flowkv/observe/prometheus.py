@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
-from flowkv.observe.metrics import PREFIX, Family, Histogram, Watched
-from flowkv.observe.names import NAMES
+from flowkv.observe.metrics import NAMES, PREFIX, Family, Histogram, Observable
 
 try:
     from prometheus_client import REGISTRY
@@ -42,7 +41,7 @@ class Exporter:
         ConfigError: Another cache is registered there.
     """
 
-    def __init__(self, kv: Watched, *, registry: Any = REGISTRY) -> None:
+    def __init__(self, kv: Observable, *, registry: Any = REGISTRY) -> None:
         self._metrics, self._registry = kv.metrics, registry
         self._steps = kv.metrics.follow_steps(kv.bus)
         if registry is not None:

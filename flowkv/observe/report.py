@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from flowkv.core.errors import ConfigError
-from flowkv.observe.curves import MOST_CURVES, Curves, draw_curves
-from flowkv.observe.overlap import Overlap, draw_overlap
+from flowkv.observe.charts import MOST_CURVES, Curves, Overlap, draw_curves, draw_overlap
 
 _WIDTH, _BAR, _GAP, _VALUE = 720, 18, 12, 104
 _COLOURS = 6

@@ -1,4 +1,4 @@
-"""Restores as they went: what was computed, what was loaded, and when the two met.
+"""What happened when: restores, requests of engines, and how an engine serves.
 
     with Timelines(kv.bus) as restores:
         model.generate(**inputs)
@@ -11,13 +11,36 @@ Nothing is collected, and no event of a span is even made, while nobody listens.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from flowkv.observe.events import Bus, RestoreEnded, RestoreSpan
+from flowkv.observe.events import (
+    Admitted,
+    Audited,
+    Bus,
+    Demoted,
+    EngineStep,
+    Event,
+    Evicted,
+    Failed,
+    Finished,
+    Hit,
+    Miss,
+    Preempted,
+    Promoted,
+    Quarantined,
+    Queued,
+    Restored,
+    RestoreEnded,
+    RestoreSpan,
+    Stored,
+)
+from flowkv.observe.metrics import Level, Metrics, Series, Spread
 
 COMPUTING = ("compute", "suffix")
 """Engines that are the model; every other one is a tier."""
@@ -196,3 +219,434 @@ def _union(pieces: Iterable[tuple[float, float]]) -> float:
         covered += max(0.0, stop - max(first, until))
         until = max(until, stop)
     return covered
+
+
+# What requests of an engine went through: waiting, prefill, decoding, set aside.
+
+Phase = Literal["queued", "prefill", "decode", "aside"]
+
+PHASES: tuple[Phase, ...] = ("queued", "prefill", "decode", "aside")
+"""Waiting for its turn; until its first token; from then on; preempted, waiting to go on."""
+
+
+class RequestPhase(NamedTuple):
+    """A phase of a request; times are those of `time.perf_counter`."""
+
+    phase: Phase
+    first_s: float
+    stop_s: float
+
+
+@dataclass
+class RequestLane:
+    """A request.
+
+    Attributes:
+        request: Its number.
+        started_s: When it was submitted.
+        pieces: What it went through, in order.
+        ended: How it ended; None while it is under way.
+    """
+
+    request: int
+    started_s: float
+    pieces: list[RequestPhase] = field(default_factory=list)
+    ended: Finished | None = None
+
+
+class Lanes:
+    """Requests by their events, evenly chosen where they are many. Not thread-safe.
+
+    Args:
+        most: Requests that are kept at most. Beyond that every second one is forgotten, and of
+            those to come only as many are begun.
+
+    Attributes:
+        stride: Every how many requests one is kept.
+    """
+
+    def __init__(self, *, most: int = 128) -> None:
+        self._most, self.stride = most, 1
+        self._begun, self._places = 0, dict[int, int]()  # numbers may be of other caches in between
+        self._lanes: dict[int, RequestLane] = {}
+        self._open: dict[int, tuple[Phase, float]] = {}  # the phase of a request, since when
+
+    def queued(self, event: Queued, now_s: float) -> None:
+        """A request was accepted."""
+        place, self._begun = self._begun, self._begun + 1
+        if place % self.stride:
+            return
+        self._places[event.request] = place
+        self._lanes[event.request] = RequestLane(event.request, now_s)
+        self._open[event.request] = "queued", now_s
+        while len(self._lanes) > self._most:
+            self._thin()
+
+    def admitted(self, event: Admitted, now_s: float) -> None:
+        """A request entered the batch; its first token is told when it is over."""
+        self._enter(event.request, "prefill", now_s)
+
+    def preempted(self, event: Preempted, now_s: float) -> None:
+        """A request made room."""
+        self._enter(event.request, "aside", now_s)
+
+    def finished(self, event: Finished) -> None:
+        """A request is over."""
+        lane = self._lanes.get(event.request)
+        if lane is None:
+            return
+        self._enter(event.request, "queued", event.started_s + event.seconds)
+        self._open.pop(event.request, None)
+        first_token_s = event.started_s + event.ttft_s if event.ttft_s else float("inf")
+        lane.started_s, lane.ended = event.started_s, event
+        lane.pieces = [part for piece in lane.pieces for part in _parted(piece, first_token_s)]
+
+    def take(self, request: int) -> RequestLane | None:
+        """Hands out a request, and forgets it; None if it is not kept."""
+        return self._forget(request)
+
+    def under_way(self, now_s: float) -> list[RequestLane]:
+        """Requests that are not over, with what they are in until now."""
+        found = []
+        for request, (phase, since_s) in self._open.items():
+            lane = self._lanes[request]
+            pieces = [*lane.pieces, RequestPhase(phase, since_s, max(now_s, since_s))]
+            found.append(RequestLane(request, lane.started_s, pieces))
+        return found
+
+    def _enter(self, request: int, phase: Phase, now_s: float) -> None:
+        if request in self._open:
+            before, since_s = self._open[request]
+            self._open[request] = phase, now_s
+            if now_s > since_s:
+                self._lanes[request].pieces.append(RequestPhase(before, since_s, now_s))
+
+    def _thin(self) -> None:
+        self.stride *= 2
+        for request in [one for one, place in self._places.items() if place % self.stride]:
+            self._forget(request)
+
+    def _forget(self, request: int) -> RequestLane | None:
+        self._places.pop(request, None)
+        self._open.pop(request, None)
+        return self._lanes.pop(request, None)
+
+    def __iter__(self) -> Iterator[RequestLane]:
+        """Requests that are kept, in order of submission, with the phases that are over."""
+        return iter(sorted(self._lanes.values(), key=lambda lane: lane.request))
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+
+def _parted(piece: RequestPhase, first_token_s: float) -> Iterator[RequestPhase]:
+    """Computing is prefill until the first token, and decoding from then on."""
+    phase, first_s, stop_s = piece
+    if phase != "prefill" or stop_s <= first_token_s:
+        yield piece
+        return
+    if first_s < first_token_s:
+        yield RequestPhase("prefill", first_s, first_token_s)
+    yield RequestPhase("decode", max(first_s, first_token_s), stop_s)
+
+
+# Who finds how much of its prompts: by tenant, for a bounded number of tenants.
+
+OTHERS = "(others)"
+"""What tenants beyond the number that are told apart are called, all together."""
+
+
+class Tenancy:
+    """Tokens found and not found by tenant. Thread-safe.
+
+    Names of tenants may be private: they leave the process only where somebody asks for them.
+
+    Args:
+        bus: Where to listen.
+        most: Tenants that are told apart. Beyond them, the last of them in a ranking joins the
+            others; no token is lost. Whoever has more than one in `most` of all tokens is told
+            apart, with what it had since it was ranked last: these are no counters.
+    """
+
+    def __init__(self, bus: Bus, *, most: int = 64) -> None:
+        self._lock, self._most = threading.Lock(), most
+        self._found: dict[str, dict[str, int]] = {}  # tenant -> tier -> tokens; "" is nowhere
+        self._others: dict[str, int] = {}
+        # Where tenants rank, as in Space-Saving (Metwally et al., ICDT 2005): a newcomer goes on
+        # from the rank that it takes over, or a crowd of small ones would never let it grow.
+        self._ranks: dict[str, int] = {}
+        self._subscription = bus.subscribe(self.note, Hit, Miss)
+
+    def note(self, event: Hit | Miss) -> None:
+        """Takes an event."""
+        tier = event.tier if isinstance(event, Hit) else ""
+        with self._lock:
+            rank = self._ranks.get(event.tenant, 0)
+            if event.tenant not in self._ranks and len(self._ranks) >= self._most:
+                rank = self._join(min(self._ranks, key=self._ranks.__getitem__))
+            self._ranks[event.tenant] = rank + event.tokens
+            found = self._found.setdefault(event.tenant, {})
+            found[tier] = found.get(tier, 0) + event.tokens
+
+    def _join(self, tenant: str) -> int:
+        """Counts a tenant as one of the others; returns its rank."""
+        _add(self._others, self._found.pop(tenant))
+        return self._ranks.pop(tenant)
+
+    def tokens(self) -> dict[str, dict[str, int]]:
+        """Prompt tokens by tenant and by the tier that had them; "" is nowhere."""
+        with self._lock:
+            told = {tenant: dict(found) for tenant, found in self._found.items()}
+            if self._others:  # a tenant may be called that, too
+                _add(told.setdefault(OTHERS, {}), self._others)
+            return told
+
+    def report(self) -> dict[str, Any]:
+        """Plain numbers: for each tenant its tokens by tier, those not found, and its hit rate."""
+        report = {}
+        for tenant, found in self.tokens().items():
+            missed = found.pop("", 0)
+            hits = sum(found.values())
+            rate = hits / (hits + missed) if hits + missed else 0.0
+            report[tenant] = {"hit_tokens": found, "miss_tokens": missed, "hit_rate": rate}
+        return report
+
+    def close(self) -> None:
+        """Ends the collecting; what was collected stays."""
+        self._subscription.close()
+
+
+def _add(found: dict[str, int], more: dict[str, int]) -> None:
+    for tier, tokens in more.items():
+        found[tier] = found.get(tier, 0) + tokens
+
+
+# How an engine serves: latencies, throughput, use of memory; in bounded memory, for any time.
+#
+#     with Serving(kv.bus) as serving:
+#         engine.run(requests)
+#     print(serving.summary()["ttft_s"]["p95"])
+#
+# Nothing is collected, and no event of a step is even made, while nobody listens.
+
+LATENCIES = {
+    "ttft_s": "time to the first token",
+    "tpot_s": "mean time of a further token, by request",
+    "inter_token_s": "time between two tokens",
+    "queue_s": "wait for the first admission",
+    "aside_s": "wait of preempted requests",
+    "request_s": "from submission to the end",
+    "held_s": "requests held up by loads of their own prefix",
+    "restore_s": "restores",
+    "restore_exposed_s": "restores: somebody waited for loads",
+    "restore_hidden_s": "restores: behind other work",
+    "step_s": "steps",
+    "model_s": "steps: the forward",
+    "sampling_s": "steps: choice of tokens",
+    "bookkeeping_s": "steps: everything else",
+}
+"""Times whose spread is collected, and what they are."""
+
+MEMORY = ("device_used_bytes", "tier_used_bytes")
+"""Levels whose course is collected."""
+
+_MOVES = (Hit, Miss, Restored, Stored, Evicted, Promoted, Demoted, Failed, Quarantined, Audited)
+
+
+class Serving:
+    """Collects how a cache and the engines on it serve, while it is open. Thread-safe.
+
+    Args:
+        bus: `KV.bus`.
+        levels: Read now and then for the use of memory over time, on the threads that emit events;
+            None leaves that out.
+        every_s: How often, at most.
+        clock: Seconds, of the clock that events carry.
+
+    Attributes:
+        spreads: By name, those of `LATENCIES`.
+        series: Over time: "rows", "waiting", "aside" and "kv" (pages held, as a share of all),
+            the used bytes of each place, and counted "made", "prefill" and "decode" tokens.
+        lanes: Requests as they went.
+        moves: What was found, moved and lost meanwhile.
+        tenants: What each tenant found.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        levels: Callable[[], Iterable[Level]] | None = None,
+        every_s: float = 0.05,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._lock, self._clock = threading.RLock(), clock
+        self._levels, self._every_s, self._next_s = levels, every_s, -1.0
+        self.spreads = {name: Spread() for name in LATENCIES}
+        self.series, self.lanes = Series(), Lanes()
+        self.moves, self.tenants = Metrics(), Tenancy(bus)
+        self._reasons: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._most: dict[str, float] = {}
+        self._started_s, self._stopped_s = clock(), 0.0
+        self._busy_s = self._used_s = self._row_s = 0.0
+        self._begun_s, self._until_s = float("inf"), 0.0  # of all steps
+        takes: dict[type[Event], Callable[[Any], None]] = {
+            EngineStep: self._step,
+            Queued: self._queued,
+            Admitted: self._admitted,
+            Preempted: self._preempted,
+            Finished: self._finished,
+            RestoreEnded: self._restored,
+        }
+        self._takes = takes
+        self._subscriptions = [
+            self.moves.follow(bus, *_MOVES),
+            bus.subscribe(self.note, *takes),
+            bus.subscribe(self._moved, Stored, Evicted, Restored, Hit, Miss),
+        ]
+
+    def note(self, event: Event) -> None:
+        """Takes an event of an engine, or the end of a restore."""
+        with self._lock:
+            take = next(take for kind, take in self._takes.items() if isinstance(event, kind))
+            take(event)
+
+    # ---- events, under the lock
+
+    def _step(self, step: EngineStep) -> None:
+        spreads, seconds = self.spreads, step.seconds
+        spreads["step_s"].add(seconds)
+        spreads["model_s"].add(step.model_s)
+        spreads["sampling_s"].add(step.sampling_s)
+        spreads["bookkeeping_s"].add(max(0.0, seconds - step.model_s - step.sampling_s))
+        spreads["inter_token_s"].extend(step.gaps_s)
+        used = step.pages / step.total_pages if step.total_pages else 0.0
+        self._begun_s = min(self._begun_s, step.started_s)
+        self._until_s = max(self._until_s, step.started_s + seconds)
+        self._busy_s += seconds
+        self._used_s += used * seconds
+        self._row_s += step.rows * seconds
+        self._totals.update(
+            steps=1,
+            made_tokens=step.made_tokens,
+            prefill_tokens=step.prefill_tokens,
+            decode_tokens=step.decode_tokens,
+        )
+        levels = {"rows": step.rows, "waiting": step.waiting, "aside": step.aside, "kv": used}
+        for name, level in levels.items():
+            self._most[name] = max(self._most.get(name, 0), level)
+        self.series.set(step.started_s, levels, weight=seconds)
+        counted = {"made": step.made_tokens, "prefill": step.prefill_tokens}
+        self.series.count(step.started_s, counted | {"decode": step.decode_tokens})
+        self._sample(step.started_s + seconds)
+
+    def _queued(self, event: Queued) -> None:
+        self._totals["requests"] += 1
+        self.lanes.queued(event, self._clock())
+
+    def _admitted(self, event: Admitted) -> None:
+        self.spreads["aside_s" if event.resumed else "queue_s"].add(event.queued_s)
+        self._totals["reused_tokens"] += 0 if event.resumed else event.reused_tokens
+        self.lanes.admitted(event, self._clock())
+
+    def _preempted(self, event: Preempted) -> None:
+        self._totals["kept" if event.kept else "dropped"] += 1
+        self.lanes.preempted(event, self._clock())
+
+    def _finished(self, event: Finished) -> None:
+        self._reasons[event.reason] += 1
+        self.spreads["request_s"].add(event.seconds)
+        if event.ttft_s:
+            self.spreads["ttft_s"].add(event.ttft_s)
+        if event.tpot_s:
+            self.spreads["tpot_s"].add(event.tpot_s)
+        if event.restore_s:
+            self.spreads["held_s"].add(event.exposed_s)
+        self.lanes.finished(event)
+
+    def _restored(self, event: RestoreEnded) -> None:
+        exposed_s = min(event.exposed_s, event.seconds)
+        self.spreads["restore_s"].add(event.seconds)
+        self.spreads["restore_exposed_s"].add(exposed_s)
+        self.spreads["restore_hidden_s"].add(event.seconds - exposed_s)
+
+    def _moved(self, event: Event) -> None:
+        with self._lock:
+            self._sample(self._clock())
+
+    def _sample(self, now_s: float) -> None:
+        if self._levels is None or now_s < self._next_s:
+            return
+        self._next_s = now_s + self._every_s
+        used = {
+            next(iter(level.labels.values())): level.value
+            for level in self._levels()
+            if level.name in MEMORY
+        }
+        self.series.set(now_s, used)
+
+    # ---- reading
+
+    @property
+    def now_s(self) -> float:
+        """The time, or that of the end of collecting."""
+        return self._stopped_s or self._clock()
+
+    def places(self) -> list[str]:
+        """Devices and tiers whose use was collected."""
+        own = {"rows", "waiting", "aside", "kv", "made", "prefill", "decode"}
+        with self._lock:
+            return [name for name in self.series.names if name not in own]
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON.
+
+        Each of `LATENCIES` is {"count", "mean", "p50", "p90", "p95", "p99", "max"} in seconds,
+        quantiles being within 1 % of the true ones. `tokens_per_s` counts new tokens from the
+        beginning of the first step to the end of the last one. The means of `rows` and
+        `kv_utilisation` are over the time of steps: a step weighs as much as it took.
+        """
+        with self._lock:
+            span_s = max(0.0, self._until_s - self._begun_s)
+            totals, most, busy_s = self._totals, self._most, self._busy_s
+            made, over = totals["made_tokens"], sum(self._reasons.values())
+            found = self.moves.by("hit_tokens_total", "tier")
+            known = sum(found.values()) + self.moves.total("miss_tokens_total")
+            return {
+                "seconds": self.now_s - self._started_s,
+                "requests": totals["requests"],
+                "finished": dict(self._reasons),
+                "steps": totals["steps"],
+                "busy_s": busy_s,
+                "made_tokens": made,
+                "prefill_tokens": totals["prefill_tokens"],
+                "reused_tokens": totals["reused_tokens"],
+                "tokens_per_s": made / span_s if span_s else 0.0,
+                "requests_per_s": over / span_s if span_s else 0.0,
+                "rows": {"mean": _share(self._row_s, busy_s), "max": most.get("rows", 0)},
+                "waiting": {"max": most.get("waiting", 0)},
+                "kv_utilisation": {"mean": _share(self._used_s, busy_s), "max": most.get("kv", 0)},
+                "preempted": {"kept": totals["kept"], "dropped": totals["dropped"]},
+                "hit_rate": {tier: tokens / known for tier, tokens in found.items() if known},
+                "tenants": self.tenants.report(),
+                **{name: spread.summary() for name, spread in self.spreads.items()},
+            }
+
+    def close(self) -> None:
+        """Ends the collecting; what was collected stays."""
+        for subscription in self._subscriptions:
+            subscription.close()
+        self.tenants.close()
+        with self._lock:
+            self._stopped_s = self._stopped_s or self._clock()
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

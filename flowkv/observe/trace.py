@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,24 +25,100 @@ from flowkv.core.errors import ConfigError
 from flowkv.observe.events import (
     Admitted,
     Bus,
+    Demoted,
     EngineStep,
     Event,
     Finished,
     Preempted,
+    Promoted,
     Queued,
     Restored,
     RestoreEnded,
     RestoreSpan,
+    StepPlanned,
     Subscription,
 )
-from flowkv.observe.lanes import Lane, Lanes
-from flowkv.observe.timeline import idle
-from flowkv.observe.tracks import Place, arguments, place_of, request_place
+from flowkv.observe.timeline import Lanes, RequestLane, idle
+
+# Where a trace shows an event, as what, and what it says about it.
+
+_SERVING, _ENGINES, _TIERS, _RESTORES, _REQUESTS, _EVENTS = range(6)  # in the order shown
+_HIDDEN = frozenset({"tenant", "started_s", "seconds", "gaps_s"})
+
+
+class TracePlace(NamedTuple):
+    """Where an event is shown, and as what.
+
+    Attributes:
+        rank: Groups are ordered by it.
+        group: A "process" of the format.
+        track: A "thread" of it.
+        label: Name of the slice.
+    """
+
+    rank: int
+    group: str
+    track: str
+    label: str
+
+
+def place_of(event: Event) -> TracePlace:
+    """Where an event is shown."""
+    match event:
+        case RestoreSpan():
+            return _of_span(event)
+        case RestoreEnded():
+            label = f"restore {event.tokens} tokens"
+            return TracePlace(_RESTORES, "restores", f"restore {event.request}", label)
+        case EngineStep():
+            rows = "1 row" if event.rows == 1 else f"{event.rows} rows"
+            tokens = event.prefill_tokens + event.decode_tokens
+            return TracePlace(_SERVING, "engine", "steps", f"{rows}, {tokens} tokens")
+        case Queued() | Admitted() | Preempted():
+            return request_place(event.request, type(event).__name__.lower())
+        case StepPlanned():
+            return TracePlace(_ENGINES, "compute", "steps", f"step, {event.new_tokens} tokens")
+    moved = isinstance(event, Promoted | Demoted)
+    tier: str = getattr(event, "source" if moved else "tier", "")
+    label = type(event).__name__.lower()
+    return (
+        TracePlace(_TIERS, tier, tier, label)
+        if tier
+        else TracePlace(_EVENTS, "events", "events", label)
+    )
+
+
+def request_place(request: int, label: str) -> TracePlace:
+    """The track of a request of an engine."""
+    return TracePlace(_REQUESTS, "requests", f"request {request}", label)
+
+
+def arguments(event: Event) -> dict[str, Any]:
+    """What a viewer shows of an event when it is clicked on; no names of tenants."""
+    fields = msgspec.structs.asdict(event)
+    told = {name: value for name, value in fields.items() if name not in _HIDDEN}
+    return {k: v.hex() if isinstance(v, bytes) else v for k, v in told.items()}
+
+
+def _of_span(span: RestoreSpan) -> TracePlace:
+    tokens = f"{span.token}-{span.token + span.tokens}"
+    if span.engine == "suffix":
+        return TracePlace(_ENGINES, "compute", "compute", f"suffix, {_layers(span)}")
+    if span.engine == "compute":
+        return TracePlace(_ENGINES, "compute", "compute", f"compute {tokens}")
+    part = "" if span.layer == 0 and span.layers > 1 else f", {_layers(span)}"
+    return TracePlace(_TIERS, span.engine, span.engine, f"load {tokens}{part}")
+
+
+def _layers(span: RestoreSpan) -> str:
+    last = span.layer + span.layers - 1
+    return f"layer {last}" if span.layers == 1 else f"layers {span.layer}-{last}"
+
 
 _MOST = 4096  # requests under way; of more, every second one is drawn
 
 
-class Trace:
+class TraceFile:
     """A trace that is being written, as `KV.trace` returns it. Ends with `close`, or the cache.
 
     Each engine and each tier is a group of its own, a "process" of the format, and so are requests
@@ -146,7 +222,7 @@ class Trace:
             del self._tracks[place.group, place.track]
         return lines
 
-    def _shown(self, place: Place, event: Event, when: tuple[float, float]) -> list[bytes]:
+    def _shown(self, place: TracePlace, event: Event, when: tuple[float, float]) -> list[bytes]:
         """An event as a slice, or as an instant if it took no time; and what belongs to it."""
         first, stop = map(self._at, when)
         track, lines = self._track(place, first, stop)
@@ -173,7 +249,7 @@ class Trace:
             lines.append(msgspec.json.encode(line))
         return lines
 
-    def _request(self, lane: Lane) -> list[bytes]:
+    def _request(self, lane: RequestLane) -> list[bytes]:
         """The phases of a request, one behind the other."""
         lines, kind = list[bytes](), "Finished" if lane.ended is not None else "Queued"
         told = arguments(lane.ended) if lane.ended is not None else {"request": lane.request}
@@ -188,7 +264,7 @@ class Trace:
         """Nanoseconds from the trace's begin."""
         return max(0, _ns(at_s) - self._began_ns)
 
-    def _track(self, place: Place, first: int, stop: int) -> tuple[_Track, list[bytes]]:
+    def _track(self, place: TracePlace, first: int, stop: int) -> tuple[_Track, list[bytes]]:
         """A track with room from `first` to `stop`, and the lines that introduce it if it is new.
 
         Slices of a track may lie one in the other, as the same work for two requests does, but they
@@ -207,10 +283,10 @@ class Trace:
         track.first, track.stop = first, stop
         return track, lines
 
-    def _drawn(self, place: Place, first: int) -> bool:
+    def _drawn(self, place: TracePlace, first: int) -> bool:
         return any(t.stop > first for t in self._tracks.get((place.group, place.track), ()))
 
-    def _new_track(self, place: Place, number: int) -> tuple[_Track, list[bytes]]:
+    def _new_track(self, place: TracePlace, number: int) -> tuple[_Track, list[bytes]]:
         said: list[tuple[str, dict[str, Any]]] = []
         group = self._groups.get(place.group)
         if group is None:
@@ -249,7 +325,7 @@ class Trace:
             self._file.seek(self._size)
             self._file.write(b"\n]\n")
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> TraceFile:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -35,7 +35,7 @@ from flowkv.policy.config import (
 from flowkv.policy.cost_aware import CostAware
 from flowkv.policy.cyclic import Cyclic
 from flowkv.policy.hazard.index import HazardIndex
-from flowkv.policy.hedge.hedge import Hedge
+from flowkv.policy.hedge import Hedge
 from flowkv.policy.lfu_ttl import LfuTtl
 from flowkv.policy.lru import LRU
 from flowkv.policy.optimum import Optimum, OptimumConfig

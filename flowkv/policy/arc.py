@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flowkv.policy.config import ArcConfig, configure
+from flowkv.policy.order.compiled import ARC as ARC_MODE
+from flowkv.policy.order.compiled import MODE
 from flowkv.policy.order.leaf import LeafOrder
-from flowkv.policy.order.slots import ARC as ARC_MODE
-from flowkv.policy.order.slots import MODE
 
 
 class ARC(LeafOrder):

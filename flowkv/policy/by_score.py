@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_VISIT, Slots, Visit
 from flowkv.policy.config import Lease, LeaseConfig, configure
-from flowkv.policy.order.calls import assign
-from flowkv.policy.order.image import column, length_of, uncolumn
-from flowkv.policy.order.leaf import LeafOrder, as_slots
-from flowkv.policy.order.slots import CLOCK, LATEST
+from flowkv.policy.order.compiled import CLOCK, LATEST, assign
+from flowkv.policy.order.leaf import LeafOrder, as_slots, column, length_of, uncolumn
 
 PAST = np.dtype(
     [
@@ -59,7 +57,7 @@ class ByScore(LeafOrder):
     again, snapshots: all that a policy must do besides is done. (A hint of a time is ignored: what
     it is worth beside a score of any unit nobody knows.) A score counts from the block's use until
     its next one, so a policy that ages needs a score to which time adds the same for all, as the
-    logarithm of a decaying count; see `flowkv.policy.order.static_key`.
+    logarithm of a decaying count; see `flowkv.policy.order.compiled`.
 
     `score` runs once per request on whole vectors: plain numpy is fast enough to replay millions of
     blocks in seconds.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from flowkv.policy.config import CostAwareConfig, configure
+from flowkv.policy.order.compiled import CLOCK_LIMIT, log2_of
 from flowkv.policy.order.leaf import LeafOrder
-from flowkv.policy.order.slots import CLOCK_LIMIT
-from flowkv.policy.order.static_key import log2_of
 
 MOST = CLOCK_LIMIT >> 2
 

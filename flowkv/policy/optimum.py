@@ -16,9 +16,17 @@ from numpy.typing import NDArray
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, Slots, Visit
 from flowkv.policy.config import Lease, LeaseConfig, configure
-from flowkv.policy.order.calls import assign
-from flowkv.policy.order.compiled import SLOT_BITS, SLOT_LIMIT, SLOT_MASK, Array, inner, kernel
-from flowkv.policy.order.heap import put, take
+from flowkv.policy.order.compiled import (
+    SLOT_BITS,
+    SLOT_LIMIT,
+    SLOT_MASK,
+    Array,
+    assign,
+    inner,
+    kernel,
+    put,
+    take,
+)
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
 NOT_AGAIN = 1 << 40

@@ -4,16 +4,381 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import NO_SLOTS, NO_VISIT, Slots, Visit
+from flowkv.policy.base import NO_SLOTS, NO_VISIT, Policy, Slots, Visit
 from flowkv.policy.config import Lease
-from flowkv.policy.holdings import Holdings
-from flowkv.policy.quota import Account, chains_above, evictable
+from flowkv.policy.order.leaf import damaged, seal, unseal
+
+# What a tenant may have of a place, and what it has.
+
+
+class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a tenant may count on, and may take at most.
+
+    Attributes:
+        reserve_bytes: Nothing that others do takes its blocks below this.
+        limit_bytes: `shed` takes what is more.
+    """
+
+    reserve_bytes: int = 0
+    limit_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reserve_bytes <= self.limit_bytes:
+            raise ConfigError(
+                f"a reserve of {self.reserve_bytes} bytes under a limit of {self.limit_bytes}",
+                "Use 0 <= reserve_bytes <= limit_bytes",
+            )
+
+
+class TenantAccount:
+    """What one tenant has.
+
+    Args:
+        policy: Decides among its blocks.
+        quota: Its quota.
+
+    Attributes:
+        used: Bytes of its resident blocks.
+        count: Number of them.
+        largest: Bytes of the largest block it ever had.
+        pins: Whether its policy knows pins.
+    """
+
+    def __init__(self, policy: Policy, quota: Quota) -> None:
+        self.policy, self.quota = policy, quota
+        self.used = self.count = 0
+        self.largest = 1
+        kind = type(policy)
+        self.pins = kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
+
+    def learned(self) -> bytes:
+        """What its policy has learned; nothing if that does not learn."""
+        save: Callable[[], bytes] | None = getattr(self.policy, "save_model", None)
+        return b"" if save is None else save()
+
+    def learn(self, saved: bytes) -> None:
+        """Its policy begins with what it learned elsewhere, if it is one that learns."""
+        load: Callable[[bytes], None] | None = getattr(self.policy, "load_model", None)
+        if load is not None:
+            load(saved)
+
+    @property
+    def spare(self) -> int:
+        """Bytes above its reserve."""
+        return self.used - self.quota.reserve_bytes
+
+    @property
+    def excess(self) -> float:
+        """Bytes above its limit."""
+        return self.used - self.quota.limit_bytes
+
+
+def chains_above(slots: Iterable[int], here: Mapping[int, tuple[int, int]]) -> set[int]:
+    """These slots and all above them, of those that are here: slot -> (parent, bytes)."""
+    found: set[int] = set()
+    for first in slots:
+        s = first
+        while s in here and s not in found:
+            found.add(s)
+            s = here[s][0]
+    return found
+
+
+def evictable(accounts: Mapping[int, TenantAccount], stuck: Mapping[int, int]) -> dict[int, int]:
+    """Blocks that each tenant can give up and may, down to its reserve.
+
+    Args:
+        accounts: By tenant.
+        stuck: How many blocks of a tenant may not go.
+    """
+    can = {}
+    for tenant, account in accounts.items():
+        free = account.count - stuck.get(tenant, 0)
+        if account.quota.reserve_bytes:
+            free = min(free, max(0, account.spare // account.largest))
+        if free > 0:
+            can[tenant] = free
+    return can
+
+
+# What a place of several tenants remembers as bytes: whose each block is, and their policies.
+
+
+class TenantsValues(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The state of `Tenants`, in plain values.
+
+    Attributes:
+        accounts: Tenant, its policy's snapshot, bytes of its largest block ever.
+        owner: Slot, tenant.
+        here: Resident slot, its parent, its bytes.
+        pins: Slot, how often it is pinned.
+        requests: Request, tenant.
+        untold: A request whose tenant is not known yet: time, slots, visit.
+        digest: Rolling hash of the decisions.
+        now: Latest time.
+    """
+
+    accounts: list[tuple[int, bytes, int]]
+    owner: list[tuple[int, int]]
+    here: list[tuple[int, int, int]]
+    pins: list[tuple[int, int]]
+    requests: list[tuple[int, int]]
+    untold: tuple[int, list[int], tuple[int, int, int, int, int]] | None
+    digest: int
+    now: int
+
+
+def tenancy_of(values: dict[str, Any]) -> TenantsValues:
+    """The state that a snapshot holds.
+
+    Raises:
+        ConfigError: It cannot be one.
+    """
+    try:
+        found = msgspec.convert(values.get("tenancy"), TenantsValues)
+    except msgspec.ValidationError as error:
+        raise damaged(str(error)) from None
+    tenants = {tenant for tenant, _, _ in found.accounts}
+    owner = dict(found.owner)
+    whole = (
+        len(tenants) == len(found.accounts)
+        and all(largest > 0 for _, _, largest in found.accounts)
+        and tenants.issuperset(owner.values())
+        and tenants.issuperset(tenant for _, tenant in found.requests)
+        and all(slot in owner and n_bytes >= 0 for slot, _, n_bytes in found.here)
+        and all(count > 0 for _, count in found.pins)
+        and not _circles({slot: parent for slot, parent, _ in found.here})
+    )
+    if not whole:
+        raise damaged("its numbers do not fit each other")
+    return found
+
+
+def _circles(parents: dict[int, int]) -> bool:
+    """Whether a block is above itself."""
+    sound: set[int] = set()
+    for first in list(parents):
+        slot, mine = first, set[int]()
+        while slot in parents and slot not in sound:
+            if slot in mine:
+                return True
+            mine.add(slot)
+            slot = parents[slot]
+        sound |= mine
+    return False
+
+
+def accounts_of(
+    found: TenantsValues, make: Callable[[], Policy], quota_of: Callable[[int], Quota]
+) -> dict[int, TenantAccount]:
+    """The tenants' accounts, with policies that go on from where they were.
+
+    Raises:
+        ConfigError: A policy refuses its snapshot, or holds other blocks than its tenant.
+    """
+    theirs: dict[int, dict[int, int]] = {tenant: {} for tenant, _, _ in found.accounts}
+    owner = dict(found.owner)
+    for slot, _, n_bytes in found.here:
+        theirs[owner[slot]][slot] = n_bytes
+    accounts = {}
+    for tenant, inner, largest in found.accounts:
+        account = accounts[tenant] = TenantAccount(make(), quota_of(tenant))
+        account.policy.restore(inner)
+        if sorted(account.policy.resident()) != sorted(theirs[tenant]):
+            raise damaged("tenants hold other blocks than their policies")
+        account.largest, account.count = largest, len(theirs[tenant])
+        account.used = sum(theirs[tenant].values())
+    return accounts
+
+
+def models_of(saved: bytes) -> dict[int, bytes]:
+    """What the policies of tenants learned.
+
+    Raises:
+        ConfigError: It is damaged.
+    """
+    try:
+        return msgspec.msgpack.decode(saved, type=dict[int, bytes])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"these are no models of tenants ({error})", "Start without them"
+        ) from None
+
+
+# What a place of several tenants knows: whose each block is, and how that is carried over.
+
+SHARED = 1 << 62
+"""The account of all tenants without a quota."""
+
+
+class Holdings(Policy):
+    """Accounts, owners and pins of `flowkv.policy.tenants.Tenants`.
+
+    Args:
+        make: Makes a policy for one tenant.
+        quotas: Tenant -> quota.
+        default: Quota of all others.
+    """
+
+    name = "tenants"
+
+    def __init__(
+        self,
+        make: Callable[[], Policy],
+        quotas: Mapping[int, Quota] | None = None,
+        default: Quota = Quota(),  # noqa: B008, frozen
+    ) -> None:
+        self._make, self._quotas, self._default = make, dict(quotas or {}), default
+        self._accounts: dict[int, TenantAccount] = {}
+        self._owner: dict[int, int] = {}
+        self._here: dict[int, tuple[int, int]] = {}  # resident slot -> its parent, its bytes
+        self._below: dict[int, set[int]] = {}  # resident children
+        self._pins: Counter[int] = Counter()
+        self._requests: dict[int, int] = {}
+        self._untold: tuple[int, Slots, Visit] | None = None
+        self._models: dict[int, bytes] = {}  # brought, for tenants that are not known yet
+        self._digest, self._now = 0, -(1 << 61)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Sum of all reserves."""
+        return sum(quota.reserve_bytes for quota in self._quotas.values())
+
+    def used_bytes(self, tenant: int) -> int:
+        """Bytes of a tenant's resident blocks, or of all whose quota is the default."""
+        account = self._accounts.get(self._payer(tenant))
+        return account.used if account is not None else 0
+
+    # ---- carrying it over
+
+    def save_model(self) -> bytes:
+        """What the tenants' policies have learned, each for itself, for `load_model` elsewhere."""
+        learned = {tenant: account.learned() for tenant, account in self._accounts.items()}
+        known = {tenant: model for tenant, model in learned.items() if model}
+        return msgspec.msgpack.encode(self._models | known)
+
+    def load_model(self, saved: bytes) -> None:
+        """Starts warm: each tenant with what it had learned itself, and with nobody else's.
+
+        Raises:
+            ConfigError: If it is damaged or of another version.
+        """
+        models = models_of(saved)
+        for tenant in models.keys() & self._accounts.keys():
+            self._accounts[tenant].learn(models.pop(tenant))
+        self._models = models
+
+    def snapshot(self) -> bytes:
+        """See `Policy.snapshot`. Of all tenants, with the snapshots of their policies."""
+        untold = self._untold
+        tenancy = TenantsValues(
+            accounts=[(t, a.policy.snapshot(), a.largest) for t, a in self._accounts.items()],
+            owner=list(self._owner.items()),
+            here=[(slot, *rest) for slot, rest in self._here.items()],
+            pins=list(self._pins.items()),
+            requests=list(self._requests.items()),
+            untold=None if untold is None else (untold[0], untold[1].tolist(), untold[2]),
+            digest=self._digest,
+            now=self._now,
+        )
+        return seal(self.name, None, {"tenancy": tenancy, "models": self._models})
+
+    def restore(self, snapshot: bytes) -> None:
+        """See `Policy.restore`. Nothing has changed if it is refused."""
+        values = unseal(snapshot, self.name, None)
+        found = tenancy_of(values)
+        heir = object.__new__(type(self))
+        Holdings.__init__(heir, self._make, self._quotas, self._default)
+        heir._models = models_of(msgspec.msgpack.encode(values.get("models")))
+        heir._owner = dict(found.owner)
+        heir._here = {slot: (parent, n_bytes) for slot, parent, n_bytes in found.here}
+        for slot, parent, _ in found.here:
+            if parent >= 0:
+                heir._below.setdefault(parent, set()).add(slot)
+        heir._pins, heir._requests = Counter(dict(found.pins)), dict(found.requests)
+        if found.untold is not None:
+            now, slots, visit = found.untold
+            heir._untold = now, np.array(slots, np.int64), Visit(*visit)
+        heir._digest, heir._now = found.digest, found.now
+        heir._accounts = accounts_of(found, self._make, self._quota)
+        vars(self).update(vars(heir))
+
+    # ---- parts
+
+    def _clock(self, now_ns: int) -> int:
+        """The time; never less than before, for a policy that is made only now as well."""
+        self._now = max(now_ns, self._now)
+        return self._now
+
+    def _account(self, tenant: int) -> TenantAccount:
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = TenantAccount(self._make(), self._quota(tenant))
+            if tenant in self._models:
+                account.learn(self._models.pop(tenant))
+        return account
+
+    def _payer(self, tenant: int) -> int:
+        """The account of a tenant: its own where it has a quota; all others share one."""
+        own = tenant in self._quotas or self._default != Quota()
+        return tenant if own else SHARED
+
+    def _quota(self, tenant: int) -> Quota:
+        return self._quotas.get(tenant, self._default)
+
+    def _parts(self, slots: Slots) -> list[tuple[int, Slots]]:
+        """The slots of each tenant that owns some, in order; unknown ones belong to nobody."""
+        owners = [self._owner.get(s, -1) for s in slots.tolist()]
+        kinds = sorted(set(owners) - {-1})
+        if len(kinds) == 1 and -1 not in owners:
+            return [(kinds[0], slots)]
+        each = np.array(owners, np.int64)
+        return [(t, slots[each == t]) for t in kinds]
+
+    def _of(self, tenant: int, slots: Slots) -> Slots:
+        return np.array([s for s in slots.tolist() if self._owner.get(s) == tenant], np.int64)
+
+    def _tell(self, tenant: int, account: TenantAccount) -> None:
+        """The request whose blocks nobody owned is this tenant's."""
+        if self._untold is not None:
+            then, slots, visit = self._untold
+            self._untold = None
+            if visit.request >= 0:
+                self._requests[visit.request] = tenant
+            account.policy.access(then, slots, visit)
+
+    def _hand_over(self, slot: int, tenant: int) -> None:
+        """A slot that is not resident belongs to this tenant now, and so do its pins."""
+        one, pins = np.array([slot]), self._pins[slot]
+        old = self._accounts.get(self._owner.get(slot, -1))
+        if old is not None:
+            for _ in range(pins if old.pins else 0):
+                old.policy.unpin(one)
+            old.policy.forget(one)
+        self._owner[slot] = tenant
+        for _ in range(pins if self._accounts[tenant].pins else 0):
+            self._accounts[tenant].policy.pin(one)
+
+    def _drop(self, slots: Slots) -> None:
+        for s in slots.tolist():
+            if s in self._here:
+                parent, n_bytes = self._here.pop(s)
+                if parent in self._below:
+                    self._below[parent].discard(s)
+                for child in self._below.pop(s, ()):  # a root, also if the number comes back
+                    self._here[child] = -1, self._here[child][1]
+                account = self._accounts[self._owner[s]]
+                account.used -= n_bytes
+                account.count -= 1
+
 
 MASK = (1 << 64) - 1
 
@@ -287,7 +652,7 @@ class Tenants(Holdings):
 
         return min(can, key=turn)
 
-    def _shield(self, account: Account, guarded: set[int]) -> set[int]:
+    def _shield(self, account: TenantAccount, guarded: set[int]) -> set[int]:
         """What a tenant's policy must be told not to give up."""
         return guarded if account.pins else guarded | set(self._pins)
 

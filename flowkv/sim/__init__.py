@@ -1,4 +1,4 @@
-"""Replays traces of requests through the very policy objects that the runtime uses.
+"""Replays traces of requests through the very policy objects that the cache uses.
 
     from flowkv.sim import generate, replay
 
@@ -9,15 +9,12 @@ Everything here is simulated and says so (DESIGN D17).
 
 from __future__ import annotations
 
-from flowkv.sim.chains import build_trace, join
 from flowkv.sim.character import characterise
 from flowkv.sim.formats import read_trace
 from flowkv.sim.generate import generate
-from flowkv.sim.replay import replay
+from flowkv.sim.replay import Result, replay, sweep
 from flowkv.sim.restore import lower_bound
-from flowkv.sim.result import Result
-from flowkv.sim.sweep import sweep
-from flowkv.sim.trace import Trace
+from flowkv.sim.trace import Trace, build_trace, join
 
 __all__ = [
     "Result",

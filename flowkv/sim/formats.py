@@ -2,17 +2,627 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import secrets
+import struct
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Annotated, BinaryIO, Self, TypeVar, cast
 
 import msgspec
+import numpy as np
+import xxhash
+import zstandard
+from msgspec import Meta
+from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError
-from flowkv.sim.lines import read_lines
-from flowkv.sim.mooncake import read_mooncake
-from flowkv.sim.recording import MAGIC, Reader
-from flowkv.sim.sessions import read_sessions
-from flowkv.sim.trace import Trace, read_npz
+from flowkv.core.errors import ConfigError, StateError
+from flowkv.policy.base import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
+from flowkv.sim.trace import Trace, build_trace, read_npz, wide
+
+# JSON lines, plain or zstd-compressed, read one at a time, with a bound on what is believed.
+
+ZSTD = b"\x28\xb5\x2f\xfd"
+MOST_LINE_BYTES = 1 << 26
+MOST_BYTES = 1 << 35
+REMEDY = "Pass another file, or get it anew"
+
+
+def read_lines(path: Path, kind: type[T], most_line: int = MOST_LINE_BYTES) -> Iterator[T]:
+    """The lines of a file as structs of one kind; empty ones are skipped.
+
+    Args:
+        path: The file; whether it is compressed is seen from its first bytes.
+        kind: What a line is.
+        most_line: Bytes of the longest line.
+
+    Raises:
+        ConfigError: If the file is damaged, or a line is none of that kind.
+        OSError: The file cannot be read.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    total = 0
+    with path.open("rb") as file:
+        lines = _opened(file)
+        number = 0
+        while True:
+            number += 1
+            try:
+                line = lines.readline(most_line + 1)
+                total += len(line)
+                if len(line) > most_line or total > MOST_BYTES:
+                    raise ConfigError(f"{path}, line {number} is too long to be a trace", REMEDY)
+                if not line:
+                    return
+                if line.strip():
+                    yield decoder.decode(line)
+            except zstandard.ZstdError as error:
+                raise ConfigError(f"{path} is damaged: {error}", REMEDY) from None
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}, line {number}: {error}", REMEDY) from None
+
+
+def _opened(file: BinaryIO) -> BinaryIO:
+    packed = file.read(len(ZSTD)) == ZSTD
+    file.seek(0)
+    if not packed:
+        return file
+    stream = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(file)
+    return cast("BinaryIO", io.BufferedReader(stream, 1 << 20))
+
+
+# Traces as Mooncake publishes them: JSON lines of block ids, here with session and stop as well.
+#
+#     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+#
+# Times are milliseconds. `session` (a number or a name), `stop` ("tool_use", "end_turn", "length")
+# and `tenant` may be added. R. Qin et al., "Mooncake", FAST 2025.
+
+STOPS = {
+    "": UNKNOWN_STOP, "tool_use": TOOL_USE, "tool_calls": TOOL_USE, "end_turn": TURN_END,
+    "stop": TURN_END, "max_tokens": CUT_OFF, "length": CUT_OFF,
+}  # fmt: skip
+WORDS = {UNKNOWN_STOP: "", TOOL_USE: "tool_use", TURN_END: "end_turn", CUT_OFF: "length"}
+MOST_BLOCKS = 1 << 31
+
+Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class MooncakeLine(msgspec.Struct):
+    """One request."""
+
+    timestamp: Annotated[float, Meta(ge=0, le=1e13)]
+    hash_ids: list[int]
+    input_length: Tokens = 0
+    output_length: Tokens = 0
+    session: int | str | None = None
+    stop: str = ""
+    tenant: int | str | None = None
+
+
+def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
+    """Reads JSON lines, plain or zstd-compressed.
+
+    Args:
+        path: The file.
+        block_tokens: Tokens of a block; by default the power of two that the input lengths suggest.
+
+    Raises:
+        ConfigError: If the file is damaged or no such trace.
+        OSError: The file cannot be read.
+    """
+    lines: list[tuple[float, int, int, int, int, int]] = []
+    ids: list[NDArray[np.int64]] = []
+    sessions: dict[int | str, int] = {}
+    tenants: dict[int | str | None, int] = {}
+    total = 0
+    for line in read_lines(path, MooncakeLine):
+        total += len(line.hash_ids)
+        if total > MOST_BLOCKS:
+            raise ConfigError(f"{path} names more than {MOST_BLOCKS} blocks", "Cut it in pieces")
+        session = -1 if line.session is None else sessions.setdefault(line.session, len(sessions))
+        tenant = tenants.setdefault(line.tenant, len(tenants))
+        stop = STOPS.get(line.stop, UNKNOWN_STOP)
+        lines.append((line.timestamp, line.input_length, line.output_length, session, tenant, stop))
+        ids.append(_ids(path, line.hash_ids))
+    table = np.array(lines, np.float64).reshape(-1, 6)
+    lengths = np.array(list(map(len, ids)), np.int64)
+    whole = table[:, 1:].astype(np.int64)
+    return build_trace(
+        _stem(path),
+        np.round(table[:, 0] * 1e6).astype(np.int64),
+        lengths,
+        wide(np.concatenate([*ids, np.empty(0, np.int64)])),
+        block_tokens or _tokens_of_blocks(whole[:, 0], lengths),
+        input_tokens=whole[:, 0],
+        output_tokens=whole[:, 1],
+        sessions=whole[:, 2],
+        tenants=whole[:, 3],
+        stops=whole[:, 4],
+    )
+
+
+def write_mooncake(path: Path, trace: Trace) -> None:
+    """Writes JSON lines; compressed if the name ends in `.zst`.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    body = b"".join(_line(trace, r) for r in range(len(trace)))
+    if path.suffix == ".zst":
+        body = zstandard.ZstdCompressor(level=10).compress(body)
+    path.write_bytes(body)
+
+
+def _ids(path: Path, numbers: list[int]) -> NDArray[np.int64]:
+    """Ids of 64 bits, signed or not."""
+    try:
+        return np.array(numbers, np.int64)
+    except OverflowError:
+        pass
+    try:
+        return np.array(numbers, np.uint64).view(np.int64)
+    except OverflowError:
+        raise ConfigError(f"{path} has ids of more than 64 bits", REMEDY) from None
+
+
+def _line(trace: Trace, r: int) -> bytes:
+    line: dict[str, object] = {
+        "timestamp": _milliseconds(int(trace.times_ns[r])),
+        "input_length": int(trace.input_tokens[r]),
+        "output_length": int(trace.output_tokens[r]),
+        "hash_ids": trace.blocks[trace.offsets[r] : trace.offsets[r + 1]].tolist(),
+    }
+    if trace.sessions[r] >= 0:
+        line["session"] = int(trace.sessions[r])
+    if trace.stops[r] != UNKNOWN_STOP:
+        line["stop"] = WORDS[int(trace.stops[r])]
+    if trace.tenants[r] > 0:
+        line["tenant"] = int(trace.tenants[r])
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _milliseconds(time_ns: int) -> int | float:
+    whole, rest = divmod(time_ns, 10**6)
+    return time_ns / 1e6 if rest else whole
+
+
+def _stem(path: Path) -> str:
+    name = path.name
+    for ending in (".zst", ".jsonl", ".json"):
+        name = name.removesuffix(ending)
+    return name
+
+
+def _tokens_of_blocks(tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+    """The power of two nearest to the tokens per block of the longer half of the requests."""
+    known = (tokens > 0) & (lengths > 0)
+    if not known.any():
+        return 512
+    tokens, lengths = tokens[known], lengths[known]
+    long = lengths >= np.median(lengths)
+    return 1 << max(0, round(float(np.log2(np.median(tokens[long] / lengths[long])))))
+
+
+# Recorded sessions without a common clock: started at random, as often as one likes.
+#
+# Each line is a session: its requests with times from its beginning, lengths, why each answer
+# ended, and its blocks as runs of session-local numbers. Another seed gives another trace of the
+# same kind, and a shorter span more load.
+#
+# What sessions share is an assumption: with equally long tool prompts they have the same ones, and
+# with equally long system prompts behind them too. Only whole blocks are kept.
+
+Seconds = Annotated[float, Meta(ge=0, le=1e10)]
+Run = tuple[Annotated[int, Meta(ge=0, lt=2**48)], Annotated[int, Meta(ge=0, lt=2**24)]]
+Ints = NDArray[np.int64]
+
+
+class SessionTurn(msgspec.Struct):
+    """A request; or, with `requests`, a helper's conversation that begins then."""
+
+    t: Seconds = 0.0
+    tokens_in: Tokens = msgspec.field(name="in", default=0)
+    tokens_out: Tokens = msgspec.field(name="out", default=0)
+    stop: str | None = None
+    runs: list[Run] = []
+    tool_tokens: Tokens = 0
+    system_tokens: Tokens = 0
+    requests: list[SessionTurn] | None = None
+
+
+class SessionLine(msgspec.Struct):
+    """A line."""
+
+    requests: list[SessionTurn]
+    block_size: Annotated[int, Meta(ge=1, lt=2**20)]
+    tool_tokens: Tokens = 0
+    system_tokens: Tokens = 0
+
+
+def read_sessions(
+    path: Path, *, span_s: float = 28_800.0, seed: int = 1, block_tokens: int = 512
+) -> Trace:
+    """Starts every session of a file at a uniformly random time.
+
+    Args:
+        path: JSON lines, plain or zstd-compressed.
+        span_s: Sessions start within so many seconds.
+        seed: Of the times.
+        block_tokens: Tokens of a block of the trace; a multiple of that of the file.
+
+    Raises:
+        ConfigError: If the file is damaged, or an argument does not fit it.
+        OSError: The file cannot be read.
+    """
+    sessions = list(read_lines(path, SessionLine))
+    if not 0.0 < span_s < 1e9:
+        raise ConfigError(f"sessions cannot start within {span_s} s", "Use 28800 for eight hours")
+    starts = np.random.default_rng(seed).uniform(0.0, span_s, len(sessions))
+    common: dict[tuple[int, ...], int] = {}
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    pairs: list[NDArray[np.uint64]] = []
+    total = 0
+    for s, (session, start) in enumerate(zip(sessions, starts.tolist(), strict=True)):
+        step, rest = divmod(block_tokens, session.block_size)
+        if rest or step < 1:
+            raise ConfigError(
+                f"blocks of {session.block_size} tokens cannot be joined to {block_tokens}",
+                f"Use a multiple of {session.block_size}",
+            )
+        for turn, at, tools, system in _turns(session):
+            ids = _sessions_ids(turn.runs, step)
+            total += len(ids)
+            if total > MOST_BLOCKS or (ids < 0).any():
+                raise ConfigError(f"{path}, line {s + 1} names too many blocks", REMEDY)
+            spaces = [
+                2 * common.setdefault(key, len(common)) + 1 for key in _prompts(tools, system)
+            ]
+            ends = [n // session.block_size // step for n in (tools, tools + system)]
+            pairs.append(_named(ids, 2 * s, spaces, ends))
+            stop = STOPS.get(turn.stop or "end_turn", TURN_END)  # unsaid: it did not call a tool
+            time = round((start + at) * 1e9)
+            rows.append((time, len(ids), turn.tokens_in, turn.tokens_out, s, stop))
+    table = np.array(rows, np.int64).reshape(-1, 6)
+    name = path.name.partition(".")[0]
+    return build_trace(
+        f"{name}:{seed}",
+        table[:, 0],
+        table[:, 1],
+        np.concatenate([*pairs, np.empty((0, 2), np.uint64)]),
+        block_tokens,
+        input_tokens=table[:, 2],
+        output_tokens=table[:, 3],
+        sessions=table[:, 4],
+        stops=table[:, 5],
+    )
+
+
+def _turns(session: SessionLine) -> Iterator[tuple[SessionTurn, float, int, int]]:
+    """Requests, helpers' included: each with its time and the lengths of its prompts."""
+    for turn in session.requests:
+        if turn.requests is None:
+            yield turn, turn.t, session.tool_tokens, session.system_tokens
+        for inner in turn.requests or ():
+            yield inner, turn.t + inner.t, turn.tool_tokens, turn.system_tokens
+
+
+def _sessions_ids(runs: list[Run], step: int) -> Ints:
+    """The last number of each whole block of `step`: numbers are chain-correct in a session."""
+    if sum(count for _, count in runs) > 1 << 28:
+        return np.array([-1])
+    every = [np.arange(first, first + count) for first, count in runs]
+    return np.concatenate([*every, np.empty(0, np.int64)])[step - 1 :: step]
+
+
+def _prompts(tools: int, system: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What tells the two prompts from others."""
+    return (tools,), (tools, system)
+
+
+def _named(ids: Ints, own: int, spaces: list[int], ends: list[int]) -> NDArray[np.uint64]:
+    """Ids in their session's space, but for the blocks that lie wholly within the prompts."""
+    pairs = np.empty((len(ids), 2), np.uint64)
+    pairs[:, 0], pairs[:, 1] = ids, own
+    first = 0
+    for space, end in zip(spaces, ends, strict=True):
+        pairs[first:end, 0] = np.arange(first, min(end, len(ids)))
+        pairs[first:end, 1] = space
+        first = min(end, len(ids))
+    return pairs
+
+
+# Recordings: what a live cache was asked for, to be replayed later.
+#
+# No text, no token and no name is written: chains of block ids, hashed once more with a salt that
+# is kept nowhere, lengths, times. So a recording cannot be matched with another one, or with a
+# store.
+#
+# A file is a magic line and frames. A frame is 16 bytes (u32 compressed length, u32 length, u64
+# xxh3_64 of what is compressed) and zstd-compressed msgpack. The first frame is a map that
+# describes the file, fields of a request included; each further one a list of requests. A request
+# names the deepest block that was written before (a number, counting from 0; -1 for none) and, of
+# 16 bytes each, the ids of the blocks below it.
+#
+# What a crash leaves, a file that ends within a frame, is read up to there.
+
+MAGIC = b"FLOWKV recording 1\n"
+_HEAD = struct.Struct("<IIQ")
+_MOST_BYTES = 1 << 26
+_MOST_KNOWN = 1 << 19  # some 60 MB; beyond that, ids are written anew
+_FRAME_REQUESTS, _FRAME_BLOCKS = 4096, 1 << 16
+_ID_BYTES = 16
+T = TypeVar("T")
+_REMEDY = "Record it anew, or pass another file"
+
+
+class RecordedRequest(msgspec.Struct, array_like=True, frozen=True):
+    """One request, as it is written.
+
+    Attributes:
+        time_ns: Arrival, on any clock.
+        above: Number of the deepest block that was written before, or -1.
+        ids: Ids of the blocks below it, root to leaf.
+        input_tokens: Of the prompt.
+        output_tokens: Of the answer.
+        session: A hash of the conversation's name, or -1.
+        tenant: Numbered in the order of appearance.
+        stop: See `flowkv.policy.base`.
+    """
+
+    time_ns: int
+    above: int
+    ids: bytes
+    input_tokens: int = 0
+    output_tokens: int = 0
+    session: int = -1
+    tenant: int = 0
+    stop: int = 0
+
+
+class About(msgspec.Struct, frozen=True):
+    """The first frame."""
+
+    block_tokens: int
+    version: int = 1
+    fields: tuple[str, ...] = RecordedRequest.__struct_fields__
+
+
+class Writer:
+    """Writes a recording. For one thread.
+
+    Args:
+        path: A new file; an old one is replaced.
+        block_tokens: Tokens of a block.
+        salt: Of the hashes; a random one, kept nowhere, by default.
+
+    Raises:
+        OSError: The file cannot be written; any call may.
+    """
+
+    def __init__(self, path: str | Path, *, block_tokens: int, salt: bytes | None = None) -> None:
+        self.path = Path(path)
+        self.block_tokens = block_tokens
+        self._salt = (secrets.token_bytes(16) if salt is None else salt)[:64]
+        self._known: dict[bytes, int] = {}
+        self._tenants: dict[bytes, int] = {}
+        self._count = self._blocks = 0
+        self._pending: list[RecordedRequest] = []
+        self._file: BinaryIO | None = self.path.open("wb")
+        self._file.write(MAGIC)
+        self._write(msgspec.msgpack.encode(About(block_tokens)))
+
+    def request(
+        self,
+        time_ns: int,
+        ids: NDArray[np.uint64] | bytes,
+        *,
+        input_tokens: int = 0,
+        output_tokens: int = 0,
+        session: bytes = b"",
+        tenant: bytes = b"",
+        stop: int = 0,
+    ) -> None:
+        """Notes a request, best when it is complete.
+
+        Args:
+            time_ns: When it arrived, on any clock that does not jump.
+            ids: Chain ids of its whole blocks, root to leaf: u64 [n, 2], or 16 bytes each. Equal
+                ids mean equal whole prefixes.
+            input_tokens: Of the prompt.
+            output_tokens: Of the answer.
+            session: Name of the conversation, if it is known.
+            tenant: Name of the tenant.
+            stop: Why the answer ended; see `flowkv.policy.base`.
+
+        Raises:
+            StateError: After `close`.
+        """
+        raw = ids if isinstance(ids, bytes) else np.ascontiguousarray(ids, "<u8").tobytes()
+        chain = [raw[i : i + _ID_BYTES] for i in range(0, len(raw) - _ID_BYTES + 1, _ID_BYTES)]
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        above = self._deepest(chain)
+        new = chain[above:]
+        first = self._known[chain[above - 1]] if above else -1
+        for i, block in enumerate(new):
+            self._known[block] = self._count + i
+        self._count += len(new)
+        self._blocks += len(new)
+        hashed = b"".join(self._hash(block, b"block") for block in new)
+        whose = self._tenants.setdefault(tenant, len(self._tenants))
+        number = int.from_bytes(self._hash(session, b"session")[:8], "little") >> 2
+        self._pending.append(
+            RecordedRequest(
+                int(time_ns),
+                first,
+                hashed,
+                int(input_tokens),
+                int(output_tokens),
+                number if session else -1,
+                whose,
+                int(stop),
+            )
+        )
+        if len(self._pending) >= _FRAME_REQUESTS or self._blocks >= _FRAME_BLOCKS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what was noted so far."""
+        if self._file is None:
+            raise StateError(f"recording {self.path} is closed", "Open another Writer")
+        if self._pending:
+            pending, self._pending, self._blocks = self._pending, [], 0
+            self._write(msgspec.msgpack.encode(pending))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Writes the rest; a second call does nothing."""
+        if self._file is not None:
+            try:
+                self.flush()
+            finally:
+                self._file.close()
+                self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _deepest(self, chain: list[bytes]) -> int:
+        """How many leading blocks are known: whoever is known, all above it are."""
+        low, high = 0, len(chain)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if chain[middle - 1] in self._known:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _hash(self, name: bytes, what: bytes) -> bytes:
+        return hashlib.blake2b(name, digest_size=_ID_BYTES, key=self._salt, person=what).digest()
+
+    def _write(self, body: bytes) -> None:
+        if self._file is None:
+            raise StateError(f"recording {self.path} is closed", "Open another Writer")
+        packed = zstandard.ZstdCompressor(level=3).compress(body)
+        self._file.write(_HEAD.pack(len(packed), len(body), xxhash.xxh3_64_intdigest(body)))
+        self._file.write(packed)
+
+
+class Reader:
+    """Reads a recording.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        about: Its first frame.
+
+    Raises:
+        ConfigError: If it is none, or damaged.
+        OSError: The file cannot be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        frame = next(self._frames(), None)
+        if frame is None:
+            raise ConfigError(f"{path} is no recording", _REMEDY)
+        self.about = self._decode(frame, About)
+        if self.about.version != 1 or self.about.block_tokens < 1:
+            raise ConfigError(
+                f"{path} is a recording of version {self.about.version}, "
+                f"with {self.about.block_tokens} tokens a block",
+                "Read it with the FlowKV that wrote it",
+            )
+
+    def __iter__(self) -> Iterator[RecordedRequest]:
+        """The requests, in the order in which they were noted."""
+        frames = self._frames()
+        next(frames)
+        for frame in frames:
+            yield from self._decode(frame, list[RecordedRequest])
+
+    def trace(self) -> Trace:
+        """The recording as a trace; times count from the first request.
+
+        Raises:
+            ConfigError: If it is damaged.
+        """
+        parents: list[int] = []
+        ids: list[bytes] = []
+        chains: list[NDArray[np.int64]] = []
+        requests = list(self)
+        for request in requests:
+            above, count = request.above, len(ids)
+            if not -1 <= above < count or len(request.ids) % _ID_BYTES:
+                raise ConfigError(f"{self.path} names a block before its time", _REMEDY)
+            for at in range(0, len(request.ids), _ID_BYTES):
+                ids.append(request.ids[at : at + _ID_BYTES])
+                parents.append(above)
+                above = len(ids) - 1
+            chain = []
+            while above >= 0:
+                chain.append(above)
+                above = parents[above]
+            chains.append(np.array(chain[::-1], np.int64))
+        pairs = np.frombuffer(b"".join(ids), "<u8").reshape(-1, 2).astype(np.uint64)
+        times = np.array([request.time_ns for request in requests], np.int64)
+        _, sessions = np.unique([request.session for request in requests], return_inverse=True)
+        unknown = int(any(request.session < 0 for request in requests))
+        return build_trace(
+            self.path.stem,
+            times - times.min(initial=times[0]) if len(times) else times,
+            [len(chain) for chain in chains],
+            pairs[np.concatenate([*chains, np.empty(0, np.int64)])],
+            self.about.block_tokens,
+            input_tokens=[request.input_tokens for request in requests],
+            output_tokens=[request.output_tokens for request in requests],
+            sessions=sessions.ravel() - unknown,
+            stops=[request.stop for request in requests],
+            tenants=[request.tenant for request in requests],
+        )
+
+    def _frames(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ConfigError(f"{self.path} is no recording of FlowKV", _REMEDY)
+            while len(head := file.read(_HEAD.size)) == _HEAD.size:
+                packed_bytes, n_bytes, digest = _HEAD.unpack(head)
+                if max(packed_bytes, n_bytes) > _MOST_BYTES:
+                    raise ConfigError(f"{self.path} has a frame of {n_bytes} bytes", _REMEDY)
+                packed = file.read(packed_bytes)
+                if len(packed) < packed_bytes:
+                    return  # a crash cut it off
+                yield self._unpack(packed, n_bytes, digest)
+
+    def _unpack(self, packed: bytes, n_bytes: int, digest: int) -> bytes:
+        try:
+            said = zstandard.get_frame_parameters(packed).content_size
+            body = zstandard.ZstdDecompressor().decompress(packed) if said == n_bytes else b""
+        except zstandard.ZstdError as error:
+            raise ConfigError(f"{self.path} is damaged: {error}", _REMEDY) from None
+        if len(body) != n_bytes or xxhash.xxh3_64_intdigest(body) != digest:
+            raise ConfigError(f"{self.path} is damaged: a frame is not what was written", _REMEDY)
+        return body
+
+    def _decode(self, body: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self.path} is no recording: {error}", _REMEDY) from None
 
 
 class _Probe(msgspec.Struct):
@@ -25,8 +635,8 @@ class _Probe(msgspec.Struct):
 def read_trace(path: str | Path) -> Trace:
     """Reads a trace, whatever its format.
 
-    Knows recordings of a live cache (`flowkv.sim.recording`), JSON lines in Mooncake's format, raw
-    sessions, which are started at random with seed 1 (`flowkv.sim.sessions`), and arrays in an
+    Knows recordings of a live cache (`flowkv.sim.formats`), JSON lines in Mooncake's format, raw
+    sessions, which are started at random with seed 1 (`flowkv.sim.formats`), and arrays in an
     `.npz` file; JSON lines plain or zstd-compressed.
 
     Args:

@@ -15,23 +15,492 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import bisect
+import heapq
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Meta
+from numpy.random import Generator
+from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, did_you_mean
+from flowkv.policy.base import TOOL_USE, TURN_END
 from flowkv.policy.config import PolicyConfig, configure
-from flowkv.sim import streams, talks
-from flowkv.sim.arrivals import bursts, poisson
-from flowkv.sim.chains import join
-from flowkv.sim.draft import Draft, Seconds, TalkConfig, Times
-from flowkv.sim.trace import Trace
+from flowkv.sim.trace import Trace, build_trace, join, wide
+
+# Conversations under way while a trace is generated, each a Python generator.
+
+Count = Annotated[int, Meta(ge=1, le=10**7)]
+Rate = Annotated[float, Meta(gt=0.0, le=1e6)]
+Odds = Annotated[float, Meta(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Meta(gt=0.0, le=1e8)]
+Times = Annotated[float, Meta(ge=1.0, le=1e6)]
+Spread = Annotated[float, Meta(ge=0.0, le=5.0)]
+Span = tuple[int, int]
+"""A space of ids, and how many blocks of it, from its first."""
 
 
-class BurstsConfig(talks.ChatConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TalkConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all generated conversations can be told.
+
+    Attributes:
+        requests: How many.
+        seed: Equal seeds give equal traces.
+        block_tokens: Tokens of a block; only whole ones count.
+        sessions_per_s: New conversations a second, on average.
+        tenants: Conversations belong to so many, evenly.
+    """
+
+    requests: Count = 5000
+    seed: int = 0
+    block_tokens: Count = 512
+    sessions_per_s: Rate = 0.6
+    tenants: Count = 1
+
+
+class Draft:
+    """Conversations under way, and the requests that they made.
+
+    Args:
+        config: Common options.
+        rng: Source of randomness.
+
+    Attributes:
+        spaces: Spaces of ids given away; below the first one given lie prompts and documents.
+        now: Seconds of the present request,
+        session: ... and its conversation.
+        renamed: (which, of how many) -> which is meant; for popularity that changes.
+    """
+
+    def __init__(self, config: TalkConfig, rng: Generator) -> None:
+        self.config, self.rng = config, rng
+        self.spaces = 1 << 20  # below: prompts and documents
+        self._pending: list[tuple[float, int, Iterator[float | None]]] = []
+        self._rows: list[tuple[float, int, int, int, int, int, int]] = []
+        self._ids: list[NDArray[np.uint64]] = []
+        self._begun = 0
+        self.now, self.session = 0.0, 0
+        self.renamed: Callable[[int, int], int] = lambda at, _n: at
+
+    def fresh(self) -> int:
+        """A space of ids that nobody shares."""
+        self.spaces += 1
+        return self.spaces
+
+    def size(self, median: float, spread: float) -> int:
+        """A length in tokens."""
+        return max(1, round(median * float(np.exp(spread * self.rng.standard_normal()))))
+
+    def time(self, median_s: float, spread: float) -> float:
+        """A time in seconds."""
+        return median_s * float(np.exp(spread * self.rng.standard_normal()))
+
+    def pick(self, shares: list[float]) -> int:
+        """One of some things, by cumulative popularity and what `renamed` makes of it."""
+        at = min(bisect.bisect_right(shares, self.rng.random()), len(shares) - 1)
+        return self.renamed(at, len(shares))
+
+    def note(self, prompts: list[Span], own: int, tokens: int, output: int, stop: int) -> None:
+        """A request of the present session: whole blocks of prompts, then of its own tokens."""
+        size = self.config.block_tokens
+        spans = [(space, length // size) for space, length in prompts]
+        rest = max(1, tokens // size) - sum(count for _, count in spans)
+        pairs = [_span(space, count) for space, count in [*spans, (own, max(0, rest))]]
+        self._ids.append(np.concatenate(pairs))
+        tenant = self.session % self.config.tenants
+        length = len(self._ids[-1])
+        self._rows.append((self.now, length, tokens, output, self.session, stop, tenant))
+
+    def play(
+        self, starts: Iterator[float], talk: Callable[[Draft], Iterator[float | None]]
+    ) -> None:
+        """Lets conversations begin at `starts` until there are enough requests.
+
+        `talk` is a generator: sent the time, it notes a request and yields the time to its next
+        one, or None.
+        """
+        start = next(starts)
+        while len(self._rows) < self.config.requests:
+            if not self._pending or start <= self._pending[0][0]:
+                heapq.heappush(self._pending, (start, self._begun, talk(self)))
+                self._begun += 1
+                start = next(starts)
+                continue
+            now, session, steps = heapq.heappop(self._pending)
+            self.now, self.session = now, session
+            gap = next(steps, None)
+            if gap is not None:
+                heapq.heappush(self._pending, (now + gap, session, steps))
+
+    def trace(self, name: str) -> Trace:
+        """What was noted."""
+        table = list(zip(*self._rows, strict=True))
+        return build_trace(
+            name,
+            np.round(np.array(table[0]) * 1e9).astype(np.int64),
+            table[1],
+            np.concatenate(self._ids),
+            self.config.block_tokens,
+            input_tokens=table[2],
+            output_tokens=table[3],
+            sessions=table[4],
+            stops=table[5],
+            tenants=table[6],
+        )
+
+
+def _span(space: int, count: int) -> NDArray[np.uint64]:
+    pairs = np.empty((count, 2), np.uint64)
+    pairs[:, 0], pairs[:, 1] = np.arange(count), space
+    return pairs
+
+
+# Generated conversations: people who chat, agents, questions about documents.
+#
+# Medians, spreads and chances of a return are those of published traces, rounded: chat from
+# Mooncake's conversation trace (FAST 2025), agents from coding-agent sessions
+# (github.com/callanjfox/kv-cache-tester); those of questions about documents are assumptions.
+# Lengths and gaps are lognormal.
+
+Talk = Callable[[Draft], Iterator[float | None]]
+
+
+class ChatConfig(TalkConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """People who read, think and ask again.
+
+    Attributes:
+        system_tokens: One prompt before every conversation.
+        first_tokens: Median of the first question, documents included.
+        next_tokens: Median of later ones.
+        output_tokens: Median of an answer.
+        spread: Standard deviation of the logarithm of all lengths.
+        returns: Chance of another turn after the first, second, ... answer; the last for all later.
+        gap_s: Median time to the next turn.
+        gap_spread: Standard deviation of its logarithm.
+    """
+
+    system_tokens: Count = 600
+    first_tokens: Count = 6000
+    next_tokens: Count = 600
+    output_tokens: Count = 350
+    spread: Spread = 1.0
+    returns: tuple[Odds, ...] = (0.35, 0.49, 0.58, 0.66, 0.72, 0.8)
+    gap_s: Seconds = 120.0
+    gap_spread: Spread = 1.0
+
+
+class AgentsConfig(TalkConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Programs that call tools in a loop, and now and then wait for a person.
+
+    Attributes:
+        programs: Different tool and system prompts, of Zipf popularity.
+        prompt_tokens: Length of those.
+        first_tokens: Median of what a session begins with besides.
+        growth_tokens: Median growth per turn, the answer included.
+        output_tokens: Median of an answer.
+        spread: Standard deviation of the logarithm of all lengths.
+        tool_share: Chance that an answer calls a tool.
+        tool_returns: Chance that a session goes on after a tool call,
+        end_returns: ... and after the end of a turn.
+        tool_s: Median time to the next request after a tool call,
+        end_s: ... and after the end of a turn.
+        tool_spread: Standard deviations of the logarithms of these times.
+        end_spread: The same, after the end of a turn.
+        context_tokens: A longer context is summarised, and the chain begins anew.
+    """
+
+    sessions_per_s: Rate = 0.012
+    programs: Count = 40
+    prompt_tokens: Count = 16_000
+    first_tokens: Count = 12_000
+    growth_tokens: Count = 1000
+    output_tokens: Count = 200
+    spread: Spread = 1.0
+    tool_share: Odds = 0.86
+    tool_returns: Odds = 0.98
+    end_returns: Odds = 0.88
+    tool_s: Seconds = 15.0
+    end_s: Seconds = 90.0
+    tool_spread: Spread = 0.6
+    end_spread: Spread = 1.2
+    context_tokens: Count = 180_000
+
+
+class RagConfig(TalkConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Questions about documents, the best one first.
+
+    Attributes:
+        documents: How many there are, of Zipf popularity.
+        zipf: Its exponent.
+        document_tokens: Median of their lengths.
+        spread: Standard deviation of the logarithm of lengths.
+        passages: Documents before each question.
+        system_tokens: One prompt before everything.
+        question_tokens: Median of a question.
+        output_tokens: Median of an answer.
+        returns: Chance of a further question about the same documents.
+        gap_s: Median time to it.
+    """
+
+    sessions_per_s: Rate = 2.0
+    documents: Count = 2000
+    zipf: Annotated[float, Meta(ge=0.0, le=4.0)] = 0.9
+    document_tokens: Count = 3000
+    spread: Spread = 0.6
+    passages: Count = 2
+    system_tokens: Count = 1024
+    question_tokens: Count = 300
+    output_tokens: Count = 250
+    returns: Odds = 0.3
+    gap_s: Seconds = 40.0
+
+
+def chat(config: ChatConfig) -> Talk:
+    """One conversation between a person and a model."""
+
+    def talk(draft: Draft) -> Iterator[float | None]:
+        own, turn = draft.fresh(), 0
+        tokens = config.system_tokens + draft.size(config.first_tokens, config.spread)
+        while True:
+            output = draft.size(config.output_tokens, config.spread)
+            draft.note([(0, config.system_tokens)], own, tokens, output, TURN_END)
+            if draft.rng.random() >= config.returns[min(turn, len(config.returns) - 1)]:
+                return
+            turn += 1
+            tokens += output + draft.size(config.next_tokens, config.spread)
+            yield draft.time(config.gap_s, config.gap_spread)
+
+    return talk
+
+
+def agents(config: AgentsConfig) -> Talk:
+    """One session of a program."""
+    popularity = zipf(config.programs, 1.0)
+
+    def talk(draft: Draft) -> Iterator[float | None]:
+        program = draft.pick(popularity)
+        own = draft.fresh()
+        prompt = [(1 + program, config.prompt_tokens)]
+        tokens = config.prompt_tokens + draft.size(config.first_tokens, config.spread)
+        while True:
+            calls = draft.rng.random() < config.tool_share
+            output = draft.size(config.output_tokens, config.spread)
+            draft.note(prompt, own, tokens, output, TOOL_USE if calls else TURN_END)
+            if draft.rng.random() >= (config.tool_returns if calls else config.end_returns):
+                return
+            tokens += output + draft.size(config.growth_tokens, config.spread)
+            if tokens > config.context_tokens:
+                own = draft.fresh()
+                tokens = config.prompt_tokens + draft.size(config.first_tokens, config.spread)
+            if calls:
+                yield draft.time(config.tool_s, config.tool_spread)
+            else:
+                yield draft.time(config.end_s, config.end_spread)
+
+    return talk
+
+
+def rag(config: RagConfig) -> Talk:
+    """One question about documents, and perhaps more."""
+    popularity = zipf(config.documents, config.zipf)
+    lengths: dict[int, int] = {}
+
+    def talk(draft: Draft) -> Iterator[float | None]:
+        found = [draft.pick(popularity) for _ in range(config.passages)]
+        spans = [(0, config.system_tokens)]
+        for document in dict.fromkeys(found):
+            if document not in lengths:
+                lengths[document] = draft.size(config.document_tokens, config.spread)
+            spans.append((1 + document, lengths[document]))
+        own = draft.fresh()
+        tokens = sum(size for _, size in spans) + draft.size(config.question_tokens, config.spread)
+        while True:
+            output = draft.size(config.output_tokens, config.spread)
+            draft.note(spans, own, tokens, output, TURN_END)
+            if draft.rng.random() >= config.returns:
+                return
+            tokens += output + draft.size(config.question_tokens, config.spread)
+            yield draft.time(config.gap_s, 1.0)
+
+    return talk
+
+
+def zipf(n: int, exponent: float) -> list[float]:
+    """Cumulative popularity of `n` things, the first being the most popular."""
+    weights = np.arange(1, n + 1, dtype=np.float64) ** -exponent
+    shares: list[float] = (np.cumsum(weights) / weights.sum()).tolist()
+    return shares
+
+
+# Generated streams of single blocks: scans, scans that come round again, Markov chains.
+#
+# So weights, experts and table rows are asked for. Every block is a root.
+
+MOST_CONTEXTS = 1 << 22
+
+
+class StreamConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all streams can be told.
+
+    Attributes:
+        requests: How many.
+        seed: Equal seeds give equal traces.
+        blocks: Different blocks.
+        per_s: Requests a second.
+    """
+
+    requests: Count = 20_000
+    seed: int = 0
+    blocks: Count = 512
+    per_s: Rate = 1000.0
+
+
+class ScanConfig(StreamConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Popular blocks, and between them scans over others that are never used again.
+
+    Attributes:
+        scan_share: Share of the requests that belong to scans.
+        scan_blocks: Length of a scan.
+        zipf: Exponent of the popularity.
+    """
+
+    scan_share: Odds = 0.5
+    scan_blocks: Count = 1000
+    zipf: Annotated[float, Meta(ge=0.0, le=4.0)] = 1.0
+
+
+class CyclicTraceConfig(StreamConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All blocks in order, again and again, as layers' weights are."""
+
+
+class MarkovTraceConfig(StreamConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The next block depends on the last ones.
+
+    Attributes:
+        order: On how many.
+        fanout: Blocks that may follow.
+        skew: Their chances are drawn from a Dirichlet distribution of this concentration: small
+            means that one of them is nearly certain.
+    """
+
+    blocks: Count = 64
+    order: Annotated[int, Meta(ge=1, le=4)] = 2
+    fanout: Annotated[int, Meta(ge=1, le=256)] = 4
+    skew: Annotated[float, Meta(gt=0.0, le=100.0)] = 0.5
+
+
+def scan(config: ScanConfig, rng: Generator) -> Trace:
+    """Popular blocks disturbed by scans."""
+    shares = np.array(zipf(config.blocks, config.zipf))
+    chosen = np.searchsorted(shares, rng.random(config.requests), side="right")
+    chosen = np.minimum(chosen, config.blocks - 1)
+    fresh, r = config.blocks, 0
+    odds = config.scan_share / max(config.scan_blocks * (1.0 - config.scan_share), 1e-9)
+    while r < config.requests:
+        r += int(rng.geometric(min(odds, 1.0))) if odds > 0 else config.requests
+        n = max(0, min(config.scan_blocks, config.requests - r))
+        chosen[r : r + n] = np.arange(fresh, fresh + n)
+        fresh, r = fresh + n, r + n
+    return _stream("scan", config, rng, chosen)
+
+
+def cyclic(config: CyclicTraceConfig, rng: Generator) -> Trace:
+    """A scan that comes round again."""
+    return _stream("cyclic", config, rng, np.arange(config.requests) % config.blocks)
+
+
+def markov(config: MarkovTraceConfig, rng: Generator) -> Trace:
+    """A chain of some order."""
+    return _stream("markov", config, rng, walk(config, rng))
+
+
+def walk(config: MarkovTraceConfig, rng: Generator) -> NDArray[np.int64]:
+    """The blocks of a chain, as `transitions` numbers them."""
+    followers, odds = transitions(config)
+    edges, draws = np.cumsum(odds, axis=1), rng.random(config.requests)
+    contexts = len(followers)
+    chosen, context = np.empty(config.requests, np.int64), 0
+    for i, draw in enumerate(draws.tolist()):
+        which = min(int(np.searchsorted(edges[context], draw, side="right")), odds.shape[1] - 1)
+        chosen[i] = followers[context, which]
+        context = (context * config.blocks + int(chosen[i])) % contexts
+    return chosen
+
+
+def transitions(config: MarkovTraceConfig) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """What may follow each context, [blocks ** order, fanout], and how likely, likeliest first.
+
+    A context is the number whose digits, in base `blocks`, are the last blocks, latest last; the
+    stream begins in context 0.
+
+    Raises:
+        ConfigError: If there are too many contexts, or fewer blocks than may follow.
+    """
+    contexts = config.blocks**config.order
+    if contexts > MOST_CONTEXTS or config.fanout > config.blocks:
+        raise ConfigError(
+            f"a chain of order {config.order} over {config.blocks} blocks, {config.fanout} of "
+            "which may follow",
+            f"Keep blocks ** order within {MOST_CONTEXTS}, and fanout within blocks",
+        )
+    rng = np.random.default_rng((config.seed, config.order))
+    keys = rng.integers(0, config.blocks, contexts)
+    steps = rng.permutation(config.blocks)[: config.fanout]
+    followers = (keys[:, None] + steps) % config.blocks
+    odds = -np.sort(-rng.dirichlet(np.full(config.fanout, config.skew), contexts), axis=1)
+    return followers, odds
+
+
+def _stream(name: str, config: StreamConfig, rng: Generator, chosen: NDArray[np.int64]) -> Trace:
+    gaps = rng.exponential(1.0 / config.per_s, len(chosen))
+    times = np.round(np.cumsum(gaps) * 1e9).astype(np.int64)
+    return build_trace(name, times, np.ones(len(chosen), np.int64), wide(chosen), 1)
+
+
+# When things begin: steadily at random, or in bursts.
+
+
+def poisson(rng: Generator, rate: float) -> Iterator[float]:
+    """Seconds of arrivals that know nothing of each other, `rate` a second on average."""
+    now = 0.0
+    while True:
+        now += rng.exponential(1.0 / rate)
+        yield now
+
+
+def bursts(
+    rng: Generator, rate: float, *, factor: float, calm_s: float, burst_s: float
+) -> Iterator[float]:
+    """A Markov-modulated Poisson process of two states, `rate` a second on average over both.
+
+    Args:
+        rng: Source of randomness.
+        rate: Mean over both states.
+        factor: How many times denser arrivals are in a burst.
+        calm_s: Mean length of the time between bursts.
+        burst_s: Mean length of a burst.
+
+    References:
+        Fischer and Meier-Hellstern, "The Markov-modulated Poisson process (MMPP) cookbook", 1993.
+    """
+    calm = rate * (calm_s + burst_s) / (calm_s + factor * burst_s)
+    now, hot = 0.0, False
+    until = rng.exponential(calm_s)
+    while True:
+        step = rng.exponential(1.0 / (calm * (factor if hot else 1.0)))
+        if now + step < until:
+            now += step
+            yield now
+        else:  # exponential waiting forgets: draw anew from the switch on
+            now, hot = until, not hot
+            until += rng.exponential(burst_s if hot else calm_s)
+
+
+class BurstsConfig(ChatConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Chat whose conversations begin in bursts.
 
     Attributes:
@@ -45,7 +514,7 @@ class BurstsConfig(talks.ChatConfig, frozen=True, forbid_unknown_fields=True, kw
     burst_s: Seconds = 30.0
 
 
-class DriftConfig(talks.RagConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DriftConfig(RagConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Documents whose popularity changes.
 
     Attributes:
@@ -101,7 +570,7 @@ def generate(kind: str, **options: object) -> Trace:
     return row.make(configure(row.config, kind, options))
 
 
-def _talked(name: str, config: TalkConfig, talk: talks.Talk, starts: Any) -> Trace:
+def _talked(name: str, config: TalkConfig, talk: Talk, starts: Any) -> Trace:
     draft = Draft(config, np.random.default_rng(config.seed))
     draft.play(starts(draft), talk)
     return draft.trace(name)
@@ -111,16 +580,16 @@ def _steady(draft: Draft) -> Any:
     return poisson(draft.rng, draft.config.sessions_per_s)
 
 
-def _chat(config: talks.ChatConfig) -> Trace:
-    return _talked("chat", config, talks.chat(config), _steady)
+def _chat(config: ChatConfig) -> Trace:
+    return _talked("chat", config, chat(config), _steady)
 
 
-def _agents(config: talks.AgentsConfig) -> Trace:
-    return _talked("agents", config, talks.agents(config), _steady)
+def _agents(config: AgentsConfig) -> Trace:
+    return _talked("agents", config, agents(config), _steady)
 
 
-def _rag(config: talks.RagConfig) -> Trace:
-    return _talked("rag", config, talks.rag(config), _steady)
+def _rag(config: RagConfig) -> Trace:
+    return _talked("rag", config, rag(config), _steady)
 
 
 def _bursts(config: BurstsConfig) -> Trace:
@@ -128,7 +597,7 @@ def _bursts(config: BurstsConfig) -> Trace:
         terms = {"factor": config.factor, "calm_s": config.calm_s, "burst_s": config.burst_s}
         return bursts(draft.rng, config.sessions_per_s, **terms)
 
-    return _talked("bursts", config, talks.chat(config), starts)
+    return _talked("bursts", config, chat(config), starts)
 
 
 def _drift(config: DriftConfig) -> Trace:
@@ -139,7 +608,7 @@ def _drift(config: DriftConfig) -> Trace:
         draft.renamed = renamed
         return poisson(draft.rng, config.sessions_per_s)
 
-    return _talked("drift", config, talks.rag(config), starts)
+    return _talked("drift", config, rag(config), starts)
 
 
 def _mix(config: MixConfig) -> Trace:
@@ -154,15 +623,15 @@ def _streamed(make: Callable[[Any, np.random.Generator], Trace]) -> Callable[[An
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "chat": Kind(talks.ChatConfig, _chat),
-        "agents": Kind(talks.AgentsConfig, _agents),
-        "rag": Kind(talks.RagConfig, _rag),
+        "chat": Kind(ChatConfig, _chat),
+        "agents": Kind(AgentsConfig, _agents),
+        "rag": Kind(RagConfig, _rag),
         "bursts": Kind(BurstsConfig, _bursts),
         "drift": Kind(DriftConfig, _drift),
         "mix": Kind(MixConfig, _mix),
-        "scan": Kind(streams.ScanConfig, _streamed(streams.scan)),
-        "cyclic": Kind(streams.CyclicConfig, _streamed(streams.cyclic)),
-        "markov": Kind(streams.MarkovConfig, _streamed(streams.markov)),
+        "scan": Kind(ScanConfig, _streamed(scan)),
+        "cyclic": Kind(CyclicTraceConfig, _streamed(cyclic)),
+        "markov": Kind(MarkovTraceConfig, _streamed(markov)),
     }
 )
 """Generators by name, and the configuration of each."""

@@ -66,7 +66,7 @@ MODELS = MappingProxyType(
 configuration files."""
 
 
-class Place(NamedTuple):
+class ModelledPlace(NamedTuple):
     """Where blocks may lie.
 
     Attributes:
@@ -99,9 +99,9 @@ class Hardware(NamedTuple):
     efficiency: float
     memory_bytes: float
     dollars_per_hour: float
-    places: tuple[Place, ...]
+    places: tuple[ModelledPlace, ...]
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> ModelledPlace:
         """One of its places.
 
         Raises:
@@ -122,8 +122,10 @@ class Hardware(NamedTuple):
 # memory 0.004, NVMe 0.00011 and objects 0.00003 dollars per GiB and hour are the order of public
 # cloud list prices in 2025. Latencies of host and NVMe: tens of microseconds are what a copy and a
 # read take to begin (assumptions); of a remote store about one round trip and a look-up.
-_DISK = Place("disk", 100e-6, 6.5e9, 0.00011)  # one PCIe 4 x4 drive, read: data sheets, 6.5-7 GB/s
-_REMOTE = Place("remote", 1e-3, 10e9, 0.0005)  # 100 Gbit/s at 80 %; assumption
+_DISK = ModelledPlace(
+    "disk", 100e-6, 6.5e9, 0.00011
+)  # one PCIe 4 x4 drive, read: data sheets, 6.5-7 GB/s
+_REMOTE = ModelledPlace("remote", 1e-3, 10e9, 0.0005)  # 100 Gbit/s at 80 %; assumption
 _HOST_GIB = 0.004
 
 
@@ -131,8 +133,8 @@ def _server(name: str, flops: float, memory_gb: float, rate: float, link: float)
     """A data-centre accelerator. `rate`: bytes a second of its memory, `link`: to the host."""
     dollars = {"h100": 3.0, "h200": 3.8, "b200": 6.0, "mi300x": 3.0}[name]
     memory = memory_gb * 1e9
-    own = Place("hbm", 1e-6, rate, dollars / (memory / 2**30))
-    host = Place("dram", 15e-6, link, _HOST_GIB)
+    own = ModelledPlace("hbm", 1e-6, rate, dollars / (memory / 2**30))
+    host = ModelledPlace("dram", 15e-6, link, _HOST_GIB)
     return Hardware(name, flops, 0.5, memory, dollars, (own, host, _DISK, _REMOTE))
 
 
@@ -154,10 +156,10 @@ HARDWARE = MappingProxyType(
                 8e9,
                 0.05,
                 (
-                    Place("hbm", 2e-6, 256e9, 0.05 / (8e9 / 2**30)),
-                    Place("dram", 20e-6, 12e9, _HOST_GIB),
-                    Place("disk", 120e-6, 3.5e9, 0.00011),
-                    Place("remote", 20e-3, 100e6, 0.0005),
+                    ModelledPlace("hbm", 2e-6, 256e9, 0.05 / (8e9 / 2**30)),
+                    ModelledPlace("dram", 20e-6, 12e9, _HOST_GIB),
+                    ModelledPlace("disk", 120e-6, 3.5e9, 0.00011),
+                    ModelledPlace("remote", 20e-3, 100e6, 0.0005),
                 ),
             ),
         )

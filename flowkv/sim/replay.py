@@ -2,32 +2,757 @@
 
     result = replay(trace, policy="auto", size="1%")
 
-The policy is the very object that the runtime uses (DESIGN D8). All blocks of a request become
+The policy is the very object that the cache uses (DESIGN D8). All blocks of a request become
 resident, and afterwards what is too much leaves; requests take no time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
-from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
+import multiprocessing
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from time import perf_counter, perf_counter_ns
+from typing import Annotated, Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
 import msgspec
 import numpy as np
+import xxhash
+from msgspec import Meta
+from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy import Policy, make_policy
+from flowkv.policy import make_policy
+from flowkv.policy.base import NEVER_NS, NO_VISIT, UNKNOWN_STOP, Policy, Slots, Visit
+from flowkv.policy.config import Lease
+from flowkv.policy.lru import LRU
 from flowkv.policy.optimum import Optimum, belady
+from flowkv.policy.order.compiled import Array, kernel
 from flowkv.policy.prefetch import Prefetcher
-from flowkv.sim.bounds import bounds_of
-from flowkv.sim.conversations import hints_of
-from flowkv.sim.hardware import HARDWARE, MODELS, Hardware, Shape, block_costs
-from flowkv.sim.place import Course, OnePlace, Progress
-from flowkv.sim.result import Result, judge
-from flowkv.sim.sizes import pages_of
-from flowkv.sim.tiers import Stack, Tier, priced, tier_from
-from flowkv.sim.trace import Trace
+from flowkv.residency import Ledger, Place
+from flowkv.residency import Meta as About
+from flowkv.sim.hardware import CODECS, HARDWARE, MODELS, Hardware, Shape, block_costs
+from flowkv.sim.trace import Trace, TraceHints, hints_of
+
+# One place that a trace is replayed through: policy, hints, queue and prefetches in their order.
+#
+# Without hints, queue and prefetches this is `run_through` (`flowkv.sim.replay`), decision by
+# decision. What the prefetcher brings is there at once; how long a transfer takes is for
+# `flowkv.sim.replay`.
+
+Progress = Callable[[int, int], None]
+"""Called with what is done, and all there is to do."""
+
+
+@kernel
+def climb(here: Array, seen: Array, parents: Array, tip: int, out: Array) -> tuple[int, int]:
+    """Writes `tip` and its ancestors up to the first that is here; how many, and that one or -1.
+
+    No more than there is room for.
+    """
+    n = 0
+    while tip >= 0 and n < len(out) and not here[tip] and seen[tip]:
+        out[n] = tip
+        n += 1
+        tip = parents[tip]
+    return n, tip
+
+
+class Course:
+    """What happened, request by request.
+
+    Attributes:
+        hits: i8 [R], leading blocks that were there.
+        held: i8 [R], blocks that were there.
+        loaded: i8 [R], blocks that were not, and had been asked for before.
+        policy_ns: i8 [R], time that the calls of the policy took; measured.
+        prefetched: Blocks brought by prefetches.
+        prefetch_used: Of these, asked for before they left.
+    """
+
+    def __init__(self, requests: int) -> None:
+        self.hits, self.held, self.loaded, self.policy_ns = np.zeros((4, requests), np.int64)
+        self.prefetched = self.prefetch_used = 0
+
+
+class OnePlace:
+    """A place of equal blocks, one byte each, above one that has all blocks ever asked for.
+
+    It is the `Reach` of its prefetcher.
+
+    Args:
+        trace: What to replay.
+        policy: A fresh policy.
+        capacity: Blocks that fit.
+        hints: What the application hints after each request; none without.
+        sigma: Error of the hints, as the policy is told.
+        queue_ns: Each request is known so long before it runs.
+        prefetcher: Brings blocks before they are asked for.
+        costs_ns: i8 [U], time to compute each block anew.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        policy: Policy,
+        capacity: int,
+        *,
+        hints: TraceHints | None = None,
+        sigma: float = 0.0,
+        queue_ns: int = 0,
+        prefetcher: Prefetcher | None = None,
+        costs_ns: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.trace, self.policy, self.capacity_bytes = trace, policy, capacity
+        self.hints, self.sigma, self.queue_ns = hints, sigma, queue_ns
+        self.prefetcher, self.costs_ns = prefetcher, costs_ns
+        self.here = np.zeros(trace.unique, np.bool_)
+        self.seen = np.zeros(trace.unique, np.bool_)
+        self.unproven = np.zeros(trace.unique, np.bool_)  # prefetched, not asked for yet
+        self.owners = np.zeros(trace.unique, np.int32)  # tenants that asked first
+        self.used = 0
+        self.course = Course(len(trace))
+        self._due = int(trace.times_ns[0]) if len(trace) else 0
+        self._path = np.empty(int(trace.depths.max(initial=0)) + 1, np.int64)
+
+    # ---- what a prefetcher asks
+
+    def room_bytes(self) -> int:
+        """See `Reach`."""
+        return self.capacity_bytes - self.used
+
+    def sizes(self, slots: Slots) -> Slots:
+        """See `Reach`."""
+        return np.ones(len(slots), np.int64)
+
+    def missing(self, tip: int) -> tuple[int, Slots]:
+        """See `Reach`."""
+        if tip >= len(self.here):
+            return -1, self._path[:0].copy()
+        n, top = climb(self.here, self.seen, self.trace.parents, tip, self._path)
+        if top >= 0 and not self.here[top]:  # a gap: the source never saw what lies above
+            return -1, self._path[:0].copy()
+        return int(top), self._path[:n][::-1].copy()
+
+    # ---- the replay
+
+    def run(self, progress: Progress | None = None) -> Course:
+        """Replays the trace from cold.
+
+        Args:
+            progress: Called now and then with the requests done and all requests.
+        """
+        times = self.trace.times_ns.tolist()
+        every = max(1, len(times) // 100)
+        queued = 0
+        for r, now in enumerate(times):
+            while self.queue_ns and queued < len(times) and times[queued] - self.queue_ns <= now:
+                self.enqueue(max(times[queued] - self.queue_ns, times[0]), queued)
+                queued += 1
+            self.prefetch(now)
+            self.step(r, now)
+            if progress is not None and r % every == every - 1:
+                progress(r + 1, len(times))
+        return self.course
+
+    def chain(self, r: int) -> Slots:
+        """The blocks of a request."""
+        return self.trace.blocks[self.trace.offsets[r] : self.trace.offsets[r + 1]]
+
+    def step(self, r: int, now: int) -> None:
+        """One request, that takes no time."""
+        trace, policy, course, chain = self.trace, self.policy, self.course, self.chain(r)
+        start = perf_counter_ns()
+        run_out = policy.expired(now)
+        course.policy_ns[r] += perf_counter_ns() - start
+        if len(run_out):
+            policy.remove(run_out)
+            self._left(now, run_out)
+        held = self.here[chain]
+        hits = len(chain) if held.all() else int(held.argmin())
+        new = chain[~held]
+        again = int(np.count_nonzero(self.seen[new]))
+        course.hits[r], course.held[r], course.loaded[r] = hits, len(chain) - len(new), again
+        self.owners[new[~self.seen[new]]] = trace.tenants[r]
+        self.seen[new] = True
+        self._asked(now, r, chain, hits, again)
+        visit = Visit(r, int(trace.sessions[r]), int(trace.input_tokens[r]), len(chain))
+        parents, said = trace.parents[new], self._said(int(trace.tenants[r]), new)
+        stop, output = int(trace.stops[r]), int(trace.output_tokens[r])
+        self.here[new] = True
+        self.used += len(new)
+        start = perf_counter_ns()
+        policy.access(now, chain, visit)
+        if len(new):
+            policy.insert(now, new, parents, **said)
+        policy.complete(now, r, stop=stop, output_tokens=output)
+        if self.hints is not None:
+            self._hint(now, r, policy)
+        surplus = self.used - self.capacity_bytes
+        victims = policy.evict(now, surplus) if surplus > 0 else None
+        course.policy_ns[r] += perf_counter_ns() - start
+        if victims is not None:
+            self._left(now, victims)
+        if self.prefetcher is not None:
+            if self.hints is not None:
+                self._hint(now, r, self.prefetcher)
+            self._due = self.prefetcher.due_ns(now)
+
+    def _hint(self, now: int, r: int, to: Policy | Prefetcher) -> None:
+        """What the application says after a request: what is not sent again, and when the rest."""
+        assert self.hints is not None
+        chain, n = self.chain(r), int(self.hints.counts[r])
+        if n < len(chain):
+            to.hint(now, chain, NEVER_NS)
+        if n > 0:
+            to.hint(now, chain[:n], int(self.hints.etas_ns[r]), self.sigma)
+
+    def enqueue(self, now: int, r: int) -> None:
+        """A request is known that will run later."""
+        self.prefetch(now)
+        chain = self.chain(r)
+        known = self.seen[chain]
+        chain = chain if known.all() else chain[: int(known.argmin())]
+        self.policy.enqueue(now, r, chain)
+        if self.prefetcher is not None:
+            self.prefetcher.enqueue(now, r, chain)
+            self._bring(now)
+
+    def prefetch(self, until: int) -> None:
+        """Lets the prefetcher decide, as often as it wants to, up to `until`."""
+        if self.prefetcher is None:
+            return
+        while self._due <= until:
+            self._bring(self._due)
+            self._due = self.prefetcher.due_ns(self._due)
+
+    def _bring(self, now: int) -> None:
+        assert self.prefetcher is not None
+        for fetch in self.prefetcher.plan(now, self.policy, self):
+            self._gone(fetch.victims)
+            if len(fetch.slots):
+                said = self._said(int(self.owners[fetch.slots[-1]]), fetch.slots)
+                self.policy.insert(now, fetch.slots, self.trace.parents[fetch.slots], **said)
+                self.here[fetch.slots] = self.unproven[fetch.slots] = True
+                self.used += len(fetch.slots)
+                self.course.prefetched += len(fetch.slots)
+            self.prefetcher.landed(now, fetch.slots)
+
+    def _asked(self, now: int, r: int, chain: Slots, hits: int, loaded: int) -> None:
+        if self.prefetcher is not None:
+            waiting = self.unproven[chain]
+            self.course.prefetch_used += int(np.count_nonzero(waiting[:hits]))
+            self.unproven[chain] = False
+            self.prefetcher.accessed(now, chain, hits, loaded, r)
+
+    def _said(self, tenant: int, new: Slots) -> dict[str, Any]:
+        said: dict[str, Any] = {"tenant": tenant}
+        if self.costs_ns is not None and len(new):
+            said["cost_ns"] = int(self.costs_ns[new].mean())
+        return said
+
+    def _left(self, now: int, slots: Slots) -> None:
+        self._gone(slots)
+        if self.prefetcher is not None:
+            self.prefetcher.left(now, slots)
+
+    def _gone(self, slots: Slots) -> None:
+        self.here[slots] = self.unproven[slots] = False
+        self.used -= len(slots)
+
+
+# The innermost loop of a replay: one place, equal blocks, requests that take no time.
+
+
+def run_through(trace: Trace, policy: Policy, capacity: int) -> NDArray[np.int64]:
+    """Leading resident blocks of each request, from cold, where `capacity` blocks fit.
+
+    All blocks of a request become resident, and afterwards what is too much leaves; the request's
+    own blocks may be among it, so that a policy can decline to keep them.
+    """
+    here = np.zeros(trace.unique, np.bool_)
+    hits = np.zeros(len(trace), np.int64)
+    used = 0
+    times, offsets = trace.times_ns.tolist(), trace.offsets.tolist()
+    for r, now in enumerate(times):
+        chain = trace.blocks[offsets[r] : offsets[r + 1]]
+        run_out = policy.expired(now)
+        if len(run_out):
+            policy.remove(run_out)
+            here[run_out] = False
+            used -= len(run_out)
+        held = here[chain]
+        run = len(chain) if held.all() else int(held.argmin())
+        hits[r] = run
+        n_tokens = int(trace.input_tokens[r])
+        policy.access(now, chain, Visit(r, int(trace.sessions[r]), n_tokens, len(chain)))
+        new = chain[~held]
+        if len(new):
+            policy.insert(now, new, trace.parents[new])
+            here[new] = True
+            used += len(new)
+        stop, output = int(trace.stops[r]), int(trace.output_tokens[r])
+        policy.complete(now, r, stop=stop, output_tokens=output)
+        if used > capacity:
+            victims = policy.evict(now, used - capacity)
+            assert victims is not None
+            here[victims] = False
+            used = capacity
+    return hits
+
+
+# The two ends of the scale: leaf-first LRU and Belady, once per trace and size.
+
+_MOST = 256
+
+
+class Bounds(NamedTuple):
+    """Hits of both, request by request.
+
+    Attributes:
+        lru: i8 [R], of leaf-first LRU; closure 0.
+        opt: i8 [R], of the optimum; closure 1.
+    """
+
+    lru: NDArray[np.int64]
+    opt: NDArray[np.int64]
+
+    def closure(self, hits: NDArray[np.int64], first: int | None = None) -> float | None:
+        """How much of the way from LRU to the optimum; None where they do not differ.
+
+        Args:
+            hits: i8 [R] of a policy.
+            first: Of so many requests; of all without.
+        """
+        lru, opt = int(self.lru[:first].sum()), int(self.opt[:first].sum())
+        return None if opt == lru else (int(hits[:first].sum()) - lru) / (opt - lru)
+
+
+_known: OrderedDict[tuple[int, int], Bounds] = OrderedDict()
+
+
+def digest_of(trace: Trace) -> int:
+    """64 bits over what decides about hits: times and chains."""
+    digest = xxhash.xxh3_64(trace.times_ns.tobytes())
+    digest.update(trace.offsets.tobytes())
+    digest.update(trace.blocks.tobytes())
+    return digest.intdigest()
+
+
+def bounds_of(trace: Trace, capacity: int) -> Bounds:
+    """Both bounds, computed when they are first asked for."""
+    key = (digest_of(trace), capacity)
+    if key not in _known:
+        opt = belady(trace.offsets, trace.blocks, trace.parents, capacity)
+        _known[key] = Bounds(run_through(trace, LRU(), capacity), opt)
+        if len(_known) > _MOST:
+            _known.popitem(last=False)
+    _known.move_to_end(key)
+    return _known[key]
+
+
+# What a replay tells. All of it is simulated, but for the times that calls took (DESIGN D17).
+
+START = 500
+"""Requests that a warm start is judged by."""
+
+Value = str | int | float | bool | None
+Row = dict[str, Value]
+Ints = NDArray[np.int64]
+
+
+class TenantShare(msgspec.Struct, frozen=True):
+    """One tenant's part of a replay.
+
+    Attributes:
+        tenant: Its number in the trace.
+        requests: Its requests.
+        blocks: Blocks they asked for.
+        prefix_hit_ratio: Of these, in the leading resident run.
+    """
+
+    tenant: int
+    requests: int
+    blocks: int
+    prefix_hit_ratio: float
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """One replay of one trace with one policy at one size.
+
+    Attributes:
+        trace: The trace's name.
+        policy: The policy's name, and what it was given ("auto+hints").
+        size: Share of the trace's different blocks that fit.
+        pages: Blocks that fit.
+        requests: Requests replayed.
+        blocks: Blocks they asked for.
+        prefix_hit_ratio: Blocks in the leading resident run, of all asked for.
+        block_hit_ratio: Resident blocks of all, wherever in their chain; misleading, since a block
+            behind a gap is of no use.
+        closure: 0 is leaf-first LRU, 1 is Belady without prefetch; None where they do not differ.
+        first_hit_ratio: Prefix hit ratio of the first 500 requests; for warm starts.
+        first_closure: Their closure.
+        saved_bytes_ratio: Share of the bytes asked for that hits saved to load or compute.
+        saved_cost_ratio: Share of the cost to compute all blocks that hits saved; like the hit
+            ratio, but deep blocks cost more (see `flowkv.sim.hardware`).
+        load_traffic: Blocks loaded that were asked for before, and prefetches.
+        load_traffic_vs_lru: The same, over that of leaf-first LRU; None if that loads nothing.
+        prefetched: Blocks brought by prefetches.
+        prefetch_precision: Share of these that were used; None without any.
+        missed_p50: Blocks missed by a request: median,
+        missed_p95: ... 95th
+        missed_p99: ... and 99th percentile.
+        blocks_per_s: Blocks replayed per second of wall time; measured.
+        requests_per_s: Requests likewise.
+        policy_us_p50: Microseconds that the policy's calls took per request: median; measured,
+        policy_us_p99: ... and 99th percentile. None for `opt`.
+        digest: The policy's digest at the end, in hexadecimal; empty for `opt`.
+        hits: i8 [R], leading resident blocks of each request.
+        missed: i8 [R], the other blocks of each.
+        tenants: Split by tenant.
+        extra: What a model of times and prices adds, by name; simulated.
+    """
+
+    trace: str
+    policy: str
+    size: float
+    pages: int
+    requests: int
+    blocks: int
+    prefix_hit_ratio: float
+    block_hit_ratio: float
+    closure: float | None
+    first_hit_ratio: float
+    first_closure: float | None
+    saved_bytes_ratio: float
+    saved_cost_ratio: float
+    load_traffic: int
+    load_traffic_vs_lru: float | None
+    prefetched: int
+    prefetch_precision: float | None
+    missed_p50: float
+    missed_p95: float
+    missed_p99: float
+    blocks_per_s: float
+    requests_per_s: float
+    policy_us_p50: float | None
+    policy_us_p99: float | None
+    digest: str
+    hits: Ints
+    missed: Ints
+    tenants: list[TenantShare]
+    extra: Row = {}
+
+    def row(self) -> Row:
+        """Everything but what is there per request or tenant, as plain values."""
+        names = [f.name for f in msgspec.structs.fields(self)]
+        values = {n: getattr(self, n) for n in names if n not in _NOT_IN_ROWS}
+        return {**values, **self.extra, "source": "simulated"}
+
+    def __repr__(self) -> str:
+        closure = "" if self.closure is None else f", closure {self.closure:.3f}"
+        hit = f"hit {100 * self.prefix_hit_ratio:.2f} %"
+        what = f"{self.policy} on {self.trace}, {self.pages} pages: {hit}{closure}"
+        return f"Result(simulated: {what})"
+
+
+_NOT_IN_ROWS = frozenset({"hits", "missed", "tenants", "extra"})
+
+
+def ratio(part: NDArray[np.generic], whole: NDArray[np.generic]) -> float:
+    """The quotient of two sums; 0 of nothing."""
+    return float(part.sum() / whole.sum()) if whole.sum() else 0.0
+
+
+def judge(
+    trace: Trace,
+    course: Course,
+    bounds: Bounds,
+    costs: NDArray[np.float64],
+    *,
+    policy: str,
+    pages: int,
+    seconds: float,
+    digest: str = "",
+) -> Result:
+    """Makes a result of what happened.
+
+    Args:
+        trace: What was replayed.
+        course: What happened.
+        bounds: LRU and optimum of this trace and size.
+        costs: f8 [U], to compute each block anew, in any unit.
+        policy: Its name in tables.
+        pages: Blocks that fit.
+        seconds: Wall time.
+        digest: Of the policy at the end.
+    """
+    sizes, hits = np.diff(trace.offsets), course.hits
+    missed = sizes - hits
+    traffic = int(course.loaded.sum()) + course.prefetched
+    lru_traffic = len(trace.blocks) - trace.unique - int(bounds.lru.sum())
+    p50, p95, p99 = np.percentile(missed, (50, 95, 99)).tolist() if len(trace) else (0.0, 0.0, 0.0)
+    timed = course.policy_ns[course.policy_ns > 0] / 1e3
+    calls = np.percentile(timed, (50, 99)).tolist() if len(timed) else (None, None)
+    used = course.prefetch_used / course.prefetched if course.prefetched else None
+    first = slice(START)
+    return Result(
+        trace=trace.name,
+        policy=policy,
+        size=pages / max(trace.unique, 1),
+        pages=pages,
+        requests=len(trace),
+        blocks=len(trace.blocks),
+        prefix_hit_ratio=ratio(hits, sizes),
+        block_hit_ratio=ratio(course.held, sizes),
+        closure=bounds.closure(hits),
+        first_hit_ratio=ratio(hits[first], sizes[first]),
+        first_closure=bounds.closure(hits, START),
+        saved_bytes_ratio=ratio(hits, sizes),
+        saved_cost_ratio=_saved(trace, hits, costs),
+        load_traffic=traffic,
+        load_traffic_vs_lru=traffic / lru_traffic if lru_traffic else None,
+        prefetched=course.prefetched,
+        prefetch_precision=used,
+        missed_p50=p50,
+        missed_p95=p95,
+        missed_p99=p99,
+        blocks_per_s=len(trace.blocks) / seconds if seconds > 0 else 0.0,
+        requests_per_s=len(trace) / seconds if seconds > 0 else 0.0,
+        policy_us_p50=calls[0],
+        policy_us_p99=calls[1],
+        digest=digest,
+        hits=hits,
+        missed=missed,
+        tenants=_shares(trace, hits, sizes),
+    )
+
+
+def _saved(trace: Trace, hits: Ints, costs: NDArray[np.float64]) -> float:
+    """Share of the cost of all blocks that lies in the leading resident runs."""
+    total = np.concatenate(([0.0], np.cumsum(costs[trace.blocks])))
+    starts, ends = trace.offsets[:-1], trace.offsets[1:]
+    return ratio(total[starts + hits] - total[starts], total[ends] - total[starts])
+
+
+def _shares(trace: Trace, hits: Ints, sizes: Ints) -> list[TenantShare]:
+    shares = []
+    for tenant in np.unique(trace.tenants).tolist():
+        mine = trace.tenants == tenant
+        blocks = int(sizes[mine].sum())
+        shares.append(TenantShare(tenant, int(mine.sum()), blocks, ratio(hits[mine], sizes[mine])))
+    return shares
+
+
+# How many blocks fit, as a number or as a share of a trace's different blocks.
+
+
+def pages_of(trace: Trace, pages: int | None = None, size: float | str | None = None) -> int:
+    """How many blocks fit.
+
+    Args:
+        trace: What `size` is a share of.
+        pages: That number itself.
+        size: Share of the trace's different blocks: 0.01 or "1%".
+
+    Raises:
+        ConfigError: If not exactly one of the two is given, or it is out of range.
+    """
+    if (pages is None) == (size is None):
+        raise ConfigError(f"pages={pages!r} and size={size!r}", "Give one of the two")
+    if size is not None:
+        return max(1, math.floor(share_of(size) * trace.unique + 1e-9))
+    if isinstance(pages, bool) or not isinstance(pages, int) or pages < 0:
+        raise ConfigError(f"pages={pages!r} is no number of blocks", "Use 0 or more")
+    return pages
+
+
+def share_of(size: Any) -> float:
+    """A share, from 0.01 or "1%".
+
+    Raises:
+        ConfigError: If it is neither, not positive or not finite.
+    """
+    try:
+        text = size.strip() if isinstance(size, str) else size
+        share = (
+            float(text[:-1]) / 100 if isinstance(text, str) and text[-1:] == "%" else float(text)
+        )
+    except (TypeError, ValueError):
+        share = math.nan
+    if not 0.0 < share < math.inf:
+        raise ConfigError(f"{size!r} is no share of a trace's blocks", 'Use 0.01 or "1%"')
+    return share
+
+
+# A trace replayed through several places, and what that would mean in time and money.
+#
+# The ledger decides what lies where, with one policy per place. Times follow from it by a plain
+# model, and are simulated: a leading run of blocks in a place takes its latency and bytes over
+# bandwidth, or is computed anew if that is faster (DESIGN D7); what is nowhere is computed;
+# nothing overlaps, and requests do not wait for each other. Prices are a proxy: the rent of the
+# accelerator while it computes and waits, and that of the places' room all the time.
+
+_HOUR_S = 3600.0
+
+
+class ReplayTier(msgspec.Struct, frozen=True, kw_only=True):
+    """A place of a replay.
+
+    Attributes:
+        place: Its name in the hardware: "hbm", "dram", "disk", "remote".
+        size: Room as a share of the trace's different blocks, uncompressed.
+        policy: Name of its policy; that of the replay by default.
+        codec: How its blocks are compressed, which makes room for more: a name of `CODECS`.
+    """
+
+    place: str
+    size: Annotated[float, Meta(gt=0.0)]
+    policy: str = ""
+    codec: str = "raw"
+
+    def pages(self, unique: int) -> int:
+        """Blocks that fit, once compressed."""
+        if self.codec not in CODECS:
+            raise ConfigError(f"no codec {self.codec!r}", f"Use one of {', '.join(CODECS)}")
+        return max(1, int(self.size * unique / CODECS[self.codec] + 1e-9))
+
+
+def tier_from(text: str) -> ReplayTier:
+    """A tier from "dram:5%", "disk:0.3" or "dram:5%:kv8".
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    parts = text.split(":")
+    if not 2 <= len(parts) <= 3:
+        raise ConfigError(f"{text!r} is no tier", 'Write "dram:5%" or "dram:5%:kv8"')
+    return ReplayTier(
+        place=parts[0], size=share_of(parts[1]), codec=parts[2] if parts[2:] else "raw"
+    )
+
+
+class PlaceStack:
+    """Several places, fastest first, replayed through.
+
+    Args:
+        trace: What to replay.
+        policies: One fresh policy per place.
+        pages: Blocks that fit in each.
+    """
+
+    def __init__(self, trace: Trace, policies: Sequence[Policy], pages: Sequence[int]) -> None:
+        self.trace = trace
+        places = [Place(policy, room) for policy, room in zip(policies, pages, strict=True)]
+        self.ledger = Ledger(places, ghosts=trace.unique)
+        self.course = Course(len(trace))
+        self.found = np.zeros((len(trace), len(places)), np.int64)
+        self.moved = np.zeros(len(places) + 1, np.int64)
+
+    def run(self, progress: Progress | None = None) -> Course:
+        """Replays the trace from cold.
+
+        Fills `found`, i8 [R, places]: leading blocks of each request that were read from each
+        place; and `moved`, i8 [places + 1]: blocks that came to each from the one before it, and
+        last those that left for nowhere.
+        """
+        trace, ledger = self.trace, self.ledger
+        space = ledger.namespace(b"trace")  # its chains tell tenants apart, if they do
+        pairs = np.zeros((len(trace.blocks), 2), np.uint64)
+        pairs[:, 0] = trace.blocks
+        every = max(1, len(trace) // 100)
+        seen = np.zeros(trace.unique, np.bool_)
+        for r, now in enumerate(trace.times_ns.tolist()):
+            first, end = int(trace.offsets[r]), int(trace.offsets[r + 1])
+            about = About(session=int(trace.sessions[r]), tokens=int(trace.input_tokens[r]))
+            stop, output = int(trace.stops[r]), int(trace.output_tokens[r])
+            plan = ledger.serve(
+                now, space, pairs[first:end], about, request=r, stop=stop, output_tokens=output
+            )
+            chain, sources = trace.blocks[first:end], plan.sources
+            self.course.hits[r] = plan.hits
+            self.course.held[r] = int(np.count_nonzero(sources >= 0))
+            self.course.loaded[r] = int(np.count_nonzero(seen[chain[sources < 0]]))
+            seen[chain] = True
+            self.found[r] = np.bincount(sources[: plan.hits], minlength=self.found.shape[1])
+            for move in plan.moves:
+                self.moved[move.target] += len(move.slots)
+            if progress is not None and r % every == every - 1:
+                progress(r + 1, len(trace))
+        return self.course
+
+    def digest(self) -> str:
+        """Of all decisions, in hexadecimal."""
+        return f"{self.ledger.digest():016x}"
+
+
+def first_tokens_s(
+    trace: Trace,
+    found: NDArray[np.int64],
+    tiers: Sequence[ReplayTier],
+    hardware: Hardware,
+    model: Shape,
+) -> NDArray[np.float64]:
+    """f8 [R]: simulated seconds from each request's arrival to its first token.
+
+    Args:
+        trace: What was replayed.
+        found: i8 [R, places]; see `PlaceStack.run`. Runs are taken in the order of the places.
+        tiers: The places.
+        hardware: Their rates.
+        model: What is computed.
+    """
+    flops = np.concatenate(([0.0], np.cumsum(block_costs(trace, model)[trace.blocks])))
+    sizes, tokens = np.diff(trace.offsets), float(trace.block_tokens)
+    at = trace.offsets[:-1].copy()
+    seconds = np.zeros(len(trace))
+    for k, tier in enumerate(tiers):
+        place, count = hardware.place(tier.place), found[:, k]
+        n_bytes = count * tokens * model.token_bytes() * CODECS[tier.codec]
+        load = np.where(count > 0, place.latency_s + n_bytes / place.bytes_per_s, 0.0)
+        anew = hardware.prefill_s(flops[at + count] - flops[at])
+        seconds += np.minimum(load, anew) if k or tier.codec != "raw" else 0.0
+        at += count
+    seconds += hardware.prefill_s(flops[trace.offsets[1:]] - flops[at])
+    rest = np.maximum(trace.input_tokens - sizes * tokens, 1.0)
+    return seconds + hardware.prefill_s(model.prefill_flops(sizes * tokens, 1.0) * rest)
+
+
+def priced(
+    trace: Trace,
+    found: NDArray[np.int64],
+    tiers: Sequence[ReplayTier],
+    hardware: Hardware,
+    model: Shape,
+) -> Row:
+    """Times, bytes and money of a replay, by name; see `first_tokens_s`."""
+    seconds = first_tokens_s(trace, found, tiers, hardware, model)
+    nothing = first_tokens_s(trace, found * 0, tiers, hardware, model)
+    row: Row = {"hardware": hardware.name}
+    total, dollars = max(int(np.diff(trace.offsets).sum()), 1), 0.0
+    block_bytes = trace.block_tokens * model.token_bytes()
+    for k, tier in enumerate(tiers):
+        place = hardware.place(tier.place)
+        gib = tier.pages(trace.unique) * block_bytes * CODECS[tier.codec] / 2**30
+        dollars += gib * place.dollars_per_gib_hour * (k > 0)  # the first is the accelerator's own
+        row[f"hit_ratio_{tier.place}"] = float(found[:, k].sum() / total)
+        row[f"read_gib_{tier.place}"] = float(
+            found[:, k].sum() * block_bytes * CODECS[tier.codec] / 2**30
+        )
+        row[f"room_gib_{tier.place}"] = gib
+    tokens = max(int(trace.input_tokens.sum()), 1)
+    span_s = float(trace.times_ns[-1] - trace.times_ns[0]) / 1e9 if len(trace) else 0.0
+    rent = hardware.dollars_per_hour * float(seconds.sum()) + dollars * span_s
+    for name, value in zip(("p50", "p95", "p99"), (50, 95, 99), strict=True):
+        row[f"ttft_ms_{name}"] = float(np.percentile(seconds, value) * 1e3) if len(trace) else 0.0
+    row["ttft_ms_mean"] = float(seconds.mean() * 1e3) if len(trace) else 0.0
+    row["ttft_ms_mean_without"] = float(nothing.mean() * 1e3) if len(trace) else 0.0
+    row["dollars_per_hour"] = hardware.dollars_per_hour + dollars
+    row["dollars_per_million_tokens"] = rent / _HOUR_S / tokens * 1e6
+    return row
+
 
 Options = Mapping[str, object]
 Maker = str | Policy | Callable[[], Policy]
@@ -44,21 +769,21 @@ class Warm(Protocol):
         """Takes it over."""
 
 
-class Settings(TypedDict, total=False):
+class ReplaySettings(TypedDict, total=False):
     """How a trace is replayed, besides policy and size. Every field may be left out.
 
     Attributes:
         options: Of the policy, if it is given by name.
         hints: The application tells when each conversation goes on, with this standard deviation of
             the error's natural logarithm, and which part of its prompt it will send again; never
-            where it ends (see `flowkv.sim.conversations.hints_of`); nothing without.
+            where it ends (see `flowkv.sim.trace.hints_of`); nothing without.
         queue_s: Requests are known so many seconds before they run.
         prefetch: Bring blocks before they are asked for, from a place that has all blocks seen so
             far; a mapping of options of `Prefetcher` turns it on too.
         warm: What a policy of this kind had learned elsewhere: what its `save_model` gave.
         costs: Tell the policy what each block costs to compute, with this hardware and model.
         tiers: More places below the first, fastest first: "dram:5%", "disk:30%:kv8" (see
-            `flowkv.sim.tiers`). Hits are then those of all places, traffic what none of them had,
+            `flowkv.sim.replay`). Hits are then those of all places, traffic what none of them had,
             and there is no closure. Without hints, queue, prefetch, warm start.
         codec: How blocks of the first place are compressed: raw, kv8 or kv4; as with `tiers`.
         hardware: A name of `HARDWARE`, which gives times and prices; "h100" with `tiers`.
@@ -73,7 +798,7 @@ class Settings(TypedDict, total=False):
     prefetch: bool | Options
     warm: bytes | None
     costs: bool
-    tiers: Sequence[str | Tier]
+    tiers: Sequence[str | ReplayTier]
     codec: str
     hardware: str | None
     model: str
@@ -87,7 +812,7 @@ def replay(
     *,
     pages: int | None = None,
     size: float | str | None = None,
-    **settings: Unpack[Settings],
+    **settings: Unpack[ReplaySettings],
 ) -> Result:
     """Replays a trace from cold.
 
@@ -96,7 +821,7 @@ def replay(
         policy: A name of the catalogue, something that makes a policy, or a fresh policy.
         pages: Blocks that fit.
         size: The same as a share of the trace's different blocks: 0.01 or "1%".
-        **settings: See `Settings`.
+        **settings: See `ReplaySettings`.
 
     Returns:
         What happened, and how it compares with LRU and the optimum.
@@ -104,10 +829,11 @@ def replay(
     Raises:
         ConfigError: If an argument is wrong.
     """
-    unknown = sorted(set(settings) - set(Settings.__annotations__))
+    unknown = sorted(set(settings) - set(ReplaySettings.__annotations__))
     if unknown:
         raise ConfigError(
-            f"replay knows no {', '.join(unknown)}", f"Use {', '.join(Settings.__annotations__)}"
+            f"replay knows no {', '.join(unknown)}",
+            f"Use {', '.join(ReplaySettings.__annotations__)}",
         )
     capacity = pages_of(trace, pages, size)
     if settings.get("tiers") or settings.get("codec", "raw") != "raw":
@@ -129,7 +855,7 @@ def replay(
     return _told(trace, result, settings)
 
 
-def make(trace: Trace, policy: Maker, settings: Settings) -> Policy:
+def make(trace: Trace, policy: Maker, settings: ReplaySettings) -> Policy:
     """A fresh policy, told what it may know beforehand.
 
     Raises:
@@ -155,7 +881,7 @@ def make(trace: Trace, policy: Maker, settings: Settings) -> Policy:
     return made
 
 
-def _place(trace: Trace, policy: Policy, capacity: int, settings: Settings) -> OnePlace:
+def _place(trace: Trace, policy: Policy, capacity: int, settings: ReplaySettings) -> OnePlace:
     sigma = settings.get("hints")
     wish = settings.get("prefetch", False)
     told: dict[str, Any] = dict(wish) if isinstance(wish, Mapping) else {}
@@ -177,7 +903,7 @@ def _place(trace: Trace, policy: Policy, capacity: int, settings: Settings) -> O
     )
 
 
-def _tiered(trace: Trace, policy: Maker, capacity: int, settings: Settings) -> Result:
+def _tiered(trace: Trace, policy: Maker, capacity: int, settings: ReplaySettings) -> Result:
     """Several places; the result is about all of them."""
     if _beyond(settings) or not isinstance(policy, str):
         raise ConfigError(
@@ -187,11 +913,11 @@ def _tiered(trace: Trace, policy: Maker, capacity: int, settings: Settings) -> R
     hardware, model = _machine(settings)
     below = [tier_from(t) if isinstance(t, str) else t for t in settings.get("tiers", ())]
     codec, share = settings.get("codec", "raw"), capacity / max(trace.unique, 1)
-    first = Tier(place=hardware.places[0].name, size=max(share, 1e-12), codec=codec)
+    first = ReplayTier(place=hardware.places[0].name, size=max(share, 1e-12), codec=codec)
     tiers = [first, *below]
     pages = [tier.pages(trace.unique) for tier in tiers]
     policies = [make(trace, tier.policy or policy, settings) for tier in tiers]
-    stack = Stack(trace, policies, pages)
+    stack = PlaceStack(trace, policies, pages)
     start = perf_counter()
     course = stack.run(settings.get("progress"))
     seconds = perf_counter() - start
@@ -216,17 +942,17 @@ def _tiered(trace: Trace, policy: Maker, capacity: int, settings: Settings) -> R
     )
 
 
-def _told(trace: Trace, result: Result, settings: Settings) -> Result:
+def _told(trace: Trace, result: Result, settings: ReplaySettings) -> Result:
     """The result with times and prices, if hardware is named."""
     if settings.get("hardware") is None:
         return result
     hardware, model = _machine(settings)
-    tier = Tier(place=hardware.places[0].name, size=max(result.size, 1e-12))
+    tier = ReplayTier(place=hardware.places[0].name, size=max(result.size, 1e-12))
     extra = priced(trace, result.hits[:, None], [tier], hardware, model)
     return msgspec.structs.replace(result, extra=extra)
 
 
-def _machine(settings: Settings) -> tuple[Hardware, Shape]:
+def _machine(settings: ReplaySettings) -> tuple[Hardware, Shape]:
     names = (settings.get("hardware") or "h100", settings.get("model") or "8b")
     for name, known in zip(names, (HARDWARE, MODELS), strict=True):
         if name not in known:
@@ -254,7 +980,7 @@ def _optimum(trace: Trace, capacity: int) -> Result:
     return judge(trace, course, bounds, costs, policy="opt", pages=capacity, seconds=seconds)
 
 
-def _beyond(settings: Settings) -> list[str]:
+def _beyond(settings: ReplaySettings) -> list[str]:
     """What the policy is given besides the requests."""
     words = []
     if settings.get("hints") is not None:
@@ -266,3 +992,250 @@ def _beyond(settings: Settings) -> list[str]:
     if settings.get("warm") is not None:
         words.append("warm")
     return words
+
+
+# `sweep`: a trace replayed with several policies at several sizes.
+
+Done = Callable[[int, int, Result], None]
+"""Called after each replay with how many are done, how many there are, and what it gave."""
+
+_carried: dict[str, Trace] = {}
+
+
+def sweep(
+    trace: Trace,
+    policies: Iterable[Maker] | Mapping[str, ReplaySettings],
+    sizes: Iterable[float | str],
+    *,
+    processes: int = 1,
+    done: Done | None = None,
+    **settings: Unpack[ReplaySettings],
+) -> list[Result]:
+    """Replays a trace with every policy at every size.
+
+    Args:
+        trace: What to replay.
+        policies: Names of the catalogue, or what makes policies; or names and what each is given
+            besides `settings`.
+        sizes: Shares of the trace's different blocks: 0.01 or "1%".
+        processes: How many replays run at a time; with more than one, policies are given by name.
+        done: Called after each replay.
+        **settings: Of all of them; see `ReplaySettings`.
+
+    Returns:
+        One result per size and policy, sizes first.
+
+    Raises:
+        ConfigError: If an argument is wrong.
+    """
+    extra: Mapping[Maker, ReplaySettings] = policies if isinstance(policies, Mapping) else {}  # type: ignore[assignment]
+    makers = list(policies)
+    jobs = [(maker, size) for size in list(sizes) for maker in makers]
+    given = [_merged(settings, extra.get(maker)) for maker, _ in jobs]
+    results: list[Result] = []
+
+    def note(result: Result) -> None:
+        results.append(result)
+        if done is not None:
+            done(len(results), len(jobs), result)
+
+    if processes <= 1 or len(jobs) <= 1:
+        for (maker, size), mine in zip(jobs, given, strict=True):
+            note(replay(trace, maker, size=size, **mine))
+        return results
+    if not all(isinstance(maker, str) for maker in makers) or "progress" in settings:
+        raise ConfigError(
+            "only names of policies can be passed to other processes",
+            "Use processes=1, or put the policy in the catalogue",
+        )
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _carry, (trace,)) as pool:
+        futures = [
+            pool.submit(_one, maker, size, mine)
+            for (maker, size), mine in zip(jobs, given, strict=True)
+        ]
+        for future in futures:
+            note(future.result())
+    return results
+
+
+def _merged(common: ReplaySettings, own: ReplaySettings | None) -> ReplaySettings:
+    merged = common.copy()
+    merged.update(own or {})
+    return merged
+
+
+def _carry(trace: Trace) -> None:
+    _carried["trace"] = trace
+
+
+def _one(policy: Maker, size: float | str, settings: ReplaySettings) -> Result:
+    return replay(_carried["trace"], policy, size=size, **settings)
+
+
+# The calls that somebody made on a policy, written down, and made again on a fresh one.
+#
+# What a policy decides follows from its calls alone. So what it decided in a live cache can be had
+# again elsewhere, looked at step by step, or compared with what another policy would have done.
+
+
+class PolicyCall(NamedTuple):
+    """One call.
+
+    Attributes:
+        name: Of the method.
+        arguments: By position; arrays as tuples of numbers.
+        options: By name.
+        answer: What the policy said, likewise.
+    """
+
+    name: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    answer: Any
+
+
+class CallLog(Policy):
+    """A policy that writes down what it is told, and lets another one decide.
+
+    Args:
+        inner: Decides.
+
+    Attributes:
+        calls: All calls that tell or decide something, in their order.
+    """
+
+    def __init__(self, inner: Policy) -> None:
+        self.inner, self.name = inner, inner.name
+        self.calls: list[PolicyCall] = []
+
+    def insert(
+        self,
+        now_ns: int,
+        slots: Slots,
+        parents: Slots,
+        *,
+        n_bytes: int = 1,
+        cost_ns: int = 0,
+        lease: str | Lease = "",
+        tenant: int = 0,
+    ) -> None:
+        """See `Policy.insert`."""
+        more = {"n_bytes": n_bytes, "cost_ns": cost_ns, "lease": lease, "tenant": tenant}
+        self._call("insert", now_ns, slots, parents, **more)
+
+    def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
+        """See `Policy.access`."""
+        self._call("access", now_ns, slots, visit)
+
+    def remove(self, slots: Slots) -> None:
+        """See `Policy.remove`."""
+        self._call("remove", slots)
+
+    def forget(self, slots: Slots) -> None:
+        """See `Policy.forget`."""
+        self._call("forget", slots)
+
+    def complete(
+        self, now_ns: int, request: int, *, stop: int = UNKNOWN_STOP, output_tokens: int = 0
+    ) -> None:
+        """See `Policy.complete`."""
+        self._call("complete", now_ns, request, stop=stop, output_tokens=output_tokens)
+
+    def abort(self, now_ns: int, request: int) -> None:
+        """See `Policy.abort`."""
+        self._call("abort", now_ns, request)
+
+    def pin(self, slots: Slots) -> None:
+        """See `Policy.pin`."""
+        self._call("pin", slots)
+
+    def unpin(self, slots: Slots) -> None:
+        """See `Policy.unpin`."""
+        self._call("unpin", slots)
+
+    def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
+        """See `Policy.hint`."""
+        self._call("hint", now_ns, slots, eta_ns, sigma)
+
+    def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
+        """See `Policy.enqueue`."""
+        self._call("enqueue", now_ns, request, slots)
+
+    def invalidate(self, now_ns: int, tenant: int) -> None:
+        """See `Policy.invalidate`."""
+        self._call("invalidate", now_ns, tenant)
+
+    def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
+        """See `Policy.evict`."""
+        victims: Slots | None = self._call("evict", now_ns, n, tuple(protected))
+        return victims
+
+    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
+        """See `Policy.displace`."""
+        victims: Slots = self._call("displace", now_ns, n, rate, tuple(protected))
+        return victims
+
+    def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
+        """See `Policy.admit`."""
+        admitted: NDArray[np.bool_] = self._call("admit", now_ns, slots)
+        return admitted
+
+    def expired(self, now_ns: int) -> Slots:
+        """See `Policy.expired`."""
+        run_out: Slots = self._call("expired", now_ns)
+        return run_out
+
+    def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
+        """See `Policy.wanted`."""
+        found: tuple[Slots, NDArray[np.float64]] = self._call("wanted", now_ns, n)
+        return found
+
+    def priority(self, slot: int) -> float:
+        """See `Policy.priority`."""
+        return self.inner.priority(slot)
+
+    def resident(self) -> Sequence[int]:
+        """See `Policy.resident`."""
+        return self.inner.resident()
+
+    def digest(self) -> int:
+        """See `Policy.digest`."""
+        return self.inner.digest()
+
+    def snapshot(self) -> bytes:
+        """See `Policy.snapshot`."""
+        return self.inner.snapshot()
+
+    def restore(self, snapshot: bytes) -> None:
+        """See `Policy.restore`. What was written down before stays."""
+        self.inner.restore(snapshot)
+
+    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        answer = getattr(self.inner, name)(*arguments, **options)
+        self.calls.append(PolicyCall(name, tuple(map(_plain, arguments)), options, _plain(answer)))
+        return answer
+
+
+def repeat(calls: Sequence[PolicyCall], policy: Policy) -> list[PolicyCall]:
+    """Makes calls again, on another policy.
+
+    Args:
+        calls: Of a `CallLog`.
+        policy: A fresh one.
+
+    Returns:
+        The same calls with the answers that it gave.
+    """
+    log = CallLog(policy)
+    for call in calls:
+        arguments = (np.array(a, np.int64) if type(a) is tuple else a for a in call.arguments)
+        getattr(log, call.name)(*arguments, **call.options)
+    return log.calls
+
+
+def _plain(value: Any) -> Any:
+    """A value without arrays."""
+    if isinstance(value, np.ndarray):
+        return tuple(value.tolist())
+    return tuple(map(_plain, value)) if type(value) is tuple else value

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowkv.observe.curves import Curves
+from flowkv.observe.charts import Curves
 from flowkv.observe.report import Figures, Section, Table, write_report
-from flowkv.sim.result import Result
+from flowkv.sim.replay import Result
 
 BOUND = "opt"
 BASE = "lru"
@@ -35,7 +35,7 @@ def write_replay_report(path: Path, rows: Sequence[Result], *, footer: str = "")
         sections.append(_curves(trace, own, policies))
         sections.append(_tables(trace, own))
     lead = (
-        "Requests of a trace, replayed through the policy objects that the runtime uses. A hit is a"
+        "Requests of a trace, replayed through the policy objects that the cache uses. A hit is a"
         " block in the leading run of blocks that are there when a request arrives."
     )
     return write_report(path, title, sections, lead=lead, footer=footer)

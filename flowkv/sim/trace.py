@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.lib import format as npy
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from flowkv.core.errors import ConfigError
+from flowkv.policy.base import NEVER_NS
+from flowkv.policy.order.compiled import Array, kernel
+from flowkv.residency.blocks import KEY, factors, find, put
 
 LARGEST_BYTES = 1 << 34
 """No array of a trace may be larger, whatever a file says."""
@@ -213,3 +218,260 @@ def _array(file: zipfile.ZipFile, name: str, kinds: str) -> NDArray[np.generic]:
         if len(body) != size:
             raise ValueError(f"{name} ends early")
     return np.frombuffer(body, kind).reshape(shape)
+
+
+# From chains of ids, as a file or a generator has them, to a trace of dense block numbers.
+#
+# An id need not tell prefixes apart: blocks are keyed by (block before, id), so that equal
+# numbers mean equal whole prefixes whatever the source hashed (some published traces hash each
+# block alone).
+
+Ids = NDArray[np.uint64]
+_SEED = 20261
+
+
+@kernel
+def number(
+    offsets: Array,
+    ids: Array,
+    keys: Array,
+    buckets: Array,
+    mix: Array,
+    blocks: Array,
+    parents: Array,
+    depths: Array,
+) -> int:
+    """Gives each (block before, id) a number, in order of first use; returns how many there are.
+
+    The block before serves as the table's space, and 0 as that of roots.
+    """
+    n = 0
+    for r in range(len(offsets) - 1):
+        above = np.int64(-1)
+        for j in range(offsets[r], offsets[r + 1]):
+            b = find(keys, buckets, mix, ids[j, 0], ids[j, 1], above + 1)
+            if b < 0:
+                b = np.int64(n)
+                put(keys, buckets, mix, b, ids[j, 0], ids[j, 1], above + 1)
+                parents[b], depths[b] = above, j - offsets[r]
+                n += 1
+            blocks[j] = b
+            above = b
+    return n
+
+
+def wide(ids: ArrayLike) -> Ids:
+    """u64 [n, 2] of plain integer ids, negative ones included."""
+    low = np.asarray(ids, np.int64).ravel()
+    pairs = np.zeros((len(low), 2), np.uint64)
+    pairs[:, 0] = low.view(np.uint64)
+    return pairs
+
+
+def build_trace(
+    name: str,
+    times_ns: ArrayLike,
+    lengths: ArrayLike,
+    ids: Ids,
+    block_tokens: int,
+    **more: ArrayLike | None,
+) -> Trace:
+    """Makes a trace of requests in any order of time.
+
+    Args:
+        name: For tables.
+        times_ns: [R], of any order; requests of one time keep theirs.
+        lengths: [R], blocks of each request.
+        ids: u64 [sum of lengths, 2], root to leaf, request after request.
+        block_tokens: Tokens of a block.
+        **more: `input_tokens`, `output_tokens`, `sessions`, `stops`, `tenants`, [R] each; without,
+            whole blocks, none, unknown, unknown and one tenant.
+
+    Raises:
+        ConfigError: If the lengths do not fit each other.
+    """
+    times = np.asarray(times_ns, np.int64)
+    sizes = np.asarray(lengths, np.int64)
+    columns = {key: np.asarray(value) for key, value in more.items() if value is not None}
+    if (sizes < 0).any() or np.ndim(ids) != 2 or np.shape(ids)[1] != 2:
+        raise ConfigError(
+            f"trace {name!r} has negative lengths, or ids of shape {list(np.shape(ids))}",
+            "Give lengths from 0 on, and ids [sum of lengths, 2], as `wide` makes them",
+        )
+    if {len(times), *map(len, columns.values())} != {len(sizes)} or sizes.sum() != len(ids):
+        raise ConfigError(
+            f"trace {name!r} has {len(times)} times, {len(sizes)} lengths and {len(ids)} blocks",
+            "Give one of each per request, and as many ids as the lengths say",
+        )
+    order = np.argsort(times, kind="stable")
+    starts = np.cumsum(sizes) - sizes
+    offsets = np.concatenate(([0], np.cumsum(sizes[order])))
+    if len(order) and (np.diff(order) < 0).any():
+        at = np.arange(len(ids)) + np.repeat(starts[order] - offsets[:-1], sizes[order])
+        ids = ids[at]
+    blocks, parents, depths = _number(offsets, np.ascontiguousarray(ids, np.uint64))
+
+    def column(key: str, kind: type, default: ArrayLike) -> NDArray[np.generic]:
+        if key not in columns:
+            return np.broadcast_to(np.asarray(default, kind), len(order)).copy()
+        return columns[key][order].astype(kind)
+
+    return Trace(
+        name=name,
+        times_ns=times[order],
+        offsets=offsets,
+        blocks=blocks,
+        parents=parents,
+        depths=depths,
+        input_tokens=column("input_tokens", np.int32, sizes[order] * block_tokens),  # type: ignore[arg-type]
+        output_tokens=column("output_tokens", np.int32, 0),  # type: ignore[arg-type]
+        sessions=column("sessions", np.int64, -1),  # type: ignore[arg-type]
+        stops=column("stops", np.int8, 0),  # type: ignore[arg-type]
+        tenants=column("tenants", np.int32, 0),  # type: ignore[arg-type]
+        block_tokens=block_tokens,
+    )
+
+
+def _number(
+    offsets: NDArray[np.int64], ids: Ids
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+    n = len(ids)
+    keys = np.zeros(n, KEY)
+    keys["space"] = -1
+    buckets = np.zeros(1 << max(4, (2 * n).bit_length()), np.uint64)
+    blocks, parents = np.empty(n, np.int64), np.empty(n, np.int64)
+    depths = np.empty(n, np.int32)
+    unique = number(offsets, ids, keys, buckets, factors(_SEED), blocks, parents, depths)
+    return blocks, parents[:unique].copy(), depths[:unique].copy()
+
+
+def join(name: str, traces: Sequence[Trace]) -> Trace:
+    """Requests of several traces in one, in order of time; blocks and sessions of each its own.
+
+    Raises:
+        ConfigError: If there is none, or blocks differ in tokens.
+    """
+    if len({trace.block_tokens for trace in traces}) != 1:
+        raise ConfigError("traces to join must have blocks of one size", "Pass one or more such")
+    ids, sessions, tenants = [], [], []
+    session = tenant = 0
+    for i, trace in enumerate(traces):
+        pairs = np.empty((len(trace.blocks), 2), np.uint64)
+        pairs[:, 0], pairs[:, 1] = trace.blocks, i
+        ids.append(pairs)
+        sessions.append(np.where(trace.sessions < 0, -1, trace.sessions + session))
+        session += int(trace.sessions.max(initial=-1)) + 1
+        tenants.append(trace.tenants + tenant)
+        tenant += int(trace.tenants.max(initial=-1)) + 1
+    return build_trace(
+        name,
+        np.concatenate([trace.times_ns for trace in traces]),
+        np.concatenate([np.diff(trace.offsets) for trace in traces]),
+        np.concatenate(ids),
+        traces[0].block_tokens,
+        input_tokens=np.concatenate([trace.input_tokens for trace in traces]),
+        output_tokens=np.concatenate([trace.output_tokens for trace in traces]),
+        sessions=np.concatenate(sessions),
+        stops=np.concatenate([trace.stops for trace in traces]),
+        tenants=np.concatenate(tenants),
+    )
+
+
+# Which request continues which: what a hint of the application would say in a replay.
+
+
+@kernel
+def follow(offsets: Array, blocks: Array, sessions: Array, users: Array, turns: Array) -> None:
+    """Fills `turns` with the next turn of each request, -1 for none; `users` is scratch.
+
+    Of a known session: its next request. Otherwise: the first later one that shares all blocks of
+    this one, or all but the last, which may have been cut short, and more than one.
+    """
+    for r in range(len(offsets) - 1):
+        first, end = offsets[r], offsets[r + 1]
+        known = first
+        while known < end and users[blocks[known]] >= 0:
+            known += 1
+        if sessions[r] < 0 and known - first > 1:
+            q = users[blocks[known - 1]]
+            if known - first >= offsets[q + 1] - offsets[q] - 1 and turns[q] < 0:
+                turns[q] = r
+        for j in range(first, end):
+            users[blocks[j]] = r
+
+
+def next_turns(trace: Trace, *, use_sessions: bool = True) -> NDArray[np.int64]:
+    """For each request the one that continues its conversation; -1 where it ends.
+
+    Args:
+        trace: The trace.
+        use_sessions: Go by sessions where they are known, not by blocks alone.
+    """
+    turns = np.full(len(trace), -1, np.int64)
+    users = np.full(trace.unique, -1, np.int64)
+    sessions = trace.sessions if use_sessions else np.full(len(trace), -1, np.int64)
+    follow(trace.offsets, trace.blocks, sessions, users, turns)
+    known = np.flatnonzero(sessions >= 0)
+    order = known[np.argsort(sessions[known], kind="stable")]
+    same = sessions[order[1:]] == sessions[order[:-1]]
+    turns[order[:-1][same]] = order[1:][same]
+    return turns
+
+
+@kernel
+def repeat(
+    offsets: Array, blocks: Array, sessions: Array, order: Array, users: Array, again: Array
+) -> None:
+    """Fills `again`: how many leading blocks of each request are sent again, and by which one.
+
+    `order` has the requests session by session; `users` is scratch, -1 for each block.
+    """
+    for i in range(len(order) - 1, -1, -1):
+        r = order[i]
+        for j in range(offsets[r], offsets[r + 1]):
+            later = users[blocks[j]]
+            if later >= 0 and sessions[later] == sessions[r]:
+                again[r, 0], again[r, 1] = j - offsets[r] + 1, later
+            users[blocks[j]] = r
+
+
+class TraceHints(NamedTuple):
+    """What an application hints after each request.
+
+    Attributes:
+        etas_ns: i8 [R], nanoseconds until the next use of the part that is sent again; `NEVER_NS`
+            if nothing is.
+        counts: i8 [R], leading blocks of the request that are sent again: what the time is about.
+            The others are never used again.
+    """
+
+    etas_ns: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+def hints_of(trace: Trace, sigma: float, seed: int = 0) -> TraceHints:
+    """Hints of an application that knows which part of a prompt it sends again, and about when.
+
+    That part ends at the deepest block that a later request of the same session has too; where
+    sessions are not known, that any later request has. So what is sent again is the truth, and that
+    nothing is; the time until the first such request is the true one with a lognormal error.
+
+    Args:
+        trace: The trace.
+        sigma: Standard deviation of the natural logarithm of the error; 0 is the truth.
+        seed: Of the errors.
+
+    Raises:
+        ConfigError: If sigma is negative or not finite.
+    """
+    if not 0.0 <= sigma < float("inf"):
+        raise ConfigError(f"hints with an error of {sigma}", "Use 0 (exact), or 0.5 for instance")
+    again = np.zeros((len(trace), 2), np.int64)
+    order = np.argsort(trace.sessions, kind="stable")
+    users = np.full(trace.unique, -1, np.int64)
+    repeat(trace.offsets, trace.blocks, trace.sessions, order, users, again)
+    counts, turns = again.T
+    gaps = (trace.times_ns[turns] - trace.times_ns).astype(np.float64)
+    errors = np.exp(sigma * np.random.default_rng(seed).standard_normal(len(trace)))
+    etas = np.minimum(gaps * errors, 2.0**62).astype(np.int64)
+    return TraceHints(np.where(counts == 0, NEVER_NS, etas), counts)

@@ -14,13 +14,13 @@ import torch
 from flowkv.core.errors import MissingDependencyError
 from flowkv.core.geometry import LayerGroup
 from flowkv.core.layout import GRANULE_BYTES, PageLayout, page_layout
+from flowkv.kernels import reference as reference_codec
 from flowkv.kernels import (
     transcode,
 )
-from flowkv.kernels.coding import SOUND
+from flowkv.kernels.dispatch import SOUND
 from flowkv.kernels.loss import bounds
-from flowkv.kernels.reference import codec as reference_codec
-from flowkv.testing.told import tell, told
+from flowkv.testing.policies import tell, told
 
 try:
     from hypothesis import given
@@ -94,7 +94,7 @@ def page_of(kind: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     return x
 
 
-class Sealed:
+class CatalogueCodec:
     """A codec of the catalogue as a `Codec`: pages of one layer, through `kernels.transcode`.
 
     Args:
@@ -198,7 +198,12 @@ def check_codec(
         AssertionError: The codec breaks a rule; the message says which.
     """
     cases = [
-        (Sealed(codec, shape, dtype, device, backend) if isinstance(codec, str) else codec, shape)
+        (
+            CatalogueCodec(codec, shape, dtype, device, backend)
+            if isinstance(codec, str)
+            else codec,
+            shape,
+        )
         for shape in shapes
     ]
 

@@ -2,17 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flowkv.core.errors import FlowKVError, MissingDependencyError
-from flowkv.policy.base import Policy
-from flowkv.policy.config import Lease
-from flowkv.testing.told import tell, told
+from flowkv.policy.base import NEVER_NS, Policy, Slots, Visit
+from flowkv.policy.config import DEFAULT_RANK, Lease
+from flowkv.policy.tenants import Quota, Tenants
+from flowkv.residency import Ledger, Meta, Move, Place, Plan
+from flowkv.residency.blocks import Ids
+from flowkv.residency.ledger import LedgerReach
+
+# How the conformance suites tell their stories: the same every time, and one fault at most.
 
 try:
-    from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+    from hypothesis import HealthCheck, Phase, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import Flaky
+    from hypothesis.stateful import (
+        RuleBasedStateMachine,
+        initialize,
+        invariant,
+        precondition,
+        rule,
+        run_state_machine_as_test,
+    )
 except ImportError:  # pragma: no cover
     raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
+
+
+def told(max_examples: int, *, shrink: bool = True, steps: int = 50) -> settings:
+    """Settings of a suite.
+
+    Args:
+        max_examples: Stories to tell.
+        shrink: Look for the shortest story that shows a fault, rather than tell the first.
+        steps: Most steps of a state machine's story.
+    """
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def tell(stories: Callable[[], object]) -> None:
+    """Tells stories until one shows a fault.
+
+    Raises:
+        AssertionError: A story ended differently when it was told again, so that what is judged is
+            not deterministic; or what a story raised.
+    """
+    try:
+        stories()
+    except Flaky as error:
+        raise AssertionError("the same story told again ended differently") from error
 
 
 def check_policy(
@@ -51,9 +106,6 @@ def check_policy(
     Raises:
         AssertionError: With a story that shows the fault.
     """
-    from flowkv.testing.ledger_story import LedgerStory
-    from flowkv.testing.policy_story import PolicyStory
-
     said = {"make": staticmethod(make), "leases": tuple(leases), "leaf_first": leaf_first}
     said |= {"key_order": key_order, "heeds": frozenset(heeds)}
     tell_machine(type("Story", (PolicyStory,), said), max_examples, steps, shrink)
@@ -69,3 +121,928 @@ def tell_machine(
         tell(lambda: run_state_machine_as_test(machine, settings=how))
     except FlowKVError as error:
         raise AssertionError(f"it raised {type(error).__name__}: {error}") from error
+
+
+# What may be said of any policy's next victim, whatever its taste: a model over a dozen slots.
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Fails with a sentence."""
+    if not holds:
+        raise AssertionError(sentence)
+
+
+class PolicyModel:
+    """Who is resident, above whom, and who may not go.
+
+    Args:
+        leaf_first: Whether a block must go after its resident children.
+
+    Attributes:
+        parent: Resident slot -> resident parent, or -1.
+        gone: Resident slots that had expired when last asked.
+        pins: Slot -> pins.
+        queued: Request -> its chain.
+        rank: Resident slot -> the rank it was inserted with.
+        hinted: Slots that a hint was about, or the blocks above them.
+        tenant: Resident slot -> tenant.
+    """
+
+    def __init__(self, leaf_first: bool) -> None:
+        self.leaf_first = leaf_first
+        self.parent: dict[int, int] = {}
+        self.gone: set[int] = set()
+        self.pins: Counter[int] = Counter()
+        self.queued: dict[int, list[int]] = {}
+        self.rank: dict[int, int] = {}
+        self.hinted: set[int] = set()
+        self.tenant: dict[int, int] = {}
+
+    def add(self, slot: int, parent: int, tenant: int, rank: int) -> None:
+        """A block became resident."""
+        self.parent[slot] = parent if parent in self.parent and parent not in self.gone else -1
+        self.tenant[slot], self.rank[slot] = tenant, rank
+
+    def drop(self, slots: Collection[int]) -> None:
+        """Blocks are no longer resident; their children are roots."""
+        for s in slots:
+            del self.parent[s], self.tenant[s], self.rank[s]
+            self.gone.discard(s)
+        for child, p in self.parent.items():
+            if p in slots:
+                self.parent[child] = -1
+
+    def path(self, slot: int) -> list[int]:
+        """A resident slot and those above it, root to leaf; none for others."""
+        found: list[int] = []
+        while slot in self.parent:
+            found.insert(0, slot)
+            slot = self.parent[slot]
+        return found
+
+    def below(self, slot: int) -> set[int]:
+        """A slot and its resident descendants."""
+        return {s for s in self.parent if slot in self.path(s)}
+
+    def stuck(self, protected: Collection[int]) -> set[int]:
+        """Resident slots that may not go: pinned, protected, or, leaf by leaf, above those."""
+        held = {s for s in (*self.pins, *protected) if s in self.parent}
+        if self.leaf_first:
+            held |= {above for s in held for above in self.path(s)}
+        return held
+
+    def stale_of(self, tenant: int) -> set[int]:
+        """What must have expired once a tenant's blocks are invalid."""
+        return {s for s in self.parent if all(self.tenant[x] == tenant for x in self.below(s))}
+
+    def judge(
+        self, victim: int, free: set[int], worth: Mapping[int, float], heeded: Collection[str]
+    ) -> None:
+        """Whether it was this slot's turn.
+
+        Args:
+            victim: Who went.
+            free: Who could have gone, leaves or not.
+            worth: Priorities of all; empty where they are not known.
+            heeded: "queue", "rank": what is known to matter to this policy.
+        """
+        has_child = set(self.parent.values())
+        turn = free - has_child if self.leaf_first else free
+        if self.leaf_first:
+            require(victim not in has_child, "a block went before its resident child")
+        if victim not in self.gone:
+            require(not turn & self.gone, "a live block went before an expired one")
+        for s in turn if worth else ():
+            if (s in self.gone) == (victim in self.gone):
+                require(worth[victim] <= worth[s], "a smaller priority must go earlier")
+        rivals = turn - self.gone - {victim}
+        certain = {s for chain in self.queued.values() for s in chain}
+        if "queue" in heeded and victim in certain - self.gone:
+            require(rivals <= certain, "a queued block went before one that nobody queues for")
+        plain = rivals - self.hinted - certain
+        if "rank" in heeded and victim not in self.gone | self.hinted | certain:
+            least = min((self.rank[s] for s in plain), default=DEFAULT_RANK)
+            if plain:
+                require(self.rank[victim] <= least, "a block went before one of lower rank")
+
+
+# A policy's life as a Hypothesis state machine: everything its driver may tell and ask it.
+#
+# Three copies of the policy live through the same story. One gets the times as they come,
+# backwards too; one gets the clamped times, and is saved and restored now and then; one hears
+# nothing but what must have an effect: no questions, no refused evictions. All three must answer
+# alike.
+
+SLOTS = 12
+SECOND = 10**9
+steps_ns = st.sampled_from([0, 0, 1, SECOND, 7 * SECOND, 100 * SECOND, -1, -3 * SECOND])
+masks = st.integers(0, (1 << SLOTS + 2) - 1)
+slot_sets = st.builds(  # about a quarter of all slots
+    lambda a, b: [s for s in range(SLOTS + 2) if a & b & 1 << s], masks, masks
+)
+few_slots = st.lists(st.integers(0, SLOTS + 2), max_size=2)
+requests = st.integers(0, 3)
+
+
+def array(slots: Sequence[int]) -> Slots:
+    """As policies get them."""
+    return np.array(slots, dtype=np.int64)
+
+
+def overrides(policy: Policy, *methods: str) -> bool:
+    """Whether a policy does more than `Policy` in all these."""
+    return all(getattr(type(policy), m) is not getattr(Policy, m) for m in methods)
+
+
+class PolicyStory(RuleBasedStateMachine):
+    """See the module; what is declared below is said to `check_policy`."""
+
+    make: Callable[[], Policy]
+    leases: tuple[str | Lease, ...]
+    leaf_first: bool
+    key_order: bool
+    heeds: frozenset[str]
+
+    @initialize(start=st.sampled_from([0, 5 * SECOND, 10**18, -SECOND]))
+    def begin(self, start: int) -> None:
+        """Makes the three copies."""
+        self.raw, self.twin, self.quiet = self.make(), self.make(), self.make()
+        require(isinstance(self.raw, Policy), "it must have every method of Policy")
+        require(bool(self.raw.name), "its name must not be empty")
+        self.clock = self.clamped = start
+        self.model = PolicyModel(self.leaf_first)
+        self.heeded = set(self.heeds)
+        if not overrides(self.raw, "enqueue"):
+            self.heeded.discard("queue")
+        if not any(isinstance(x, Lease) and x.rank != DEFAULT_RANK for x in self.leases):
+            self.heeded.discard("rank")
+        for first in (0, 3):
+            self.insert(SECOND, 3, first, True, first, (1, 0, 0))
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    @rule(
+        dt=steps_ns,
+        n=st.integers(1, 4),
+        first=st.integers(0, SLOTS),
+        known=st.booleans(),
+        lease=st.integers(0, 7),
+        said=st.tuples(st.integers(1, 1 << 40), st.integers(0, 1 << 40), st.integers(0, 1)),
+    )
+    def insert(
+        self, dt: int, n: int, first: int, known: bool, lease: int, said: tuple[int, int, int]
+    ) -> None:
+        """A chain becomes resident, below `first` if that is resident and parents are known."""
+        self.ask_expired(dt)
+        order = [(first + 5 * i) % SLOTS for i in range(SLOTS)]
+        slots = [s for s in order if s not in self.model.parent][:n]
+        above = [first, *slots][: len(slots)] if known else [-1] * len(slots)
+        word = self.leases[lease % len(self.leases)]
+        rank = word.rank if isinstance(word, Lease) else DEFAULT_RANK
+        n_bytes, cost_ns, tenant = said
+        for s, p in zip(slots, above, strict=True):
+            mine = p if self.model.tenant.get(p, tenant) == tenant else -1
+            self.model.add(s, mine, tenant, rank)
+        above = [self.model.parent[s] for s in slots]
+        more: dict[str, Any] = {"n_bytes": n_bytes, "cost_ns": cost_ns, "tenant": tenant}
+        self.tell(lambda x, now, a, b: x.insert(now, a, b, lease=word, **more), slots, above)
+
+    @rule(
+        dt=steps_ns,
+        end=st.integers(0, SLOTS),
+        strangers=slot_sets,
+        request=st.integers(-1, 3),
+        session=st.integers(-1, 1),
+        tokens=st.sampled_from([0, 1, 10**6]),
+    )
+    def access(
+        self, dt: int, end: int, strangers: list[int], request: int, session: int, tokens: int
+    ) -> None:
+        """A request uses the chain down to `end`, and names some slots that are not resident."""
+        self.pass_time(dt, silently=True)
+        path = self.model.path(end) + [s for s in strangers if s not in self.model.parent]
+        visit = Visit(request, session, tokens, len(path))
+        self.tell(lambda x, now, a: x.access(now, a, visit), path)
+        self.model.queued.pop(request, None)
+
+    @rule(dt=steps_ns, request=requests, stop=st.integers(0, 3), tokens=st.integers(0, 10**6))
+    def complete(self, dt: int, request: int, stop: int, tokens: int) -> None:
+        """A request ended, known or not."""
+        self.pass_time(dt)
+        self.tell(lambda x, now: x.complete(now, request, stop=stop, output_tokens=tokens))
+
+    @rule(slots=few_slots)
+    def remove(self, slots: list[int]) -> None:
+        """Blocks vanish, resident or not; their children stay as roots."""
+        here = sorted(set(slots) & set(self.model.parent))
+        self.tell(lambda x, now, a: x.remove(a), slots, quiet=here)
+        self.model.drop(here)
+
+    @rule(slots=few_slots)
+    def forget(self, slots: list[int]) -> None:
+        """Nobody knows some blocks any more that are neither resident, pinned nor queued for."""
+        busy = {
+            *self.model.parent,
+            *self.model.pins,
+            *chain.from_iterable(self.model.queued.values()),
+        }
+        self.tell(lambda x, now, a: x.forget(a), [s for s in slots if s not in busy])
+
+    @rule(slot=st.integers(0, SLOTS - 1))
+    def reuse(self, slot: int) -> None:
+        """Another block takes the slot, and has none of the children of the last one."""
+        self.remove([slot])
+        self.forget([slot])
+        self.model.add(slot, -1, 0, DEFAULT_RANK)
+        self.tell(lambda x, now, a, b: x.insert(now, a, b), [slot], [-1])
+
+    @precondition(lambda self: overrides(self.raw, "pin", "unpin"))
+    @rule(end=st.integers(0, SLOTS), others=few_slots)
+    def pin(self, end: int, others: list[int]) -> None:
+        """A chain, and some others, resident or not, must stay."""
+        slots = self.model.path(end) + others
+        self.tell(lambda x, now, a: x.pin(a), slots)
+        self.model.pins.update(slots)
+
+    @precondition(lambda self: self.model.pins)
+    @rule(which=slot_sets)
+    def unpin(self, which: list[int]) -> None:
+        """Some pins end."""
+        slots = [s for s in which if self.model.pins[s]] or [min(self.model.pins)]
+        self.tell(lambda x, now, a: x.unpin(a), slots)
+        self.model.pins.subtract(slots)
+        self.model.pins += type(self.model.pins)()
+
+    @rule(
+        dt=steps_ns,
+        end=st.integers(0, SLOTS),
+        eta_ns=st.sampled_from([0, 1, SECOND, 50 * SECOND, NEVER_NS]),
+        sigma=st.sampled_from([0.0, 0.5, 2.0]),
+    )
+    def hint(self, dt: int, end: int, eta_ns: int, sigma: float) -> None:
+        """The application says when it comes back; for a slot that is not resident, too."""
+        self.pass_time(dt)
+        path = self.model.path(end) or [end]
+        self.tell(lambda x, now, a: x.hint(now, a, eta_ns, sigma), path)
+        self.model.hinted.update(path)
+
+    @rule(dt=steps_ns, request=requests, end=st.integers(0, SLOTS))
+    def enqueue(self, dt: int, request: int, end: int) -> None:
+        """A request waits; perhaps it waited already, for another chain."""
+        self.pass_time(dt)
+        path = self.model.path(end) or [end]
+        self.tell(lambda x, now, a: x.enqueue(now, request, a), path)
+        self.model.queued[request] = path
+
+    @rule(dt=steps_ns, request=requests)
+    def abort(self, dt: int, request: int) -> None:
+        """A request will not go on, known or not."""
+        self.pass_time(dt)
+        self.tell(lambda x, now: x.abort(now, request))
+        self.model.queued.pop(request, None)
+
+    @rule(dt=steps_ns, tenant=st.integers(0, 2))
+    def invalidate(self, dt: int, tenant: int) -> None:
+        """All that a tenant has is stale; the third one has nothing."""
+        self.ask_expired(dt)
+        self.tell(lambda x, now: x.invalidate(now, tenant))
+        stale = self.model.stale_of(tenant)
+        self.ask_expired(0)
+        if overrides(self.raw, "invalidate"):
+            require(stale <= self.model.gone, "an invalid block had not expired")
+
+    @precondition(lambda self: overrides(self.twin, "snapshot", "restore"))
+    @rule()
+    def save(self) -> None:
+        """One copy is saved, and a fresh one goes on from there."""
+        image, fresh = self.twin.snapshot(), self.make()
+        require(isinstance(image, bytes), "a snapshot is bytes")
+        fresh.restore(image)
+        self.twin = fresh
+
+    # --- what is decided ------------------------------------------------------------------------
+
+    @rule(
+        dt=steps_ns,
+        n=st.sampled_from([1, 1, 2, 3, 5, 0, -1, -2, -2, -3]),
+        protected=slot_sets,
+        box=st.sampled_from([list, set, tuple, frozenset, array]),
+    )
+    def evict(
+        self, dt: int, n: int, protected: list[int], box: Callable[..., Collection[int]]
+    ) -> None:
+        """Room is needed: for `n` blocks or, if negative, for about all that can be had."""
+        self.ask_expired(dt)
+        model = self.model
+        most = len(model.parent) - len(model.stuck(protected))
+        n = n if n >= 0 else max(0, most + n + 2)
+        free = set(model.parent) - set(protected) - set(model.pins)
+        worth = {s: self.raw.priority(s) for s in model.parent}
+        before, weakest = self.raw.digest(), self.raw.weakest(self.clock, box(protected))
+        got = self.raw.evict(self.clock, n, box(protected))
+        same = self.twin.evict(self.clamped, n, box(protected))
+        if got is None or same is None:
+            require(got is None and same is None, "equal stories must give equal answers")
+            require(n > most, f"evict({n}) was refused; {most} can be freed leaf by leaf")
+            return
+        quiet = self.quiet.evict(self.clamped, n, box(protected))
+        victims = self.take(got, same)
+        require(quiet is not None and victims == quiet.tolist(), "a call without effect had one")
+        require(len(victims) == n, f"evict({n}) gave {len(victims)} victims")
+        require(n == 0 or before != self.raw.digest(), "the digest must tell of every decision")
+        if n == 1 and overrides(self.raw, "weakest"):
+            require(victims == [weakest], "the weakest was not the one that went")
+        self.leave(victims, free, worth if n == 1 and self.key_order else {})
+
+    @rule(
+        dt=steps_ns,
+        n=st.integers(0, 3),
+        rate=st.sampled_from([0.0, 1e-3, 1.0, math.inf]),
+        protected=slot_sets,
+    )
+    def displace(self, dt: int, n: int, rate: float, protected: list[int]) -> None:
+        """A prefetch asks for room."""
+        self.ask_expired(dt)
+        free = set(self.model.parent) - set(protected) - set(self.model.pins)
+        got = self.raw.displace(self.clock, n, rate, protected)
+        same = self.twin.displace(self.clamped, n, rate, protected)
+        quiet = self.quiet.displace(self.clamped, n, rate, protected)
+        victims = self.take(got, same)
+        require(victims == quiet.tolist(), "a call without effect had one")
+        require(len(victims) <= n, f"displace({n}) gave {len(victims)} victims")
+        self.leave(victims, free, {})
+
+    @rule(dt=steps_ns)
+    def ask_expired(self, dt: int) -> None:
+        """What has run out?"""
+        self.pass_time(dt)
+        got = self.take(self.raw.expired(self.clock), self.twin.expired(self.clamped))
+        require(len(set(got)) == len(got), "expired named a slot twice")
+        require(set(got) <= set(self.model.parent), "expired named a slot that is not resident")
+        require(self.model.gone <= set(got), "an expired block came back without an insert")
+        self.model.gone = set(got)
+
+    @rule(dt=steps_ns, slots=slot_sets)
+    def ask_admit(self, dt: int, slots: list[int]) -> None:
+        """What would be worth its bytes?"""
+        self.pass_time(dt)
+        news = [s for s in slots if s not in self.model.parent]
+        got = self.raw.admit(self.clock, array(news))
+        same = self.twin.admit(self.clamped, array(news))
+        require(got.dtype == np.bool_ and got.shape == (len(news),), "admit: one bool per slot")
+        require(bool(np.array_equal(got, same)), "equal stories must give equal answers")
+
+    @rule(dt=steps_ns, n=st.integers(0, 4))
+    def ask_wanted(self, dt: int, n: int) -> None:
+        """What should come back?"""
+        self.pass_time(dt)
+        (got, rates), (same, equal) = (
+            self.raw.wanted(self.clock, n),
+            self.twin.wanted(self.clamped, n),
+        )
+        tips = self.take(got, same)
+        require(bool(np.array_equal(rates, equal)), "equal stories must give equal answers")
+        require(len(tips) <= n and len(tips) == len(rates), "wanted: at most n, one rate each")
+        require(not set(tips) & set(self.model.parent), "wanted named what is resident")
+        require(bool(np.all(np.diff(rates) <= 0)), "wanted: the best first")
+        require(bool(np.all(rates >= 0)), "wanted: rates are numbers from 0 upwards")
+
+    @invariant()
+    def agrees(self) -> None:
+        """Residence, priorities and digests, after every call."""
+        here = list(self.raw.resident())
+        require(len(set(here)) == len(here), "resident names a slot twice")
+        require(set(here) == set(self.model.parent), "resident is not what came and did not go")
+        for s in range(-1, SLOTS + 3):
+            value = self.raw.priority(s)
+            require(not math.isnan(value), "a priority must be a number")
+            is_here = value > -math.inf
+            require(is_here == (s in self.model.parent), "priority is -inf where not resident")
+        digest = self.raw.digest()
+        require(0 <= digest < 1 << 64, "digest is an unsigned number of 64 bits")
+        require(digest == self.raw.digest() == self.twin.digest(), "equal stories: equal digests")
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def pass_time(self, dt: int, silently: bool = False) -> None:
+        """Moves the raw clock, perhaps backwards, and the clamped one.
+
+        A call that a policy ignores does not tell it the time; an eviction of nothing does.
+        """
+        self.clock = self.clamped + dt
+        self.clamped = max(self.clamped, self.clock)
+        if not silently:
+            self.raw.evict(self.clock, 0)
+            self.twin.evict(self.clamped, 0)
+
+    def tell(
+        self, call: Callable[..., None], *arrays: list[int], quiet: list[int] | None = None
+    ) -> None:
+        """One call to all three; arrays that are kept or written show up."""
+        mine = [array(a) for a in arrays]
+        call(self.raw, self.clock, *mine)
+        for a, given in zip(mine, arrays, strict=True):
+            require(a.tolist() == given, "an argument was written to")
+            a[:] = -7
+        call(self.twin, self.clamped, *[array(a) for a in arrays])
+        if quiet is None:
+            call(self.quiet, self.clamped, *[array(a) for a in arrays])
+        elif quiet:
+            call(self.quiet, self.clamped, array(quiet))
+
+    def take(self, got: NDArray[Any], same: NDArray[Any]) -> list[int]:
+        """The answer of two copies, which must be equal; scribbles over one of them."""
+        answer: list[int] = got.tolist()
+        require(got.ndim == 1 and got.dtype.kind == "i", "an answer is a vector of integers")
+        require(answer == same.tolist(), "equal stories must give equal answers")
+        if got.flags.writeable:
+            got[:] = -7
+        return answer
+
+    def leave(self, victims: list[int], free: set[int], worth: dict[int, float]) -> None:
+        """Victims go, each of which must have been free to, in its turn."""
+        require(len(set(victims)) == len(victims), "a slot was given up twice")
+        require(set(victims) <= set(self.model.parent), "a victim was not resident")
+        require(set(victims) <= free, "a protected or pinned slot was given up")
+        for victim in victims:
+            self.model.judge(victim, free, worth, self.heeded)
+            self.model.drop([victim])
+            free.discard(victim)
+
+
+# What must be true of a `Ledger` whatever its policies decide, counted anew from its answers.
+
+Key = tuple[int, int, tuple[int, ...]]
+"""(namespace, generation, tokens from the root on)."""
+
+
+def ids_of(tokens: tuple[int, ...]) -> Ids:
+    """An id for each prefix; the same for every namespace."""
+    numbers = [int("1" + "".join(map(str, tokens[: i + 1]))) for i in range(len(tokens))]
+    return np.array([(n, 7 * n) for n in numbers], np.uint64).reshape(-1, 2)
+
+
+class LedgerModel:
+    """Where every block lies, and who needs it.
+
+    Args:
+        capacities: Bytes of the places.
+
+    Attributes:
+        here: By place, the blocks in it.
+        flight: Those on their way to the first place.
+        fresh: Those that came to the first place in the present call.
+        live: Request -> its blocks.
+        slots: Block -> slot, while it is known to be known.
+        bytes: Block -> bytes, while it lies anywhere.
+    """
+
+    def __init__(self, capacities: Sequence[int]) -> None:
+        self.capacities = list(capacities)
+        self.generation = [0, 0]
+        self.here: list[set[Key]] = [set() for _ in capacities]
+        self.flight: set[Key] = set()
+        self.fresh: set[Key] = set()
+        self.live: dict[int, list[Key]] = {}
+        self.pins: Counter[Key] = Counter()
+        self.slots: dict[Key, int] = {}
+        self.names: dict[int, Key] = {}
+        self.bytes: dict[Key, int] = {}
+
+    # ---- identity
+
+    def keys(self, namespace: int, tokens: tuple[int, ...]) -> list[Key]:
+        """The blocks of a chain, as of the present generation."""
+        generation = self.generation[namespace]
+        return [(namespace, generation, tokens[: i + 1]) for i in range(len(tokens))]
+
+    def learn(self, keys: list[Key], slots: Sequence[int]) -> None:
+        """A plan named slots: one for each block, and the old one where the block lies anywhere."""
+        require(len(set(slots)) == len(keys), "two blocks have one slot")
+        for key, slot in zip(keys, slots, strict=True):
+            if self.needed(key):
+                require(self.slots[key] == slot, "a block that is there has another slot now")
+            old = self.names.get(slot)
+            if old is not None and old != key:
+                require(not self.needed(old), "a slot was reused while its block was needed")
+                del self.slots[old]
+            self.names.pop(self.slots.get(key, slot), None)
+            self.slots[key], self.names[slot] = slot, key
+
+    def needed(self, key: Key) -> bool:
+        """Whether a block lies anywhere or is in use."""
+        return self.pins[key] > 0 or any(key in place for place in self.here)
+
+    # ---- what can be read
+
+    def source(self, key: Key, stale: Sequence[set[int]]) -> int:
+        """The fastest place it can be read in; -2 while it is only on its way, -1 if nowhere."""
+        present = [k for k, place in enumerate(self.here) if key in place]
+        slot = self.slots.get(key, -1)
+        for k in present:
+            if slot not in stale[k] and not (k == 0 and key in self.flight):
+                return k
+        return -2 if present else -1
+
+    def run(self, keys: list[Key], stale: Sequence[set[int]]) -> int:
+        """Leading blocks that can be read."""
+        can = [self.source(key, stale) >= 0 for key in keys]
+        return can.index(False) if False in can else len(can)
+
+    # ---- what changes
+
+    def serve(self, keys: list[Key], plan: Plan, size: int, stale: Sequence[set[int]]) -> None:
+        """A plan was made: it must be what the present state asks for."""
+        require(plan.hits == self.run(keys, stale), f"{plan.hits} hits were counted wrongly")
+        self.learn(keys, plan.slots.tolist())
+        want = [self.source(key, stale) for key in keys]
+        require(plan.sources.tolist() == want, "the sources are not where the blocks are")
+        require(0 <= plan.kept <= len(keys), "kept more than there is")
+        self.fresh = set(keys[: plan.kept]) - self.here[0]
+        for key in keys[: plan.kept]:
+            self.add(key, 0, size)
+
+    def add(self, key: Key, k: int, size: int = 0) -> None:
+        """A block lies in a place."""
+        if size:
+            self.bytes.setdefault(key, size)
+        self.here[k].add(key)
+
+    def apply(self, moves: Sequence[Move]) -> None:
+        """Carries out what goes, in this order: only from where it is."""
+        for move in moves:
+            keys = [self.names[s] for s in move.slots.tolist()]
+            require(len(set(keys)) == len(keys), "a move names a block twice")
+            for key in keys:
+                if move.target >= 0:
+                    require(key in self.here[move.source], "a copy was made of what is not there")
+                    require(key not in self.here[move.target], "a copy was there already")
+                    self.add(key, move.target)
+                    continue
+                k = move.source
+                require(key in self.here[k], "what left was not there")
+                declined = k == 0 and key in self.fresh  # it came in this call, for another
+                require(self.pins[key] == 0 or declined, "a pinned block left")
+                self.here[k].discard(key)
+                if k == 0:
+                    self.flight.discard(key)
+                if not any(key in place for place in self.here):
+                    self.bytes.pop(key, None)
+        self.fresh = set()
+
+    def pin(self, keys: list[Key]) -> None:
+        """In use."""
+        self.pins.update(keys)
+
+    def unpin(self, keys: list[Key], done: bool) -> set[Key]:
+        """No longer; returns what never came and so is not there."""
+        self.pins.subtract(keys)
+        if done:
+            self.flight -= set(keys)
+        return {key for key in keys if key in self.flight and self.pins[key] <= 0}
+
+    # ---- what is always true
+
+    def audit(self, ledger: Ledger, leaf_first: bool) -> None:
+        """Room, residence, chains, ghosts."""
+        for k, place in enumerate(self.here):
+            used = sum(self.bytes[key] for key in place)
+            pinned = sum(self.bytes[key] for key in place if self.pins[key] > 0)
+            require(ledger.used_bytes(k) == used, "bytes in use were counted wrongly")
+            require(used <= max(self.capacities[k], pinned), "more than the place holds")
+            believed = set(ledger.policy(k).resident())
+            require(believed == {self.slots[key] for key in place}, "a policy lost count")
+            for namespace, generation, tokens in place if leaf_first else ():
+                parent = namespace, generation, tokens[:-1]
+                if len(tokens) > 1 and generation == self.generation[namespace]:
+                    above = any(parent in faster for faster in self.here[: k + 1])
+                    require(above, "a block is there without its parent")
+        require(len(ledger) == len(set().union(*self.here)), "resident blocks counted wrongly")
+        require(0 <= ledger.ghosts <= ledger.ghost_bound, "too many ghosts")
+
+
+# A ledger's life with a policy as a Hypothesis state machine: requests, and what disturbs them.
+#
+# Chains over three tokens, six deep at most, two namespaces and a dozen bytes, so that prefixes and
+# evictions collide. Three ledgers live through the same story: one gets the times as they come; one
+# gets clamped times, has another seed for its table of ids, and is saved and restored; one is never
+# asked anything.
+
+chains = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
+namespaces = st.integers(0, 1)
+GHOSTS = 5
+
+
+class LedgerStory(RuleBasedStateMachine):
+    """See the module; `make`, `leases` and `leaf_first` as in `check_policy`."""
+
+    make: Callable[[], Policy]
+    leases: tuple[str | Lease, ...]
+    leaf_first: bool
+    heeds: frozenset[str]
+    quotas: dict[int, Quota] | None = None
+    ledger_class: type[Ledger] = Ledger
+
+    @initialize(
+        start=st.sampled_from([0, 10**18, -SECOND]),
+        capacities=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    )
+    def begin_life(self, start: int, capacities: list[int]) -> None:
+        """Makes the three ledgers."""
+        self.clock = self.clamped = start
+        if self.quotas is not None:
+            capacities = [max(capacity, 8) for capacity in capacities]
+        self.model = LedgerModel(capacities)
+        self.raw, self.twin, self.quiet = (self.new(seed) for seed in (0, 7, 0))
+        self.restores = overrides(self.raw.policy(0), "snapshot", "restore")
+        self.tick(0)
+
+    def new(self, seed: int) -> Ledger:
+        """A fresh ledger."""
+        places = [Place(self.fresh_policy(), capacity) for capacity in self.model.capacities]
+        ledger = self.ledger_class(places, ghosts=GHOSTS, seed=seed)
+        require([ledger.namespace(name) for name in (b"a", b"b", b"a")] == [0, 1, 0], "namespaces")
+        return ledger
+
+    def fresh_policy(self) -> Policy:
+        """Of one place."""
+        return self.make() if self.quotas is None else Tenants(self.make, self.quotas)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    @rule(
+        dt=steps_ns,
+        namespace=namespaces,
+        tokens=chains,
+        said=st.tuples(st.integers(-1, 1), st.integers(1, 3), st.integers(0, 7)),
+        stop=st.integers(0, 3),
+    )
+    def serve(
+        self,
+        dt: int,
+        namespace: int,
+        tokens: tuple[int, ...],
+        said: tuple[int, int, int],
+        stop: int,
+    ) -> None:
+        """A request that takes no time."""
+        self.tick(dt)
+        keys, before = self.model.keys(namespace, tokens), self.guard(namespace)
+        meta, stale = self.meta(said), self.stale()
+        call = [
+            ledger.serve(now, namespace, ids_of(tokens), meta, stop=stop, output_tokens=9)
+            for ledger, now in self.all()
+        ]
+        plan = self.same(call)
+        require(plan.kept == len(keys), "serve admits a request whole")
+        self.model.serve(keys, plan, meta.n_bytes, stale)
+        self.model.flight -= set(keys)
+        self.model.apply(plan.moves)
+        self.unharmed(before)
+
+    @rule(
+        dt=steps_ns,
+        request=requests,
+        namespace=namespaces,
+        tokens=chains,
+        said=st.tuples(st.integers(-1, 1), st.integers(1, 3), st.integers(0, 7)),
+    )
+    def begin(
+        self,
+        dt: int,
+        request: int,
+        namespace: int,
+        tokens: tuple[int, ...],
+        said: tuple[int, int, int],
+    ) -> None:
+        """A request that takes time; `complete` or `abort` ends it."""
+        if request in self.model.live:
+            return
+        self.tick(dt)
+        keys, before = self.model.keys(namespace, tokens), self.guard(namespace)
+        meta, stale = self.meta(said), self.stale()
+        call = [
+            ledger.begin(now, request, namespace, ids_of(tokens), meta)
+            for ledger, now in self.all()
+        ]
+        plan = self.same(call)
+        new = [
+            key
+            for key in keys[: plan.kept]
+            if key not in self.model.here[0] or self.model.slots[key] in stale[0]
+        ]
+        self.model.serve(keys, plan, meta.n_bytes, stale)
+        self.model.flight.update(new)
+        self.model.live[request] = keys
+        self.model.pin(keys)
+        self.model.apply(plan.moves)
+        self.unharmed(before)
+
+    @rule(dt=steps_ns, request=requests, stop=st.integers(0, 3), done=st.booleans())
+    def end(self, dt: int, request: int, stop: int, done: bool) -> None:
+        """A request ends well, or does not; one that is only queued, or unknown, is aborted."""
+        self.tick(dt)
+        keys = self.model.live.pop(request, None)
+        stale, there = self.stale(), set(keys or ()) & self.model.here[0]
+        there = {key for key in there if self.model.slots[key] not in stale[0]}
+        fits = self.raw.used_bytes(0) <= self.model.capacities[0]
+        if keys is not None and done:
+            calls = [
+                ledger.complete(now, request, stop=stop, output_tokens=9)
+                for ledger, now in self.all()
+            ]
+        else:
+            calls = [ledger.abort(now, request) for ledger, now in self.all()]
+        lost = self.model.unpin(keys, done) if keys is not None else set()
+        self.model.apply(self.same_moves(calls))
+        require(not lost & self.model.here[0], "what never came is still said to be there")
+        if done and fits:
+            require(there <= self.model.here[0], "what a request brought went when it ended")
+
+    @precondition(lambda self: not self.quotas)
+    @rule(namespace=namespaces, tokens=chains)
+    def pin_for_a_moment(self, namespace: int, tokens: tuple[int, ...]) -> None:
+        """A chain is pinned while a place shrinks to nothing and grows back."""
+        keys = self.model.keys(namespace, tokens)
+        slots = [ledger.pin(namespace, ids_of(tokens)) for ledger, _ in self.all()]
+        keys = keys[: len(slots[0])]
+        self.model.pin(keys)
+        old = self.model.capacities[0]
+        for capacity in (0, old):
+            self.resize(0, 0, capacity)
+        self.model.unpin(keys, done=False)
+        calls = [x.unpin(now, s) for (x, now), s in zip(self.all(), slots, strict=True)]
+        self.model.apply(self.same_moves(calls))
+
+    # --- what is to come ------------------------------------------------------------------------
+
+    @rule(dt=steps_ns, request=st.integers(4, 6), namespace=namespaces, tokens=chains)
+    def enqueue(self, dt: int, request: int, namespace: int, tokens: tuple[int, ...]) -> None:
+        """A request waits, and perhaps never begins."""
+        self.tick(dt)
+        for ledger, now in self.all():
+            ledger.enqueue(now, request, namespace, ids_of(tokens))
+
+    @rule(dt=steps_ns, request=st.integers(4, 6))
+    def give_up(self, dt: int, request: int) -> None:
+        """A waiting request goes away."""
+        self.tick(dt)
+        self.model.apply(self.same_moves([x.abort(now, request) for x, now in self.all()]))
+
+    @rule(
+        dt=steps_ns,
+        session=st.integers(0, 2),
+        eta_ns=st.sampled_from([0, 1, SECOND, 50 * SECOND, NEVER_NS]),
+    )
+    def hint(self, dt: int, session: int, eta_ns: int) -> None:
+        """The application says when a session comes back."""
+        self.tick(dt)
+        for ledger, now in self.all():
+            ledger.hint(now, session, eta_ns)
+
+    @precondition(lambda self: len(self.model.here) > 1)
+    @rule(dt=steps_ns, budget=st.integers(0, 3), which=st.integers(0, 99))
+    def prefetch(self, dt: int, budget: int, which: int) -> None:
+        """What a policy wants back comes, then some block that was chosen blindly."""
+        self.tick(dt)
+        below = sorted(self.model.here[1] - self.model.here[0])
+        calls: list[list[Move]] = []
+        for ledger, now in self.all():
+            reach = LedgerReach(ledger, 1, 0)
+            brought, chains_ = reach.fill(now, budget)
+            moves = list(brought)
+            require(sum(map(len, chains_)) <= budget, "more than the budget was brought")
+            if below:
+                tip = self.model.slots[below[which % len(below)]]
+                anchor, path = reach.missing(tip)
+                inside = {self.model.slots[key] for key in self.model.here[0]}
+                require(anchor < 0 or anchor in inside or len(path) == 0, "no such anchor")
+                moves += reach.bring(now, path)
+            calls.append(moves)
+        told = self.same_moves(calls)
+        for move in told:
+            if (move.source, move.target) == (1, 0):
+                keys = {self.model.names[s] for s in move.slots.tolist()}
+                require(keys <= self.model.here[1], "brought what the source does not have")
+        self.model.apply(told)
+
+    # --- what disturbs --------------------------------------------------------------------------
+
+    @rule(dt=steps_ns)
+    def tick(self, dt: int) -> None:
+        """Time passes."""
+        self.clock = self.clamped + dt
+        self.clamped = max(self.clamped, self.clock)
+        self.model.apply(self.same_moves([x.tick(now) for x, now in self.all()]))
+
+    @rule(dt=steps_ns, place=st.integers(0, 2), capacity=st.integers(0, 12))
+    def resize(self, dt: int, place: int, capacity: int) -> None:
+        """A place gets another room."""
+        if self.quotas is not None:
+            capacity = max(capacity, 8)
+        self.tick(dt)
+        place %= len(self.model.here)
+        self.model.capacities[place] = capacity
+        calls = [ledger.resize(now, place, capacity) for ledger, now in self.all()]
+        self.model.apply(self.same_moves(calls))
+
+    @rule(dt=steps_ns, namespace=namespaces)
+    def invalidate(self, dt: int, namespace: int) -> None:
+        """A namespace gets a new generation: nothing of it is found any more, at once."""
+        self.tick(dt)
+        self.model.generation[namespace] += 1
+        generation = self.model.generation[namespace]
+        for ledger, _ in self.all():
+            ledger.namespace(b"ab"[namespace : namespace + 1], generation)
+            require(ledger.lookup(namespace, ids_of((0, 0))) == 0, "a stale block was found")
+        self.tick(0)
+
+    @precondition(lambda self: self.restores and self.quotas is None)
+    @rule()
+    def save(self) -> None:
+        """One of the ledgers is saved, and a fresh one goes on from there."""
+        image = self.twin.snapshot()
+        self.twin = self.new(seed=8)
+        self.twin.restore(image)
+
+    @rule(namespace=namespaces, tokens=chains)
+    def look_up(self, namespace: int, tokens: tuple[int, ...]) -> None:
+        """Two of them are asked what they have."""
+        want = self.model.run(self.model.keys(namespace, tokens), self.stale())
+        for ledger in (self.raw, self.twin):
+            got = ledger.lookup(namespace, ids_of(tokens))
+            require(got == want, f"a look-up found {got} blocks of {want}")
+
+    @invariant()
+    def is_whole(self) -> None:
+        """Room, residence, chains, ghosts, digests."""
+        for ledger in (self.raw, self.twin, self.quiet):
+            self.model.audit(ledger, self.leaf_first)
+        digest = self.raw.digest()
+        require(digest == self.twin.digest(), "equal stories must give equal digests")
+        require(digest == self.quiet.digest(), "a question changed a decision")
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def all(self) -> list[tuple[Ledger, int]]:
+        """The ledgers, and what time each believes it is."""
+        return [(self.raw, self.clock), (self.twin, self.clamped), (self.quiet, self.clamped)]
+
+    def meta(self, said: tuple[int, int, int]) -> Meta:
+        """What a request says about itself."""
+        session, size, lease = said
+        size = size if self.quotas is None else 1  # reserves are whole numbers of blocks
+        return Meta(session, 100, size, lease=self.leases[lease % len(self.leases)])
+
+    def stale(self) -> list[set[int]]:
+        """By place, what has expired and is still there, since it is pinned."""
+        found = []
+        for k, place in enumerate(self.model.here):
+            gone = set(self.raw.policy(k).expired(self.clock).tolist())
+            self.twin.policy(k).expired(self.clock)
+            self.quiet.policy(k).expired(self.clock)
+            pinned = {self.model.slots[key] for key in place if self.model.pins[key] > 0}
+            require(gone <= pinned, "an expired block that nobody needs is still there")
+            found.append(gone)
+        return found
+
+    def guard(self, namespace: int) -> dict[Key, int]:
+        """What the other namespace can read, and the bytes it has."""
+        other = 1 - namespace
+        found = {key: 0 for key in self.model.slots if key[0] == other and self.model.needed(key)}
+        for key in found:
+            if key[1] == self.model.generation[other]:
+                found[key] = self.raw.lookup(other, ids_of(key[2]))
+        self.bytes_before = self.bytes_of(other)
+        return found
+
+    def bytes_of(self, namespace: int) -> int:
+        """Bytes of a namespace in the first place."""
+        return sum(self.model.bytes[key] for key in self.model.here[0] if key[0] == namespace)
+
+    def unharmed(self, before: dict[Key, int]) -> None:
+        """Nobody's blocks can be found because of somebody else's; reserves hold."""
+        for (namespace, generation, tokens), run in before.items():
+            if generation == self.model.generation[namespace]:
+                now = self.raw.lookup(namespace, ids_of(tokens))
+                require(now <= run, "somebody else's request made a look-up find more")
+        for namespace in {key[0] for key in before} if self.quotas else ():
+            reserve = self.quotas[namespace].reserve_bytes if self.quotas else 0
+            least = min(self.bytes_before, reserve)
+            require(self.bytes_of(namespace) >= least, "a reserve was touched")
+
+    def same(self, plans: Sequence[Plan]) -> Plan:
+        """Equal plans."""
+        first = plans[0]
+        self.same_moves([plan.moves for plan in plans])
+        for plan in plans[1:]:
+            require((plan.hits, plan.kept) == (first.hits, first.kept), "plans differ")
+            require(plan.slots.tolist() == first.slots.tolist(), "plans name different slots")
+            require(plan.sources.tolist() == first.sources.tolist(), "plans differ in sources")
+        return first
+
+    def same_moves(self, calls: Sequence[Sequence[Move]]) -> Sequence[Move]:
+        """Equal moves."""
+        plain = [[(m.slots.tolist(), m.source, m.target) for m in moves] for moves in calls]
+        require(all(moves == plain[0] for moves in plain), "equal stories must move equal blocks")
+        return calls[0]

@@ -11,9 +11,17 @@ from typing import NamedTuple, TypeVar
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import StateError
 from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store, Tier
-from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, describe, span, verify
+from flowkv.tiers.frame import (
+    BadFrame,
+    Header,
+    accept,
+    count_stripes,
+    describe,
+    span,
+    verify,
+)
 
-Wish = TypeVar("Wish", Load, Store)
+Asked = TypeVar("Asked", Load, Store)
 
 
 class MemoryTier:
@@ -261,7 +269,7 @@ class FlakyTier:
         late_ns = round(self._random.random() * self.faults.latency_s * 1e9)
         return min(self._clock.now_ns() + late_ns, deadline_ns)
 
-    def _submit(self, items: Sequence[Wish], submit: Callable[..., int], deadline_s: float) -> int:
+    def _submit(self, items: Sequence[Asked], submit: Callable[..., int], deadline_s: float) -> int:
         self._jobs += 1
         deadline_ns = self._clock.now_ns() + round(deadline_s * 1e9)
         passed: list[tuple[int, Load | Store]] = []
@@ -321,7 +329,7 @@ def check_tier(
     Raises:
         AssertionError: The tier broke the protocol; the message has the calls that led there.
     """
-    from flowkv.testing.tier_machine import run
+    from flowkv.testing.tier_machine import run  # needs Hypothesis
 
     run(
         factory,

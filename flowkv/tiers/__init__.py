@@ -101,7 +101,7 @@ def open_tier(
 
 def _open_remote(kind: str, uri: str, capacity_bytes: int, opened: dict[str, Any]) -> Tier:
     if kind in ("s3", "gs", "az"):
-        from flowkv.tiers.remote.object_tier import ObjectTier
+        from flowkv.tiers.remote.objects import ObjectTier
 
         return ObjectTier(uri, capacity_bytes, **opened)
     if kind == "mooncake":

@@ -17,15 +17,31 @@ compressed, then encrypted; they are decrypted, decompressed, and without tags d
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
+import os
+import struct
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from flowkv.core.errors import ConfigError
+import xxhash
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.tiers.base import FrameInfo
 from flowkv.tiers.frame import (
     AES_256_GCM,
+    DIGEST_AT,
     DIGEST_BYTES,
+    FIXED_BYTES,
+    SALT_BYTES,
     XXH3_128,
     BadFrame,
     Buffer,
@@ -35,22 +51,126 @@ from flowkv.tiers.frame import (
     decode_header,
     describe,
     fixed_fields,
+    lay_out,
     most_header_bytes,
     pack_header,
     place,
     stored_sizes,
     verify_stripe,
 )
-from flowkv.tiers.keyring import Keyring
 
 if TYPE_CHECKING:
-    from flowkv.tiers.aead import FrameCipher
-    from flowkv.tiers.lossless import Lossless, Packed
+    from flowkv.tiers.lossless import CompressedBody, Lossless
+
+
+# Keys of encrypted frames, derived from one secret: per tenant, and per frame.
+#
+#     tenant key = HKDF-SHA256(secret,     salt = none,  info = "flowkv tenant" | tenant salt 32)
+#     frame key  = HKDF-SHA256(tenant key, salt = 16 bytes of the frame, drawn anew each time,
+#                              info = "flowkv frame" | chain key 32)
+#     salt       = BLAKE2b-128(key = tenant key, 16 random bytes | where and when | what is sealed)
+#
+# All keys have 32 bytes (RFC 5869; the tenant salt is `core.keys.tenant_salt`, so tenants never
+# share a key). A frame key is used for one frame, sealed once, so nonces may simply count
+# stripes. Where is the machine, its start, the process and 16 random bytes of the keyring; when
+# are two clocks and a count. Nobody who has frames, or one tenant's key, learns another tenant's.
+
+LEAST_SECRET_BYTES = 16
+_KEY_BYTES = 32
+_TENANTS = 1024  # tenant keys remembered
+_WHERE = "/etc/machine-id", "/proc/sys/kernel/random/boot_id", "/proc/self/stat"
+"""Of the machine, of its start, and of the process, with when that began."""
+
+
+class Keyring:
+    """Derives the keys of encrypted frames. Thread-safe; shows the secret to nobody.
+
+    Args:
+        secret: At least 16 bytes from a random source, the same wherever the frames are read.
+
+    Raises:
+        ConfigError: The secret is too short.
+        MissingDependencyError: `cryptography` is not installed.
+    """
+
+    __slots__ = ("_count", "_hkdf", "_secret", "_sha256", "_tenants", "_where")
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) < LEAST_SECRET_BYTES:
+            raise ConfigError(
+                f"a secret of {len(secret)} bytes for encrypted frames",
+                f"Give at least {LEAST_SECRET_BYTES} random bytes, for instance"
+                " secrets.token_bytes(32), kept apart from the frames",
+            )
+        try:
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+        except ImportError:
+            raise MissingDependencyError(
+                "encryption of frames (integrity='aead')", "aead"
+            ) from None
+        self._secret = bytes(secret)
+        self._hkdf: Any = HKDF
+        self._sha256: Any = SHA256
+        self._tenants: OrderedDict[bytes, bytes] = OrderedDict()
+        self._where, self._count = _where() + os.urandom(SALT_BYTES), itertools.count()
+
+    def __repr__(self) -> str:
+        return "Keyring(...)"
+
+    def frame_key(self, tenant: bytes, salt: bytes, key: bytes) -> bytes:
+        """The key of one frame.
+
+        Args:
+            tenant: Tenant salt, 32 bytes.
+            salt: The frame's 16 random bytes.
+            key: The frame's chain key, 32 bytes.
+        """
+        return self._derive(self._tenant_key(tenant), salt, b"flowkv frame" + key)
+
+    def frame_salt(self, tenant: bytes, said: bytes) -> bytes:
+        """16 bytes that no other frame has, whatever becomes of this machine's random numbers.
+
+        Args:
+            tenant: Tenant salt, 32 bytes.
+            said: All that the frame will say, and a digest of what is in it.
+        """
+        numbers = os.getpid(), time.time_ns(), time.perf_counter_ns(), next(self._count)
+        parts = os.urandom(SALT_BYTES), self._where, struct.pack("<4Q", *numbers), said
+        mixed = hashlib.blake2b(
+            key=self._tenant_key(tenant), digest_size=SALT_BYTES, person=b"flowkv.salt/1"
+        )
+        for part in parts:
+            mixed.update(part)
+        return mixed.digest()
+
+    def _tenant_key(self, tenant: bytes) -> bytes:
+        found = self._tenants.get(tenant)
+        if found is None:
+            found = self._derive(self._secret, None, b"flowkv tenant" + tenant)
+            self._tenants[tenant] = found
+            if len(self._tenants) > _TENANTS:
+                self._tenants.popitem(last=False)
+        return found
+
+    def _derive(self, key: bytes, salt: bytes | None, info: bytes) -> bytes:
+        return bytes(self._hkdf(self._sha256(), _KEY_BYTES, salt, info).derive(key))
+
+
+def _where() -> bytes:
+    """What this machine and process have for themselves, as far as the system tells."""
+    mixed = hashlib.blake2b(digest_size=32)
+    for name in _WHERE:
+        with contextlib.suppress(OSError):
+            mixed.update(Path(name).read_bytes())
+        mixed.update(b"\0")
+    return mixed.digest()
+
 
 Integrity = Literal["xxh3", "aead"]
 
 
-class Sealed(NamedTuple):
+class SealedFrame(NamedTuple):
     """A frame ready to be written: `header`, then all `parts`.
 
     Attributes:
@@ -113,7 +233,9 @@ class Envelope:
         lossless = self._lossless is not None
         return most_header_bytes(body_bytes, lossless=lossless) + body_bytes
 
-    def seal(self, key: bytes, info: FrameInfo, body: Buffer, *, generation: int = 0) -> Sealed:
+    def seal(
+        self, key: bytes, info: FrameInfo, body: Buffer, *, generation: int = 0
+    ) -> SealedFrame:
         """Wraps a frame. `body` must stay unchanged until the parts are written.
 
         Args:
@@ -135,10 +257,10 @@ class Envelope:
         header = describe(key, info, view, generation)
         if packed is None:
             head = pack_header(header)
-            return Sealed(head, [view], len(head) + len(view), header)
+            return SealedFrame(head, [view], len(head) + len(view), header)
         header = header._replace(sizes=packed.sizes)
         head = pack_header(header)
-        return Sealed(head, [packed.data], len(head) + len(packed.data), header)
+        return SealedFrame(head, [packed.data], len(head) + len(packed.data), header)
 
     def head(self, data: Buffer, key: bytes, *, generation: int | None = None) -> Header:
         """What the header of a frame says, checked. `data` begins with it and may go on.
@@ -158,8 +280,6 @@ class Envelope:
         elif self._keyring is None:
             raise BadFrame("integrity", "there is no key for encrypted frames")
         else:
-            from flowkv.tiers.aead import open_header
-
             header, cipher = open_header(data, self._keyring)
             self._thread.last = header, cipher  # most likely opened next, by this thread
         if header.key != key:
@@ -218,10 +338,11 @@ class Envelope:
             target[:n_bytes] = view[:n_bytes]
         return n_bytes
 
-    def _encrypt(self, header: Header, view: memoryview, packed: Packed | None) -> Sealed:
+    def _encrypt(
+        self, header: Header, view: memoryview, packed: CompressedBody | None
+    ) -> SealedFrame:
         if self._keyring is None:
             raise BadFrame("integrity", "there is no key to encrypt frames with")
-        from flowkv.tiers.aead import FrameCipher, new_salt
 
         sizes, plain = packed or (b"", view)
         header = header._replace(sizes=sizes)
@@ -232,7 +353,7 @@ class Envelope:
             tags.append(cipher.seal_stripe(number, plain[offset : offset + size], out[offset:]))
         header = header._replace(digests=b"".join(tags))
         head = cipher.pack_header(header)
-        return Sealed(head, [out[: len(plain)]], len(head) + len(plain), header)
+        return SealedFrame(head, [out[: len(plain)]], len(head) + len(plain), header)
 
     def _unwrap(
         self, header: Header, stored: memoryview, target: memoryview, stripes: range
@@ -260,7 +381,6 @@ class Envelope:
                 verify_stripe(header, number, out)
 
     def _cipher_of(self, header: Header) -> FrameCipher:
-        from flowkv.tiers.aead import FrameCipher
 
         assert self._keyring is not None
         last: tuple[Header, FrameCipher] | None = getattr(self._thread, "last", None)
@@ -283,3 +403,136 @@ def _extents(header: Header, stripes: range) -> Iterator[tuple[int, int, int]]:
         size = step if sizes is None else sizes[number]
         yield number, offset, size
         offset += aligned(size)
+
+
+# Authenticated encryption of one frame: AES-256-GCM, a tag per stripe and one for the header.
+#
+#     key of the frame     `Keyring.frame_key(tenant, salt, chain key)`, used for this frame only
+#     stripe i             nonce i + 1, associated data: the header's 256 fixed bytes, its tag
+#     zeroed header               nonce 0, no text, associated data: all bytes of the header, its
+#     tag zeroed
+#
+# The fixed bytes name key, layout, tenant, lineage, generation, lengths and the number of
+# stripes, so neither a stripe nor a header is valid in any other frame, place or order. The
+# header's tag covers the stripes' tags. What this does not promise stands in
+# docs/explain/integrity.md.
+
+_KEY_AT, _TENANT_AT, _SALT_AT = slice(40, 72), slice(136, 168), slice(232, 248)
+_BLANK = bytes(DIGEST_BYTES)
+
+
+class FrameCipher:
+    """Seals and opens the stripes of one frame.
+
+    Args:
+        keyring: Derives the frame's key.
+        fixed: `fixed_fields` of the frame's header.
+    """
+
+    __slots__ = ("_fixed", "_gcm", "_key")
+
+    def __init__(self, keyring: Keyring, fixed: bytes) -> None:
+        self._key = keyring.frame_key(fixed[_TENANT_AT], fixed[_SALT_AT], fixed[_KEY_AT])
+        self._fixed, self._gcm = fixed, AESGCM(self._key)
+
+    def seal_stripe(self, number: int, plain: memoryview, out: memoryview) -> bytes:
+        """Encrypts a stripe to the beginning of `out`, which has room for 16 bytes more.
+
+        Returns:
+            The tag. Those 16 bytes are left as zeros.
+        """
+        size, end = len(plain), len(plain) + DIGEST_BYTES
+        self._gcm.encrypt_into(_nonce(number + 1), plain, self._fixed, out[:end])
+        tag = bytes(out[size:end])
+        out[size:end] = _BLANK
+        return tag
+
+    def open_stripes(
+        self, numbers: range, stored: memoryview, step: int, tags: bytes, target: memoryview
+    ) -> None:
+        """Decrypts neighbouring stripes into `target`, whose content is undefined after an error.
+
+        Args:
+            numbers: Of the stripes in their frame.
+            stored: The stored stripes, one after the other. Where 16 bytes follow a stripe, and are
+                writable, its tag is laid there meanwhile, which saves time.
+            step: Bytes of each stripe.
+            tags: 16 bytes per stripe, in order.
+            target: As long as the stripes.
+
+        Raises:
+            BadFrame: "digest".
+        """
+        decrypt, fixed, at, number = self._gcm.decrypt_into, self._fixed, 0, 0
+        room = 0 if stored.readonly else len(stored)
+        try:
+            for n, number in enumerate(numbers):  # a dozen calls a stripe would cost a third
+                nonce, tag = _nonce(number + 1), tags[n * DIGEST_BYTES : (n + 1) * DIGEST_BYTES]
+                end = at + step
+                stop = end + DIGEST_BYTES
+                if stop > room:
+                    self._open_apart(nonce, tag, stored[at:end], target[at:end])
+                else:
+                    kept = bytes(stored[end:stop])
+                    stored[end:stop] = tag
+                    try:
+                        decrypt(nonce, stored[at:stop], fixed, target[at:end])
+                    finally:
+                        stored[end:stop] = kept
+                at = end
+        except InvalidTag:
+            raise BadFrame("digest", f"stripe {number} does not match its tag") from None
+
+    def _open_apart(self, nonce: bytes, tag: bytes, stored: memoryview, target: memoryview) -> None:
+        cipher = Cipher(algorithms.AES(self._key), modes.GCM(nonce, tag)).decryptor()
+        cipher.authenticate_additional_data(self._fixed)
+        cipher.update_into(stored, target)
+        cipher.finalize()
+
+    def pack_header(self, header: Header) -> bytes:
+        """The bytes of the frame's header, with its tag."""
+        data = lay_out(header)
+        data[DIGEST_AT] = self._gcm.encrypt(_nonce(0), b"", bytes(data))
+        return bytes(data)
+
+    def owns(self, blank: bytes, tag: bytes) -> bool:
+        """Whether a header has this tag; in `blank` there are zeros in its place."""
+        try:
+            self._gcm.decrypt(_nonce(0), tag, blank)
+        except InvalidTag:
+            return False
+        return True
+
+
+def new_salt(keyring: Keyring, header: Header, body: memoryview) -> bytes:
+    """The salt of one frame. Two frames of one key with one salt would share nonces.
+
+    Args:
+        keyring: Mixes it.
+        header: All that it will say but for salt and tags.
+        body: Its plain stripes. A machine that goes on twice from one image may repeat all its
+            random numbers, but other content, or another place for it, makes another salt.
+    """
+    said = fixed_fields(header) + header.sizes + xxhash.xxh3_128_digest(body)
+    return keyring.frame_salt(header.info.tenant, said)
+
+
+def open_header(data: Buffer, keyring: Keyring) -> tuple[Header, FrameCipher]:
+    """What the header of an encrypted frame says once its tag is found right, and who opens it.
+
+    Raises:
+        BadFrame: "foreign", "version", "truncated", "digest" or "integrity".
+    """
+    ciphers = []
+
+    def sound(view: memoryview) -> bool:
+        blank = b"".join((view[: DIGEST_AT.start], _BLANK, view[DIGEST_AT.stop :]))
+        ciphers.append(FrameCipher(keyring, blank[:FIXED_BYTES]))
+        return ciphers[0].owns(blank, bytes(view[DIGEST_AT]))
+
+    header = decode_header(data, AES_256_GCM, sound)
+    return header, ciphers[0]
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")

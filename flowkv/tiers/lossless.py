@@ -49,7 +49,7 @@ _RAW = CODECS.index("raw")
 _HEAD = struct.Struct("<II")
 
 
-class Packed(NamedTuple):
+class CompressedBody(NamedTuple):
     """A compressed body.
 
     Attributes:
@@ -150,7 +150,7 @@ class Lossless:
         rate = self._decode() if self._decode is not None else seen.decode_bytes_per_s
         return 0 < MARGIN * self._io() <= self._cores * rate
 
-    def pack(self, info: FrameInfo, body: memoryview) -> Packed | None:
+    def pack(self, info: FrameInfo, body: memoryview) -> CompressedBody | None:
         """The body compressed, or None if it stays as it is.
 
         Args:
@@ -174,7 +174,7 @@ class Lossless:
             self._time(packed, step, seen)
         return packed if small and self.worth(info.layout) else None
 
-    def _time(self, packed: Packed, step: int, seen: Measure) -> None:
+    def _time(self, packed: CompressedBody, step: int, seen: Measure) -> None:
         offset = 0
         for (size,) in struct.iter_unpack("<I", packed.sizes):
             if size < step:
@@ -229,7 +229,7 @@ def _inflate(stored: memoryview, plane: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return plane
 
 
-def _pack(body: memoryview, step: int, seen: Measure, *, low: bool) -> Packed:
+def _pack(body: memoryview, step: int, seen: Measure, *, low: bool) -> CompressedBody:
     out, sizes, offset, end = memoryview(bytearray(len(body))), [], 0, 0
     for at in range(0, len(body), step):
         stripe = body[at : at + step]
@@ -245,7 +245,7 @@ def _pack(body: memoryview, step: int, seen: Measure, *, low: bool) -> Packed:
     seen.frames += 1
     seen.plain_bytes += len(body)
     seen.stored_bytes += min(len(body), aligned(end))
-    return Packed(struct.pack(f"<{len(sizes)}I", *sizes), out[:end])
+    return CompressedBody(struct.pack(f"<{len(sizes)}I", *sizes), out[:end])
 
 
 def _pack_stripe(stripe: memoryview, seen: Measure, *, low: bool) -> list[Buffer]:

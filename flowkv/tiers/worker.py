@@ -15,16 +15,75 @@ from __future__ import annotations
 import heapq
 import itertools
 import mmap
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 from flowkv.core.clock import Clock
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
-from flowkv.tiers.completions import Completions
+
+# Where a tier puts its answers until they are polled.
+
+
+class Completions:
+    """A thread-safe queue of answers, with a file descriptor for those who wait on many things."""
+
+    def __init__(self) -> None:
+        self._ready: deque[Completion] = deque()
+        self._changed = threading.Condition()
+        self._event_fd = -1
+        self._closed = False
+        self._jobs = 0
+
+    def new_job(self) -> int:
+        """The next job number, from 1."""
+        with self._changed:
+            self._jobs += 1
+            return self._jobs
+
+    def put(self, answers: Iterable[Completion]) -> None:
+        """Adds answers and wakes whoever polls."""
+        with self._changed:
+            before = len(self._ready)
+            self._ready.extend(answers)
+            if len(self._ready) > before:
+                self._changed.notify_all()
+                if self._event_fd >= 0:
+                    os.eventfd_write(self._event_fd, 1)
+
+    def take(self, timeout_s: float = 0.0) -> list[Completion]:
+        """All answers there are; waits up to `timeout_s` for the first one."""
+        with self._changed:
+            if not self._ready and timeout_s > 0:
+                end = time.monotonic() + timeout_s
+                while not self._ready and (left := end - time.monotonic()) > 0:
+                    self._changed.wait(left)
+            answers = list(self._ready)
+            self._ready.clear()
+            if answers and self._event_fd >= 0:
+                os.eventfd_read(self._event_fd)
+            return answers
+
+    def fileno(self) -> int:
+        """An eventfd, readable while answers wait; made at the first call, -1 once closed."""
+        with self._changed:
+            if self._event_fd < 0 and not self._closed:
+                waiting = 1 if self._ready else 0
+                self._event_fd = os.eventfd(waiting, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            return self._event_fd
+
+    def close(self) -> None:
+        """Closes the eventfd for good; answers can still be taken."""
+        with self._changed:
+            self._closed = True
+            if self._event_fd >= 0:
+                os.close(self._event_fd)
+                self._event_fd = -1
+
 
 _FOREVER_S = 1e9
 _NOTHING = memoryview(b"")
@@ -64,7 +123,7 @@ class Item:
         self.overtaken = ""  # what happened meanwhile: the answer, once it is read
 
 
-class Staging:
+class ThreadMemory:
     """Memory of one thread, as large as the largest frame it met."""
 
     def __init__(self) -> None:
@@ -93,7 +152,7 @@ class Hand:
     """One thread: what it works on, and in which memory."""
 
     def __init__(self, stores_first: bool) -> None:
-        self.stores_first, self.staging = stores_first, Staging()
+        self.stores_first, self.staging = stores_first, ThreadMemory()
         self.batch: list[Item] = []
         self.overdue = False  # all it works on was answered without it
         self.thread: threading.Thread | None = None
@@ -130,7 +189,7 @@ class Workers:
     def __init__(
         self,
         name: str,
-        load: Callable[[Item, Staging], None],
+        load: Callable[[Item, ThreadMemory], None],
         store: Callable[[list[Item]], None],
         clock: Clock,
         *,

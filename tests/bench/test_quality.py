@@ -23,7 +23,7 @@ from bench.quality import (
 )
 from flowkv.core.errors import ConfigError
 from flowkv.core.layout import page_layout
-from flowkv.kernels.coding import transcode
+from flowkv.kernels.dispatch import transcode
 from tests.fixture_model import corpus, load_tiny
 
 pytest.importorskip("transformers")

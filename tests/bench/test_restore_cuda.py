@@ -20,8 +20,8 @@ from bench.restore.torch_engine import Prompt, TorchEngine
 from flowkv.policy.restore import Compute, Load, Suffix
 from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
 from flowkv.policy.restore.costs import Measured
-from flowkv.policy.restore.verify import Caps, verify
-from flowkv.sim.restore.model import Decoder
+from flowkv.policy.restore.state import Caps, verify
+from flowkv.sim.restore import Decoder
 
 SHAPE = Decoder("deep", 5, 48, 4, 2, 12, 64)
 CPU = torch.device("cpu")

@@ -19,8 +19,7 @@ from flowkv.policy.restore import Compute, Load, Op, Request, RestorePolicy, Sta
 from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
 from flowkv.policy.restore.costs import Measured
 from flowkv.policy.restore.flowkv import TwoPointer
-from flowkv.policy.restore.verify import Caps, verify
-from flowkv.policy.restore.words import Source, Span
+from flowkv.policy.restore.state import Caps, Source, Span, verify
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound
 
 ONE_LINK = Caps(computes=1, loads={"link": 1})

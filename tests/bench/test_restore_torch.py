@@ -25,9 +25,8 @@ from flowkv.core.errors import ConfigError, StoreError
 from flowkv.policy.restore import Compute, Load, Request, Suffix
 from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
 from flowkv.policy.restore.costs import Measured
-from flowkv.policy.restore.verify import Caps, verify
-from flowkv.policy.restore.words import Span
-from flowkv.sim.restore.model import Decoder
+from flowkv.policy.restore.state import Caps, Span, verify
+from flowkv.sim.restore import Decoder
 
 CPU = torch.device("cpu")
 DEEP = Decoder("deep", 6, 48, 4, 2, 12, 64)

@@ -343,7 +343,7 @@ def test_wrong_words(words: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_shape_is_a_model_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.serve import ground
-    from flowkv.sim.restore.model import Decoder
+    from flowkv.sim.restore import Decoder
 
     monkeypatch.setattr(ground, "SHAPES", {"small": Decoder("small", 2, 64, 4, 2, 16, 96)})
     made = Ground(shape="small", device="cpu", pool="1MiB")

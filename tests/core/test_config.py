@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core.config import ENVIRONMENT, Config, load_config
+from flowkv.core.config import ENVIRONMENT, Config, TierConfig, load_config
 from flowkv.core.errors import ConfigError, FlowKVError
-from flowkv.core.sizes import Place
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,7 @@ def test_fields_make_a_stack() -> None:
     assert stack(config) == ["gpu:8GiB", "host:1073741824", "disk:./kv:200GiB"]
     assert stack(config) == stack(config, on_cpu=True)
     assert stack(Config(host=0, disk="kv")) == ["gpu:25%", "disk:kv:10%"]
-    assert Config(disk="disk:./kv:1GiB").places()[-1] == Place("disk", "./kv", "1GiB")
+    assert Config(disk="disk:./kv:1GiB").places()[-1] == TierConfig("disk", "./kv", "1GiB")
 
 
 def test_tiers_are_the_stack() -> None:

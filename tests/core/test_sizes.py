@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowkv.core.config import TierConfig, format_size, parse_place, parse_size
 from flowkv.core.errors import ConfigError
-from flowkv.core.sizes import Place, format_size, parse_place, parse_size
 
 
 @pytest.mark.parametrize(
@@ -97,30 +97,30 @@ def test_no_size_is_shown_as_1024_of_a_unit() -> None:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("gpu", Place("gpu")),
-        ("gpu:8GiB", Place("gpu", "", "8GiB")),
-        ("gpu:8589934592", Place("gpu", "", "8589934592")),
-        ("host:25%", Place("host", "", "25%")),
-        ("host:pool-1:8GiB", Place("host", "pool-1", "8GiB")),
-        ("host:Pool_2:25%", Place("host", "Pool_2", "25%")),
-        ("disk:/nvme/kv:200GiB", Place("disk", "/nvme/kv", "200GiB")),
-        ("disk:./kv", Place("disk", "./kv")),
-        ("disk:kv:10%", Place("disk", "kv", "10%")),
-        ("./kv:200GiB", Place("disk", "./kv", "200GiB")),
-        ("/a:b/c:d:1TB", Place("disk", "/a:b/c:d", "1TB")),
-        ("/runs/12:30/kv", Place("disk", "/runs/12:30/kv")),
-        ("/runs/12:30/", Place("disk", "/runs/12:30/")),
-        ("/runs/12:30:5GiB", Place("disk", "/runs/12:30", "5GiB")),
-        ("./with space:1GiB", Place("disk", "./with space", "1GiB")),
-        ("s3://bucket/kv", Place("s3", "s3://bucket/kv")),
-        ("s3://bucket/kv:4TiB", Place("s3", "s3://bucket/kv", "4TiB")),
-        ("redis://cache:6379", Place("redis", "redis://cache:6379")),
-        ("redis://cache:6379/0", Place("redis", "redis://cache:6379/0")),
-        ("redis://[::1]:6379:8GiB", Place("redis", "redis://[::1]:6379", "8GiB")),
-        ("S3://bucket/kv:v2", Place("s3", "S3://bucket/kv:v2")),
+        ("gpu", TierConfig("gpu")),
+        ("gpu:8GiB", TierConfig("gpu", "", "8GiB")),
+        ("gpu:8589934592", TierConfig("gpu", "", "8589934592")),
+        ("host:25%", TierConfig("host", "", "25%")),
+        ("host:pool-1:8GiB", TierConfig("host", "pool-1", "8GiB")),
+        ("host:Pool_2:25%", TierConfig("host", "Pool_2", "25%")),
+        ("disk:/nvme/kv:200GiB", TierConfig("disk", "/nvme/kv", "200GiB")),
+        ("disk:./kv", TierConfig("disk", "./kv")),
+        ("disk:kv:10%", TierConfig("disk", "kv", "10%")),
+        ("./kv:200GiB", TierConfig("disk", "./kv", "200GiB")),
+        ("/a:b/c:d:1TB", TierConfig("disk", "/a:b/c:d", "1TB")),
+        ("/runs/12:30/kv", TierConfig("disk", "/runs/12:30/kv")),
+        ("/runs/12:30/", TierConfig("disk", "/runs/12:30/")),
+        ("/runs/12:30:5GiB", TierConfig("disk", "/runs/12:30", "5GiB")),
+        ("./with space:1GiB", TierConfig("disk", "./with space", "1GiB")),
+        ("s3://bucket/kv", TierConfig("s3", "s3://bucket/kv")),
+        ("s3://bucket/kv:4TiB", TierConfig("s3", "s3://bucket/kv", "4TiB")),
+        ("redis://cache:6379", TierConfig("redis", "redis://cache:6379")),
+        ("redis://cache:6379/0", TierConfig("redis", "redis://cache:6379/0")),
+        ("redis://[::1]:6379:8GiB", TierConfig("redis", "redis://[::1]:6379", "8GiB")),
+        ("S3://bucket/kv:v2", TierConfig("s3", "S3://bucket/kv:v2")),
     ],
 )
-def test_parse_place(text: str, place: Place) -> None:
+def test_parse_place(text: str, place: TierConfig) -> None:
     assert parse_place(text) == place
     assert parse_place(str(place)) == place
     assert place.remote == ("://" in text)
@@ -128,7 +128,7 @@ def test_parse_place(text: str, place: Place) -> None:
 
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/users/ada")
-    assert parse_place("~/kv:1GiB") == Place("disk", "/users/ada/kv", "1GiB")
+    assert parse_place("~/kv:1GiB") == TierConfig("disk", "/users/ada/kv", "1GiB")
     assert parse_place("disk:~/kv").path == "/users/ada/kv"
 
 
@@ -178,7 +178,7 @@ _names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size
 @given(_names.filter(lambda s: s == s.strip()), st.sampled_from(["1B", "8GiB", "2.5TB", "10%"]))
 def test_any_directory_survives_the_round_trip(name: str, size: str) -> None:
     place = parse_place(f"disk:/kv{name}:{size}")
-    assert place == Place("disk", f"/kv{name}", size)
+    assert place == TierConfig("disk", f"/kv{name}", size)
     assert parse_place(str(place)) == place
 
 
@@ -192,7 +192,7 @@ def test_no_text_raises_anything_else(text: str) -> None:
 
 
 def test_place_size_bytes() -> None:
-    assert Place("disk", "/kv", "25%").size_bytes(400) == 100
-    assert Place("disk", "/kv").size_bytes(400) is None
+    assert TierConfig("disk", "/kv", "25%").size_bytes(400) == 100
+    assert TierConfig("disk", "/kv").size_bytes(400) is None
     with pytest.raises(ConfigError):
-        Place("host", "", "25%").size_bytes()
+        TierConfig("host", "", "25%").size_bytes()

@@ -15,8 +15,8 @@ import torch
 
 import flowkv
 from flowkv import KV, Engine, Geometry
+from flowkv.cache.step import CURRENT
 from flowkv.core.layout import page_layout
-from flowkv.runtime.batch import CURRENT
 
 VOCABULARY, LAYERS, HEADS, DIM, PAGE = 61, 2, 2, 16, 8
 WIDTH = HEADS * DIM

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 
 from flowkv import KV
-from flowkv.engine.engine import Engine
-from flowkv.engine.intake import make_request
-from flowkv.engine.live import Live
-from flowkv.engine.runner import Packed
+from flowkv.cache.step import Step
+from flowkv.engine.engine import Engine, make_request
+from flowkv.engine.runner import PackedRunner
+from flowkv.engine.scheduler import RunningRequest
 from flowkv.policy.scheduling import ASIDE, COMING, OVER, RUNNING, WAITING
-from flowkv.runtime.batch import Step
 
-from ..runtime.audit import audit
-from ..runtime.links import forward
-from ..runtime.toy import history
+from ..cache.audit import audit
+from ..cache.links import forward
+from ..cache.toy import history
 
 VOCABULARY, STOP = 11, 10
 
@@ -85,11 +84,11 @@ class Pressed:
     def __init__(self, kv: KV, within: float = 0.0, **settings: Any) -> None:
         self.kv, self.model = kv, Model(within)
         settings = {"max_rows": 4, "token_budget": 24, "patience_s": 0.0} | settings
-        self.engine = Engine(self.model, kv, runner=Packed(kv, self.model), **settings)
+        self.engine = Engine(self.model, kv, runner=PackedRunner(kv, self.model), **settings)
         self.loop = self.engine._loop
         self.keeper = self.loop.keeper
 
-    def submit(self, prompt: Items[int], limit: int = 8, **fields: Any) -> Live:
+    def submit(self, prompt: Items[int], limit: int = 8, **fields: Any) -> RunningRequest:
         fields = {"max_new_tokens": limit, "options": {"eos_token_id": STOP}} | fields
         return self.engine._hand_in(make_request(list(prompt), fields), limited=True)
 
@@ -105,7 +104,7 @@ class Pressed:
             self.loop.turn()
         raise AssertionError(f"nothing ends: {self.loop.active} {self.loop.waiting}")
 
-    def preempt(self, live: Live, keep: bool) -> None:
+    def preempt(self, live: RunningRequest, keep: bool) -> None:
         self.loop._leave(live, keep, time.perf_counter())
 
     def finish(self) -> None:
@@ -139,7 +138,7 @@ class Pressed:
         assert waits or self.kv.restores._allowance_s == math.inf
         self._audit_queue(lives)
 
-    def _audit_queue(self, lives: list[Live]) -> None:
+    def _audit_queue(self, lives: list[RunningRequest]) -> None:
         ahead = self.keeper._ahead
         queued = {live for live in lives if live.queued is not None}
         assert ahead._queued == queued

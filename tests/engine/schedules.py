@@ -10,7 +10,7 @@ import torch
 
 import flowkv
 from flowkv.engine.request import Request
-from flowkv.engine.runner import Forward, Packed, Row
+from flowkv.engine.runner import Forward, OpenRow, PackedRunner
 
 Rows = dict[int, list[torch.Tensor]]
 """Logits of each request, behind its prompt and behind each new token."""
@@ -30,10 +30,10 @@ class Traced:
     def __init__(
         self, kv: flowkv.KV, forward: Forward, prompts: list[Any], new: int, salted: Any
     ) -> None:
-        self.runner, self.new, self.salted = Packed(kv, forward), new, salted
+        self.runner, self.new, self.salted = PackedRunner(kv, forward), new, salted
         self.texts = [list(prompt) for prompt in prompts]
         self.ends = [len(prompt) + new for prompt in prompts]
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, OpenRow] = {}
         self.aside: set[int] = set()
         self.logits: Rows = {number: [] for number in range(len(prompts))}
         self.reused = 0

@@ -13,8 +13,8 @@ import torch
 
 from flowkv import Answer, Completion, Engine
 from flowkv.core import compiling
-from flowkv.engine import answer as answer_module
-from flowkv.engine.answer import Desk, _Ear, tell
+from flowkv.engine import request as answer_module
+from flowkv.engine.request import AnswerSource, _Ear, tell
 from flowkv.observe.events import Finished
 from tests.engine.nano import Gate, Nano, make_kv, settled
 
@@ -278,4 +278,4 @@ def test_an_answer_may_be_given_while_somebody_begins_to_wait(
             return was
 
     monkeypatch.setattr(answer_module._OVER, "pid", -1)
-    assert Early(Desk(), 0).result(5) is given
+    assert Early(AnswerSource(), 0).result(5) is given

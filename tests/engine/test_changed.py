@@ -8,11 +8,11 @@ import weakref
 import pytest
 
 from flowkv import Namespace
+from flowkv.cache import swap
 from flowkv.core.errors import CapacityError
 from flowkv.policy.scheduling import ASIDE, RUNNING, WAITING
-from flowkv.runtime import swap
 
-from ..runtime.toy import make_kv, opened, simple
+from ..cache.toy import make_kv, opened, simple
 from .pressed import Pressed, pressed
 from .test_pressure import check, prompts
 

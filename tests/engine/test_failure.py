@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowkv import KV, Answer, Engine, Request
 from flowkv.core.errors import CapacityError, StateError
-from flowkv.engine.runner import Packed, own_model
+from flowkv.engine.runner import PackedRunner, own_model
 from flowkv.observe.events import Finished
 from flowkv.policy.scheduling import FirstCome, Job
 from tests.engine.nano import Nano, make_kv, prompts
@@ -255,7 +255,7 @@ def test_what_the_cache_refuses_fails_its_request(nano: Nano, kv: KV) -> None:
 
 
 def test_logits_that_are_none_fail_requests(nano: Nano, kv: KV) -> None:
-    runner = Packed(kv, lambda step, last: torch.zeros(0))
+    runner = PackedRunner(kv, lambda step, last: torch.zeros(0))
     with Engine(nano, kv, runner=runner) as engine:
         answers = [engine.submit([n], max_new_tokens=2) for n in range(3)]
         assert all(answer.exception(20) is not None for answer in answers)
@@ -271,7 +271,7 @@ def test_a_model_that_forgets_a_layer_is_told(kv: KV) -> None:
 
 
 def test_rows_that_run_apart_fail_apart(nano: Nano, kv: KV) -> None:
-    class Apart(Packed):
+    class Apart(PackedRunner):
         together = False
 
         def step(self, rows: Any, tokens: Any) -> torch.Tensor:

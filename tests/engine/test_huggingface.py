@@ -12,7 +12,7 @@ import torch
 import flowkv
 from flowkv import Engine
 from flowkv.core.errors import CapacityError, ConfigError, TokenError
-from flowkv.engine.runner import Packed
+from flowkv.engine.runner import PackedRunner
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
 
@@ -46,7 +46,7 @@ def test_greedy_tokens_are_those_of_generate(kv: flowkv.KV) -> None:
     wanted = [alone(tiny(), prompt) for prompt in PROMPTS]
     kv.invalidate()
     with Engine(tiny(), kv, max_rows=4, token_budget=24) as engine:
-        assert isinstance(engine._loop.runner, Packed), "rows share a forward"
+        assert isinstance(engine._loop.runner, PackedRunner), "rows share a forward"
         for known in (False, True):
             done = engine.run(PROMPTS, max_new_tokens=NEW)
             assert [one.tokens for one in done] == wanted

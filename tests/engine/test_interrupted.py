@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from flowkv import Answer, Engine
-from flowkv.engine.intake import make_request
+from flowkv.engine.engine import make_request
 from flowkv.engine.runner import PagedRow
 from tests.engine.nano import Nano, make_kv
 
-FOLDER = Path(sys.modules["flowkv.engine.loop"].__file__ or "").parent
+FOLDER = Path(sys.modules["flowkv.engine.engine"].__file__ or "").parent
 NAMES = ("ahead", "book", "coming", "inbox", "keeper", "live", "loop")
 FILES = {str(FOLDER / f"{name}.py") for name in NAMES}
 SAMPLING = str(FOLDER / "sampling.py")

@@ -20,11 +20,10 @@ from torch.nn import functional
 import flowkv
 from flowkv import Completion, Engine, Request
 from flowkv.core.errors import ConfigError, UnsupportedModelError
-from flowkv.engine import products
-from flowkv.engine.elements import UNEVEN
-from flowkv.engine.invariant import Fixed, invariant, marked
-from flowkv.engine.products import Products
+from flowkv.engine import invariant as products
+from flowkv.engine.invariant import Fixed, Products, invariant, marked
 from flowkv.engine.runner import Forward, own_model
+from flowkv.engine.sampling import UNEVEN
 from flowkv.hooks.huggingface import make_runner_parts
 from tests.engine.nano import VOCABULARY, Nano, make_kv
 from tests.engine.schedules import Traced, alone, at_random

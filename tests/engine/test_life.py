@@ -16,7 +16,7 @@ import pytest
 
 from flowkv import Engine
 from flowkv.core.errors import StateError
-from flowkv.engine.intake import make_request
+from flowkv.engine.engine import make_request
 from tests.engine.nano import Gate, Nano, make_kv
 
 ROOT = Path(__file__).resolve().parents[2]

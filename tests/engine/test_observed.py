@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from flowkv import Completion, Engine
 from flowkv.observe.events import EngineStep, Event, Finished, Queued
 from flowkv.observe.prometheus import Exporter
-from flowkv.observe.serving import Serving
+from flowkv.observe.timeline import Serving
 from tests.engine.nano import Nano, make_kv, prompts
 from tests.observe.chrome import read_chrome
 from tests.observe.test_prometheus import samples

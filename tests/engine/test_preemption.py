@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowkv import KV, Engine, Request, Sequence
-from flowkv.engine.live import Live
+from flowkv.engine.scheduler import RunningRequest
 from flowkv.policy.scheduling import ASIDE, RUNNING
 
 from .nano import PAGE, VOCABULARY, Nano, make_kv
@@ -37,17 +37,17 @@ class Random:
         self.kv = make_kv(pages)
         settings = {"max_rows": 4, "token_budget": self.dice.choice((6, 16))} | settings
         self.engine = Engine(model, self.kv, patience_s=0.0, **settings)
-        self.loop, self.bytes = self.engine._loop, dict[Live, Bytes]()
+        self.loop, self.bytes = self.engine._loop, dict[RunningRequest, Bytes]()
         self.checked = self.moved = 0
         leave, enter = self.loop.keeper.leave, self.loop.keeper.enter
 
-        def left(live: Live, keep: bool, now_s: float) -> None:
+        def left(live: RunningRequest, keep: bool, now_s: float) -> None:
             before = content(self.kv, live.open_row.seq)
             leave(live, keep, now_s)
             if live.state == ASIDE:
                 self.bytes[live] = before
 
-        def entered(live: Live, now_s: float) -> None:
+        def entered(live: RunningRequest, now_s: float) -> None:
             enter(live, now_s)
             before = self.bytes.pop(live, None)
             if before is not None:

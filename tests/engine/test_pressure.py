@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from flowkv.cache.step import Step
 from flowkv.core.errors import CapacityError
-from flowkv.engine.live import Live
+from flowkv.engine.scheduler import RunningRequest
 from flowkv.observe.events import Event, Preempted
 from flowkv.policy.restore import Suffix
 from flowkv.policy.scheduling import ASIDE, COMING, RUNNING, WAITING
-from flowkv.runtime.batch import Step
 
-from ..runtime.links import Link, Trouble, evict
-from ..runtime.toy import PAGE, geometry, make_kv, opened, published, simple
+from ..cache.links import Link, Trouble, evict
+from ..cache.toy import PAGE, geometry, make_kv, opened, published, simple
 from .pressed import Model, Pressed, made, pressed
 
 PROMPT = [1, 2, 3, 4, 5] * 6
 
 
-def check(live: Live, prompt: list[int], limit: int = 8) -> None:
+def check(live: RunningRequest, prompt: list[int], limit: int = 8) -> None:
     assert live.answer.result(0).tokens == made(prompt, limit)
 
 

@@ -18,12 +18,12 @@ from hypothesis.stateful import (
 
 from flowkv import Sequence
 from flowkv.core.errors import CapacityError
-from flowkv.engine.live import Live
+from flowkv.engine.scheduler import RunningRequest
 from flowkv.policy.scheduling import COMING, OVER
 from flowkv.testing import MemoryTier
 
-from ..runtime.links import NO_TROUBLE, Link, Trouble
-from ..runtime.toy import PAGE, geometry, make_kv, prefill
+from ..cache.links import NO_TROUBLE, Link, Trouble
+from ..cache.toy import PAGE, geometry, make_kv, prefill
 from .pressed import Pressed, made
 
 BEGINNINGS = ([1, 2, 3] * 8, [1, 2, 3] * 3 + [4] * 9, [5, 6], [7] * 20)
@@ -41,7 +41,7 @@ class Pressure(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[tuple[Live, list[int], int]] = []
+        self.asked: list[tuple[RunningRequest, list[int], int]] = []
         self.foreign: list[Sequence] = []
         self.failing = False
 
@@ -85,7 +85,7 @@ class Pressure(RuleBasedStateMachine):
         )
 
     @property
-    def under_way(self) -> list[Live]:
+    def under_way(self) -> list[RunningRequest]:
         return [live for live, _, _ in self.asked if live.state != OVER]
 
     # ---- requests
@@ -195,7 +195,7 @@ class Pressure(RuleBasedStateMachine):
         self.one.finish()
         self.one.kv.close()
 
-    def ended(self, live: Live, wanted: list[int]) -> None:
+    def ended(self, live: RunningRequest, wanted: list[int]) -> None:
         assert live.answer.done() and live.state == OVER
         if (error := live.answer.exception(0)) is not None:
             assert isinstance(error, CapacityError) or self.failing

@@ -216,7 +216,7 @@ class Attached:
     def __init__(self, *, warm: bool) -> None:
         import transformers
 
-        from flowkv.hooks.huggingface.door import Door
+        from flowkv.hooks.huggingface.door import ForwardHook
 
         self.counts: Counter[str] = Counter()
         self._making = threading.local()
@@ -225,7 +225,7 @@ class Attached:
         model.__init_subclass__ = classmethod(self._wrap_subclass(model.__init_subclass__.__func__))
         loading = model.from_pretrained.__func__
         model.from_pretrained = classmethod(self._wrap_making(loading))
-        Door.after = self._count_forwards(Door.after)
+        ForwardHook.after = self._count_forwards(ForwardHook.after)
         if warm:
             mixin = transformers.GenerationMixin
             mixin.generate = self._wrap_generate(mixin.generate)

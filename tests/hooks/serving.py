@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from flowkv.engine.request import Request
-from flowkv.engine.runner import Packed, Runner
-from flowkv.hooks.huggingface.parts import Parts
+from flowkv.engine.runner import PackedRunner, Runner
+from flowkv.hooks.huggingface.runners import Parts
 
 
 def runner_of(parts: Parts, kv: Any) -> Runner:
     """The runner that an engine would use."""
-    return parts.apart if parts.forward is None else Packed(kv, parts.forward, parts.refresh)
+    return parts.apart if parts.forward is None else PackedRunner(kv, parts.forward, parts.refresh)
 
 
 def serve(

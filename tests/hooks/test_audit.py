@@ -12,7 +12,7 @@ import torch
 import flowkv
 from flowkv.observe.events import Audited, Quarantined
 from flowkv.testing import MemoryTier
-from tests.runtime.fakes import Wrapped
+from tests.cache.fakes import Wrapped
 
 from . import models
 from .compare import assert_same, generate

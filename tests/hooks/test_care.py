@@ -9,9 +9,9 @@ import torch
 
 import flowkv
 from flowkv import Retain
-from flowkv.hooks.huggingface import admission
+from flowkv.hooks.huggingface import restore
 from flowkv.policy import LRU, Lease
-from flowkv.sim.calls import CallLog
+from flowkv.sim.replay import CallLog
 from tests.hooks import models
 from tests.hooks.compare import attached, generate
 
@@ -52,7 +52,7 @@ def test_rows_that_are_opened_twice_are_one_request_each(monkeypatch: pytest.Mon
         generate(model, 2, input_ids=other[:, :16])
         before = len([call for call in logs[0].calls if call.name == "access"])
         # One row is known further than the other, and suppose that it cannot be cut.
-        monkeypatch.setattr(admission, "_align", lambda *_: False)
+        monkeypatch.setattr(restore, "_align", lambda *_: False)
         generate(model, 2, input_ids=torch.cat([one, other]))
         visits = [call for call in logs[0].calls if call.name == "access"][before:]
         requests = [call.arguments[2].request for call in visits]

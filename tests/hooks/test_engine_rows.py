@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from flowkv import KV, Engine
+from flowkv.cache.kv import PagedRow
 from flowkv.core.errors import CapacityError
 from flowkv.engine.request import Request
-from flowkv.engine.runner import Packed
+from flowkv.engine.runner import PackedRunner
 from flowkv.hooks.huggingface import make_runner_parts
-from flowkv.hooks.huggingface.apart import Apart, ApartRow
 from flowkv.hooks.huggingface.attach import door_of
-from flowkv.runtime.row import PagedRow
+from flowkv.hooks.huggingface.runners import ApartRow, SequentialRunner
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 
@@ -22,7 +22,7 @@ def opened(model: torch.nn.Module, kv: KV, count: int = 20) -> PagedRow:
     """A row of its own whose prompt is computed."""
     door = door_of(model)
     assert door is not None
-    runner, text = Apart(model, kv, door), np.asarray(models.prompt(count)[0], np.uint32)
+    runner, text = SequentialRunner(model, kv, door), np.asarray(models.prompt(count)[0], np.uint32)
     row = runner.open(Request(prompt=text), text, wait=True)
     runner.step([row], [text])
     return row
@@ -98,7 +98,7 @@ def test_a_full_cache_says_nothing_about_its_model(free: int) -> None:
         assert left(kv)[0] == len(others)
         for seq in others:
             seq.close()
-        assert isinstance(Engine(model, kv, max_rows=4)._loop.runner, Packed)
+        assert isinstance(Engine(model, kv, max_rows=4)._loop.runner, PackedRunner)
 
 
 def test_a_trial_that_finds_no_pages_leaves_nothing() -> None:

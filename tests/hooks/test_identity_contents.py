@@ -29,7 +29,7 @@ import torch
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
-from flowkv.hooks.huggingface.door import Door
+from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.identity import Identity
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
@@ -943,13 +943,13 @@ def test_ordinary_values_have_a_lasting_name(make: Callable[[], Any]) -> None:
 
 def test_a_door_that_somebody_traces_is_in_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hooks hold all that FlowKV knows of the model: a name of that would be nobody's."""
-    name, after, seen = Identity(models.causal("llama")).namespace, Door.after, []
+    name, after, seen = Identity(models.causal("llama")).namespace, ForwardHook.after, []
 
-    def traced(self: Door, *arguments: Any) -> Any:
+    def traced(self: ForwardHook, *arguments: Any) -> Any:
         seen.append(self)
         return after(self, *arguments)
 
-    monkeypatch.setattr(Door, "after", traced)
+    monkeypatch.setattr(ForwardHook, "after", traced)
     model = models.causal("llama")
     with attached(model):
         generate(model, 2, input_ids=models.prompt(60))

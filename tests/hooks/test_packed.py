@@ -20,10 +20,9 @@ from flowkv.core.errors import (
 from flowkv.engine.request import Request
 from flowkv.engine.runner import Runner
 from flowkv.hooks.huggingface import make_runner_parts
-from flowkv.hooks.huggingface.apart import Apart
 from flowkv.hooks.huggingface.attach import door_of
-from flowkv.hooks.huggingface.beside import Beside
-from flowkv.hooks.huggingface.packing import PackedMask, Packing, Unpackable
+from flowkv.hooks.huggingface.attention import PackedMask, Packing, Unpackable
+from flowkv.hooks.huggingface.runners import PaddedRunner, SequentialRunner
 from flowkv.hooks.huggingface.versions import causal_mask_function
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
@@ -87,10 +86,10 @@ def test_packable_models_can_run_otherwise_too(name: str) -> None:
     wanted = _alone(model, prompts)
     with attached(model) as kv:
         parts = make_runner_parts(model, kv)
-        assert isinstance(parts.apart, Beside)
+        assert isinstance(parts.apart, PaddedRunner)
         door = door_of(model)
         assert door is not None
-        for runner in (parts.apart, Apart(model, kv, door)):
+        for runner in (parts.apart, SequentialRunner(model, kv, door)):
             assert serve(runner, prompts, NEW) == wanted
 
 
@@ -352,10 +351,10 @@ class _Crowded(_Mixing):
 def test_a_model_whose_prompts_mix_beside_each_other_is_found_out() -> None:
     model = models.causal("bloom")
     with attached(model) as kv:
-        assert type(make_runner_parts(model, kv).apart) is Beside
+        assert type(make_runner_parts(model, kv).apart) is PaddedRunner
         layer = model.transformer.h[2].mlp
         layer.dense_h_to_4h = _Crowded(layer.dense_h_to_4h)
-        assert type(make_runner_parts(model, kv).apart) is Apart
+        assert type(make_runner_parts(model, kv).apart) is SequentialRunner
 
 
 def test_a_model_that_computes_with_its_mask_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:

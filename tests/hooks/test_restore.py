@@ -17,7 +17,7 @@ from flowkv.observe.events import RestoreEnded, RestoreSpan
 from flowkv.policy.restore import Compute, Load, RestorePolicy, Span, State
 from flowkv.testing import MemoryTier
 from flowkv.tiers.base import Completion, Outcome
-from tests.runtime.fakes import Wrapped
+from tests.cache.fakes import Wrapped
 
 from . import models
 from .compare import assert_same, generate, reused

@@ -14,9 +14,9 @@ from transformers import DynamicCache
 
 import flowkv
 from flowkv.core.errors import CapacityError, StateError
-from flowkv.hooks.huggingface.restoring import Restoring
+from flowkv.hooks.huggingface.restore import Restoring
 from flowkv.hooks.huggingface.rows import Rows
-from tests.runtime.audit import audit
+from tests.cache.audit import audit
 
 from . import models
 from .compare import assert_same, attached, generate

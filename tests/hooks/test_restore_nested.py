@@ -9,9 +9,8 @@ import torch
 
 import flowkv
 from flowkv.hooks.huggingface.attach import door_of
-from flowkv.hooks.huggingface.fill import Fill
-from flowkv.hooks.huggingface.inputs import Call
-from flowkv.hooks.huggingface.nested import Nested, Part
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall
+from flowkv.hooks.huggingface.restore import Nested, Part
 from flowkv.hooks.huggingface.versions import DynamicCache
 
 from . import models
@@ -31,19 +30,19 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
     return dict(input_ids=ids, attention_mask=mask)
 
 
-def first_forward(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, Call]:
+def first_forward(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, ForwardCall]:
     """The door of a model, and the first forward that `generate` would do over these inputs."""
     door = door_of(model)
     assert door is not None
     given = {**inputs, "past_key_values": DynamicCache(), "logits_to_keep": 1}
     if "position_ids" in door.names.parameters:
         given["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
-    call = Call(door.names, given)
+    call = ForwardCall(door.names, given)
     assert not call.problem
     return door, call
 
 
-def opened(door: Any, call: Call) -> list[flowkv.Sequence]:
+def opened(door: Any, call: ForwardCall) -> list[flowkv.Sequence]:
     prompts, _ = call.prompts(call.pads() or [])
     return [door.kv.open(p.tokens, salts=p.salts, reuse=False) for p in prompts]
 

@@ -13,7 +13,7 @@ import transformers
 from flowkv.core.errors import ConfigError, UnsupportedModelError
 from flowkv.engine.request import Request
 from flowkv.engine.sampling import draw
-from flowkv.hooks.huggingface.sampling import GenerateSampler
+from flowkv.hooks.huggingface.runners import GenerateSampler
 from tests.hooks import models
 
 NEW = 12

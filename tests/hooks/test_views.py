@@ -14,9 +14,9 @@ from transformers.masking_utils import (
 )
 
 from flowkv.hooks.huggingface.attention import mask
+from flowkv.hooks.huggingface.cache import MaskRecipe, PagedView
 from flowkv.hooks.huggingface.plan import LayerSpec, place_layers
 from flowkv.hooks.huggingface.versions import overlay_window
-from flowkv.hooks.huggingface.views import MaskRecipe, PagedView
 from tests.hooks import models
 from tests.hooks.compare import attached
 

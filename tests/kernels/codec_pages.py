@@ -10,7 +10,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout
 from flowkv.kernels import transcode
 from flowkv.kernels.bounds import checking
-from flowkv.kernels.coding import NON_FINITE, OUT_OF_RANGE, SOUND
+from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND
 from flowkv.testing.codecs import KINDS, page_of
 from tests.kernels.scene import POISON, int32, layout_like, layout_of
 

@@ -32,7 +32,7 @@ from flowkv.kernels import (
 from flowkv.kernels.bounds import checking
 from flowkv.kernels.triton import few as triton_few
 from flowkv.kernels.triton.launch import interpreted
-from flowkv.kernels.triton.merge import merge_two
+from flowkv.kernels.triton.task import merge_two
 from tests.kernels.scene import Scene, int32, layout_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/kernels/test_triton_interpreter.py"

@@ -22,11 +22,11 @@ from flowkv.kernels import (
     rotations,
     scatter_pages,
 )
-from flowkv.kernels.reference.codec import narrowed
-from flowkv.kernels.triton import reshape as triton_reshape
-from flowkv.kernels.triton import rotary as triton_rotary
-from flowkv.kernels.triton.append import append_rotary_kernel
+from flowkv.kernels.reference import narrowed
+from flowkv.kernels.triton import move as triton_reshape
+from flowkv.kernels.triton import move as triton_rotary
 from flowkv.kernels.triton.launch import interpreted
+from flowkv.kernels.triton.move import append_rotary_kernel
 from tests.kernels.scene import Scene, int32, layout_of
 from tests.kernels.test_reshape import halves
 from tests.kernels.test_rope import keys_of, outside_keys, pool, rotary

@@ -23,10 +23,9 @@ from flowkv.kernels import (
 )
 from flowkv.kernels.bounds import checking
 from flowkv.kernels.triton import few as triton_few
-from flowkv.kernels.triton import lists as triton_lists
+from flowkv.kernels.triton import task as triton_lists
 from flowkv.kernels.triton.attend import paged_attention as attend_triton
-from flowkv.kernels.triton.sealed_list import sealed_config
-from flowkv.kernels.triton.turn import rotation, turn
+from flowkv.kernels.triton.sealed import rotation, sealed_config, turn
 from tests.kernels.scene import Scene, int32, layout_like, layout_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/kernels/test_triton_interpreter.py"

@@ -10,7 +10,7 @@ import torch
 from flowkv.core.geometry import Geometry
 from flowkv.core.layout import GRANULE_BYTES, PageLayout, page_id, page_layout
 from flowkv.kernels import Pages, Ragged, Scoring, append
-from flowkv.kernels.reference.codec import decoded, transcode
+from flowkv.kernels.reference import decoded, transcode
 
 POISON = 0xFF
 """A byte that, repeated, is NaN in every floating dtype."""

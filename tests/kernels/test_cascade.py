@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flowkv.core.errors import GeometryError
 from flowkv.kernels import cascade_attention, paged_attention, plan_cascade
 from flowkv.kernels.bounds import checking
-from flowkv.kernels.cascade_plan import Group, shared_prefixes
+from flowkv.kernels.cascade import Group, shared_prefixes
 from flowkv.kernels.operands import Ragged
 from tests.kernels.scene import Scene, int32, layout_of
 
@@ -127,7 +127,7 @@ def decode_step(rows: int = 6, pages: int = 4, own: int = 20) -> Scene:
 def test_a_shared_page_is_read_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two calls, together, name each shared page once, and all others too."""
     scene = decode_step()
-    module = {"reference": "reference.pages", "cpu": "cpu.attention"}[backend]
+    module = {"reference": "reference", "cpu": "cpu.attention"}[backend]
     from flowkv.kernels import registry
 
     attend, named = registry.resolve("paged_attention", "raw", backend), []

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.layout import CODECS, GRANULE_BYTES
+from flowkv.kernels import reference as reference_codec
 from flowkv.kernels import (
     registry,
     transcode,
 )
-from flowkv.kernels.coding import SOUND
 from flowkv.kernels.cpu import pages as cpu
+from flowkv.kernels.dispatch import SOUND
 from flowkv.kernels.loss import bounds, by_token, turning
-from flowkv.kernels.reference import codec as reference_codec
-from flowkv.kernels.reference.codec import decoded, rotate
+from flowkv.kernels.reference import decoded, rotate
 from flowkv.testing import check_codec
 from flowkv.testing.codecs import KINDS, page_of
 from tests.kernels.codec_pages import (

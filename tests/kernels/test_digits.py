@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from flowkv.kernels.triton.bits import FLIP_SIGNS, MOST, SPLIT_DIGITS, SPLIT_NIBBLES
+from flowkv.kernels.triton.tile import FLIP_SIGNS, MOST, SPLIT_DIGITS, SPLIT_NIBBLES
 
 MAGIC = np.float32(12582912.0)
 

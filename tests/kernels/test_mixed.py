@@ -16,7 +16,7 @@ from flowkv.kernels import (
     paged_attention,
 )
 from flowkv.kernels.bounds import checking
-from flowkv.kernels.cpu import mixed_call as cpu_mixed_call
+from flowkv.kernels.cpu import attention as cpu_mixed_call
 from flowkv.kernels.operands import Pages, Ragged
 from tests.kernels.scene import Scene, int32, layout_of
 

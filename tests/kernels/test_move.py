@@ -18,7 +18,7 @@ from flowkv.kernels import (
 )
 from flowkv.kernels.bounds import checking
 from flowkv.kernels.cpu import pages as cpu
-from flowkv.kernels.reference.pages import page_views
+from flowkv.kernels.reference import page_views
 from tests.kernels.scene import POISON, Scene, int32, layout_of
 
 BACKENDS = ["reference", "cpu"]

@@ -22,7 +22,7 @@ from flowkv.kernels import (
     stripe_part,
 )
 from flowkv.kernels.cpu import pages as cpu
-from flowkv.kernels.reference.pages import page_views
+from flowkv.kernels.reference import page_views
 from tests.kernels.scene import POISON, int32, layout_of
 from tests.kernels.test_rope import Pool, pool
 

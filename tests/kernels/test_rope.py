@@ -22,7 +22,7 @@ from flowkv.kernels import (
     rotations,
 )
 from flowkv.kernels.cpu import pages as cpu
-from flowkv.kernels.reference.pages import page_views
+from flowkv.kernels.reference import page_views
 from tests.kernels.latent import latent_layout
 from tests.kernels.scene import Scene, int32, layout_of, poisoned_arena
 

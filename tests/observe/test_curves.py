@@ -10,7 +10,7 @@ import re
 import pytest
 
 from flowkv.core.errors import ConfigError
-from flowkv.observe.curves import MOST_CURVES, Curves, draw_curves
+from flowkv.observe.charts import MOST_CURVES, Curves, draw_curves
 from flowkv.observe.report import Section, render_report
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowkv.observe.events import Admitted, Finished, Preempted, Queued
-from flowkv.observe.lanes import Lanes, Piece
+from flowkv.observe.timeline import Lanes, RequestPhase
 from tests.observe.story import BEGIN_S, finished, story
 
 
@@ -48,10 +48,10 @@ def test_who_is_called_off_early_only_waited() -> None:
     lanes = Lanes()
     lanes.queued(Queued(request=3, prompt_tokens=1, waiting=1), 5.0)
     (open_,) = lanes.under_way(5.5)
-    assert open_.pieces == [Piece("queued", 5.0, 5.5)]
+    assert open_.pieces == [RequestPhase("queued", 5.0, 5.5)]
     lanes.finished(finished(3, 5.0, 1.0, reason="cancelled", ttft_s=0.0))
     (lane,) = lanes
-    assert lane.pieces == [Piece("queued", 5.0, 6.0)] and not lanes.under_way(9.0)
+    assert lane.pieces == [RequestPhase("queued", 5.0, 6.0)] and not lanes.under_way(9.0)
 
 
 def test_preempted_while_it_decodes() -> None:

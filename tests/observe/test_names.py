@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.observe.names import NAMES, markdown, meaning
-from flowkv.observe.rules import RULES
+from flowkv.observe.metrics import NAMES, RULES, markdown, meaning
 
 ROOT = Path(__file__).resolve().parents[2]
 READ = {  # told by nobody: `runtime.levels` reads them, and is held against the table in its test
@@ -55,4 +54,6 @@ def test_names_follow_the_rules_of_prometheus(name: str) -> None:
 def test_the_documentation_has_the_same_table() -> None:
     page = (ROOT / "docs" / "guides" / "metrics.md").read_text()
     (shown,) = re.findall(r"(\| name \| kind .*?\n)\n", page + "\n", re.DOTALL)
-    assert shown == markdown(), "python -c 'from flowkv.observe.names import *; print(markdown())'"
+    assert shown == markdown(), (
+        "python -c 'from flowkv.observe.metrics import *; print(markdown())'"
+    )

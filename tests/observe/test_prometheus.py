@@ -12,9 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flowkv.core.errors import ConfigError
 from flowkv.observe.events import Bus, EngineStep
-from flowkv.observe.metrics import Metrics
+from flowkv.observe.metrics import Level, Metrics
 from flowkv.observe.prometheus import Exporter
-from flowkv.observe.rules import Level
 from tests.observe.story import Clock, step, tell
 
 Sample = tuple[str, tuple[tuple[str, str], ...], float]

@@ -12,19 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError
-from flowkv.observe import axis, events
-from flowkv.observe.account import Account
-from flowkv.observe.axis import Scale
-from flowkv.observe.distributions import Distributions, _apart, _bars, _ends
+from flowkv.observe import charts, events
+from flowkv.observe.account import Account, serving_sections
+from flowkv.observe.charts import Distributions, Gantt, OverTime, Scale, _apart, _bars, _ends
 from flowkv.observe.events import Bus, EngineStep
-from flowkv.observe.gantt import Gantt
-from flowkv.observe.lanes import Lane, Piece
-from flowkv.observe.overtime import OverTime
+from flowkv.observe.metrics import Level, Spread
 from flowkv.observe.report import render_report
-from flowkv.observe.rules import Level
-from flowkv.observe.served import serving_sections
-from flowkv.observe.serving import Serving
-from flowkv.observe.spread import Spread
+from flowkv.observe.timeline import RequestLane, RequestPhase, Serving
 from tests.observe.story import BEGIN_S, Clock, finished, step, tell
 from tests.observe.test_report import read
 
@@ -216,8 +210,8 @@ def test_labels_of_quantiles_never_overlap(places: list[float], width: int) -> N
 @pytest.mark.parametrize("count", [1, 20, 128])
 def test_requests_are_bars_over_time(count: int) -> None:
     lanes = [
-        Lane(n, BEGIN_S + n, [Piece("queued", BEGIN_S + n, BEGIN_S + n + 1),
-                              Piece("decode", BEGIN_S + n + 1, BEGIN_S + n + 2)],
+        RequestLane(n, BEGIN_S + n, [RequestPhase("queued", BEGIN_S + n, BEGIN_S + n + 1),
+                              RequestPhase("decode", BEGIN_S + n + 1, BEGIN_S + n + 2)],
              finished(n, BEGIN_S + n, 2.0, reason="failed" if n == 0 else "stop"))
         for n in range(count)
     ]  # fmt: skip
@@ -233,15 +227,15 @@ def test_requests_are_bars_over_time(count: int) -> None:
      (9.996e-4, "1 ms"), (3e-8, "30 ns")],
 )  # fmt: skip
 def test_times_read_well(seconds: float, said: str) -> None:
-    assert axis.seconds(seconds) == said
+    assert charts.seconds(seconds) == said
 
 
 def test_bytes_and_steps_read_well() -> None:
-    assert [axis.amount(n) for n in (0, 512, 1536, 1023.9 * 1024, 3 * 2**40)] == [
+    assert [charts.amount(n) for n in (0, 512, 1536, 1023.9 * 1024, 3 * 2**40)] == [
         "0 B", "512 B", "1.5 KiB", "1 MiB", "3 TiB",
     ]  # fmt: skip
-    assert axis.round_step(7, 4) == 2 and axis.round_step(0, 4) == 1
-    assert axis.round_step(0.3, 3) == pytest.approx(0.1)
-    assert axis.binary_step(100, 4) == 32
+    assert charts.round_step(7, 4) == 2 and charts.round_step(0, 4) == 1
+    assert charts.round_step(0.3, 3) == pytest.approx(0.1)
+    assert charts.binary_step(100, 4) == 32
     for length in (0.013, 1.0, 37, 1e7):
-        assert length / axis.round_step(length, 4) <= 4
+        assert length / charts.round_step(length, 4) <= 4

@@ -9,8 +9,8 @@ import pytest
 
 from flowkv.observe import events
 from flowkv.observe.events import Bus, EngineStep, Event
-from flowkv.observe.rules import Level
-from flowkv.observe.serving import LATENCIES, Serving
+from flowkv.observe.metrics import Level
+from flowkv.observe.timeline import LATENCIES, Serving
 from tests.observe.story import BEGIN_S, Clock, finished, step, tell
 
 

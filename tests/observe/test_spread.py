@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.observe.spread import ERROR, LEAST, MOST, Spread
+from flowkv.observe.metrics import ERROR, LEAST, MOST, Spread
 
 times = st.floats(1e-9, 1e6) | st.just(0.0)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.observe.events import Bus, Hit, Miss
-from flowkv.observe.tenancy import OTHERS, Tenancy
+from flowkv.observe.timeline import OTHERS, Tenancy
 
 told = st.lists(
     st.tuples(st.sampled_from("abcdefg"), st.sampled_from(["", "host", "disk"]), st.integers(0, 9)),

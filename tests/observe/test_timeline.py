@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowkv.observe.account import restore_section
+from flowkv.observe.charts import Overlap, draw_overlap
 from flowkv.observe.events import Bus, RestoreEnded, RestoreSpan
-from flowkv.observe.overlap import Overlap, draw_overlap
 from flowkv.observe.report import Section, render_report
-from flowkv.observe.restores import restore_section
 from flowkv.observe.timeline import Meeting, Timeline, Timelines
 
 BEGUN_S = 1000.0

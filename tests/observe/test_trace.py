@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from flowkv.core.errors import ConfigError
 from flowkv.observe import events
 from flowkv.observe.events import Bus, Event, RestoreEnded, RestoreSpan
-from flowkv.observe.trace import Trace
+from flowkv.observe.trace import TraceFile
 from tests.observe import story
 from tests.observe.chrome import read_chrome
 
@@ -46,7 +46,7 @@ def ended(started_s: float, seconds: float, **fields: Any) -> RestoreEnded:
 
 def test_engines_tiers_and_requests_have_tracks(tmp_path: Path) -> None:
     bus, clock = Bus(), Clock()
-    with Trace(tmp_path / "t.json", bus, clock=clock) as trace:
+    with TraceFile(tmp_path / "t.json", bus, clock=clock) as trace:
         bus.emit(span("compute", 100.001, 0.010, tokens=128))
         bus.emit(span("disk", 100.001, 0.004, token=192, n_bytes=7))
         bus.emit(span("host:chat", 100.005, 0.004, token=128, layer=2, layers=1))
@@ -67,7 +67,7 @@ def test_engines_tiers_and_requests_have_tracks(tmp_path: Path) -> None:
 
 
 def test_what_overlaps_goes_on_further_tracks(tmp_path: Path) -> None:
-    with Trace(tmp_path / "t.json", clock=Clock()) as trace:
+    with TraceFile(tmp_path / "t.json", clock=Clock()) as trace:
         for number in range(6):
             trace.note(span("disk", 100 + 0.010 * number, 0.025))
         trace.note(events.Evicted(tier="disk", pages=1, n_bytes=1))
@@ -90,7 +90,7 @@ def test_other_events_are_shown_too(tmp_path: Path) -> None:
         events.StepPlanned(rows=2, new_tokens=3, context_tokens=9),
         events.Audited(tier="disk", group=0, page=3, codec="raw", error=math.inf, bound=0.0),
     ]
-    with Trace(tmp_path / "t.json", clock=clock) as trace:
+    with TraceFile(tmp_path / "t.json", clock=clock) as trace:
         clock.now_s += 1
         for event in seen:
             trace.note(event)
@@ -114,7 +114,7 @@ def test_other_events_are_shown_too(tmp_path: Path) -> None:
 
 def test_what_was_restored_is_drawn_once(tmp_path: Path) -> None:
     clock = Clock()
-    with Trace(tmp_path / "t.json", clock=clock) as trace:
+    with TraceFile(tmp_path / "t.json", clock=clock) as trace:
         clock.now_s += 1
         alone = events.Restored(tier="disk", tokens=64, n_bytes=9, seconds=0.5)
         trace.note(alone)
@@ -132,7 +132,7 @@ def test_every_event_can_be_written(tmp_path: Path) -> None:
     filled = {"int": 3, "float": 0.5, "str": "x", "bytes": b"x", "bool": True}
     filled |= {"tuple[float, ...]": (0.1, 0.2)}
     clock = Clock(0.0)
-    with Trace(tmp_path / "t.json", clock=clock) as trace:
+    with TraceFile(tmp_path / "t.json", clock=clock) as trace:
         clock.now_s = 1.0
         for kind in kinds:
             said = {name: filled[text] for name, text in kind.__annotations__.items()}
@@ -142,7 +142,7 @@ def test_every_event_can_be_written(tmp_path: Path) -> None:
 
 
 def test_what_came_before_is_cut_off(tmp_path: Path) -> None:
-    with Trace(tmp_path / "t.json", clock=Clock(50.0)) as trace:
+    with TraceFile(tmp_path / "t.json", clock=Clock(50.0)) as trace:
         trace.note(span("compute", 49.0, 1.5))
         trace.note(span("compute", 48.0, 1.0))
         assert trace.events == 1
@@ -168,7 +168,7 @@ def test_any_order_of_events_is_a_sound_trace(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "story.json"
     clock = Clock(7.01)
-    with Trace(path, clock=clock) as trace:
+    with TraceFile(path, clock=clock) as trace:
         for event in story:
             trace.note(event)
     shown = read_chrome(path.read_text())
@@ -185,7 +185,7 @@ def test_any_order_of_events_is_a_sound_trace(
 
 def test_an_exception_ends_it_whole(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    with pytest.raises(RuntimeError, match="model"), Trace(path) as trace:
+    with pytest.raises(RuntimeError, match="model"), TraceFile(path) as trace:
         trace.note(events.Miss(tokens=1))
         raise RuntimeError("the model failed")
     assert trace.closed and path.read_text().endswith("\n]\n")
@@ -197,9 +197,9 @@ def test_a_process_that_is_killed_leaves_what_happened(tmp_path: Path) -> None:
     code = f"""
         import os, signal
         from flowkv.observe import events
-        from flowkv.observe.trace import Trace
+        from flowkv.observe.trace import TraceFile
         bus = events.Bus()
-        trace = Trace({str(path)!r}, bus)
+        trace = TraceFile({str(path)!r}, bus)
         for tokens in range(1, 101):
             bus.emit(events.Miss(tokens=tokens))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -212,13 +212,13 @@ def test_a_process_that_is_killed_leaves_what_happened(tmp_path: Path) -> None:
 
 
 def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
-    Trace(tmp_path / "t.json").close()
+    TraceFile(tmp_path / "t.json").close()
     assert read_chrome((tmp_path / "t.json").read_text()).slices == []
 
 
 def test_nothing_is_written_once_it_is_closed(tmp_path: Path) -> None:
     bus = Bus()
-    trace = Trace(tmp_path / "t.json", bus)
+    trace = TraceFile(tmp_path / "t.json", bus)
     assert bus.wants(RestoreSpan)
     trace.close()
     trace.close()
@@ -231,7 +231,7 @@ def test_a_full_disk_ends_it_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bus, said = Bus(), list[str]()
-    trace = Trace(tmp_path / "t.json", bus, warn=said.append)
+    trace = TraceFile(tmp_path / "t.json", bus, warn=said.append)
     bus.emit(events.Miss(tokens=1))
     file = trace._file
 
@@ -262,7 +262,7 @@ def test_a_full_disk_ends_it_and_nothing_else(
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     bus = Bus()
-    with Trace(tmp_path / "t.json", bus) as trace:
+    with TraceFile(tmp_path / "t.json", bus) as trace:
         child = os.fork()
         if not child:
             bus.emit(events.Miss(tokens=9))
@@ -281,7 +281,7 @@ def test_threads_write_whole_lines(tmp_path: Path) -> None:
         for number in range(50):
             bus.emit(span("disk", trace._began_ns / 1e9 + number, 1.5, request=request))
 
-    with Trace(tmp_path / "t.json", bus) as trace:
+    with TraceFile(tmp_path / "t.json", bus) as trace:
         threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
         for thread in threads:
             thread.start()
@@ -293,12 +293,12 @@ def test_threads_write_whole_lines(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
     bus = Bus()
     with pytest.raises(ConfigError, match="directory that can be written"):
-        Trace(tmp_path / "no" / "t.json", bus)
+        TraceFile(tmp_path / "no" / "t.json", bus)
     assert not bus.wants(RestoreSpan)
 
 
 def test_requests_leave_nothing_behind(tmp_path: Path) -> None:
-    with Trace(tmp_path / "t.json", clock=Clock()) as trace:
+    with TraceFile(tmp_path / "t.json", clock=Clock()) as trace:
         for request in range(30):
             trace.note(span("disk", 100.0 + request, 0.5, request=request))
             trace.note(ended(100.0 + request, 0.5, request=request))
@@ -311,7 +311,7 @@ def test_requests_leave_nothing_behind(tmp_path: Path) -> None:
 
 def test_requests_of_engines_have_tracks(tmp_path: Path) -> None:
     bus, clock = Bus(), story.Clock()
-    with Trace(tmp_path / "t.json", bus, clock=clock) as trace:
+    with TraceFile(tmp_path / "t.json", bus, clock=clock) as trace:
         story.tell(bus, clock)
         bus.emit(events.Queued(request=7, prompt_tokens=3, waiting=1, tenant="alice"))
         clock.now_s += 0.5
@@ -340,7 +340,7 @@ def test_requests_of_engines_have_tracks(tmp_path: Path) -> None:
 
 
 def test_steps_of_engines_have_parts_and_levels(tmp_path: Path) -> None:
-    with Trace(tmp_path / "t.json", clock=Clock()) as trace:
+    with TraceFile(tmp_path / "t.json", clock=Clock()) as trace:
         trace.note(story.step(100.0, 0.010, waiting=3))
         trace.note(story.step(100.010, 0.005, rows=1, model_s=0.9, sampling_s=0.0))
     shown = read_chrome((tmp_path / "t.json").read_text())
@@ -360,7 +360,7 @@ def test_steps_of_engines_have_parts_and_levels(tmp_path: Path) -> None:
 
 def test_a_server_may_trace_many_requests(tmp_path: Path) -> None:
     bus, clock = Bus(), Clock()
-    with Trace(tmp_path / "t.json", bus, clock=clock) as trace:
+    with TraceFile(tmp_path / "t.json", bus, clock=clock) as trace:
         for number in range(50):
             bus.emit(events.Queued(request=number, prompt_tokens=1, waiting=1))
             clock.now_s += 0.1

@@ -8,9 +8,8 @@ from collections import defaultdict
 import numpy as np
 
 from flowkv.policy.base import NO_VISIT
-from flowkv.policy.hazard.hint import hinted_index
-from flowkv.policy.hazard.model import BEFORE, BEYOND, EDGES_NS, WIDTHS, logistic
-from flowkv.policy.order.static_key import log2
+from flowkv.policy.hazard.compiled import BEFORE, BEYOND, EDGES_NS, WIDTHS, hinted_index, logistic
+from flowkv.policy.order.compiled import log2
 
 
 class Tip:

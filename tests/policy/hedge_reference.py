@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from flowkv.policy.hedge.ghost import mixed
-from flowkv.policy.order.static_key import aged
+from flowkv.policy.hedge import mixed
+from flowkv.policy.order.compiled import aged
 
 HALF_LIFE_S = 1800.0
 

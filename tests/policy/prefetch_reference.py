@@ -13,8 +13,7 @@ import numpy as np
 
 from flowkv.policy.base import NEVER_NS, NO_VISIT, Policy
 from flowkv.policy.prefetch import PrefetchConfig
-from flowkv.policy.prefetch.credit import class_of
-from flowkv.policy.prefetch.hints import Hint
+from flowkv.policy.prefetch.prefetcher import Hint, class_of
 
 S = 1_000_000_000
 

@@ -11,7 +11,7 @@ from decimal import ROUND_HALF_EVEN, Context, Decimal
 import numpy as np
 
 from flowkv.policy.base import NEVER_NS, NO_VISIT, Policy
-from flowkv.policy.order.static_key import aged
+from flowkv.policy.order.compiled import aged
 
 EXACT = Context(prec=60, rounding=ROUND_HALF_EVEN)
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flowkv.policy import Lease, LfuTtl, Visit
 from flowkv.policy.base import NEVER_NS
-from flowkv.policy.order.slots import BLOCKED, DUES, EXPIRED, HINTED, LEAVES, SECOND
+from flowkv.policy.order.compiled import BLOCKED, DUES, EXPIRED, HINTED, LEAVES, SECOND
 from tests.policy.reference import SlowLfuTtl
 
 S = 10**9

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from flowkv.policy.arc import ARC
-from flowkv.policy.order.slots import GHOSTS, ONCE, SIZE, TARGET
+from flowkv.policy.order.compiled import GHOSTS, ONCE, SIZE, TARGET
 from tests.policy.reference_arc import SlowArc
 from tests.policy.test_against_reference import LEASES, Both
 

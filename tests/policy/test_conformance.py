@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from flowkv.policy import CATALOGUE, LRU, Lease, LfuTtl, Policy, make_policy
-from flowkv.policy.quota import Quota
-from flowkv.policy.tenants import Tenants
+from flowkv.policy.tenants import Quota, Tenants
 from flowkv.testing import check_policy
-from flowkv.testing.ledger_story import LedgerStory
-from flowkv.testing.policies import tell_machine
+from flowkv.testing.policies import LedgerStory, tell_machine
 from tests.policy.reference import SlowLfuTtl
 
 S = 10**9

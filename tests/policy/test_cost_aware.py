@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flowkv.core.errors import ConfigError
 from flowkv.policy import LfuTtl
 from flowkv.policy.cost_aware import CostAware
-from flowkv.policy.order.static_key import log2_of
+from flowkv.policy.order.compiled import log2_of
 from tests.policy.reference_cost_aware import SlowCostAware
 from tests.policy.test_against_reference import LEASES, Both
 

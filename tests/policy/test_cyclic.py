@@ -12,9 +12,8 @@ from hypothesis.stateful import invariant, rule
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy import LRU
-from flowkv.policy.circle import KNOWN, RECENTS, STAYERS
-from flowkv.policy.cyclic import Cyclic
-from flowkv.policy.order.slots import HELD_FAST
+from flowkv.policy.cyclic import KNOWN, RECENTS, STAYERS, Cyclic
+from flowkv.policy.order.compiled import HELD_FAST
 from tests.policy.reference_cyclic import SlowCyclic
 from tests.policy.test_against_reference import LEASES, Both, ids
 

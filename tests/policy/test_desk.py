@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flowkv.policy import Policy, make_policy
-from flowkv.policy.order.desk import WORDS, Desk
+from flowkv.policy.order.compiled import WORDS, ArrayCall
 
 
 def serve(policy: Policy, first: int, last: int) -> list[list[int]]:
@@ -50,7 +50,7 @@ def test_it_knows_where_the_arrays_lie_now() -> None:
 
 def test_it_refuses_what_the_compiled_calls_do_not_expect() -> None:
     kinds = ((np.int64, 1),)
-    assert Desk().lay(kinds, (np.arange(3),))[1] == 3
+    assert ArrayCall().lay(kinds, (np.arange(3),))[1] == 3
     for wrong in (np.zeros(3), np.zeros((3, 3), np.int64), np.arange(6)[::2]):
         with pytest.raises(AssertionError):
-            Desk().lay(kinds, (wrong,))
+            ArrayCall().lay(kinds, (wrong,))

@@ -12,34 +12,35 @@ from hypothesis import strategies as st
 from flowkv.core.errors import ConfigError
 from flowkv.policy import HazardIndex, Lease, Visit
 from flowkv.policy.base import NEVER_NS, TOOL_USE, TURN_END
-from flowkv.policy.hazard.features import (
-    BUCKETS,
-    FEATURES,
-    SIZES,
-    STARTS,
-    TIP,
-    TRAITS,
-    describe_all,
-)
-from flowkv.policy.hazard.hint import beyond, hinted_index
-from flowkv.policy.hazard.image import is_model
-from flowkv.policy.hazard.model import (
+from flowkv.policy.hazard.compiled import (
     BASE_LIMIT,
     BASES,
     BINS,
+    BUCKETS,
     EDGES_NS,
+    FEATURES,
     MOST_INDEX,
     REACH,
+    SIZES,
+    STARTS,
+    TIP,
+    TIPS,
+    TRAITS,
     WEIGHT_LIMIT,
+    beyond,
     bin_of,
     decay,
+    describe_all,
     fresh_model,
     hazard,
+    hinted_index,
     index,
+    key_of,
     logistic,
     teach,
+    value_of,
 )
-from flowkv.policy.hazard.tips import TIPS, key_of, value_of
+from flowkv.policy.hazard.index import is_model
 
 S = 10**9
 whole = st.integers(-(1 << 31), (1 << 31) - 1)

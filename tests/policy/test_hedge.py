@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from flowkv.core.errors import ConfigError
 from flowkv.policy import LRU, Hedge, Lease
 from flowkv.policy.base import NEVER_NS, NO_VISIT, Visit
-from flowkv.policy.hazard.tips import worth_of
-from flowkv.policy.hedge.ghost import HERE, MASK, ROOM
-from flowkv.policy.hedge.image import list_ghosts
-from flowkv.policy.hedge.shadow import AWAY
-from flowkv.policy.order.image import unseal
-from flowkv.policy.order.slots import BIRTHS
+from flowkv.policy.hazard.compiled import worth_of
+from flowkv.policy.hedge import AWAY, HERE, MASK, ROOM, list_ghosts
+from flowkv.policy.order.compiled import BIRTHS
+from flowkv.policy.order.leaf import unseal
 from flowkv.sim.generate import generate
-from flowkv.sim.loop import run_through
+from flowkv.sim.replay import run_through
 from flowkv.testing import check_policy
 from tests.policy.hedge_reference import SlowHedge
 

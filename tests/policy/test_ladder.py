@@ -8,7 +8,7 @@ from hypothesis import given
 
 from flowkv.core.errors import ConfigError
 from flowkv.core.layout import CODECS
-from flowkv.policy.ladder import Ladder, make_ladder
+from flowkv.policy.temperature import Ladder, make_ladder
 
 RUNGS = st.lists(
     st.tuples(st.integers(0, 400), st.sampled_from(CODECS[1:])),

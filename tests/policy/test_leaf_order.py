@@ -8,7 +8,7 @@ import pytest
 from flowkv.core.errors import ConfigError
 from flowkv.policy import LRU, Lease, LfuTtl, Visit
 from flowkv.policy.base import NEVER_NS
-from flowkv.policy.order.leaf_state import FIRST_CAPACITY
+from flowkv.policy.order.leaf import FIRST_CAPACITY
 
 S = 10**9
 

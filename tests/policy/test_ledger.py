@@ -7,9 +7,9 @@ import pytest
 
 from flowkv.core.errors import StateError
 from flowkv.policy import LRU, make_policy
-from flowkv.policy.ledger import Ledger, Meta, Place
-from flowkv.policy.ledger.reach import Reach
-from flowkv.sim.loop import run_through
+from flowkv.residency import Ledger, Meta, Place
+from flowkv.residency.ledger import LedgerReach
+from flowkv.sim.replay import run_through
 from flowkv.sim.trace import Trace
 
 
@@ -149,7 +149,7 @@ def test_other_answers_beyond_the_blocks():
     for place in policies:
         place.wrong["expired"] = list(BEYOND)
     assert ledger.tick(1) == []
-    reach = Reach(ledger, 1, 0)
+    reach = LedgerReach(ledger, 1, 0)
     top.wrong["wanted"] = np.array(BEYOND), np.ones(len(BEYOND))
     assert reach.fill(2, 8) == ([], [])
     assert (ledger._blocks == before).all()

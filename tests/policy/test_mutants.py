@@ -12,11 +12,10 @@ from flowkv.core.errors import StateError
 from flowkv.policy import LRU, Lease
 from flowkv.policy.base import NO_VISIT
 from flowkv.policy.by_score import ByScore
-from flowkv.policy.ledger import Ledger
-from flowkv.policy.ledger.places import Move
+from flowkv.residency import Ledger
+from flowkv.residency.ledger import Move
 from flowkv.testing import check_policy
-from flowkv.testing.ledger_story import LedgerStory
-from flowkv.testing.policies import tell_machine
+from flowkv.testing.policies import LedgerStory, tell_machine
 from tests.policy.test_conformance import LEASES, Fast, Slow
 
 # --- policies ------------------------------------------------------------------------------------

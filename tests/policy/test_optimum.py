@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flowkv.core.errors import ConfigError
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.optimum import NOT_AGAIN, Optimum, belady, next_uses
-from flowkv.sim.loop import run_through
+from flowkv.sim.replay import run_through
 from flowkv.sim.trace import Trace, read_npz
 
 S = 10**9

@@ -14,9 +14,15 @@ from hypothesis import given, settings
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_SLOTS
 from flowkv.policy.prefetch import Fetch, Prefetcher
-from flowkv.policy.prefetch.credit import HINT, LEARNED, QUEUE, Credit, class_of
-from flowkv.policy.prefetch.hints import Hint
-from flowkv.policy.prefetch.regret import RegretGuard
+from flowkv.policy.prefetch.prefetcher import (
+    HINT,
+    LEARNED,
+    QUEUE,
+    Credit,
+    Hint,
+    RegretGuard,
+    class_of,
+)
 from flowkv.policy.rates import Rates
 from tests.policy.prefetch_reference import S, Shop, SlowPrefetcher
 

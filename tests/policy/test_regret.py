@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.prefetch.regret import RegretGuard
+from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.rates import Rates
 
 S, MIB = 1_000_000_000, 1 << 20

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.ledger.table import Table, buckets_for
+from flowkv.residency.blocks import IdTable, buckets_for
 
 
 def ids_of(numbers, shift=0):
@@ -23,7 +23,7 @@ def ids_of(numbers, shift=0):
 )
 def test_is_a_dict(seed, steps):
     """Insertions and removals in any order; two spaces share the numbers."""
-    table, model, free = Table(64, seed), {}, list(range(64))
+    table, model, free = IdTable(64, seed), {}, list(range(64))
     for add, number, space in steps:
         key = (number, space)
         if add and key not in model:
@@ -41,7 +41,7 @@ def test_is_a_dict(seed, steps):
 def test_no_rot():
     """Many times its size goes through a table; look-ups stay as short as in a fresh one."""
     rng = np.random.default_rng(0)
-    table = Table(4096, seed=1)
+    table = IdTable(4096, seed=1)
     slots = np.arange(4096)
     for _ in range(60):
         ids = rng.integers(0, 1 << 63, (4096, 2), np.uint64)
@@ -58,7 +58,7 @@ def test_no_rot():
 @pytest.mark.parametrize("shift", [0, 13, 20, 32, 43])
 def test_structured_ids_do_not_pile_up(shift):
     """Ids that are counters, wherever in the word they count."""
-    table = Table(1 << 15, seed=5)
+    table = IdTable(1 << 15, seed=5)
     table.insert(ids_of(range(1 << 15), shift), np.arange(1 << 15))
     assert table.longest_probe < 400
 
@@ -66,7 +66,7 @@ def test_structured_ids_do_not_pile_up(shift):
 def test_ids_made_to_collide_under_one_seed_do_not_under_another():
     rng = np.random.default_rng(3)
     ids = rng.integers(0, 1 << 63, (1 << 16, 2), np.uint64)
-    victim, other = Table(1 << 10, seed=8), Table(1 << 10, seed=9)
+    victim, other = IdTable(1 << 10, seed=8), IdTable(1 << 10, seed=9)
     mask = np.uint64(len(buckets_for(1 << 10)) - 1)
     mix = victim._mix
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -82,7 +82,7 @@ def test_ids_made_to_collide_under_one_seed_do_not_under_another():
 
 
 def test_grows_and_refuses():
-    table = Table(2)
+    table = IdTable(2)
     table.insert(ids_of([7, 8]), np.array([1, 0]))
     for slots in (np.array([2]), np.array([1]), np.array([-1])):
         with pytest.raises(ConfigError, match="grow the table"):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy import LfuTtl
-from flowkv.policy.ladder import make_ladder
-from flowkv.policy.temperature import Heat, Shares, Temperature, shares_that_fit
+from flowkv.policy.temperature import Heat, Shares, Temperature, make_ladder, shares_that_fit
 
 S = 10**9
 

@@ -9,8 +9,7 @@ import pytest
 from flowkv.core.errors import ConfigError
 from flowkv.policy import LRU, HazardIndex
 from flowkv.policy.base import TOOL_USE, TURN_END, Visit
-from flowkv.policy.quota import Quota
-from flowkv.policy.tenants import Tenants
+from flowkv.policy.tenants import Quota, Tenants
 
 S = 10**9
 QUOTAS = {1: Quota(reserve_bytes=4), 2: Quota(limit_bytes=6)}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowkv.policy import Optimum, make_policy
 from flowkv.sim import Trace, build_trace, read_trace
-from flowkv.sim.chains import wide
+from flowkv.sim.trace import wide
 
 S = 10**9
 TRACES = os.environ.get("FLOWKV_TRACES")

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from flowkv.policy import LRU
 from flowkv.sim import characterise, generate
-from flowkv.sim.distance import lru_hit_ratios, stack_distances
-from flowkv.sim.loop import run_through
+from flowkv.sim.character import lru_hit_ratios, stack_distances
+from flowkv.sim.replay import run_through
 from tests.sim.stories import chains, needs_traces, public, traces
 
 

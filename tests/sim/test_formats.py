@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError
 from flowkv.sim import generate, read_trace
-from flowkv.sim.mooncake import read_mooncake, write_mooncake
-from flowkv.sim.sessions import read_sessions
+from flowkv.sim.formats import read_mooncake, read_sessions, write_mooncake
 from flowkv.sim.trace import write_npz
 from tests.sim.stories import TRACES, S, chains, needs_traces, public, same, told, traces
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import TOOL_USE, TURN_END
 from flowkv.sim import characterise, generate, replay
-from flowkv.sim.arrivals import bursts, poisson
-from flowkv.sim.generate import KINDS
-from flowkv.sim.streams import MarkovConfig, transitions, walk
+from flowkv.sim.generate import KINDS, MarkovTraceConfig, bursts, poisson, transitions, walk
 from tests.sim.stories import same
 
 
@@ -124,7 +122,7 @@ def test_a_cyclic_scan_defeats_lru():
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_chains_follow_their_odds(order):
-    config = MarkovConfig(requests=40_000, blocks=8, order=order, fanout=3, seed=5)
+    config = MarkovTraceConfig(requests=40_000, blocks=8, order=order, fanout=3, seed=5)
     followers, odds = transitions(config)
     assert followers.shape == odds.shape == (8**order, 3)
     assert np.allclose(odds.sum(axis=1), 1.0)

@@ -12,44 +12,51 @@ from hypothesis import strategies as st
 from flowkv.core.errors import ConfigError
 from flowkv.policy import make_policy
 from flowkv.sim.hierarchy import (
+    INT8,
     MACHINES,
-    Row,
-    Workload,
+    MIB,
+    PUBLISHED,
+    RAW,
+    BlockShape,
+    BlockWorkload,
+    BoundedMemory,
+    Classes,
+    Everything,
+    ExperimentRow,
+    MemoryLevel,
+    StrictPlan,
+    compulsory_bytes,
+    least_cxl_bytes,
     published_workload,
     read_workload,
     run_experiment,
+    run_published,
+    run_strict,
     write_workload,
 )
-from flowkv.sim.hierarchy.floor import compulsory_bytes, least_cxl_bytes
-from flowkv.sim.hierarchy.level import Level
-from flowkv.sim.hierarchy.machine import INT8, MIB, PUBLISHED, RAW, Tier
-from flowkv.sim.hierarchy.plans import Classes, Everything
-from flowkv.sim.hierarchy.published import run_published
-from flowkv.sim.hierarchy.strict import StrictPlan, run_strict
-from flowkv.sim.hierarchy.workload import Geometry
 
 MB, MS = 1e6, 1e6
-SMALL = Geometry(layers=1, heads=2, head_dim=4, value_bytes=2, context=64, block_tokens=8)
+SMALL = BlockShape(layers=1, heads=2, head_dim=4, value_bytes=2, context=64, block_tokens=8)
 
 
 @pytest.fixture(scope="module")
-def workload() -> Workload:
+def workload() -> BlockWorkload:
     return published_workload()
 
 
 @pytest.fixture(scope="module")
-def rows(workload: Workload) -> dict[tuple[str, str], Row]:
+def rows(workload: BlockWorkload) -> dict[tuple[str, str], ExperimentRow]:
     return {(row.rules, row.plan): row for row in run_experiment(workload, policies=["lru"])}
 
 
-def test_the_workload_is_the_published_one(workload: Workload) -> None:
+def test_the_workload_is_the_published_one(workload: BlockWorkload) -> None:
     read = [slot for step in workload.steps for slot in step]
     assert (len(workload.steps), len(read), len(set(read))) == (128, 20_288, 16_960)
     assert workload.geometry.block_bytes == 65_536
     assert workload.geometry.blocks == 65_536
 
 
-def test_published_baseline_to_the_digit(workload: Workload) -> None:
+def test_published_baseline_to_the_digit(workload: BlockWorkload) -> None:
     counted = run_published(workload, PUBLISHED, Everything())
     assert counted.read_bytes == {"hbm": 1_329_594_368, "cxl": 0, "dram": 0}
     assert round(counted.exposed_ns, 2) == 5_936_655.36
@@ -57,7 +64,7 @@ def test_published_baseline_to_the_digit(workload: Workload) -> None:
     assert counted.sram_hit_rate == 0.0
 
 
-def test_published_classes_to_the_digit(workload: Workload) -> None:
+def test_published_classes_to_the_digit(workload: BlockWorkload) -> None:
     counted = run_published(workload, PUBLISHED, Classes())
     assert counted.read_bytes["hbm"] == 708_837_376
     assert round(counted.exposed_ns, 2) == 12_917_341.91
@@ -70,7 +77,9 @@ def test_published_classes_to_the_digit(workload: Workload) -> None:
     assert round(counted.total_ns, 2) == 18_005_981.91
 
 
-def test_better_on_both_axes_by_the_published_rules(rows: dict[tuple[str, str], Row]) -> None:
+def test_better_on_both_axes_by_the_published_rules(
+    rows: dict[tuple[str, str], ExperimentRow],
+) -> None:
     ours = rows["published", "int8, lru, +80 blocks"]
     theirs, baseline = rows["published", "hot, warm, cold"], rows["published", "all in HBM"]
     assert ours.hbm_read_bytes <= 665 * MB < theirs.hbm_read_bytes
@@ -79,7 +88,7 @@ def test_better_on_both_axes_by_the_published_rules(rows: dict[tuple[str, str], 
     assert ours.usd_per_million_tokens < theirs.usd_per_million_tokens
 
 
-def test_better_by_strict_rules(rows: dict[tuple[str, str], Row]) -> None:
+def test_better_by_strict_rules(rows: dict[tuple[str, str], ExperimentRow]) -> None:
     now, ahead = (rows["strict", f"int8, lru, +{steps}"] for steps in ("0 steps", "1 step"))
     assert now.hbm_read_bytes <= 660 * MB and now.exposed_ns <= 0.07 * MS
     assert ahead.hbm_read_bytes <= 660 * MB and ahead.exposed_ns <= 0.001 * MS
@@ -91,7 +100,7 @@ def test_better_by_strict_rules(rows: dict[tuple[str, str], Row]) -> None:
             )
 
 
-def test_under_pressure(rows: dict[tuple[str, str], Row]) -> None:
+def test_under_pressure(rows: dict[tuple[str, str], ExperimentRow]) -> None:
     floor = rows["pressure", "raw, Belady"]
     plain = rows["pressure", "raw, lru"]
     aware = rows["pressure", "raw, lru, CXL-aware"]
@@ -119,7 +128,7 @@ steps = st.lists(st.lists(st.integers(0, SMALL.blocks - 1), max_size=3), min_siz
 def test_no_policy_is_below_the_floor(
     reads: list[list[int]], sram: int, hbm: int, name: str
 ) -> None:
-    workload = Workload("drawn", SMALL, reads, [0] * len(reads))
+    workload = BlockWorkload("drawn", SMALL, reads, [0] * len(reads))
     machine = small_machine(sram, hbm)
     for steps_ahead, thrifty in itertools.product((0, 1), (False, True)):
         policies = make_policy(name), make_policy(name)
@@ -146,7 +155,7 @@ def fewest(reads: list[set[int]], held: frozenset[int], room: int) -> int:
 @given(st.lists(st.lists(st.integers(0, 5), max_size=2), max_size=5), st.integers(0, 2))
 def test_the_floor_is_the_best_of_all_choices(reads: list[list[int]], hbm: int) -> None:
     shape = SMALL._replace(heads=1, context=48)
-    workload = Workload("drawn", shape, reads, [0] * len(reads))
+    workload = BlockWorkload("drawn", shape, reads, [0] * len(reads))
     newest = frozenset(range(shape.blocks - hbm, shape.blocks))
     best = fewest([set(step) for step in reads], newest, hbm + 1)
     assert least_cxl_bytes(workload, small_machine(1, hbm), RAW) == best * shape.block_bytes
@@ -155,10 +164,10 @@ def test_the_floor_is_the_best_of_all_choices(reads: list[list[int]], hbm: int) 
 def test_a_hand_computed_step() -> None:
     """Two blocks over one channel of 1 B/ns with 300 ns of latency, and one that is there."""
     machine = PUBLISHED._replace(
-        sram=Tier(4 * SMALL.block_bytes, 1.0, 0.0), hbm=Tier(1 << 20, 1.0, 300.0)
+        sram=MemoryLevel(4 * SMALL.block_bytes, 1.0, 0.0), hbm=MemoryLevel(1 << 20, 1.0, 300.0)
     )
     n_bytes = SMALL.block_bytes
-    workload = Workload("two", SMALL, [[0, 1, 0]], [0])
+    workload = BlockWorkload("two", SMALL, [[0, 1, 0]], [0])
     plan = StrictPlan(RAW, make_policy("lru"), make_policy("lru"))
     counted = run_strict(workload, machine, plan)
     first = n_bytes + 300.0
@@ -173,12 +182,12 @@ def test_what_enters_a_full_hbm_costs_the_link_a_write() -> None:
     """HBM holds one block, of 1 B/ns as the link; nothing else takes time."""
     n_bytes = SMALL.block_bytes
     machine = PUBLISHED._replace(
-        sram=Tier(4 * n_bytes, 1.0, 0.0),
-        hbm=Tier(n_bytes, 1.0, 0.0),
-        cxl=Tier(1 << 20, 1.0, 0.0),
+        sram=MemoryLevel(4 * n_bytes, 1.0, 0.0),
+        hbm=MemoryLevel(n_bytes, 1.0, 0.0),
+        cxl=MemoryLevel(1 << 20, 1.0, 0.0),
         compute_ns=0.0,
     )
-    workload = Workload("two", SMALL, [[0], [1], [0]], [0, 0, 0])
+    workload = BlockWorkload("two", SMALL, [[0], [1], [0]], [0, 0, 0])
     for thrifty, moved, total in ((False, 3, 3), (True, 0, 2)):
         policies = make_policy("lru"), make_policy("lru")
         counted = run_strict(workload, machine, StrictPlan(RAW, *policies, 0, thrifty))
@@ -189,7 +198,7 @@ def test_what_enters_a_full_hbm_costs_the_link_a_write() -> None:
         assert counted.total_ns == counted.exposed_ns == total * n_bytes
 
 
-def test_the_page_shows_these_figures(rows: dict[tuple[str, str], Row]) -> None:
+def test_the_page_shows_these_figures(rows: dict[tuple[str, str], ExperimentRow]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "explain" / "hierarchy.md").read_text()
     shown = [
         ("published", "raw, lru, +80 blocks"),
@@ -215,7 +224,7 @@ def test_a_prefill_leaves_the_newest_blocks() -> None:
 
 
 def test_a_level_keeps_what_its_policy_says() -> None:
-    level = Level(2, 1, make_policy("lru"))
+    level = BoundedMemory(2, 1, make_policy("lru"))
     assert level.add(1.0, 7) == level.add(2.0, 8) == []
     assert level.use(3.0, 7) and not level.use(3.0, 9)
     assert level.add(4.0, 9) == [8]
@@ -223,7 +232,7 @@ def test_a_level_keeps_what_its_policy_says() -> None:
     assert level.add(5.0, 8, protected={7, 8, 9}) == [8], "the new one stays out"
 
 
-def test_a_trace_comes_back(workload: Workload, tmp_path: Path) -> None:
+def test_a_trace_comes_back(workload: BlockWorkload, tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     write_workload(file, workload)
     read = read_workload(file)
@@ -259,7 +268,7 @@ def test_without_a_newest_block_the_largest_read_one_counts(tmp_path: Path) -> N
     assert read_workload(file).positions == [3, 3, 9]
 
 
-def test_every_machine_runs(workload: Workload) -> None:
+def test_every_machine_runs(workload: BlockWorkload) -> None:
     short = workload._replace(steps=workload.steps[:3], positions=workload.positions[:3])
     for machine in MACHINES.values():
         plan = StrictPlan(INT8, make_policy("lru"), make_policy("lru"), 1)
@@ -268,7 +277,7 @@ def test_every_machine_runs(workload: Workload) -> None:
         assert counted.peak_bytes["hbm"] == 2048 * MIB
 
 
-def test_an_unknown_policy_is_refused_at_once(workload: Workload) -> None:
+def test_an_unknown_policy_is_refused_at_once(workload: BlockWorkload) -> None:
     told: list[int] = []
     with pytest.raises(ConfigError, match="no policy 'magic'"):
         run_experiment(workload, policies=["lru", "magic"], tell=lambda done, *_: told.append(done))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flowkv.policy import make_policy
 from flowkv.policy.prefetch import Prefetcher
 from flowkv.sim.generate import generate
-from flowkv.sim.place import OnePlace
+from flowkv.sim.replay import OnePlace
 from flowkv.sim.trace import Trace
 
 CHUNK = 8

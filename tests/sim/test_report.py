@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from flowkv.sim.replay import Result
 from flowkv.sim.report import write_replay_report
-from flowkv.sim.result import Result
 
 NOTHING = np.zeros(0, np.int64)
 

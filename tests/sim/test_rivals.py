@@ -7,7 +7,7 @@ import pytest
 from bench import bench_simulator
 from flowkv.policy import LRU
 from flowkv.sim import generate
-from flowkv.sim.loop import run_through
+from flowkv.sim.replay import run_through
 from tests.sim.stories import chains
 
 

@@ -11,8 +11,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.sim import generate, replay
 from flowkv.sim.hardware import CODECS, HARDWARE, MODELS, Shape, block_costs
-from flowkv.sim.loop import run_through
-from flowkv.sim.tiers import Stack, Tier, first_tokens_s, tier_from
+from flowkv.sim.replay import PlaceStack, ReplayTier, first_tokens_s, run_through, tier_from
 from tests.sim.stories import fresh, told, traces
 
 
@@ -23,7 +22,7 @@ def test_one_place_is_the_plain_loop(name, trace, capacity):
     """The ledger, with ids and a table, decides what the loop over dense numbers decides."""
     plain, placed = fresh(name, trace), fresh(name, trace)
     hits = run_through(trace, plain, capacity)
-    course = Stack(trace, [placed], [capacity]).run()
+    course = PlaceStack(trace, [placed], [capacity]).run()
     assert course.hits.tolist() == hits.tolist()
     assert plain.digest() == placed.digest()
 
@@ -31,7 +30,7 @@ def test_one_place_is_the_plain_loop(name, trace, capacity):
 @settings(max_examples=25)
 @given(trace=traces, rooms=st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_sums(trace, rooms):
-    stack = Stack(trace, [make_policy("lru") for _ in rooms], rooms)
+    stack = PlaceStack(trace, [make_policy("lru") for _ in rooms], rooms)
     course = stack.run()
     assert stack.found.sum(axis=1).tolist() == course.hits.tolist()
     alone = run_through(trace, make_policy("lru"), rooms[0])
@@ -73,7 +72,7 @@ def test_times_by_hand():
     """Four blocks of 4 tokens: two in the first place, one in the second, one nowhere."""
     trace = told([(0, [0, 1, 0, 1], 0)])
     machine, shape = HARDWARE["h100"], Shape(parameters=1e9)
-    tiers = [Tier(place="hbm", size=0.5), Tier(place="disk", size=0.5)]
+    tiers = [ReplayTier(place="hbm", size=0.5), ReplayTier(place="disk", size=0.5)]
     costs = block_costs(trace, shape) / (machine.flops * machine.efficiency)
     last = float(shape.prefill_flops(np.array([16.0]), 1.0)[0]) / machine.flops / 0.5
     disk = machine.place("disk")
@@ -92,7 +91,7 @@ def test_a_load_is_never_slower_than_to_compute(trace, name, data):
     sizes = np.diff(trace.offsets)
     found = np.array([[data.draw(st.integers(0, int(n))), 0] for n in sizes])
     found[:, 1] = sizes - found[:, 0]
-    tiers = [Tier(place="hbm", size=1.0), Tier(place="remote", size=1.0)]
+    tiers = [ReplayTier(place="hbm", size=1.0), ReplayTier(place="remote", size=1.0)]
     some, none = (
         first_tokens_s(trace, f, tiers, HARDWARE[name], MODELS["8b"]) for f in (found, found * 0)
     )
@@ -127,7 +126,7 @@ def test_named_hardware_adds_times():
 
 def test_wrong_tiers_are_named():
     trace = generate("chat", requests=50, seed=1)
-    assert tier_from("dram:5%:kv8") == Tier(place="dram", size=0.05, codec="kv8")
+    assert tier_from("dram:5%:kv8") == ReplayTier(place="dram", size=0.05, codec="kv8")
     for bad in ("dram", "dram:", "dram:x", "a:1%:raw:b"):
         with pytest.raises(ConfigError, match=r"is no (tier|share)"):
             tier_from(bad)

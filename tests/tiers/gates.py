@@ -6,8 +6,7 @@ import threading
 
 import numpy as np
 
-from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE, Operations
-from flowkv.tiers.io.files import FilesEngine
+from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE, FilesEngine, Operations
 
 NAMES = {"read": READ, "write": WRITE, "sync": SYNC}
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from flowkv.core.errors import StoreError
-from flowkv.tiers.shared.memory import Plan, file_name
+from flowkv.tiers.shared.tier import FileLayout, file_name
 
 from .frames import hits, key_of, put
 from .sharer import NAMES, die_with_parent, size_of, start
@@ -62,7 +62,7 @@ def _erase(tier):  # type: ignore[no-untyped-def]
     return erase
 
 
-def places(plan: Plan) -> dict[str, tuple[int, int]]:
+def places(plan: FileLayout) -> dict[str, tuple[int, int]]:
     """Parts of the file: where they begin and end."""
     return {
         "superblock": (0, 64),
@@ -75,7 +75,7 @@ def places(plan: Plan) -> dict[str, tuple[int, int]]:
     }
 
 
-def damage(fd: int, plan: Plan, rng: random.Random) -> str:
+def damage(fd: int, plan: FileLayout, rng: random.Random) -> str:
     """Changes bytes of the file; returns what was done."""
     part, (begin, end) = rng.choice(list(places(plan).items()))
     kind = rng.choice(("words", "small words", "bit", "swap", "zeros", "ones", "page"))

@@ -22,7 +22,8 @@ from numba import njit
 
 from flowkv.core.errors import StoreError
 from flowkv.tiers.base import Outcome
-from flowkv.tiers.shared import SharedTier, changes, table
+from flowkv.tiers.shared import SharedTier, table
+from flowkv.tiers.shared import table as changes
 
 from .frames import get, hits, key_of, outcomes, put
 

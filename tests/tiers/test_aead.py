@@ -14,11 +14,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
-from flowkv.tiers import keyring
-from flowkv.tiers.aead import FrameCipher
-from flowkv.tiers.envelope import Envelope
+from flowkv.tiers import envelope as keyring
+from flowkv.tiers.envelope import Envelope, FrameCipher, Keyring
 from flowkv.tiers.frame import AES_256_GCM, DIGEST_AT, BadFrame, Header, fixed_fields
-from flowkv.tiers.keyring import Keyring
 from flowkv.tiers.lossless import Lossless
 
 from .frames import info_of, key_of

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
-from flowkv.tiers import xxh3
-from flowkv.tiers.check import CHECK, REASONS, STREAMED_BYTES, check_frames
+from flowkv.tiers import digest
+from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames
 from flowkv.tiers.frame import (
     BadFrame,
     decode_header,
@@ -30,7 +30,7 @@ NOISE = np.frombuffer(random.Random(0).randbytes(1 << 21), np.uint8)
 
 
 def twin(data: NDArray[np.uint8]) -> bytes:
-    return xxh3.digest(data.ctypes.data, len(data))
+    return digest.digest(data.ctypes.data, len(data))
 
 
 def test_the_twin_agrees_with_the_library_on_every_length() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from flowkv.tiers.base import Completion, Outcome, Tier
-from flowkv.tiers.completions import Completions
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.host import HostTier
+from flowkv.tiers.worker import Completions
 
 from .frames import hits, stored
 

@@ -17,7 +17,7 @@ from flowkv.tiers.base import Load, Outcome, Store, Tier
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.files import FileIO
 from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
-from flowkv.tiers.disk.slab import slot_granules
+from flowkv.tiers.disk.store import slot_granules
 
 from .faulty import FaultyFiles
 from .frames import (

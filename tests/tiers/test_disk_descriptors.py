@@ -13,7 +13,7 @@ import pytest
 
 from flowkv.core.errors import StoreError
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.io import ladder
+from flowkv.tiers.io import uring
 
 from .frames import hits, stored
 
@@ -76,11 +76,11 @@ def test_where_few_files_may_be_opened_threads_do_the_work(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("spare")
 def test_the_ladder_says_why_it_takes_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "SPARE", 1 << 62)
+    monkeypatch.setattr(uring, "SPARE", 1 << 62)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
-    engine = ladder.open_engine()
+    engine = uring.open_engine()
     try:
         assert engine.name == "threads" and (
             "ulimit -n" in engine.why or "no io_uring" in engine.why

@@ -14,10 +14,9 @@ import pytest
 
 from flowkv.tiers.base import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.io import opening
-from flowkv.tiers.io.engine import Engine
-from flowkv.tiers.io.files import FilesEngine
-from flowkv.tiers.io.ladder import open_engine
+from flowkv.tiers.io import engine as opening
+from flowkv.tiers.io.engine import FilesEngine, IOEngine
+from flowkv.tiers.io.uring import open_engine
 
 from .frames import LAYOUT, answers, hits, info_of, key_of, outcomes, stored
 from .io.test_ladder import ROOT, run
@@ -29,7 +28,7 @@ ENGINES = ("io_uring", "threads", "buffered", "files")
 Opener = Callable[..., DiskTier]
 
 
-def engine_of(name: str) -> Engine:
+def engine_of(name: str) -> IOEngine:
     if name == "files":
         return FilesEngine()
     engine = open_engine(name)  # type: ignore[arg-type]
@@ -181,7 +180,7 @@ def test_F12_little_locked_memory(tmp_path: Path) -> None:
         "from tests.tiers.io.test_ladder import drop\n"
         "from tests.tiers.frames import hits, stored\n"
         "from flowkv.tiers.disk import DiskTier\n"
-        "from flowkv.tiers.io.ladder import open_engine\n"
+        "from flowkv.tiers.io.uring import open_engine\n"
         "import os, tempfile\n"
         "open_engine().close()\n"  # so that everything is loaded while it may be read
         "drop(1 << 20)\n"

@@ -13,8 +13,7 @@ import pytest
 from flowkv.core.errors import StoreError
 from flowkv.tiers.base import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.journal import RECORDS
-from flowkv.tiers.disk.records import RECORD_BYTES
+from flowkv.tiers.disk.journal import RECORD_BYTES, RECORDS
 from flowkv.tiers.io.staging import Arena
 
 from .crashing import MemoryFiles

@@ -21,11 +21,9 @@ from flowkv.tiers.base import Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.files import FileIO
 from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
-from flowkv.tiers.disk.inspect import inspect, scrub
-from flowkv.tiers.disk.records import Written
-from flowkv.tiers.disk.repair import repair
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.keyring import Keyring
+from flowkv.tiers.disk.inspect import inspect, repair, scrub
+from flowkv.tiers.disk.journal import WrittenFrame
+from flowkv.tiers.envelope import Envelope, Keyring
 
 from .faulty import FaultyFiles
 from .frames import answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
@@ -516,7 +514,7 @@ def test_a_lost_lock_is_noticed_in_the_middle_of_a_store(tmp_path: Path) -> None
     stored(tier, ["a"])
     store, commit = tier._store, tier._store.commit
 
-    def late(batch: Sequence[Written]) -> None:
+    def late(batch: Sequence[WrittenFrame]) -> None:
         (tmp_path / "lock").unlink()
         second = another(tmp_path)
         assert not second.writable and second.contains([key_of("a")]) == [True]
@@ -639,7 +637,7 @@ import resource, sys
 from flowkv.core.errors import FlowKVError
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.inspect import inspect, scrub
-from flowkv.tiers.disk.repair import repair
+from flowkv.tiers.disk.inspect import repair
 from tests.tiers.frames import hits
 
 def load(directory):

@@ -17,10 +17,17 @@ from hypothesis import strategies as st
 from flowkv.tiers.base import Outcome
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.inspect import inspect, scrub
-from flowkv.tiers.disk.journal import PAGE_BYTES, pack_page
-from flowkv.tiers.disk.records import DELETED, STORED, Held, Record, Slot, pack_record
-from flowkv.tiers.disk.repair import repair
+from flowkv.tiers.disk.inspect import inspect, repair, scrub
+from flowkv.tiers.disk.journal import (
+    DELETED,
+    PAGE_BYTES,
+    STORED,
+    Held,
+    Record,
+    Slot,
+    pack_page,
+    pack_record,
+)
 from flowkv.tiers.frame import describe as describe_frame
 from flowkv.tiers.frame import encode_header, pack_header
 

@@ -18,12 +18,10 @@ from flowkv.core.errors import StoreError
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.files import FileIO
 from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
-from flowkv.tiers.disk.inspect import Share, inspect, scrub
-from flowkv.tiers.disk.records import Held, Record, Slot
-from flowkv.tiers.disk.recover import open_journal
-from flowkv.tiers.disk.repair import drop, repair
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.keyring import Keyring
+from flowkv.tiers.disk.inspect import FrameShare, drop, inspect, repair, scrub
+from flowkv.tiers.disk.journal import Held, Record, Slot
+from flowkv.tiers.disk.store import open_journal
+from flowkv.tiers.envelope import Envelope, Keyring
 
 from .frames import body_of, info_of, key_of, stored
 
@@ -43,9 +41,9 @@ def test_inspect(tmp_path: Path) -> None:
     found = inspect(tmp_path)
     assert (found.format, found.readable, found.owned) == (2, True, True)
     assert (found.frames, found.bytes) == (7, 5 * 8192 + 2 * 5000)
-    assert found.kinds == {"page": Share(5, 5 * 8192), "state": Share(2, 10_000)}
-    assert found.codecs == {"kv4c": Share(1, 8192), "raw": Share(6, 4 * 8192 + 10_000)}
-    assert found.namespaces[key_of("other").hex()] == Share(2, 10_000)
+    assert found.kinds == {"page": FrameShare(5, 5 * 8192), "state": FrameShare(2, 10_000)}
+    assert found.codecs == {"kv4c": FrameShare(1, 8192), "raw": FrameShare(6, 4 * 8192 + 10_000)}
+    assert found.namespaces[key_of("other").hex()] == FrameShare(2, 10_000)
     assert found.capacity_bytes == MIB
     assert 0 < found.disk_bytes < tier.used_bytes() <= MIB
     assert found.free_bytes == MIB - found.disk_bytes
@@ -164,8 +162,8 @@ def test_frames_are_shown_by_namespace(tmp_path: Path) -> None:
     found, report = inspect(tmp_path), scrub(tmp_path)
     for seen in (found, report):
         assert seen.namespaces.keys() == set(digests.values())
-        assert seen.namespaces[digests["new"]] == Share(3, 3 * 8192)
-        assert seen.namespaces[digests["old"]] == Share(2, 2 * 8192)
+        assert seen.namespaces[digests["new"]] == FrameShare(3, 3 * 8192)
+        assert seen.namespaces[digests["old"]] == FrameShare(2, 2 * 8192)
         assert seen.names == {digests["new"]: "model-new@3", digests["other"]: "model-other@3"}
     DiskTier(tmp_path, MIB).close()  # names stay, whoever opens it
     assert inspect(tmp_path).names == found.names

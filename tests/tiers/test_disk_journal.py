@@ -11,30 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.index import Index
 from flowkv.tiers.disk.journal import (
     CHARGE_BYTES,
-    PAGE_BYTES,
-    RECORDS,
-    Journal,
-    pack_page,
-    peek_store_id,
-    read_page,
-)
-from flowkv.tiers.disk.records import (
     DELETED,
+    PAGE_BYTES,
     RECORD_BYTES,
+    RECORDS,
     ROW,
     STORED,
     Held,
+    Journal,
     Record,
     Rows,
     Slot,
     newest,
+    pack_page,
     pack_record,
+    peek_store_id,
+    read_page,
     sensible,
     unpack_row,
 )
+from flowkv.tiers.disk.store import Index
 from flowkv.tiers.frame import AES_256_GCM, XXH3_128
 
 from .crashing import MemoryFiles

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from flowkv.tiers.base import Load, Outcome, Store
-from flowkv.tiers.disk import DiskTier, opened
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.keyring import Keyring
+from flowkv.tiers.disk import DiskTier, transfer
+from flowkv.tiers.envelope import Envelope, Keyring
 from flowkv.tiers.lossless import SAMPLES, Lossless
 
 from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
@@ -31,7 +30,7 @@ def test_compressed_frames_beside_others_are_read_without_a_compressor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     """They were once taken for plain ones and dropped as foreign, in large batches."""
-    monkeypatch.setattr(opened, "COMPILED_BYTES", 0 if compiled else 1 << 60)
+    monkeypatch.setattr(transfer, "COMPILED_BYTES", 0 if compiled else 1 << 60)
     packs = Lossless(lambda: 1.0, decode_bytes_per_s=lambda: 1e12)
     writer = DiskTier(tmp_path, 8 << 20, threads=0, envelope=Envelope(lossless=packs))
     stores = [
@@ -80,7 +79,7 @@ def test_frames_of_the_other_integrity_are_replaced_when_they_are_stored_anew(
 def test_a_frame_whose_integrity_was_damaged_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    monkeypatch.setattr(opened, "COMPILED_BYTES", 0 if compiled else 1 << 60)
+    monkeypatch.setattr(transfer, "COMPILED_BYTES", 0 if compiled else 1 << 60)
     tier = DiskTier(tmp_path, 1 << 20)
     stored(tier, ["a"])
     tier.close()

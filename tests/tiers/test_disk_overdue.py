@@ -14,7 +14,7 @@ from flowkv.core.clock import ManualClock
 from flowkv.core.errors import StoreError
 from flowkv.tiers.base import Completion, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.sealing import seal_all
+from flowkv.tiers.disk.transfer import seal_all
 from flowkv.tiers.io.staging import Arena
 
 from .frames import LAYOUT, answers, body_of, hits, info_of, key_of, outcomes, stored
@@ -305,7 +305,7 @@ def test_close_leaves_memory_alone_that_is_being_read(
         assert go_on.wait(20)
         seal_all(frames)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("flowkv.tiers.disk.storing.seal_all", slowly)
+    monkeypatch.setattr("flowkv.tiers.disk.transfer.seal_all", slowly)
     tier = DiskTier(tmp_path, MIB)
     job = tier.submit_store([store_of("a")])
     assert begun.wait(20)
@@ -366,13 +366,13 @@ def test_nobody_waits_for_what_went_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     def wrong(*_: object, **__: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    for place in ("loading.open_all", "loading.Loading.begin"):
+    for place in ("transfer.open_all", "transfer.Loading.begin"):
         with monkeypatch.context() as patch:
             patch.setattr(f"flowkv.tiers.disk.{place}", wrong)
             job = tier.submit_load([load_of("a", bytearray(8192))])
             reason = "RuntimeError: a fault of ours"
             assert outcomes(answers(tier, job, 1, within_s=5)) == [("failed", reason)]
-    for place in ("storing.Storing.begin", "storing.Storing.finish"):
+    for place in ("transfer.Storing.begin", "transfer.Storing.finish"):
         with monkeypatch.context() as patch:
             patch.setattr(f"flowkv.tiers.disk.{place}", wrong)
             job = tier.submit_store([store_of(place)])

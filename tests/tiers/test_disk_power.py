@@ -17,8 +17,7 @@ import pytest
 from flowkv.tiers.base import Completion, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.files import Buffer
-from flowkv.tiers.io.engine import COMPLETION, Completions
-from flowkv.tiers.io.files import FilesEngine
+from flowkv.tiers.io.engine import COMPLETION, Completions, FilesEngine
 from flowkv.tiers.io.staging import Arena
 
 from .crashing import MemoryFiles

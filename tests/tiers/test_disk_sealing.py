@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flowkv.tiers.base import Outcome, Store
-from flowkv.tiers.disk import DiskTier, sealing
-from flowkv.tiers.disk.sealing import Unsealed, seal_all
+from flowkv.tiers.disk import DiskTier, transfer
+from flowkv.tiers.disk.transfer import Unsealed, seal_all
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import header_bytes
 from flowkv.tiers.io.staging import Arena
@@ -20,7 +20,7 @@ SHAPES = [(1, 1), (1, 77), (1, 239), (1, 5001), (3, 4096), (40, 4096), (300, 409
 
 
 def sealed(arena: Arena, least: int, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    monkeypatch.setattr(sealing, "COMPILED_BYTES", least)
+    monkeypatch.setattr(transfer, "COMPILED_BYTES", least)
     frames = []
     for number, (stripes, step) in enumerate(SHAPES):
         start, size = header_bytes(stripes), stripes * step
@@ -56,7 +56,7 @@ def test_what_cannot_be_sealed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("flowkv.tiers.disk.storing.seal_all", none_left)
+        patch.setattr("flowkv.tiers.disk.transfer.seal_all", none_left)
         items = [Store(key_of(n), info_of(8192), memoryview(bytes(8192))) for n in range(3)]
         job = tier.submit_store(items)
         assert outcomes(answers(tier, job, 3)) == [("failed", "memory")] * 3

@@ -28,8 +28,8 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 
 import flowkv
+from flowkv.cache.export import MAGIC, ArchiveReader
 from flowkv.core.errors import FlowKVError, StoreError
-from flowkv.runtime.archive import MAGIC, ArchiveReader
 from flowkv.testing.tiers import MemoryTier
 from flowkv.tiers.base import Load, Outcome, Tier
 from flowkv.tiers.disk import DiskTier
@@ -38,9 +38,9 @@ from flowkv.tiers.frame import BadFrame, decode_header, encode_header
 from flowkv.tiers.host import HostTier
 from flowkv.tiers.shared import SharedTier
 from tests.audit import PACKAGE, Forbidden
+from tests.cache.fakes import Wrapped
+from tests.cache.toy import check_content, make_kv, published, simple, write
 from tests.hooks.nano import make_nano
-from tests.runtime.fakes import Wrapped
-from tests.runtime.toy import check_content, make_kv, published, simple, write
 
 from .fault_list import FAULTS
 from .frames import LAYOUT, answers, body_of, get, info_of, key_of, outcomes, stored

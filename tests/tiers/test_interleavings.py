@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from flowkv.testing.simulation import SimulatedFiles
 from flowkv.tiers.base import Completion, Load, Outcome, Store, Tier
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.shared import SharedTier
+from tests.tiers.simulation import SimulatedFiles
 
 from .frames import LAYOUT, body_of, info_of, key_of
 from .interleaving import Deadlock, Scene, Turns, explore, locks_in

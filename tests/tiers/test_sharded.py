@@ -15,9 +15,8 @@ from flowkv.core.layout import CODECS, PageLayout, page_layout
 from flowkv.testing.tiers import Faults, FlakyTier, check_tier
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.heads import Heads, stored_key
 from flowkv.tiers.host import HostTier
-from flowkv.tiers.sharded import ShardedTier
+from flowkv.tiers.sharded import Heads, ShardedTier, stored_key
 from flowkv.tiers.shared import SharedTier
 
 from .frames import answers, key_of, outcomes

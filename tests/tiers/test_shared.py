@@ -22,8 +22,9 @@ from hypothesis import given, settings
 from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.testing.tiers import check_tier
 from flowkv.tiers.base import Load, Store, Tier
-from flowkv.tiers.shared import SharedTier, changes, table
-from flowkv.tiers.shared.memory import LEAST_BYTES, file_name, plan
+from flowkv.tiers.shared import SharedTier, table
+from flowkv.tiers.shared import table as changes
+from flowkv.tiers.shared.tier import LEAST_BYTES, file_name, plan
 
 from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .sharer import CAPACITY_BYTES, audit, start

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.testing.simulation import (
+from flowkv.tiers.base import Tier
+from flowkv.tiers.disk import DiskTier, journal
+from flowkv.tiers.disk.journal import Journal
+from tests.tiers import simulation
+from tests.tiers.simulation import (
     HAZARDS,
     SimulatedFiles,
     Simulation,
@@ -21,10 +25,6 @@ from flowkv.testing.simulation import (
     shrink,
     simulate,
 )
-from flowkv.testing.simulation import run as simulation
-from flowkv.tiers.base import Tier
-from flowkv.tiers.disk import DiskTier, journal
-from flowkv.tiers.disk.journal import Journal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,7 +68,7 @@ def test_same_seed_same_run() -> None:
 
 
 def test_same_seed_same_run_in_another_process() -> None:
-    program = "from flowkv.testing.simulation import simulate; print(simulate(7, 300).digest)"
+    program = "from tests.tiers.simulation import simulate; print(simulate(7, 300).digest)"
     digests = set()
     for number in ("1", "2"):  # the order of sets differs between these processes
         done = subprocess.run(

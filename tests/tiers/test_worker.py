@@ -8,7 +8,7 @@ import pytest
 
 from flowkv.core.clock import ManualClock, SystemClock
 from flowkv.tiers.base import Completion, Load, Outcome, Store
-from flowkv.tiers.worker import Item, Patience, Staging, Workers
+from flowkv.tiers.worker import Item, Patience, ThreadMemory, Workers
 
 from .frames import LAYOUT, info_of, key_of
 
@@ -18,7 +18,7 @@ def nothing(*args: object) -> None:
 
 
 def workers(
-    load: Callable[[Item, Staging], None] = nothing,
+    load: Callable[[Item, ThreadMemory], None] = nothing,
     store: Callable[[list[Item]], None] = nothing,
     **changes: object,
 ) -> Workers:
@@ -45,7 +45,7 @@ def collect(pool: Workers, count: int) -> list[Completion]:
 
 
 def test_a_thread_survives_its_work() -> None:
-    def broken(item: Item, staging: Staging) -> None:
+    def broken(item: Item, staging: ThreadMemory) -> None:
         if item.index == 0:
             raise ValueError("oh")
         if item.index == 1:
@@ -131,7 +131,7 @@ def test_a_store_after_a_deletion_is_not_answered_from_before() -> None:
 def test_loads_go_first() -> None:
     gate, order = threading.Event(), []
 
-    def load(item: Item, staging: Staging) -> None:
+    def load(item: Item, staging: ThreadMemory) -> None:
         order.append("load")
         pool.answer(item, Outcome.MISS)
 
@@ -156,7 +156,7 @@ def test_close_gives_up_on_a_stuck_thread() -> None:
     gate, entered = threading.Event(), threading.Event()
     target = memoryview(bytearray(100))
 
-    def load(item: Item, staging: Staging) -> None:
+    def load(item: Item, staging: ThreadMemory) -> None:
         entered.set()
         assert gate.wait(20)
         if (memory := pool.claim(item)) is not None:
@@ -186,7 +186,7 @@ def test_poll_waits_for_the_first_answer_and_no_longer() -> None:
 
 @pytest.mark.parametrize("size", [1, 4096, (1 << 20) + 1])
 def test_staging_grows_and_is_aligned(size: int) -> None:
-    staging = Staging()
+    staging = ThreadMemory()
     small, large = staging(10), staging(size)
     large[-1] = 7
     assert (len(small), len(large)) == (10, size)
@@ -249,7 +249,7 @@ def test_a_stuck_thread_is_replaced_and_its_memory_retired() -> None:
     clock, gate, told = ManualClock(), threading.Event(), []
     busy = threading.Semaphore(0)
 
-    def load(item: Item, staging: Staging) -> None:
+    def load(item: Item, staging: ThreadMemory) -> None:
         staging(1)
         busy.release()
         if item.deadline_ns < 10**9:
@@ -303,7 +303,7 @@ def test_stores_leave_threads_to_loads() -> None:
 def test_what_waits_can_be_failed() -> None:
     gate, entered = threading.Event(), threading.Event()
 
-    def load(item: Item, staging: Staging) -> None:
+    def load(item: Item, staging: ThreadMemory) -> None:
         entered.set()
         assert gate.wait(20)
         pool.answer(item, Outcome.MISS)

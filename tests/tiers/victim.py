@@ -14,7 +14,7 @@ import tempfile
 
 from flowkv.tiers.base import Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.io.ladder import RUNGS, open_engine
+from flowkv.tiers.io.uring import RUNGS, open_engine
 
 from .frames import answers, body_of, hits, info_of, key_of, stored
 

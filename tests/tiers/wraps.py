@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flowkv.tiers.base import FrameInfo
-from flowkv.tiers.envelope import Envelope, Integrity, Sealed
+from flowkv.tiers.envelope import Envelope, Integrity, Keyring, SealedFrame
 from flowkv.tiers.frame import BadFrame, Header
-from flowkv.tiers.keyring import Keyring
 from flowkv.tiers.lossless import Lossless
 
 from .frames import info_of, key_of
@@ -27,7 +26,7 @@ class Stored(NamedTuple):
     key: bytes
     info: FrameInfo
     body: bytes
-    sealed: Sealed
+    sealed: SealedFrame
     data: bytes
 
     @property

@@ -9,10 +9,10 @@ try:
 except ImportError as error:
     raise MissingDependencyError("flowkv.attach", "hf") from error
 
+from flowkv.cache import kv as _runtime
 from flowkv.hooks.huggingface.attach import attach, make_cache
-from flowkv.hooks.huggingface.parts import make_runner_parts
+from flowkv.hooks.huggingface.runners import make_runner_parts
 from flowkv.hooks.huggingface.verify import Report, verify
-from flowkv.runtime import cache as _runtime
 
 __all__ = ["Report", "attach", "make_cache", "make_runner_parts", "verify"]
 

@@ -12,24 +12,24 @@ from typing import Any, Literal
 
 import torch
 
+from flowkv.cache.kv import KV
 from flowkv.core.errors import ConfigError, StateError, UnsupportedModelError
-from flowkv.hooks.huggingface.admission import NOTHING, Wish, admit
+from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.cache import PagedCache
-from flowkv.hooks.huggingface.door import Door, warn_inherited
+from flowkv.hooks.huggingface.door import ForwardHook, warn_inherited
 from flowkv.hooks.huggingface.identity import Identity
-from flowkv.hooks.huggingface.inputs import Call, Names
+from flowkv.hooks.huggingface.inputs import ForwardCall, Names
 from flowkv.hooks.huggingface.plan import plan_geometry
 from flowkv.hooks.huggingface.probe import probe, settle
+from flowkv.hooks.huggingface.restore import NOTHING, ReuseWish, admit
 from flowkv.hooks.huggingface.rows import Rows
-from flowkv.hooks.huggingface.switch import Switch
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
-from flowkv.runtime.cache import KV
 
 Reads = Literal["auto", "dense"]
 
 _LOCK = threading.Lock()
-_ATTACHED: weakref.WeakKeyDictionary[torch.nn.Module, Door] = weakref.WeakKeyDictionary()
-_DOORS: weakref.WeakKeyDictionary[KV, weakref.ref[Door]] = weakref.WeakKeyDictionary()
+_ATTACHED: weakref.WeakKeyDictionary[torch.nn.Module, ForwardHook] = weakref.WeakKeyDictionary()
+_DOORS: weakref.WeakKeyDictionary[KV, weakref.ref[ForwardHook]] = weakref.WeakKeyDictionary()
 
 
 def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
@@ -77,7 +77,7 @@ def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
         return kv
 
 
-def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
+def install(model: Any, kv: KV, *, reads: Reads = "auto") -> ForwardHook:
     """Probes a model, binds the cache to it, and hangs the door.
 
     Raises:
@@ -94,7 +94,7 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> Door:
         found = probe(model, kv.page_size, in_pages=in_pages, long=long)
     identity.learn(model, named=False)
     kv.bind(found.plan.geometry, identity.namespace)
-    door = Door(model, kv, found.plan, identity, switch)
+    door = ForwardHook(model, kv, found.plan, identity, switch)
     door.hang()
     try:
         settle(model, kv, found, door)
@@ -160,7 +160,7 @@ def _unattached(
     kv: KV, inputs: dict[str, Any], tenant: str | None, care: Mapping[str, Any]
 ) -> PagedCache:
     assert kv.geometry is not None
-    call = Call(Names({"logits_to_keep": 0}, False, {}), inputs)
+    call = ForwardCall(Names({"logits_to_keep": 0}, False, {}), inputs)
     more = call.problem or call.modal or call.condition or call.types
     pads = None if more else call.pads()
     if pads is None:
@@ -172,7 +172,7 @@ def _unattached(
     plan = plan_geometry(kv.geometry)
     # `generate` makes positions from the mask, which count a row's own tokens.
     prompts = [prompt._replace(salts=[]) for prompt in call.prompts(pads)[0]]
-    found = admit(kv, prompts, Wish(call.columns - 1, tenant, care=care))
+    found = admit(kv, prompts, ReuseWish(call.columns - 1, tenant, care=care))
     rows = Rows(kv, found.seqs, pads, found.base, layers=len(plan.placed))
     rows.promised = call.columns
     cache = PagedCache(rows, plan)
@@ -202,7 +202,7 @@ def _forget(model: weakref.ref[Any]) -> None:
         _ATTACHED.pop(held, None)
 
 
-def door_of(model: Any) -> Door | None:
+def door_of(model: Any) -> ForwardHook | None:
     """The door of an attached model."""
     return _ATTACHED.get(model)
 

@@ -55,9 +55,8 @@ from flowkv.hooks.huggingface.versions import (
     settings,
     settled,
 )
-from flowkv.hooks.huggingface.weights import Weights, readable
-from flowkv.hooks.huggingface.writes import MISSING as _MISSING
-from flowkv.hooks.huggingface.writes import Written
+from flowkv.hooks.huggingface.weights import MISSING as _MISSING
+from flowkv.hooks.huggingface.weights import Weights, Written, readable
 
 COMPILED = "compiled"
 _PROCESS = uuid.uuid4().hex

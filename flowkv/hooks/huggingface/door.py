@@ -15,31 +15,105 @@ import numpy as np
 import torch
 from torch.utils._device import DeviceContext
 
-from flowkv.core.errors import (
-    CapacityError,
-    FlowKVError,
-    StateError,
-    UnsupportedModelError,
-)
-from flowkv.hooks.huggingface.admission import NOTHING, Admitted, Wish, admit
-from flowkv.hooks.huggingface.auditing import audit_rows
+from flowkv.cache.audit import audit, due
+from flowkv.cache.kv import KV
+from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
+from flowkv.hooks.huggingface.attention import RUNNING, Switch, decoder_of
 from flowkv.hooks.huggingface.cache import PagedCache
-from flowkv.hooks.huggingface.chunks import extend
-from flowkv.hooks.huggingface.fill import Fill
-from flowkv.hooks.huggingface.identity import Identity
-from flowkv.hooks.huggingface.inputs import Call, Names
-from flowkv.hooks.huggingface.nested import Nested
-from flowkv.hooks.huggingface.notes import usual
-from flowkv.hooks.huggingface.packing import RUNNING
+from flowkv.hooks.huggingface.identity import Identity, Proof, usual
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, Prompt
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
-from flowkv.hooks.huggingface.prefill import check_paired, refuse_lost, wants_last, without_known
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
-from flowkv.hooks.huggingface.proof import Proof
-from flowkv.hooks.huggingface.restoring import Restoring
-from flowkv.hooks.huggingface.rows import Rows
-from flowkv.hooks.huggingface.switch import Switch, decoder_of
+from flowkv.hooks.huggingface.restore import (
+    NOTHING,
+    AdmittedRows,
+    Nested,
+    Part,
+    Restoring,
+    ReuseWish,
+    abort,
+    admit,
+    discard,
+    uncount,
+)
+from flowkv.hooks.huggingface.rows import Rows, check_paired, refuse_lost, wants_last, without_known
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
-from flowkv.runtime.cache import KV
+
+# Audits of an attached model: sampled pages of its prompts are computed once more and compared.
+
+
+def audit_rows(cache: PagedCache) -> None:
+    """Audits what was restored for a cache, once; what is wrong is forgotten, and told.
+
+    Args:
+        cache: In no forward. Its `audits` computes, with the arguments of its first forward.
+    """
+    nested, cache.audits = cache.audits, None
+    if nested is None:
+        return
+    rows, kv = cache.rows, cache.rows.kv
+    size = kv.page_size
+    for row, (seq, pad) in enumerate(zip(list(rows.seqs), rows.pads.tolist(), strict=True)):
+        for page in due(kv, seq) if nested.cut else ():
+            if not nested.alone(row, page * size, (page + 1) * size):
+                continue  # an image lies across its border; it waits for another sequence
+            with audit(kv, seq, page) as case:
+                if case is not None:
+                    with suppress(CapacityError):
+                        nested.compute([Part(row, case.twin, pad, size)])
+                    case.judge()
+
+
+# Chunked prefill: a prompt that is shown bit by bit is looked up again with every bit.
+
+
+def extend(kv: KV, cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
+    """Skips what is known of a further chunk; returns the arguments that are left to compute.
+
+    Args:
+        kv: The cache's pages.
+        cache: A cache of which only prompts were computed so far.
+        call: The next chunk.
+    """
+    rows = cache.rows
+    if not call.skippable or call.ids is None or call.ids.shape[0] != len(rows.seqs):
+        return call.given
+    rows.flush()
+    if rows.blind or not rows.usual(call.columns, call.positions) or not rows.trusted(rows):
+        return call.given
+    most = rows.base + call.columns - call.keep
+    if rows.switch is not None and rows.base + call.columns >= rows.switch:
+        return call.given
+    try:
+        wish = ReuseWish(most, cache.tenant, cache.plan.stateful, care=cache.care)
+        found = admit(kv, _prompts(cache, call), wish)
+    except CapacityError:
+        return call.given
+    gained = found.base - rows.base
+    if gained <= 0:
+        abort(kv, discard(kv, found.seqs))
+        uncount(kv, -len(rows.seqs) * call.columns, 0)
+        return call.given
+    abort(kv, discard(kv, list(rows.seqs)))
+    rows.seqs[:] = found.seqs
+    rows.rebase(found.base)
+    if cache.recurrent is not None and found.states is not None:
+        cache.recurrent.restore(found.states)
+    cache.follow()
+    return call.skip(gained)
+
+
+def _prompts(cache: PagedCache, call: ForwardCall) -> list[Prompt]:
+    """Each row's tokens so far with the chunk's."""
+    rows, found = cache.rows, []
+    assert call.ids is not None
+    ids = call.ids.cpu().numpy().astype(np.uint32)
+    for row, (seq, pad) in enumerate(zip(rows.seqs, rows.pads.tolist(), strict=True)):
+        known = seq.tokens[: max(rows.base - pad, 0)]
+        fresh = ids[row, max(pad - rows.base, 0) :]
+        found.append(Prompt(np.concatenate([known, fresh]), pad, list(seq.salts)))
+    return found
+
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
 _LEARNS = 4
@@ -49,7 +123,7 @@ _PATIENCE_S = 10.0
 _MIXED = "the rows of a batch look at each other"
 
 
-class Verdict(NamedTuple):
+class ReuseLimits(NamedTuple):
     """How a model can be served.
 
     Attributes:
@@ -63,7 +137,7 @@ class Verdict(NamedTuple):
     pages: frozenset[int]
 
 
-class Door:
+class ForwardHook:
     """Serves the forwards of one model from one cache. Thread-safe: all state is per cache.
 
     Args:
@@ -102,7 +176,7 @@ class Door:
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
         self._attends, self._reads = identity.attends(model), switch.reason
-        self._verdicts: dict[Any, Verdict] = {}
+        self._verdicts: dict[Any, ReuseLimits] = {}
         self._learns, self._alike = _LEARNS, dict[tuple[bytes, int], Alike]()
         self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
@@ -111,7 +185,7 @@ class Door:
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHook:
         return self
 
     def __reduce__(self) -> Any:
@@ -261,7 +335,7 @@ class Door:
     def _serve(self, model: Any, cache: Any, given: dict[str, Any]) -> Any:
         training: bool = model.training
         if isinstance(cache, PagedCache) and cache.stays():
-            door: Door = cache.door or self
+            door: ForwardHook = cache.door or self
             if door._model() is not model or _wants_grad(door, model, given):
                 cache.give_up(private=True)  # what the model is given has to be its own from here
                 if door._model() is model:
@@ -372,7 +446,7 @@ class Door:
             self._refuse(f"it has changed, and cannot be served any more: {error}", "changed")
             return given
         unsteady = self.identity.unsteady
-        call = Call(self.names, given)
+        call = ForwardCall(self.names, given)
         if self.names.encoder and not call.keep and wants_last(self._model()):
             call.keep = 1
         pads = None if call.problem else call.pads()
@@ -426,13 +500,13 @@ class Door:
             return given
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
 
-    def _nested(self, call: Call, types: Mapping[str, torch.Tensor], fill: Fill) -> Nested:
+    def _nested(self, call: ForwardCall, types: Mapping[str, torch.Tensor], fill: Fill) -> Nested:
         model = self._model()
         assert model is not None
         return Nested(self, model, self.plan, call, types, fill)
 
     @staticmethod
-    def _usual(call: Call, pads: list[int]) -> bool:
+    def _usual(call: ForwardCall, pads: list[int]) -> bool:
         return usual(
             0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
         )
@@ -451,7 +525,7 @@ class Door:
             self.refresh()
         except UnsupportedModelError as error:
             raise StateError(error.problem, "Call generate without past_key_values") from error
-        call = Call(self.names, given)
+        call = ForwardCall(self.names, given)
         pads = None if call.problem else call.pads()
         if pads is None:
             raise StateError(
@@ -473,7 +547,7 @@ class Door:
 
     def _admit(
         self,
-        call: Call,
+        call: ForwardCall,
         pads: list[int],
         most: int,
         *,
@@ -481,7 +555,7 @@ class Door:
         care: Mapping[str, Any] = NOTHING,
         reuse: bool = True,
         wait: bool = True,
-    ) -> tuple[Admitted, Fill]:
+    ) -> tuple[AdmittedRows, Fill]:
         self._save_states()
         switch = self.identity.switch
         if not reuse or not self.continues or (switch is not None and call.columns >= switch):
@@ -489,10 +563,10 @@ class Door:
         prompts, fill = call.prompts(pads, by_place=self._alike_rows(call) != "alike")
         if not self._holds(max(len(prompt.tokens) for prompt in prompts)):
             most = 0  # nothing is fetched for what will be refused
-        wish = Wish(max(most, 0), tenant, self.plan.stateful, fill, care, wait=wait)
+        wish = ReuseWish(max(most, 0), tenant, self.plan.stateful, fill, care, wait=wait)
         return admit(self.kv, prompts, wish), fill
 
-    def _alike_rows(self, call: Call) -> Alike:
+    def _alike_rows(self, call: ForwardCall) -> Alike:
         """How rows of a batch are treated, as far as a trial shows it.
 
         Only code that is neither torch's nor transformers' is suspected, and weights that have a
@@ -510,7 +584,7 @@ class Door:
             self._alike[key] = tried
         return self._alike[key]
 
-    def _divides(self, call: Call) -> bool:
+    def _divides(self, call: ForwardCall) -> bool:
         """Whether some rows, or tokens, of a call can be computed by themselves."""
         plain = all(isinstance(v, (bool, int, float, str)) for v in call.condition.values())
         return (plain or self.names.encoder) and self._alike_rows(call) == "alike"
@@ -532,7 +606,9 @@ class Door:
         pools = planner.store.pools
         return all(pools[device].capacity_granules >= n for device, n in wanted.items())
 
-    def _rows(self, found: Admitted, call: Call, pads: list[int]) -> tuple[Rows, ModelPlan]:
+    def _rows(
+        self, found: AdmittedRows, call: ForwardCall, pads: list[int]
+    ) -> tuple[Rows, ModelPlan]:
         rows = Rows(
             self.kv,
             found.seqs,
@@ -547,7 +623,7 @@ class Door:
             rows.go_blind()
         return rows, self.plan
 
-    def _enter(self, cache: PagedCache, found: Admitted, call: Call) -> None:
+    def _enter(self, cache: PagedCache, found: AdmittedRows, call: ForwardCall) -> None:
         cache.unsteady = self.identity.unsteady
         cache.options = {} if self.names.encoder else call.condition
         if cache.recurrent is not None:
@@ -577,11 +653,11 @@ class Door:
             rows.go_blind()  # somebody wrote where forwards write: that is in another name
         cache.watched = watched and model is not None and self.identity.same(model)
         self._watch(cache)
-        call = Call(self.names, given)
+        call = ForwardCall(self.names, given)
         if call.columns == 0:
             return given
         check_paired(call)
-        if rows.restoring is not None:
+        if isinstance(rows.restoring, Restoring):
             fill = Fill([seq.tokens for seq in rows.seqs], {}, {})
             nested = self._nested(call, rows.restoring.types, fill)
             rows.restoring.meet(nested, front=not training, columns=rows.base)
@@ -604,17 +680,19 @@ class Door:
         if filled:
             pads = rows.pads.tolist()
             fill = Fill([seq.tokens for seq in rows.seqs], call.modal, self.names.placeholders)
-            call = Call(self.names, call.skip(0, fill.rest(rows.base, pads)))
+            call = ForwardCall(self.names, call.skip(0, fill.rest(rows.base, pads)))
         if rows.forwards and rows.prefilling and not rows.blind:
             rows.prefilling = call.columns >= self.kv.page_size
             if rows.prefilling:
-                call = Call(self.names, extend(self.kv, cache, call))
+                call = ForwardCall(self.names, extend(self.kv, cache, call))
         return self._step(cache, call, given if whole else None)
 
-    def _options_changed(self, cache: PagedCache, call: Call) -> bool:
+    def _options_changed(self, cache: PagedCache, call: ForwardCall) -> bool:
         return not self.names.encoder and not call.conditioned(cache.options)
 
-    def _step(self, cache: PagedCache, call: Call, whole: dict[str, Any] | None) -> dict[str, Any]:
+    def _step(
+        self, cache: PagedCache, call: ForwardCall, whole: dict[str, Any] | None
+    ) -> dict[str, Any]:
         if call.ids is None:
             cache.rows.go_blind()
         else:
@@ -622,7 +700,9 @@ class Door:
         begun = self._begin(cache, call, call.columns, whole=whole is not None)
         return call.given if begun or whole is None else whole
 
-    def _begin(self, cache: PagedCache, call: Call, columns: int, *, whole: bool = True) -> bool:
+    def _begin(
+        self, cache: PagedCache, call: ForwardCall, columns: int, *, whole: bool = True
+    ) -> bool:
         """False if the cache is native and empty now; `whole`: the forward can begin there."""
         cache.rows.wants_weights = call.wants_weights
         try:
@@ -680,7 +760,7 @@ class Door:
     def tried(self) -> None:
         """The model as it is now was tried, and is served as the plan says."""
         self._reads = self.switch.reason
-        self._verdicts[self.identity.kind] = Verdict("", self._reads, self._in_pages())
+        self._verdicts[self.identity.kind] = ReuseLimits("", self._reads, self._in_pages())
 
     def _in_pages(self) -> frozenset[int]:
         return frozenset(i for i, place in self.plan.placed.items() if place.in_pages)
@@ -704,7 +784,7 @@ class Door:
                     settle(model, self.kv, found, self)
             except UnsupportedModelError as error:
                 problem = error.problem
-            self._verdicts[kind] = Verdict(problem, self.switch.reason, self._in_pages())
+            self._verdicts[kind] = ReuseLimits(problem, self.switch.reason, self._in_pages())
         self._problem, self.switch.reason, pages = self._verdicts[kind]
         for index, place in self.plan.placed.items():
             place.in_pages = index in pages
@@ -745,7 +825,7 @@ class Door:
         return None if model is None else decoder_of(model)
 
 
-def _wants_grad(door: Door, model: Any, given: Mapping[str, Any]) -> bool:
+def _wants_grad(door: ForwardHook, model: Any, given: Mapping[str, Any]) -> bool:
     """Whether gradients may flow through a forward: pages do not pass them on."""
     if not torch.is_grad_enabled():
         return False

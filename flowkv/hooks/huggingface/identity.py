@@ -11,22 +11,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from flowkv.cache.kv import KV
 from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.keys import Namespace
 from flowkv.hooks.huggingface.computation import Walk, key_text, settles
 from flowkv.hooks.huggingface.versions import chosen_functions, library_release
-from flowkv.hooks.huggingface.weights import Weights
-from flowkv.hooks.huggingface.writes import MISSING, Places, Written, holds, state_of
+from flowkv.hooks.huggingface.weights import MISSING, Places, Weights, Written, holds, state_of
 
 SMALL_BYTES = 8 << 20
 """Weights up to this size are read whole for every cache and before pages become known."""
@@ -443,3 +446,229 @@ def _switch(config: Any) -> int | None:
         if isinstance(kind, str) and any(name in kind for name in _ROPE_BY_LENGTH):
             lengths.append(part.get("original_max_position_embeddings") or trained or 1)
     return min(int(n) for n in (*lengths, trained or lengths[0])) if lengths else None
+
+
+# Proves pages by reading weights again: a little in every call, more while nothing runs.
+#
+# A page may leave the process once a reading of all weights, begun after the page became known, has
+# found them as they were named. A reading that finds another content takes back what is not proven.
+
+_IDLE_S = 0.05
+"""So long nothing has run when a model counts as idle."""
+_PART_S = 0.002
+
+
+class Proof:
+    """Reads the weights of one model for one cache.
+
+    Args:
+        kv: Where the pages are.
+        identity: Whose weights.
+        lock: Held while the identity is looked at or changed; taken before the cache's.
+    """
+
+    def __init__(self, kv: KV, identity: Identity, lock: threading.RLock) -> None:
+        self._kv, self._identity, self._lock = kv, identity, lock
+        self._began_s = self._ended_s = time.monotonic()
+        self._running = False
+        self._thread: threading.Thread | None = None
+
+    # ---- calls
+
+    def enter(self) -> None:
+        """A forward begins."""
+        self._running = True
+
+    def leave(self) -> None:
+        """A forward is over."""
+        self._running = False
+        self._ended_s = time.monotonic()
+
+    def read(self) -> bool:
+        """Reads on, at the start of a call; False if weights are not what they were."""
+        identity = self._identity
+        if identity.n_bytes <= SMALL_BYTES:
+            return identity.same_content()
+        now_s = time.monotonic()
+        seconds, self._began_s = self._ended_s - self._began_s, now_s
+        return self._roll(seconds)
+
+    def _roll(self, seconds: float) -> bool:
+        weights = self._identity.weights
+        if not weights.rolling:
+            with self._kv.lock:
+                if (planner := self._kv.planner) is not None:
+                    planner.store.provisional.begin()
+        passes = weights.passes
+        if not self._identity.roll(max(seconds, 0.0)):
+            return False
+        if weights.passes > passes and not self._identity.unnamed:
+            with self._kv.lock:
+                if (planner := self._kv.planner) is not None and not self._kv.closed:
+                    planner.store.confirm()
+        return True
+
+    # ---- what is proven
+
+    def watch(self) -> None:
+        """From now on pages are proven or not as the identity, which is new, asks for."""
+        with self._kv.lock:
+            if (planner := self._kv.planner) is not None:
+                identity = self._identity
+                proves = identity.n_bytes > SMALL_BYTES or bool(identity.unnamed)
+                planner.store.provisional.active = proves
+
+    def reject(self) -> None:
+        """Weights changed: forgets what may have been computed by others than it is named after."""
+        with self._kv.lock:
+            if (planner := self._kv.planner) is not None:
+                planner.store.reject()
+
+    def finish(self) -> None:
+        """Reads all weights from the beginning, so that all that is known by now is proven."""
+        with self._lock:
+            planner = self._kv.planner
+            if planner is None or not planner.store.provisional or self._identity.unnamed:
+                return
+            self._identity.weights.restart()
+            passes = self._identity.weights.passes
+            while self._identity.weights.passes == passes:
+                if not self._roll(1e9):
+                    self.reject()
+                    return
+
+    def rest(self) -> None:
+        """A call may be over: reads on in the background while nothing else runs."""
+        planner = self._kv.planner
+        if planner is None or not planner.store.provisional or self._identity.unnamed:
+            return
+        if not any(map(planner.store.outlives, range(len(planner.store.tiers)))):
+            return
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=_read_on, args=(weakref.ref(self),), name="flowkv-weights", daemon=True
+            )
+            self._thread.start()
+
+    def step(self) -> bool:
+        """Reads a part if the model is idle; whether there is more to prove."""
+        planner = self._kv.planner
+        if planner is None or self._kv.closed or not planner.store.provisional:
+            return False
+        if self._running or time.monotonic() - self._ended_s < _IDLE_S:
+            return True
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._identity.unnamed or self._identity.n_bytes <= SMALL_BYTES:
+                    return False
+                if not self._roll(0.0):
+                    self.reject()
+                    self._identity.weights.restart()
+            finally:
+                self._lock.release()
+        return True
+
+
+def _read_on(held: weakref.ref[Proof]) -> None:
+    while (proof := held()) is not None and proof.step():
+        del proof  # nobody is kept alive by being watched
+        time.sleep(_PART_S)
+
+
+# Token ids and positions that went into a model, kept until a page fills and its name is needed.
+#
+# Reading them from a GPU waits for it, so they are read once a page and not once a token. They are
+# copied when they come: a caller may write its next token into the same tensor.
+
+
+class Note(NamedTuple):
+    """Ids `[B, T]` and positions `[..., T]` of the columns from `low` on."""
+
+    low: int
+    ids: torch.Tensor
+    positions: torch.Tensor | None
+
+
+class Notes:
+    """The notes of one cache, in order of columns."""
+
+    def __init__(self) -> None:
+        self._notes: list[Note] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._notes)
+
+    def add(self, low: int, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """Copies what a forward was given for the columns from `low` on."""
+        copied = None if positions is None else positions.detach().clone()
+        self._notes.append(Note(low, ids.detach().clone(), copied))
+
+    def drop(self, low: int) -> None:
+        """Forgets what was noted for columns from `low` on."""
+        self._notes = [note for note in self._notes if note.low < low]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._notes.clear()
+
+    def take(self, pads: NDArray[np.int64], by_column: bool) -> tuple[int, NDArray[np.int64], bool]:
+        """Hands everything over.
+
+        Args:
+            pads: Padding columns of each row.
+            by_column: Positions are expected to be missing: they count columns.
+
+        Returns:
+            The first column, ids `[B, n]`, and whether all positions are the usual ones.
+        """
+        notes, self._notes = self._notes, []
+        joined = _join(notes)
+        ordinary = all(
+            usual(note.low, note.ids.shape[1], note.positions, pads, by_column=by_column)
+            for note in joined
+        )
+        ids = torch.cat([note.ids for note in joined], dim=1).cpu().numpy()
+        return notes[0].low, ids, ordinary
+
+
+def _join(notes: list[Note]) -> list[Note]:
+    """Adjacent columns as one note, if their positions have one shape: a GPU is asked once."""
+    positions = [note.positions for note in notes]
+    ids = torch.cat([note.ids for note in notes], dim=1)
+    given = [p for p in positions if p is not None]
+    if not given:
+        return [Note(notes[0].low, ids, None)]
+    alike = len({p.shape[:-1] for p in given}) == 1
+    fitting = all(p.shape[-1] == note.ids.shape[1] for p, note in zip(given, notes, strict=False))
+    if len(given) < len(notes) or not alike or not fitting:
+        return notes
+    return [Note(notes[0].low, ids, torch.cat(given, dim=-1))]
+
+
+def usual(
+    low: int,
+    columns: int,
+    positions: torch.Tensor | None,
+    pads: NDArray[np.int64],
+    *,
+    by_column: bool = False,
+) -> bool:
+    """Whether positions count each row's own tokens, which every reuse relies on.
+
+    Args:
+        low: First column.
+        columns: How many.
+        positions: What the model was told, `[..., columns]`; None if it makes them itself.
+        pads: Padding columns of each row.
+        by_column: Such own positions count the padding, and pages are named after that.
+    """
+    padded = bool(pads.any())
+    if positions is None:
+        return by_column or not padded
+    if (by_column and padded) or positions.shape[-1] != columns:
+        return False
+    wanted = torch.arange(low, low + columns, device=positions.device)
+    if not padded:
+        return bool((positions == wanted).all())
+    wanted = wanted - torch.from_numpy(pads).to(positions.device)[:, None]
+    return bool(((positions == wanted) | (wanted < 0)).all())

@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from flowkv.cache.kv import KV
 from flowkv.core.errors import FlowKVError, UnsupportedModelError
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.inputs import Names
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers, place_layers, read_layers
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
-from flowkv.runtime.cache import KV
 
 _PARTS, _LONG_PARTS = (7, 4, 1), (53, 42, 1)
 """Tokens of the forwards of a trial; the long ones where code of others takes part, which may do

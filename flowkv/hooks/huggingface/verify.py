@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import transformers
 
+from flowkv.cache.kv import KV
 from flowkv.core.errors import FlowKVError, UnsupportedModelError
 from flowkv.hooks.huggingface.attach import base_model, door_of, install, installing
-from flowkv.hooks.huggingface.door import Door
+from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import Names
 from flowkv.hooks.huggingface.probe import (
@@ -24,7 +25,6 @@ from flowkv.hooks.huggingface.probe import (
     rows_alike,
 )
 from flowkv.hooks.huggingface.versions import DynamicCache
-from flowkv.runtime.cache import KV
 
 _NEW = 8
 _POOL = "512MiB"
@@ -32,7 +32,7 @@ _PAGE = 16
 
 
 @dataclass(frozen=True)
-class Case:
+class Comparison:
     """One comparison.
 
     Attributes:
@@ -64,7 +64,7 @@ class Report:
 
     model: str
     layers: tuple[str, ...] = ()
-    cases: tuple[Case, ...] = ()
+    cases: tuple[Comparison, ...] = ()
     reasons: tuple[str, ...] = ()
     ok: bool = False
     version: str = field(default_factory=lambda: transformers.__version__)
@@ -138,7 +138,7 @@ def verify(model: Any, *, tokens: int = 64) -> Report:
 
 
 @contextmanager
-def _door(model: Any, kv: KV) -> Iterator[Door]:
+def _door(model: Any, kv: KV) -> Iterator[ForwardHook]:
     """A door of its own, beside the one that an attached model has."""
     with installing():
         other = door_of(model)
@@ -150,12 +150,12 @@ def _door(model: Any, kv: KV) -> Iterator[Door]:
         plan = probe(model, kv.page_size, in_pages=reads).plan
     identity = Identity(model)  # of a cache that is about to be closed
     kv.bind(plan.geometry, identity.namespace)
-    door = Door(model, kv, plan, identity, other.switch)
+    door = ForwardHook(model, kv, plan, identity, other.switch)
     door.continues = other.continues
     yield door
 
 
-def _ways(door: Door) -> tuple[str, ...]:
+def _ways(door: ForwardHook) -> tuple[str, ...]:
     ways = []
     for index, spec in enumerate(door.plan.specs):
         placed = door.plan.placed.get(index)
@@ -166,7 +166,7 @@ def _ways(door: Door) -> tuple[str, ...]:
     return tuple(ways)
 
 
-def _reasons(door: Door) -> tuple[str, ...]:
+def _reasons(door: ForwardHook) -> tuple[str, ...]:
     found = [door.switch.reason] if door.switch.reason else []
     if not door.continues:
         found.append("it does not go on from a cached prefix: nothing is reused")
@@ -175,7 +175,7 @@ def _reasons(door: Door) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _by_place(model: Any, door: Door) -> tuple[str, ...]:
+def _by_place(model: Any, door: ForwardHook) -> tuple[str, ...]:
     hung = door_of(model)
     with hung.aside() if hung is not None else door.aside():
         alike = rows_alike(model, door.names, 2)
@@ -189,7 +189,7 @@ def _by_place(model: Any, door: Door) -> tuple[str, ...]:
     return ()
 
 
-def _cases(model: Any, door: Door, tokens: int) -> Iterator[Case]:
+def _cases(model: Any, door: ForwardHook, tokens: int) -> Iterator[Comparison]:
     ids = ordinary_tokens(model, door.names, tokens + 2 * _NEW)
     first = ids[:, :tokens]
     with quiet(model):
@@ -208,8 +208,8 @@ def _cases(model: Any, door: Door, tokens: int) -> Iterator[Case]:
 
 
 def _compare(
-    model: Any, door: Door, name: str, ids: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, Case]:
+    model: Any, door: ForwardHook, name: str, ids: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Comparison]:
     mask = torch.ones_like(ids) if mask is None else mask
     hung = door_of(model)
     with hung.aside() if hung is not None else door.aside():
@@ -228,7 +228,7 @@ def _compare(
     finally:
         cache.close()
     difference = float((logits - others).abs().max())
-    return wanted, Case(name, torch.equal(wanted, found), difference, reused, int(mask.sum()))
+    return wanted, Comparison(name, torch.equal(wanted, found), difference, reused, int(mask.sum()))
 
 
 def _answer(

@@ -12,24 +12,168 @@ from __future__ import annotations
 
 import math
 
+import llvmlite.binding as llvm
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
+from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_MASK
 from flowkv.kernels.cpu.bits import (
     FAST,
     LINE_BYTES,
     ahead,
     data,
     exp2,
+    memcpy,
+    memzero,
     narrow,
     order,
     pointer,
     prefetch,
     tanh,
+    transpose,
     unorder,
     widen,
 )
-from flowkv.kernels.cpu.inner import ZERO, mix, scores
+from flowkv.kernels.cpu.transcode import (
+    EXACT,
+    GRANULE,
+    KV8,
+    RAW,
+    key_row,
+    rotate,
+    store_row,
+    value_row,
+)
+
+# The two inner loops of CPU attention, over the elements of a head: scores and mix.
+#
+# Both serve a block of 4, 2 or 1 query rows at once, so that an element of K or V is loaded and
+# widened once for all of them, and two (scores) or four (mix) tokens, so that the query rows and
+# accumulators are loaded less often than they are used. LLVM vectorises the loops over d. Query
+# rows, scores and accumulators are float32 scratch; k and v point into a page.
+
+_JIT = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
+ZERO = np.float32(0)
+
+
+@njit(**_JIT)
+def _scores4(q, k, dim, s, size):
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = ZERO
+    k1 = ahead(k, dim)
+    q1, q2, q3 = ahead(q, dim), ahead(q, 2 * dim), ahead(q, 3 * dim)
+    for d in range(dim):
+        x, y = widen(k[d]), widen(k1[d])
+        a0 += q[d] * x
+        b0 += q[d] * y
+        a1 += q1[d] * x
+        b1 += q1[d] * y
+        a2 += q2[d] * x
+        b2 += q2[d] * y
+        a3 += q3[d] * x
+        b3 += q3[d] * y
+    s[0], s[1] = a0, b0
+    s[size], s[size + 1] = a1, b1
+    s[2 * size], s[2 * size + 1] = a2, b2
+    s[3 * size], s[3 * size + 1] = a3, b3
+
+
+@njit(**_JIT)
+def _scores2(q, k, dim, s, size):
+    a0 = a1 = b0 = b1 = ZERO
+    k1, q1 = ahead(k, dim), ahead(q, dim)
+    for d in range(dim):
+        x, y = widen(k[d]), widen(k1[d])
+        a0 += q[d] * x
+        b0 += q[d] * y
+        a1 += q1[d] * x
+        b1 += q1[d] * y
+    s[0], s[1] = a0, b0
+    s[size], s[size + 1] = a1, b1
+
+
+@njit(**_JIT)
+def _scores1(q, k, dim, s):
+    a = b = ZERO
+    k1 = ahead(k, dim)
+    for d in range(dim):
+        a += q[d] * widen(k[d])
+        b += q[d] * widen(k1[d])
+    s[0], s[1] = a, b
+
+
+@njit(**_JIT)
+def scores(rows, q, k, dim, s, size):
+    """s[r * size + t] = q[r] . k[t] for `rows` (4, 2 or 1) query rows and the tokens t = 0, 1."""
+    if rows == 4:
+        _scores4(q, k, dim, s, size)
+    elif rows == 2:
+        _scores2(q, k, dim, s, size)
+    else:
+        _scores1(q, k, dim, s)
+
+
+@njit(**_JIT)
+def _mix4(p, size, v, dim, o, stride):
+    v0, v1, v2, v3 = v
+    p1, p2, p3 = ahead(p, size), ahead(p, 2 * size), ahead(p, 3 * size)
+    a0, a1, a2, a3 = p[0], p[1], p[2], p[3]
+    b0, b1, b2, b3 = p1[0], p1[1], p1[2], p1[3]
+    c0, c1, c2, c3 = p2[0], p2[1], p2[2], p2[3]
+    d0, d1, d2, d3 = p3[0], p3[1], p3[2], p3[3]
+    o1, o2, o3 = ahead(o, stride), ahead(o, 2 * stride), ahead(o, 3 * stride)
+    for d in range(dim):
+        w, x, y, z = widen(v0[d]), widen(v1[d]), widen(v2[d]), widen(v3[d])
+        o[d] += a0 * w + a1 * x + a2 * y + a3 * z
+        o1[d] += b0 * w + b1 * x + b2 * y + b3 * z
+        o2[d] += c0 * w + c1 * x + c2 * y + c3 * z
+        o3[d] += d0 * w + d1 * x + d2 * y + d3 * z
+
+
+@njit(**_JIT)
+def _mix2(p, size, v, dim, o, stride):
+    v0, v1, v2, v3 = v
+    p1, o1 = ahead(p, size), ahead(o, stride)
+    a0, a1, a2, a3 = p[0], p[1], p[2], p[3]
+    b0, b1, b2, b3 = p1[0], p1[1], p1[2], p1[3]
+    for d in range(dim):
+        w, x, y, z = widen(v0[d]), widen(v1[d]), widen(v2[d]), widen(v3[d])
+        o[d] += a0 * w + a1 * x + a2 * y + a3 * z
+        o1[d] += b0 * w + b1 * x + b2 * y + b3 * z
+
+
+@njit(**_JIT)
+def _mix1(p, v0, v1, v2, v3, dim, o):
+    a0, a1, a2, a3 = p[0], p[1], p[2], p[3]
+    for d in range(dim):
+        o[d] += a0 * widen(v0[d]) + a1 * widen(v1[d]) + a2 * widen(v2[d]) + a3 * widen(v3[d])
+
+
+@njit(**_JIT)
+def mix(rows, p, size, v, tokens, dims, o, stride):
+    """o[r] += sum of p[r * size + i] * v[t + i], i = 0 to 3, for `rows` (4, 2 or 1) query rows.
+
+    `dims` is (elements of a value, elements from one to the next). Lines of o begin `stride`
+    elements from each other.
+
+    `tokens` is (t, low, high): of tokens outside [low, high), whose p are 0, nothing may be read,
+    for 0 * NaN is NaN: the nearest one inside stands in.
+    """
+    t, low, high = tokens
+    dim, row = dims
+    v0 = ahead(v, max(t, low) * row)
+    v1 = ahead(v, min(max(t + 1, low), high - 1) * row)
+    v2 = ahead(v, min(max(t + 2, low), high - 1) * row)
+    v3 = ahead(v, min(max(t + 3, low), high - 1) * row)
+    if rows == 4:
+        _mix4(p, size, (v0, v1, v2, v3), dim, o, stride)
+    elif rows == 2:
+        _mix2(p, size, (v0, v1, v2, v3), dim, o, stride)
+    else:
+        _mix1(p, v0, v1, v2, v3, dim, o)
+
 
 FIELDS = 27
 (
@@ -47,7 +191,7 @@ largest item; V_ROW the elements from one token's value to the next one's. SLOTS
 -1 for none.
 """
 
-GRANULE = 4096
+ATTEND_GRANULE = 4096
 LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 _NONE = np.float32(-np.inf)
 _PLAIN = {"fastmath": FAST, "error_model": "numpy"}
@@ -187,8 +331,8 @@ def _item(a, like, b, row, head, pages, lines, softcap):
     seen = max(np.int64(0), length - new - a[WINDOW] + 1)  # the first token anybody sees
     for p in range(pages[0], pages[1]):
         start = (first_page + p) * size
-        here = np.int64(line[p]) * (GRANULE // item)
-        then = np.int64(line[min(p + 1, pages[1] - 1)]) * (GRANULE // item)
+        here = np.int64(line[p]) * (ATTEND_GRANULE // item)
+        then = np.int64(line[min(p + 1, pages[1] - 1)]) * (ATTEND_GRANULE // item)
         span = (max(np.int64(0), seen - start), min(size, length - start))
         k, v = ahead(run, here), ahead(run, here + a[V_OFFSET] // item)
         _page(a, k, v, ahead(run, then), (new, start - (length - new)), span, lines, softcap)
@@ -306,3 +450,772 @@ def add_partial(dim, rows, to, part):
         row, row_part = ahead(o, r * dim), ahead(o_part, r * dim)
         for d in range(dim):
             row[d] = row[d] * keep + row_part[d] * other
+
+
+# The inner loop of attention over sealed pages on the CPU: dot products with rows of codes.
+#
+# V of a sealed page lies transposed, so both of its products are dots along rows as they lie in
+# memory: scores of query rows with the tokens of K, outputs of weight rows with the dims of V^T.
+# What lies in a row is widened in registers, once for all rows of the other side.
+#
+# LLVM would reduce every sum on its own, which costs as much as the products. So the loop is
+# written in vectors of `LANES` floats here, `LANES` sums at a time (4 x 4 of them, 2 x 8, ...),
+# which then fold into one vector in log2(LANES) steps. Zero points are a constant per row on the
+# other side, `bias`, and scales are the callers'.
+
+
+def _lanes() -> int:
+    try:
+        wide = llvm.get_host_cpu_features().get("avx512f", False)
+    except RuntimeError:  # unknown on this platform, to LLVM as well
+        wide = False
+    return 16 if wide else 8
+
+
+LANES = _lanes()
+"""Floats of a vector, and sums of a block: what fits into the registers with room to spare."""
+
+SIGNED, UNSIGNED, NIBBLES = range(3)
+"""Bytes as int8, as uint8, and as two numbers 0 to 15: byte i of n is i | (i + n) << 4."""
+
+_DOTS_PLAIN = {"error_model": "numpy"}
+_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+def _vector(like: ir.Type, lanes: int) -> ir.VectorType:
+    return ir.VectorType(like, lanes)
+
+
+def _mask(lanes: list[int]) -> ir.Constant:
+    return ir.Constant(_vector(_I32, len(lanes)), lanes)
+
+
+def _folded(lanes: int) -> list[int]:
+    """Of which sum the halving steps of `_fold` leave the total in each lane."""
+    sums, step = [[i] * lanes for i in range(lanes)], lanes // 2
+    while len(sums) > 1:
+        half = len(sums) // 2
+        pairs = zip(sums[:half], sums[half:], strict=True)
+        groups = range(0, lanes, 2 * step)
+        sums = [[n for g in groups for n in x[g : g + step] + y[g : g + step]] for x, y in pairs]
+        step //= 2
+    return sums[0]
+
+
+def _fold(builder, sums, lanes):
+    """One vector of the totals of `lanes` vectors, in their order."""
+    order = _folded(lanes)
+    sums = [sums[order.index(i)] for i in range(lanes)]
+    step = lanes // 2
+    while len(sums) > 1:
+        groups = range(0, lanes, 2 * step)
+        low = [g + i + side for g in groups for side in (0, lanes) for i in range(step)]
+        low, high = _mask(low), _mask([i + step for i in low])
+        half = len(sums) // 2
+        sums = [
+            builder.fadd(builder.shuffle_vector(x, y, low), builder.shuffle_vector(x, y, high))
+            for x, y in zip(sums[:half], sums[half:], strict=True)
+        ]
+        step //= 2
+    return sums[0]
+
+
+def _load(builder, kind, p, i):
+    """The vector that begins at p[i], at whatever address."""
+    x = builder.load(builder.bitcast(builder.gep(p, [i]), kind.as_pointer()))
+    x.align = 1 if kind.element is _I8 else 4
+    return x
+
+
+def block_of(lanes: int, rows: int, kind: int, adds: bool):
+    """An intrinsic that fills (or adds to) `rows` rows and `lanes // rows` columns of dots.
+
+    Its arguments: `a`, float32 (pointer, elements from row to row), of as many elements as codes,
+    those of each half of nibbles padded with zeros to whole vectors; `b`, (pointer, bytes from row
+    to row, rows that there are), where missing rows are replaced by the last; vectors of bytes in
+    a row of b; `bias`, float32 to be added to each row; `out`, (pointer, elements from row to row).
+    """
+    columns, planes = lanes // rows, 2 if kind == NIBBLES else 1
+    floats, codes, ints = (_vector(x, lanes) for x in (_F32, _I8, _I32))
+
+    def widened(builder, x, plane):
+        if kind == NIBBLES and plane:
+            x = builder.lshr(x, ir.Constant(ints, [4] * lanes))
+        elif kind == NIBBLES:
+            x = builder.and_(x, ir.Constant(ints, [15] * lanes))
+        return builder.sitofp(x, floats)
+
+    def codegen(context, builder, signature, args):
+        (a, a_stride), (b, b_stride, there) = (cgutils.unpack_tuple(builder, x) for x in args[:2])
+        vectors, bias, (out, out_stride) = args[2], args[3], cgutils.unpack_tuple(builder, args[4])
+        multiply = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(floats, [floats] * 3), f"llvm.fmuladd.v{lanes}f32"
+        )
+        zero = ir.Constant(floats, [0.0] * lanes)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(lanes)]
+        for total in sums:
+            builder.store(zero, total)
+        last = builder.sub(there, _I64(1))
+        rows_b = []
+        for j in range(columns):
+            inside = builder.icmp_signed("<", _I64(j), last)
+            at = builder.mul(builder.select(inside, _I64(j), last), b_stride)
+            rows_b.append(builder.gep(b, [at]))
+        rows_a = [builder.gep(a, [builder.mul(_I64(r), a_stride)]) for r in range(rows)]
+        widen = builder.sext if kind == SIGNED else builder.zext
+        with cgutils.for_range(builder, vectors) as loop:
+            i = builder.mul(loop.index, _I64(lanes))
+            loaded = [widen(_load(builder, codes, p, i), ints) for p in rows_b]
+            for plane in range(planes):
+                at = builder.add(i, builder.mul(vectors, _I64(lanes * plane)))
+                x = [_load(builder, floats, p, at) for p in rows_a]
+                for j in range(columns):
+                    y = widened(builder, loaded[j], plane)
+                    for r in range(rows):
+                        total = sums[r * columns + j]
+                        builder.store(builder.call(multiply, [x[r], y, builder.load(total)]), total)
+        folded = _fold(builder, [builder.load(total) for total in sums], lanes)
+        part = _vector(_F32, columns)
+        for r in range(rows):
+            mine = _mask([r * columns + j for j in range(columns)])
+            value = builder.shuffle_vector(folded, folded, mine)
+            constant = builder.load(builder.gep(bias, [_I64(r)]))
+            spread = builder.insert_element(ir.Constant(part, ir.Undefined), constant, _I32(0))
+            spread = builder.shuffle_vector(spread, spread, _mask([0] * columns))
+            value = builder.fadd(value, spread)
+            to = builder.bitcast(
+                builder.gep(out, [builder.mul(_I64(r), out_stride)]), part.as_pointer()
+            )
+            if adds:
+                old = builder.load(to)
+                old.align = 4
+                value = builder.fadd(old, value)
+            builder.store(value, to).align = 4
+        return context.get_dummy_value()
+
+    @intrinsic
+    def block(context, a, b, vectors, bias, out):
+        return types.none(a, b, vectors, bias, out), codegen
+
+    return block
+
+
+def dots_of(lanes: int, kind: int, adds: bool):
+    """A numba function of dots of `count` rows of floats with all rows of a matrix of codes.
+
+    Its arguments: rows of a; a, b, vectors, bias and out as for `block_of`, except that b has all
+    its rows; and a pointer into the matrix that will be wanted next, for which it asks meanwhile.
+    Rows of out are padded to whole vectors, with anything.
+    """
+    four, two, one = (block_of(lanes, rows, kind, adds) for rows in (4, 2, 1))
+
+    @njit(**_DOTS_PLAIN)
+    def dots(count, a, b, vectors, bias, out, after):
+        (p_a, a_stride), (p_b, b_stride, n), (p_out, out_stride) = a, b, out
+        r = 0
+        while r < count:
+            rows = 4 if count - r >= 4 else 2 if count - r >= 2 else 1
+            columns = lanes // rows
+            x, y, bias_r = ahead(p_a, r * a_stride), ahead(p_out, r * out_stride), ahead(bias, r)
+            for j in range(0, n, columns):
+                if r == 0:
+                    for i in range(j * b_stride, (j + columns) * b_stride, LINE_BYTES):
+                        prefetch(after, i)
+                left, right = (x, a_stride), (ahead(p_b, j * b_stride), b_stride, n - j)
+                to = (ahead(y, j), out_stride)
+                if rows == 4:
+                    four(left, right, vectors, bias_r, to)
+                elif rows == 2:
+                    two(left, right, vectors, bias_r, to)
+                else:
+                    one(left, right, vectors, bias_r, to)
+            r += rows
+        return r
+
+    return dots
+
+
+score_bytes = dots_of(LANES, SIGNED, False)
+score_nibbles = dots_of(LANES, NIBBLES, False)
+mix_bytes = dots_of(LANES, UNSIGNED, True)
+mix_nibbles = dots_of(LANES, NIBBLES, True)
+
+
+# From a page's logits to its weights on the CPU, under every switch of `operands.Scoring`.
+
+BASE, WEIGH_RUN, V_AT, K_SCALES, V_SCALES = range(5)
+FORMAT_FIELDS = 5
+ALIBI, TREE, MASS, SHARES, PAGES, CAUSAL, CHUNK, FORMATS = range(FIELDS, FIELDS + 8)
+"""Places in the vector `a` of a call behind those of `cpu.attend`.
+
+ALIBI, TREE and MASS are addresses (0: absent) of operands of `Scoring`, with PAGES pages to a row
+of the mass; SHARES is that of float32 [B, Hk, PAGES, MOST_ROWS, 2], the maximum and the sum that a
+query row found in a page, or 0. CHUNK are the pages of a piece. From FORMATS on lie, for each codec
+of `core.layout.CODECS`, five integers: the address of the layer in granule 0 (0: no such pages),
+the bytes of a run, and the offsets in it of V, of the scales of K and of those of V.
+"""
+
+NONE = np.float32(-np.inf)
+_WEIGH_INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
+
+
+@njit(**_WEIGH_INLINE)
+def weigh(a, s, r, place, scales, m, cap):
+    """Logits of query row r for a page's tokens to probabilities; 0 for those that it cannot see.
+
+    `place` is (first new token, packed; head; place of the page's token 0 counted from the first
+    new one; first token of the page that any row sees; the first that none does; anything).
+    `scales` is the address of float16 scales of the logits, or 0; m the row's maximum so far.
+
+    Returns the new maximum, the sum, and the factor for what was accumulated under the old maximum.
+    """
+    first, head, offset, low, high, _ = place
+    end, j = high, r // a[GROUP]
+    last = j - offset  # where the query row's own token stands, counted from the page's first
+    if a[CAUSAL]:
+        low = max(low, last - a[WINDOW] + 1)
+        if not a[TREE]:
+            high = min(high, last + 1)
+    if scales:
+        factors = pointer(scales, np.int16(0))
+        for t in range(low, high):
+            s[t] *= widen(factors[t])
+    if cap > ZERO:
+        for t in range(low, high):
+            s[t] = tanh(s[t]) * cap
+    if a[ALIBI]:
+        slope = pointer(a[ALIBI], ZERO)[head * a[GROUP] + r % a[GROUP]] * LOG2_E
+        for t in range(low, high):
+            s[t] += slope * np.float32(t - last)
+    if a[TREE]:
+        bits = pointer(a[TREE], np.int64(0))[first + j]
+        for t in range(max(low, -offset), high):
+            if not (bits >> (t + offset)) & 1:
+                s[t] = NONE
+    most = order(m)
+    for t in range(low, high):
+        most = max(most, order(s[t]))
+    top = unorder(most)
+    if top == NONE or high <= low:
+        high = low  # nothing of this page
+    total = ZERO
+    for t in range(min(low, end)):
+        s[t] = ZERO
+    for t in range(low, high):
+        p = exp2(s[t] - top)
+        s[t] = p
+        total += p
+    for t in range(max(low, high), (end + 3) // 4 * 4):  # values are mixed in fours
+        s[t] = ZERO
+    keep = np.float32(1) if high <= low else exp2(m - top)
+    return top, total, keep
+
+
+@njit(**_WEIGH_INLINE)
+def share(shares, rows, m, z):
+    """The weight that finished query rows give to a page, from what they found in it."""
+    total = ZERO
+    for r in range(rows):
+        if z[r] != ZERO:
+            total += shares[2 * r + 1] * exp2(shares[2 * r] - m[r]) / z[r]
+    return total
+
+
+@njit(**_WEIGH_INLINE)
+def shares_of(a, item, page):
+    """Where the shares of a page of an item (row * Hk + head) begin."""
+    return ahead(pointer(a[SHARES], ZERO), (item * a[PAGES] + page) * 2 * a[MOST_ROWS])
+
+
+# Scores and outputs of sealed pages on the CPU, from their codes: nothing is decoded to memory.
+#
+# Scales that differ by token multiply scores (K) and weights (V); those of `kv4c`, which differ
+# by dim, multiply the query once a page, and its minima add a constant to each query row's
+# scores; the rotation of `kv4h` is applied to the query once. Queries and weights are float32, as
+# over raw pages.
+
+SEALED_RAW, SEALED_KV8, K8V4, KV4C, KV4H = range(len(CODECS))
+
+
+@njit(**_INLINE)
+def padded(n):
+    """N in whole vectors."""
+    return (n + LANES - 1) // LANES * LANES
+
+
+@njit(**_INLINE)
+def format_of(a, codec, field):
+    """A field of a codec's format."""
+    return a[FORMATS + FORMAT_FIELDS * codec + field]
+
+
+@njit(**_INLINE)
+def code_floats(a):
+    """Floats of scratch that a query row needs for sealed pages; see `codes_of`."""
+    half_d, half_p = 2 * padded(a[DIM] // 2), 2 * padded(a[SIZE] // 2)
+    return padded(a[DIM]) + 2 * half_d + max(padded(a[SIZE]), half_p) + 2
+
+
+@njit(**_INLINE)
+def codes_of(a, scratch, rows):
+    """The scratch of `rows` query rows for sealed pages, as lines of rows.
+
+    They are the query in order; rotated, in two halves; times the channel scales of a page, in two
+    halves; weights times the scales of V; sums of the rotated query; constants of a product.
+    """
+    half_d, half_p = 2 * padded(a[DIM] // 2), 2 * padded(a[SIZE] // 2)
+    turned = ahead(scratch, rows * padded(a[DIM]))
+    scaled = ahead(turned, rows * half_d)
+    w = ahead(scaled, rows * half_d)
+    sums = ahead(w, rows * max(padded(a[SIZE]), half_p))
+    return scratch, turned, scaled, w, sums, ahead(sums, rows)
+
+
+@njit(**_PLAIN)
+def prepare(a, count, q, codes):
+    """Lay the query rows of an item out for the codecs that there are, pads filled with zeros."""
+    plain, turned, scaled, _, sums, _ = codes
+    dim, wide, plane = a[DIM], padded(a[DIM]), padded(a[DIM] // 2)
+    for r in range(count):
+        row, to = ahead(q, r * dim), ahead(plain, r * wide)
+        for d in range(dim):
+            to[d] = row[d]
+        for d in range(dim, wide):
+            to[d] = ZERO
+        to, free = ahead(turned, r * 2 * plane), ahead(scaled, r * 2 * plane)
+        for i in range(2 * plane):
+            to[i] = ZERO
+        if format_of(a, KV4H, WEIGH_RUN):
+            _turn(row, free, to, dim)
+            total = ZERO
+            for i in range(2 * plane):
+                total += to[i]
+            sums[r] = np.float32(-8) * total
+        for i in range(2 * plane):
+            free[i] = ZERO
+
+
+@njit(**_PLAIN)
+def _turn(row, free, to, dim):
+    """The rotated row, by way of `free`, in two padded halves."""
+    half, second = dim // 2, ahead(to, padded(dim // 2))
+    for d in range(dim):
+        free[d] = row[d]
+    rotate(free, dim)
+    for d in range(half):
+        to[d] = free[d]
+        second[d] = free[d + half]
+
+
+@njit(**_PLAIN)
+def _scale_channels(a, run, count, q, codes):
+    """Query rows times the channel scales of a `kv4c` page; their dots with its minima."""
+    _, _, scaled, _, _, bias = codes
+    dim, half, plane = a[DIM], a[DIM] // 2, padded(a[DIM] // 2)
+    scales = pointer(run + format_of(a, KV4C, K_SCALES), np.int16(0))
+    least = ahead(scales, dim)
+    for r in range(count):
+        total = ZERO
+        for part in range(2):
+            row, to = ahead(q, r * dim + part * half), ahead(scaled, (2 * r + part) * plane)
+            factor, low = ahead(scales, part * half), ahead(least, part * half)
+            for d in range(half):
+                to[d] = row[d] * widen(factor[d])
+                total += row[d] * widen(low[d])
+        bias[r] = total
+
+
+@njit(**_PLAIN)
+def score(a, codec, runs, count, q, codes, s):
+    """Scores of query rows with a sealed page's tokens, but for the scales of its keys.
+
+    Args:
+        a: The call.
+        codec: Number of the page's codec.
+        runs: Addresses of the page's run and of the one that comes next.
+        count: Query rows.
+        q: The query rows.
+        codes: See `codes_of`.
+        s: Where to, lines of `padded(P)`.
+
+    Returns:
+        The address of the scales, float16 by token; 0 if there are none.
+    """
+    plain, turned, scaled, _, sums, bias = codes
+    run, after = runs[0], pointer(runs[1], np.uint8(0))
+    dim, size, half = a[DIM], a[SIZE], a[DIM] // 2
+    out, wide, plane = (s, padded(size)), padded(dim), padded(half)
+    if codec in (SEALED_KV8, K8V4):
+        for r in range(count):
+            bias[r] = ZERO
+        k = pointer(run, np.int8(0)), dim, size
+        score_bytes(count, (plain, wide), k, wide // LANES, bias, out, after)
+        return run + format_of(a, codec, K_SCALES)
+    k_halves = pointer(run, np.uint8(0)), half, size
+    if codec == KV4H:
+        score_nibbles(count, (turned, 2 * plane), k_halves, plane // LANES, sums, out, after)
+        return run + format_of(a, codec, K_SCALES)
+    _scale_channels(a, run, count, q, codes)
+    score_nibbles(count, (scaled, 2 * plane), k_halves, plane // LANES, bias, out, after)
+    return np.int64(0)
+
+
+@njit(**_PLAIN)
+def mix_sealed(a, codec, runs, count, s, codes, o):
+    """Add to `o`, lines of `padded(Dv)`, the values of a sealed page weighted by rows of `s`."""
+    _, _, _, w, _, bias = codes
+    run, size, dim = runs[0], a[SIZE], a[DIM_V]
+    v_at = format_of(a, codec, V_AT)
+    scales = pointer(run + format_of(a, codec, V_SCALES), np.int16(0))
+    planes = 1 if codec == SEALED_KV8 else 2
+    tokens, zero = size // planes, np.float32(-128) if codec == SEALED_KV8 else np.float32(-8)
+    plane = padded(tokens)
+    for r in range(count):
+        total = ZERO
+        for part in range(planes):
+            p, to = (
+                ahead(s, r * padded(size) + part * tokens),
+                ahead(w, (r * planes + part) * plane),
+            )
+            factor = ahead(scales, part * tokens)
+            for t in range(tokens):
+                x = p[t] * widen(factor[t])
+                to[t] = x
+                total += x
+            for t in range(tokens, plane):
+                to[t] = ZERO
+        bias[r] = zero * total
+    v, after = pointer(run + v_at, np.uint8(0)), pointer(runs[1] + v_at, np.uint8(0))
+    out, vectors = (o, padded(dim)), plane // LANES
+    if codec == SEALED_KV8:
+        mix_bytes(count, (w, plane), (v, tokens, dim), vectors, bias, out, after)
+    else:
+        mix_nibbles(count, (w, 2 * plane), (v, tokens, dim), vectors, bias, out, after)
+
+
+# Attention on the CPU over pages of any codec, with every switch: what `cpu.attend` leaves out.
+#
+# The unit of work is a *piece*: up to CHUNK pages of one item (row, KV head), with all query rows
+# that read them. The pieces of a step stand in one line, weighted by what they cost; a slice
+# takes those that begin in its stretch of it. Where an item is cut depends on the item and CHUNK
+# alone, so with a CHUNK that is always the same a row's result has the same bits whatever else is
+# in the batch. An item of one piece is finished at once; others leave a partial (accumulator,
+# maximum, sum) of each piece in a slot, which `combine` merges in order.
+
+
+@njit(**_INLINE)
+def _mixed_row(a, b):
+    """(first packed token, new tokens, length, first page, pages) of a row; new = 0: no work."""
+    starts, length = pointer(a[STARTS], np.int32(0)), np.int64(pointer(a[LENGTHS], np.int32(0))[b])
+    first, size, page = np.int64(starts[b]), a[SIZE], np.int64(0)
+    new = np.int64(starts[b + 1]) - first
+    if a[CAUSAL]:
+        page = max(page, length - new - a[WINDOW] + 1) // size
+    return first, new if new <= a[MOST_NEW] else 0, length, page, (length + size - 1) // size - page
+
+
+@njit(**_INLINE)
+def _pieces(a, new, pages):
+    """Pieces of each item of a row; one even if there is no page to see."""
+    return max(np.int64(1), (pages + a[CHUNK] - 1) // a[CHUNK]) if new else np.int64(0)
+
+
+@njit(**_INLINE)
+def _mixed_reset(a, rows, head, with_sinks, lines):
+    """Empty accumulators; the sinks, if any, are the first thing that the maximum and sum see."""
+    _, _, o, m, z = lines
+    for i in range(rows * padded(a[DIM_V])):
+        o[i] = ZERO
+    sinks = pointer(a[SINKS], ZERO)
+    for r in range(rows):
+        m[r], z[r] = NONE, ZERO
+        if with_sinks and a[SINKS]:
+            m[r] = sinks[head * a[GROUP] + r % a[GROUP]] * LOG2_E
+            z[r] = np.float32(1)
+
+
+@njit(**_PLAIN)
+def _score_raw(a, k, after, span, count, q, s):
+    """Scores of query rows with tokens [low, high) of a raw page, of which no other may count."""
+    low, high = span
+    dim, size, row_bytes = a[DIM], padded(a[SIZE]), a[DIM] * a[ITEM]
+    r = 0
+    while r < count:
+        rows = block_rows(count - r)
+        for t in range(low // 2 * 2, high, 2):
+            if r == 0:
+                for i in range(t * row_bytes, (t + 2) * row_bytes, LINE_BYTES):
+                    prefetch(after, i)
+            scores(rows, ahead(q, r * dim), ahead(k, t * dim), dim, ahead(s, r * size + t), size)
+        r += rows
+
+
+@njit(**_PLAIN)
+def _mix_raw(a, v, after, span, count, s, o):
+    """Add the values of a raw page, weighted by rows of `s`, to `o`."""
+    low, high = span
+    dim, size, row_bytes = a[DIM_V], padded(a[SIZE]), a[DIM_V] * a[ITEM]
+    r = 0
+    while r < count:
+        rows = block_rows(count - r)
+        for t in range(low // 4 * 4, high, 4):
+            if r == 0:
+                for i in range(t * row_bytes, (t + 4) * row_bytes, LINE_BYTES):
+                    prefetch(after, i)
+            p, to = ahead(s, r * size + t), ahead(o, r * padded(dim))
+            mix(rows, p, size, v, (t, low, high), (dim, dim), to, padded(dim))
+        r += rows
+
+
+@njit(**_PLAIN)
+def _mixed_page(a, like, page, place, count, lines, codes, cap):
+    """Attend with an item's query rows over a page.
+
+    `page` is its codec, the address of its run and that of the next page's; `place` as for `weigh`,
+    with the page's shares behind.
+    """
+    codec, run, then = page
+    q, s, o, m, z = lines
+    span, shares, stride = (place[3], place[4]), place[5], padded(a[DIM_V])
+    scales, v_at = np.int64(0), format_of(a, codec, V_AT)
+    if codec == SEALED_RAW:
+        _score_raw(a, pointer(run, like), pointer(then, np.uint8(0)), span, count, q, s)
+    else:
+        scales = score(a, codec, (run, then), count, q, codes, s)
+    for r in range(count):
+        m[r], total, keep = weigh(a, ahead(s, r * padded(a[SIZE])), r, place, scales, m[r], cap)
+        z[r] = z[r] * keep + total
+        if a[MASS]:
+            shares[2 * r], shares[2 * r + 1] = m[r], total
+        if keep != np.float32(1):
+            row_o = ahead(o, r * stride)
+            for d in range(stride):
+                row_o[d] *= keep
+    if codec == SEALED_RAW:
+        v, after = pointer(run + v_at, like), pointer(then + v_at, np.uint8(0))
+        _mix_raw(a, v, after, span, count, s, o)
+    else:
+        mix_sealed(a, codec, (run, then), count, s, codes, o)
+
+
+@njit(**_INLINE)
+def _run(a, page, head):
+    """The address of a head's run in a page."""
+    codec = np.int64(page) >> CODEC_SHIFT
+    start = format_of(a, codec, BASE) + ATTEND_GRANULE * (np.int64(page) & GRANULE_MASK)
+    return start + head * format_of(a, codec, WEIGH_RUN)
+
+
+@njit(**_PLAIN)
+def _piece(a, like, item, pages, lines, codes, cap):
+    """Attend with the query rows of an item, (row number, row, head), over some of its pages."""
+    b, row, head = item
+    first, new, length, first_page, _ = row
+    size, seen = a[SIZE], np.int64(0)  # the first token anybody sees
+    if a[CAUSAL]:
+        seen = max(seen, length - new - a[WINDOW] + 1)
+    table = pointer(a[TABLE], np.int32(0))
+    line = ahead(table, a[TABLE_ROW] * pointer(a[ROWS], np.int32(0))[b] + first_page)
+    prepare(a, new * a[GROUP], lines[0], codes)
+    for p in range(pages[0], pages[1]):
+        start = (first_page + p) * size
+        then = _run(a, line[min(p + 1, pages[1] - 1)], head)
+        page = np.int64(line[p]) >> CODEC_SHIFT, _run(a, line[p], head), then
+        low, high = max(np.int64(0), seen - start), min(size, length - start)
+        shares = shares_of(a, b * a[HEADS] + head, first_page + p)
+        place = first, head, start - (length - new), low, high, shares
+        _mixed_page(a, like, page, place, new * a[GROUP], lines, codes, cap)
+
+
+@njit(**_PLAIN)
+def _mixed_finish(a, like, b, row, head, lines):
+    """Write an item's finished rows, normalised, their log-sum-exp, and its pages' mass."""
+    o, m, z = lines
+    first, new, _, first_page, pages = row
+    group, dim, heads = a[GROUP], a[DIM_V], a[HEADS]
+    out, lse, mass = pointer(a[OUT], like), pointer(a[LSE], ZERO), pointer(a[MASS], ZERO)
+    for r in range(new * group):
+        at = ((first + r // group) * heads + head) * group + r % group
+        inverse = np.float32(1) / z[r] if z[r] != ZERO else ZERO
+        to, row_o = ahead(out, at * dim), ahead(o, r * padded(dim))
+        for d in range(dim):
+            to[d] = narrow(row_o[d] * inverse, like)
+        if a[LSE]:
+            lse[at] = (m[r] + np.log2(z[r])) * LN_2 if z[r] != ZERO else NONE
+    if a[MASS]:
+        for page in range(first_page, first_page + pages):
+            shares = shares_of(a, b * heads + head, page)
+            mass[(b * a[PAGES] + page) * heads + head] += share(shares, new * group, m, z)
+
+
+@njit(**_INLINE)
+def _mixed_slot(a, i):
+    """Scratch of partial i, as (accumulators, maxima, sums)."""
+    most, dim = a[MOST_ROWS], padded(a[DIM_V])
+    o = ahead(pointer(a[SLOTS], ZERO), i * most * (dim + 2))
+    return o, ahead(o, most * dim), ahead(o, most * (dim + 1))
+
+
+@njit(**_PLAIN)
+def attend_mixed(a, likes, factors, part, parts):
+    """Do slice `part` of `parts`; see `cpu.attend.attend`."""
+    like_q, like = likes
+    scale, softcap = factors
+    rows, dim_v = a[MOST_ROWS], padded(a[DIM_V])
+    q_floats, s_floats, code = rows * padded(a[DIM]), rows * padded(a[SIZE]), rows * code_floats(a)
+    scratch = np.empty(q_floats + s_floats + code + rows * (dim_v + 2) + 16, np.float32)
+    q = pointer((np.int64(scratch.ctypes.data) + 63) // 64 * 64, ZERO)
+    s = ahead(q, q_floats)
+    own = ahead(s, s_floats)
+    codes = codes_of(a, ahead(own, rows * dim_v), rows)
+    own_m = ahead(own, rows * dim_v + code)
+    factor, cap = np.float32(scale) * LOG2_E, np.float32(softcap) * LOG2_E
+    if softcap > 0:
+        factor = np.float32(scale / softcap)
+    total = np.int64(0)
+    for b in range(a[BATCH]):
+        _, new, _, _, pages = _mixed_row(a, b)
+        total += a[HEADS] * max(pages, np.int64(1)) * cost(a, new) if new else np.int64(0)
+    low, high = total * part // parts, total * (part + 1) // parts
+    before = slot = np.int64(0)
+    for b in range(a[BATCH]):
+        row = _mixed_row(a, b)
+        first, new, _, _, pages = row
+        pieces = _pieces(a, new, pages)
+        for i in range(a[HEADS] * pieces):
+            head, start = i // pieces, i % pieces * a[CHUNK]
+            end = min(pages, start + a[CHUNK])
+            if low <= before < high:
+                o, m, z = own, own_m, ahead(own_m, rows)
+                if pieces > 1:
+                    o, m, z = _mixed_slot(a, slot)
+                lines = (q, s, o, m, z)
+                load_rows(a, like_q, first, new, head, factor, q)
+                _mixed_reset(a, new * a[GROUP], head, start == 0, lines)
+                _piece(a, like, (b, row, head), (start, end), lines, codes, cap)
+                if pieces == 1:
+                    _mixed_finish(a, like_q, b, row, head, (o, m, z))
+            before += max(end - start, np.int64(1)) * cost(a, new)
+            slot += pieces > 1
+    return np.int64(scratch.size)  # so that the scratch outlives the pointers into it
+
+
+@njit(**_PLAIN)
+def combine_mixed(a, like_q):
+    """Merge the partials of items of several pieces, after all slices are done."""
+    slot = np.int64(0)
+    for b in range(a[BATCH]):
+        row = _mixed_row(a, b)
+        _, new, _, _, pages = row
+        pieces = _pieces(a, new, pages)
+        if pieces > 1:
+            for head in range(a[HEADS]):
+                lines = _mixed_slot(a, slot)
+                for i in range(1, pieces):
+                    add_partial(padded(a[DIM_V]), new * a[GROUP], lines, _mixed_slot(a, slot + i))
+                _mixed_finish(a, like_q, b, row, head, lines)
+                slot += pieces
+    return slot
+
+
+# Merge of partials on the CPU: outputs weighted by their shares of the softmax's sum.
+
+_LOG2_E = np.float32(np.log2(np.e))
+
+
+@njit(fastmath=FAST, error_model="numpy")
+def merge(a, like, part, parts):
+    """Merge slice `part` of `parts` of the lines (token, head).
+
+    `a` is int64 [1 + inputs + 1, 2]: first lines and Dv; then the addresses of o (whose elements
+    travel as `like`) and lse (float32) of each input, last of the result.
+    """
+    count, lines, dim = a.shape[0] - 2, a[0, 0], a[0, 1]
+    addresses = a[1:]
+    sums, weights = np.empty(dim, np.float32), np.empty(count, np.float32)
+    to, to_lse = pointer(addresses[count, 0], like), pointer(addresses[count, 1], ZERO)
+    for line in range(lines * part // parts, lines * (part + 1) // parts):
+        top = _NONE
+        for i in range(count):
+            top = max(top, pointer(addresses[i, 1], ZERO)[line])
+        total = ZERO
+        for i in range(count):
+            lse = pointer(addresses[i, 1], ZERO)[line]
+            weights[i] = ZERO if lse == _NONE else exp2((lse - top) * _LOG2_E)
+            total += weights[i]
+        sums[:] = ZERO
+        for i in range(count):
+            if weights[i] != ZERO:  # a part without tokens may hold anything
+                o = ahead(pointer(addresses[i, 0], like), line * dim)
+                for d in range(dim):
+                    sums[d] += weights[i] * widen(o[d])
+        inverse = ZERO if total == ZERO else np.float32(1) / total
+        row = ahead(to, line * dim)
+        for d in range(dim):
+            row[d] = narrow(sums[d] * inverse, like)
+        to_lse[line] = _NONE if total == ZERO else top + np.log(total)
+    return count
+
+
+# Dense rows on the CPU from pages of several codecs: raw ones are copied, the others decoded.
+
+DENSE_FORMATS, DENSE_FORMAT_FIELDS = 15, 6
+
+
+@njit(**EXACT)
+def _decode(run, form, span, shape, raw, room, to):
+    """Write tokens [span[0], span[1]) of a run of a sealed page as raw rows of K and V."""
+    (size, dim, dim_v), (like, top), (x, byte) = shape, raw, room
+    k, v = to
+    for t in range(span[0], span[1]):
+        key_row(run, form, t, dim, like, x)
+        store_row(x, dim, like, top, ahead(k, (t - span[0]) * dim))
+    whole = size if form[0] == KV8 else size // 2
+    transpose(byte, pointer(run + form[3], np.uint8(0)), dim_v, whole)
+    for t in range(span[0], span[1]):
+        value_row(run, form, t, size, dim_v, like, byte, x)
+        store_row(x, dim_v, like, top, ahead(v, (t - span[0]) * dim_v))
+
+
+@njit(**EXACT)
+def gather(a, raw, part, parts):
+    """Write rows into right-aligned dense K and V; the slice is a range of (row, head, block).
+
+    a: k, v, table, rows, lengths; B, Hk, P, D, Dv, bytes of a raw element, table stride, columns,
+    columns of a block, blocks of a row; then for each codec: its number, the address of the layer
+    in granule 0, run bytes, starts of V, of the scales of K and of those of V.
+    raw: the type of raw elements, and where they saturate.
+    """
+    heads, size, dim, dim_v, item, columns = a[6], a[7], a[8], a[9], a[10], a[12]
+    k_bytes, v_bytes = dim * item, dim_v * item
+    rows, bytes_v = np.empty(max(dim, dim_v), np.float32), np.empty(size * dim_v, np.uint8)
+    room, shape = (data(rows), data(bytes_v)), (size, dim, dim_v)
+    units = a[5] * heads * a[14]
+    for unit in range(units * part // parts, units * (part + 1) // parts):
+        block, head, b = unit % a[14], unit // a[14] % heads, unit // (a[14] * heads)
+        line = ahead(pointer(a[2], np.int32(0)), a[11] * pointer(a[3], np.int32(0))[b])
+        column, end = block * a[13], min(columns, (block + 1) * a[13])
+        shift = pointer(a[4], np.int32(0))[b] - columns  # position of column c is c + shift
+        while column < end:
+            t, page, count = np.int64(0), np.int64(-1), min(end, -shift) - column
+            position = column + shift
+            if position >= 0:
+                t = position % size
+                page, count = np.int64(line[position // size]), min(end - column, size - t)
+            at = (b * heads + head) * columns + column
+            k, v = a[0] + at * k_bytes, a[1] + at * v_bytes
+            column += count
+            if page < 0:
+                memzero(k, count * k_bytes)
+                memzero(v, count * v_bytes)
+                continue
+            start = DENSE_FORMATS + DENSE_FORMAT_FIELDS * (page >> CODEC_SHIFT)
+            form = a[start : start + DENSE_FORMAT_FIELDS]
+            run = form[1] + GRANULE * (page & GRANULE_MASK) + head * form[2]
+            if form[0] == RAW:
+                memcpy(k, run + t * k_bytes, count * k_bytes)
+                memcpy(v, run + form[3] + t * v_bytes, count * v_bytes)
+            else:
+                to = pointer(k, raw[0]), pointer(v, raw[0])
+                _decode(run, form, (t, t + count), shape, raw, room, to)
+    return rows.size + bytes_v.size  # addresses do not keep arrays alive; this does

@@ -12,6 +12,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from flowkv.kernels.dispatch import FIRST, SECOND, STEP
+
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """Not "ninf" and "nnan": masks are -inf, and NaN in a cache must show in the answer."""
 
@@ -186,3 +188,333 @@ def order(x):
 def unorder(bits):
     """The float32 that `order` made `bits` of."""
     return float_of(np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+
+
+# numba kernels that move bytes: none of them looks at what it moves, so one compile serves all.
+#
+# Each takes one int64 vector of addresses and sizes (made by `cpu`) and its slice of the work.
+
+GRANULE = 4096
+_JIT = {"error_model": "numpy"}
+
+
+@njit(**_JIT)
+def _int32_at(address, i):
+    return np.int64(pointer(address, np.int32(0))[i])
+
+
+@njit(**_JIT)
+def append(a, part, parts):
+    """Write packed tokens into pages; the slice is a range of all tokens of the batch.
+
+    a: k, v, arena (with layer offset), table, rows, lengths, starts; B, Hk, P, bytes of a K row and
+    a V row, run bytes, V offset, table stride, then byte strides of k and v by token and head.
+    """
+    k, v, arena, table, rows, lengths, starts = a[0], a[1], a[2], a[3], a[4], a[5], a[6]
+    size, k_bytes, v_bytes = a[9], a[10], a[11]
+    tokens = _int32_at(starts, a[7])
+    low, high = tokens * part // parts, tokens * (part + 1) // parts
+    for b in range(a[7]):
+        first, end = _int32_at(starts, b), _int32_at(starts, b + 1)
+        shift = _int32_at(lengths, b) - end  # position of packed token n is n + shift
+        line = table + 4 * a[14] * _int32_at(rows, b)
+        for n in range(max(first, low), min(end, high)):
+            page, t = (n + shift) // size, (n + shift) % size
+            run = arena + GRANULE * _int32_at(line, page)
+            for h in range(a[8]):
+                memcpy(run + t * k_bytes, k + n * a[15] + h * a[16], k_bytes)
+                memcpy(run + a[13] + t * v_bytes, v + n * a[17] + h * a[18], v_bytes)
+                run += a[12]
+    return high - low
+
+
+@njit(**_JIT)
+def gather_dense(a, part, parts):
+    """Copy rows into right-aligned dense K and V; the slice is a range of (row, head, block).
+
+    a: k, v, arena (with layer offset), table, rows, lengths; B, Hk, P, bytes of a K row and a V
+    row, run bytes, V offset, table stride, columns, columns of a block, blocks of a row.
+    """
+    arena, table, heads, size, columns = a[2], a[3], a[7], a[8], a[14]
+    k_bytes, v_bytes = a[9], a[10]
+    units = a[6] * heads * a[16]
+    for unit in range(units * part // parts, units * (part + 1) // parts):
+        block, head = unit % a[16], unit // a[16] % heads
+        b = unit // (a[16] * heads)
+        line = table + 4 * a[13] * _int32_at(a[4], b)
+        column, end = block * a[15], min(columns, (block + 1) * a[15])
+        shift = _int32_at(a[5], b) - columns  # position of column c is c + shift
+        k = a[0] + ((b * heads + head) * columns) * k_bytes
+        v = a[1] + ((b * heads + head) * columns) * v_bytes
+        while column < end:
+            position = column + shift
+            if position < 0:
+                count, granule = min(end, -shift) - column, np.int64(-1)
+            else:
+                count = min(end - column, size - position % size)
+                granule = _int32_at(line, position // size)
+            if granule < 0:
+                memzero(k + column * k_bytes, count * k_bytes)
+                memzero(v + column * v_bytes, count * v_bytes)
+            else:
+                run, t = arena + GRANULE * granule + head * a[11], position % size
+                memcpy(k + column * k_bytes, run + t * k_bytes, count * k_bytes)
+                memcpy(v + column * v_bytes, run + a[12] + t * v_bytes, count * v_bytes)
+            column += count
+    return units
+
+
+@njit(**_JIT)
+def move_pages(a, part, parts):
+    """Copy n pages; each side is a pool with a list of granules, or staging when its list is 0.
+
+    a: target, target list, source, source list, n, bytes of a page. The slice is a range of all
+    granules, so that few large pages split well too.
+    """
+    page = a[5]
+    granules = a[4] * (page // GRANULE)
+    low = GRANULE * (granules * part // parts)
+    high = GRANULE * (granules * (part + 1) // parts)
+    while low < high:
+        n, offset = low // page, low % page
+        count = min(high - low, page - offset)
+        target = a[0] + (GRANULE * _int32_at(a[1], n) if a[1] else n * page)
+        source = a[2] + (GRANULE * _int32_at(a[3], n) if a[3] else n * page)
+        memcpy(target + offset, source + offset, count)
+        low += count
+    return high
+
+
+@njit(**_JIT)
+def drop_tokens(a, part, parts):
+    """Gather tokens of pages into fresh pages; the slice is a range of (layer, head, target page).
+
+    a: arena, source, target, keep; L, Hk, P, n kept, target pages, bytes of a K row and a V row,
+    run bytes, V offset, stripe bytes.
+    """
+    heads, size, kept, k_bytes, v_bytes = a[5], a[6], a[7], a[9], a[10]
+    units = a[4] * heads * a[8]
+    for unit in range(units * part // parts, units * (part + 1) // parts):
+        page, line = unit % a[8], unit // a[8]  # line: (layer, head)
+        run = line // heads * a[13] + line % heads * a[11]
+        to = a[0] + GRANULE * _int32_at(a[2], page) + run
+        for t in range(min(size, kept - page * size)):
+            token = _int32_at(a[3], line * kept + page * size + t)
+            of = a[0] + GRANULE * _int32_at(a[1], token // size) + run
+            slot = token % size
+            memcpy(to + t * k_bytes, of + slot * k_bytes, k_bytes)
+            memcpy(to + a[12] + t * v_bytes, of + a[12] + slot * v_bytes, v_bytes)
+    return units
+
+
+# The numba kernel of `checksum`.
+
+_STEP, _FIRST, _SECOND = np.uint64(STEP), np.uint64(FIRST), np.uint64(SECOND)
+
+
+@njit(error_model="numpy")
+def sum_blocks(a, part, parts):
+    """Sum up every block of a slice; a: words, their number, those of a block, sums."""
+    words = pointer(a[0], np.uint64(0))
+    sums = pointer(a[3], np.uint64(0))
+    blocks = (a[1] + a[2] - 1) // a[2]
+    for block in range(blocks * part // parts, blocks * (part + 1) // parts):
+        first = block * a[2]
+        key, one, two = np.uint64(0), np.uint64(0), np.uint64(0)
+        for at in range(first, min(first + a[2], a[1])):
+            key += _STEP
+            x = words[at] ^ key
+            x = (x ^ (x >> np.uint64(32))) * _FIRST
+            x = (x ^ (x >> np.uint64(29))) * _SECOND
+            x ^= x >> np.uint64(32)
+            one += x
+            two += x * (key | np.uint64(1))
+        sums[2 * block] = one
+        sums[2 * block + 1] = two
+    return blocks
+
+
+# numba kernels that rotate keys (RoPE): on their way into pages, and where they lie in pages.
+#
+# The functions name no fast-math flags, so that every product and sum is rounded by itself, as the
+# contract of `operands.Rotary` wants; see `cpu.move` for how they take their operands.
+
+_ROTARY_JIT = {"error_model": "numpy", "fastmath": False}
+_INLINE = {**_ROTARY_JIT, "forceinline": True}
+
+
+@njit(**_INLINE)
+def _rotary_int32_at(address, i):
+    return np.int64(pointer(address, np.int32(0))[i])
+
+
+@njit(**_INLINE)
+def _rotate(to, of, cos, sin, pairs, interleaved, like):
+    """Write the rotation of the 2 * pairs elements at `of` to `to`, another place."""
+    if interleaved:
+        for i in range(pairs):
+            x, y, c, s = widen(of[2 * i]), widen(of[2 * i + 1]), cos[i], sin[i]
+            to[2 * i] = narrow(x * c - y * s, like)
+            to[2 * i + 1] = narrow(y * c + x * s, like)
+        return
+    of_y, to_y = ahead(of, pairs), ahead(to, pairs)
+    for i in range(pairs):
+        x, y, c, s = widen(of[i]), widen(of_y[i]), cos[i], sin[i]
+        to[i] = narrow(x * c - y * s, like)
+        to_y[i] = narrow(y * c + x * s, like)
+
+
+@njit(**_INLINE)
+def _rotate_here(p, cos, sin, pairs, interleaved, like):
+    """Rotate the 2 * pairs elements at `p`, four times faster than `_rotate` could from p to p.
+
+    LLVM vectorises loops under the condition that what is written is not read by later rounds, and
+    asks that at run time of any two pointers, of equal ones too.
+    """
+    if interleaved:
+        for i in range(pairs):
+            x, y, c, s = widen(p[2 * i]), widen(p[2 * i + 1]), cos[i], sin[i]
+            p[2 * i] = narrow(x * c - y * s, like)
+            p[2 * i + 1] = narrow(y * c + x * s, like)
+        return
+    p_y = ahead(p, pairs)
+    for i in range(pairs):
+        x, y, c, s = widen(p[i]), widen(p_y[i]), cos[i], sin[i]
+        p[i] = narrow(x * c - y * s, like)
+        p_y[i] = narrow(y * c + x * s, like)
+
+
+@njit(**_ROTARY_JIT)
+def append_rotary(a, turn, likes, part, parts):
+    """Write packed tokens into pages, their keys rotated; operands `a` are those of `cpu.move`.
+
+    turn: addresses of cos and sin, pairs, first rotated dim, whether interleaved, bytes of an
+    element of a page. `likes` are the types of an element of a packed key and of a page.
+    """
+    like_of, like = likes
+    pairs, start, interleaved = turn[2], turn[3], turn[4] != 0
+    arena, starts = a[2], a[6]
+    size, k_bytes, v_bytes = a[9], a[10], a[11]
+    dims, rotated = k_bytes // turn[5], start + 2 * pairs
+    tokens = _rotary_int32_at(starts, a[7])
+    low, high = tokens * part // parts, tokens * (part + 1) // parts
+    for b in range(a[7]):
+        first, end = _rotary_int32_at(starts, b), _rotary_int32_at(starts, b + 1)
+        shift = _rotary_int32_at(a[5], b) - end  # position of packed token n is n + shift
+        line = a[3] + 4 * a[14] * _rotary_int32_at(a[4], b)
+        for n in range(max(first, low), min(end, high)):
+            page, t = (n + shift) // size, (n + shift) % size
+            cos = pointer(turn[0] + 4 * pairs * (n + shift), np.float32(0))
+            sin = pointer(turn[1] + 4 * pairs * (n + shift), np.float32(0))
+            run = arena + GRANULE * _rotary_int32_at(line, page)
+            for h in range(a[8]):
+                of = pointer(a[0] + n * a[15] + h * a[16], like_of)
+                to = pointer(run + t * k_bytes, like)
+                for d in range(start):
+                    to[d] = narrow(widen(of[d]), like)
+                _rotate(ahead(to, start), ahead(of, start), cos, sin, pairs, interleaved, like)
+                for d in range(rotated, dims):
+                    to[d] = narrow(widen(of[d]), like)
+                memcpy(run + a[13] + t * v_bytes, a[1] + n * a[17] + h * a[18], v_bytes)
+                run += a[12]
+    return high - low
+
+
+@njit(**_ROTARY_JIT)
+def reposition(a, turn, like, part, parts):
+    """Rotate the keys of pages in place; the slice is a range of (page, layer, head).
+
+    a: arena (with layer offset), pages, turns; n, layers, Hk, P, bytes of a K row, run bytes,
+    stripe bytes. `turn` as for `append`.
+    """
+    pairs, interleaved = turn[2], turn[4] != 0
+    units = a[3] * a[4] * a[5]
+    for unit in range(units * part // parts, units * (part + 1) // parts):
+        head, layer = unit % a[5], unit // a[5] % a[4]
+        n = unit // (a[5] * a[4])
+        line = _rotary_int32_at(a[2], n)
+        if line < 0:
+            continue
+        cos = pointer(turn[0] + 4 * pairs * line, np.float32(0))
+        sin = pointer(turn[1] + 4 * pairs * line, np.float32(0))
+        key = a[0] + GRANULE * _rotary_int32_at(a[1], n) + layer * a[9] + head * a[8]
+        key += turn[3] * turn[5]
+        for _ in range(a[6]):
+            _rotate_here(pointer(key, like), cos, sin, pairs, interleaved, like)
+            key += a[7]
+    return units
+
+
+# Bytes turned over in numba: sealed pages hold V as `[Dv, P]`, rows are tokens everywhere else.
+
+_WORDS = ir.IntType(64).as_pointer()
+
+
+@njit(**_JIT)
+def transpose(to, of, rows, columns):
+    """Transpose bytes `[rows, columns]`: 8 x 8 at a time in eight words, the edges one by one.
+
+    `to` and `of` are pointers to bytes.
+    """
+    whole, wide = rows // 8 * 8, columns // 8 * 8
+    a, b, c = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFFFFFF)
+    s8, s16, s32 = np.uint64(8), np.uint64(16), np.uint64(32)
+    for i in range(0, whole, 8):
+        for j in range(0, wide, 8):
+            p = ahead(of, i * columns + j)
+            x0, x1 = _word(p), _word(ahead(p, columns))
+            x2, x3 = _word(ahead(p, 2 * columns)), _word(ahead(p, 3 * columns))
+            x4, x5 = _word(ahead(p, 4 * columns)), _word(ahead(p, 5 * columns))
+            x6, x7 = _word(ahead(p, 6 * columns)), _word(ahead(p, 7 * columns))
+            x0, x1 = _swapped(x0, x1, a, s8)
+            x2, x3 = _swapped(x2, x3, a, s8)
+            x4, x5 = _swapped(x4, x5, a, s8)
+            x6, x7 = _swapped(x6, x7, a, s8)
+            x0, x2 = _swapped(x0, x2, b, s16)
+            x1, x3 = _swapped(x1, x3, b, s16)
+            x4, x6 = _swapped(x4, x6, b, s16)
+            x5, x7 = _swapped(x5, x7, b, s16)
+            x0, x4 = _swapped(x0, x4, c, s32)
+            x1, x5 = _swapped(x1, x5, c, s32)
+            x2, x6 = _swapped(x2, x6, c, s32)
+            x3, x7 = _swapped(x3, x7, c, s32)
+            p = ahead(to, j * rows + i)
+            _put(p, x0)
+            _put(ahead(p, rows), x1)
+            _put(ahead(p, 2 * rows), x2)
+            _put(ahead(p, 3 * rows), x3)
+            _put(ahead(p, 4 * rows), x4)
+            _put(ahead(p, 5 * rows), x5)
+            _put(ahead(p, 6 * rows), x6)
+            _put(ahead(p, 7 * rows), x7)
+    for i in range(rows):
+        for j in range(wide if i < whole else 0, columns):
+            to[j * rows + i] = of[i * columns + j]
+
+
+@intrinsic
+def _word(context, p):
+    """The eight bytes from p on as uint64, wherever p lies."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load(builder.bitcast(args[0], _WORDS), align=1)
+
+    return types.uint64(p), codegen
+
+
+@intrinsic
+def _put(context, p, x):
+    """Write the eight bytes of x from p on."""
+
+    def codegen(context, builder, signature, args):
+        builder.store(args[1], builder.bitcast(args[0], _WORDS), align=1)
+        return context.get_dummy_value()
+
+    return types.none(p, x), codegen
+
+
+@njit(**_INLINE)
+def _swapped(x, y, mask, shift):
+    """Exchange what lies in x above `mask` with what lies in y under it."""
+    z = ((x >> shift) ^ y) & mask
+    return x ^ (z << shift), y ^ z

@@ -13,12 +13,12 @@ from pathlib import Path
 from numba import njit
 
 from flowkv.kernels.cpu import attend as cpu_attend
-from flowkv.kernels.cpu import dense as cpu_dense
-from flowkv.kernels.cpu import merge as cpu_merge
-from flowkv.kernels.cpu import mixed as cpu_mixed
-from flowkv.kernels.cpu import move as cpu_move
-from flowkv.kernels.cpu import rotary as cpu_rotary
-from flowkv.kernels.cpu import sums as cpu_sums
+from flowkv.kernels.cpu import attend as cpu_dense
+from flowkv.kernels.cpu import attend as cpu_merge
+from flowkv.kernels.cpu import attend as cpu_mixed
+from flowkv.kernels.cpu import bits as cpu_move
+from flowkv.kernels.cpu import bits as cpu_rotary
+from flowkv.kernels.cpu import bits as cpu_sums
 from flowkv.kernels.cpu import transcode as cpu_transcode
 
 
@@ -35,11 +35,11 @@ def _entries(stamp, cache):
 
     @jit
     def attend_mixed(a, likes, factors, part, parts):
-        return cpu_mixed.attend(a, likes, factors, part, parts) if stamp else 0
+        return cpu_mixed.attend_mixed(a, likes, factors, part, parts) if stamp else 0
 
     @jit
     def combine_mixed(a, like):
-        return cpu_mixed.combine(a, like) if stamp else 0
+        return cpu_mixed.combine_mixed(a, like) if stamp else 0
 
     @jit
     def merge(a, like, part, parts):
@@ -51,7 +51,7 @@ def _entries(stamp, cache):
 
     @jit
     def append_rotary(a, turn, likes, part, parts):
-        return cpu_rotary.append(a, turn, likes, part, parts) if stamp else 0
+        return cpu_rotary.append_rotary(a, turn, likes, part, parts) if stamp else 0
 
     @jit
     def reposition(a, turn, like, part, parts):

@@ -8,16 +8,227 @@ after lengths and tables have changed, as long as they stay below the maxima it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
+import triton
+import triton.language as tl
 
+from flowkv.core.errors import ConfigError
+from flowkv.core.geometry import ITEMSIZE
+from flowkv.core.layout import PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.triton.few import decode
-from flowkv.kernels.triton.latent import attend_latents
-from flowkv.kernels.triton.launch import launch, padded
-from flowkv.kernels.triton.many import prefill
-from flowkv.kernels.triton.merge import merge_two
-from flowkv.kernels.triton.task import Task, element
+from flowkv.kernels.triton.launch import Traits, launch, padded, strides, traits
+from flowkv.kernels.triton.many import (
+    block_of_item,
+    block_tiles,
+    cut_of,
+    partials,
+    prefill,
+    store_block,
+    weigh,
+)
+from flowkv.kernels.triton.task import (
+    REGISTERS,
+    Task,
+    element,
+    merge_many,
+    merge_parts,
+    merge_two,
+    tile_of,
+    upcast,
+)
+from flowkv.kernels.triton.tile import LOWEST, load, locate, unit_of
+
+# Attention over latents (MLA), in Triton: one KV head, its values the first dims of its keys.
+#
+# All query heads share each latent, so rows of queries are many even in decode, and a block of
+# them is laid out as for prompts (`triton.block`). A latent is read once: the tile that the first
+# Dv dims of the queries are multiplied with is the tile that the weights mix; only the other dims
+# of the keys, rotated by position, are a tile of their own (multi-head latent attention, arXiv
+# 2405.04434: 576 = 512 + 64).
+#
+# Rows of few and of many new tokens are served alike. Where there are fewer blocks than the device
+# holds, the pages of each are cut into chunks, whose partials are merged.
+
+# ruff: noqa: PLR0913, PLR0917
+
+
+@triton.jit
+def latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slope, b_tree,
+                n_tokens, context, scale, softcap, HEAD_DIM: tl.constexpr,
+                VALUE_DIM: tl.constexpr, DV: tl.constexpr, REST: tl.constexpr, PAGE: tl.constexpr,
+                TILE: tl.constexpr, GRANULE: tl.constexpr, WINDOW: tl.constexpr,
+                SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr, MASK: tl.constexpr,
+                UPCAST: tl.constexpr):  # fmt: skip
+    """Take a tile of tokens into the running softmax (m, l, acc) of a block of query rows."""
+    p_page, o_slot, position = locate(t, p_run, p_line, PAGE, TILE, GRANULE)
+    o_t = tl.arange(0, TILE)
+    o_v = tl.arange(0, DV)
+    o_d = tl.arange(0, REST)
+    b_at = position + o_t
+    m_t = (b_at < n_tokens) & (o_slot + o_t < PAGE)
+    m_v = (o_v < VALUE_DIM)[None, :]
+    m_k = (o_d < HEAD_DIM - VALUE_DIM)[:, None]
+    if MASK:  # a slot that holds no token yet may hold anything, NaN included
+        m_v = m_v & m_t[:, None]
+        m_k = m_k & m_t[None, :]
+    p_tile = p_page + o_slot * HEAD_DIM
+    b_v = load(p_tile + o_t[:, None] * HEAD_DIM + o_v[None, :], m_v, MASK or DV != VALUE_DIM,
+               UPCAST)  # fmt: skip
+    b_k = load(p_tile + VALUE_DIM + o_t[None, :] * HEAD_DIM + o_d[:, None], m_k,
+               MASK or REST != HEAD_DIM - VALUE_DIM, UPCAST)  # fmt: skip
+    b_s = tl.dot(b_q, tl.trans(b_v), out_dtype=tl.float32, input_precision="ieee")
+    b_s = tl.dot(b_q_rest, b_k, acc=b_s, out_dtype=tl.float32, input_precision="ieee")
+    b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, WINDOW, SOFTCAP,
+                ALIBI, TREE, MASK)  # fmt: skip
+    unit = unit_of(scale, SOFTCAP, ALIBI)
+    b_top = tl.maximum(b_m, tl.max(b_s, axis=1))
+    b_fade = tl.math.exp2((b_m - b_top) * unit)
+    b_p = tl.math.exp2(b_s * unit - (b_top * unit)[:, None])
+    b_l = b_l * b_fade + tl.sum(b_p, axis=1)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, acc=b_acc * b_fade[:, None], out_dtype=tl.float32,
+                   input_precision="ieee")  # fmt: skip
+    return b_top, b_l, b_acc
+
+
+@triton.jit(do_not_specialize=["layer", "n_rows", "n_shares"])
+def attend_latent(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_alibi, p_tree,
+                  p_out, p_lse, stride_token, stride_head, stride_table, layer, n_rows, n_shares,
+                  scale, softcap,
+                  HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
+                  REST: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+                  GRANULE: tl.constexpr, STRIPE: tl.constexpr, GROUP: tl.constexpr,
+                  BLOCK: tl.constexpr, ROWS: tl.constexpr, MIN_PAGES: tl.constexpr,
+                  SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                  SINKS: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr,
+                  CAUSAL: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
+                  UPCAST: tl.constexpr):  # fmt: skip
+    """One block of query rows over one chunk of pages. Grid (items,), as of `attend_many`."""
+    i_item = tl.num_programs(0) - 1 - tl.program_id(0)  # later blocks see more: they begin first
+    i_row, _, i_block, page, n_pages = block_of_item(
+        i_item, p_starts, p_lengths, n_rows, n_shares, PAGE, GROUP, 0, BLOCK, ROWS, MIN_PAGES,
+        SPLIT, WINDOW)  # fmt: skip
+    if i_row >= n_rows:
+        return
+    start = tl.load(p_starts + i_row)
+    n_new = tl.load(p_starts + i_row + 1) - start
+    n_tokens = tl.load(p_lengths + i_row)
+    p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
+    p_run = p_arena + layer.to(tl.int64) * STRIPE
+    o_r = i_block * BLOCK + tl.arange(0, BLOCK)
+    o_v = tl.arange(0, DV)
+    o_d = tl.arange(0, REST)
+    o_token = (start + o_r // GROUP).to(tl.int64)
+    o_head = o_r % GROUP
+    m_r = o_r < n_new * GROUP
+    p_rows_q = p_q + (o_token * stride_token + o_head * stride_head)[:, None]
+    b_q = load(p_rows_q + o_v[None, :], m_r[:, None] & (o_v < VALUE_DIM)[None, :], True, UPCAST)
+    m_rest = m_r[:, None] & (o_d < HEAD_DIM - VALUE_DIM)[None, :]
+    b_q_rest = load(p_rows_q + VALUE_DIM + o_d[None, :], m_rest, True, UPCAST)
+    if not UPCAST:
+        b_q = b_q.to(p_arena.dtype.element_ty)
+        b_q_rest = b_q_rest.to(p_arena.dtype.element_ty)
+
+    b_m = tl.full([BLOCK], LOWEST, tl.float32)
+    b_l = tl.zeros([BLOCK], tl.float32)
+    b_acc = tl.zeros([BLOCK, DV], tl.float32)
+    context = n_tokens - n_new
+    b_seen = context + 1 + o_r // GROUP
+    if not CAUSAL:
+        b_seen = o_r * 0 + n_tokens
+    b_slope = b_l
+    if ALIBI:
+        b_slope = tl.load(p_alibi + o_head, mask=m_r, other=0.0).to(tl.float32)
+    b_tree = o_token
+    if TREE:
+        b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
+    t0, f0, f1, t1 = block_tiles(
+        page, n_pages, i_block, n_new, n_tokens, PAGE, TILE, GROUP, BLOCK, WINDOW, CAUSAL,
+        TREE)  # fmt: skip
+    for t in tl.range(f0, f1, num_stages=STAGES):
+        b_m, b_l, b_acc = latent_tile(
+            b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slope, b_tree, n_tokens,
+            context, scale, softcap, HEAD_DIM, VALUE_DIM, DV, REST, PAGE, TILE, GRANULE, WINDOW,
+            SOFTCAP, ALIBI, TREE, PAGE % TILE != 0, UPCAST)  # fmt: skip
+    n_head = f0 - t0
+    for i in tl.range(0, n_head + t1 - f1, num_stages=1):
+        t = tl.where(i < n_head, t0 + i, f1 + i - n_head)
+        b_m, b_l, b_acc = latent_tile(
+            b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slope, b_tree, n_tokens,
+            context, scale, softcap, HEAD_DIM, VALUE_DIM, DV, REST, PAGE, TILE, GRANULE, WINDOW,
+            SOFTCAP, ALIBI, TREE, True, UPCAST)  # fmt: skip
+    store_block(
+        b_m * unit_of(scale, SOFTCAP, ALIBI), b_l, b_acc, p_out, p_lse, p_sinks, i_item, o_token,
+        o_head, GROUP, m_r, VALUE_DIM, DV, BLOCK, SPLIT, SINKS, LSE)  # fmt: skip
+
+
+def attend_latents(task: Task) -> None:
+    """Attend with all rows over pages of latents.
+
+    Raises:
+        ConfigError: The weights of pages are asked for.
+    """
+    if task.how.mass is not None:
+        raise ConfigError(
+            "no Triton kernel weighs pages of latents", "Leave `mass` out, or use a 'full' group"
+        )
+    task = task._replace(few=0)
+    layout, device, flags = task.layout, traits(task.out.device), task.flags
+    # 64 rows for WGMMA, whose outputs are 64 x 512, do not fit beside all else in registers.
+    most = task.group * (1 if task.how.invariant else task.batch.most_new)
+    block = 16 if layout.dtype == "float32" or most <= 16 else 32
+    cut = cut_of(task, block, device.processors)
+    shape = _config(layout, device, block, cut.split)
+    part, part_lse = partials(task, cut, block)
+    common = {
+        "GROUP": task.group,
+        "BLOCK": block,
+        "ROWS": padded(task.rows),
+        "MIN_PAGES": cut.least,
+        "WINDOW": flags["WINDOW"],
+    }
+    launch(
+        attend_latent,
+        (cut.items,),
+        *task.operands,
+        task.sinks,
+        task.alibi,
+        task.tree,
+        part,
+        part_lse,
+        *task.numbers,
+        cut.shares,
+        *task.softmax,
+        **shape,
+        **common,
+        **{name: flags[name] for name in ("SINKS", "LSE", "ALIBI", "TREE", "CAUSAL")},
+        SPLIT=cut.split,
+        SOFTCAP=task.softmax[1] > 0,
+        UPCAST=upcast(layout),
+        num_warps=8,
+        **REGISTERS,
+    )
+    if cut.split:
+        common |= {"FEW": 0}
+        merge_parts(merge_many, len(task.out), task, part, part_lse, cut.shares, common)
+
+
+@lru_cache(maxsize=256)
+def _config(layout: PageLayout, device: Traits, block: int, split: bool) -> dict[str, int]:
+    """Constants of `attend_latent`."""
+    item, known = ITEMSIZE[layout.dtype], strides(layout)
+    shape = {name: known[name] for name in ("HEAD_DIM", "VALUE_DIM", "DV", "PAGE", "GRANULE")}
+    shape |= {"STRIPE": known["STRIPE"], "REST": padded(layout.head_dim - layout.value_dim)}
+    row_bytes = (shape["DV"] + shape["REST"]) * item
+    # What writes the result itself takes a few registers more than what writes partials.
+    tile = tile_of(layout, 16 if item == 4 else 64 if split else 32)
+    room = device.shared_bytes - 1024
+    while tile > 16 and block * (row_bytes + tile * item) + 2 * tile * row_bytes > room:
+        tile //= 2
+    return shape | {"TILE": tile, "STAGES": 5}
+
 
 MOST_COLUMNS = 32
 """Query rows per KV head up to which a row counts as having few new tokens."""

@@ -1,7 +1,5 @@
 """Transcodes pages on GPUs, in Triton: one program decodes K or V of a run and encodes it anew."""
 
-# ruff: noqa: PLR0913, PLR0917, PLR1714, SIM109 - kernels have many constants, and no `in`
-
 from __future__ import annotations
 
 from functools import cache
@@ -14,30 +12,257 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import ITEMSIZE
 from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout
 from flowkv.kernels.triton.launch import launch, padded
-from flowkv.kernels.triton.quant import (
-    HUGE,
-    INFINITE,
-    clean,
-    half,
-    narrow,
-    nearest,
-    reciprocal,
-    scale_of,
-)
-from flowkv.kernels.triton.runs import (
-    K8V4,
-    KV4C,
-    KV4H,
-    KV8,
-    RAW,
-    dims_of,
-    fetch,
-    key_tile,
-    put,
-    put_keys,
-    values_of,
-    zero,
-)
+
+# What the Triton codecs do with tiles: widen, rotate, quantise. Bit for bit `reference.codec`.
+#
+# Kernels that call these are compiled without FP fusion. Tiles come in pairs, `b_a` and `b_b`,
+# whose elements share bytes once they are nibbles; columns are dims.
+
+INFINITE = tl.constexpr(0x7F800000)  # these bits and more, without the sign: infinity and NaN
+HUGE = tl.constexpr(0x71800000)  # 2.0**100, from where on elements are encoded as 0
+FITS = tl.constexpr(65520.0)  # what float16 rounds to infinity
+LARGEST = tl.constexpr(65504.0)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: leaves the nearest integer in the low bits
+
+
+@triton.jit
+def widen(b, BF16: tl.constexpr):
+    """Raw elements as float32; bfloat16 comes as int16, for the interpreter cannot cast it."""
+    if BF16:
+        return (b.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return b.to(tl.float32)
+
+
+@triton.jit
+def narrow(b, dtype: tl.constexpr, BF16: tl.constexpr):
+    """Finite float32 as raw elements, to nearest even; float16 saturates."""
+    if BF16:
+        bits = b.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    elif dtype == tl.float16:
+        return tl.minimum(tl.maximum(b, -LARGEST), LARGEST).to(tl.float16)
+    else:
+        return b
+
+
+@triton.jit
+def clean(b, LIMIT: tl.constexpr):
+    """(The tile with 0 for magnitudes of the bits LIMIT and more, the largest bits of each row)."""
+    bits = b.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(bits < LIMIT, b, 0.0), tl.max(bits, axis=1)
+
+
+@triton.jit
+def half(x):
+    """(float16 nearest to x, saturated, where it saturated)."""
+    clamped = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    return clamped.to(tl.float16), tl.abs(x) >= FITS
+
+
+@triton.jit
+def reciprocal(s):
+    """1 / s, and 0 for 0: all of what has no scale becomes 0."""
+    return tl.where(s == 0.0, 0.0, tl.div_rn(1.0, tl.where(s == 0.0, 1.0, s)))
+
+
+@triton.jit
+def nearest(b, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """The nearest integer from LOW to HIGH, in the low bits of an int32."""
+    b = tl.minimum(tl.maximum(b, LOW), HIGH) + ROUND
+    return b.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def scale_of(b_a, b_b, LEVELS: tl.constexpr):
+    """(float16 scale by row, its reciprocal, where it is too large) of a symmetric code."""
+    most = tl.maximum(tl.max(tl.abs(b_a), axis=1), tl.max(tl.abs(b_b), axis=1))
+    scale, over = half(tl.div_rn(most, LEVELS))
+    return scale, reciprocal(scale.to(tl.float32)), over
+
+
+@triton.jit
+def butterfly(b, ROWS: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr):
+    """One stage of the transform: columns i and i + H become their sum and their difference.
+
+    The other column of a pair is found as the sum of both, as integers, less the own: a reduction
+    over two elements is a shuffle at most, so that nothing goes through shared memory.
+    """
+    own = tl.reshape(b, [ROWS, COLUMNS // (2 * H), 2, H])
+    bits = own.to(tl.int32, bitcast=True)
+    other = (tl.sum(bits, axis=2, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+    upper = (tl.arange(0, 2) == 1)[None, None, :, None]
+    return tl.reshape(other + tl.where(upper, -own, own), [ROWS, COLUMNS])
+
+
+@triton.jit
+def rotate(b_a, b_b, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+           FACTOR: tl.constexpr):  # fmt: skip
+    """The transform of blocks of n = 2**STAGES dims, `b_a` their lower halves, `b_b` the upper.
+
+    FACTOR is n**-0.5.
+    """
+    for i in tl.static_range(STAGES - 1):
+        b_a = butterfly(b_a, ROWS, COLUMNS, 1 << i)
+        b_b = butterfly(b_b, ROWS, COLUMNS, 1 << i)
+    return (b_a + b_b) * FACTOR, (b_a - b_b) * FACTOR
+
+
+# Blocks of K and V of a run, in Triton: read and decoded from any codec, stored in any.
+#
+# A tile is two blocks of float32: of K the lower and the upper halves of the dims, of V tokens of
+# the lower and of the upper half of the page. So both nibbles of a byte lie in the same place of
+# either.
+
+# ruff: noqa: PLR0913, PLR0917, PLR1714, SIM109 - kernels have many constants, and no `in`
+
+
+RAW, KV8, K8V4, KV4C, KV4H = (tl.constexpr(i) for i in range(len(CODECS)))
+
+
+@triton.jit
+def fetch(p, m, MASKED: tl.constexpr):
+    """A block; elements outside of `m` are 0 and not read."""
+    if MASKED:
+        return tl.load(p, mask=m, other=0)
+    else:
+        return tl.load(p)
+
+
+@triton.jit
+def put(p, b, m, MASKED: tl.constexpr):
+    """Store what lies within `m`."""
+    if MASKED:
+        tl.store(p, b, mask=m)
+    else:
+        tl.store(p, b)
+
+
+@triton.jit
+def zero(p, START: tl.constexpr, END: tl.constexpr):
+    """Zero the bytes from START to END: padding behind a part of a run, or behind the last run."""
+    if START < END:
+        o = START + tl.arange(0, 16 if END - START <= 16 else 4096)
+        tl.store(p + o, tl.zeros_like(o).to(tl.uint8), mask=o < END)
+
+
+@triton.jit
+def dims_of(o_c, UPPER: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """The dims that the columns `o_c` of a block of K hold.
+
+    With BLOCK, which must divide D an odd number of times, the block holds the halves of blocks.
+    """
+    if BLOCK:
+        return o_c // (BLOCK // 2) * BLOCK + o_c % (BLOCK // 2) + UPPER * (BLOCK // 2)
+    else:
+        return o_c + UPPER * HALF
+
+
+@triton.jit
+def keys_of(p_byte, p_half, p_raw, o_t, o_c, m_t, UPPER: tl.constexpr, CODEC: tl.constexpr,
+            SCALES: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+            BF16: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """One block of keys, decoded but for turning them back; 0 outside of the page."""
+    o_d = dims_of(o_c, UPPER, HALF, BLOCK)
+    m_d = (o_c < HALF) & (o_d < DIM)
+    m = m_t[:, None] & m_d[None, :]
+    if CODEC == RAW:
+        return widen(fetch(p_raw + o_t[:, None] * DIM + o_d[None, :], m, MASKED), BF16)
+    if CODEC == KV8 or CODEC == K8V4:
+        b = fetch(p_byte + o_t[:, None] * DIM + o_d[None, :], m, MASKED)
+        b = b.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        o_byte = o_d % (DIM // 2) if BLOCK else o_c
+        shift = (o_d // (DIM // 2) * 4)[None, :] if BLOCK else UPPER * 4
+        b = fetch(p_byte + o_t[:, None] * (DIM // 2) + o_byte[None, :], m, MASKED).to(tl.int32)
+        b = (b >> shift) & 15
+        if CODEC == KV4H:
+            b = tl.where(m, b - 8, 0)
+        b = b.to(tl.float32)
+    if CODEC == KV4C:
+        b_scale = fetch(p_half + SCALES // 2 + o_d, m_d, MASKED).to(tl.float32)
+        b_offset = fetch(p_half + SCALES // 2 + DIM + o_d, m_d, MASKED).to(tl.float32)
+        return tl.where(m, b * b_scale[None, :] + b_offset[None, :], 0.0)
+    else:
+        b_scale = fetch(p_half + SCALES // 2 + o_t, m_t, MASKED).to(tl.float32)
+        return b * b_scale[:, None]
+
+
+@triton.jit
+def picked(b_a, b_b, o_d, BLOCK: tl.constexpr):
+    """Columns of dims `o_d` out of two blocks that hold halves of blocks; see `dims_of`."""
+    column = o_d // BLOCK * (BLOCK // 2) + o_d % (BLOCK // 2)
+    column = tl.broadcast_to(tl.minimum(column, b_a.shape[1] - 1)[None, :], b_a.shape)
+    upper = (o_d % BLOCK >= BLOCK // 2)[None, :]
+    return tl.where(upper, tl.gather(b_b, column, axis=1), tl.gather(b_a, column, axis=1))
+
+
+@triton.jit
+def put_keys(p_byte, b_a, b_b, o_t, o_c, m_t, NIBBLES: tl.constexpr, DIM: tl.constexpr,
+             HALF: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Store two blocks of integers, as bytes or as nibbles."""
+    if NIBBLES:
+        if BLOCK:
+            low = picked(b_a, b_b, o_c, BLOCK)
+            b_b = picked(b_a, b_b, o_c + HALF, BLOCK)
+            b_a = low
+        b = (b_a & 15) | ((b_b & 15) << 4)
+        m = m_t[:, None] & (o_c < HALF)[None, :]
+        put(p_byte + o_t[:, None] * HALF + o_c[None, :], b.to(tl.uint8), m, MASKED)
+    else:
+        for i in tl.static_range(2):
+            o_d = dims_of(o_c, i, HALF, BLOCK)
+            m = m_t[:, None] & ((o_c < HALF) & (o_d < DIM))[None, :]
+            b = b_b if i else b_a
+            put(p_byte + o_t[:, None] * DIM + o_d[None, :], b.to(tl.uint8), m, MASKED)
+
+
+@triton.jit
+def key_tile(p_byte, p_half, p_raw, t, o_c, OLD: tl.constexpr, NEW: tl.constexpr,
+             SCALES: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+             BLOCK: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr, BF16: tl.constexpr,
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """(Both blocks of the keys of ROWS tokens, ready to be encoded, largest bits of each row)."""
+    LIMIT: tl.constexpr = INFINITE if NEW == RAW else HUGE
+    o_t = t + tl.arange(0, ROWS)
+    m_t = o_t < PAGE
+    b_a = keys_of(p_byte, p_half, p_raw, o_t, o_c, m_t, False, OLD, SCALES, DIM, HALF, BLOCK,
+                  BF16, MASKED)  # fmt: skip
+    b_b = keys_of(p_byte, p_half, p_raw, o_t, o_c, m_t, True, OLD, SCALES, DIM, HALF, BLOCK,
+                  BF16, MASKED)  # fmt: skip
+    if OLD == KV4H:
+        b_a, b_b = rotate(b_a, b_b, ROWS, COLUMNS, STAGES, FACTOR)
+    b_a, worst_a = clean(b_a, LIMIT)
+    b_b, worst_b = clean(b_b, LIMIT)
+    if NEW == KV4H:
+        b_a, b_b = rotate(b_a, b_b, ROWS, COLUMNS, STAGES, FACTOR)
+    return b_a, b_b, tl.maximum(worst_a, worst_b)
+
+
+@triton.jit
+def values_of(p_byte, p_half, p_raw, o_c, o_d, UPPER: tl.constexpr, CODEC: tl.constexpr,
+              VALUES: tl.constexpr, SCALES: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
+              DIM: tl.constexpr, BF16: tl.constexpr, ITEM: tl.constexpr,
+              MASKED: tl.constexpr):  # fmt: skip
+    """One block of values, tokens `o_c` of a half of the page, decoded; 0 outside of the page."""
+    o_t = o_c + UPPER * HALF
+    m_t = (o_c < HALF) & (o_t < PAGE)
+    m = m_t[:, None] & (o_d < DIM)[None, :]
+    if CODEC == RAW:
+        p = p_raw + VALUES // ITEM + o_t[:, None] * DIM + o_d[None, :]
+        return widen(fetch(p, m, MASKED), BF16)
+    if CODEC == KV8:
+        p = p_byte + VALUES + o_d[None, :] * PAGE + o_t[:, None]
+        b = fetch(p, m, MASKED).to(tl.int32) - 128
+    else:
+        p = p_byte + VALUES + o_d[None, :] * HALF + o_c[:, None]
+        b = ((fetch(p, m, MASKED).to(tl.int32) >> (UPPER * 4)) & 15) - 8
+    b_scale = fetch(p_half + SCALES // 2 + o_t, m_t, MASKED).to(tl.float32)
+    return tl.where(m, b.to(tl.float32) * b_scale[:, None], 0.0)
+
+
+# ruff: noqa: PLR0913, PLR0917, PLR1714, SIM109 - kernels have many constants, and no `in`
+
 
 NON_FINITE, OUT_OF_RANGE = tl.constexpr(1), tl.constexpr(2)  # see `coding`
 GRANULE = tl.constexpr(GRANULE_BYTES)

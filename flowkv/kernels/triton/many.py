@@ -9,8 +9,6 @@ Sealed pages are decoded first, once, into spare raw runs (`triton.unseal`), so 
 the same kernel with the same tensor-core instructions whatever the codecs of a row are.
 """
 
-# ruff: noqa: PLR0913, PLR0917
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -21,21 +19,287 @@ import triton
 import triton.language as tl
 
 from flowkv.core.geometry import ITEMSIZE
-from flowkv.core.layout import PageLayout
-from flowkv.kernels.triton.block import (
-    block_of_item,
-    block_tiles,
-    page_of_tile,
-    spare_offset,
-    store_block,
-    weigh,
-)
+from flowkv.core.layout import CODEC_SHIFT, PageLayout
+from flowkv.kernels.triton.dense import Spare, unseal
 from flowkv.kernels.triton.launch import Traits, launch, padded, strides, traits
-from flowkv.kernels.triton.mass import add_mass
-from flowkv.kernels.triton.merge import merge_many
-from flowkv.kernels.triton.task import REGISTERS, Task, merge_parts, tile_of, upcast
-from flowkv.kernels.triton.tile import LOWEST, load, unit_of
-from flowkv.kernels.triton.unseal import unseal
+from flowkv.kernels.triton.plan import (
+    first_page,
+    many_chunks,
+    pick,
+    row_of_item,
+    sum_before,
+    tile_range,
+)
+from flowkv.kernels.triton.task import REGISTERS, Task, merge_many, merge_parts, tile_of, upcast
+from flowkv.kernels.triton.tile import LN2, LOG2E, LOWEST, cap, load, locate, unit_of, visible
+
+# What the kernels for many new tokens do alike with one block of query rows.
+#
+# Row r of a block stands for new token r // GROUP and query head r % GROUP of a KV head's group,
+# counted from the block's first. Which rows a block has, which pages it attends over, how scores
+# become probabilities, and where the result goes, is the same for every kind of page.
+
+# ruff: noqa: PLR0913, PLR0917
+
+
+TAG = tl.constexpr(CODEC_SHIFT)
+
+
+@triton.jit
+def block_of_item(i_item, p_starts, p_lengths, n_rows, n_shares, PAGE: tl.constexpr,
+                  GROUP: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+                  ROWS: tl.constexpr, MIN_PAGES: tl.constexpr, SPLIT: tl.constexpr,
+                  WINDOW: tl.constexpr):  # fmt: skip
+    """(Row, rank, block, first page, pages) of an item: a chunk of pages of a block of a row.
+
+    The row is `n_rows` or more for items of no row. The rank counts rows with more than FEW new
+    tokens.
+    """
+    b_blocks, b_chunks, n_chunk = many_chunks(
+        p_starts, p_lengths, n_rows, n_shares, FEW, GROUP, BLOCK, MIN_PAGES, SPLIT, PAGE, WINDOW,
+        ROWS)  # fmt: skip
+    i_row = row_of_item(b_blocks * b_chunks, i_item)
+    i_chunk = i_item - sum_before(b_blocks * b_chunks, i_row, ROWS)
+    n_chunks = tl.maximum(pick(b_chunks, i_row, ROWS), 1)
+    i_rank = sum_before((b_blocks > 0).to(tl.int32), i_row, ROWS)
+    return i_row, i_rank, i_chunk // n_chunks, i_chunk % n_chunks * n_chunk, n_chunk
+
+
+@triton.jit
+def block_tiles(page, n_pages, i_block, n_new, n_tokens, PAGE: tl.constexpr, TILE: tl.constexpr,
+                GROUP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+                CAUSAL: tl.constexpr, TREE: tl.constexpr):  # fmt: skip
+    """`tile_range` of a block's chunk, whose pages count from the first that the row sees."""
+    if not CAUSAL:
+        least = n_tokens
+        most = n_tokens
+    elif TREE:  # all see what lies before the new tokens
+        least = n_tokens - n_new
+        most = n_tokens
+    else:
+        context = n_tokens - n_new
+        least = context + 1 + i_block * BLOCK // GROUP
+        most = context + 1 + tl.minimum((i_block * BLOCK + BLOCK - 1) // GROUP, n_new - 1)
+    return tile_range(
+        first_page(n_tokens, n_new, PAGE, WINDOW) + page, n_pages, least, most, PAGE, TILE,
+        WINDOW)  # fmt: skip
+
+
+@triton.jit
+def spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, RUN: tl.constexpr,
+                 GRANULE: tl.constexpr):  # fmt: skip
+    """Elements from p_run to the spare run of a row's first page, whose rank is i_rank.
+
+    An offset, not a pointer: AMD's compiler wants all that a load may read to have one base.
+    """
+    ITEM: tl.constexpr = 4096 // GRANULE
+    o_spare = (p_spare.to(tl.int64) - p_run.to(tl.int64)) // ITEM
+    return o_spare + i_rank.to(tl.int64) * n_columns * n_spare + tl.program_id(1) * RUN
+
+
+@triton.jit
+def page_of_tile(t, p_run, p_line, o_spare, n_spare, PAGE: tl.constexpr, TILE: tl.constexpr,
+                 GRANULE: tl.constexpr, SEALED: tl.constexpr):  # fmt: skip
+    """`locate`; a sealed page p is read at p_run + o_spare + p * n_spare instead."""
+    if SEALED:
+        i_page = t // ((PAGE + TILE - 1) // TILE)
+        o_slot = t % ((PAGE + TILE - 1) // TILE) * TILE
+        page = tl.load(p_line + i_page)
+        o_page = page.to(tl.int64) * GRANULE
+        o_page = tl.where(page >> TAG > 0, o_spare + i_page.to(tl.int64) * n_spare, o_page)
+        p_page = p_run + tl.multiple_of(o_page, GRANULE // 256)  # runs begin at whole 16 bytes
+        return p_page, o_slot, i_page * PAGE + o_slot
+    else:
+        return locate(t, p_run, p_line, PAGE, TILE, GRANULE)
+
+
+@triton.jit
+def weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, WINDOW: tl.constexpr,
+          SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr,
+          MASK: tl.constexpr):  # fmt: skip
+    """Scores `[BLOCK, TILE]` of the tokens at b_at, in units of `unit_of`; -inf where hidden.
+
+    Args:
+        b_s: Products of queries and keys.
+        b_at: `[TILE]` positions.
+        m_t: `[TILE]`, which of them hold tokens.
+        b_seen: `[BLOCK]`: each query sees the positions below.
+        b_slope: `[BLOCK]`, of ALiBi.
+        b_tree: `[BLOCK]`, bits of the new tokens that a query sees.
+        context: Position of the row's first new token.
+        scale: Of the products.
+        softcap: On scaled products.
+        WINDOW: Tokens seen, 0 for all.
+        SOFTCAP: Whether there is a softcap.
+        ALIBI: Whether there are slopes.
+        TREE: Whether bits stand in for the causal rule.
+        MASK: Whether anything may be hidden.
+    """
+    b_s = cap(b_s, scale, softcap, SOFTCAP, ALIBI)
+    if ALIBI:
+        b_s += b_slope[:, None] * (b_at[None, :] + 1 - b_seen[:, None]).to(tl.float32)
+    if MASK:
+        m_s = visible(b_at[None, :], b_seen[:, None], b_tree[:, None], context, WINDOW, TREE)
+        b_s = tl.where(m_t[None, :] & m_s, b_s, -float("inf"))
+    return b_s
+
+
+@triton.jit
+def store_block(b_m, b_l, b_acc, p_out, p_lse, p_sinks, i_part, o_token, o_head, n_heads, m_r,
+                VALUE_DIM: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+                SPLIT: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
+    """Write what a block has seen: maxima b_m and sums b_l in units of log 2, and outputs.
+
+    With SPLIT, p_out is float32 partials `[parts, BLOCK, Dv]` and p_lse `[parts, BLOCK]` in units
+    of log 2; without, the result `[N, n_heads, Dv]` and `[N, n_heads]`, natural log.
+    """
+    o_v = tl.arange(0, DV)
+    if SPLIT:
+        o_o = i_part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    else:
+        o_o = o_token * n_heads + o_head
+        if SINKS:
+            b_sink = tl.load(p_sinks + o_head, mask=m_r, other=0.0).to(tl.float32) * LOG2E
+            b_top = tl.maximum(b_m, b_sink)
+            b_fade = tl.math.exp2(b_m - b_top)
+            b_l = b_l * b_fade + tl.math.exp2(b_sink - b_top)
+            b_acc = b_acc * b_fade[:, None]
+            b_m = b_top
+    b_some = tl.where(b_l == 0.0, 1.0, b_l)  # a chunk behind the diagonal has seen nothing
+    if SPLIT or LSE:
+        b_lse = tl.where(b_l == 0.0, -float("inf"), b_m + tl.math.log2(b_some))
+        if not SPLIT:
+            b_lse = b_lse * LN2
+        tl.store(p_lse + o_o, b_lse, mask=m_r)
+    p_o = p_out + o_o[:, None] * VALUE_DIM + o_v[None, :]
+    m_o = m_r[:, None] & (o_v < VALUE_DIM)[None, :]
+    tl.store(p_o, (b_acc / b_some[:, None]).to(p_out.dtype.element_ty), mask=m_o)
+
+
+# The weight that many new tokens of a row give to each page they see, in Triton.
+#
+# Weights are relative to a query's whole row, so they are known only after attention; the scores
+# are made again, and values are not read. One program owns one page of one row and KV head: sums
+# come out the same each time.
+
+# ruff: noqa: PLR0913, PLR0917
+
+
+@triton.jit(do_not_specialize=["layer", "n_rows", "head_low", "n_heads", "n_columns"])
+def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tree, p_spare, p_lse,
+              p_mass, stride_token, stride_head, stride_table, layer, n_rows, stride_mass, head_low,
+              n_heads, n_columns, scale, softcap,
+              HEAD_DIM: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+              GRANULE: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr, GROUP: tl.constexpr,
+              FEW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+              SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr,
+              CAUSAL: tl.constexpr, SEALED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """Add to p_mass `[B, pages, n_heads]`. Grid (B * n_columns, KV heads from head_low on)."""
+    i_row = tl.program_id(0) // n_columns
+    i_page = tl.program_id(0) % n_columns
+    i_head = tl.program_id(1) + head_low
+    start = tl.load(p_starts + i_row)
+    n_new = tl.load(p_starts + i_row + 1) - start
+    n_tokens = tl.load(p_lengths + i_row)
+    first = first_page(n_tokens, n_new, PAGE, WINDOW)
+    if (n_new <= FEW) | (i_page < first) | (i_page * PAGE >= n_tokens):
+        return
+    p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
+    p_run = p_arena + layer.to(tl.int64) * STRIPE + i_head * RUN
+    n_spare = tl.num_programs(1) * RUN
+    o_spare = i_row
+    if SEALED:
+        o_row = tl.arange(0, ROWS)
+        m_row = o_row < n_rows
+        b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
+        b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0) - b_start
+        i_rank = sum_before((b_new > FEW).to(tl.int32), i_row, ROWS)
+        o_spare = spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, RUN, GRANULE)
+    o_d = tl.arange(0, D)
+    context = n_tokens - n_new
+    TILES: tl.constexpr = (PAGE + TILE - 1) // TILE
+    b_mass = tl.zeros([BLOCK], tl.float32)
+    for t in tl.range(i_page * TILES, i_page * TILES + TILES, num_stages=1):
+        p_page, o_slot, position = page_of_tile(
+            t, p_run, p_line, o_spare, n_spare, PAGE, TILE, GRANULE, SEALED)  # fmt: skip
+        o_t = tl.arange(0, TILE)
+        b_at = position + o_t
+        m_t = (b_at < n_tokens) & (o_slot + o_t < PAGE)
+        m_k = m_t[None, :] & (o_d < HEAD_DIM)[:, None]
+        p_k = p_page + o_slot * HEAD_DIM
+        b_k = load(p_k + o_t[None, :] * HEAD_DIM + o_d[:, None], m_k, True, UPCAST)
+        for i in tl.range(0, n_new * GROUP, BLOCK, num_stages=1):
+            o_r = i + tl.arange(0, BLOCK)
+            o_token = (start + o_r // GROUP).to(tl.int64)
+            o_head = i_head * GROUP + o_r % GROUP
+            m_r = o_r < n_new * GROUP
+            o_q = o_token * stride_token + o_head * stride_head
+            m_q = m_r[:, None] & (o_d < HEAD_DIM)[None, :]
+            b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, UPCAST)
+            if not UPCAST:
+                b_q = b_q.to(p_arena.dtype.element_ty)
+            b_seen = context + 1 + o_r // GROUP
+            if not CAUSAL:
+                b_seen = o_r * 0 + n_tokens
+            b_lse = tl.load(p_lse + o_token * n_heads * GROUP + o_head, mask=m_r, other=0.0)
+            b_slope = b_lse
+            if ALIBI:
+                b_slope = tl.load(p_alibi + o_head, mask=m_r, other=0.0).to(tl.float32)
+            b_tree = o_token
+            if TREE:
+                b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
+            b_s = tl.dot(b_q, b_k, out_dtype=tl.float32, input_precision="ieee")
+            b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, WINDOW,
+                        SOFTCAP, ALIBI, TREE, True)  # fmt: skip
+            b_log = b_s * unit_of(scale, SOFTCAP, ALIBI) - (b_lse * LOG2E)[:, None]
+            m_s = m_r[:, None] & (b_s > -float("inf"))
+            b_mass += tl.sum(tl.where(m_s, tl.math.exp2(b_log), 0.0), axis=1)
+    p_to = p_mass + i_row.to(tl.int64) * stride_mass + i_page * n_heads + i_head
+    tl.store(p_to, tl.load(p_to) + tl.sum(b_mass, axis=0))
+
+
+def add_mass(task: Task, spare: Spare) -> None:
+    """Add the weights of rows with many new tokens to `task.how.mass`; their lse is written."""
+    layout, mass, flags = task.layout, task.how.mass, task.flags
+    assert mass is not None
+    shape = strides(layout)
+    names = ("HEAD_DIM", "D", "PAGE", "GRANULE", "RUN", "STRIPE")
+    wide = ITEMSIZE[layout.dtype] == 4 or shape["D"] > 128
+    launch(
+        mass_many,
+        (task.rows * task.most_pages, spare.heads),
+        *task.operands,
+        task.alibi,
+        task.tree,
+        spare.runs,
+        task.lse,
+        mass,
+        *task.numbers,
+        mass.stride(0),
+        spare.low,
+        layout.kv_heads,
+        task.most_pages,
+        *task.softmax,
+        **{name: shape[name] for name in names},
+        TILE=tile_of(layout, 16 if wide else 64),
+        GROUP=task.group,
+        FEW=task.few,
+        BLOCK=32 if wide else 128 if traits(task.out.device).major >= 9 else 64,
+        ROWS=padded(task.rows),
+        WINDOW=flags["WINDOW"],
+        SOFTCAP=task.softmax[1] > 0,
+        ALIBI=flags["ALIBI"],
+        TREE=flags["TREE"],
+        CAUSAL=flags["CAUSAL"],
+        SEALED=bool(task.pages.sealed),
+        UPCAST=upcast(layout),
+        num_warps=4,
+        **REGISTERS,
+    )
+
+
+# ruff: noqa: PLR0913, PLR0917
+
 
 INVARIANT_TOKENS = 4096
 """Tokens of a chunk where a row's bits must not depend on the batch: then all chunks are alike."""

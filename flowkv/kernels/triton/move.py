@@ -4,16 +4,20 @@ Nothing here computes: every byte arrives as it left. Grids depend on shapes alo
 can be captured in CUDA graphs.
 """
 
-# ruff: noqa: PLR0913, PLR0917
-
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from flowkv.core.layout import GRANULE_BYTES
-from flowkv.kernels.triton.launch import launch, traits
+from flowkv.core.layout import GRANULE_BYTES, PageLayout
+from flowkv.kernels.dispatch import FIRST, SECOND, STEP
+from flowkv.kernels.operands import Pages, Ragged, Rotary
+from flowkv.kernels.triton.launch import launch, padded, strides, traits
+from flowkv.kernels.triton.plan import row_of_token
+
+# ruff: noqa: PLR0913, PLR0917
+
 
 GRANULES = 4
 """Granules a program moves at once: 16 KiB, or eight 16-byte vectors a thread."""
@@ -101,3 +105,383 @@ def _copy(
         WORDS=GRANULE_BYTES // 4,
         num_warps=4,
     )
+
+
+# Makes pages of chosen tokens of other pages on GPUs, in Triton (sparsification).
+
+# ruff: noqa: PLR0913, PLR0917
+
+
+MOST_ELEMENTS = 4096
+"""Of K or V that a program holds."""
+
+
+@triton.jit(do_not_specialize=["n_kept"])
+def drop_kernel(p_arena, p_source, p_target, p_keep, n_kept, HEAD_DIM: tl.constexpr,
+                VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+                GRANULE: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr,
+                STRIPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Copy BLOCK kept tokens of one layer and head. Grid (cdiv(n_kept, BLOCK), Hk, L)."""
+    i_head = tl.program_id(1)
+    i_layer = tl.program_id(2).to(tl.int64)
+    o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_t = o_t < n_kept
+    p_line = p_keep + (i_layer * tl.num_programs(1) + i_head) * n_kept
+    token = tl.load(p_line + o_t, mask=m_t, other=0)
+    p_run = p_arena + i_layer * STRIPE + i_head * RUN
+    g_from = tl.load(p_source + token // PAGE, mask=m_t, other=0).to(tl.int64)
+    g_to = tl.load(p_target + o_t // PAGE, mask=m_t, other=0).to(tl.int64)
+    p_from = p_run + g_from * GRANULE
+    p_to = p_run + g_to * GRANULE
+    s_from = token % PAGE
+    s_to = o_t % PAGE
+    o_d = tl.arange(0, D)[None, :]
+    o_v = tl.arange(0, DV)[None, :]
+    m_k = m_t[:, None] & (o_d < HEAD_DIM)
+    m_v = m_t[:, None] & (o_v < VALUE_DIM)
+    b_k = tl.load((p_from + s_from * HEAD_DIM)[:, None] + o_d, mask=m_k, other=0.0)
+    b_v = tl.load((p_from + VALUES + s_from * VALUE_DIM)[:, None] + o_v, mask=m_v, other=0.0)
+    tl.store((p_to + s_to * HEAD_DIM)[:, None] + o_d, b_k, mask=m_k)
+    tl.store((p_to + VALUES + s_to * VALUE_DIM)[:, None] + o_v, b_v, mask=m_v)
+
+
+def drop_tokens(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    keep: torch.Tensor,
+    layout: PageLayout,
+) -> None:
+    """Make pages of chosen tokens of others; see `movement.drop_tokens`."""
+    shape = strides(layout) | {"VALUE_DIM": layout.stored_value_dim}
+    kept = keep.shape[2]
+    block = max(1, MOST_ELEMENTS // max(shape["D"], shape["DV"]))
+    if kept:
+        launch(
+            drop_kernel,
+            (triton.cdiv(kept, block), layout.kv_heads, layout.layers),
+            arena.view(getattr(torch, layout.dtype)),
+            source.contiguous(),
+            target.contiguous(),
+            keep.contiguous(),
+            kept,
+            **shape,
+            BLOCK=block,
+            num_warps=4,
+        )
+
+
+# Rotates keys (RoPE) on GPUs, in Triton: device code, and pages that move to other positions.
+#
+# Compiled without FP fusion: each product and sum is rounded by itself (`operands.Rotary`).
+
+# ruff: noqa: PLR0913, PLR0917
+
+
+@triton.jit
+def load_pairs(p_rows, m_rows, stride, PAIRS: tl.constexpr, P: tl.constexpr,
+               INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The rotated dims of BLOCK rows as pairs: x `[BLOCK, P]` and y `[BLOCK, P]`."""
+    if INTERLEAVED:
+        o_d = tl.arange(0, 2 * P)
+        m_d = m_rows[:, None] & (o_d < 2 * PAIRS)[None, :]
+        b = tl.load(p_rows[:, None] + o_d[None, :] * stride, mask=m_d, other=0.0)
+        b_x, b_y = tl.split(tl.reshape(b, (BLOCK, P, 2)))
+    else:
+        o_i = tl.arange(0, P)
+        m_i = m_rows[:, None] & (o_i < PAIRS)[None, :]
+        p_x = p_rows[:, None] + o_i[None, :] * stride
+        b_x = tl.load(p_x, mask=m_i, other=0.0)
+        b_y = tl.load(p_x + PAIRS * stride, mask=m_i, other=0.0)
+    return b_x, b_y
+
+
+@triton.jit
+def store_turned(p_rows, m_rows, b_x, b_y, b_cos, b_sin, PAIRS: tl.constexpr, P: tl.constexpr,
+                 INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Rotate pairs by `b_cos` and `b_sin`, `[1, P]` of float32, and store them as rows."""
+    element: tl.constexpr = p_rows.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if element == tl.float64 else tl.float32
+    b_x, b_y, b_cos, b_sin = b_x.to(wide), b_y.to(wide), b_cos.to(wide), b_sin.to(wide)
+    b_u = (b_x * b_cos - b_y * b_sin).to(element)
+    b_v = (b_y * b_cos + b_x * b_sin).to(element)
+    if INTERLEAVED:
+        o_d = tl.arange(0, 2 * P)
+        m_d = m_rows[:, None] & (o_d < 2 * PAIRS)[None, :]
+        b = tl.reshape(tl.join(b_u, b_v), (BLOCK, 2 * P))
+        tl.store(p_rows[:, None] + o_d[None, :], b, mask=m_d)
+    else:
+        o_i = tl.arange(0, P)
+        m_i = m_rows[:, None] & (o_i < PAIRS)[None, :]
+        p_u = p_rows[:, None] + o_i[None, :]
+        tl.store(p_u, b_u, mask=m_i)
+        tl.store(p_u + PAIRS, b_v, mask=m_i)
+
+
+@triton.jit
+def load_turn(p_cos, p_sin, line, PAIRS: tl.constexpr, P: tl.constexpr):
+    """A line of cosines and one of sines, `[1, P]`."""
+    o_i = tl.arange(0, P)[None, :]
+    o_from = line.to(tl.int64) * PAIRS + o_i
+    m_i = o_i < PAIRS
+    b_cos = tl.load(p_cos + o_from, mask=m_i, other=0.0)
+    return b_cos, tl.load(p_sin + o_from, mask=m_i, other=0.0)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def reposition_kernel(p_arena, p_pages, p_turns, p_cos, p_sin, layer, HEAD_DIM: tl.constexpr,
+                      PAGE: tl.constexpr, GRANULE: tl.constexpr, RUN: tl.constexpr,
+                      STRIPE: tl.constexpr, PAIRS: tl.constexpr, P: tl.constexpr,
+                      INTERLEAVED: tl.constexpr, START: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
+    """Rotate BLOCK keys of a page, where they lie. Grid (n * cdiv(PAGE, BLOCK), Hk, layers)."""
+    BLOCKS: tl.constexpr = (PAGE + BLOCK - 1) // BLOCK
+    i_page = tl.program_id(0) // BLOCKS
+    turn = tl.load(p_turns + i_page)
+    if turn < 0:
+        return
+    o_slot = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    m_slot = o_slot < PAGE
+    p_run = p_arena + tl.load(p_pages + i_page).to(tl.int64) * GRANULE
+    p_run += (layer + tl.program_id(2)).to(tl.int64) * STRIPE + tl.program_id(1) * RUN
+    p_rows = p_run + START + o_slot * HEAD_DIM
+    b_cos, b_sin = load_turn(p_cos, p_sin, turn, PAIRS, P)
+    b_x, b_y = load_pairs(p_rows, m_slot, 1, PAIRS, P, INTERLEAVED, BLOCK)
+    store_turned(p_rows, m_slot, b_x, b_y, b_cos, b_sin, PAIRS, P, INTERLEAVED, BLOCK)
+
+
+def rotary_constants(rope: Rotary) -> dict[str, int]:
+    """The constants by which kernels find the pairs of a key."""
+    pairs = rope.cos.shape[1]
+    return {
+        "PAIRS": pairs,
+        "P": triton.next_power_of_2(pairs),
+        "INTERLEAVED": rope.interleaved,
+        "START": rope.start,
+    }
+
+
+def reposition(
+    arena: torch.Tensor,
+    pages: torch.Tensor,
+    turns: torch.Tensor,
+    rope: Rotary,
+    layout: PageLayout,
+    layer: int | None = None,
+) -> None:
+    """Rotate the keys of pages in place; see `rotary.reposition`."""
+    constants, shape = rotary_constants(rope), strides(layout)
+    page = layout.page_size
+    block = min(max(1, MOST_ELEMENTS // (2 * constants["P"])), triton.next_power_of_2(page))
+    blocks, layers = triton.cdiv(page, block), layout.layers if layer is None else 1
+    if pages.shape[0]:
+        launch(
+            reposition_kernel,
+            (pages.shape[0] * blocks, layout.kv_heads, layers),
+            arena.view(getattr(torch, layout.dtype)),
+            pages.contiguous(),
+            turns.contiguous(),
+            rope.cos,
+            rope.sin,
+            layer or 0,
+            **{name: shape[name] for name in ("HEAD_DIM", "PAGE", "GRANULE", "RUN", "STRIPE")},
+            **constants,
+            BLOCK=block,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+# Writes new tokens into open pages on GPUs, in Triton, as they are or rotated (RoPE).
+#
+# Grids depend on shapes alone, so that calls can be captured in CUDA graphs.
+
+# ruff: noqa: PLR0913, PLR0917
+
+
+@triton.jit
+def _place(i_token, p_arena, p_table, p_rows, p_lengths, p_starts, stride_table, layer, n_rows,
+           PAGE: tl.constexpr, GRANULE: tl.constexpr, STRIPE: tl.constexpr,
+           ROWS: tl.constexpr):  # fmt: skip
+    """(position of a packed token, its layer's stripe); position -1 if it has no page."""
+    i_row = row_of_token(i_token, p_starts, n_rows, ROWS)
+    m_row = i_row < n_rows  # tokens of no row pad a captured graph
+    b_end = tl.load(p_starts + i_row + 1, mask=m_row, other=0)
+    position = tl.load(p_lengths + i_row, mask=m_row, other=0) - b_end + i_token
+    o_line = tl.load(p_rows + i_row, mask=m_row, other=0).to(tl.int64) * stride_table
+    granule = tl.load(p_table + o_line + position // PAGE, mask=m_row, other=-1)
+    p_stripe = p_arena + granule.to(tl.int64) * GRANULE + layer.to(tl.int64) * STRIPE
+    return tl.where(granule < 0, -1, position), p_stripe  # granule -1: behind a window already
+
+
+@triton.jit
+def _copy_heads(p_from, stride_head, stride_dim, p_to, o_h, o_d, m, RUN: tl.constexpr):
+    """Copy `[heads, dims]` of one token where `m` is set, cast to the dtype of the page."""
+    p_read = p_from + o_h[:, None] * stride_head + o_d[None, :] * stride_dim
+    b = tl.load(p_read, mask=m, other=0.0).to(p_to.dtype.element_ty)
+    tl.store(p_to + o_h[:, None] * RUN + o_d[None, :], b, mask=m)
+
+
+@triton.jit(do_not_specialize=["layer", "n_rows"])
+def append_kernel(p_k, p_v, p_arena, p_table, p_rows, p_lengths, p_starts, k_token, k_head, k_dim,
+                  v_token, v_head, v_dim, stride_table, layer, n_rows, HEADS: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
+                  DV: tl.constexpr, PAGE: tl.constexpr, GRANULE: tl.constexpr,
+                  VALUES: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr,
+                  ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write BLOCK heads of one new token into its page. Grid (N, cdiv(Hk, BLOCK))."""
+    i_token = tl.program_id(0)
+    position, p_stripe = _place(i_token, p_arena, p_table, p_rows, p_lengths, p_starts,
+                                stride_table, layer, n_rows, PAGE, GRANULE, STRIPE,
+                                ROWS)  # fmt: skip
+    if position < 0:
+        return
+    o_slot = position % PAGE
+    o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    o_d = tl.arange(0, D)
+    o_v = tl.arange(0, DV)
+    m_k = (o_h < HEADS)[:, None] & (o_d < HEAD_DIM)[None, :]
+    m_v = (o_h < HEADS)[:, None] & (o_v < VALUE_DIM)[None, :]
+    p_from = p_k + i_token.to(tl.int64) * k_token
+    _copy_heads(p_from, k_head, k_dim, p_stripe + o_slot * HEAD_DIM, o_h, o_d, m_k, RUN)
+    p_from = p_v + i_token.to(tl.int64) * v_token
+    p_to = p_stripe + VALUES + o_slot * VALUE_DIM
+    _copy_heads(p_from, v_head, v_dim, p_to, o_h, o_v, m_v, RUN)
+
+
+@triton.jit(do_not_specialize=["layer", "n_rows"])
+def append_rotary_kernel(p_k, p_v, p_arena, p_table, p_rows, p_lengths, p_starts, k_token, k_head,
+                         k_dim, v_token, v_head, v_dim, stride_table, layer, n_rows, p_cos, p_sin,
+                         HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                         D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+                         GRANULE: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr,
+                         STRIPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                         PAIRS: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr,
+                         START: tl.constexpr):  # fmt: skip
+    """As `append_kernel`, the key rotated by line `position` of cos and sin."""
+    i_token = tl.program_id(0)
+    position, p_stripe = _place(i_token, p_arena, p_table, p_rows, p_lengths, p_starts,
+                                stride_table, layer, n_rows, PAGE, GRANULE, STRIPE,
+                                ROWS)  # fmt: skip
+    if position < 0:
+        return
+    o_slot = position % PAGE
+    o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_h = o_h < HEADS
+    o_v = tl.arange(0, DV)
+    p_from = p_k + i_token.to(tl.int64) * k_token
+    p_to = p_stripe + o_slot * HEAD_DIM
+    b_cos, b_sin = load_turn(p_cos, p_sin, position, PAIRS, P)
+    p_rows_from = p_from + START * k_dim + o_h * k_head
+    b_x, b_y = load_pairs(p_rows_from, m_h, k_dim, PAIRS, P, INTERLEAVED, BLOCK)
+    store_turned(p_to + START + o_h * RUN, m_h, b_x, b_y, b_cos, b_sin, PAIRS, P, INTERLEAVED,
+                 BLOCK)  # fmt: skip
+    if 2 * PAIRS < HEAD_DIM:
+        o_d = tl.arange(0, D)
+        m_d = (o_d < HEAD_DIM) & ((o_d < START) | (o_d >= START + 2 * PAIRS))
+        _copy_heads(p_from, k_head, k_dim, p_to, o_h, o_d, m_h[:, None] & m_d[None, :], RUN)
+    p_from = p_v + i_token.to(tl.int64) * v_token
+    p_to = p_stripe + VALUES + o_slot * VALUE_DIM
+    m_v = m_h[:, None] & (o_v < VALUE_DIM)[None, :]
+    _copy_heads(p_from, v_head, v_dim, p_to, o_h, o_v, m_v, RUN)
+
+
+def append(
+    k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragged, rope: Rotary | None = None
+) -> None:
+    """Write new tokens into the open pages; see `dispatch.append`."""
+    tokens, heads, _ = k.shape
+    shape = strides(pages.layout) | {"VALUE_DIM": pages.layout.stored_value_dim}
+    block = _heads(pages.layout)
+    rows = batch.rows.shape[0]
+    operands = (
+        k,
+        v,
+        pages.arena.view(getattr(torch, pages.layout.dtype)),
+        batch.table,
+        batch.rows,
+        batch.lengths,
+        batch.starts,
+        *k.stride(),
+        *v.stride(),
+        batch.table.stride(0),
+        pages.layer,
+        rows,
+    )
+    constants = {"HEADS": heads, "ROWS": padded(rows), "BLOCK": block, **shape, "num_warps": 4}
+    grid = tokens, triton.cdiv(heads, block)
+    if not tokens:
+        return
+    if rope is None:
+        launch(append_kernel, grid, *operands, **constants)
+        return
+    constants |= rotary_constants(rope)
+    kernel = append_rotary_kernel
+    launch(kernel, grid, *operands, rope.cos, rope.sin, **constants, enable_fp_fusion=False)
+
+
+def _heads(layout: PageLayout) -> int:
+    """KV heads whose keys or values of one token fit a program: a power of two."""
+    most = max(1, MOST_ELEMENTS // padded(max(layout.head_dim, layout.value_dim)))
+    return min(most, triton.next_power_of_2(layout.kv_heads))
+
+
+# `checksum` on GPUs, in Triton: every byte is read once, where it lies.
+
+# ruff: noqa: PLR0913, PLR0917
+
+
+TILE = 1024
+TILES = 16
+"""Tiles of a program: 128 KiB, so that a model's weights make thousands of programs."""
+
+
+@triton.jit(do_not_specialize=["n_words", "block_words", "splits"])
+def checksum_kernel(p_words, p_sums, n_words, block_words, splits, STEP: tl.constexpr,
+                    FIRST: tl.constexpr, SECOND: tl.constexpr, TILE: tl.constexpr,
+                    TILES: tl.constexpr):  # fmt: skip
+    """Two sums over one of the `splits` parts of a block."""
+    i_p = tl.program_id(0)
+    i_b = (i_p // splits).to(tl.int64)
+    first = (i_p % splits).to(tl.int64) * TILE * TILES
+    begin = i_b * block_words
+    stop = tl.minimum(begin + block_words, n_words)
+    b_one = tl.zeros([TILE], tl.uint64)
+    b_two = tl.zeros([TILE], tl.uint64)
+    for i in tl.range(TILES):
+        o_j = first + i * TILE + tl.arange(0, TILE)
+        m_j = (o_j < block_words) & (begin + o_j < stop)
+        b_w = tl.load(p_words + begin + o_j, mask=m_j, other=0).to(tl.uint64, bitcast=True)
+        b_key = (o_j + 1).to(tl.uint64, bitcast=True) * STEP
+        b_x = b_w ^ b_key
+        b_x = (b_x ^ (b_x >> 32)) * FIRST
+        b_x = (b_x ^ (b_x >> 29)) * SECOND
+        b_x = b_x ^ (b_x >> 32)
+        b_one += tl.where(m_j, b_x, 0)
+        b_two += tl.where(m_j, b_x * (b_key | 1), 0)
+    p_out = p_sums + 2 * i_p.to(tl.int64)
+    tl.store(p_out, tl.sum(b_one.to(tl.int64, bitcast=True), 0))
+    tl.store(p_out + 1, tl.sum(b_two.to(tl.int64, bitcast=True), 0))
+
+
+def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
+    """Two sums over each block; see `sums.checksum`."""
+    blocks = triton.cdiv(len(words), block_words)
+    splits = triton.cdiv(min(block_words, len(words)), TILE * TILES)
+    sums = words.new_empty(blocks, splits, 2)
+    launch(
+        checksum_kernel,
+        (blocks * splits,),
+        words,
+        sums,
+        len(words),
+        block_words,
+        splits,
+        STEP=STEP,
+        FIRST=FIRST,
+        SECOND=SECOND,
+        TILE=TILE,
+        TILES=TILES,
+        num_warps=4,
+    )
+    return sums.sum(1)  # modulo 2**64, in any order the same

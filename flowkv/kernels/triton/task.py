@@ -5,12 +5,167 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from flowkv.core.errors import ConfigError
-from flowkv.core.layout import PageLayout
+from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_MASK, PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.triton.launch import interpreted, launch, padded
-from flowkv.kernels.triton.merge import merge_few
+from flowkv.kernels.triton.plan import (
+    few_items,
+    few_pages,
+    few_rows,
+    few_segments,
+    first_page,
+    many_chunks,
+    pick,
+    row_of_token,
+    share_of_items,
+    sum_before,
+)
+from flowkv.kernels.triton.tile import LN2, LOG2E, LOWEST
+
+# Merges partials of attention, `(o, lse)` over disjoint sets of tokens, into the result. Exact.
+#
+# Segments of one query lie one after the other (`triton.plan`), so a program walks a short range.
+
+# ruff: noqa: PLR0913, PLR0917
+
+
+@triton.jit
+def nothing_yet(p_sinks, DV: tl.constexpr, SINKS: tl.constexpr):
+    """A merge (m, l, acc) before its first segment, for one query head (program axis 1)."""
+    if SINKS:  # a logit without a value
+        b_m = tl.load(p_sinks + tl.program_id(1)).to(tl.float32) * LOG2E
+        b_l = b_m * 0.0 + 1.0
+    else:
+        b_l = tl.zeros((), tl.float32)
+        b_m = b_l + LOWEST
+    return b_m, b_l, tl.zeros([DV], tl.float32)
+
+
+@triton.jit
+def fold_segments(b_m, b_l, b_acc, first, count, i_column, p_part, p_part_lse,
+                  VALUE_DIM: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
+                  WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):  # fmt: skip
+    """Take `count` segments from `first` on into a merge, for one token and query head."""
+    i_kv_head = tl.program_id(1) // GROUP
+    n_kv_heads = tl.num_programs(1) // GROUP
+    o_v = tl.arange(0, DV)
+    for i in tl.range(0, count, SEGMENTS, num_stages=1):
+        o_s = i + tl.arange(0, SEGMENTS)
+        o_part = ((first + o_s).to(tl.int64) * n_kv_heads + i_kv_head) * WIDTH + i_column
+        b_lse = tl.load(p_part_lse + o_part, mask=o_s < count, other=-float("inf"))
+        m_o = (b_lse > LOWEST)[:, None] & (o_v < VALUE_DIM)[None, :]
+        b_o = tl.load(p_part + o_part[:, None] * VALUE_DIM + o_v[None, :], mask=m_o, other=0.0)
+        b_top = tl.maximum(b_m, tl.max(b_lse, axis=0))
+        b_fade = tl.math.exp2(b_m - b_top)
+        b_w = tl.math.exp2(b_lse - b_top)
+        b_l = b_l * b_fade + tl.sum(b_w, axis=0)
+        b_acc = b_acc * b_fade + tl.sum(b_w[:, None] * b_o, axis=0)
+        b_m = b_top
+    return b_m, b_l, b_acc
+
+
+@triton.jit
+def store_merged(b_m, b_l, b_acc, i_token, p_out, p_lse, VALUE_DIM: tl.constexpr,
+                 DV: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
+    """Store a merge as the result of one token and query head; without any segment, zeros."""
+    o_v = tl.arange(0, DV)
+    o_o = i_token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    b_some = tl.where(b_l == 0.0, 1.0, b_l)  # NaN stays NaN
+    tl.store(p_out + o_o * VALUE_DIM + o_v, (b_acc / b_some).to(p_out.dtype.element_ty),
+             mask=o_v < VALUE_DIM)  # fmt: skip
+    if LSE:
+        b_lse = tl.where(b_l == 0.0, -float("inf"), (b_m + tl.math.log2(b_some)) * LN2)
+        tl.store(p_lse + o_o, b_lse)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_shares", "n_segments"])
+def merge_few(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n_rows, n_shares,
+              p_lists, n_segments,
+              VALUE_DIM: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+              FEW: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+              MIN_PAGES: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr,
+              SEGMENTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, LISTS: tl.constexpr,
+              FIELDS: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """Merge what `attend_few` made, or it and `attend_sealed` over LISTS lists. Grid (B FEW, Hq).
+
+    n_shares holds, BITS bits each, into how many shares each list was cut; the partials of a list
+    begin n_segments segments after those of the list before.
+    """
+    i_row = tl.program_id(0) // FEW
+    i_new = tl.program_id(0) % FEW
+    start = tl.load(p_starts + i_row)
+    n_new = tl.load(p_starts + i_row + 1) - start
+    if (i_new < n_new) & (n_new <= FEW):
+        i_column = i_new * GROUP + tl.program_id(1) % GROUP
+        b_m, b_l, b_acc = nothing_yet(p_sinks, DV, SINKS)
+        for i_list in tl.static_range(max(1, LISTS)):
+            if LISTS > 0:
+                p_counts = p_lists + i_list * FIELDS * n_rows
+                b_items = few_rows(p_counts, p_starts, n_rows, FEW, ROWS)
+                n_list = ((n_shares >> (i_list * BITS)) & ((1 << BITS) - 1)).to(tl.int32)
+            else:
+                b_items = few_pages(p_starts, p_lengths, n_rows, FEW, PAGE, WINDOW, ROWS)
+                n_list = n_shares
+            b_items = few_items(b_items, MIN_PAGES, UNITS)
+            n_share = share_of_items(b_items, n_list, MIN_PAGES, UNITS)
+            first, count = few_segments(b_items, i_row, n_share, ROWS, UNITS)
+            b_m, b_l, b_acc = fold_segments(
+                b_m, b_l, b_acc, first + i_list * n_segments, count, i_column, p_part, p_part_lse,
+                VALUE_DIM, DV, GROUP, COLUMNS, SEGMENTS)  # fmt: skip
+        store_merged(b_m, b_l, b_acc, start + i_new, p_out, p_lse, VALUE_DIM, DV, LSE)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_shares"])
+def merge_many(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n_rows, n_shares,
+               VALUE_DIM: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+               FEW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+               MIN_PAGES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+               SINKS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
+    """Merge what `attend_many` made with SPLIT. Grid (N, Hq)."""
+    i_token = tl.program_id(0)
+    i_row = row_of_token(i_token, p_starts, n_rows, ROWS)
+    if i_row < n_rows:
+        start = tl.load(p_starts + i_row)
+        if tl.load(p_starts + i_row + 1) - start > FEW:
+            b_blocks, b_chunks, _ = many_chunks(
+                p_starts, p_lengths, n_rows, n_shares, FEW, GROUP, BLOCK, MIN_PAGES, True, PAGE,
+                WINDOW, ROWS)  # fmt: skip
+            n_chunks = pick(b_chunks, i_row, ROWS)
+            o_r = (i_token - start) * GROUP + tl.program_id(1) % GROUP
+            first = sum_before(b_blocks * b_chunks, i_row, ROWS) + o_r // BLOCK * n_chunks
+            b_m, b_l, b_acc = nothing_yet(p_sinks, DV, SINKS)
+            b_m, b_l, b_acc = fold_segments(
+                b_m, b_l, b_acc, first, n_chunks, o_r % BLOCK, p_part, p_part_lse, VALUE_DIM, DV,
+                GROUP, BLOCK, SEGMENTS)  # fmt: skip
+            store_merged(b_m, b_l, b_acc, i_token, p_out, p_lse, VALUE_DIM, DV, LSE)
+
+
+@triton.jit
+def merge_two(p_a, p_a_lse, p_b, p_b_lse, p_out, p_lse, DIM: tl.constexpr, DV: tl.constexpr):
+    """Merge two `(o [N, Hq, DIM], lse [N, Hq])`, natural log. Grid (N * Hq,)."""
+    i = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, DV)
+    a_lse = tl.load(p_a_lse + i)
+    b_lse = tl.load(p_b_lse + i)
+    top = tl.maximum(tl.maximum(a_lse, b_lse), LOWEST)
+    a_w = tl.math.exp2((a_lse - top) * LOG2E)
+    b_w = tl.math.exp2((b_lse - top) * LOG2E)
+    total = a_w + b_w
+    some = tl.where(total == 0.0, 1.0, total)  # NaN stays NaN
+    o_o = i * DIM + o_d
+    m_d = o_d < DIM
+    b_none = tl.zeros([DV], tl.float32) + LOWEST  # a part without tokens may hold anything
+    b_a = tl.load(p_a + o_o, mask=m_d & (a_lse > b_none), other=0.0).to(tl.float32)
+    b_b = tl.load(p_b + o_o, mask=m_d & (b_lse > b_none), other=0.0).to(tl.float32)
+    b_o = b_a * (a_w / some) + b_b * (b_w / some)
+    tl.store(p_out + o_o, b_o.to(p_out.dtype.element_ty), mask=m_d)
+    b_out = tl.where(total == 0.0, -float("inf"), top + tl.math.log2(some) * LN2)
+    tl.store(p_lse + i, b_out)
+
 
 REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
 """Keeps the assembler from spilling to fit a program more, which shared memory would not admit."""
@@ -102,3 +257,157 @@ def tile_of(layout: PageLayout, most: int) -> int:
     while tile > 16 and layout.page_size % tile:
         tile //= 2
     return tile
+
+
+# Lists of a step's pages by codec, made on the device once per step.
+#
+# A kernel's inner loop serves one codec, known when it is compiled, and must know the next page
+# early enough to copy it ahead. So the pages that a row sees are sorted by codec, in the order of
+# the row within one: list c of row b holds pages `first` to `first + count - 1` of line b. Each
+# attention kernel deals out the pages of one list over its programs as if the others were not
+# there; where a list is empty, its programs end at once.
+#
+# Nothing is decided on the host. The kernel that makes the lists has a fixed grid and room for
+# the longest row, so it is captured in a CUDA graph with the kernels that read them, and sorts
+# anew when the graph is replayed.
+
+# ruff: noqa: PLR0913, PLR0917
+
+
+FIELDS = tl.constexpr(4)
+"""Of a list and row: count, first, and how many pages at its begin and at its end need masks."""
+
+BITS = 12
+"""Bits for each list in the packed numbers of shares."""
+
+TAG = tl.constexpr(CODEC_SHIFT)
+PLACE = tl.constexpr(GRANULE_MASK)
+
+
+class Lists(NamedTuple):
+    """Pages by codec: raw ones, then those of each layout in `pages.sealed`.
+
+    Attributes:
+        counts: int32 `[lists, FIELDS, B]`.
+        granules: int32 `[B, pages]`, where each listed page begins.
+        numbers: int32 `[B, pages]`, which page of its row it is.
+    """
+
+    counts: torch.Tensor
+    granules: torch.Tensor
+    numbers: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["n_rows", "stride_table", "stride_list", "tags"])
+def list_pages(p_table, p_rows, p_lengths, p_starts, p_counts, p_granules, p_numbers, n_rows,
+               stride_table, stride_list, tags,
+               LISTS: tl.constexpr, LINES: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+               CAUSAL: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Sort the pages that a row sees. Grid (B,); `tags` holds the codec of each list, 4 bits each.
+
+    LINES >= LISTS is a power of two.
+    """
+    i_row = tl.program_id(0)
+    n_new = tl.load(p_starts + i_row + 1) - tl.load(p_starts + i_row)
+    n_tokens = tl.load(p_lengths + i_row)
+    p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
+    begin = first_page(n_tokens, n_new, PAGE, WINDOW)
+    end = tl.where(n_new > 0, (n_tokens + PAGE - 1) // PAGE, begin)
+    sees_all = n_tokens  # positions below are seen by every new token that has them in its window
+    if CAUSAL:
+        sees_all -= n_new
+        if not TREE:
+            sees_all += 1
+    hidden = n_tokens - WINDOW if WINDOW > 0 else 0  # from here on the last new token sees
+    o_list = tl.arange(0, LINES)
+    b_tags = (tags >> (o_list * 4)) & 15
+    b_tags = tl.where(o_list < LISTS, b_tags, 16)
+    b_count = tl.zeros([LINES], tl.int32)
+    b_edge = tl.zeros([LINES], tl.int32)
+    b_tail = tl.zeros([LINES], tl.int32)
+    for i in tl.range(begin, end, BLOCK, num_stages=1):
+        o_page = i + tl.arange(0, BLOCK)
+        b_page = tl.load(p_line + o_page, mask=o_page < end, other=-1)
+        m = (b_page >> TAG)[:, None] == b_tags[None, :]
+        b_count += tl.sum(m.to(tl.int32), axis=0)
+        b_edge += tl.sum((m & (o_page * PAGE < hidden)[:, None]).to(tl.int32), axis=0)
+        b_tail += tl.sum((m & (o_page * PAGE + PAGE > sees_all)[:, None]).to(tl.int32), axis=0)
+    b_first = tl.cumsum(b_count, axis=0) - b_count
+    p_count = p_counts + o_list * FIELDS * n_rows + i_row
+    m_list = o_list < LISTS
+    tl.store(p_count, b_count, mask=m_list)
+    tl.store(p_count + n_rows, b_first, mask=m_list)
+    tl.store(p_count + 2 * n_rows, b_edge, mask=m_list)
+    tl.store(p_count + 3 * n_rows, b_tail, mask=m_list)
+    o_to = i_row.to(tl.int64) * stride_list
+    for i in tl.range(begin, end, BLOCK, num_stages=1):
+        o_page = i + tl.arange(0, BLOCK)
+        b_page = tl.load(p_line + o_page, mask=o_page < end, other=-1)
+        m = (b_page >> TAG)[:, None] == b_tags[None, :]
+        b_rank = tl.cumsum(m.to(tl.int32), axis=0) - 1 + b_first[None, :]
+        b_at = tl.sum(tl.where(m, b_rank, 0), axis=1)
+        m_page = tl.sum(m.to(tl.int32), axis=1) > 0
+        tl.store(p_granules + o_to + b_at, b_page & PLACE, mask=m_page)
+        tl.store(p_numbers + o_to + b_at, o_page, mask=m_page)
+        b_first += tl.sum(m.to(tl.int32), axis=0)
+
+
+class _Made(NamedTuple):
+    """The lists of the last batch, by what they depend on, and the layer that asked last."""
+
+    batch: Ragged | None
+    lists: dict[tuple[Any, ...], tuple[Lists, int]]
+
+
+_LAST = [_Made(None, {})]
+
+
+def lists_of(task: Task) -> Lists:
+    """The lists of a call: made by a step's first layer, found by the others.
+
+    A layer that does not follow the last one begins a new step (a graph's capture, or a batch that
+    was changed in place), and makes them again.
+    """
+    batch, layer = task.batch, task.pages.layer
+    made = _LAST[0]
+    if made.batch is not batch:
+        made = _LAST[0] = _Made(batch, {})
+    key = (
+        task.layout.page_size,
+        tuple(layout.codec for layout in task.pages.sealed),
+        *(task.flags[name] for name in ("WINDOW", "CAUSAL", "TREE")),
+        task.out.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )
+    lists, last = made.lists.get(key, (None, layer))
+    if lists is None or layer <= last:
+        lists = _make(task)
+    made.lists[key] = lists, layer
+    return lists
+
+
+def _make(task: Task) -> Lists:
+    """Sort the pages of a call."""
+    batch, rows, width = task.batch, task.rows, task.most_pages
+    codecs = ("raw", *(layout.codec for layout in task.pages.sealed))
+    counts = batch.table.new_empty(len(codecs), FIELDS.value, rows)
+    granules = batch.table.new_empty(rows, width)
+    lists = Lists(counts, granules, torch.empty_like(granules))
+    launch(
+        list_pages,
+        (rows,),
+        *task.operands[2:],
+        *lists,
+        rows,
+        batch.table.stride(0),
+        width,
+        sum(CODECS.index(codec) << 4 * i for i, codec in enumerate(codecs)),
+        LISTS=len(codecs),
+        LINES=8,
+        PAGE=task.layout.page_size,
+        WINDOW=task.flags["WINDOW"],
+        CAUSAL=task.flags["CAUSAL"],
+        TREE=task.flags["TREE"],
+        BLOCK=min(1024, padded(width)),
+        num_warps=8,
+    )
+    return lists

@@ -2,27 +2,350 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, UNKNOWN_STOP, Slots, Visit
 from flowkv.policy.config import HazardConfig, Lease, configure
-from flowkv.policy.hazard import calls as hazard_calls
-from flowkv.policy.hazard import desk, reach
-from flowkv.policy.hazard.features import FEATURES, TIP, TRAITS
-from flowkv.policy.hazard.image import mind_columns, mind_of, model_bytes, model_of, requests_of
-from flowkv.policy.hazard.model import LOSS, fresh_model
-from flowkv.policy.hazard.tips import COUNTERS, NEXT, OWN, REACHED, TIPS
-from flowkv.policy.order import calls
-from flowkv.policy.order.compiled import SLOT_LIMIT
-from flowkv.policy.order.desk import Desk
-from flowkv.policy.order.image import damaged, seal, unseal
-from flowkv.policy.order.leaf import LeafOrder, as_slots
-from flowkv.policy.order.slots import CLOCK, COUNT, LISTS, NEVER, STALE, TENANTS
+from flowkv.policy.hazard import compiled as desk
+from flowkv.policy.hazard import compiled as hazard_calls
+from flowkv.policy.hazard.compiled import (
+    BASE_LIMIT,
+    BASES,
+    BINS,
+    BUCKETS,
+    COUNTERS,
+    FEATURES,
+    INDEX,
+    KNOTS,
+    LOSS,
+    MODEL_SIZE,
+    NEXT,
+    OWN,
+    REACH,
+    REACHED,
+    SIZES,
+    TIP,
+    TIPS,
+    TRAITS,
+    WEIGHT_LIMIT,
+    advance,
+    await_all,
+    bin_of,
+    describe_all,
+    fresh_model,
+    give_up,
+    value_of,
+    worth_of,
+)
+from flowkv.policy.order import compiled
+from flowkv.policy.order.compiled import (
+    BLOCKED,
+    CLOCK,
+    COUNT,
+    DEAD,
+    DEAD_CLASS,
+    DIGEST,
+    DUES,
+    LISTS,
+    NEVER,
+    QUEUED_CLASS,
+    SLOT_LIMIT,
+    SLOT_MASK,
+    STALE,
+    TENANTS,
+    Array,
+    ArrayCall,
+    change_pins,
+    choose,
+    class_of,
+    expire,
+    fold,
+    inner,
+    kernel,
+)
+from flowkv.policy.order.leaf import LeafOrder, as_slots, column, damaged, seal, uncolumn, unseal
+
+# What a learned order tells a prefetcher: which chains are worth bringing back, at whose cost.
+
+ASKED = np.dtype(
+    [
+        ("tip", np.int64),  # what was judged: a number made of the tip's history
+        ("bin", np.int64),
+        ("worth", np.float64),
+    ]
+)
+"""By slot: what the end of a chain was worth when it was last asked for."""
+
+
+LEAST_KEY = 1 << 61  # keys that stand for a worth begin there; see `tips.key_of`
+
+
+@inner
+def weakest_worth(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int) -> float:
+    """What the leaf `s` is worth, also while the leaves are sorted by another rule than that."""
+    key = order[0][s].key
+    if key >= LEAST_KEY:
+        return float(value_of(key))
+    t = mind[0][s].tip
+    if t < 0:
+        return 0.0
+    seen, known = mind[1][t].bin, mind[2][t, INDEX]
+    worth = worth_of(mind, s, now)
+    mind[1][t].bin, mind[2][t, INDEX] = seen, known
+    return float(worth)
+
+
+@inner
+def asked_worth(mind: tuple[Array, ...], asked: Array, t: int, s: int, now: int) -> float:
+    """What the end `s` of tip `t` is worth, computed once per age bin; changes nothing else."""
+    tips, traits = mind[1], mind[2]
+    tip, mine = tips[t], asked[s]
+    name = tip.time * 4 + tip.stop + (tip.output << 20) + tip.blocks
+    if tip.eta >= 0:
+        name += tip.told * 3 + tip.eta
+    b = bin_of(now - tip.time)
+    if mine.tip != name or mine.bin != b:
+        seen, known = tip.bin, traits[t, INDEX]
+        mine.worth = worth_of(mind, s, now)
+        tip.bin, traits[t, INDEX] = seen, known
+        mine.tip, mine.bin = name, b
+    return float(mine.worth)
+
+
+@kernel
+def wanted(
+    order: tuple[Array, ...],
+    mind: tuple[Array, ...],
+    asked: Array,
+    slots: Array,
+    rates: Array,
+    now: int,
+) -> int:
+    """Fills the ends of absent chains that are worth more than what would go next, best first.
+
+    `asked` has a record for each slot, `slots` room for one at least. Ties: the older tip first.
+    """
+    nodes, terms, heaps, state = order
+    own, tips, counters = mind[0], mind[1], mind[5]
+    now = expire(nodes, terms, heaps, state, now)
+    advance(order, mind, now)
+    least, n = 0.0, 0
+    if state[COUNT] > state[BLOCKED]:
+        first = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
+        least = weakest_worth(order, mind, first, now)
+    for t in range(counters[TIPS]):
+        s = tips[t].slot
+        if tips[t].done != 0 or s < 0 or own[s].tip != t or nodes[s].birth != 0:
+            continue
+        if nodes[s].marks & DEAD:
+            continue
+        value = asked_worth(mind, asked, t, s, now)
+        if value <= least or (n == len(slots) and value <= rates[n - 1]):
+            continue
+        n = min(n + 1, len(slots))
+        i = n - 1
+        while i > 0 and rates[i - 1] < value:
+            rates[i], slots[i] = rates[i - 1], slots[i - 1]
+            i -= 1
+        rates[i], slots[i] = value, s
+    return int(n)
+
+
+@kernel
+def displace(
+    order: tuple[Array, ...],
+    mind: tuple[Array, ...],
+    protected: Array,
+    victims: Array,
+    now: int,
+    rate: float,
+) -> int:
+    """As `calls.evict`, while what goes next is worth less than `rate`; returns how many."""
+    nodes, terms, heaps, state = order
+    now = expire(nodes, terms, heaps, state, now)
+    advance(order, mind, now)
+    change_pins(nodes, terms, heaps, state, protected, 1)
+    most, found = min(state[COUNT] - state[BLOCKED], len(victims)), 0
+    while found < most:
+        s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
+        where = class_of(nodes, s)
+        if where == QUEUED_CLASS:
+            break
+        if where > DEAD_CLASS and weakest_worth(order, mind, s, now) >= rate:
+            break
+        victims[found] = s
+        found += 1
+        fold(state, DIGEST, s)
+        give_up(order, mind, s, now)
+        if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
+            expire(nodes, terms, heaps, state, now)
+    change_pins(nodes, terms, heaps, state, protected, -1)
+    return int(found)
+
+
+# What a learned order carries over: the whole of it, or only its model, for a warm start.
+
+Mind = tuple[NDArray[Any], ...]
+MODEL_VERSION = 1
+TAIL_LIMIT = 1e15  # counts of a model; a sum of them is finite
+PSEUDO, PSEUDO_BASE = 0.5, 5.0  # sums of squared steps that a loaded weight starts with
+
+
+class _Model(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    version: int
+    shape: list[int]
+    weights: bytes
+    bases: bytes
+    reach: list[float]
+
+
+def model_bytes(model: NDArray[np.float64]) -> bytes:
+    """The weights of one model, without what it needs to learn on; less than 100 KB."""
+    return msgspec.msgpack.encode(
+        _Model(
+            MODEL_VERSION,
+            [BINS, KNOTS, *SIZES.values()],
+            model[:BASES:2].astype("<f4").tobytes(),
+            model[BASES:REACH:2].astype("<f4").tobytes(),
+            model[REACH : REACH + 8].tolist(),
+        )
+    )
+
+
+def model_of(saved: bytes) -> NDArray[np.float64]:
+    """The row of a model that `model_bytes` gave, open to be taught otherwise.
+
+    Raises:
+        ConfigError: It is of another version or shape, or damaged.
+    """
+    wrong = "It comes from another version or is damaged: start without it"
+    try:
+        image = msgspec.msgpack.decode(saved, type=_Model)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"this is no hazard model: {error}", wrong) from None
+    shape = [BINS, KNOTS, *SIZES.values()]
+    sizes = len(image.weights), len(image.bases), len(image.reach)
+    if (image.version, image.shape) != (MODEL_VERSION, shape) or sizes != (
+        4 * BUCKETS * KNOTS,
+        4 * BINS,
+        8,
+    ):
+        raise ConfigError("the hazard model has another shape", wrong)
+    row: NDArray[np.float64] = fresh_model()[0]
+    row[:BASES:2] = np.frombuffer(image.weights, "<f4")
+    row[BASES:REACH:2] = np.frombuffer(image.bases, "<f4")
+    row[1:BASES:2], row[BASES + 1 : REACH : 2] = PSEUDO, PSEUDO_BASE
+    row[REACH : REACH + 8] = image.reach
+    if not is_model(row[None]):
+        raise ConfigError("the hazard model holds what no model learns", wrong)
+    return row
+
+
+def is_model(models: NDArray[np.float64]) -> bool:
+    """Whether these are within the bounds that learning keeps."""
+    weights, bases = np.abs(models[:, :BASES:2]), np.abs(models[:, BASES:REACH:2])
+    tail = models[:, REACH:]
+    return bool(
+        np.isfinite(models).all()
+        and (weights <= WEIGHT_LIMIT).all()
+        and (bases <= BASE_LIMIT).all()
+        and (models[:, 1:REACH:2] >= 0).all()
+        and (models[:, BASES + 1 : REACH : 2] > 0).all()
+        and ((tail >= 0) & (tail <= TAIL_LIMIT)).all()
+        and (models[:, REACH : REACH + 8].sum(axis=1) > 0).all()
+    )
+
+
+def mind_columns(mind: Mind) -> dict[str, object]:
+    """What a mind remembers, as plain values."""
+    own, tips, traits, _rows, models, counters = mind
+    n = int(counters[TIPS])
+    known = 1 + max(
+        int(np.flatnonzero(own["tip"] >= 0).max(initial=-1)),
+        int(own["up"].max(initial=-1)),
+        int(tips["slot"][:n].max(initial=-1)),
+        int(tips["low"][:n].max(initial=-1)),
+    )
+    return {
+        "own": own[:known].tobytes(),
+        "tips": tips[:n].tobytes(),
+        "traits": column(traits[:n]),
+        "models": column(models),
+        "counters": column(counters),
+    }
+
+
+def mind_of(values: Mapping[str, Any]) -> Mind:
+    """The mind that `mind_columns` told of, with no room to spare.
+
+    Raises:
+        ConfigError: It cannot be one.
+    """
+    size = [len(values.get(name) or b"") for name in ("own", "tips", "models")]
+    known, n = size[0] // OWN.itemsize, size[1] // TIP.itemsize
+    if known > SLOT_LIMIT:
+        raise damaged("more blocks are known than there can be")
+    own = uncolumn(values.get("own"), OWN, known)
+    tips = uncolumn(values.get("tips"), TIP, n)
+    traits = uncolumn(values.get("traits"), np.float64, n * TRAITS).reshape(n, TRAITS)
+    counters = uncolumn(values.get("counters"), np.int64, COUNTERS)
+    m = max(size[2] // (8 * MODEL_SIZE), 1)
+    models = uncolumn(values.get("models"), np.float64, m * MODEL_SIZE).reshape(m, MODEL_SIZE)
+    rows = np.zeros((n, FEATURES), np.int32)
+    if m > 2 or not is_model(models) or not _fits(own, tips, traits, counters):
+        raise damaged("what it learned is out of range")
+    describe_all(tips, traits, rows)
+    await_all(tips, counters)
+    return own, tips, traits, rows, models, counters
+
+
+def requests_of(value: object, n: int) -> dict[int, int]:
+    """Requests under way and their tips, of `n`.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    try:
+        requests = msgspec.convert(value, dict[int, int])
+    except msgspec.ValidationError as error:
+        raise damaged(str(error)) from None
+    if any(not 0 <= t < n for t in requests.values()):
+        raise damaged("a request has no tip")
+    return requests
+
+
+def _fits(own: Any, tips: Any, traits: Any, counters: Any) -> bool:
+    """Whether all numbers that are used as an index, or decide how long a loop runs, are sound."""
+    n, room = len(tips), len(own)
+    ranges = (
+        (own["tip"], -1, n),
+        (own["up"], -1, room),
+        (own["next"], -1, 1 << 31),
+        (own["at"], 0, 1 << 31),
+        (tips["slot"], -1, room),
+        (tips["low"], -1, room),
+        (tips["stop"], 0, 128),
+        (tips["done"], 0, 2),
+        (tips["bin"], -1, BINS),
+        (tips["turn"], 0, 1 << 31),
+        (tips["known"], 0, 1 << 31),
+        (tips["blocks"], 0, 1 << 31),
+        (tips["seen"], 0, 1 << 31),
+        (tips["output"], -1, 1 << 31),
+        (counters[2 : 2 + BINS - 1], 0, n + 1),
+    )
+    if counters[TIPS] != n or not np.isfinite(traits).all() or not np.isfinite(own["pause"]).all():
+        return False
+    if n and (np.diff(tips["time"]) < 0).any():
+        return False
+    return all(bool(((low <= x) & (x < high)).all()) for x, low, high in ranges)
+
 
 FIRST_TIPS = 1024
 GHOSTS = 4096
@@ -32,7 +355,7 @@ SOON_NS, SOON_SIGMA = 10**9, 1.0
 class HazardIndex(LeafOrder):
     """Gives up, among the leaves, the one whose chain is least worth its room.
 
-    *Worth* is the Gittins index of the chain's return (`flowkv.policy.hazard.model`): the best
+    *Worth* is the Gittins index of the chain's return (`flowkv.policy.hazard.compiled`): the best
     chance of a return per second of room, in 1/s, from the present age on. How likely a return is
     at which age is learned online from the turns that went before: reason and length of the
     answer, lengths, gaps. A block shared by several chains (forks seen four times or more) is worth
@@ -69,8 +392,8 @@ class HazardIndex(LeafOrder):
         )
         self._mind[-1][REACHED:] = self._mind[-1][NEXT] = NEVER
         self._open: dict[int, int] = {}
-        self._laid = Desk()
-        self._asked = np.zeros(0, reach.ASKED)
+        self._laid = ArrayCall()
+        self._asked = np.zeros(0, ASKED)
         super().__init__(1, self.config)  # 1 ns leaves a key beyond the clock as it is
         self._make_room(FIRST_TIPS)
 
@@ -93,7 +416,7 @@ class HazardIndex(LeafOrder):
         if len(slots) == len(parents) and 0 <= tenant < len(self._state) - LISTS - TENANTS:
             numbers = now_ns, tenant, self._extra(n_bytes, cost_ns)
             arguments = slots, parents, self._lease(lease), numbers
-            done = desk.insert(self._desk, *arguments)
+            done = desk.call_insert(self._desk, *arguments)
         if done == 0:
             return
         if done != desk.NOT_JOINED:  # there is no room, or something to complain of
@@ -106,10 +429,10 @@ class HazardIndex(LeafOrder):
         """See `Policy.access`. Known blocks that are not resident teach as well."""
         slots = as_slots(slots)
         said = (now_ns, visit.blocks)
-        tip = desk.visit(self._desk, slots, *said)
+        tip = desk.call_visit(self._desk, slots, *said)
         if tip < 0:
             slots = self._fit(slots)
-            tip = desk.visit(self._desk, slots, *said)
+            tip = desk.call_visit(self._desk, slots, *said)
         if self._queued and visit.request in self._queued:
             self.abort(now_ns, visit.request)
         if visit.request >= 0:
@@ -121,7 +444,7 @@ class HazardIndex(LeafOrder):
         """See `Policy.complete`."""
         tip = self._open.pop(request, -1)
         if tip >= 0:
-            desk.finish(self._desk, now_ns, tip, stop, output_tokens)
+            desk.call_finish(self._desk, now_ns, tip, stop, output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
         """See `Policy.abort`."""
@@ -158,14 +481,14 @@ class HazardIndex(LeafOrder):
             n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
         victims = np.empty(n, np.int64)
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        done = desk.evict(self._desk, guarded, victims, now_ns)
+        done = desk.call_evict(self._desk, guarded, victims, now_ns)
         return victims if done else None
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """See `Policy.displace`. A queued request's blocks stay, whatever comes."""
         victims = np.empty(max(min(n, int(self._state[COUNT])), 0), np.int64)
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        prefetch = reach.displace
+        prefetch = displace
         count = prefetch(self._order, self._mind, guarded, victims, now_ns, rate)
         return victims[:count]
 
@@ -174,15 +497,15 @@ class HazardIndex(LeafOrder):
         if n < 1:
             return NO_SLOTS.copy(), np.empty(0)
         if len(self._asked) < len(self._mind[0]):
-            self._asked = np.zeros(len(self._mind[0]), reach.ASKED)
+            self._asked = np.zeros(len(self._mind[0]), ASKED)
         slots, rates = np.empty(n, np.int64), np.zeros(n)
         arrays = self._order, self._mind, self._asked, slots, rates
-        count = reach.wanted(*arrays, now_ns)
+        count = wanted(*arrays, now_ns)
         return slots[:count], rates[:count]
 
     def expired(self, now_ns: int) -> Slots:
         """See `LeafOrder.expired`."""
-        if desk.tick(self._desk, now_ns) == 0:
+        if desk.call_tick(self._desk, now_ns) == 0:
             return np.empty(0, np.int64)
         return super().expired(now_ns)
 
@@ -197,7 +520,7 @@ class HazardIndex(LeafOrder):
         if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
             return -np.inf
         if self._state[STALE]:
-            calls.tick(*self._order, self._state[CLOCK])
+            compiled.tick(*self._order, self._state[CLOCK])
         return float(hazard_calls.worth(self._order, self._mind, slot))
 
     # ---- carrying it over
@@ -218,7 +541,7 @@ class HazardIndex(LeafOrder):
         requests = requests_of(values.get("open"), len(mind[1]))
         super().restore(order)
         self._mind, self._open = mind, requests
-        self._asked = np.zeros(0, reach.ASKED)
+        self._asked = np.zeros(0, ASKED)
         self._grow(len(mind[0]))
         room, used = values.get("room"), len(mind[1])
         if not isinstance(room, int) or not used <= room <= FIRST_TIPS + 64 * used:

@@ -1,14 +1,19 @@
-"""How the policies' inner loops are compiled, and the two things all of them do."""
+"""The leaf-first order, compiled: slots, heaps, lists, and one function per call of a policy."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import from_dtype, njit, types
+from numba.core.base import BaseContext
 from numba.core.options import DefaultOptions
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -64,3 +69,1133 @@ def room_for(capacity: int, slots: Array) -> int:
             return -1
         top = max(top, s)
     return top + 1 if top >= capacity else 0
+
+
+# What the compiled order keeps about a slot: two records, and what a leaf is sorted by.
+#
+# `NODE` is one cache line, for what every call reads; `TERMS` is another, for what few do.
+# Residence is told by `birth`, a number never used twice; a child remembers its parent's
+# (`bond`), so that the removal of a parent makes roots of its children without visiting them.
+# What outlives residence until `forget`: the key, hints, pins, being queued.
+
+NODE = np.dtype(
+    [
+        ("birth", np.int64),  # 0: not resident
+        ("bond", np.int64),  # birth of the parent when linked
+        ("key", np.int64),  # the static key; smaller goes earlier
+        ("last", np.int64),  # time of the last counted access
+        ("parent", np.int32),  # a slot or -1; counts only while its birth equals `bond`
+        ("kids", np.int32),  # resident children
+        ("live", np.int32),  # resident children not expired; -1: expired itself
+        ("depth", np.int32),
+        ("place", np.int32),  # index in its heap of leaves, or -1
+        ("held", np.int32),  # reasons not to go: pinned (1), and each child that may not go
+        ("row", np.int32),  # which heap of leaves
+        ("marks", np.int32),  # bits below, and the rank above RANK_SHIFT
+    ]
+)
+TERMS = np.dtype(
+    [
+        ("lease", np.int64),  # after the last access, NEVER for none
+        ("limit", np.int64),  # when it expires whatever is accessed
+        ("eta", np.int64),  # time of the next use, by a hint
+        ("fall", np.int64),  # when its rank falls back
+        ("extra", np.int64),  # added to the key: tau * log2(worth)
+        ("before", np.int32),  # neighbours in its tenant's list, a ring
+        ("after", np.int32),
+        ("tenant", np.int32),
+        ("pins", np.int32),
+        ("queued", np.int32),  # queued requests that will use it
+        ("due", np.int32),  # index in the heap of what happens by itself, or -1
+    ]
+)
+
+KNOWN, LEASED, RANKED, ETA, DEAD, QUEUED, EXTRA, BRANCHED = (1 << i for i in range(8))
+TWICE, GHOST, FIXED = (1 << i for i in range(8, 11))
+RANK_SHIFT = 16
+TIMED = LEASED | RANKED | ETA  # may be in the heap of what happens by itself
+LASTING = KNOWN | ETA | DEAD | QUEUED | BRANCHED | TWICE | GHOST  # outlives residence
+
+NEVER = np.iinfo(np.int64).max
+CLOCK_LIMIT = 1 << 61  # nanoseconds either way; `time.time_ns` stays below it until 2043
+LATEST = (1 << 62) - 1  # keys lie between this and its negative
+
+# Entries of the state vector. First the sizes of the heaps; last the heads of lists of slots.
+LEAVES, SECOND, HINTED, DUES = 0, 1, 2, 3
+HEAPS = 4
+COUNT, BLOCKED, EXPIRED, BIRTHS, CLOCK, TAU, DIGEST, STALE, MODE = 4, 5, 6, 7, 8, 9, 10, 11, 12
+# ARC: blocks used once, its target, how many blocks fit, and (1, 2 more) ghosts of either list.
+ONCE, TARGET, SIZE, GHOSTS = 13, 14, 15, 16
+HELD_FAST = 19  # blocks with the mark FIXED
+LISTS = 24
+RUN_OUT, TENANTS = 0, 4  # lists: the expired, 1 and 2 for ARC's ghosts, the live of each tenant
+
+STATIC, ARC = 0, 1  # modes
+
+DEFAULT_RANK = 35
+EXPIRED_CLASS, DEAD_CLASS, FIRST_CLASS, QUEUED_CLASS = 0, 1, 2, 127
+FIXED_CLASS = 103  # above every rank
+CLASS_SHIFT = 56
+LOW_KEY_BITS = 7
+KEY_BIAS = 1 << 55
+CLASS_WORTH = 2.0**64
+
+
+@inner
+def class_of(nodes: Array, s: int) -> int:
+    """0..127; lower classes go before any higher one."""
+    marks = nodes[s].marks
+    if nodes[s].live < 0:
+        return EXPIRED_CLASS
+    if marks & QUEUED:
+        return QUEUED_CLASS
+    if marks & DEAD:
+        return DEAD_CLASS
+    if marks & FIXED:
+        return FIXED_CLASS
+    return FIRST_CLASS + (marks >> RANK_SHIFT)
+
+
+@inner
+def words(nodes: Array, terms: Array, s: int, row: int) -> tuple[int, int]:
+    """What a leaf is sorted by: class, key, the deeper first, the smaller slot first."""
+    key = nodes[s].key
+    if nodes[s].marks & EXTRA:
+        key += terms[s].extra
+    if nodes[s].marks & ETA:
+        key = -terms[s].eta if row == HINTED else max(key, terms[s].eta)
+    high = (class_of(nodes, s) << CLASS_SHIFT) + (key >> LOW_KEY_BITS) + KEY_BIAS
+    low = (key & 127) << 2 * SLOT_BITS | (SLOT_MASK - nodes[s].depth) << SLOT_BITS | s
+    return high, low
+
+
+@inner
+def key_in(high: int, low: int) -> int:
+    """The key that an entry is sorted by."""
+    key = ((high & ((1 << CLASS_SHIFT) - 1)) - KEY_BIAS) << LOW_KEY_BITS
+    return key | low >> 2 * SLOT_BITS
+
+
+@inner
+def parent_of(nodes: Array, s: int) -> int:
+    """The resident parent of a slot, or -1."""
+    p = nodes[s].parent
+    if p >= 0 and nodes[p].birth == nodes[s].bond:
+        return int(p)
+    return -1
+
+
+@inner
+def own_due(nodes: Array, terms: Array, s: int) -> int:
+    """When its own lease runs out."""
+    lease = terms[s].lease
+    return terms[s].limit if lease == NEVER else min(nodes[s].last + lease, terms[s].limit)
+
+
+@kernel
+def worth(nodes: Array, terms: Array, state: Array, s: int) -> float:
+    """The key that a slot is sorted by, rounded; whole classes apart lie further than any key."""
+    key = nodes[s].key
+    marks = nodes[s].marks
+    if marks & EXTRA:
+        key += terms[s].extra
+    here = class_of(nodes, s)
+    if FIRST_CLASS <= here < QUEUED_CLASS and marks & RANKED and terms[s].fall <= state[CLOCK]:
+        here = FIRST_CLASS + DEFAULT_RANK  # noted only once it may go
+    ahead = False
+    if marks & ETA:
+        eta = terms[s].eta
+        ahead = eta > state[CLOCK] and FIRST_CLASS <= here < QUEUED_CLASS
+        key = 2 * state[CLOCK] - eta if ahead else max(key, eta)
+    late = 0.0
+    if (
+        not ahead and state[MODE] == ARC and state[LEAVES] > 0 and state[SECOND] > 0
+    ):  # the other list goes first
+        late = CLASS_WORTH / 2 * ((marks & TWICE != 0) == (state[ONCE] >= state[TARGET]))
+    return (here - FIRST_CLASS - DEFAULT_RANK) * CLASS_WORTH + late + key
+
+
+# Binary heaps of slots that know where each slot lies, so that an entry moves in O(log n).
+#
+# An entry is two words, compared one after the other; the lowest bits of the second are the slot,
+# so that no two are equal and the order of what leaves depends on nothing else. `place[slot]` is
+# its index in the heap, -1 if it is in none.
+
+
+@inner
+def sift_up(heap: Array, place: Array, i: int) -> None:
+    """Moves entry `i` towards the top until its parent is no greater."""
+    key, tie = heap[i, 0], heap[i, 1]
+    while i > 0:
+        up = (i - 1) >> 1
+        if heap[up, 0] < key or (heap[up, 0] == key and heap[up, 1] < tie):
+            break
+        heap[i, 0], heap[i, 1] = heap[up, 0], heap[up, 1]
+        place[heap[i, 1] & SLOT_MASK] = i
+        i = up
+    heap[i, 0], heap[i, 1] = key, tie
+    place[tie & SLOT_MASK] = i
+
+
+@inner
+def sift_down(heap: Array, place: Array, size: int, i: int) -> None:
+    """Moves entry `i` away from the top until its children are no smaller."""
+    key, tie = heap[i, 0], heap[i, 1]
+    while True:
+        c = 2 * i + 1
+        if c >= size:
+            break
+        r = c + 1
+        if r < size and (
+            heap[r, 0] < heap[c, 0] or (heap[r, 0] == heap[c, 0] and heap[r, 1] < heap[c, 1])
+        ):
+            c = r
+        if key < heap[c, 0] or (key == heap[c, 0] and tie < heap[c, 1]):
+            break
+        heap[i, 0], heap[i, 1] = heap[c, 0], heap[c, 1]
+        place[heap[i, 1] & SLOT_MASK] = i
+        i = c
+    heap[i, 0], heap[i, 1] = key, tie
+    place[tie & SLOT_MASK] = i
+
+
+@inner
+def put(heap: Array, place: Array, size: int, i: int, words: tuple[int, int]) -> None:
+    """Entry `i` becomes these words, whatever it was."""
+    heap[i, 0], heap[i, 1] = words
+    sift_up(heap, place, i)
+    sift_down(heap, place, size, place[words[1] & SLOT_MASK])
+
+
+@inner
+def take(heap: Array, place: Array, size: int, i: int) -> None:
+    """Removes entry `i` of a heap of `size`; the caller counts down."""
+    place[heap[i, 1] & SLOT_MASK] = -1
+    last = size - 1
+    if i == last:
+        return
+    heap[i, 0], heap[i, 1] = heap[last, 0], heap[last, 1]
+    place[heap[i, 1] & SLOT_MASK] = i
+    sift_down(heap, place, last, i)
+    sift_up(heap, place, i)
+
+
+# Lists of slots as rings, so that a slot enters and leaves one in O(1).
+#
+# `state[LISTS + which]` is one more than the slot at the front, 0 for an empty list. A resident
+# slot is in the list of the expired or in its tenant's; one that is not may be in a list of
+# ghosts.
+
+
+@inner
+def enlist(terms: Array, state: Array, which: int, s: int) -> None:
+    """Enters a slot at the front of a list."""
+    head = state[LISTS + which] - 1
+    state[LISTS + which] = s + 1
+    if head < 0:
+        terms[s].before = terms[s].after = s
+        return
+    tail = terms[head].before
+    terms[s].before, terms[s].after = tail, head
+    terms[tail].after = terms[head].before = s
+
+
+@inner
+def delist(terms: Array, state: Array, which: int, s: int) -> None:
+    """Takes a slot out of the list that it is in."""
+    before, after = terms[s].before, terms[s].after
+    if after == s:
+        state[LISTS + which] = 0
+        return
+    terms[before].after, terms[after].before = after, before
+    if state[LISTS + which] == s + 1:
+        state[LISTS + which] = after + 1
+
+
+@kernel
+def members(terms: Array, state: Array, which: int, out: Array) -> int:
+    """Fills `out` with a list from its front; returns how many slots that are."""
+    head = s = state[LISTS + which] - 1
+    found = 0
+    while s >= 0 and found < len(out):
+        out[found] = s
+        found += 1
+        s = terms[s].after
+        if s == head:
+            break
+    return found
+
+
+# A decayed access count as one integer that never has to be touched again.
+#
+# With c the access count that halves every `tau`, the static key K = t_last + tau * log2(c) orders
+# blocks as their counts do at *every* later time, since all counts fall at the same rate: ageing
+# costs nothing. An access at time t makes c <- 1 + c * 2^(-(t - t_last) / tau), which on K alone is
+#
+#     K <- max(K, t) + tau * log2(1 + 2^(-|K - t| / tau)),
+#
+# in whole nanoseconds. tau = 0 leaves K = t: least recently used. A block that is worth w times
+# another per byte is one whose count is w times as high: its key has tau * log2(w) added.
+#
+# The logarithms are built from + - * / only, which IEEE 754 rounds alike on every machine, so that
+# ties fall alike too.
+
+LN2 = 0.6931471805599453
+TWO_OVER_LN2 = 2.8853900817779268
+SQRT_HALF = 0.7071067811865476
+EXP = tuple(1.0 / math.factorial(k) for k in range(13, -1, -1))  # e^x, highest power first
+ATANH = tuple(1.0 / k for k in range(33, 0, -2))  # atanh(s) / s in s^2
+
+
+@inner
+def log2_from(s: float) -> float:
+    """log2((1 + s) / (1 - s)) for |s| <= 1/3."""
+    s2 = s * s
+    total = 0.0
+    for c in ATANH:
+        total = total * s2 + c
+    return TWO_OVER_LN2 * s * total
+
+
+@inner
+def softplus2(y: float) -> float:
+    """log2(1 + 2^-y) for y >= 0, to about 2 ulp, from correctly rounded operations only."""
+    if y >= 62.0:
+        return 0.0
+    whole = int(y + 0.5)
+    x = (whole - y) * LN2  # 2^-y = e^x / 2^whole, |x| <= 0.35
+    e = 0.0
+    for c in EXP:
+        e = e * x + c
+    z = e / (1 << whole)
+    return log2_from(z / (2.0 + z))
+
+
+@inner
+def log2(x: float) -> float:
+    """The logarithm to base 2 of a finite x > 0, rounded alike on every machine; to about 2 ulp."""
+    whole = 0
+    while x >= 2.0 * SQRT_HALF:
+        x *= 0.5
+        whole += 1
+    while x < SQRT_HALF:
+        x *= 2.0
+        whole -= 1
+    return whole + log2_from((x - 1.0) / (x + 1.0))
+
+
+@kernel
+def log2_of(x: float) -> float:
+    """`log2`, to be called from Python."""
+    return float(log2(x))
+
+
+@inner
+def aged(key: int, now: int, tau: int) -> int:
+    """The key after an access at `now`."""
+    if tau == 0:
+        return now
+    gain = int(np.rint(tau * softplus2(abs(key - now) / tau)))
+    return max(key, now) + gain
+
+
+# ARC inside the compiled order: two lists of residents, two of ghosts, and a target between them.
+#
+# T1 (heap `LEAVES`) is what was used once, T2 (`SECOND`, mark `TWICE`) what was used again. What an
+# eviction takes from them is remembered in B1 and B2, rings of slots that are not resident, newest
+# first. A use of what B1 remembers says that T1 was too small, one of B2 that T2 was.
+
+
+@inner
+def arrive(nodes: Array, terms: Array, state: Array, s: int) -> None:
+    """A block becomes resident: in T1, whatever was remembered."""
+    if state[MODE] == ARC:
+        unremember(nodes, terms, state, s)
+        nodes[s].marks &= ~TWICE
+        state[ONCE] += 1
+
+
+@inner
+def promote(nodes: Array, state: Array, s: int) -> bool:
+    """A resident block is used; whether that moves it from T1 to T2."""
+    if state[MODE] != ARC or nodes[s].marks & TWICE:
+        return False
+    nodes[s].marks |= TWICE
+    state[ONCE] -= 1
+    return True
+
+
+@inner
+def part(nodes: Array, state: Array, s: int) -> None:
+    """A block is no longer resident."""
+    if state[MODE] == ARC and not nodes[s].marks & TWICE:
+        state[ONCE] -= 1
+
+
+@inner
+def remember(nodes: Array, terms: Array, state: Array, s: int) -> None:
+    """A block was evicted: it becomes a ghost."""
+    if state[MODE] == ARC:
+        which = 1 + (nodes[s].marks & TWICE != 0)
+        enlist(terms, state, which, s)
+        state[GHOSTS + which] += 1
+        nodes[s].marks |= GHOST
+
+
+@inner
+def unremember(nodes: Array, terms: Array, state: Array, s: int) -> None:
+    """A block is no ghost any more, if it was one."""
+    if nodes[s].marks & GHOST:
+        which = 1 + (nodes[s].marks & TWICE != 0)
+        delist(terms, state, which, s)
+        state[GHOSTS + which] -= 1
+        nodes[s].marks &= ~(GHOST | TWICE)
+
+
+@inner
+def learn(nodes: Array, state: Array, s: int) -> None:
+    """A block that is not resident is used: the list that let go of it should be larger."""
+    if nodes[s].marks & GHOST:
+        once, twice = state[GHOSTS + 1], state[GHOSTS + 2]
+        if nodes[s].marks & TWICE:
+            state[TARGET] = max(state[TARGET] - max(once // twice, 1), 0)
+        else:
+            state[TARGET] = min(state[TARGET] + max(twice // once, 1), state[SIZE])
+
+
+@inner
+def trim(nodes: Array, terms: Array, state: Array) -> None:
+    """Notes how many blocks fit, and forgets the oldest ghosts beyond as many in each list."""
+    if state[MODE] == ARC:
+        state[SIZE] = max(state[SIZE], state[COUNT])
+        for which in (1, 2):
+            while state[GHOSTS + which] > state[SIZE]:
+                front = state[LISTS + which] - 1
+                unremember(nodes, terms, state, terms[front].before)
+
+
+@inner
+def arc_row(heaps: Array, state: Array) -> int:
+    """Whether T1 (`LEAVES`) or T2 (`SECOND`) gives up its oldest leaf; lower classes go first."""
+    if state[SECOND] == 0 or state[LEAVES] == 0:
+        return LEAVES if state[SECOND] == 0 else SECOND
+    once, twice = heaps[LEAVES, 0, 0] >> CLASS_SHIFT, heaps[SECOND, 0, 0] >> CLASS_SHIFT
+    if once != twice:
+        return LEAVES if once < twice else SECOND
+    return LEAVES if state[ONCE] >= state[TARGET] else SECOND
+
+
+# The order itself: which leaf goes next, and what happens by itself.
+#
+# There are binary heaps over the *leaves* only, since nothing else may be given up: a request of
+# 245 blocks rewrites 245 records and moves one heap entry. Which leaf goes next: the expired;
+# those hinted never to be used again; the others by rank and, among equals, by static key
+# (`.static_key`); last of all those that a queued request will use. Leaves whose next use is
+# known by a hint have a heap of their own, furthest first. Another heap, of what happens by
+# itself, tells whose lease runs out, whose rank falls and whose hint passes next.
+#
+# Whatever is pinned, and all above it, is in no heap of leaves: `held` counts a slot's reasons. So
+# an eviction costs nothing per pinned block.
+
+# ---- what happens by itself
+
+
+@kernel
+def attend(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+    """Puts a slot where it belongs in the heap of what happens by itself, or takes it out."""
+    when = NEVER
+    marks = nodes[s].marks
+    if nodes[s].birth != 0 and nodes[s].live >= 0:
+        if marks & LEASED and nodes[s].live == 0:
+            when = own_due(nodes, terms, s)
+        if nodes[s].place >= 0:
+            if marks & ETA and terms[s].eta > state[CLOCK]:
+                when = min(when, terms[s].eta)
+            if marks & RANKED:
+                when = min(when, terms[s].fall)
+    i = terms[s].due
+    if when == NEVER:
+        if i >= 0:
+            take(heaps[DUES], terms["due"], state[DUES], i)
+            state[DUES] -= 1
+        return
+    if i < 0:
+        i = state[DUES]
+        state[DUES] += 1
+    put(heaps[DUES], terms["due"], state[DUES], i, (when, s))
+
+
+# ---- the heaps of leaves
+
+
+@inner
+def row_of(nodes: Array, terms: Array, state: Array, s: int) -> int:
+    """Which heap of leaves a slot belongs to."""
+    marks = nodes[s].marks
+    ahead = marks & ETA and terms[s].eta > state[CLOCK]
+    if ahead and FIRST_CLASS <= class_of(nodes, s) < QUEUED_CLASS:
+        return HINTED
+    return SECOND if marks & TWICE else LEAVES
+
+
+@kernel
+def enter(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+    """A slot becomes one that may go next."""
+    row = row_of(nodes, terms, state, s)
+    i = state[row]
+    state[row] += 1
+    nodes[s].row = row
+    put(heaps[row], nodes["place"], state[row], i, words(nodes, terms, s, row))
+    if nodes[s].marks & TIMED:
+        attend(nodes, terms, heaps, state, s)
+
+
+@kernel
+def leave(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+    """A slot is no longer one that may go next."""
+    row = nodes[s].row
+    take(heaps[row], nodes["place"], state[row], nodes[s].place)
+    state[row] -= 1
+    if nodes[s].marks & TIMED:
+        attend(nodes, terms, heaps, state, s)
+
+
+@inner
+def reorder(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+    """What a slot is sorted by changed, other than by an access."""
+    if nodes[s].place >= 0:
+        leave(nodes, terms, heaps, state, s)
+        enter(nodes, terms, heaps, state, s)
+
+
+@inner
+def settle_leaf(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+    """Enters a slot that is a leaf and may go, where it is not entered yet."""
+    if nodes[s].kids == 0 and nodes[s].held == 0 and nodes[s].place < 0:
+        enter(nodes, terms, heaps, state, s)
+
+
+@kernel
+def hold(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+    """One more reason for a resident slot to stay, and for all above it."""
+    while s >= 0:
+        nodes[s].held += 1
+        if nodes[s].held > 1:
+            return
+        state[BLOCKED] += 1
+        if nodes[s].place >= 0:
+            leave(nodes, terms, heaps, state, s)
+        s = parent_of(nodes, s)
+
+
+@kernel
+def release(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+    """One reason less."""
+    while s >= 0:
+        nodes[s].held -= 1
+        if nodes[s].held > 0:
+            return
+        state[BLOCKED] -= 1
+        settle_leaf(nodes, terms, heaps, state, s)
+        s = parent_of(nodes, s)
+
+
+# Coming, going and running out: how the records and heaps follow what happens to a slot.
+
+
+@inner
+def lose_live_kid(nodes: Array, terms: Array, heaps: Array, state: Array, p: int) -> None:
+    """A child of `p` left or expired: with the last one, its own lease begins to matter."""
+    nodes[p].live -= 1
+    if nodes[p].live == 0 and nodes[p].marks & LEASED:
+        attend(nodes, terms, heaps, state, p)
+
+
+@inner
+def are_alike(nodes: Array, s: int, t: int, row: int) -> bool:
+    """Whether `t` may simply take the place of `s` in heap `row`."""
+    if (nodes[s].marks | nodes[t].marks) & TIMED != 0 or row >= HINTED:
+        return False
+    return bool(row == (SECOND if nodes[t].marks & TWICE else LEAVES))
+
+
+@kernel
+def drop(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+    """Ends the residence of a slot; its children, if any, become roots."""
+    p = parent_of(nodes, s)
+    if nodes[s].live < 0:
+        state[EXPIRED] -= 1
+        delist(terms, state, RUN_OUT, s)
+    else:
+        delist(terms, state, TENANTS + terms[s].tenant, s)
+        if p >= 0:
+            lose_live_kid(nodes, terms, heaps, state, p)
+    part(nodes, state, s)
+    state[HELD_FAST] -= nodes[s].marks & FIXED != 0
+    nodes[s].marks &= ~FIXED
+    held = nodes[s].held
+    nodes[s].birth = 0
+    nodes[s].held = nodes[s].kids = nodes[s].live = 0
+    state[COUNT] -= 1
+    state[BLOCKED] -= held > 0
+    if p >= 0:
+        nodes[p].kids -= 1
+    i, row = nodes[s].place, nodes[s].row
+    plain = i >= 0 and p >= 0 and nodes[p].kids == 0 and nodes[p].held == 0
+    if plain and are_alike(nodes, s, p, row):  # the parent takes its place
+        nodes[s].place = -1
+        nodes[p].row = row
+        put(heaps[row], nodes["place"], state[row], i, words(nodes, terms, p, row))
+        return
+    if i >= 0:
+        leave(nodes, terms, heaps, state, s)
+    elif terms[s].due >= 0:
+        attend(nodes, terms, heaps, state, s)
+    if p >= 0 and held > 0:
+        release(nodes, terms, heaps, state, p)
+    if p >= 0:
+        settle_leaf(nodes, terms, heaps, state, p)
+
+
+@inner
+def link(nodes: Array, terms: Array, heaps: Array, state: Array, s: int, p: int) -> None:
+    """Makes `p` the parent of the live slot `s`."""
+    nodes[s].parent = p
+    nodes[s].bond = nodes[p].birth
+    nodes[p].kids += 1
+    nodes[p].live += 1
+    if nodes[p].kids > 1:
+        nodes[p].marks |= BRANCHED
+    if nodes[p].place >= 0:
+        i, row = nodes[p].place, nodes[p].row
+        free = nodes[s].place < 0 and nodes[s].kids == 0 and nodes[s].held == 0
+        if free and are_alike(nodes, p, s, row):  # it takes the parent's place
+            nodes[p].place = -1
+            nodes[s].row = row
+            put(heaps[row], nodes["place"], state[row], i, words(nodes, terms, s, row))
+            return
+        leave(nodes, terms, heaps, state, p)
+    elif terms[p].due >= 0:
+        attend(nodes, terms, heaps, state, p)
+    if nodes[s].held > 0:
+        hold(nodes, terms, heaps, state, p)
+
+
+@inner
+def run_out(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+    """A block and all below it have expired."""
+    p = parent_of(nodes, s)
+    nodes[s].live = -1
+    state[EXPIRED] += 1
+    delist(terms, state, TENANTS + terms[s].tenant, s)
+    enlist(terms, state, RUN_OUT, s)
+    attend(nodes, terms, heaps, state, s)
+    reorder(nodes, terms, heaps, state, s)
+    if p >= 0:
+        lose_live_kid(nodes, terms, heaps, state, p)
+
+
+@inner
+def sweep(nodes: Array, terms: Array, heaps: Array, state: Array) -> None:
+    """Ends the leases of all blocks of the tenant that was invalidated."""
+    head = s = state[LISTS + TENANTS + state[STALE] - 1] - 1
+    while s >= 0:
+        nodes[s].marks |= LEASED
+        terms[s].limit = -LATEST
+        attend(nodes, terms, heaps, state, s)
+        s = terms[s].after
+        if s == head:
+            break
+    state[STALE] = 0
+
+
+@kernel
+def expire(nodes: Array, terms: Array, heaps: Array, state: Array, now: int) -> int:
+    """Moves the clock, lets happen what happens by then, and returns the (clamped) time.
+
+    A block runs out when its own lease has and every child has: expiry = max(own, children's).
+    """
+    now = max(min(now, CLOCK_LIMIT), state[CLOCK])
+    state[CLOCK] = now
+    if state[STALE] != 0:
+        sweep(nodes, terms, heaps, state)
+    while state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
+        s = heaps[DUES, 0, 1]
+        marks = nodes[s].marks
+        if marks & LEASED and nodes[s].live == 0 and own_due(nodes, terms, s) <= now:
+            run_out(nodes, terms, heaps, state, s)
+            continue
+        if marks & RANKED and terms[s].fall <= now:
+            marks &= (1 << RANK_SHIFT) - 1 - RANKED
+            nodes[s].marks = marks | DEFAULT_RANK << RANK_SHIFT
+        reorder(nodes, terms, heaps, state, s)
+        attend(nodes, terms, heaps, state, s)
+    return now
+
+
+@inner
+def touch(nodes: Array, terms: Array, heaps: Array, state: Array, s: int, key: int) -> None:
+    """Gives a live slot its new key, ends its hints and renews its lease."""
+    nodes[s].key = key
+    nodes[s].last = state[CLOCK]
+    i = nodes[s].place
+    if promote(nodes, state, s) or nodes[s].marks & (TIMED | DEAD):
+        nodes[s].marks &= ~(ETA | DEAD)
+        reorder(nodes, terms, heaps, state, s)
+        attend(nodes, terms, heaps, state, s)
+    elif i >= 0:
+        row = nodes[s].row
+        heaps[row, i, 0], heaps[row, i, 1] = words(nodes, terms, s, row)
+        sift_down(heaps[row], nodes["place"], state[row], i)
+
+
+# `Policy.insert` over the compiled order: how a block begins its life, and what prolongs it.
+
+LEASE_S, MAX_AGE, RANK, RANK_S, EXPLICIT = 0, 1, 2, 3, 4
+
+
+@inner
+def live_parent(nodes: Array, s: int, p: int) -> int:
+    """`p` where it may become the parent of `s`, else -1: resident, not expired, not below `s`."""
+    if p < 0 or p >= len(nodes) or nodes[p].birth == 0 or nodes[p].live < 0:
+        return -1
+    q = p
+    while q >= 0 and nodes[s].kids > 0:  # only a slot with children can be above another
+        if q == s:
+            return -1
+        q = parent_of(nodes, q)
+    return p if p != s else -1
+
+
+@inner
+def sign(nodes: Array, terms: Array, s: int, now: int, lease: Array) -> None:
+    """Gives a slot the lease and rank of an insert, where they are more than what it has."""
+    marks = nodes[s].marks
+    limit = NEVER if lease[MAX_AGE] == NEVER else now + lease[MAX_AGE]
+    if not marks & LEASED or (lease[LEASE_S] == NEVER and limit == NEVER):
+        marks &= ~LEASED
+    else:
+        terms[s].lease = max(terms[s].lease, lease[LEASE_S])
+        terms[s].limit = max(terms[s].limit, limit)
+    if lease[RANK] >= marks >> RANK_SHIFT:
+        marks &= (1 << RANK_SHIFT) - 1 - RANKED
+        marks |= lease[RANK] << RANK_SHIFT
+        if lease[RANK_S] != NEVER:
+            marks |= RANKED
+            terms[s].fall = now + lease[RANK_S]
+    nodes[s].marks = marks
+
+
+@inner
+def begin_terms(nodes: Array, terms: Array, s: int, now: int, lease: Array, extra: int) -> None:
+    """Gives a new resident the lease and rank of its insert, and what its worth adds."""
+    marks = nodes[s].marks | KNOWN | lease[RANK] << RANK_SHIFT
+    if lease[LEASE_S] != NEVER or lease[MAX_AGE] != NEVER:
+        marks |= LEASED
+        terms[s].lease = lease[LEASE_S]
+        terms[s].limit = NEVER if lease[MAX_AGE] == NEVER else now + lease[MAX_AGE]
+    if lease[RANK_S] != NEVER:
+        marks |= RANKED
+        terms[s].fall = now + lease[RANK_S]
+    if extra != 0:
+        marks |= EXTRA
+        terms[s].extra = extra
+    nodes[s].marks = marks
+
+
+@inner
+def settle(
+    nodes: Array, terms: Array, heaps: Array, state: Array, s: int, depth: int, tenant: int
+) -> None:
+    """Makes `s` resident, without parent, lease or rank yet."""
+    state[COUNT] += 1
+    state[BIRTHS] += 1
+    node = nodes[s]
+    node.birth = state[BIRTHS]
+    node.parent = -1
+    node.kids = 0
+    node.live = 0
+    node.depth = depth
+    arrive(nodes, terms, state, s)
+    node.marks &= LASTING
+    terms[s].tenant = tenant
+    enlist(terms, state, TENANTS + tenant, s)
+    if terms[s].pins > 0:
+        hold(nodes, terms, heaps, state, s)
+
+
+@kernel
+def insert(
+    nodes: Array,
+    terms: Array,
+    heaps: Array,
+    state: Array,
+    slots: Array,
+    parents: Array,
+    lease: Array,
+    said: tuple[int, int, int],
+) -> int:
+    """Returns `room_for`: nothing is done unless that is 0.
+
+    `lease` is what `LEASE_S` and so on index; `said` = (now, tenant, what its worth adds).
+    """
+    room = room_for(len(nodes), slots)
+    if room != 0:
+        return int(room)
+    now, tenant, extra = said
+    now = expire(nodes, terms, heaps, state, now)
+    old, new = np.int64(0), np.int64(0)
+    known = False
+    for i in range(len(slots)):
+        s, p = slots[i], parents[i]
+        if nodes[s].birth != 0 and nodes[s].live < 0:
+            drop(nodes, terms, heaps, state, s)  # expired: it begins a new life
+        key = now
+        if nodes[s].marks & KNOWN:
+            key = nodes[s].key
+            if nodes[s].last != now:
+                if not known or key != old:
+                    old, new, known = key, aged(key, now, state[TAU]), True
+                key = new
+        p = live_parent(nodes, s, p)
+        if nodes[s].birth != 0:
+            if nodes[s].last != now:
+                touch(nodes, terms, heaps, state, s, key)
+            if lease[EXPLICIT]:
+                sign(nodes, terms, s, now, lease)
+                reorder(nodes, terms, heaps, state, s)
+                attend(nodes, terms, heaps, state, s)
+            if parent_of(nodes, s) >= 0:
+                continue
+        else:
+            depth = min(nodes[p].depth + 1, SLOT_MASK) if p >= 0 else min(i, SLOT_MASK)
+            settle(nodes, terms, heaps, state, s, depth, tenant)
+            nodes[s].key, nodes[s].last = key, now
+            begin_terms(nodes, terms, s, now, lease, extra)
+        if p >= 0:
+            link(nodes, terms, heaps, state, s, p)
+        settle_leaf(nodes, terms, heaps, state, s)
+        if nodes[s].place < 0 and nodes[s].marks & LEASED:
+            attend(nodes, terms, heaps, state, s)  # held: its lease runs all the same
+    return 0
+
+
+# One compiled function per call of the `Policy` protocol, over records, heaps and lists of slots.
+#
+# Every function that knows the time takes the clock forward first (`expire`), so that what
+# happens by itself is settled before anything is decided. Arguments common to all: `nodes` and
+# `terms` [capacity] records, `heaps` [4, capacity, 2], `state` [LISTS + lists].
+#
+# numba's cache looks at the time stamp of this file only: after an edit of what it calls, delete
+# the `.nbi` files in `__pycache__` (the tests do so).
+
+
+@kernel
+def access(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, now: int) -> None:
+    """Renews what is resident and not expired; nothing revives an expired block but `insert`.
+
+    Of what is not resident only the hints end.
+    """
+    now = expire(nodes, terms, heaps, state, now)
+    old, new = np.int64(0), np.int64(0)
+    known = False
+    for s in slots:
+        if s < 0 or s >= len(nodes):
+            continue
+        if nodes[s].birth == 0 or nodes[s].live < 0:
+            if nodes[s].birth == 0:
+                learn(nodes, state, s)
+                nodes[s].marks &= ~(ETA | DEAD)
+            continue
+        # Blocks of one prefix mostly share their history, hence their key: compute it once.
+        if not known or nodes[s].key != old:
+            old = nodes[s].key
+            new = aged(old, now, state[TAU])
+            known = True
+        touch(nodes, terms, heaps, state, s, new)
+
+
+@kernel
+def assign(
+    nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, keys: Array
+) -> None:
+    """Gives resident slots keys that were computed elsewhere."""
+    for i in range(len(slots)):
+        s = slots[i]
+        if 0 <= s < len(nodes) and nodes[s].birth != 0:
+            nodes[s].key = keys[i]
+            reorder(nodes, terms, heaps, state, s)
+
+
+@kernel
+def remove(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array) -> None:
+    """Drops what is resident."""
+    for s in slots:
+        if 0 <= s < len(nodes) and nodes[s].birth != 0:
+            drop(nodes, terms, heaps, state, s)
+
+
+@kernel
+def forget(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array) -> None:
+    """Ends what outlives residence, but for pins and queued requests."""
+    for s in slots:
+        if 0 <= s < len(nodes) and nodes[s].birth == 0:
+            unremember(nodes, terms, state, s)
+            nodes[s].marks &= QUEUED
+
+
+@inner
+def change_pins(
+    nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, by: int
+) -> None:
+    """Adds `by` (1 or -1) to the pins of each slot that there is room for; none fall below 0."""
+    for s in slots:
+        if 0 <= s < len(nodes):
+            before = terms[s].pins
+            terms[s].pins = max(before + by, 0)
+            if nodes[s].birth != 0 and before == 0 and by > 0:
+                hold(nodes, terms, heaps, state, s)
+            if nodes[s].birth != 0 and before == 1 and by < 0:
+                release(nodes, terms, heaps, state, s)
+
+
+@kernel
+def pin(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
+    """Adds `by` (1 or -1) to the pins of each. Returns the room it needs, having done nothing."""
+    room = 0
+    for s in slots:
+        room = max(room, s + 1 if len(nodes) <= s < SLOT_LIMIT else 0)
+    if room > 0 and by > 0:
+        return int(room)
+    change_pins(nodes, terms, heaps, state, slots, by)
+    return 0
+
+
+@kernel
+def queue(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
+    """Adds `by` (1 or -1) to the queued requests of each. Returns the room it needs, as `pin`."""
+    room = 0
+    for s in slots:
+        room = max(room, s + 1 if len(nodes) <= s < SLOT_LIMIT else 0)
+    if room > 0 and by > 0:
+        return int(room)
+    for s in slots:
+        if 0 <= s < len(nodes):
+            terms[s].queued = max(terms[s].queued + by, 0)
+            before = nodes[s].marks
+            nodes[s].marks = before | QUEUED if terms[s].queued > 0 else before & ~QUEUED
+            if before != nodes[s].marks:
+                reorder(nodes, terms, heaps, state, s)
+    return 0
+
+
+@kernel
+def hint(
+    nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, now: int, eta: int
+) -> int:
+    """Writes a hint on a chain, last block first; returns the room it needs, having done nothing.
+
+    Never: on the last block and those above, up to one that another chain uses too. A time: on all
+    of them, the earliest where there are several.
+    """
+    room = 0
+    for s in slots:
+        room = max(room, s + 1 if len(nodes) <= s < SLOT_LIMIT else 0)
+    if room > 0:
+        return int(room)
+    now = expire(nodes, terms, heaps, state, now)
+    when = LATEST if eta >= LATEST - now else now + max(eta, 0)
+    for i in range(len(slots) - 1, -1, -1):
+        s = slots[i]
+        if s < 0 or s >= len(nodes):
+            continue
+        marks = nodes[s].marks
+        shared = marks & BRANCHED != 0 or nodes[s].kids > (i < len(slots) - 1)
+        if eta == NEVER:
+            if shared:
+                break
+            nodes[s].marks = marks & ~ETA | DEAD
+        else:
+            if shared and marks & ETA and terms[s].eta > now:
+                terms[s].eta = min(terms[s].eta, when)
+            else:
+                terms[s].eta = when
+            nodes[s].marks = marks & ~DEAD | ETA
+        reorder(nodes, terms, heaps, state, s)
+        attend(nodes, terms, heaps, state, s)
+    return 0
+
+
+@kernel
+def invalidate(
+    nodes: Array, terms: Array, heaps: Array, state: Array, now: int, tenant: int
+) -> None:
+    """Notes which tenant's blocks are stale; the next call that decides anything sweeps them."""
+    state[CLOCK] = max(min(now, CLOCK_LIMIT), state[CLOCK])
+    if state[STALE] != 0 and state[STALE] != tenant + 1:
+        sweep(nodes, terms, heaps, state)
+    if state[LISTS + TENANTS + tenant] != 0:
+        state[STALE] = tenant + 1
+
+
+@inner
+def choose(heaps: Array, state: Array, now: int) -> int:
+    """The heap of leaves whose top goes next; one of them is not empty."""
+    row = LEAVES if state[MODE] != ARC else arc_row(heaps, state)
+    if state[HINTED] == 0:
+        return row
+    if state[row] == 0:
+        return HINTED
+    plain = heaps[row, 0, 0] >> CLASS_SHIFT
+    hinted = heaps[HINTED, 0, 0] >> CLASS_SHIFT
+    if plain != hinted:
+        return row if plain < hinted else HINTED
+    unused = now - key_in(heaps[row, 0, 0], heaps[row, 0, 1])
+    left = -key_in(heaps[HINTED, 0, 0], heaps[HINTED, 0, 1]) - now
+    return HINTED if left > unused else row
+
+
+@kernel
+def evict(
+    nodes: Array,
+    terms: Array,
+    heaps: Array,
+    state: Array,
+    protected: Array,
+    victims: Array,
+    now: int,
+) -> bool:
+    """Fills `victims`, or returns False with no slot touched.
+
+    Whatever is neither pinned nor above something pinned can be freed leaf by leaf, so whether it
+    will do is known before the first victim is taken: nothing has to be put back.
+    """
+    now = expire(nodes, terms, heaps, state, now)
+    change_pins(nodes, terms, heaps, state, protected, 1)
+    enough = state[COUNT] - state[BLOCKED] >= len(victims)
+    fold(state, DIGEST, len(victims) if enough else -1)
+    if enough:
+        for i in range(len(victims)):
+            s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
+            victims[i] = s
+            fold(state, DIGEST, s)
+            drop(nodes, terms, heaps, state, s)
+            remember(nodes, terms, state, s)
+            if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:  # what only this child kept alive
+                expire(nodes, terms, heaps, state, now)
+        trim(nodes, terms, state)
+    change_pins(nodes, terms, heaps, state, protected, -1)
+    return bool(enough)
+
+
+@kernel
+def peek(nodes: Array, terms: Array, heaps: Array, state: Array, protected: Array, now: int) -> int:
+    """The slot that `evict` would take first, or -1."""
+    now = expire(nodes, terms, heaps, state, now)
+    change_pins(nodes, terms, heaps, state, protected, 1)
+    s = -1
+    if state[COUNT] > state[BLOCKED]:
+        s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
+    change_pins(nodes, terms, heaps, state, protected, -1)
+    return int(s)
+
+
+@kernel
+def tick(nodes: Array, terms: Array, heaps: Array, state: Array, now: int) -> int:
+    """Moves the clock; returns how many blocks have run out."""
+    expire(nodes, terms, heaps, state, now)
+    return int(state[EXPIRED])
+
+
+@kernel
+def record(state: Array, answer: Array) -> None:
+    """Rolls an answer into the digest."""
+    fold(state, DIGEST, len(answer))
+    for s in answer:
+        fold(state, DIGEST, s)
+
+
+# All arrays of a policy as one argument of a compiled call.
+#
+# Taking an array out of its Python object costs a call 40 ns or so, and a learned order works on
+# ten. An `ArrayCall` is one vector with the address and shape of each; compiled code makes the
+# arrays of it.
+
+WORDS = 4  # of each array: its address, and up to three lengths
+ORDER = ((NODE, 1), (TERMS, 1), (np.int64, 3), (np.int64, 1))
+"""What compiled calls work on: type and dimensions of nodes, terms, heaps, state."""
+
+
+class ArrayCall:
+    """Where some arrays lie, as long as they are the same.
+
+    It keeps them alive, so an address is never that of something else; a copy knows none.
+
+    Attributes:
+        groups: The arrays, as they were laid.
+        words: Their addresses and shapes.
+    """
+
+    def __init__(self) -> None:
+        self.groups: tuple[object, ...] = ()
+        self.words = np.zeros(0, np.int64)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ArrayCall:
+        return ArrayCall()
+
+    def __reduce__(self) -> tuple[type[ArrayCall], tuple[()]]:
+        return ArrayCall, ()
+
+    def lay(self, kinds: tuple[tuple[Any, int], ...], groups: tuple[Any, ...]) -> Array:
+        """The vector for these arrays.
+
+        Args:
+            kinds: Type and dimensions that compiled code expects of each.
+            groups: Arrays and tuples of arrays. None is ever resized or changed for another
+                within its tuple.
+        """
+        arrays: list[Array] = []
+        for group in groups:
+            arrays.extend(group if isinstance(group, tuple) else (group,))
+        words = np.zeros((len(arrays), WORDS), np.int64)
+        for row, array, (dtype, ndim) in zip(words, arrays, kinds, strict=True):
+            assert array.dtype == dtype and array.ndim == ndim and array.flags.c_contiguous
+            assert array.flags.writeable and array.flags.aligned
+            row[0] = array.ctypes.data
+            row[1 : 1 + ndim] = array.shape
+        self.groups, self.words = groups, words.reshape(-1)
+        return self.words
+
+
+def opener(first: int, kinds: tuple[tuple[Any, int], ...]) -> Any:
+    """A compiled function that makes a tuple of arrays of a desk, from number `first` on."""
+    kept = types.Tuple([types.Array(from_dtype(np.dtype(d)), n, "C") for d, n in kinds])
+
+    def codegen(context: BaseContext, builder: ir.IRBuilder, _sig: Any, args: Any) -> Any:
+        words = context.make_array(types.Array(types.int64, 1, "C"))(context, builder, args[0])
+        made = []
+        for i, array in enumerate(kept.types):
+
+            def word(k: int, at: int = WORDS * (first + i)) -> Any:
+                where = context.get_constant(types.intp, at + k)
+                return builder.load(builder.gep(words.data, [where]))
+
+            item = context.get_data_type(array.dtype)
+            size = context.get_constant(types.intp, context.get_abi_sizeof(item))
+            shape = [word(1 + k) for k in range(array.ndim)]
+            strides = [size]
+            for length in reversed(shape[1:]):
+                strides.insert(0, builder.mul(strides[0], length))
+            view = context.make_array(array)(context, builder)
+            data = builder.inttoptr(word(0), item.as_pointer())
+            populate_array(view, data, shape, strides, size, None)
+            made.append(view._getvalue())
+        return context.make_tuple(builder, kept, made)
+
+    def opened(_typing: Any, desk: Any) -> Any:
+        return kept(desk), codegen
+
+    return intrinsic(opened)
+
+
+order_on = opener(0, ORDER)

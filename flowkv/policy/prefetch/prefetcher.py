@@ -14,24 +14,573 @@ Pure and deterministic: who drives it tells what happened, gives the time, and m
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import xxhash
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import NO_SLOTS, Slots
+from flowkv.policy.base import NEVER_NS, NO_SLOTS, Slots
 from flowkv.policy.config import PolicyConfig, configure
-from flowkv.policy.prefetch.credit import HINT, KINDS, LEARNED, QUEUE, Credit, class_of
-from flowkv.policy.prefetch.hints import Hint, Hints
-from flowkv.policy.prefetch.outcome import FREE, Outcome, Outcomes
-from flowkv.policy.prefetch.reach import Fetch, Giver, Reach
-from flowkv.policy.prefetch.regret import RegretGuard
 from flowkv.policy.rates import Rates
+
+# When to start for a chain that the application expects at about some time.
+
+_MOST = 1 << 16
+_GIVEN_UP = 4  # times the expected time
+_LEAST_S = 0.01
+
+
+class Hint(NamedTuple):
+    """A chain's next use, `eta_ns` after `told_ns`, the logarithm's deviation being `sigma`."""
+
+    told_ns: int
+    eta_ns: int
+    sigma: float
+
+    def rate(self, now_ns: int) -> float:
+        """Uses a second, at a time when it was not used yet: 1 / E[T - t | T > t], T lognormal."""
+        passed, eta = max(now_ns - self.told_ns, 1), max(self.eta_ns, 1)
+        sigma = max(self.sigma, 1e-3)
+        late = math.log(passed / eta) / sigma
+        beyond = math.erfc(late / math.sqrt(2.0))
+        if beyond < 1e-12:  # long overdue: as if it were as far ahead as it is behind
+            return 1e9 / passed
+        mean = eta * math.exp(sigma * sigma / 2) * math.erfc((late - sigma) / math.sqrt(2.0))
+        return 1e9 / max(mean / beyond - passed, _LEAST_S * 1e9)
+
+
+class HintQueue:
+    """The hints that hold, and when each is to be looked at."""
+
+    def __init__(self) -> None:
+        self._hints: dict[int, Hint] = {}
+        self._starts: list[tuple[int, int]] = []
+
+    def __contains__(self, tip: int) -> bool:
+        return tip in self._hints
+
+    def __getitem__(self, tip: int) -> Hint:
+        return self._hints[tip]
+
+    def __len__(self) -> int:
+        return len(self._hints)
+
+    def tell(self, tip: int, hint: Hint, lead_ns: int, early: float) -> None:
+        """A new hint about a chain's last block, which takes the place of an older one.
+
+        Args:
+            tip: The block.
+            hint: What is expected; `NEVER_NS` only ends the older one.
+            lead_ns: To be looked at so long before its time,
+            early: and so many deviations.
+        """
+        self._hints.pop(tip, None)
+        if hint.eta_ns == NEVER_NS:
+            return
+        if len(self._hints) >= _MOST:  # the oldest has been wrong, or is far
+            del self._hints[next(iter(self._hints))]
+        self._hints[tip] = hint
+        first_ns = hint.eta_ns * math.exp(-early * hint.sigma)
+        self._at(tip, hint.told_ns + round(first_ns) - lead_ns)
+
+    def end(self, chain: list[int]) -> None:
+        """These blocks are used: hints about them are fulfilled."""
+        for tip in self._hints.keys() & set(chain) if self._hints else ():
+            del self._hints[tip]
+
+    def due(self, now_ns: int) -> list[tuple[int, float]]:
+        """Blocks whose time has come, each once, and their rates, the most urgent first."""
+        tips = dict[int, float]()
+        while self._starts and self._starts[0][0] <= now_ns:
+            tip = heapq.heappop(self._starts)[1]
+            if tip in self._hints and tip not in tips:
+                tips[tip] = self._hints[tip].rate(now_ns)
+        return sorted(tips.items(), key=lambda one: -one[1])
+
+    def again(self, tip: int, now_ns: int, least_ns: int) -> None:
+        """There was no room for a chain: look at it once more, later."""
+        hint = self._hints[tip]
+        left_ns = abs(hint.told_ns + hint.eta_ns - now_ns)
+        again_ns = now_ns + max(left_ns // 4, hint.eta_ns // 16, least_ns)
+        if again_ns < hint.told_ns + _GIVEN_UP * hint.eta_ns:
+            self._at(tip, again_ns)
+
+    def next_ns(self) -> int:
+        """When the next one is due; `NEVER_NS` if there is none."""
+        return self._starts[0][0] if self._starts else NEVER_NS
+
+    def _at(self, tip: int, when_ns: int) -> None:
+        heapq.heappush(self._starts, (when_ns, tip))
+        if len(self._starts) > 4 * _MOST:  # mostly of hints that are gone
+            self._starts = sorted((w, t) for w, t in self._starts if t in self._hints)
+            del self._starts[2 * _MOST :]
+
+
+# Who may prefetch, and how much: a purse for each reason to prefetch, filled by being right.
+#
+# A reason pays a byte for every byte it brings, and gets back `1 / floor` for each that was used.
+# So one whose precision stays above the floor can go on for ever, and one below runs dry, losing
+# no more than what it had earned before. The learned reasons, one for each half octave of the
+# predicted rate, begin with nothing: they live on *probes*, a small share of the bytes that were
+# demanded, which all of them share. That makes the cost of being wrong, and of asking again now
+# and then whether one still is, a share of the traffic by construction.
+
+QUEUE, HINT, LEARNED = 0, 1, 2
+KINDS = ("queue", "hint", "learned")
+CLASSES = 40
+"""Purses: queue, hints, and half octaves of the rate from 2^-14 to 2^5 per second."""
+
+_FADE = 1.0 / 4096.0
+_USED, _WASTED = 0, 1
+
+
+def class_of(kind: int, rate: float) -> int:
+    """The purse of a prefetch: its kind, and for learned ones how soon a use is expected."""
+    if kind != LEARNED:
+        return kind
+    octaves = math.floor(2 * math.log2(rate)) + 28 if 0.0 < rate < math.inf else 0
+    return LEARNED + min(max(octaves, 0), CLASSES - LEARNED - 1)
+
+
+class Credit:
+    """The purses.
+
+    Args:
+        most_bytes: What a purse can hold.
+        floor: The precision from which on a reason pays for itself.
+        probe_share: Of the bytes demanded, what learned reasons may risk without having earned it.
+        trusted: Whether queue and hints begin with a full purse.
+
+    Attributes:
+        purses: Bytes that each reason may bring.
+        probes: Bytes that any may bring.
+    """
+
+    def __init__(
+        self, most_bytes: int, floor: float, probe_share: float, trusted: bool = True
+    ) -> None:
+        self.most_bytes, self.floor, self.probe_share = most_bytes, floor, probe_share
+        self.purses = np.zeros(CLASSES)
+        if trusted:
+            self.purses[:LEARNED] = most_bytes
+        self.probes = 0.0
+        self._outcomes = np.zeros((CLASSES, 2))
+
+    def demanded(self, n_bytes: float) -> None:
+        """Bytes were loaded because somebody waited for them."""
+        self.probes = min(self.probes + self.probe_share * n_bytes, self.most_bytes / 4)
+
+    def affords(self, purse: int) -> float:
+        """Bytes that a reason may bring now."""
+        return float(self.purses[purse] + self.probes)
+
+    def pay(self, purse: int, n_bytes: float) -> None:
+        """A reason brings bytes."""
+        own = min(n_bytes, float(self.purses[purse]))
+        self.purses[purse] -= own
+        self.probes = max(0.0, self.probes - (n_bytes - own))
+
+    def refund(self, purse: int, n_bytes: float) -> None:
+        """Bytes did not come after all."""
+        self.purses[purse] = min(self.purses[purse] + n_bytes, self.most_bytes)
+
+    def used(self, purse: int, n_bytes: float) -> None:
+        """Somebody asked for bytes that a reason had brought."""
+        self.refund(purse, n_bytes / self.floor)
+        self._count(purse, _USED, n_bytes)
+
+    def wasted(self, purse: int, n_bytes: float) -> None:
+        """Bytes that a reason had brought left without having been used."""
+        self._count(purse, _WASTED, n_bytes)
+
+    def precision(self, kind: int) -> float:
+        """Which part of the bytes of a kind was used, lately; 1 while nothing is known."""
+        last = CLASSES if kind == LEARNED else kind + 1
+        used, wasted = self._outcomes[kind:last].sum(0)
+        return float(used / (used + wasted)) if used + wasted else 1.0
+
+    def state(self) -> list[Any]:
+        """What `restore` takes: plain values."""
+        return [self.most_bytes, self.purses.tolist(), self._outcomes.tolist()]
+
+    def restore(self, state: list[Any], trust: float) -> None:
+        """Begins with a share `trust` of what another one had earned, as far as it was right."""
+        most, purses, outcomes = state
+        scale = self.most_bytes / max(most, 1)
+        self.purses = np.minimum(np.array(purses) * scale, self.most_bytes)
+        self.purses[LEARNED:] *= trust
+        self._outcomes = np.array(outcomes).reshape(CLASSES, 2) * trust
+
+    def _count(self, purse: int, which: int, n_bytes: float) -> None:
+        kept = (1.0 - _FADE) ** min(n_bytes / max(self.most_bytes * _FADE, 1.0), 1e6)
+        self._outcomes[purse] *= kept
+        self._outcomes[purse, which] += n_bytes
+
+
+# What became of the blocks that were prefetched, and of those that had to go for them.
+
+FREE, FLYING, LANDED, AWAITED = 0, 1, 2, 3
+"""Of a slot: not prefetched; on its way; there and not used yet; on its way, and demanded."""
+
+SLOT = np.dtype(
+    [
+        ("state", np.uint8),
+        ("purse", np.uint8),
+        ("pushed", np.bool_),  # it left to make room for a prefetch
+        ("bytes", np.int64),
+        ("batch", np.int64),  # number of the prefetch, or of the one that pushed it out
+    ]
+)
+
+
+class PrefetchOutcome:
+    """Sums of bytes over what was just settled, by purse.
+
+    Attributes:
+        used: Purses and bytes of those that somebody asked for.
+        wasted: Purses and bytes of those that nobody did.
+        displaced: Bytes that somebody asked for, and that a prefetch had pushed out.
+    """
+
+    __slots__ = ("displaced", "used", "wasted")
+
+    def __init__(self) -> None:
+        self.used: dict[int, int] = {}
+        self.wasted: dict[int, int] = {}
+        self.displaced = 0
+
+
+class Outcomes:
+    """Follows prefetched slots until they are used, leave, or are forgotten about.
+
+    Args:
+        horizon_ns: A prefetch that was not used by then counts as wasted, a block that is asked for
+            later than that after it was pushed out as not displaced.
+
+    Attributes:
+        flying_bytes: On their way.
+        unproven_bytes: On their way, or there and not used yet.
+    """
+
+    def __init__(self, horizon_ns: int) -> None:
+        self.horizon_ns = horizon_ns
+        self.flying_bytes = self.unproven_bytes = 0
+        self._slots = np.zeros(0, SLOT)
+        self._batches: deque[tuple[int, int, Slots]] = deque()
+        self._count = 0
+
+    def bring(self, now_ns: int, purse: int, slots: Slots, sizes: Slots) -> None:
+        """Blocks of some sizes start to come, for a reason."""
+        self._begin(now_ns, slots, sizes)
+        self._slots["state"][slots], self._slots["purse"][slots] = FLYING, purse
+        self._slots["pushed"][slots] = False
+        self.flying_bytes += int(sizes.sum())
+        self.unproven_bytes += int(sizes.sum())
+
+    def push(self, now_ns: int, slots: Slots, sizes: Slots) -> None:
+        """Blocks of some sizes had to go for a prefetch. Those it brought itself have left."""
+        self._begin(now_ns, slots, sizes)
+        self._slots["pushed"][slots] = True
+
+    def of(self, slots: Slots) -> NDArray[np.uint8]:
+        """States of slots."""
+        self._grow(int(slots.max(initial=-1)))
+        return self._slots["state"][slots]
+
+    def land(self, slots: Slots) -> Slots:
+        """Blocks came; returns those that nobody waited for meanwhile."""
+        states = self.of(slots)
+        fresh: Slots = slots[states == FLYING]
+        self._settle(slots[states == AWAITED])
+        self.flying_bytes -= int(self._slots["bytes"][slots[states != FREE]].sum())
+        self._slots["state"][fresh] = LANDED
+        return fresh
+
+    def drop(self, slots: Slots) -> Slots:
+        """Blocks will not come; returns those that were on their way."""
+        gone = slots[np.isin(self.of(slots), (FLYING, AWAITED))]
+        self.flying_bytes -= int(self._slots["bytes"][gone].sum())
+        self._settle(gone)
+        return gone
+
+    def ask(self, chain: Slots, hits: int) -> PrefetchOutcome:
+        """Somebody asks for a chain, of which so many leading blocks were there."""
+        outcome, states = PrefetchOutcome(), self.of(chain)
+        known = np.flatnonzero(states)
+        if len(known):
+            landed = known[states[known] == LANDED]
+            self._sum(outcome.used, chain[landed[landed < hits]])
+            self._sum(outcome.wasted, chain[landed[landed >= hits]])
+            self._settle(chain[landed])
+            flying = chain[known[states[known] == FLYING]]
+            self._sum(outcome.used, flying)  # it is waited for, but shorter
+            self._slots["state"][flying] = AWAITED
+        pushed = np.flatnonzero(self._slots["pushed"][chain])
+        if len(pushed):
+            lost = chain[pushed[pushed >= hits]]
+            outcome.displaced = int(self._slots["bytes"][lost].sum())
+            self._slots["pushed"][chain[pushed]] = False
+        return outcome
+
+    def leave(self, slots: Slots) -> PrefetchOutcome:
+        """Blocks left the place."""
+        outcome = PrefetchOutcome()
+        unused = slots[self.of(slots) == LANDED]
+        if len(unused):
+            self._sum(outcome.wasted, unused)
+            self._settle(unused)
+        return outcome
+
+    def forget(self, slots: Slots) -> None:
+        """Slots that name other blocks next."""
+        self._settle(self.drop(slots))
+        self._settle(slots[self.of(slots) == LANDED])
+        self._slots["pushed"][slots] = False
+
+    def tick(self, now_ns: int) -> PrefetchOutcome:
+        """What nobody asked for within the horizon is wasted."""
+        outcome = PrefetchOutcome()
+        while self._batches and self._batches[0][0] + self.horizon_ns <= now_ns:
+            _, batch, slots = self._batches.popleft()
+            slots = slots[self._slots["batch"][slots] == batch]
+            unused = slots[self._slots["state"][slots] == LANDED]
+            self._sum(outcome.wasted, unused)
+            self._settle(unused)
+            self._slots["pushed"][slots] = False
+        return outcome
+
+    def _begin(self, now_ns: int, slots: Slots, sizes: Slots) -> None:
+        self._grow(int(slots.max(initial=-1)))
+        self._count += 1
+        self._slots["batch"][slots], self._slots["bytes"][slots] = self._count, sizes
+        self._batches.append((now_ns, self._count, slots))
+
+    def _sum(self, into: dict[int, int], slots: Slots) -> None:
+        for purse in np.unique(self._slots["purse"][slots]).tolist():
+            mine = slots[self._slots["purse"][slots] == purse]
+            into[purse] = into.get(purse, 0) + int(self._slots["bytes"][mine].sum())
+
+    def _settle(self, slots: Slots) -> None:
+        self.unproven_bytes -= int(self._slots["bytes"][slots].sum())
+        self._slots["state"][slots] = FREE
+
+    def _grow(self, top: int) -> None:
+        if top >= len(self._slots):
+            grown = np.zeros(max(top + 1, 2 * len(self._slots)), SLOT)
+            grown[: len(self._slots)] = self._slots
+            self._slots = grown
+
+
+# What a prefetcher is given to decide with, and what a decision says.
+
+
+class PrefetchView(Protocol):
+    """What a driver knows about the place and the one below it, at this moment."""
+
+    capacity_bytes: int
+    """Of the place."""
+
+    def room_bytes(self) -> int:
+        """Free in the place."""
+        ...
+
+    def sizes(self, slots: Slots) -> Slots:
+        """Bytes of blocks."""
+        ...
+
+    def missing(self, tip: int) -> tuple[int, Slots]:
+        """The deepest ancestor of `tip` that is in the place, or -1, and what lies between.
+
+        Root to leaf, and only as far as the source holds it without a gap; `tip` comes last.
+        """
+        ...
+
+
+class Giver(Protocol):
+    """Who knows what is worth bringing and what may go for it: a `Policy`, or who speaks for it."""
+
+    def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
+        """See `Policy.wanted`."""
+        ...
+
+    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
+        """See `Policy.displace`."""
+        ...
+
+
+class Fetch(NamedTuple):
+    """A decision, carried out at once: what leaves the place, and what comes.
+
+    Attributes:
+        kind: `QUEUE`, `HINT` or `LEARNED`.
+        rate: Uses a second that are expected.
+        slots: What to bring, root to leaf.
+        victims: What the policy has given up for that; the driver removes it.
+    """
+
+    kind: int
+    rate: float
+    slots: Slots
+    victims: Slots
+
+
+# What prefetching costs those who wait, weighed against what it saves them.
+#
+# Two promises. The first holds for every single demand and needs no measuring: prefetches are
+# sent in *chunks*, no chunk while a demand waits or is under way, so a demand finds at most one
+# in its way. (Chunks start only when no demand is unfinished; so the work before a demand is
+# never more than without prefetches, plus that chunk.) The second is about the sum: bytes that
+# were in the way of demands, bytes loaded again since a prefetch had displaced them, and bytes
+# that nobody used are held against the bytes that were there when somebody asked. When the
+# balance exceeds its budget, prefetching rests, twice as long each time, and then gets another
+# small trial.
+#
+# Pure: bytes and times are told, no clock is read.
+
+_LEAST_BYTES, _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 22, 1 << 26
+_ENOUGH = 8
+
+Weight = Annotated[float, Meta(ge=0.0, le=16.0)]
+Span = Annotated[float, Meta(gt=0.0, le=30 * 86_400.0)]
+
+
+class RegretConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `RegretGuard` can be told.
+
+    Attributes:
+        chunk_s: A demand may wait so long for prefetches that were sent before it, and as long as
+            the latency of one load.
+        interference: Bytes in the way of demands, and displaced ones, may exceed the bytes that
+            prefetching saved by this share of what was demanded.
+        waste: Bytes that nobody used, as a share of those demanded and of those saved.
+        trial_bytes: What may be lost before anything is known.
+        memory_s: Half-life of all that is counted.
+        rest_s: Length of the first rest.
+        longest_rest_s: Length of the longest.
+    """
+
+    chunk_s: Span = 0.005
+    interference: Weight = 0.02
+    waste: Weight = 0.5
+    trial_bytes: Annotated[int, Meta(ge=0)] = 1 << 26
+    memory_s: Span = 600.0
+    rest_s: Span = 30.0
+    longest_rest_s: Span = 3600.0
+
+
+class RegretGuard:
+    """Says whether prefetching from one place may go on.
+
+    Args:
+        **options: Fields of `RegretConfig`.
+
+    Attributes:
+        in_the_way_bytes: All bytes that were in flight when a demand arrived, ever.
+        saved_bytes: All prefetched bytes that were there when somebody asked for them, ever.
+        wasted_bytes: All of them that nobody used, ever.
+        rests: How often prefetching was stopped.
+
+    Raises:
+        ConfigError: If an option is unknown or wrong.
+    """
+
+    def __init__(self, **options: object) -> None:
+        self.config = configure(RegretConfig, "regret", options)
+        self.in_the_way_bytes = self.saved_bytes = self.wasted_bytes = self.rests = 0
+        self._demanded = self._saved = self._cost = self._wasted = 0.0
+        self._last_ns: int | None = None
+        self._until_ns: int | None = None
+        self._rest_s = self.config.rest_s
+
+    # ---- what happens
+
+    def demanded(self, now_ns: int, n_bytes: int, in_the_way_bytes: int = 0) -> None:
+        """Somebody waits for bytes, and found prefetches in flight before them."""
+        self._fade(now_ns)
+        self._demanded += n_bytes
+        self._cost += in_the_way_bytes
+        self.in_the_way_bytes += in_the_way_bytes
+        self._judge(now_ns)
+
+    def used(self, now_ns: int, n_bytes: int) -> None:
+        """Prefetched bytes were there when somebody asked for them."""
+        self._fade(now_ns)
+        self._saved += n_bytes
+        self.saved_bytes += n_bytes
+
+    def wasted(self, now_ns: int, n_bytes: int) -> None:
+        """Prefetched bytes left unused, or were not used in time."""
+        self._fade(now_ns)
+        self._wasted += n_bytes
+        self.wasted_bytes += n_bytes
+        self._judge(now_ns)
+
+    def displaced(self, now_ns: int, n_bytes: int) -> None:
+        """Bytes were demanded that a prefetch had pushed out."""
+        self._fade(now_ns)
+        self._cost += n_bytes
+        self._judge(now_ns)
+
+    # ---- what is decided
+
+    def allows(self, now_ns: int) -> bool:
+        """Whether to prefetch now."""
+        self._fade(now_ns)
+        if self._until_ns is None or now_ns < self._until_ns:
+            return self._until_ns is None
+        self._until_ns = None  # a new trial; what was lost before has been paid for by the rest
+        self._cost = self._wasted = 0.0
+        return True
+
+    def chunk_bytes(self, rates: Rates) -> int:
+        """Most bytes of prefetches in flight: what takes `chunk_s` by the rates measured so far.
+
+        And the bytes that pass during the latency of one load, or a far tier would idle meanwhile.
+        """
+        if rates.samples < _ENOUGH:
+            return _FIRST_BYTES
+        most = (self.config.chunk_s + rates.latency_s) * rates.bytes_per_s
+        return round(min(max(most, _LEAST_BYTES), _MOST_BYTES))
+
+    # ----
+
+    def _fade(self, now_ns: int) -> None:
+        if self._last_ns is None:
+            self._last_ns = now_ns
+        if now_ns > self._last_ns:
+            left = 0.5 ** ((now_ns - self._last_ns) / (self.config.memory_s * 1e9))
+            self._demanded *= left
+            self._saved *= left
+            self._cost *= left
+            self._wasted *= left
+            self._last_ns = now_ns
+
+    def _judge(self, now_ns: int) -> None:
+        config = self.config
+        if self._until_ns is not None:
+            return
+        cost = self._cost - self._saved - config.interference * self._demanded
+        waste = self._wasted - config.waste * (self._demanded + self._saved)
+        if max(cost, waste) <= config.trial_bytes:
+            if self._saved > self._cost + self._wasted:
+                self._rest_s = config.rest_s  # it has proved itself
+            return
+        self.rests += 1
+        self._until_ns = now_ns + round(self._rest_s * 1e9)
+        self._rest_s = min(2 * self._rest_s, config.longest_rest_s)
+
+    def __repr__(self) -> str:
+        state = "allows" if self._until_ns is None else "rests"
+        return f"RegretGuard({state}, saved {self._saved:.0f}, cost {self._cost:.0f} bytes lately)"
+
 
 _VERSION = 1
 _RESTLESS = 16
@@ -113,7 +662,7 @@ class Prefetcher:
         self.used_bytes, self.wasted_bytes = list(self.fetched_bytes), list(self.fetched_bytes)
         self.displaced_bytes = 0
         self._queue: dict[int, int] = {}
-        self._hints = Hints()
+        self._hints = HintQueue()
         self._now_ns: int | None = None
         self._asked_ns: int | None = None
         self._planned_ns = -(1 << 62)
@@ -195,7 +744,7 @@ class Prefetcher:
 
     # ---- what is decided
 
-    def plan(self, now_ns: int, policy: Giver, reach: Reach) -> Iterator[Fetch]:
+    def plan(self, now_ns: int, policy: Giver, reach: PrefetchView) -> Iterator[Fetch]:
         """What to bring now, the most certain first.
 
         Carry each out, or have it begin, before asking for the next: `reach` must know of it.
@@ -235,12 +784,12 @@ class Prefetcher:
         """Longer while nothing happens, since then little changes."""
         return round(self.config.period_s * 1e9) << min(max(self._idle - _RESTLESS, 0), 6)
 
-    def _missing(self, tip: int, reach: Reach) -> tuple[int, Slots]:
+    def _missing(self, tip: int, reach: PrefetchView) -> tuple[int, Slots]:
         anchor, slots = reach.missing(tip)
         return anchor, slots[self._outcomes.of(slots) == FREE]
 
     def _bring(
-        self, now_ns: int, kind: int, tip: int, rate: float, policy: Giver, reach: Reach
+        self, now_ns: int, kind: int, tip: int, rate: float, policy: Giver, reach: PrefetchView
     ) -> Iterator[Fetch]:
         anchor, slots = self._missing(tip, reach)
         purse = class_of(kind, rate)
@@ -267,7 +816,7 @@ class Prefetcher:
             self._digest = xxhash.xxh3_64_intdigest(part.tobytes(), seed=self._digest)
         yield Fetch(kind, rate, slots, victims)
 
-    def _affordable(self, purse: int, slots: Slots, reach: Reach) -> tuple[Slots, Slots]:
+    def _affordable(self, purse: int, slots: Slots, reach: PrefetchView) -> tuple[Slots, Slots]:
         """The leading blocks for which there is money, time and room for what is unproven."""
         outcomes = self._outcomes
         most = min(
@@ -285,7 +834,13 @@ class Prefetcher:
         return slots[:take], sizes[:take]
 
     def _make_room(
-        self, now_ns: int, sizes: Slots, bound: float, anchor: int, policy: Giver, reach: Reach
+        self,
+        now_ns: int,
+        sizes: Slots,
+        bound: float,
+        anchor: int,
+        policy: Giver,
+        reach: PrefetchView,
     ) -> Slots:
         """Has the policy give up what is worth less than `bound`, as far as that is needed."""
         protected = () if anchor < 0 else (anchor,)
@@ -298,7 +853,7 @@ class Prefetcher:
                 break
         return np.concatenate(gone)
 
-    def _learn(self, now_ns: int, outcome: Outcome) -> None:
+    def _learn(self, now_ns: int, outcome: PrefetchOutcome) -> None:
         for purse, n_bytes in outcome.used.items():
             self.used_bytes[min(purse, LEARNED)] += n_bytes
             self.credit.used(purse, n_bytes)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
+import msgspec
+
+from flowkv.core.errors import ConfigError
 from flowkv.policy.rates import Rates
-from flowkv.policy.restore.state import Costs
-from flowkv.policy.restore.words import Request, Span
+from flowkv.policy.restore.state import Costs, Request, Span
 
 _MEMORY = 0.9
 _SPREAD = 1e-4
@@ -225,3 +228,233 @@ def _median(values: Iterable[float]) -> float:
         return found[middle]
     # Of two, the geometric mean: one that is ten times off must not rule alone.
     return math.sqrt(found[middle - 1] * found[middle])
+
+
+# The admission gate: what is loaded and stored where the measured rates say so (DESIGN D7).
+
+_WEIGHT = 0.3
+_DOUBT = 0.95
+_MARGIN = 8.0
+"""Loads that take so many times what computing takes save a ninth of it at most, and only while
+both go on at once: of T_c alone, T_c * T_l / (T_c + T_l) is left."""
+_GATE_ENOUGH = 8
+_STORE_DOUBT = 0.999
+_LONG_PAGES = 256
+"""What does not pay for a prompt of so many pages never does."""
+
+
+class LoadGate:
+    """Running estimates of load and compute rates, and the decisions that follow from them.
+
+    Nothing is refused before both rates were measured once: the first load measures. Every refusal
+    makes the tiers that it would have used look a little faster, so that they are measured again
+    now and then: a first load that was slow, on a cold disk say, is not held against them for ever.
+
+    Attributes:
+        rates: What loads from each tier take, by its name.
+    """
+
+    def __init__(self) -> None:
+        self.rates: dict[str, Rates] = {}
+        self._compute_s_per_token = 0.0
+        # Per tier: the loads that were measured, and the pages refused, since they were.
+        self._refused: dict[str, tuple[int, int]] = {}
+
+    def loaded(self, tier: str, n_bytes: int, seconds: float) -> None:
+        """A load of `n_bytes` from `tier` took `seconds`."""
+        if n_bytes > 0:
+            self.rates.setdefault(tier, Rates()).add(n_bytes, seconds)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A forward pass over `tokens` new tokens took `seconds`."""
+        if tokens > 0:
+            fresh = seconds / tokens
+            known = self._compute_s_per_token or fresh
+            self._compute_s_per_token = known + _WEIGHT * (fresh - known)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What a forward pass takes for each token; 0 while nothing is known."""
+        return self._compute_s_per_token
+
+    def load_s(self, n_bytes: dict[str, int]) -> float:
+        """Expected seconds to load so many bytes from each tier; 0 where nothing is known."""
+        known = ((self.rates[tier], n) for tier, n in n_bytes.items() if tier in self.rates)
+        return sum(rates.expected_s(n) for rates, n in known)
+
+    def worth(self, n_bytes: dict[str, int], tokens: int) -> bool:
+        """Whether loading these bytes beats computing `tokens` tokens."""
+        compute_s = self._compute_s_per_token * tokens
+        if not compute_s or self.load_s(n_bytes) <= compute_s:
+            return True
+        for tier in n_bytes.keys() & self.rates.keys():
+            self.rates[tier].doubt(_DOUBT)
+        return False
+
+    def pays_to_store(
+        self, tier: str, n_bytes: int, tokens: int, reach: Callable[[int], int]
+    ) -> bool:
+        """Whether a page can ever be worth loading from a tier.
+
+        It cannot where loading takes many times what computing takes, as measured: every page of a
+        tier that is slow all the way, and pages of short prompts on one that is slow to begin. A
+        page is loaded together with others of its prompt, so it is the prompt that counts. Where
+        little was measured, everything pays. Nobody measures a tier that nothing is stored on, so
+        here too refusals are doubted: about two thousand of them make up for a factor of eight.
+
+        Args:
+            tier: Its name.
+            n_bytes: The page's bytes there.
+            tokens: Its tokens.
+            reach: `reach(most)`: pages of the longest prompt that it belongs to, as far as `most`.
+        """
+        rates, compute_s = self.rates.get(tier), self._compute_s_per_token * tokens
+        if rates is None or rates.samples < _GATE_ENOUGH or not compute_s:
+            return True
+        samples, refused = self._refused.get(tier, (rates.samples, 0))
+        refused = refused if samples == rates.samples else 0
+        belief = _STORE_DOUBT**refused / (_MARGIN * compute_s)
+
+        def pays(pages: int) -> bool:
+            return rates.expected_s(n_bytes * pages) * belief <= pages
+
+        if pays(1) or (pays(_LONG_PAGES) and pays(reach(_LONG_PAGES))):
+            return True
+        self._refused[tier] = rates.samples, refused + 1
+        return False
+
+
+# How fast a restore could be at best, by whatever policy.
+#
+# Seconds of one engine's work add up, whatever the order; two engines work at once. A cell costs
+# the link the same wherever it lies; to compute it costs more the later its token, and the same
+# in every layer. So the best set of cells to compute is all layers of the first tokens, and
+# nothing ends before the better of all splits has both engines done. Overheads, page sizes and
+# dependencies only add to that: give costs without them (`Modelled.ideal`).
+
+
+def lower_bound(
+    requests: Request | Sequence[Request],
+    costs: Costs,
+    *,
+    of: Literal["makespan", "mean"] = "makespan",
+    stages: int = 1,
+    boundary_s: float = 0.0,
+) -> float:
+    """Seconds that no policy can beat: until the last token is there, or on the mean of all.
+
+    Args:
+        requests: One, or those that share the link and the compute engine. The suffix counts where
+            a request has one.
+        costs: What things take at best.
+        of: For a batch: until all are done, or the mean time to first token.
+        stages: Pipeline stages that each have a share of the layers, an engine and a link.
+        boundary_s: With stages: seconds of a stage's link for the boundary activation of a token
+            that is computed.
+
+    Raises:
+        ConfigError: No such bound, or no stages.
+    """
+    if stages < 1 or of not in ("makespan", "mean"):
+        raise ConfigError(f"There is no bound of {of!r} over {stages} stages", "See lower_bound")
+    batch = [requests] if isinstance(requests, Request) else list(requests)
+    if not batch:
+        return 0.0
+    if of == "makespan":
+        return _makespan(batch, costs, _suffixes(batch, costs), stages, boundary_s)
+    alone = sum(_makespan([one], costs, None, stages, boundary_s) for one in batch) / len(batch)
+    if len({one.arrived_s for one in batch}) > 1:
+        return alone
+    # When k have ended their joint work is done, which is at least that of the k shortest.
+    suffixes = sorted(_suffixes(batch, costs))
+    moved = sorted(map(_from_zero, batch), key=lambda one: one.tokens)
+    ends = (
+        _makespan(moved[:k], costs, suffixes[:k], stages, boundary_s)
+        for k in range(1, len(moved) + 1)
+    )
+    return max(alone, sum(ends) / len(moved))
+
+
+def _suffixes(batch: Sequence[Request], costs: Costs) -> list[float]:
+    return [costs.suffix_s(one) if one.suffix else 0.0 for one in batch]
+
+
+def _from_zero(request: Request) -> Request:
+    """One with as many cells, which are no dearer to compute."""
+    if not request.resident:
+        return request
+    return msgspec.structs.replace(request, tokens=request.tokens - request.resident, resident=0)
+
+
+def _makespan(
+    batch: Sequence[Request],
+    costs: Costs,
+    suffixes: Sequence[float] | None,
+    stages: int,
+    boundary_s: float,
+) -> float:
+    """Water-filling: the first tokens of all are computed, up to the same one."""
+    suffixes = _suffixes(batch, costs) if suffixes is None else suffixes
+    # Requests that share no tier share no link: whatever each such group needs, all need.
+    groups: dict[frozenset[str], list[int]] = {}
+    for index, one in enumerate(batch):
+        groups.setdefault(frozenset(source.tier for source in one.sources), []).append(index)
+
+    def compute_s(tokens: int) -> float:
+        return (sum(_computed_s(one, costs, tokens) for one in batch) + sum(suffixes)) / stages
+
+    def load_s(tokens: int) -> float:
+        return max(
+            sum(_loaded_s(batch[i], costs, tokens, stages, boundary_s) for i in group)
+            for group in groups.values()
+        )
+
+    least = max([one.tokens for one in batch if not one.sources], default=0)
+    return crossing(compute_s, load_s, least, max(one.tokens for one in batch))
+
+
+def _computed_s(request: Request, costs: Costs, tokens: int) -> float:
+    """Seconds to compute its cells up to a token, as far as it can be computed."""
+    stop = request.tokens if not request.sources else min(tokens, request.tokens)
+    if not request.computable or stop <= request.resident:
+        return 0.0
+    return costs.compute_s(request, request.layers, Span(request.resident, stop))
+
+
+def _loaded_s(request: Request, costs: Costs, tokens: int, stages: int, boundary_s: float) -> float:
+    """Seconds to load its cells from a token on, by all its tiers at once."""
+    first = max(tokens, request.resident) if request.computable else request.resident
+    size = max(0, request.tokens - first)
+    if not request.sources:
+        return 0.0
+    best: dict[str, float] = {}
+    for index, source in enumerate(request.sources):
+        seconds = costs.load_s(request, index, size * request.layers) if size else 0.0
+        best[source.tier] = min(best.get(source.tier, seconds), seconds)
+    together = 0.0
+    if size and min(best.values()) > 0.0:
+        together = 1.0 / sum(1.0 / seconds for seconds in best.values())
+    computed = min(first, request.tokens) - request.resident
+    return together / stages + (boundary_s * computed if stages > 1 else 0.0)
+
+
+def crossing(
+    rising: Callable[[int], float], falling: Callable[[int], float], first: int, last: int
+) -> float:
+    """The least of the higher of two functions of a whole number, one rising and one falling.
+
+    Between neighbours both are taken as straight lines.
+    """
+    if rising(first) >= falling(first):
+        return max(rising(first), falling(first))
+    if rising(last) <= falling(last):
+        return max(rising(last), falling(last))
+    while last - first > 1:
+        middle = (first + last) // 2
+        if rising(middle) < falling(middle):
+            first = middle
+        else:
+            last = middle
+    before, after = falling(first) - rising(first), rising(last) - falling(last)
+    share = before / (before + after)
+    return rising(first) + share * (rising(last) - rising(first))

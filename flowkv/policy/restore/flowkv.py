@@ -12,15 +12,516 @@ loads, but what was not begun is still anybody's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.restore.aim import Aim, aligned, suffix_left_s, together_s
-from flowkv.policy.restore.base import RestorePolicy
-from flowkv.policy.restore.split import Prices, best_split, first_behind
-from flowkv.policy.restore.state import Progress, State
-from flowkv.policy.restore.tail import Sizes, in_time, load_from_back
-from flowkv.policy.restore.words import Compute, Load, Request, Span, Suffix
+from flowkv.policy.restore.state import (
+    Compute,
+    Costs,
+    Load,
+    Progress,
+    Request,
+    RestorePolicy,
+    Span,
+    State,
+    Suffix,
+)
+
+# Where a request's pointers should meet: how far to compute so that both engines end together.
+
+_TOGETHER = 0.01
+
+
+class Prices(NamedTuple):
+    """What counts for one request, in seconds.
+
+    Attributes:
+        cell_s: To load a cell, by all its tiers together; 0 while unknown.
+        suffix_s: To compute what is left of the suffix.
+        compute_wait_s: Until the compute engine is free for it.
+        link_wait_s: Until the link is.
+        input_s: Of the link, for each token that is computed from the lowest layer on.
+    """
+
+    cell_s: float
+    suffix_s: float
+    compute_wait_s: float = 0.0
+    link_wait_s: float = 0.0
+    input_s: float = 0.0
+
+
+class Split(NamedTuple):
+    """Compute up to `goal`, load the rest; all is there `finish_s` from now."""
+
+    goal: int
+    finish_s: float
+
+
+def first_behind(progress: Progress) -> int:
+    """The lowest layer of those that are computed least far and still have cells to take.
+
+    Those are the cheapest cells, and their inputs are there: the layer below is further.
+    """
+    front, back = progress.front, progress.back
+    layer = front.index(front[-1])
+    while layer and front[layer] >= back[layer]:
+        layer = front.index(front[layer - 1])
+    return layer
+
+
+def best_split(
+    progress: Progress, layer: int, cap: int, costs: Costs, prices: Prices, hint: int = 0
+) -> Split:
+    """How far to compute from `layer` on upwards, so that the later engine ends soonest.
+
+    Computing takes ever longer and loading ever less the further the goal, so that they cross once.
+    The suffix runs behind the loads layer by layer: only its last layer waits for all of them.
+
+    Args:
+        progress: Of the request; layers below `layer` are computed as far as they will be.
+        layer: The lowest layer that would be computed.
+        cap: Token that the goal cannot exceed.
+        costs: What computing takes.
+        prices: What else counts.
+        hint: The goal so far; it stays while both engines still end almost together.
+    """
+    request, back = progress.request, progress.back
+    first = progress.front[layer]
+    last = request.layers
+    while last > layer + 1 and back[last - 1] <= first:
+        last -= 1
+    layers, unit = last - layer, request.unit
+    cells = sum(back[layer:last])
+    if layer:  # what the link still has to do below
+        for front, end in zip(progress.front[:layer], back, strict=False):
+            cells += max(0, end - max(front, progress.lost))
+    cell_s, suffix_s, busy_s, link_s, input_s = prices
+    input_s = 0.0 if layer else input_s
+    busy_s += suffix_s
+    link_s += suffix_s / request.layers
+
+    def both(goal: int) -> tuple[float, float]:
+        computed_s = busy_s
+        if goal > first:
+            computed_s += costs.compute_s(request, layers, Span(first, goal))
+        return computed_s, link_s + (cells - layers * goal) * cell_s + (goal - first) * input_s
+
+    low = max(first, min(progress.lost, cap))
+    if low < hint <= cap:
+        computed_s, loaded_s = both(hint)
+        if abs(computed_s - loaded_s) < _TOGETHER * computed_s:
+            return Split(hint, max(computed_s, loaded_s))
+    nothing = max(both(low))
+    if low >= cap:
+        return Split(low, nothing)
+    computed_s, loaded_s = both(cap)
+    if computed_s <= loaded_s:
+        return (
+            Split(cap, computed_s) if max(computed_s, loaded_s) < nothing else Split(low, nothing)
+        )
+    # Regula falsi (Illinois) on whole pages, until two neighbours hold the crossing.
+    high, over, under = cap, computed_s - loaded_s, both(low)
+    short = under[0] - under[1]
+    best = Split(low, nothing)
+    if max(computed_s, loaded_s) < nothing:
+        best = Split(cap, max(computed_s, loaded_s))
+    side = 0
+    while short < 0 and high - low > unit:
+        guess = low + round((high - low) * short / (short - over))
+        guess = guess // unit * unit
+        guess = min(max(guess, low // unit * unit + unit), (high - 1) // unit * unit)
+        computed_s, loaded_s = both(guess)
+        if max(computed_s, loaded_s) < best.finish_s:
+            best = Split(guess, max(computed_s, loaded_s))
+        difference = computed_s - loaded_s
+        if difference < 0:
+            low, short = guess, difference
+            over = over / 2 if side < 0 else over
+            side = -1
+        else:
+            high, over = guess, difference
+            short = short / 2 if side > 0 else short
+            side = 1
+    return best
+
+
+# What is decided about one request, and what that is decided from.
+
+_AS_GOOD = 1.01
+_PART = 4
+
+
+class Aim:
+    """What is decided about a request.
+
+    Attributes:
+        progress: Whose; another one under the same number is another request.
+        goal: Token up to which layers that are not computed yet should be computed.
+        sources: Index of the source to load from, by tier.
+        size_s: What it takes alone; 0 while that is not known.
+        stripe: No layer below it has anything left to load.
+        group: Layers of a stripe at least; below 0 while that is open.
+        cell_s: To load a cell, by all tiers together, as of the last plan.
+        suffix_s: To compute what is left of the suffix, as of the last plan; below 0 before it.
+        set: Whether there is a goal.
+        busy_until_s: When the compute that was begun last should end.
+        loads_until_s: When the load that was begun last should.
+    """
+
+    __slots__ = (
+        *("busy_until_s", "cell_s", "goal", "group", "loads_until_s", "progress", "set", "size_s"),
+        *("_known", "sources", "stripe", "suffix_s"),
+    )
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.goal, self.size_s = progress, progress.request.resident, 0.0
+        self.sources: dict[str, int] = {}
+        for index, source in enumerate(progress.request.sources):
+            self.sources.setdefault(source.tier, index)
+        self.stripe, self.group, self.cell_s, self.suffix_s = 0, -1, 0.0, -1.0
+        self.set = self._known = False
+        self.busy_until_s = self.loads_until_s = 0.0
+
+    def known(self, costs: Costs) -> bool:
+        """Whether it is known what computing takes."""
+        if not self._known:
+            request = self.progress.request
+            self._known = costs.compute_s(request, 1, Span(0, request.unit)) > 0
+        return self._known
+
+    def measure(self, state: State) -> None:
+        """Chooses how precisely to load, as far as that costs nothing, and sizes the request.
+
+        Where costs are not known yet, that stays open.
+        """
+        progress = self.progress
+        request, costs = progress.request, state.costs
+        if request.computable and not self.known(costs):
+            return
+        suffix_s = costs.suffix_s(request) if request.suffix else 0.0
+        layer = first_behind(progress)
+        cap = min(progress.back)
+        best: list[tuple[Split, dict[str, int]]] = []
+        for codec in dict.fromkeys(source.codec for source in request.sources):
+            sources = dict(self.sources)
+            for index, source in enumerate(request.sources):
+                if source.codec == codec:
+                    sources[source.tier] = index
+            prices = Prices(together_s(state, request, sources), suffix_s)
+            if not prices.cell_s:
+                return
+            split = Split(cap, cap * request.layers * prices.cell_s + suffix_s)
+            if request.computable:
+                split = best_split(progress, layer, cap, costs, prices)
+            best.append((split, sources))
+        if not best:
+            finish_s = suffix_s + costs.compute_s(
+                request, request.layers, Span(request.resident, request.tokens)
+            )
+            self.size_s = finish_s
+            return
+        least = min(split.finish_s for split, _ in best)
+        split, self.sources = next(one for one in best if one[0].finish_s <= _AS_GOOD * least)
+        self.size_s = split.finish_s
+
+    def left_s(self, state: State) -> tuple[float, float]:
+        """Seconds of each engine that a request still needs."""
+        progress = self.progress
+        request = progress.request
+        busy_s, cells = suffix_left_s(state, progress), 0
+        layer = first_behind(progress)
+        first = progress.front[layer]
+        if self.goal > first:
+            layers = request.layers - layer
+            busy_s += state.costs.compute_s(request, layers, Span(first, self.goal))
+        for front, back in zip(progress.front, progress.back, strict=True):
+            cells += max(0, back - max(front, self.goal))
+        return busy_s, cells * together_s(state, request, self.sources)
+
+
+def aligned(request: Request, token: int, first: int, most: int) -> int:
+    """The end of the page that `token` is in, a page behind `first` at least."""
+    stop = -(-max(token, first + 1) // request.unit) * request.unit
+    return min(stop, most)
+
+
+def suffix_left_s(state: State, progress: Progress) -> float:
+    """What is left of the suffix."""
+    request = progress.request
+    if not request.suffix:
+        return 0.0
+    return state.costs.suffix_s(request) * (1.0 - progress.answered / request.layers)
+
+
+def together_s(state: State, request: Request, sources: dict[str, int]) -> float:
+    """Seconds to load a cell by all tiers together; 0 while one is not known."""
+    rate, cells = 0.0, request.layers * max(request.unit, request.tokens // _PART)
+    if len(sources) == 1:
+        (index,) = sources.values()
+        return state.costs.load_s(request, index, cells) / cells
+    for index in sources.values():
+        seconds = state.costs.load_s(request, index, cells)
+        if not seconds:
+            return 0.0
+        rate += cells / seconds
+    return 1.0 / rate if rate else 0.0
+
+
+# The next step of a pointer: from the front by computing, from the back by loading.
+
+
+def ahead(request: Request, first: int, chunk: int) -> int:
+    """Where a chunk that begins at `first` ends: at the edge of a page, one page on at least."""
+    stop = (first + chunk) // request.unit * request.unit
+    return min(stop if stop > first else (first // request.unit + 1) * request.unit, request.tokens)
+
+
+def behind(request: Request, stop: int, chunk: int) -> int:
+    """Where a chunk that ends at `stop` begins: at the edge of a page, one page back at least."""
+    first = -((chunk - stop) // request.unit) * request.unit
+    return max(first if first < stop else (stop - 1) // request.unit * request.unit, 0)
+
+
+def source_on(request: Request, tier: str) -> int | None:
+    """The most precise source on a tier; None if there is none."""
+    found = (i for i, source in enumerate(request.sources) if source.tier == tier)
+    return next(found, None)
+
+
+def compute_all(progress: Progress, chunk: int, limit: int | None = None) -> Compute | None:
+    """The next chunk from the front, through all layers.
+
+    Args:
+        progress: Of the request.
+        chunk: Tokens at most; a page at least.
+        limit: Token to stop at; None for as far as nothing was begun.
+
+    Returns:
+        None if nothing is left there, or a compute is under way.
+    """
+    first, layers = progress.front[0], progress.request.layers
+    level = [first] * layers
+    stop = min(progress.back if limit is None else (limit, *progress.back))
+    if first >= stop or not progress.request.computable:
+        return None
+    if progress.front != level or progress.computed != level:
+        return None
+    stop = min(stop, ahead(progress.request, first, chunk))
+    return Compute(progress.request.number, Span(0, layers), Span(first, stop))
+
+
+def compute_layers(progress: Progress, layers: Span, stop: int) -> Compute | None:
+    """Layers that stand at the same token, on to `stop` or as far as dependencies let them.
+
+    Args:
+        progress: Of the request.
+        layers: Which.
+        stop: Token to stop at, if nothing else stops them before.
+
+    Returns:
+        None if they can do nothing now.
+    """
+    first, request = progress.front[layers.first], progress.request
+    level = [first] * layers.size
+    stop = min(stop, *progress.back[layers.first : layers.stop])
+    if layers.first:  # the layer below must have computed these tokens: it hands them up
+        stop = min(stop, progress.computed[layers.first - 1])
+    if first >= stop or not request.computable:
+        return None
+    if progress.front[layers.first : layers.stop] != level:
+        return None
+    if progress.computed[layers.first : layers.stop] != level:
+        return None
+    return Compute(request.number, layers, Span(first, stop))
+
+
+def load_back(
+    progress: Progress, layers: Span, chunk: int, source: int, floor: int = 0
+) -> Load | None:
+    """The next chunk from the back, of layers that stand at the same token.
+
+    Args:
+        progress: Of the request.
+        layers: Which.
+        chunk: Tokens at most; a page at least.
+        source: Index into `Request.sources`.
+        floor: Token to stop at, if nothing else stops them before.
+
+    Returns:
+        None if nothing is left there that can be loaded.
+    """
+    stop, request = progress.back[layers.first], progress.request
+    floor = max(floor, progress.lost, *progress.front[layers.first : layers.stop])
+    if stop <= floor or progress.back[layers.first : layers.stop] != [stop] * layers.size:
+        return None
+    first = max(floor, behind(request, stop, chunk))
+    return Load(request.number, layers, Span(first, stop), source)
+
+
+def load_all(progress: Progress, chunk: int, source: int) -> Load | None:
+    """The next chunk from the back, of all layers.
+
+    Args:
+        progress: Of the request.
+        chunk: Tokens at most; a page at least.
+        source: Index into `Request.sources`.
+
+    Returns:
+        None if nothing is left there that can be loaded.
+    """
+    return load_back(progress, Span(0, progress.request.layers), chunk, source)
+
+
+def compute_lowest(progress: Progress) -> Compute | None:
+    """All tokens of the lowest layer that is not there, as far as dependencies let it."""
+    tokens, layers = progress.request.tokens, range(progress.request.layers)
+    steps = (compute_layers(progress, Span(layer, layer + 1), tokens) for layer in layers)
+    return next((op for op in steps if op is not None), None)
+
+
+def load_layer(progress: Progress, source: int, upwards: bool) -> Load | None:
+    """What is left of one layer.
+
+    Args:
+        progress: Of the request.
+        source: Index into `Request.sources`.
+        upwards: The lowest layer that has something left; otherwise the highest.
+    """
+    tokens, layers = progress.request.tokens, range(progress.request.layers)
+    steps = (
+        load_back(progress, Span(layer, layer + 1), tokens, source)
+        for layer in (layers if upwards else reversed(layers))
+    )
+    return next((op for op in steps if op is not None), None)
+
+
+def suffix_layer(progress: Progress, early: bool) -> Suffix | None:
+    """The next layer of the suffix, if it is due.
+
+    Args:
+        progress: Of the request.
+        early: As soon as its layer is there; otherwise once the whole prefix is there.
+    """
+    request, layer = progress.request, progress.suffix
+    if not request.suffix or layer >= request.layers or progress.answered < layer:
+        return None
+    due = progress.there(layer) if early else progress.restored
+    return Suffix(request.number, layer) if due else None
+
+
+def must_compute(progress: Progress) -> int:
+    """Token up to which nothing can be loaded: nowhere to load from, or a load failed."""
+    return progress.lost if progress.request.sources else progress.request.tokens
+
+
+# Loads from the back: all layers at once while the split can still move, then layer by layer.
+
+_TAIL = 1.25
+_PAYS = 4.0
+_BLOCKS = 5
+_LEAST = 3
+_SLOWLY = 0.7
+
+
+class ChunkSizes(NamedTuple):
+    """Tokens that are taken at once.
+
+    Attributes:
+        chunk: Most that are computed.
+        block: Most that are loaded of all layers.
+        probe: What is computed while costs are not known.
+    """
+
+    chunk: int
+    block: int
+    probe: int
+
+
+def load_from_back(state: State, aim: Aim, tier: str, sizes: ChunkSizes) -> Load | None:
+    """The next load of a request from a tier; None if the rest is to be computed."""
+    progress = aim.progress
+    request, back, front = progress.request, progress.back, progress.front
+    index, layers = aim.sources[tier], request.layers
+    end = back[0]
+    if not progress.fronted and end == back[-1] and back.count(end) == layers:
+        floor = max(front[0], aim.goal, progress.lost)
+        size = _block(state, aim, end - floor, sizes) if end > floor else 0
+        if size:
+            start = max(floor, (end - size) // request.unit * request.unit)
+            return Load(request.number, Span(0, layers), Span(start, end), index)
+    lost, goal, layer = progress.lost, aim.goal, aim.stripe
+    turn = first_behind(progress) if goal > front[-1] else 0
+    while layer < layers:
+        floor = max(front[layer], lost, goal if layer >= turn else 0)
+        if back[layer] > floor:
+            break
+        layer += 1
+    aim.stripe = layer
+    if layer == layers:
+        return None
+    end, last, first = back[layer], layer + 1, front[layer]
+    most = min(layers, layer + _stripes(state, aim, index, end - floor))
+    while last < most and back[last] == end and front[last] == first and last != turn:
+        last += 1
+    start = max(floor, (end - sizes.block * layers) // request.unit * request.unit)
+    return Load(request.number, Span(layer, last), Span(start, end), index)
+
+
+def _stripes(state: State, aim: Aim, index: int, tokens: int) -> int:
+    """Layers that must be loaded at once for that not to be mostly latency."""
+    if aim.group < 0:
+        request, load_s = aim.progress.request, state.costs.load_s
+        one_s, latency_s = load_s(request, index, tokens), load_s(request, index, 1)
+        aim.group = math.ceil(latency_s * _PAYS / one_s) if one_s else 1
+    return aim.group
+
+
+def in_time(state: State, aim: Aim, op: Load) -> Load | None:
+    """Cut to what this tier can load while the others load the rest; None if that is nothing.
+
+    A slow tier helps as long as nobody has to wait for it.
+    """
+    progress = aim.progress
+    request, load_s = progress.request, state.costs.load_s
+    cells = op.layers.size * op.tokens.size
+    took_s = load_s(request, op.source, cells)
+    if not took_s or not aim.cell_s:
+        return op
+    fastest = min(load_s(request, index, cells) for index in aim.sources.values())
+    left_s = aim.cell_s * sum(
+        max(0, back - max(front, aim.goal, progress.lost))
+        for front, back in zip(progress.front, progress.back, strict=True)
+    )
+    if took_s <= fastest:
+        return op
+    left_s = (left_s - suffix_left_s(state, progress)) * _SLOWLY
+    if took_s <= left_s and op.layers.size == request.layers:
+        return op
+    first = op.tokens.stop - int(op.tokens.size * left_s / took_s)
+    first = -(-first // request.unit) * request.unit
+    if op.layers.size < request.layers or first >= op.tokens.stop:
+        return None
+    return op._replace(tokens=Span(first, op.tokens.stop))
+
+
+def _block(state: State, aim: Aim, gap: int, sizes: ChunkSizes) -> int:
+    """Tokens to load of all layers at once; 0 where the rest should come layer by layer.
+
+    The first block is small: it tells what the others will take.
+    """
+    request = aim.progress.request
+    aim.cell_s = together_s(state, request, aim.sources)
+    if not aim.cell_s:
+        return min(gap, max(sizes.probe // 4, request.unit))
+    if aim.suffix_s < 0:
+        aim.suffix_s = suffix_left_s(state, aim.progress)
+    tail = _TAIL * aim.suffix_s / (aim.cell_s * request.layers)
+    part = 0.0 if aim.progress.back[0] == request.tokens else (gap - tail) / _BLOCKS
+    size = min(max(_LEAST * request.unit, part), gap - tail, sizes.block)
+    return max(0, int(size // request.unit) * request.unit)
+
 
 _STEPS = 3
 _LITTLE, _BEARABLE = 1.01, 1.1
@@ -56,7 +557,7 @@ class TwoPointer(RestorePolicy):
     ) -> None:
         if min(chunk, block, probe) < 1 or aging <= 0:
             raise ConfigError("Sizes and aging must be positive", "Leave them at their defaults")
-        self._sizes, self._aging = Sizes(chunk, block, probe), aging
+        self._sizes, self._aging = ChunkSizes(chunk, block, probe), aging
         self._inputs_s = dict(inputs_s or {})
         self._aims: dict[int, Aim] = {}
 

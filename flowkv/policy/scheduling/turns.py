@@ -19,14 +19,117 @@ Whatever the scheduler, as long as it does not change its mind about an order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from flowkv.core.errors import ConfigError, StateError
-from flowkv.policy.scheduling.base import Scheduler
-from flowkv.policy.scheduling.budget import divide
-from flowkv.policy.scheduling.job import RUNNING, Job
-from flowkv.policy.scheduling.line import Line
+from flowkv.policy.rates import Rates
+from flowkv.policy.scheduling.schedulers import RUNNING, Job, Scheduler
+
+# The token budget of a step, divided among rows: chunked prefill beside decodes.
+
+Key = Callable[[Job], tuple[float, ...]]
+
+
+def divide(active: Sequence[Job], budget: int, page_size: int, rank: Key) -> list[tuple[Job, int]]:
+    """Tokens that each row computes in a step.
+
+    Rows that decode get their token first; if there are more of them than the budget has tokens,
+    the first in the order get one, and a page of it, or half of it if that is less, is left to
+    rows that are behind. The rest goes to these in their order. A chunk that does not end its
+    prompt ends with a page where another row can use what that leaves, but the first of these
+    always goes on. Nothing is left over while anybody could use it.
+
+    Args:
+        active: Rows that are in; those that do not run get nothing.
+        budget: Most tokens.
+        page_size: Tokens of a page.
+        rank: The order.
+
+    Returns:
+        Rows that get any, and how many: decodes first.
+    """
+    shares: list[tuple[Job, int]] = []
+    behind: list[Job] = []
+    for job in active:
+        if job.state == RUNNING:
+            missing = job.prompt + job.made - job.ready
+            if missing == 1:
+                shares.append((job, 1))
+            elif missing > 1:
+                behind.append(job)
+    kept = min(page_size, budget // 2) if behind else 0
+    if len(shares) > budget - kept:
+        shares.sort(key=lambda share: rank(share[0]))
+        kept = min(kept, sum(job.missing for job in behind))
+        del shares[budget - kept :]
+    if not behind or len(shares) >= budget:
+        return shares
+    if len(behind) > 1:
+        behind.sort(key=rank)
+    return shares + _chunks(behind, budget - len(shares), page_size)
+
+
+def _chunks(behind: Sequence[Job], left: int, page_size: int) -> list[tuple[Job, int]]:
+    """Chunks of prompts in their order: to the end, or to the end of a page."""
+    tokens: dict[Job, int] = {}
+    for job in behind:
+        chunk = min(job.missing, left)
+        if chunk < job.missing:
+            pages = max(0, (job.ready + chunk) // page_size * page_size - job.ready)
+            chunk = pages if pages or tokens else chunk  # the first always goes on
+        tokens[job] = chunk
+        left -= chunk
+        if not left:
+            break
+    for job in behind:  # what no other row could use
+        extra = min(left, job.missing - tokens.get(job, 0))
+        tokens[job] = tokens.get(job, 0) + extra
+        left -= extra
+        if not left:
+            break
+    return [(job, count) for job, count in tokens.items() if count]
+
+
+# Who waits, in a scheduler's order; ranks are asked for again only where they may have changed.
+
+Rank = tuple[float, ...]
+
+
+class WaitingLine:
+    """Orders requests. What it remembers saves time and changes no answer; it holds no request.
+
+    Args:
+        scheduler: The order.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._numbers: list[int] = []
+        self._moves: list[int] = []
+        self._places: list[int] = []  # of those that wait, the first first
+        self._keys: dict[int, tuple[int, Rank]] = {}
+
+    def order(self, waiting: Sequence[Job], now_s: float) -> Iterable[Job]:
+        """Those that wait, the first first."""
+        rank = self._scheduler.rank
+        if not self._scheduler.steady:
+            return sorted(waiting, key=lambda job: rank(job, now_s))
+        numbers, moves = [job.number for job in waiting], [job.moves for job in waiting]
+        if numbers != self._numbers or moves != self._moves:
+            self._numbers, self._moves = numbers, moves
+            self._keys = {job.number: self._key(job, now_s) for job in waiting}
+            keys = [self._keys[number][1] for number in numbers]
+            self._places = sorted(range(len(keys)), key=keys.__getitem__)
+        return (waiting[place] for place in self._places)
+
+    def _key(self, job: Job, now_s: float) -> tuple[int, Rank]:
+        """A request that has not moved ranks as before."""
+        known = self._keys.get(job.number)
+        if known is not None and known[0] == job.moves:
+            return known
+        return job.moves, self._scheduler.rank(job, now_s)
+
 
 _DOUBLINGS = 4  # or what is urgent would wait for long, once a row had to make room often
 
@@ -89,14 +192,17 @@ class Turns:
     """
 
     def __init__(
-        self, scheduler: Scheduler, limits: Limits, keeps: Callable[[Job], bool] = lambda _: True
+        self,
+        scheduler: Scheduler,
+        limits: Limits,
+        keeps: Callable[[Job], bool] = lambda _: True,
     ) -> None:
         if min(limits.max_rows, limits.token_budget, limits.page_size, limits.grace) < 1:
             raise ConfigError(f"{limits}", "Pass 1 or more")
         if not 0 <= limits.watermark < 1:
             raise ConfigError(f"watermark={limits.watermark}", "Pass a share from 0 to below 1")
         self.scheduler, self.limits, self.keeps = scheduler, limits, keeps
-        self._line = Line(scheduler)
+        self._line = WaitingLine(scheduler)
 
     def admit(
         self, waiting: Sequence[Job], active: Sequence[Job], room: Room, now_s: float
@@ -251,3 +357,80 @@ class Turns:
     def _keeps(self, job: Job) -> bool:
         """What is on its way lies below anyway."""
         return job.state == RUNNING and self.keeps(job)
+
+
+# Whether pages of a preempted request are worth keeping, by measured rates.
+
+_MEMORY = 0.9
+_APART = 1.5  # steps of about the same size say nothing about a further token
+
+
+class Worth:
+    """Compares two moves of a request's pages with computing them again.
+
+    Pages that are kept cross the link twice. Pages that are dropped are computed again in steps
+    that run anyway, for what a further token of a step takes. As long as one of these is unknown,
+    pages are kept: no token is computed twice for want of knowledge.
+
+    Args:
+        page_bytes: Bytes of a page of all layer groups.
+
+    Attributes:
+        page_bytes: The same; whoever counts pages anew says what one has then.
+        out: Rates of moves to host memory.
+        back: Rates of moves to the device.
+    """
+
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.out, self.back = Rates(), Rates()
+        # Steps of many and of few tokens apart, or a while of decoding would make the former
+        # forgotten: mean tokens and seconds.
+        self._most = 0
+        self._small: tuple[float, float] | None = None
+        self._large: tuple[float, float] | None = None
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """A step over so many tokens took so long."""
+        if tokens <= 0 or seconds <= 0:
+            return
+        if tokens > 2 * self._most and self._large is not None:
+            self._small, self._large = self._large, None
+        self._most = max(self._most, tokens)
+        if 2 * tokens > self._most:
+            self._large = _mean(self._large, tokens, seconds)
+        else:
+            self._small = _mean(self._small, tokens, seconds)
+
+    def moved(self, n_bytes: int, seconds: float, *, out: bool) -> None:
+        """So many bytes went to host memory, or came back."""
+        (self.out if out else self.back).add(n_bytes, seconds)
+
+    def __call__(self, job: Job) -> bool:
+        """Whether to keep the pages of a job that is to leave."""
+        n_bytes, token_s = job.pages * self.page_bytes, self.token_s
+        if not n_bytes or not token_s or not self.out.samples:
+            return True
+        back = self.back if self.back.samples else self.out
+        moves_s = self.out.expected_s(n_bytes) + back.expected_s(n_bytes)
+        return moves_s <= token_s * job.ready
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that a further token adds to a step; 0.0 while unknown."""
+        if self._small is None or self._large is None:
+            return 0.0
+        (few, least_s), (many, most_s) = self._small, self._large
+        if many < _APART * few:
+            return 0.0
+        return max(0.0, most_s - least_s) / (many - few)
+
+
+def _mean(known: tuple[float, float] | None, tokens: int, seconds: float) -> tuple[float, float]:
+    """Mean tokens and seconds, recent steps counting most."""
+    if known is None:
+        return float(tokens), seconds
+    return (
+        _MEMORY * known[0] + (1 - _MEMORY) * tokens,
+        _MEMORY * known[1] + (1 - _MEMORY) * seconds,
+    )

@@ -4,7 +4,7 @@
     lock              held (flock) by the one process that writes; holds its process id
     journal           which frame lies where                       `disk.journal`
     slab-<granules>   the frames                                   `disk.slab`
-    learned           what policies learned, if they do            `runtime.learned`
+    learned           what policies learned, if they do            `flowkv.cache.stack`
     aside-<n>         a store of another format, moved out of the way and never deleted
 
 The directory is 0700 and its files 0600; no link is followed, and no name in it comes from a key.
@@ -32,8 +32,7 @@ import msgspec
 from flowkv.core.errors import StoreError
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.disk.files import FileIO, read_file, replace_file
-from flowkv.tiers.disk.journal import PAGE_BYTES, peek_store_id
-from flowkv.tiers.disk.records import RECORD_BYTES
+from flowkv.tiers.disk.journal import PAGE_BYTES, RECORD_BYTES, peek_store_id
 from flowkv.tiers.frame import VERSION
 
 FORMAT = 2
@@ -49,7 +48,7 @@ _OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|slab-\d{8}|
 _MOST_BYTES = 1 << 20
 
 
-class Geometry(msgspec.Struct, kw_only=True, frozen=True, order=True):
+class FrameShape(msgspec.Struct, kw_only=True, frozen=True, order=True):
     """Frames of one shape: how the bodies with this layout fingerprint are cut."""
 
     layout: str
@@ -82,7 +81,7 @@ class Superblock(msgspec.Struct, kw_only=True):
     journal_page_bytes: int = PAGE_BYTES
     record_bytes: int = RECORD_BYTES
     capacity_bytes: int = 0
-    geometries: list[Geometry] = []
+    geometries: list[FrameShape] = []
     tenants: list[str] = []
     namespaces: dict[str, Named] = {}
 
@@ -201,7 +200,7 @@ class Home:
             self.superblock = there
         return self.superblock
 
-    def note(self, geometries: set[Geometry], tenants: set[str]) -> None:
+    def note(self, geometries: set[FrameShape], tenants: set[str]) -> None:
         """Tells the superblock what lies here; written only if that is news."""
         there = self.superblock
         if there is None or not self.owner:

@@ -13,26 +13,751 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
+import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from flowkv.core.errors import StoreError
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.disk.contents import Contents
-from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.home import Home
-from flowkv.tiers.disk.index import Index
-from flowkv.tiers.disk.journal import CHARGE_BYTES, Journal
-from flowkv.tiers.disk.quota import Quota
-from flowkv.tiers.disk.records import DELETED, STORED, Held, Record, Slot, Written
-from flowkv.tiers.disk.recover import open_journal, recover
-from flowkv.tiers.disk.refusal import Refused
-from flowkv.tiers.disk.slab import Slabs, slot_granules
+from flowkv.tiers.disk.files import FileIO, read_fully, wipe, write_fully, zeros
+from flowkv.tiers.disk.home import (
+    JOURNAL,
+    MOST_NAMED,
+    FrameShape,
+    Home,
+    Superblock,
+    write_superblock,
+)
+from flowkv.tiers.disk.journal import (
+    CHARGE_BYTES,
+    DELETED,
+    RECORD_BYTES,
+    ROW,
+    STORED,
+    UNBOUNDED,
+    Held,
+    Journal,
+    Record,
+    Rows,
+    Slot,
+    WrittenFrame,
+    charge_bytes,
+    in_order,
+    newest,
+    pack_record,
+    peek_store_id,
+    sensible,
+    unpack_row,
+)
 from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.frame import most_header_bytes, wanted
+from flowkv.tiers.frame import KINDS, BadFrame, Header, most_header_bytes, peek_header_bytes, wanted
+
+# What the superblock says about the frames of a store: hints for whoever looks at it.
+
+
+class Contents:
+    """Shapes and tenants of frames met so far."""
+
+    def __init__(self) -> None:
+        self._tenants: set[bytes] = set()
+        self._shapes: set[tuple[bytes, int, int, int]] = set()
+
+    def start(self, rows: Rows) -> None:
+        """Begins anew with what a journal says."""
+        self._tenants, self._shapes = set(), set()
+        _, first = np.unique(_mixed(rows), return_index=True)
+        some = rows[first[:MOST_NAMED]]
+        self._tenants = set(some["tenant"].tolist())
+        shapes = (some[name].tolist() for name in ("layout", "kind", "stripes", "stripe_bytes"))
+        self._shapes = set(zip(*shapes, strict=True))
+
+    def add(self, held: Held) -> None:
+        """One more frame."""
+        info = held.info
+        self._tenants.add(info.tenant)
+        kind = KINDS.index(info.kind)
+        self._shapes.add((info.layout, kind, held.stripes, info.stripe_bytes))
+
+    def note(self, home: Home) -> None:
+        """Writes it down, if it is news.
+
+        Raises:
+            OSError: The superblock could not be written; the old one is still there.
+        """
+        home.note(
+            {
+                FrameShape(
+                    layout=layout.hex(), kind=KINDS[kind], stripes=stripes, stripe_bytes=step
+                )
+                for layout, kind, stripes, step in self._shapes
+            },
+            {salt.hex() for salt in self._tenants},
+        )
+
+
+def _mixed(rows: Rows) -> NDArray[np.uint64]:
+    """A number for each row, equal for one tenant and shape; two that collide cost a hint."""
+    mixed = rows["stripe_bytes"] * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= (rows["stripes"].astype(np.uint64) << np.uint64(8)) + rows["kind"]
+    for name in ("tenant", "layout"):
+        words = (
+            np.ascontiguousarray(rows[name]).view("<u8").reshape(-1, rows.dtype[name].itemsize // 8)
+        )
+        for column in range(words.shape[1]):
+            mixed = mixed * np.uint64(0xC2B2AE3D27D4EB4F) + words[:, column]
+    return mixed
+
+
+# What a directory may occupy: the capacity, and what of it managing the frames may take.
+
+LEAST_BYTES = 256 << 10
+_FIXED_BYTES = 32 << 10  # superblock, lock, directory, unfinished journal pages, their copies
+
+
+class DirectoryQuota:
+    """Bytes of one directory.
+
+    Args:
+        capacity_bytes: Most that it may occupy, everything included.
+
+    Attributes:
+        capacity_bytes: The same.
+        garbage: Dead records that the journal may hold.
+
+    Raises:
+        ConfigError: The capacity is too small.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        if capacity_bytes < LEAST_BYTES:
+            raise ConfigError(
+                f"a disk tier of {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES} bytes"
+            )
+        self.capacity_bytes = capacity_bytes
+        self.garbage = min(max(capacity_bytes >> 16, 64), 1 << 18)
+        reserve = (capacity_bytes >> 9) + min(capacity_bytes >> 4, 1 << 19)
+        self._fixed_bytes = _FIXED_BYTES + reserve + self.garbage * CHARGE_BYTES
+
+    def overhead_bytes(self, frames: int) -> int:
+        """What so many frames take beside their slots."""
+        # every frame may stand in the journal twice: a compaction writes a second one
+        return self._fixed_bytes + 2 * CHARGE_BYTES * frames
+
+    def slots_bytes(self, frames: int) -> int:
+        """What is left for the slots of so many frames."""
+        return self.capacity_bytes - self.overhead_bytes(frames)
+
+
+# Why a store cannot be done now.
+
+
+class Refused(FlowKVError):
+    """A wish that cannot be fulfilled now; `reason` is "full", "busy" or "read-only"."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the frame was not stored ({reason})", "Make room, or store it later")
+        self.reason = reason
+
+
+# The index of a disk tier: which frame lies in which slot, in the order of the stores.
+#
+# What a journal says at opening stays in its rows until somebody asks, so that a store of a hundred
+# thousand frames opens in a fraction of the time that their objects would take.
+
+
+class Index:
+    """A dict of `Held` by key, oldest store first. Not thread-safe but for `in`."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, Held | int] = {}
+        self._rows = b""
+
+    def load(self, rows: Rows) -> None:
+        """Starts from the rows that hold (`records.newest`); forgets everything else."""
+        self._rows = rows.tobytes()
+        self._held = dict(zip(rows["key"].tolist(), range(len(rows)), strict=True))
+
+    def apply(self, rows: Rows) -> None:
+        """What the owner did since; nothing that is older than what is known here."""
+        packed = rows.tobytes()
+        for row in range(len(rows)):
+            op, key, held = unpack_row(packed, row)
+            known = self.get(key)
+            if known is not None and known.seq > held.seq:
+                continue
+            self._held.pop(key, None)
+            if op == STORED:
+                self._held[key] = held
+
+    def get(self, key: bytes) -> Held | None:
+        """Where a frame lies."""
+        held = self._held.get(key)
+        if isinstance(held, int):
+            held = self._held[key] = unpack_row(self._rows, held).held
+        return held
+
+    def __setitem__(self, key: bytes, held: Held) -> None:
+        self._held[key] = held
+
+    def pop(self, key: bytes) -> Held | None:
+        """Forgets a frame; where it lay."""
+        held = self.get(key)
+        self._held.pop(key, None)
+        return held
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def oldest(self, n_bytes: int) -> list[bytes]:
+        """Keys of the oldest frames that are charged so much together."""
+        keys = []
+        for key, held in self.items():
+            if n_bytes <= 0:
+                break
+            keys.append(key)
+            n_bytes -= charge_bytes(held)
+        return keys
+
+    def items(self) -> Iterator[tuple[bytes, Held]]:
+        """All frames, oldest store first; the index must not change meanwhile."""
+        rows = self._rows
+        for key, held in self._held.items():
+            yield key, unpack_row(rows, held).held if isinstance(held, int) else held
+
+    def lines(self) -> Iterator[bytes]:
+        """Packed records of all frames, oldest store first."""
+        rows = memoryview(self._rows)
+        for key, held in self._held.items():
+            if isinstance(held, int):
+                yield bytes(rows[held * RECORD_BYTES : (held + 1) * RECORD_BYTES])
+            else:
+                yield pack_record(Record(STORED, key, held))
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._held, self._rows = {}, b""
+
+
+# The slab files of a disk tier: fixed slots of a few sizes, reused in place.
+#
+# One file per slot size, `slab-<granules>`. A slot is `header | body`, whole 4 KiB granules; sizes
+# step by an eighth of an octave, so powers of two and most layer counts fit exactly and the rest
+# wastes at most an eighth. Space moves between sizes by punching holes into free slots, as late as
+# possible: what is charged is what may lie on the disk, whatever the files' lengths say.
+#
+# A free slot is a *hole*, which has no blocks, or *stale*: it still holds what lay there before.
+# Who stores a frame into a stale slot writes all of it, so nothing of the old frame survives
+# behind it.
+
+_MOST_FREE = 1 << 20  # slots of a size to be reused; a hole is made of the others
+SLAB_NAME = re.compile(r"slab-(\d{8})")
+
+
+def slot_granules(header_bytes: int, body_bytes: int) -> int:
+    """Size of the slot that such a frame goes into."""
+    body = -(-body_bytes // GRANULE_BYTES)
+    step = 1 << max(0, (body - 1).bit_length() - 4)
+    return header_bytes // GRANULE_BYTES + -(-body // step) * step
+
+
+class _SlabFile:
+    """Bookkeeping of one file; `high` slots were ever used, those in `holes` have no blocks."""
+
+    __slots__ = ("fd", "free", "high", "holes", "named", "reach")
+
+    def __init__(self, fd: int, reach: int) -> None:
+        self.fd, self.reach, self.high = fd, reach, 0
+        self.named = False  # whether the device is known to know the file's name
+        self.free: dict[int, None] = {}
+        self.holes: list[int] = []
+
+
+class Slabs:
+    """Allocates and frees slots. Not thread-safe but for `read`.
+
+    Args:
+        files: File operations.
+        directory: Where the slab files are.
+        ahead_bytes: How far a file is grown at a time; 0 for a reader, who changes nothing.
+        open_file: Opens a slab file, for reading or writing; default as `files` does.
+
+    Attributes:
+        allocated_bytes: Bytes of slots that may have blocks on the disk.
+        free_bytes: Those of them that hold nothing.
+        quarantined: Slots taken out of use since the directory was opened.
+    """
+
+    def __init__(
+        self,
+        files: FileIO,
+        directory: Path,
+        *,
+        ahead_bytes: int = 0,
+        open_file: Callable[[str, bool], int] | None = None,
+    ) -> None:
+        self.allocated_bytes = self.free_bytes = self.quarantined = 0
+        self._files, self._directory, self._ahead_bytes = files, directory, ahead_bytes
+        self._open_file = open_file or (lambda path, write: files.open(path, write=write))
+        self._slabs: dict[int, _SlabFile] = {}
+        self._pins: Counter[Slot] = Counter()
+        self._doomed: set[Slot] = set()  # to be freed when unpinned
+        self._named: dict[Slot, None] = {}  # stale slots whose first page still names a frame
+        self._damaged: set[Slot] = set()  # quarantined, and still holding bytes
+        self._can_punch = True
+
+    def sizes(self) -> list[int]:
+        """Slot sizes, in granules, of which there is a file."""
+        with contextlib.suppress(FileNotFoundError):
+            found = map(SLAB_NAME.fullmatch, self._files.names(str(self._directory)))
+            return sorted(int(name[1]) for name in found if name and int(name[1]) > 0)
+        return []
+
+    def written(self, granules: int) -> Iterator[int]:
+        """Numbers of slots of a size that do not begin in a hole, as far as anybody can tell."""
+        size, end_bytes, number = granules * GRANULE_BYTES, self.end_bytes(granules), 0
+        while number * size < end_bytes:
+            data = self._files.next_data(self._slab(granules).fd, number * size)
+            number, within = divmod(data, size)
+            if data < end_bytes and within < GRANULE_BYTES:
+                yield number
+            number += 1
+
+    def end_bytes(self, granules: int) -> int:
+        """Length of the file of a size; 0 if a reader finds none."""
+        try:
+            return self._files.size(self._slab(granules).fd)
+        except FileNotFoundError:
+            return 0
+
+    def reaches(self, slot: Slot, n_bytes: int) -> bool:
+        """Whether the file is long enough to hold so many bytes in a slot."""
+        return slot.offset + n_bytes <= self.end_bytes(slot.granules)
+
+    def fd(self, slot: Slot) -> int:
+        """The file of a slot.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        return self._slab(slot.granules).fd
+
+    def occupy(self, granules: NDArray[np.uint32], numbers: NDArray[np.uint64]) -> None:
+        """Tells which slots hold frames; cuts off what lies behind the last one of each file.
+
+        No two frames share a slot, and every slot lies within its file (`disk.recover.recover`).
+        """
+        for each in sorted({*self.sizes(), *np.unique(granules).tolist()}):
+            taken = np.sort(numbers[granules == each]).astype(np.int64)
+            slab, size = self._slab(each), each * GRANULE_BYTES
+            slab.high = int(taken[-1]) + 1 if len(taken) else 0
+            free, far = _unused(taken)
+            slab.free = dict.fromkeys(free[::-1].tolist())
+            self._files.truncate(slab.fd, slab.high * size)
+            slab.reach = slab.high
+            self.allocated_bytes += (len(taken) + len(free)) * size
+            self.free_bytes += len(free) * size
+            for first, count in far:
+                if not self._punch(Slot(each, first), count):
+                    self.allocated_bytes += count * size
+
+    def take(self, granules: int, budget_bytes: int) -> tuple[Slot, bool] | None:
+        """A free slot and whether it is stale; None if all would not stay within the budget.
+
+        Raises:
+            OSError: The file cannot be opened or extended.
+        """
+        slab, size = self._slab(granules), granules * GRANULE_BYTES
+        fresh = 0 if slab.free else size
+        if fresh:
+            self._extend(slab, size)
+        excess = self.allocated_bytes + fresh - budget_bytes
+        if excess > 0 and self._reclaim(excess, granules) < excess:
+            return None
+        if not fresh:
+            self.free_bytes -= size
+            slot = Slot(granules, slab.free.popitem()[0])
+            self._named.pop(slot, None)
+            return slot, True
+        self.allocated_bytes += size
+        if slab.holes:
+            return Slot(granules, slab.holes.pop()), False
+        slab.high += 1
+        return Slot(granules, slab.high - 1), False
+
+    def give_back(self, slot: Slot) -> None:
+        """Frees a slot, once nobody reads it any more."""
+        if self._pins[slot] > 0:
+            self._doomed.add(slot)
+            return
+        self._named[slot] = None
+        self._slab(slot.granules).free[slot.number] = None
+        self.free_bytes += slot.granules * GRANULE_BYTES
+
+    def quarantine(self, slot: Slot) -> None:
+        """Takes a slot out of use until the directory is opened again; gives back its blocks."""
+        self.quarantined += 1
+        if self._punch(slot, 1):
+            self.allocated_bytes -= slot.granules * GRANULE_BYTES
+        else:
+            self._damaged.add(slot)
+
+    def pin(self, slot: Slot) -> None:
+        """Keeps a slot from being reused."""
+        self._pins[slot] += 1
+
+    def unpin(self, slot: Slot) -> None:
+        """Ends one `pin`."""
+        self._pins[slot] -= 1
+        if self._pins[slot] <= 0:
+            del self._pins[slot]
+            if slot in self._doomed:
+                self._doomed.discard(slot)
+                self.give_back(slot)
+
+    def read(self, slot: Slot, target: memoryview) -> int:
+        """Reads the beginning of a slot; returns the bytes that were there."""
+        return read_fully(self._files, self.fd(slot), target, slot.offset)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether any slot is being read."""
+        return bool(self._pins)
+
+    def there(self, granules: int) -> bool:
+        """Whether the file of a size is still at its path."""
+        return self._files.same(self._slab(granules).fd, self._path(granules))
+
+    def complete(self) -> bool:
+        """Whether every file that was opened is still at its path."""
+        return all(self._files.same(slab.fd, self._path(n)) for n, slab in self._slabs.items())
+
+    def sync(self, sizes: Iterator[int] | list[int]) -> None:
+        """Waits until the device has what was written to the files of these sizes."""
+        for granules in sizes:
+            self._files.sync(self._slab(granules).fd)
+            self.name(granules)
+
+    def name(self, granules: int) -> None:
+        """Waits until the device knows the name of a file."""
+        slab = self._slab(granules)
+        if not slab.named:
+            self._files.sync_directory(str(self._directory))
+            slab.named = True
+
+    def trim(self, budget_bytes: int) -> None:
+        """Gives back the blocks of free slots until all slots stay within the budget."""
+        self._reclaim(self.allocated_bytes - budget_bytes, 0)
+
+    # --- what deleted frames leave behind ----------------------------------------------------
+
+    @property
+    def doomed(self) -> int:
+        """Slots of deleted frames that somebody still reads."""
+        return len(self._doomed)
+
+    def to_blank(self, most: int) -> list[Slot]:
+        """Some stale slots that still name a frame, out of use until `blanked`."""
+        slots: list[Slot] = []
+        while self._named and len(slots) < most:
+            slot = self._named.popitem()[0]
+            del self._slabs[slot.granules].free[slot.number]
+            slots.append(slot)
+        return slots
+
+    def blank(self, slot: Slot) -> None:
+        """Overwrites the first page: a deleted frame stays away, even if the journal is lost."""
+        write_fully(self._files, self.fd(slot), [zeros()[:GRANULE_BYTES]], slot.offset)
+
+    def blanked(self, slots: list[Slot]) -> None:
+        """Back into use."""
+        for slot in slots:
+            self._slabs[slot.granules].free[slot.number] = None
+
+    def wipe(self) -> None:
+        """Leaves nothing in any free or quarantined slot, as far as the device is concerned too.
+
+        Raises:
+            OSError: Something may still be there.
+        """
+        for granules, slab in self._slabs.items():
+            for first, count in _runs(sorted(slab.free)):
+                self._wipe(slab, granules, first, count)
+        for slot in list(self._damaged):
+            wipe(self._files, self.fd(slot), slot.offset, slot.n_bytes)
+            self._damaged.discard(slot)
+        for slab in self._slabs.values():  # those only cut short when they were opened, too
+            self._files.sync(slab.fd)
+
+    def _wipe(self, slab: _SlabFile, granules: int, first: int, count: int) -> None:
+        size = granules * GRANULE_BYTES
+        if self._punch(Slot(granules, first), count):
+            for number in range(first, first + count):
+                del slab.free[number]
+                slab.holes.append(number)
+            self.allocated_bytes -= count * size
+            self.free_bytes -= count * size
+        else:
+            wipe(self._files, slab.fd, first * size, count * size)
+        for number in range(first, first + count):
+            self._named.pop(Slot(granules, number), None)
+
+    def close(self) -> None:
+        """Closes all files."""
+        for slab in self._slabs.values():
+            self._files.close(slab.fd)
+        self._slabs.clear()
+
+    def _slab(self, granules: int) -> _SlabFile:
+        slab = self._slabs.get(granules)
+        if slab is None:
+            fd = self._open_file(self._path(granules), self._ahead_bytes > 0)
+            reach = self._files.size(fd) // (granules * GRANULE_BYTES)
+            slab = self._slabs.setdefault(granules, _SlabFile(fd, reach))
+            if slab.fd != fd:  # another thread was faster
+                self._files.close(fd)
+        return slab
+
+    def _path(self, granules: int) -> str:
+        return str(self._directory / f"slab-{granules:08d}")
+
+    def _extend(self, slab: _SlabFile, size: int) -> None:
+        # Growing the file well ahead of its content, by holes, keeps file systems from reserving
+        # blocks behind the end at every write, which would count against the directory's limit.
+        if not slab.holes and slab.high >= slab.reach:
+            reach = slab.high + max(1, self._ahead_bytes // size)
+            self._files.truncate(slab.fd, reach * size)
+            slab.reach = reach
+
+    def _reclaim(self, want_bytes: int, needed: int) -> int:
+        """Punches free slots, of other sizes first, until so much is free; returns how much."""
+        got = 0
+        for granules in sorted(self._slabs, key=lambda g: (g == needed, -g)):
+            slab, keep = self._slabs[granules], int(granules == needed)
+            while got < want_bytes and len(slab.free) > keep:
+                slot = Slot(granules, next(reversed(slab.free)))
+                if not self._punch(slot, 1):
+                    return got
+                slab.free.popitem()
+                slab.holes.append(slot.number)
+                self._named.pop(slot, None)
+                got += granules * GRANULE_BYTES
+                self.allocated_bytes -= granules * GRANULE_BYTES
+                self.free_bytes -= granules * GRANULE_BYTES
+        return got
+
+    def _punch(self, slot: Slot, count: int) -> bool:
+        if self._can_punch:
+            try:
+                self._files.punch(self.fd(slot), slot.offset, count * slot.n_bytes)
+                return True
+            except OSError as error:
+                self._can_punch = error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS)
+        return False
+
+
+def _unused(taken: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
+    """Slots before the last one taken that are not: the first ones, and the rest as runs.
+
+    A file that claims to be endless may hold a frame at its end: nobody needs all slots before it.
+    """
+    first = np.append(0, taken[:-1] + 1)[: len(taken)]
+    count = taken - first
+    near = np.clip(_MOST_FREE - (np.cumsum(count) - count), 0, count)
+    free = np.repeat(first - (np.cumsum(near) - near), near) + np.arange(near.sum())
+    far = count > near
+    return free, list(zip((first + near)[far].tolist(), (count - near)[far].tolist(), strict=True))
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """First and count of neighbours."""
+    start = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield numbers[start], at - start
+            start = at
+
+
+# From a disk tier's files to its index: replay of the journal, or of the slots if it is lost.
+
+_KEY_AT = slice(40, 72)  # of a header
+_MOST_STRIPE_BYTES = 1 << 31  # of a compressed frame that is checked where it lies
+
+
+def open_journal(files: FileIO, directory: Path, superblock: Superblock, *, write: bool) -> Journal:
+    """The journal of a directory.
+
+    Raises:
+        OSError: It cannot be opened; a reader finds none before the owner made one.
+    """
+    if write:
+        with contextlib.suppress(FileNotFoundError):
+            files.remove(str(directory / f"{JOURNAL}.tmp"))  # of a compaction that did not end
+    path, store_id = str(directory / JOURNAL), store_id_of(superblock)
+    if store_id is None:
+        store_id = peek_store_id(files, path) or (files.random(16) if write else bytes(16))
+        if write:  # what is appended from now on must be found at the next opening
+            superblock.store_id = store_id.hex()
+            write_superblock(files, directory, superblock)
+    capacity_bytes = superblock.capacity_bytes
+    return Journal(files, path, store_id, write=write, capacity_bytes=capacity_bytes)
+
+
+def store_id_of(superblock: Superblock) -> bytes | None:
+    """The 16 bytes that pages of a store carry; None if the superblock names something else."""
+    try:
+        store_id = bytes.fromhex(superblock.store_id)
+    except ValueError:
+        return None
+    return store_id if len(store_id) == 16 else None
+
+
+def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) -> Rows:
+    """Fills the index of an owner that opens the directory, and tells the slabs what is used.
+
+    Returns:
+        The rows of what is there.
+
+    Raises:
+        OSError: The files cannot be read.
+    """
+    rows = journal.read_new()
+    good = newest(rows)
+    rows = rows[good] if len(good) < len(rows) else rows
+    if journal.lost:
+        rows = rows_in_slots(slabs, envelope, journal.capacity_bytes)
+        for seq in rows["seq"].tolist():
+            journal.seq_seen(seq)
+        if len(rows):
+            index.load(rows)
+            journal.rewrite(index.lines())
+    rows = within(slabs, rows)
+    index.load(rows)
+    slabs.occupy(rows["granules"], rows["number"])
+    return rows
+
+
+def within(slabs: Slabs, rows: Rows) -> Rows:
+    """Those frames that lie inside of their slab files; a file may have been cut off."""
+    ends = {granules: slabs.end_bytes(granules) for granules in slabs.sizes()}
+    good = np.zeros(len(rows), np.bool_)
+    for granules, end_bytes in ends.items():
+        mine = rows["granules"] == granules
+        size = granules * GRANULE_BYTES
+        whole, rest = divmod(end_bytes, size)
+        numbers, stored = rows["number"], rows["stored_bytes"]
+        good |= mine & ((numbers < whole) | ((numbers == whole) & (stored <= rest)))
+    return rows if good.all() else rows[good]
+
+
+def rows_in_slots(slabs: Slabs, envelope: Envelope, capacity_bytes: int = UNBOUNDED) -> Rows:
+    """What the headers of all slots say; for when the journal is lost.
+
+    Of a key that two slots claim, the one that was stored last counts.
+    """
+    rows = in_order(sensible(packed_rows(frames_in_slots(slabs, envelope))), capacity_bytes)
+    return rows[newest(rows)]
+
+
+def packed_rows(frames: Iterable[tuple[bytes, Held]]) -> Rows:
+    """What a journal would say of these frames."""
+    packed = b"".join(pack_record(Record(STORED, key, held)) for key, held in frames)
+    return np.frombuffer(packed, ROW)
+
+
+def frames_in_slots(
+    slabs: Slabs, envelope: Envelope, locked: list[Slot] | None = None
+) -> Iterator[tuple[bytes, Held]]:
+    """What the headers of all slots say.
+
+    Slots are blanked when their frames are deleted, so those do not come back.
+
+    Args:
+        slabs: Where to look.
+        envelope: How headers are checked.
+        locked: Gets the slots of frames that are checked in another way.
+    """
+    page = aligned_memory(GRANULE_BYTES)
+    for slot in (Slot(g, number) for g in slabs.sizes() for number in slabs.written(g)):
+        try:
+            header = _read_header(slabs, slot, envelope, page)
+        except BadFrame as error:
+            if error.reason == "integrity" and locked is not None:
+                locked.append(slot)
+            continue
+        stored_bytes = header.frame_bytes
+        if stored_bytes <= slot.n_bytes:
+            yield header.key, held_of(header, slot, stored_bytes)
+
+
+def held_of(header: Header, slot: Slot, stored_bytes: int) -> Held:
+    """The journal's words for a frame in a slot."""
+    return Held(
+        header.generation,
+        slot,
+        header.stripes,
+        header.info,
+        stored_bytes,
+        header.integrity,
+        bool(header.sizes),
+    )
+
+
+def _read_header(slabs: Slabs, slot: Slot, envelope: Envelope, page: memoryview) -> Header:
+    if slabs.read(slot, page) < GRANULE_BYTES:
+        raise BadFrame("truncated", "the slot ends within the header")
+    size = peek_header_bytes(page)
+    if size > slot.n_bytes:
+        raise BadFrame("foreign", "the header is longer than the slot")
+    if size > GRANULE_BYTES:
+        page = aligned_memory(size)
+        page = page[: slabs.read(slot, page)]
+    return envelope.head(page, bytes(page[_KEY_AT]))
+
+
+def aligned_memory(n_bytes: int) -> memoryview:
+    """Zeros that a file opened for direct I/O can be read into."""
+    return memoryview(mmap.mmap(-1, n_bytes))
+
+
+def check_frame(data: memoryview, key: bytes, held: Held, envelope: Envelope) -> Header:
+    """The header of the frame that should lie in a slot, once all of its stripes are verified.
+
+    Raises:
+        BadFrame: It does not lie there, or is damaged.
+    """
+    header = agree(envelope.head(data, key, generation=held.seq), held)
+    if header.sizes and header.info.stripe_bytes > _MOST_STRIPE_BYTES:
+        raise BadFrame("foreign", f"a compressed stripe of {header.info.stripe_bytes} bytes")
+    scratch = memoryview(bytearray(header.info.stripe_bytes))  # of one: compressed ones are small
+    for number in range(header.stripes):
+        offset, n_bytes = envelope.place(header, number, 1)
+        envelope.open(header, data[offset : offset + n_bytes], scratch, number, 1)
+    return header
+
+
+def agree(header: Header, held: Held) -> Header:
+    """A header, if it is the one that the journal speaks of.
+
+    Raises:
+        BadFrame: "foreign": the slot holds another frame of this key.
+    """
+    said = held.stripes, held.info, held.integrity, held.lossless
+    found = header.stripes, header.info, header.integrity, bool(header.sizes)
+    if found != said or header.frame_bytes != held.stored_bytes:
+        raise BadFrame("foreign", "the slot holds another frame of this key")
+    return header
+
 
 _BLANKED_AT_ONCE = 16
 _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()  # that caches are bound to
@@ -69,7 +794,7 @@ class DiskStore:
         files: FileIO | None = None,
         envelope: Envelope | None = None,
     ) -> None:
-        self.corrupt, self._quota = 0, Quota(capacity_bytes)
+        self.corrupt, self._quota = 0, DirectoryQuota(capacity_bytes)
         self._files, self._durable = files or FileIO(), durable
         self._envelope = envelope or Envelope()
         self._lock = threading.RLock()
@@ -233,7 +958,7 @@ class DiskStore:
                 return found
             raise Refused("full")
 
-    def to_sync(self, batch: Iterable[Written]) -> list[int]:
+    def to_sync(self, batch: Iterable[WrittenFrame]) -> list[int]:
         """Files that must be on the device before a batch counts; none unless durable.
 
         Raises:
@@ -254,7 +979,7 @@ class DiskStore:
                 self._freed = False
             return files
 
-    def commit(self, batch: Sequence[Written]) -> None:
+    def commit(self, batch: Sequence[WrittenFrame]) -> None:
         """Makes written frames count.
 
         Raises:
@@ -278,7 +1003,7 @@ class DiskStore:
             self.abandon(batch)
             raise
 
-    def abandon(self, batch: Iterable[Written]) -> None:
+    def abandon(self, batch: Iterable[WrittenFrame]) -> None:
         """Frees the slots of written frames that shall not count."""
         with self._lock:
             self._freed = True  # an append that failed may have told of them

@@ -1,4 +1,4 @@
-"""The `Engine` protocol: reads and writes of files in batches, completed later.
+"""The `IOEngine` protocol: reads and writes of files in batches, completed later.
 
     submit(operations) -> ... -> wait(timeout_s) -> completions
 
@@ -13,10 +13,26 @@ happens meanwhile: neither a deadline nor `cancel` makes it free before (DESIGN 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flowkv.core.errors import StateError
+
+if TYPE_CHECKING:
+    from flowkv.tiers.disk.files import FileIO
+
 
 READ, WRITE, SYNC = 0, 1, 2
 
@@ -44,7 +60,7 @@ Operations = NDArray[Any]  # of dtype OPERATION
 Completions = NDArray[Any]  # of dtype COMPLETION
 
 
-class Engine(Protocol):
+class IOEngine(Protocol):
     """Moves bytes between memory and files. Thread-safe.
 
     Attributes:
@@ -91,3 +107,384 @@ class Engine(Protocol):
         Safe to call again. Files stay open: they belong to whoever asked for them.
         """
         ...
+
+
+# Completions on their way from an engine to whoever waits for them.
+
+
+class Reports:
+    """A queue of completions that counts what is still owed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._rows: list[tuple[int, int]] = []
+        self._owed = 0
+        self._ended = False
+
+    def expect(self, count: int) -> None:
+        """So many operations were submitted."""
+        with self._changed:
+            self._owed += count
+
+    def put(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Adds completions: pairs of tag and result."""
+        with self._changed:
+            self._rows += rows
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float, least: int) -> Completions:
+        """All completions that are there; waits up to `timeout_s` for the first `least`."""
+        end_s = time.monotonic() + timeout_s
+        with self._changed:
+            while len(self._rows) < least and not self._ended:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+            rows, self._rows = self._rows, []
+            self._owed -= len(rows)
+        return np.array(rows, COMPLETION)
+
+    def owed(self) -> int:
+        """Operations submitted and not yet taken."""
+        with self._changed:
+            return self._owed
+
+    def end(self) -> None:
+        """Nobody waits any more: what comes is kept for whoever looks."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+# An engine over `FileIO`: in the caller's thread, so that a test decides what fails and when.
+
+
+class FilesEngine:
+    """An `IOEngine` that has done everything when `submit` returns, in the order given.
+
+    What a `FileIO` raises becomes a negative errno if it is an `OSError`, and leaves `submit`
+    otherwise: a simulated power loss ends the batch where it struck.
+
+    Args:
+        files: File operations; default the system's own.
+    """
+
+    name = "files"
+    direct = False
+    depth = 1
+
+    def __init__(self, files: FileIO | None = None) -> None:
+        from flowkv.tiers.disk.files import FileIO  # a room that is built on this one
+
+        self.files = files or FileIO()
+        self._reports, self._one, self._closed = Reports(), threading.Lock(), False
+
+    def open(self, path: str, *, write: bool) -> int:
+        """Opens a regular file through `FileIO`.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        return self.files.open(path, write=write)
+
+    def submit(self, operations: Operations) -> None:
+        """Does the operations, one after the other.
+
+        Raises:
+            StateError: The engine is closed.
+        """
+        if self._closed:
+            raise StateError("the engine is closed", "Open another one")
+        for op, fd, offset, address, length, tag in operations.tolist():
+            with self._one:
+                result = self._do(op, fd, offset, address, length)
+            self._reports.expect(1)
+            self._reports.put([(tag, result)])
+
+    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
+        """Completions that are there; waits up to `timeout_s` for the first `least` of them."""
+        return self._reports.take(timeout_s, least)
+
+    def cancel(self, tags: NDArray[np.uint64]) -> None:
+        """Comes too late: everything submitted is done."""
+
+    def in_flight(self) -> int:
+        """Operations whose completion was not taken yet."""
+        return self._reports.owed()
+
+    def close(self) -> bool:
+        """Takes no more operations; nothing can be under way."""
+        self._closed = True
+        self._reports.end()
+        return True
+
+    def _do(self, op: int, fd: int, offset: int, address: int, length: int) -> int:
+        try:
+            if op == SYNC:
+                self.files.sync(fd)
+                return 0
+            if op not in (READ, WRITE):
+                return -errno.EINVAL
+            return self._move(op, fd, offset, memory(address, length))
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+
+    def _move(self, op: int, fd: int, offset: int, view: memoryview) -> int:
+        done = 0
+        while done < len(view):
+            rest = view[done:]
+            if op == READ:
+                count = self.files.read(fd, [rest], offset + done)
+                if count <= 0:
+                    break
+            else:
+                count = self.files.write(fd, [rest], offset + done)
+                if count <= 0:
+                    return -errno.ENOSPC
+            done += count
+        return done
+
+
+def memory(address: int, n_bytes: int) -> memoryview:
+    """The bytes at an address, which whoever named it keeps alive."""
+    return memoryview((ctypes.c_ubyte * n_bytes).from_address(address)).cast("B")
+
+
+# Opening files past the page cache, where their file system allows that.
+
+_STATX = {"x86_64": 332, "aarch64": 291}.get(platform.machine())
+_STATX_DIOALIGN = 0x2000
+_AT_EMPTY_PATH = 0x1000
+_MASK_AT, _ALIGN_AT = 0, 0x98  # offsets of stx_mask, and of stx_dio_mem_align and _offset_align
+
+
+def open_file(path: str, *, write: bool, direct: bool) -> tuple[int, bool]:
+    """Opens a regular file as `FileIO.open` does.
+
+    Returns:
+        The file descriptor, and whether it bypasses the page cache: not where the file system
+        refuses, or where it wants more than addresses, offsets and lengths in multiples of
+        `ALIGNMENT`.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    from flowkv.tiers.disk.files import FileIO  # a room that is built on this one
+
+    fd = FileIO().open(path, write=write)
+    try:
+        return fd, set_direct(fd) if direct else set_flags(fd, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def set_direct(fd: int) -> bool:
+    """Makes an open file bypass the page cache; False where that does not work."""
+    try:
+        if not hasattr(os, "O_DIRECT") or not aligned(fd):
+            return set_flags(fd, 0)
+        set_flags(fd, os.O_DIRECT)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+            return set_flags(fd, 0)
+        raise
+    return True
+
+
+def set_flags(fd: int, flags: int) -> bool:
+    """Sets exactly these flags: io_uring gives up on an O_NONBLOCK file rather than wait for it."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return bool(flags)
+
+
+def aligned(fd: int) -> bool:
+    """Whether multiples of `ALIGNMENT` are enough for direct I/O, as far as the system tells."""
+    if _STATX is None or ctypes.sizeof(ctypes.c_long) < 8:
+        return True
+    answer = ctypes.create_string_buffer(256)
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    if call(_STATX, fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
+        return True  # an old kernel, or one that may not be asked: the first transfer will tell
+    (mask,) = struct.unpack_from("<I", answer.raw, _MASK_AT)
+    if not mask & _STATX_DIOALIGN:
+        return True
+    return all(0 < align <= ALIGNMENT for align in struct.unpack_from("<II", answer.raw, _ALIGN_AT))
+
+
+def allows_direct(directory: str) -> bool:
+    """Whether files in a directory can bypass the page cache; tries with one that has no name.
+
+    Where nothing may be written each file tells when it is opened.
+
+    Raises:
+        OSError: It is no directory, or its device fails.
+    """
+    try:
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EROFS, errno.EACCES):
+            return True
+        raise
+    try:
+        return set_direct(fd)
+    finally:
+        os.close(fd)
+
+
+# An engine of threads that make positional system calls: for where io_uring is not allowed.
+#
+# Each thread takes a share of what is queued, so that the threads seldom meet. The system calls are
+# made with plain addresses and run without the interpreter's lock; between them every thread needs
+# that lock, so this engine slows down while Python is busy, as io_uring's does not.
+
+THREADS = 16
+MOST_BYTES = 0x7FFF_F000  # of one system call
+MOST_TAKEN = 8  # operations that a thread takes at once
+CLOSE_S = 10.0
+
+Row = tuple[int, int, int, int, int, int]
+Call = Callable[[int, int, int, int], int]
+
+
+class ThreadsEngine:
+    """An `IOEngine` over `pread` and `pwrite`.
+
+    Args:
+        direct: Open files with O_DIRECT; the engine's name is "threads" then, else "buffered".
+        threads: Their number, which is the depth too; they start with the first operation.
+        why: Why there is no better engine, for whoever reads statistics.
+    """
+
+    def __init__(self, *, direct: bool = True, threads: int = THREADS, why: str = "") -> None:
+        self.why = why
+        self.name = "threads" if direct else "buffered"
+        self.direct, self.depth = direct, threads
+        self._reports = Reports()
+        self._changed = threading.Condition()
+        self._queue: deque[Row] = deque()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._closed, self._pid = False, os.getpid()
+        library = ctypes.CDLL(None, use_errno=True)
+        self._read = _positional(library, "pread")
+        self._write = _positional(library, "pwrite")
+
+    def open(self, path: str, *, write: bool) -> int:
+        """Opens a regular file; the engine is a buffered one from the first that is not direct.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        fd, direct = open_file(path, write=write, direct=self.direct)
+        if not direct and self.direct:
+            self.name, self.direct = "buffered", False
+            self.why = f"no O_DIRECT for {path}"
+        return fd
+
+    def submit(self, operations: Operations) -> None:
+        """Queues operations for the threads.
+
+        Raises:
+            StateError: The engine is closed, or was opened before a fork.
+        """
+        if self._pid != os.getpid():
+            raise StateError("the engine was opened before a fork", "Open another one, here")
+        rows = np.asarray(operations, OPERATION).tolist()
+        with self._changed:
+            if self._closed:
+                raise StateError("the engine is closed", "Open another one")
+            self._reports.expect(len(rows))
+            self._queue += rows
+            wanted = len(self._queue) - self._idle
+            while wanted > 0 and len(self._threads) < self.depth:
+                thread = threading.Thread(target=self._run, name="flowkv io", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+                wanted -= 1
+            self._changed.notify(len(rows))
+
+    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
+        """Completions that are there; waits up to `timeout_s` for the first `least` of them."""
+        if self._pid != os.getpid():
+            timeout_s = 0.0
+        return self._reports.take(timeout_s, least)
+
+    def cancel(self, tags: NDArray[np.uint64]) -> None:
+        """Ends operations that no thread has begun."""
+        unwanted = set(np.asarray(tags).tolist())
+        with self._changed:
+            ended = [row for row in self._queue if row[-1] in unwanted]
+            if ended:
+                self._queue = deque(row for row in self._queue if row[-1] not in unwanted)
+                self._reports.put([(row[-1], -errno.ECANCELED) for row in ended])
+
+    def in_flight(self) -> int:
+        """Operations whose completion was not taken yet."""
+        return self._reports.owed()
+
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Cancels what is queued and waits for what is under way; False if that took too long."""
+        if self._pid != os.getpid():
+            return True
+        with self._changed:
+            self._closed = True
+            self._reports.put([(row[-1], -errno.ECANCELED) for row in self._queue])
+            self._queue.clear()
+            self._changed.notify_all()
+        end_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        self._reports.end()
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        done: list[tuple[int, int]] = []
+        while rows := self._next():
+            for op, fd, offset, address, length, tag in rows:
+                done.append((tag, self._do(op, fd, offset, address, length)))
+            self._reports.put(done)
+            done.clear()
+
+    def _next(self) -> list[Row]:
+        """A share of what is queued; nothing when it is time to end."""
+        with self._changed:
+            while not self._queue:
+                if self._closed:
+                    return []
+                self._idle += 1
+                self._changed.wait()
+                self._idle -= 1
+            count = min(MOST_TAKEN, -(-len(self._queue) // self.depth))
+            return [self._queue.popleft() for _ in range(count)]
+
+    def _do(self, op: int, fd: int, offset: int, address: int, length: int) -> int:
+        if op == SYNC:
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                return -(error.errno or errno.EIO)
+            return 0
+        if op not in (READ, WRITE):
+            return -errno.EINVAL
+        call, done = self._read if op == READ else self._write, 0
+        while done < length:
+            count = call(fd, address + done, min(length - done, MOST_BYTES), offset + done)
+            if count < 0:
+                code = ctypes.get_errno()
+                if code == errno.EINTR:
+                    continue
+                # What a direct read left of a file that ends within a sector is not aligned.
+                return done if code == errno.EINVAL and op == READ and done else -code
+            if count == 0:
+                return done if op == READ else -errno.ENOSPC
+            done += count
+        return done
+
+
+def _positional(library: ctypes.CDLL, name: str) -> Call:
+    function = getattr(library, name + "64", None) or getattr(library, name)
+    function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+    function.restype = ctypes.c_ssize_t
+    return cast(Call, function)

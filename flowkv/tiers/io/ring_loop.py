@@ -14,13 +14,63 @@ import errno
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
+from numba.extending import intrinsic
 
-from flowkv.tiers.io.atomics import fence, load32, load64, store32, store64
 from flowkv.tiers.io.engine import READ, SYNC
 from flowkv.tiers.io.ring import ASYNC_CANCEL, ENTER, FSYNC, READ_FIXED, WRITE_FIXED
 from flowkv.tiers.io.ring import READ as OP_READ
 from flowkv.tiers.io.ring import WRITE as OP_WRITE
+
+# Loads and stores that two threads, or a thread and the kernel, agree about; for compiled code.
+
+_WORDS = {4: types.int32, 8: types.int64}
+
+
+def _loader(n_bytes: int) -> Any:
+    @intrinsic
+    def load_acquire(context, address):
+        def emit(context, builder, signature, arguments):
+            pointer = builder.inttoptr(arguments[0], ir.IntType(8 * n_bytes).as_pointer())
+            return builder.load_atomic(pointer, ordering="acquire", align=n_bytes)
+
+        return _WORDS[n_bytes](types.int64), emit
+
+    return load_acquire
+
+
+def _storer(n_bytes: int) -> Any:
+    @intrinsic
+    def store_release(context, address, value):
+        def emit(context, builder, signature, arguments):
+            word = ir.IntType(8 * n_bytes)
+            pointer = builder.inttoptr(arguments[0], word.as_pointer())
+            value = arguments[1]
+            if n_bytes < 8:
+                value = builder.trunc(value, word)
+            builder.store_atomic(value, pointer, ordering="release", align=n_bytes)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), emit
+
+    return store_release
+
+
+@intrinsic
+def fence(context):
+    """What was stored before is seen by others before anything is loaded after."""
+
+    def emit(context, builder, signature, arguments):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+load32, load64 = _loader(4), _loader(8)
+store32, store64 = _storer(4), _storer(8)
+
 
 # Words of `control`, each in a cache line of its own. Counters only grow.
 SUBMITTED, TAKEN = 0, 8  # operations

@@ -16,7 +16,103 @@ import threading
 import numpy as np
 
 from flowkv.core.errors import ConfigError, StateError
-from flowkv.tiers.io.extents import Extents
+
+# Free extents of an arena: two-level segregated fit, in constant time.
+#
+# After Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems" (ECRTS 2004):
+# free extents are binned by size, eight bins to a power of two; a request takes an extent of the
+# first bin whose extents all suffice, gives back what is left over, and freed neighbours are merged
+# at once.
+
+_BITS = 3  # eight bins to a power of two
+_TRIES = 8  # extents of a request's own bin that are looked at where no larger bin has any
+
+
+class Extents:
+    """Free pages of a range.
+
+    Args:
+        pages: Their number.
+
+    Attributes:
+        free_pages: How many are free.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.free_pages = 0
+        self._sizes: dict[int, int] = {}  # by first page
+        self._starts: dict[int, int] = {}  # by the page behind the last
+        self._bins: dict[int, dict[int, None]] = {}
+        self._filled = 0  # bit i: bin i has extents
+        self._add(0, pages)
+
+    def take(self, pages: int) -> int | None:
+        """The first of so many neighbouring pages, or None where there are not as many."""
+        first = self._find(pages)
+        if first is None:
+            return None
+        size = self._remove(first)
+        if size > pages:
+            self._add(first + pages, size - pages)
+        return first
+
+    def give_back(self, first: int, pages: int) -> None:
+        """Frees pages."""
+        before = self._starts.get(first)
+        if before is not None:
+            pages += self._remove(before)
+            first = before
+        if first + pages in self._sizes:
+            pages += self._remove(first + pages)
+        self._add(first, pages)
+
+    def _find(self, pages: int) -> int | None:
+        own = _bin(pages)
+        least = own if _least(own) >= pages else own + 1
+        larger = self._filled >> least
+        if larger:
+            enough = self._bins[least + (larger & -larger).bit_length() - 1]
+            return next(reversed(enough))
+        for first, _ in zip(reversed(self._bins.get(own, {})), range(_TRIES), strict=False):
+            if self._sizes[first] >= pages:
+                return first
+        return None
+
+    def _add(self, first: int, pages: int) -> None:
+        number = _bin(pages)
+        self._sizes[first] = pages
+        self._starts[first + pages] = first
+        self._bins.setdefault(number, {})[first] = None
+        self._filled |= 1 << number
+        self.free_pages += pages
+
+    def _remove(self, first: int) -> int:
+        pages = self._sizes.pop(first)
+        del self._starts[first + pages]
+        number = _bin(pages)
+        extents = self._bins[number]
+        del extents[first]
+        if not extents:
+            self._filled &= ~(1 << number)
+        self.free_pages -= pages
+        return pages
+
+
+def _bin(pages: int) -> int:
+    """The bin of extents of a size."""
+    if pages < 1 << _BITS:
+        return pages
+    power = pages.bit_length() - 1 - _BITS
+    return (power + 1 << _BITS) + (pages >> power) - (1 << _BITS)
+
+
+def _least(number: int) -> int:
+    """The smallest size of a bin."""
+    if number < 1 << _BITS:
+        return number
+    power, step = divmod(number, 1 << _BITS)
+    return (1 << _BITS) + step << power - 1
+
 
 PAGE_BYTES = 4096
 _HUGE_BYTES = 2 << 20
@@ -27,7 +123,7 @@ _NODES = 1024  # bits of a node mask
 _kept: list[mmap.mmap] = []  # mappings that somebody may still write to: never unmapped
 
 
-class Slot:
+class ArenaSlot:
     """A piece of an arena.
 
     Attributes:
@@ -92,7 +188,7 @@ class Arena:
         self._lock = threading.Lock()
         self._extents = Extents(self.n_bytes // PAGE_BYTES)
         self._owner = np.full(self.n_bytes // PAGE_BYTES, -1, np.int32)  # first page of its slot
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, ArenaSlot] = {}
         self._retired_bytes = 0
 
     @property
@@ -110,7 +206,7 @@ class Arena:
         """Whether so much is retired that its engine should be left alone: open the breaker."""
         return self._retired_bytes > self.most_retired_bytes
 
-    def take(self, n_bytes: int) -> Slot | None:
+    def take(self, n_bytes: int) -> ArenaSlot | None:
         """A slot of at least `n_bytes`, with whatever was there before; None if there is no room.
 
         Raises:
@@ -125,11 +221,11 @@ class Arena:
                 return None
             self._owner[first : first + pages] = first
             start = first * PAGE_BYTES
-            slot = Slot(self.address + start, self.view[start : start + n_bytes])
+            slot = ArenaSlot(self.address + start, self.view[start : start + n_bytes])
             self._slots[first] = slot
             return slot
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: ArenaSlot) -> None:
         """Frees a slot that nothing moves bytes into or out of.
 
         Raises:
@@ -139,7 +235,7 @@ class Arena:
             self._expect(slot, "taken")
             self._free(slot)
 
-    def retire(self, slot: Slot) -> None:
+    def retire(self, slot: ArenaSlot) -> None:
         """Keeps a slot from being used until `revive`: its operation is overdue.
 
         Raises:
@@ -150,7 +246,7 @@ class Arena:
             slot._state = "retired"
             self._retired_bytes += _bytes(slot)
 
-    def revive(self, slot: Slot) -> None:
+    def revive(self, slot: ArenaSlot) -> None:
         """Frees a retired slot: its operation has ended after all.
 
         Raises:
@@ -161,7 +257,7 @@ class Arena:
             self._retired_bytes -= _bytes(slot)
             self._free(slot)
 
-    def slot_of(self, view: memoryview) -> Slot | None:
+    def slot_of(self, view: memoryview) -> ArenaSlot | None:
         """The taken slot in which all of some memory lies, if there is one."""
         if not view.nbytes or not view.contiguous:
             return None
@@ -194,12 +290,12 @@ class Arena:
             except BufferError:
                 return  # the last view unmaps it
 
-    def _expect(self, slot: Slot, state: str) -> None:
+    def _expect(self, slot: ArenaSlot, state: str) -> None:
         first = (slot.address - self.address) // PAGE_BYTES
         if self._slots.get(first) is not slot or slot._state != state:
             raise StateError(f"{slot!r} is not {state}", "Give back what was taken, once")
 
-    def _free(self, slot: Slot) -> None:
+    def _free(self, slot: ArenaSlot) -> None:
         first, pages = (slot.address - self.address) // PAGE_BYTES, _bytes(slot) // PAGE_BYTES
         del self._slots[first]
         self._owner[first : first + pages] = -1
@@ -221,7 +317,7 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
-def _bytes(slot: Slot) -> int:
+def _bytes(slot: ArenaSlot) -> int:
     """What a slot occupies."""
     return max(1, -(-slot.n_bytes // PAGE_BYTES)) * PAGE_BYTES
 

@@ -20,17 +20,74 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from flowkv.core import libraries
+from flowkv.core import errors
 from flowkv.core.clock import Clock
+from flowkv.core.config import parse_size, without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, MissingLibraryError
-from flowkv.core.sizes import parse_size, without_secrets
 from flowkv.tiers.base import UNBOUNDED
 from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.io.staging import Slot
-from flowkv.tiers.remote.backend import ABSENT, Listed
-from flowkv.tiers.remote.limits import Limits
-from flowkv.tiers.remote.session import Session
+from flowkv.tiers.io.staging import Arena, ArenaSlot
+from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteLimits
 from flowkv.tiers.remote.tier import RemoteTier
+
+# A client of Mooncake Store and the memory registered with it: they live and die together.
+
+
+class MooncakeSession:
+    """One client of the store, and the memory that is registered with it.
+
+    Args:
+        client: Set up.
+        n_bytes: Size of the memory.
+
+    Attributes:
+        users: Calls under way; the session is not closed before they have returned.
+
+    Raises:
+        ConnectionError: The memory could not be registered.
+    """
+
+    def __init__(self, client: Any, n_bytes: int) -> None:
+        self.client, self.arena, self.users = client, Arena(n_bytes), 0
+        self._settled = threading.Condition()
+        self._retired: list[ArenaSlot] = []
+        if code := client.register_buffer(self.arena.address, self.arena.n_bytes):
+            raise ConnectionError(f"the memory could not be registered (code {code})")
+
+    def take(self, n_bytes: int, timeout_s: float) -> ArenaSlot:
+        """A slot of the registered memory, when there is room for it.
+
+        Raises:
+            PermissionError: So much will never fit.
+            TimeoutError: There was no room in time.
+        """
+        if n_bytes > self.arena.n_bytes:
+            raise PermissionError(errno.EFBIG, "the frame is larger than the registered memory")
+        end_s = time.monotonic() + timeout_s
+        with self._settled:
+            while (slot := self.arena.take(n_bytes)) is None:
+                if not self._settled.wait(max(0.0, end_s - time.monotonic())):
+                    raise TimeoutError("the registered memory is in use; raise buffer= in the URI")
+        return slot
+
+    def settle(self, slot: ArenaSlot, ended: bool) -> None:
+        """Frees a slot, or retires it: bytes may still be moving."""
+        with self._settled:
+            if ended:
+                self.arena.give_back(slot)
+            else:
+                self.arena.retire(slot)
+                self._retired.append(slot)
+            self._settled.notify_all()
+
+    def close(self) -> None:
+        """Tears the client down: after that nothing moves any more, and all memory is free."""
+        self.client.close()
+        self.client = None
+        for slot in self._retired:
+            self.arena.revive(slot)
+        self.arena.close()
+
 
 try:
     from mooncake.store import MooncakeDistributedStore
@@ -39,14 +96,14 @@ except ModuleNotFoundError:
 except ImportError as error:
     raise MissingLibraryError(
         f"a tier in Mooncake Store needs libraries of the system ({error})",
-        f"As root: {libraries.remedy(libraries.missing() or libraries.MOONCAKE)}",
+        f"As root: {errors.remedy(errors.missing() or errors.MOONCAKE)}",
     ) from error
 
 DEFAULT_PORT = 50051
 DEFAULT_BUFFER_BYTES = 128 << 20
 CLIENT_BUFFER_BYTES = 1 << 20  # of the client's own, for what is not read into registered memory
 PROBE_BYTES = 4096
-LIMITS = Limits(threads=4, spares=4)
+LIMITS = RemoteLimits(threads=4, spares=4)
 """Fewer calls than usual: one that hangs keeps a core busy, in the client's own loop."""
 
 # Error codes of the store (`mooncake-store/include/types.h`).
@@ -98,7 +155,7 @@ class Mooncake:
         buffer = options.get("buffer", "")
         self._buffer_bytes = parse_size(buffer) if buffer else DEFAULT_BUFFER_BYTES
         self._changed = threading.Condition()
-        self._session: Session | None = None
+        self._session: MooncakeSession | None = None
         self._opening = self._closed = False
         self._problem = ""
 
@@ -191,7 +248,7 @@ class Mooncake:
     # ---- the client: setting one up may take minutes, and may hang, so a thread of its own does it
 
     @contextmanager
-    def _use(self, timeout_s: float) -> Iterator[Session]:
+    def _use(self, timeout_s: float) -> Iterator[MooncakeSession]:
         """A session that is not torn down meanwhile."""
         with self._changed:
             if self._session is None:
@@ -234,7 +291,7 @@ class Mooncake:
         if late is not None:
             late.close()
 
-    def _set_up(self) -> Session:
+    def _set_up(self) -> MooncakeSession:
         probe = socket.create_connection(self._master, 5.0)  # refused at once, unlike by the client
         local = self._options.get("local") or str(probe.getsockname()[0])
         probe.close()
@@ -251,10 +308,10 @@ class Mooncake:
         )
         if code:
             raise ConnectionError(f"the store cannot be set up (code {code})")
-        return Session(client, self._buffer_bytes)
+        return MooncakeSession(client, self._buffer_bytes)
 
 
-def _read(client: Any, key: str, slot: Slot, offset: int) -> int:
+def _read(client: Any, key: str, slot: ArenaSlot, offset: int) -> int:
     """Bytes read into a slot, to its end or the object's; a negative code if it failed."""
     most = slot.n_bytes
     if offset == 0 and most > PROBE_BYTES:
@@ -270,7 +327,7 @@ def _read(client: Any, key: str, slot: Slot, offset: int) -> int:
     return _range(client, key, slot, offset, size - offset) if size > offset else 0
 
 
-def _range(client: Any, key: str, slot: Slot, offset: int, n_bytes: int) -> int:
+def _range(client: Any, key: str, slot: ArenaSlot, offset: int, n_bytes: int) -> int:
     counts = client.get_into_ranges([slot.address], [[key]], [[[0]]], [[[offset]]], [[[n_bytes]]])
     return int(counts[0][0][0])
 
@@ -314,7 +371,7 @@ class MooncakeTier(RemoteTier):
         name: str = "",
         envelope: Envelope | None = None,
         clock: Clock | None = None,
-        limits: Limits | None = None,
+        limits: RemoteLimits | None = None,
     ) -> None:
         super().__init__(
             Mooncake(uri),

@@ -11,15 +11,111 @@ import asyncio
 import errno
 import os
 import re
+import struct
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
+import msgspec
+import xxhash
+
+from flowkv.core.clock import Clock
+from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.keys import KEY_BYTES
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.core.sizes import without_secrets
-from flowkv.tiers.remote.backend import ABSENT, Listed
+from flowkv.tiers.base import UNBOUNDED, FrameInfo
+from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.frame import BadFrame, count_stripes
+from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteLimits
+from flowkv.tiers.remote.tier import Fact, RemoteTier
+
+# Small objects that say which frames there are, so that opening need not read every header.
+#
+# An object holds what one process stored in a while, a few hundred bytes a frame:
+#
+#     magic 8s | version u16 | 6 zeros | xxh3_128 of the rest | msgpack: [key, bytes, time, info],
+#     ...
+#
+# It is a hint and no more: a frame is used only after its own header was checked. So a catalog that
+# is damaged, foreign or out of date is skipped, or costs a miss.
+
+MAGIC, VERSION = b"FKVINDEX", 1
+MOST_BYTES = 16 << 20
+MOST_FRAMES = 1 << 12
+_HEAD = struct.Struct("<8sH6x16s")
+
+
+class CatalogLine(msgspec.Struct, frozen=True, array_like=True):
+    """One frame.
+
+    Attributes:
+        key: 32 bytes.
+        n_bytes: Bytes it occupies.
+        stored_ns: When it was stored, in nanoseconds since 1970.
+        info: Its description.
+    """
+
+    key: bytes
+    n_bytes: int
+    stored_ns: int
+    info: FrameInfo
+
+
+_DECODER = msgspec.msgpack.Decoder(list[CatalogLine])
+
+
+def encode_catalog(facts: Iterable[tuple[bytes, Fact]]) -> bytes:
+    """A catalog of these frames; those without a description are left out."""
+    lines = [
+        CatalogLine(key, fact.n_bytes, fact.stored_ns, fact.info)
+        for key, fact in facts
+        if fact.info is not None
+    ]
+    body = msgspec.msgpack.encode(lines)
+    return _HEAD.pack(MAGIC, VERSION, xxhash.xxh3_128_digest(body)) + body
+
+
+def decode_catalog(data: bytes | bytearray | memoryview) -> list[tuple[bytes, Fact]]:
+    """What a catalog says; nothing if it is none, or damaged."""
+    view = memoryview(data).cast("B")
+    if len(view) < _HEAD.size:
+        return []
+    magic, version, digest = _HEAD.unpack_from(view)
+    body = view[_HEAD.size :]
+    if (magic, version, digest) != (MAGIC, VERSION, xxhash.xxh3_128_digest(body)):
+        return []
+    try:
+        lines = _DECODER.decode(body)
+    except msgspec.MsgspecError:
+        return []
+    names: dict[bytes, bytes] = {}  # most frames name the same namespace, tenant and layout
+    return [
+        (line.key, Fact(line.n_bytes, _interned(line.info, names), line.stored_ns))
+        for line in lines
+        if _sound(line)
+    ]
+
+
+def _interned(info: FrameInfo, names: dict[bytes, bytes]) -> FrameInfo:
+    return info._replace(
+        layout=names.setdefault(info.layout, info.layout),
+        namespace=names.setdefault(info.namespace, info.namespace),
+        tenant=names.setdefault(info.tenant, info.tenant),
+    )
+
+
+def _sound(line: CatalogLine) -> bool:
+    if len(line.key) != KEY_BYTES or not 0 < line.n_bytes < 1 << 62 or line.stored_ns < 0:
+        return False
+    try:
+        count_stripes(line.key, line.info, max(1, line.info.stripe_bytes))
+    except BadFrame:
+        return False
+    return True
+
 
 FRAMES, INDEX = "frames", "index"
 CONNECT_S = 2.0
@@ -295,3 +391,104 @@ def _span(seconds: float) -> timedelta:
 
 def _first_line(error: Exception) -> str:
     return without_secrets(str(error).partition("\n")[0])[:200]
+
+
+# `ObjectTier`: frames in an object store, and the catalogs that make opening it cheap.
+
+FLUSH_FRAMES, FLUSH_S = 512, 5.0
+MOST_CATALOGS = 16
+
+
+class ObjectTier(RemoteTier):
+    """Frames in S3, GCS, Azure or a directory.
+
+    Opening costs one request per thousand frames for their names and one per few thousand for what
+    they are. What others store is noticed every `RemoteLimits.every_s` seconds, by their catalogs.
+
+    Args:
+        uri: "s3://bucket/prefix", "gs://bucket/prefix", "az://container/prefix",
+            "file:///directory" or "memory:///".
+        capacity_bytes: Most bytes of frames that this process knows of there.
+        name: Shown in statistics; default the address.
+        envelope: How frames are wrapped and checked; default xxh3 and nothing else.
+        clock: Source of time.
+        limits: How much it may do, and how long it may take.
+        options: Settings of obstore's store, such as `endpoint`; they go before the environment.
+
+    Raises:
+        ConfigError: The address or the capacity is wrong.
+        MissingDependencyError: obstore is not installed.
+        StoreError: The store refuses us.
+    """
+
+    backend: ObjectBackend
+
+    def __init__(
+        self,
+        uri: str,
+        capacity_bytes: int = UNBOUNDED,
+        *,
+        name: str = "",
+        envelope: Envelope | None = None,
+        clock: Clock | None = None,
+        limits: RemoteLimits | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self._seen: set[str] = set()  # catalogs
+        self._old: list[str] = []  # those to be merged
+        self._written_s = time.monotonic()
+        super().__init__(
+            ObjectBackend(uri, options),
+            capacity_bytes,
+            name=name,
+            envelope=envelope,
+            clock=clock,
+            limits=limits,
+        )
+
+    def recall(self) -> dict[bytes, Fact]:
+        """What the catalogs say."""
+        self.known.fresh = []
+        facts = dict(self._news())
+        if len(self._seen) > MOST_CATALOGS:
+            self._old = sorted(self._seen)
+        return facts
+
+    def refresh(self) -> None:
+        """Reads catalogs that were not there before."""
+        self.known.learn(self._news())
+
+    def flush(self) -> None:
+        """Writes a catalog of what was stored since the last one, if it is much, or long ago."""
+        fresh = self.known.fresh or []
+        due = time.monotonic() - self._written_s >= FLUSH_S or not self._open
+        if self._old:
+            self._merge()
+        elif len(fresh) >= FLUSH_FRAMES or (fresh and due):
+            facts = fresh[:MOST_FRAMES]
+            self._write(facts)
+            del fresh[: len(facts)]
+
+    def _news(self) -> Iterator[tuple[bytes, Fact]]:
+        """What catalogs say that were not read yet."""
+        for name, n_bytes, _ in self.backend.list_catalogs(self.limits.call_s):
+            if name not in self._seen and n_bytes <= MOST_BYTES:
+                data = self.backend.get_catalog(name, n_bytes, self.limits.call_s)
+                self._seen.add(name)
+                yield from decode_catalog(data)
+
+    def _write(self, facts: Sequence[tuple[bytes, Fact]]) -> None:
+        there = [(key, fact) for key, fact in facts if self.known.get(key) is not None]
+        name = f"{time.time_ns():020d}-{os.urandom(8).hex()}"
+        self._written_s = time.monotonic()
+        if there:
+            self.backend.put_catalog(name, encode_catalog(there), self.limits.call_s)
+            self._seen.add(name)
+
+    def _merge(self) -> None:
+        """Replaces many catalogs, or such as speak of deleted frames, by few."""
+        facts = [(key, fact) for key, fact in self.known.facts() if fact.info is not None]
+        for at in range(0, len(facts), MOST_FRAMES):
+            self._write(facts[at : at + MOST_FRAMES])
+        self.backend.delete_catalogs(self._old, self.limits.call_s)
+        self._old = []

@@ -8,26 +8,942 @@ thread that lists, deletes and looks after the index behind everybody's back.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import random
 import threading
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from enum import Enum
 from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
+from flowkv.core import compiling
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.tiers.base import UNBOUNDED, Completion, Entry, Load, Store
+from flowkv.core.layout import GRANULE_BYTES
+from flowkv.tiers.base import UNBOUNDED, Completion, Entry, FrameInfo, Load, Outcome, Store
 from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.remote.aside import Aside, Event
-from flowkv.tiers.remote.backend import Backend
-from flowkv.tiers.remote.guard import Rates, State, attempt
-from flowkv.tiers.remote.known import MOST_KNOWN, Fact, Known
-from flowkv.tiers.remote.limits import Limits
-from flowkv.tiers.remote.lookup import Lookup
-from flowkv.tiers.remote.transfer import Transfer
-from flowkv.tiers.worker import Patience, Workers
+from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
+from flowkv.tiers.remote.backend import ABSENT, Backend, Lender, RemoteLimits
+from flowkv.tiers.worker import Item, Patience, ThreadMemory, Workers
 
-__all__ = ["Limits", "RemoteTier"]
+__all__ = ["RemoteLimits", "RemoteTier"]
+
+
+# What a tier knows of a store that others write to as well.
+
+MOST_KNOWN = 1 << 20
+
+
+class Fact(NamedTuple):
+    """What is known of one frame.
+
+    Attributes:
+        n_bytes: Bytes it occupies; 0 while unknown.
+        info: Its description; None until its header was seen.
+        stored_ns: When it was stored, in nanoseconds since 1970; 0 while unknown.
+    """
+
+    n_bytes: int = 0
+    info: FrameInfo | None = None
+    stored_ns: int = 0
+
+    def completed(self, other: Fact) -> Fact:
+        """This, and what only the other knows."""
+        return Fact(
+            self.n_bytes or other.n_bytes,
+            self.info or other.info,
+            self.stored_ns or other.stored_ns,
+        )
+
+
+class Known:
+    """Keys that are believed to be in the store, and those that must not be believed. Thread-safe.
+
+    A key is *shunned* after its frame was found damaged, and *condemned* as well from a deletion on
+    until the engine confirmed it: no listing brings it back, only a store of this process does. A
+    frame on its way is *flying*; if its key is condemned meanwhile, it is deleted when it landed.
+
+    Args:
+        most: Frames known at a time; beyond it those known longest are forgotten, and found again
+            when they are asked for.
+
+    Attributes:
+        fresh: Facts of frames that landed, or whose header was read, for whoever takes them out
+            again; None to keep none.
+    """
+
+    def __init__(self, most: int = MOST_KNOWN) -> None:
+        self._most, self._changed = most, threading.Condition()
+        self._facts: dict[bytes, Fact] = {}
+        self._shunned: set[bytes] = set()
+        self._condemned: set[bytes] = set()
+        self._deleting: set[bytes] = set()
+        self._flying: dict[bytes, bool] = {}
+        self._used_bytes = self._reserved_bytes = 0
+        self.fresh: list[tuple[bytes, Fact]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def used_bytes(self) -> int:
+        """Bytes of all known frames."""
+        return self._used_bytes
+
+    def get(self, key: bytes) -> Fact | None:
+        """What is known of a key."""
+        return self._facts.get(key)
+
+    def is_shunned(self, key: bytes) -> bool:
+        """Whether a frame of that key must not be used, even if the store has one."""
+        return key in self._shunned
+
+    def facts(self) -> list[tuple[bytes, Fact]]:
+        """Everything, oldest store first."""
+        with self._changed:
+            found = list(self._facts.items())
+        return sorted(found, key=lambda pair: pair[1].stored_ns)
+
+    def learn(self, facts: Iterable[tuple[bytes, Fact]]) -> None:
+        """Frames that others know of; what is known already is completed, never contradicted."""
+        with self._changed:
+            for key, fact in facts:
+                if key not in self._shunned:
+                    mine = self._facts.get(key, Fact())
+                    self._put(key, mine.completed(fact))
+
+    def see(self, key: bytes, fact: Fact) -> None:
+        """A frame whose header was read just now."""
+        with self._changed:
+            mine = self._facts.get(key, Fact())
+            self.learn([(key, fact)])
+            if mine.info is None and key in self._facts:
+                self._note(key)
+
+    def drop(self, key: bytes, was: Fact | None, *, shun: bool = False) -> None:
+        """Forgets a key of which the engine said something bad.
+
+        Args:
+            key: The key.
+            was: What was known when the engine was asked; if it is something else by now, a store
+                came in between, and nothing is forgotten.
+            shun: Not to be believed any more either.
+        """
+        with self._changed:
+            now = self._facts.get(key)
+            if (now.stored_ns if now else 0) == (was.stored_ns if was else 0):
+                self._drop(key)
+                if shun:
+                    self._shunned.add(key)
+
+    # ---- stores
+
+    def reserve(self, n_bytes: int, capacity_bytes: int) -> bool:
+        """Takes room for a frame on its way, if there is some."""
+        with self._changed:
+            if self._used_bytes + self._reserved_bytes + n_bytes > capacity_bytes:
+                return False
+            self._reserved_bytes += n_bytes
+            return True
+
+    def release(self, n_bytes: int) -> None:
+        """Gives back what `reserve` took."""
+        with self._changed:
+            self._reserved_bytes -= n_bytes
+
+    def begin(self, key: bytes, timeout_s: float) -> bool:
+        """A frame is about to fly; False if one of that key is being deleted for so long."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: key not in self._deleting, max(0.0, timeout_s)):
+                return False
+            self._flying[key] = False
+            return True
+
+    def land(self, key: bytes, fact: Fact | None) -> None:
+        """The frame arrived, or None: nobody knows."""
+        with self._changed:
+            unwanted = self._flying.pop(key, False)
+            if fact is not None and not unwanted:
+                self._condemned.discard(key)
+                self._shunned.discard(key)
+                self._put(key, fact)
+                self._note(key)
+            self._changed.notify_all()
+
+    # ---- deletions
+
+    def condemn(self, keys: Iterable[bytes]) -> int:
+        """These frames are to be deleted; returns how many were known."""
+        with self._changed:
+            keys = list(keys)
+            self._condemned.update(keys)
+            for key in keys:
+                if key in self._flying:
+                    self._flying[key] = True
+            self._shunned.update(keys)
+            return sum(self._drop(key) for key in keys)
+
+    def take_condemned(self, most: int) -> list[bytes]:
+        """Keys to delete now, none of them flying; `acquit` or `keep_condemned` must follow."""
+        with self._changed:
+            keys = [key for key in self._condemned if key not in self._flying][:most]
+            self._deletes(keys)
+            return keys
+
+    def seize(self, keys: Collection[bytes], timeout_s: float) -> bool:
+        """Takes keys to delete now, as soon as nothing flies or is being deleted under them.
+
+        What landed since they were condemned is condemned with them: it is going to be deleted, and
+        would be known all the same. `acquit` or `keep_condemned` must follow.
+
+        Returns:
+            False if it takes longer than that.
+        """
+        names = set(keys)
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: not names & self._deleting and names.isdisjoint(self._flying),
+                max(0.0, timeout_s),
+            ):
+                return False
+            self.condemn(names)  # what landed since they were condemned first
+            self._deletes(names)
+            return True
+
+    def _deletes(self, keys: Collection[bytes]) -> None:
+        self._condemned.difference_update(keys)
+        self._deleting.update(keys)
+
+    def acquit(self, keys: Iterable[bytes]) -> None:
+        """The engine confirmed that they are gone."""
+        with self._changed:
+            self._deleting.difference_update(keys)
+            self._shunned.difference_update(key for key in keys if key not in self._condemned)
+            self._changed.notify_all()
+
+    def keep_condemned(self, keys: Iterable[bytes]) -> None:
+        """They could not be deleted: another time."""
+        with self._changed:
+            self._deleting.difference_update(keys)
+            self._condemned.update(keys)
+            self._changed.notify_all()
+
+    def condemned(self) -> int:
+        """Number of deletions that are not confirmed."""
+        return len(self._condemned) + len(self._deleting)
+
+    def _drop(self, key: bytes) -> bool:
+        fact = self._facts.pop(key, None)
+        if fact is not None:
+            self._used_bytes -= fact.n_bytes
+        return fact is not None
+
+    def _note(self, key: bytes) -> None:
+        if self.fresh is not None:
+            self.fresh.append((key, self._facts[key]))
+
+    def _put(self, key: bytes, fact: Fact) -> None:
+        before = self._facts.get(key)
+        if before is None and len(self._facts) >= self._most:
+            self._drop(next(iter(self._facts)))
+        self._used_bytes += fact.n_bytes - (before.n_bytes if before else 0)
+        self._facts[key] = fact
+
+
+# Calls that may hang, made on a thread of their own, and waited for no longer than agreed.
+
+Result = TypeVar("Result")
+
+
+class Aside:
+    """Runs calls on threads of their own; few may hang at a time, further ones are refused.
+
+    Args:
+        name: Of the threads.
+        most: Calls that may be under way, those that nobody waits for any more among them.
+    """
+
+    def __init__(self, name: str, most: int = 4) -> None:
+        self._name, self._free = name, threading.Semaphore(most)
+
+    def call(self, work: Callable[[], Result], timeout_s: float) -> Result:
+        """The result of `work`.
+
+        Raises:
+            TimeoutError: It takes longer, or too many calls hang.
+            OSError: As `work` does.
+        """
+        if not self._free.acquire(blocking=False):
+            raise TimeoutError("earlier calls to the engine still hang")
+        task = _Task(work, self._free)
+        threading.Thread(target=task.run, name=f"flowkv {self._name}", daemon=True).start()
+        return task.result(timeout_s)
+
+
+class _Task(Generic[Result]):
+    def __init__(self, work: Callable[[], Result], free: threading.Semaphore) -> None:
+        self._work, self._free, self._ended = work, free, threading.Event()
+        self._result: list[Result] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._result.append(self._work())
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        finally:
+            self._free.release()
+            self._ended.set()
+
+    def result(self, timeout_s: float) -> Result:
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"the engine did not answer within {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+
+class OneShot:
+    """Something that happens once, and its end; `wait` is that of `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self.error: OSError | None = None
+        self.wait = self._ended.wait
+
+    def run(self, work: Callable[[], None]) -> bool:
+        """Does it; whether it worked. What went wrong is then `error`."""
+        try:
+            work()
+        except OSError as error:
+            self.error = error
+        finally:
+            self._ended.set()
+        return self.error is None
+
+
+# Asks an engine about keys that are not known, for as long as a look-up may take.
+
+ASK_S = 0.045
+"""Longest wait for the engine; a `Tier.contains` has 50 ms."""
+
+ABSENT_S = 1.0
+"""How long a key that the engine did not have, or an engine that was silent, is not asked again."""
+
+MOST_ABSENT = 1 << 14
+
+
+class Lookup:
+    """Learns which of some keys are there, in one bounded call.
+
+    Args:
+        backend: The engine; it says how many names it looks up quickly.
+        known: What is known already, and learns.
+        clock: Source of time.
+        aside: Where calls may hang.
+    """
+
+    def __init__(self, backend: Backend, known: Known, clock: Clock, aside: Aside) -> None:
+        self._backend, self._known, self._clock, self._aside = backend, known, clock, aside
+        self._absent: dict[bytes, int] = {}
+        self._quiet_until_ns = 0
+
+    def ask(self, keys: Sequence[bytes]) -> None:
+        """Asks for the first of these keys that were not asked for lately."""
+        now_ns = self._clock.now_ns()
+        if now_ns < self._quiet_until_ns:
+            return
+        long_ago = now_ns - round(ABSENT_S * 1e9)
+        fresh = (key for key in keys if self._absent.get(key, long_ago) <= long_ago)
+        asked = [key for key in fresh if not self._known.is_shunned(key)][: self._backend.asks]
+        if not asked:
+            return
+        names = [key.hex() for key in asked]
+        try:
+            there = self._aside.call(lambda: self._backend.exists(names, ASK_S), ASK_S)
+        except OSError:
+            self._quiet_until_ns = now_ns + round(ABSENT_S * 1e9)
+            return
+        answered = list(zip(asked, there, strict=True))
+        self._known.learn((key, Fact()) for key, found in answered if found)
+        if len(self._absent) > MOST_ABSENT:
+            self._absent.clear()
+        self._absent.update((key, now_ns) for key, found in answered if not found)
+
+
+# What stands between FlowKV and an engine that may be slow, flapping, hung or gone.
+#
+# A `Breaker` leaves an engine alone that failed too often; `attempt` retries, with jitter, inside
+# the one deadline of an operation and never beyond; `OperationRates` learns how fast the engine
+# is, for those who plan loads and choose deadlines.
+
+FAILURES = 3
+"""Consecutive failures that open a breaker."""
+
+ANSWERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Failures of an engine that works: it has no room, for anything or for something so large."""
+
+GRACE_S = 0.05
+"""Least deadline that `OperationRates` proposes."""
+
+
+class BreakerState(Enum):
+    """What a breaker lets through: everything, nothing, or one operation that finds out."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class Pass:
+    """Leave to use the engine once; its first report counts, and only the first."""
+
+    __slots__ = ("_breaker", "_epoch", "_open")
+
+    def __init__(self, breaker: Breaker, epoch: int) -> None:
+        self._breaker, self._epoch, self._open = breaker, epoch, True
+
+    def report(self, well: bool | None) -> bool:
+        """Says how it went (None: nothing can be said); whether this opened the breaker."""
+        return self._breaker._report(self, well)
+
+
+class Breaker:
+    """Counts consecutive failures; open, it refuses until a pause is over, then tries one probe.
+
+    Each failed probe doubles the pause; a probe that succeeds closes the breaker. Reports of
+    operations that began before the breaker opened say nothing about now and are ignored.
+
+    Args:
+        clock: Source of time.
+        failures: Consecutive failures that open it.
+        pause_s: First pause.
+        most_pause_s: Longest pause.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        failures: int = FAILURES,
+        pause_s: float = 0.5,
+        most_pause_s: float = 15.0,
+    ) -> None:
+        self._clock, self._most_failures = clock, failures
+        self._first_pause_s, self._most_pause_s = pause_s, most_pause_s
+        self._lock = threading.Lock()
+        self._failures, self._epoch, self._pause_s = 0, 0, pause_s
+        self._opened_ns: int | None = None
+        self._probe: Pass | None = None
+        self.trips = 0
+
+    @property
+    def state(self) -> BreakerState:
+        """What it lets through now."""
+        with self._lock:
+            return self._state()
+
+    def enter(self) -> Pass | None:
+        """Leave to use the engine, or None. Who gets it must report."""
+        with self._lock:
+            state = self._state()
+            if state is BreakerState.OPEN:
+                return None
+            leave = Pass(self, self._epoch)
+            if state is BreakerState.HALF_OPEN:
+                self._probe = leave
+            return leave
+
+    def ready(self) -> bool:
+        """Whether `enter` would give leave now."""
+        return self.state is not BreakerState.OPEN
+
+    def _state(self) -> BreakerState:
+        if self._opened_ns is None:
+            return BreakerState.CLOSED
+        waited_s = (self._clock.now_ns() - self._opened_ns) / 1e9
+        if waited_s < self._pause_s or self._probe is not None:
+            return BreakerState.OPEN
+        return BreakerState.HALF_OPEN
+
+    def _report(self, leave: Pass, well: bool | None) -> bool:
+        with self._lock:
+            if not leave._open:
+                return False
+            leave._open = False
+            if leave is self._probe:
+                self._probe = None
+                if well:
+                    self._opened_ns, self._failures = None, 0
+                    self._pause_s = self._first_pause_s
+                elif well is False:
+                    self._pause_s = min(2 * self._pause_s, self._most_pause_s)
+                    self._opened_ns = self._clock.now_ns()
+                return False
+            if leave._epoch != self._epoch or well is None:
+                return False
+            self._failures = 0 if well else self._failures + 1
+            if self._failures < self._most_failures:
+                return False
+            self._epoch += 1
+            self.trips += 1
+            self._opened_ns = self._clock.now_ns()
+            return True
+
+
+def attempt(
+    call: Callable[[float], Result],
+    left_s: Callable[[], float],
+    *,
+    tries: int = 4,
+    pause_s: float = 0.01,
+    jitter: random.Random | None = None,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Result:
+    """Calls until it works, with growing random pauses; never starts again without time left.
+
+    Args:
+        call: Gets the seconds it may take. `PermissionError` and `ANSWERS` are final, like all but
+            `OSError`.
+        left_s: Seconds left of the operation's deadline.
+        tries: Most calls.
+        pause_s: Longest pause before the second call; doubled for each further one.
+        jitter: Source of the pauses' lengths.
+        sleep: Waits.
+
+    Raises:
+        OSError: The last failure; `TimeoutError` if there was no time for a call.
+    """
+    draw = (jitter or random).random
+    for number in range(tries):
+        if (left := left_s()) <= 0:
+            raise TimeoutError("the deadline passed before the engine was asked")
+        try:
+            return call(left)
+        except PermissionError:
+            raise
+        except OSError as error:
+            wait_s = draw() * pause_s * 2**number
+            if number + 1 == tries or error.errno in ANSWERS or wait_s >= left_s():
+                raise
+            sleep(wait_s)
+    raise AssertionError("unreachable")  # pragma: no cover
+
+
+class OperationRates:
+    """Latency and bandwidth of single operations, learnt online.
+
+    Operations of n bytes are taken to last `latency + n / bandwidth` seconds. Small ones teach the
+    latency and large ones, less the latency, the bandwidth: both as moving averages in which the
+    last few dozen operations count.
+
+    Args:
+        latency_s: Assumed before anything was seen.
+        bandwidth_bytes_per_s: Assumed before anything was seen.
+    """
+
+    SMALL_BYTES = 16 << 10
+
+    def __init__(self, *, latency_s: float = 0.005, bandwidth_bytes_per_s: float = 100e6) -> None:
+        self._lock = threading.Lock()
+        self._latency_s, self._s_per_byte = latency_s, 1 / bandwidth_bytes_per_s
+        self._latencies, self._bandwidths = 0, 0
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of an operation without bytes."""
+        return self._latency_s
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Bytes per second of a single large operation, while others may be under way."""
+        return 1 / self._s_per_byte
+
+    def note(self, n_bytes: int, seconds: float) -> None:
+        """One operation that worked."""
+        with self._lock:
+            if n_bytes <= self.SMALL_BYTES:
+                self._latencies += 1
+                self._latency_s += (seconds - self._latency_s) * _weight(self._latencies)
+            else:
+                moving_s = max(seconds - self._latency_s, seconds / 8)
+                self._bandwidths += 1
+                change = moving_s / n_bytes - self._s_per_byte
+                self._s_per_byte = max(1e-12, self._s_per_byte + change * _weight(self._bandwidths))
+
+    def expected_s(self, n_bytes: int) -> float:
+        """How long an operation of so many bytes will take."""
+        return self._latency_s + n_bytes * self._s_per_byte
+
+    def deadline_s(self, n_bytes: int) -> float:
+        """A deadline for it that a healthy engine meets: grace, and twice what is expected."""
+        return GRACE_S + 2 * self.expected_s(n_bytes)
+
+
+def _weight(seen: int) -> float:
+    return max(1 / seen, 1 / 16)
+
+
+# One frame to or from an engine: within its deadline, past the breaker, checked, counted.
+
+DAMAGED = ("digest", "key", "foreign", "truncated")
+MOST_HEADS = 1 << 14
+LEAST_BLAMED_S = 0.02
+"""An engine that was given less time than this is not blamed for needing more."""
+TRIES = 4
+
+
+class HeaderCache:
+    """The headers that were read or written last, so that ranges of their frames can be read."""
+
+    def __init__(self, most: int = MOST_HEADS) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._heads: OrderedDict[bytes, Header] = OrderedDict()
+
+    def get(self, key: bytes) -> Header | None:
+        """The header of a frame, if it is here."""
+        with self._lock:
+            if key in self._heads:
+                self._heads.move_to_end(key)
+            return self._heads.get(key)
+
+    def add(self, header: Header) -> None:
+        """Keeps a checked header."""
+        with self._lock:
+            self._heads[header.key] = header
+            if len(self._heads) > self._most:
+                self._heads.popitem(last=False)
+
+    def drop(self, key: bytes) -> None:
+        """Forgets the header of a frame."""
+        with self._lock:
+            self._heads.pop(key, None)
+
+
+class Transfer:
+    """Loads and stores of one tier, as its threads do them.
+
+    Args:
+        backend: The engine.
+        envelope: How frames are wrapped and checked.
+        clock: Source of time.
+        undo: Deletes the frame of a store that was answered before it was done.
+        capacity_bytes: Most bytes of frames.
+        limits: How much may hang, and how long a failing engine is left alone.
+
+    Attributes:
+        known: What is believed to be there.
+        heads: Headers seen lately.
+        breaker: Leaves a failing engine alone.
+        reading: How fast it reads.
+        writing: How fast it writes.
+        corrupt: Frames found damaged so far.
+        workers: The threads; set by the tier.
+    """
+
+    workers: Workers
+
+    def __init__(
+        self,
+        backend: Backend,
+        envelope: Envelope,
+        clock: Clock,
+        *,
+        undo: Callable[[bytes], None],
+        capacity_bytes: int,
+        limits: RemoteLimits,
+    ) -> None:
+        self.backend, self._envelope, self._clock = backend, envelope, clock
+        self._undo = undo
+        self._capacity_bytes, self._retired_bytes = capacity_bytes, limits.retired_bytes
+        self.known, self.heads = Known(), HeaderCache()
+        self.breaker = Breaker(clock, pause_s=limits.pause_s)
+        self.reading, self.writing, self.corrupt = OperationRates(), OperationRates(), 0
+        self._lender = backend if isinstance(backend, Lender) else None
+        self._begun: dict[Item, tuple[Pass, int]] = {}
+
+    def load(self, item: Item, staging: ThreadMemory) -> None:
+        """Reads, checks, and copies to the target last."""
+        wish, key = item.wish, item.key
+        assert isinstance(wish, Load)
+        if self.known.is_shunned(key):
+            self.workers.answer(item, Outcome.MISS)
+            return
+        was = self.known.get(key)
+        part = bool(wish.first or wish.stripes)
+        for remembered in (part and self.heads.get(key) is not None, False):
+            try:
+                self._guarded(item, lambda: self._load(item, wish, staging, was))
+            except BadFrame as error:
+                self.heads.drop(key)
+                if remembered and error.reason in DAMAGED:
+                    self.workers.let_go(item)  # others may have replaced it since: read both anew
+                    continue
+                if error.reason in DAMAGED:
+                    self.corrupt += 1
+                    self.known.drop(key, was, shun=True)
+                self.workers.answer(item, Outcome.MISS, error.reason)
+            return
+
+    def store(self, items: list[Item]) -> None:
+        """Copies the body, then writes the frame, unless it is known to be there."""
+        for item in items:
+            try:
+                self._store(item)
+            except BadFrame as error:  # before anything was written
+                self.workers.answer(item, Outcome.FAILED, error.reason)
+
+    def late(self, item: Item) -> None:
+        """Blames the engine for an item that it has not finished in time, if it had the time."""
+        begun = self._begun.get(item)
+        if begun is not None:
+            self._report(begun[0], self._blames(item, None))
+
+    def ready(self) -> bool:
+        """Whether the engine may be called: it works, or it is time to try, and memory is left."""
+        overdue = self.workers.overdue and self.workers.retired_bytes > self._retired_bytes
+        return not overdue and self.breaker.ready()
+
+    def header(
+        self, key: bytes, staging: ThreadMemory, left_s: Callable[[], float]
+    ) -> Header | None:
+        """The header of a frame, from memory or the engine; None where there is no such frame.
+
+        Raises:
+            BadFrame: It is damaged.
+            OSError: The engine failed.
+        """
+        if (head := self.heads.get(key)) is not None:
+            return head
+        was = self.known.get(key)
+        page = self._get(key, 0, GRANULE_BYTES, staging, left_s)
+        if page is not None and (size := peek_header_bytes(page)) > len(page):
+            page = self._get(key, 0, size, staging, left_s)
+        if page is None:
+            self.known.drop(key, was)
+            return None
+        return self._seen(self._envelope.head(page, key))
+
+    def describe(self, missing: Iterable[tuple[bytes, Fact]], limit_s: float) -> None:
+        """Reads the headers of frames of which only the name is known.
+
+        Raises:
+            OSError: The engine failed.
+        """
+        staging, end_ns = ThreadMemory(), self._clock.now_ns() + round(limit_s * 1e9)
+        for key, fact in missing:
+            try:
+                self.header(key, staging, lambda: (end_ns - self._clock.now_ns()) / 1e9)
+            except BadFrame:
+                self.known.drop(key, fact, shun=True)
+
+    def _load(self, item: Item, wish: Load, staging: ThreadMemory, was: Fact | None) -> None:
+        left_s = partial(self._left_s, item)
+        if wish.first or wish.stripes:
+            head = self.header(item.key, staging, left_s)
+            if head is None:
+                return self._absent(item, was)
+            stripes = _suits(wish, head)
+            if item.n_bytes < len(stripes) * head.info.stripe_bytes:  # before memory is found
+                self.workers.answer(item, Outcome.FAILED, "target")
+                return None
+            offset, n_bytes = self._envelope.place(head, stripes.start, len(stripes))
+            stored = self._get(item.key, offset, n_bytes, staging, left_s)
+        else:  # in one call, header included: what was read belongs together
+            stored = self._get(item.key, 0, self._most_bytes(item), staging, left_s)
+            if stored is None:
+                return self._absent(item, was)
+            head = self._seen(self._envelope.head(stored, item.key))
+            stripes = _suits(wish, head)
+            stored = stored[self._envelope.place(head, 0, len(stripes))[0] :]
+        if stored is None:
+            return self._absent(item, was)
+        n_bytes = len(stripes) * head.info.stripe_bytes
+        if item.readonly or item.n_bytes < n_bytes:
+            self.workers.answer(item, Outcome.FAILED, "target")
+        elif (target := self.workers.claim(item)) is not None:
+            self._envelope.open(head, stored, target, stripes.start, len(stripes))
+            self.workers.answer(item, Outcome.HIT, "", head.info, n_bytes)
+
+    def _seen(self, head: Header) -> Header:
+        offset, n_bytes = self._envelope.place(head, 0, head.stripes)
+        self.known.see(head.key, Fact(offset + n_bytes, head.info))
+        self.heads.add(head)
+        return head
+
+    def _most_bytes(self, item: Item) -> int:
+        """Bytes that a frame has at most whose body fits into the target."""
+        most, fact = self._envelope.most_bytes(max(1, item.n_bytes)), self.known.get(item.key)
+        return min(most, max(GRANULE_BYTES, fact.n_bytes)) if fact and fact.n_bytes else most
+
+    def _absent(self, item: Item, was: Fact | None) -> None:
+        self.known.drop(item.key, was)
+        self.heads.drop(item.key)
+        self.workers.answer(item, Outcome.MISS)
+
+    def _store(self, item: Item) -> None:
+        wish, hand = item.wish, item.hand
+        assert isinstance(wish, Store) and hand is not None
+        count_stripes(item.key, wish.info, item.n_bytes)
+        if self.known.get(item.key) is not None:
+            self.workers.answer(item, Outcome.STORED)
+            return
+        sealed = self._seal(item, wish.info, hand.staging)
+        if sealed is None:
+            return
+        data, header = sealed
+        if not self.known.reserve(len(data), self._capacity_bytes):
+            self.workers.answer(item, Outcome.FAILED, "full")
+            return
+        fact, in_time = None, False
+        try:
+            if not self.known.begin(item.key, self._left_s(item)):
+                raise BadFrame("deadline", "an earlier frame of that key is still being deleted")
+            try:
+                if self._guarded(item, lambda: self._put(item, data)):
+                    fact = Fact(len(data), header.info, time.time_ns())
+                in_time = self.workers.claim(item) is not None
+            finally:
+                self.known.land(item.key, fact if in_time else None)
+        finally:
+            self.known.release(len(data))
+        if fact is not None and in_time:
+            self.heads.add(header)
+            self.workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
+        elif fact is not None:  # it was said to have failed, so it must not be found
+            self._undo(item.key)
+
+    def _seal(
+        self, item: Item, info: FrameInfo, staging: ThreadMemory
+    ) -> tuple[memoryview, Header] | None:
+        """The frame in staging memory; None if the item was answered."""
+        n_bytes = item.n_bytes
+        most = self._envelope.most_bytes(n_bytes)
+        start = most - n_bytes  # of the body, behind the largest header
+        memory = staging(start + n_bytes + (0 if self._envelope.plain else most))
+        copy = memory[start : start + n_bytes]
+        with self.workers.body(item) as body:
+            if body is None:
+                return None
+            copy[:] = body
+        sealed = self._envelope.seal(item.key, info, copy)
+        if self._envelope.plain:
+            begin = start - len(sealed.header)
+            memory[begin:start] = sealed.header
+            return memory[begin : start + n_bytes], sealed.head
+        begin = at = start + n_bytes
+        for part in (sealed.header, *sealed.parts):
+            view = memoryview(part).cast("B")
+            memory[at : at + len(view)] = view
+            at += len(view)
+        return memory[begin:at], sealed.head
+
+    def _put(self, item: Item, data: memoryview) -> None:
+        def call(timeout_s: float) -> None:
+            begun = self._clock.now_ns(), compiling.spent_ns()
+            self.backend.put(item.key.hex(), data, timeout_s)
+            self._learn(self.writing, len(data), begun, timeout_s)
+
+        attempt(call, partial(self._left_s, item), tries=self._tries())
+
+    def _get(
+        self,
+        key: bytes,
+        offset: int,
+        n_bytes: int,
+        staging: ThreadMemory,
+        left_s: Callable[[], float],
+    ) -> memoryview | None:
+        def call(timeout_s: float) -> memoryview | None:
+            begun = self._clock.now_ns(), compiling.spent_ns()
+            if self._lender is not None and n_bytes < self._lender.lends:
+                found = self._lender.lend(key.hex(), offset, n_bytes, timeout_s)
+            else:
+                into = staging(n_bytes)
+                count = self.backend.get(key.hex(), offset, into, timeout_s)
+                found = None if count == ABSENT else into[:count]
+            if found is not None:
+                self._learn(self.reading, len(found), begun, timeout_s)
+            return found
+
+        return attempt(call, left_s, tries=self._tries())
+
+    def _learn(
+        self, rates: OperationRates, n_bytes: int, begun: tuple[int, int], timeout_s: float
+    ) -> None:
+        took_s = (self._clock.now_ns() - begun[0]) / 1e9
+        # What hung, or ran beside a compiler, says nothing about how fast the engine is.
+        if took_s <= timeout_s and compiling.spent_ns() == begun[1]:
+            rates.note(n_bytes, took_s)
+
+    def _tries(self) -> int:
+        return TRIES if self.breaker.state is BreakerState.CLOSED else 1
+
+    def _left_s(self, item: Item) -> float:
+        return (item.deadline_ns - self._clock.now_ns()) / 1e9
+
+    def _guarded(self, item: Item, work: Callable[[], None]) -> bool:
+        """Whether the engine did what it was asked; if not, the item is answered."""
+        leave = self.breaker.enter() if self.ready() else None
+        if leave is None:
+            self.workers.answer(item, Outcome.FAILED, "breaker")
+            return False
+        self._begun[item] = leave, self._clock.now_ns()
+        well: bool | None = True
+        try:
+            work()
+        except OSError as error:
+            well = self._blames(item, error)
+            if item.hand is not None:  # a library may not be done with it
+                item.hand.staging.give_up()
+            self._report(leave, well)  # first: who has the answer finds the breaker as it is now
+            self.workers.answer(item, Outcome.FAILED, reason_of(error))
+            return False
+        except BadFrame:
+            raise  # not the engine's fault
+        except BaseException:
+            well = None
+            raise
+        finally:
+            self._report(leave, well)
+            self._begun.pop(item, None)  # then: until it is reported, `late` may report it
+        return True
+
+    def _blames(self, item: Item, error: OSError | None) -> bool | None:
+        """Whether the engine worked all the same; None if it had too little time to tell."""
+        if error is not None and error.errno in ANSWERS:
+            return True
+        begun = self._begun.get(item)
+        if isinstance(error, TimeoutError | None) and begun is not None:
+            rates = self.writing if item.stores else self.reading
+            took_s = (self._clock.now_ns() - begun[1]) / 1e9
+            enough_s = max(LEAST_BLAMED_S, rates.expected_s(item.n_bytes))
+            return False if took_s >= enough_s else None
+        return False
+
+    def _report(self, leave: Pass, well: bool | None) -> None:
+        if leave.report(well):
+            self.workers.fail_waiting("breaker")
+
+
+def reason_of(error: OSError) -> str:
+    """One word for what an engine raised."""
+    if isinstance(error, TimeoutError):
+        return "deadline"
+    code = error.errno
+    if isinstance(code, int) and code == errno.ENOSPC:
+        return "full"
+    return errno.errorcode.get(code, "") if isinstance(code, int) else type(error).__name__
+
+
+def _suits(wish: Load, head: Header) -> range:
+    """Numbers of the stripes wished for, if the frame is one that the reader accepts."""
+    accept(head, wish.key, wish.layout, wish.fidelity)
+    return span(head, wish.first, wish.stripes)
+
 
 DELETES = 1000
 LISTED = 1000
@@ -69,12 +985,12 @@ class RemoteTier:
         name: str = "",
         envelope: Envelope | None = None,
         clock: Clock | None = None,
-        limits: Limits | None = None,
+        limits: RemoteLimits | None = None,
     ) -> None:
         if capacity_bytes < 1:
             raise ConfigError(f"a remote tier of {capacity_bytes} bytes", "Give it a few pages")
         self.name, self.capacity_bytes = name or backend.name, capacity_bytes
-        self.backend, self.limits = backend, limits or Limits()
+        self.backend, self.limits = backend, limits or RemoteLimits()
         self.envelope, self._clock = envelope or Envelope(), clock or SystemClock()
         self._moves = Transfer(
             backend,
@@ -99,7 +1015,7 @@ class RemoteTier:
         )
         self._aside, self._pid, self._open = Aside(self.name), os.getpid(), True
         self._lookup = Lookup(backend, self.known, self._clock, self._aside)
-        self._closing, self._wake, self._listed = threading.Lock(), threading.Event(), Event()
+        self._closing, self._wake, self._listed = threading.Lock(), threading.Event(), OneShot()
         self._keeper = threading.Thread(target=self._keep, name=f"flowkv {self.name}", daemon=True)
         self._keeper.start()
         self._begin()
@@ -110,7 +1026,7 @@ class RemoteTier:
         return self._moves.corrupt
 
     @property
-    def state(self) -> State:
+    def state(self) -> BreakerState:
         """What the breaker lets through now."""
         return self._moves.breaker.state
 
@@ -120,12 +1036,12 @@ class RemoteTier:
         return self._moves.breaker.trips
 
     @property
-    def reading(self) -> Rates:
+    def reading(self) -> OperationRates:
         """How fast single loads are, for those who plan them or choose a deadline."""
         return self._moves.reading
 
     @property
-    def writing(self) -> Rates:
+    def writing(self) -> OperationRates:
         """How fast single stores are."""
         return self._moves.writing
 
@@ -288,7 +1204,7 @@ class RemoteTier:
         self.known.learn(facts)
 
     def refresh(self) -> None:
-        """Called every `Limits.every_s` seconds: looks at what others wrote, where that is cheap.
+        """Called every `every_s` seconds: looks at what others wrote, where that is cheap.
 
         Raises:
             OSError: The engine failed.

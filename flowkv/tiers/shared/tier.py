@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
 import logging
+import mmap
 import os
+import re
+import stat
+import struct
+import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from flowkv.core.clock import Clock, SystemClock
-from flowkv.core.errors import StoreError
+from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
 from flowkv.tiers.frame import (
@@ -34,10 +43,336 @@ from flowkv.tiers.frame import (
     verify,
     verify_stripe,
 )
-from flowkv.tiers.immediate import Immediate, failed, missed
-from flowkv.tiers.shared import changes, table
-from flowkv.tiers.shared.memory import Memory, file_name, plan
+from flowkv.tiers.host import Immediate, failed, missed
+from flowkv.tiers.shared import table
+from flowkv.tiers.shared import table as changes
 from flowkv.tiers.shared.table import GRANULE, USED, VERSION
+
+# The file in shared memory: found or made, checked, mapped, and freed of what the dead left.
+#
+#     superblock 4 KiB | claims | index | links | arena            (see `shared.table`)
+#
+# The file belongs to one user and nobody else may open it. It is never truncated: a file of another
+# format, or one that is damaged or contradicts itself, is set aside by making a new one under its
+# name. Who has a damaged one mapped sees that it is not `sound` any more, and opens the new one;
+# those of another version go on with theirs. Two locks, both given up by the kernel when their
+# holder dies: `flock` for changes, and one byte range for each open handle, its *seat*, which says
+# whether the writer of a claimed frame is still alive.
+
+MAGIC, FORMAT = b"FKVSHARE", 2
+LEAST_BYTES = 256 << 10
+GROW_BYTES = 16 << 20
+_ROWS, _SEATS, _SEAT_AT = 512, 4096, 1 << 60
+_COUNTERS_AT, _COUNTERS = 512, 64
+_FIXED = struct.Struct("<8sI4xQQQQ")  # magic, format, granules, slots, rows, bytes of the file
+_PAUSE_S = 0.005
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]
+
+
+class FileLayout(NamedTuple):
+    """How a file is divided."""
+
+    granules: int
+    slots: int
+    rows: int
+
+    @property
+    def index_at(self) -> int:
+        """Offset of the index."""
+        return GRANULE + 64 * self.rows
+
+    @property
+    def links_at(self) -> int:
+        """Offset of the links."""
+        return self.index_at + 64 * self.slots
+
+    @property
+    def arena_at(self) -> int:
+        """Offset of the arena."""
+        return -(-(self.links_at + 8 * self.granules) // GRANULE) * GRANULE
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.arena_at + GRANULE * self.granules
+
+
+def divided(granules: int) -> FileLayout:
+    """The plan of so many granules; a frame takes two at least."""
+    return FileLayout(granules, granules * 5 // 8 + 8, min(_ROWS, granules // 4))
+
+
+def plan(capacity_bytes: int) -> FileLayout:
+    """The largest plan that fits into a capacity.
+
+    Raises:
+        ConfigError: The capacity is too small.
+    """
+    if capacity_bytes < LEAST_BYTES:
+        raise ConfigError(
+            f"a shared host tier of {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES}"
+        )
+    granules = capacity_bytes // GRANULE
+    while (over := divided(granules).file_bytes - capacity_bytes) > 0:
+        granules -= -(-over // (GRANULE + 64))
+    return divided(granules)
+
+
+def file_name(name: str) -> str:
+    """The file's name: the tier's own if that is plain, else cleaned and told apart by a digest.
+
+    Raises:
+        ConfigError: The name is empty.
+    """
+    if not name:
+        raise ConfigError("a shared host tier has no name", 'Name it: "host:NAME:8GiB"')
+    if not _PLAIN.fullmatch(name):
+        digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16]
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:40].lstrip(".-") + "-" + digest
+    return f"flowkv-{os.getuid()}-{name}"
+
+
+class SharedFile:
+    """A shared file, mapped.
+
+    Args:
+        path: The file; made if it is not there.
+        wanted: How it is divided, if it is made.
+        patience_s: Longest wait for a process that has locked it.
+
+    Attributes:
+        path: Where it lies.
+        plan: How it is divided.
+        arrays: counters, index, links and claims.
+        arena: uint8: the granules.
+        seat: Number of this handle, from 1.
+        set_aside: Whether another file lay there that could not be used.
+        owed: Places in `claims`, with their rows, that this handle has still to give back.
+
+    Raises:
+        StoreError: The file is somebody else's, or cannot be made.
+    """
+
+    def __init__(self, path: Path, wanted: FileLayout, patience_s: float = 5.0) -> None:
+        self.path, self.set_aside, self.fd = path, False, -1
+        self.owed: list[tuple[int, NDArray[np.int64]]] = []
+        self._let_go: Callable[[], object] = lambda: None
+        try:
+            end_s = time.monotonic() + patience_s
+            while not self._open(wanted, end_s):
+                pass
+            self._map()
+            self.seat = self._sit()
+        except StoreError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise StoreError(
+                f"shared memory {path} cannot be used ({error.strerror})",
+                "Give the tier fewer bytes, another directory, or remove that file",
+            ) from error
+        os.register_at_fork(after_in_child=_Forget(self))
+
+    # ---- opening
+
+    def _open(self, wanted: FileLayout, end_s: float) -> bool:
+        """Opens or makes the file; False if it has to be looked at again."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = os.open(self.path, flags, 0o600)
+        closing = self._let_go = weakref.finalize(self, os.close, self.fd)
+        closing.atexit = False  # the kernel does it then
+        self._check_owner()
+        found = self._read_superblock()
+        if found is not None and os.fstat(self.fd).st_nlink:
+            self.plan = found
+            return True
+        self._lock(end_s)
+        try:
+            if os.fstat(self.fd).st_nlink == 0:  # another one was put in its place meanwhile
+                self.close()
+                return False
+            found = self._read_superblock()
+            if found is None and os.fstat(self.fd).st_size:
+                self._set_aside()
+                return False
+            if found is None:
+                self._make(wanted)
+            else:
+                self.plan = found
+        finally:
+            if self.fd >= 0:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return True
+
+    def _set_aside(self) -> None:
+        """Takes the file's name away, once: under its lock. Who has it mapped is told to leave."""
+        data = os.pread(self.fd, _FIXED.size, 0)
+        version = _FIXED.unpack(data)[1] if len(data) == _FIXED.size else 0
+        if version == FORMAT or not self._digested():
+            os.pwrite(self.fd, bytes(8), _COUNTERS_AT + 8 * table.STATE)
+        os.unlink(self.path)
+        self.set_aside = True
+        self.close()
+
+    def _check_owner(self) -> None:
+        status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            raise StoreError(
+                f"{self.path} belongs to another user, or is no file",
+                "Choose another name or directory for the shared host tier",
+            )
+        if status.st_mode & 0o077:
+            raise StoreError(
+                f"others may open {self.path}", f"Run chmod 600 {self.path}, or remove it"
+            )
+
+    def _lock(self, end_s: float) -> None:
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    raise StoreError(
+                        f"{self.path} is locked by a process that does not go on",
+                        "Continue or end that process, or choose another name",
+                    ) from None
+                time.sleep(_PAUSE_S)
+
+    def _digested(self) -> bool:
+        """Whether the superblock says what its writer wrote."""
+        data = os.pread(self.fd, _FIXED.size + 16, 0)
+        return xxhash.xxh3_128_digest(data[: _FIXED.size]) == data[_FIXED.size :]
+
+    def _read_superblock(self) -> FileLayout | None:
+        """How the file is divided; None if it is to be made, or made anew."""
+        if not self._digested():
+            return None
+        magic, version, *parts, n_bytes = _FIXED.unpack(os.pread(self.fd, _FIXED.size, 0))
+        state = os.pread(self.fd, 8, _COUNTERS_AT + 8 * table.STATE)
+        sound = int.from_bytes(state, sys.byteorder) == table.SOUND
+        if (magic, version, sound) != (MAGIC, FORMAT, True):
+            return None
+        found = divided(parts[0])
+        same = found.file_bytes == n_bytes == os.fstat(self.fd).st_size
+        return found if same and list(found) == parts else None
+
+    def _make(self, made: FileLayout) -> None:
+        self.plan, counters = made, np.zeros(_COUNTERS, np.int64)
+        os.ftruncate(self.fd, made.file_bytes)
+        try:
+            os.posix_fallocate(self.fd, 0, made.arena_at)
+        except OSError:
+            os.unlink(self.path)
+            raise
+        table.begin(counters)
+        os.pwrite(self.fd, counters.tobytes(), _COUNTERS_AT)
+        fixed = _FIXED.pack(MAGIC, FORMAT, *made, made.file_bytes)
+        # Last, so that nobody takes half a file for a whole one.
+        os.pwrite(self.fd, fixed + xxhash.xxh3_128_digest(fixed), 0)
+
+    def _map(self) -> None:
+        self._mapping = mmap.mmap(self.fd, self.plan.file_bytes)
+        with contextlib.suppress(OSError):  # a kernel without huge pages in shared memory
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        granules, slots, rows = self.plan
+        self.arrays: Arrays = (
+            np.frombuffer(self._mapping, np.int64, _COUNTERS, _COUNTERS_AT),
+            np.frombuffer(self._mapping, np.int64, 8 * slots, self.plan.index_at).reshape(-1, 8),
+            np.frombuffer(self._mapping, np.uint64, granules, self.plan.links_at),
+            np.frombuffer(self._mapping, np.int64, 8 * rows, GRANULE).reshape(-1, 8),
+        )
+        self.arena = np.frombuffer(self._mapping, np.uint8, offset=self.plan.arena_at)
+
+    # ---- whether it can be used
+
+    def sound(self) -> bool:
+        """Whether nobody found that it contradicts itself."""
+        return bool(self.arrays[0][table.STATE] == table.SOUND)
+
+    def condemn(self) -> None:
+        """Throws it away: everybody who has it leaves it."""
+        self.arrays[0][table.STATE] = 0
+
+    # ---- seats
+
+    def _sit(self) -> int:
+        for seat in range(1, _SEATS):
+            if self._try_seat(seat):
+                return seat
+        raise StoreError(f"{_SEATS} handles of {self.path} are open", "Close some")
+
+    def _try_seat(self, seat: int) -> bool:
+        """Takes a seat if nobody living has it."""
+        wish = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _SEAT_AT + seat, 1, 0)
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, wish)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _leave_seat(self, seat: int) -> None:
+        wish = struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, _SEAT_AT + seat, 1, 0)
+        fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, wish)
+
+    def deserted(self) -> list[int]:
+        """Seats with claims whose writers are dead; taken, until `abandon`."""
+        seats = set(self.arrays[3][:, 0].tolist()) - {0, self.seat}
+        if not all(0 < seat < _SEATS for seat in seats):
+            self.condemn()
+            return []
+        return [seat for seat in sorted(seats) if self._try_seat(seat)]
+
+    def abandon(self, seat: int) -> None:
+        """Gives a seat of the dead free."""
+        self._leave_seat(seat)
+
+    # ---- memory
+
+    def back(self) -> int:
+        """Has the kernel give memory for some more granules; returns how many there are then.
+
+        Raises:
+            OSError: There is no more.
+        """
+        grown = max(0, int(table.grown_of(self.arrays)))
+        more = min(max(GROW_BYTES // GRANULE, 1), self.plan.granules - grown)
+        if more > 0:
+            os.posix_fallocate(self.fd, self.plan.arena_at + GRANULE * grown, GRANULE * more)
+        return grown + max(more, 0)
+
+    # ---- closing
+
+    def remove(self) -> None:
+        """Takes the file's name away; who has it open goes on with it."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(self.fd).st_ino == os.stat(self.path, follow_symlinks=False).st_ino:
+                os.unlink(self.path)
+
+    def close(self) -> None:
+        """Lets go of the file and the seat; the mapping goes with the last who uses the arrays.
+
+        A memory that nobody uses any more closes itself.
+        """
+        self._let_go()
+        self.fd = -1
+
+
+class _Forget:
+    """Closes a child's copy of the file: else the locks of a dead parent would live on in it."""
+
+    def __init__(self, memory: SharedFile) -> None:
+        self._memory = weakref.ref(memory)
+
+    def __call__(self) -> None:
+        memory = self._memory()
+        if memory is not None:
+            with contextlib.suppress(OSError):
+                memory.close()
+
 
 PATIENCE_S = 0.25
 """Longest wait for the lock, which is held for microseconds by whoever is not stopped."""
@@ -100,7 +435,7 @@ class SharedTier(Immediate):
         self.corrupt, self.renewed, self._stuck, self._again_s = 0, 0, False, 0.0
         self._lock, self._burying = threading.Lock(), threading.Lock()
         wanted = plan(capacity_bytes)
-        self._memory = Memory(Path(directory) / file_name(name), wanted)
+        self._memory = SharedFile(Path(directory) / file_name(name), wanted)
         self.capacity_bytes = self._memory.plan.file_bytes
         if self._memory.set_aside:
             warnings.warn(
@@ -237,7 +572,7 @@ class SharedTier(Immediate):
                 self._change(memory, changes.settle, -1, end_ns=end_ns)
         return missed(item.key)
 
-    def _row(self, memory: Memory, key: bytes) -> Row | None:
+    def _row(self, memory: SharedFile, key: bytes) -> Row | None:
         """What the index is believed to say of a frame."""
         row = _row()
         if len(key) != KEY_BYTES or not memory.sound():
@@ -247,7 +582,7 @@ class SharedTier(Immediate):
             self._change(memory, changes.settle, row[7])
         return row if found >= 0 else None
 
-    def _read(self, memory: Memory, item: Load, row: Row) -> Completion:
+    def _read(self, memory: SharedFile, item: Load, row: Row) -> Completion:
         header = self._header(memory, item.key, row)
         accept(header, item.key, item.layout, item.fidelity)
         stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
@@ -264,7 +599,7 @@ class SharedTier(Immediate):
                 verify_stripe(header, stripe, target[number * step : (number + 1) * step])
         return Completion(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
 
-    def _header(self, memory: Memory, key: bytes, row: Row) -> Header:
+    def _header(self, memory: SharedFile, key: bytes, row: Row) -> Header:
         """A private, checked copy of a frame's header.
 
         Raises:
@@ -281,12 +616,12 @@ class SharedTier(Immediate):
             raise BadFrame("key", "the frame belongs to another key")
         return header
 
-    def _copy(self, memory: Memory, row: Row, skip: int, target: memoryview) -> None:
+    def _copy(self, memory: SharedFile, row: Row, skip: int, target: memoryview) -> None:
         sink = np.frombuffer(target, np.uint8)
         if not table.gather(memory.arena, memory.arrays[2], row, skip, sink):
             raise BadFrame("truncated", "the frame's chain ends before the frame")
 
-    def _condemn(self, memory: Memory, key: bytes, sequence: int, end_ns: int) -> bool:
+    def _condemn(self, memory: SharedFile, key: bytes, sequence: int, end_ns: int) -> bool:
         """Takes a damaged frame out; False if it is another one by now."""
         withdrawn = (_words(key), sequence, 0, _row())
         gone = self._change(memory, changes.withdraw, *withdrawn, end_ns=end_ns) >= 0
@@ -332,7 +667,7 @@ class SharedTier(Immediate):
         return there._replace(n_bytes=item.body.nbytes)
 
     def _claim(
-        self, memory: Memory, words: NDArray[np.int64], n_bytes: int, row: Row, end_ns: int
+        self, memory: SharedFile, words: NDArray[np.int64], n_bytes: int, row: Row, end_ns: int
     ) -> int:
         buried = False
         self._repay(memory)
@@ -349,7 +684,7 @@ class SharedTier(Immediate):
                     continue
             return place
 
-    def _repay(self, memory: Memory) -> None:
+    def _repay(self, memory: SharedFile) -> None:
         """Gives back claims that could not be when the lock was not to be had."""
         with contextlib.suppress(IndexError):
             while True:
@@ -358,7 +693,7 @@ class SharedTier(Immediate):
                     memory.owed.append((place, row))
                     return
 
-    def _put(self, memory: Memory, row: Row, skip: int, data: bytes | memoryview) -> bool:
+    def _put(self, memory: SharedFile, row: Row, skip: int, data: bytes | memoryview) -> bool:
         """Writes into a claimed chain; if that is not whole, the table is thrown away."""
         source = np.frombuffer(data, np.uint8)
         whole = bool(table.scatter(memory.arena, memory.arrays[2], row, skip, source))
@@ -368,12 +703,12 @@ class SharedTier(Immediate):
 
     # ---- the memory: the lock, what the dead left, and another one
 
-    def _current(self) -> Memory:
+    def _current(self) -> SharedFile:
         """The memory; another one if everybody has to leave it."""
         memory = self._memory
         return memory if memory.sound() else self._leave(memory)
 
-    def _leave(self, lost: Memory) -> Memory:
+    def _leave(self, lost: SharedFile) -> SharedFile:
         if not self._lock.acquire(timeout=PATIENCE_S):
             return lost
         try:
@@ -381,7 +716,7 @@ class SharedTier(Immediate):
                 return self._memory
             self._again_s = time.monotonic() + _AGAIN_S
             try:
-                found = Memory(lost.path, lost.plan, PATIENCE_S)
+                found = SharedFile(lost.path, lost.plan, PATIENCE_S)
             except StoreError as error:  # there is none for now: all is a miss
                 _log.warning("%s", error)
                 return lost
@@ -393,14 +728,14 @@ class SharedTier(Immediate):
         self._move_in(found)
         return found
 
-    def _move_in(self, memory: Memory) -> None:
+    def _move_in(self, memory: SharedFile) -> None:
         self._change(memory, changes.audit)
         self._empty(memory, memory.seat)  # of whoever died on this seat
         self._bury(memory)
 
     def _change(
         self,
-        memory: Memory,
+        memory: SharedFile,
         operation: Callable[..., int],
         *arguments: object,
         end_ns: int | None = None,
@@ -428,13 +763,13 @@ class SharedTier(Immediate):
         finally:
             self._lock.release()
 
-    def _mend(self, memory: Memory) -> None:
+    def _mend(self, memory: SharedFile) -> None:
         """Repairs what a peer left that was killed in mid-change, but waits for no living one."""
         if memory.arrays[0][VERSION] & 1 and self._lock.acquire(blocking=False):
             changes.settle(memory.fd, memory.arrays, -1)
             self._lock.release()
 
-    def _overwrite(self, memory: Memory, place: int, row: Row) -> bool:
+    def _overwrite(self, memory: SharedFile, place: int, row: Row) -> bool:
         """Blanks the granules of a claim, and frees them; False if they are to be freed later."""
         self._put(memory, row, 0, bytes(GRANULE * -(-int(row[6]) // GRANULE)))
         freed = self._change(memory, changes.release, place, memory.seat, row) != table.BUSY
@@ -442,7 +777,7 @@ class SharedTier(Immediate):
             memory.owed.append((place, row))
         return freed
 
-    def _empty(self, memory: Memory, seat: int) -> bool:
+    def _empty(self, memory: SharedFile, seat: int) -> bool:
         """Frees what was claimed from a seat that is held here; whether there was anything."""
         places = 0
         while True:
@@ -454,7 +789,7 @@ class SharedTier(Immediate):
             if not self._overwrite(memory, place, row):
                 return True
 
-    def _bury(self, memory: Memory) -> bool:
+    def _bury(self, memory: SharedFile) -> bool:
         """Frees what dead processes were writing; whether there was anything."""
         if not self._burying.acquire(blocking=False):
             return False  # another thread does

@@ -18,18 +18,21 @@ from flowkv.policy.restore import (
     Suffix,
     make_restore_policy,
 )
-from flowkv.policy.restore.load import LoadOnly
-from flowkv.policy.restore.recompute import Recompute
-from flowkv.policy.restore.seed import TwoPointerSeed
-from flowkv.policy.restore.staircase import Staircase
+from flowkv.policy.restore.catalogue import (
+    LoadOnly,
+    Recompute,
+    Staircase,
+    TwoPointerSeed,
+    TwoPointerV1,
+    over_layers_s,
+    over_tokens_s,
+)
 from flowkv.policy.restore.state import State
-from flowkv.policy.restore.v1 import TwoPointerV1, over_layers_s, over_tokens_s
 from flowkv.testing import check_restore_policy
-from flowkv.testing.restore_story import RestoreStory, World
-from flowkv.testing.restores import Prices
+from flowkv.testing.restores import MadeUpCosts, RestoreStory, RestoreWorld
 
-PRICES = Prices(token_s=1e-5, pair_s=1e-9, start_s=2e-5, cell_s=1e-5)
-UNKNOWN = Prices(token_s=0.0, pair_s=0.0, start_s=0.0, cell_s=0.0)
+PRICES = MadeUpCosts(token_s=1e-5, pair_s=1e-9, start_s=2e-5, cell_s=1e-5)
+UNKNOWN = MadeUpCosts(token_s=0.0, pair_s=0.0, start_s=0.0, cell_s=0.0)
 
 
 def request(number: int = 0, tokens: int = 4096, **more: object) -> Request:
@@ -38,11 +41,15 @@ def request(number: int = 0, tokens: int = 4096, **more: object) -> Request:
 
 
 def told(
-    make, *requests: Request, prices: Prices = PRICES, costs: Prices | None = None, **more: object
+    make,
+    *requests: Request,
+    prices: MadeUpCosts = PRICES,
+    costs: MadeUpCosts | None = None,
+    **more: object,
 ) -> RestoreStory:
     """A policy's whole story, on an engine and a link whose ops take what `prices` say."""
     asked = {r.number: r for r in requests}
-    world = World(
+    world = RestoreWorld(
         requests=requests,
         costs=costs or prices,
         takes_s=lambda op, nth: prices.op_s(asked[op.request], op),
@@ -113,7 +120,7 @@ def test_layers_meet_in_the_middle() -> None:
 @pytest.mark.parametrize(("cell_s", "computed"), [(1e-5, 2), (1e-4, 4), (1.2e-6, 0), (5e-6, 1)])
 def test_layers_split_as_well_as_can_be(cell_s: float, computed: int) -> None:
     """The last layer goes to the engine that is through with it first."""
-    prices = Prices(token_s=1e-5, pair_s=0.0, start_s=0.0, cell_s=cell_s)
+    prices = MadeUpCosts(token_s=1e-5, pair_s=0.0, start_s=0.0, cell_s=cell_s)
     story = told(RESTORE_POLICIES["layers"], request(), prices=prices)
     assert len(ops(story, Compute)) == computed
     assert end_s(story) == pytest.approx(over_layers_s(prices, request()))
@@ -140,7 +147,7 @@ def test_v1_restores_short_prompts_over_layers() -> None:
 @pytest.mark.parametrize("start_s", [0.0, 2e-3, 2e-2])
 @pytest.mark.parametrize("cell_s", [2e-6, 1e-5, 6e-5])
 def test_v1_picks_the_better_of_both(start_s: float, cell_s: float) -> None:
-    prices = Prices(token_s=1e-5, pair_s=1e-9, start_s=start_s, cell_s=cell_s)
+    prices = MadeUpCosts(token_s=1e-5, pair_s=1e-9, start_s=start_s, cell_s=cell_s)
     one = request(layers=8, suffix=0)
     layers, tokens = (
         end_s(told(RESTORE_POLICIES[name], one, prices=prices)) for name in ("layers", "cake")
@@ -168,14 +175,14 @@ def test_seed_loads_what_is_dearest_and_computes_what_is_cheapest() -> None:
 
 
 def test_seed_leaves_the_last_step_to_the_link() -> None:
-    prices = Prices(token_s=1e-5, pair_s=0.0, start_s=0.0, cell_s=1e-7)
+    prices = MadeUpCosts(token_s=1e-5, pair_s=0.0, start_s=0.0, cell_s=1e-7)
     assert not ops(told(TwoPointerSeed, request(tokens=512), prices=prices), Compute)
     assert ops(told(TwoPointerSeed, request(tokens=512), prices=prices, costs=UNKNOWN), Compute)
     bare = request(tokens=512, sources=())
     assert ops(told(TwoPointerSeed, bare, prices=prices), Compute)
 
 
-def best_staircase_s(prices: Prices, one: Request, chunk: int) -> float:
+def best_staircase_s(prices: MadeUpCosts, one: Request, chunk: int) -> float:
     """By trying all: never more chunks than the layer below."""
     levels = range(-(-one.tokens // chunk) + 1)
     best = float("inf")
@@ -189,7 +196,7 @@ def best_staircase_s(prices: Prices, one: Request, chunk: int) -> float:
 
 @pytest.mark.parametrize("cell_s", [1e-6, 4e-6, 1.1e-5, 3e-5, 1e-3])
 def test_staircase_is_the_best_of_all(cell_s: float) -> None:
-    prices = Prices(token_s=1e-5, pair_s=1e-9, start_s=0.0, cell_s=cell_s)
+    prices = MadeUpCosts(token_s=1e-5, pair_s=1e-9, start_s=0.0, cell_s=cell_s)
     one = request(tokens=3000, unit=8, suffix=0)
     story = told(lambda: Staircase(chunk=512, io_chunk=8), one, prices=prices)
     assert end_s(story) <= 1.03 * best_staircase_s(prices, one, 512)
@@ -224,11 +231,11 @@ def test_staircase_computes_the_same_of_all_as_far_as_they_reach() -> None:
 
 def test_staircase_makes_good_what_was_planned_wrong() -> None:
     one, right_s = request(suffix=0), end_s(told(Staircase, request(suffix=0)))
-    cheap = Prices(PRICES.token_s / 100, PRICES.pair_s / 100, 0.0, PRICES.cell_s)
+    cheap = MadeUpCosts(PRICES.token_s / 100, PRICES.pair_s / 100, 0.0, PRICES.cell_s)
     story = told(Staircase, one, costs=cheap)
     assert ops(story, Load), "beyond the plan, which computes nearly everything"
     assert end_s(story) < 1.1 * right_s
-    dear = Prices(PRICES.token_s * 100, PRICES.pair_s * 100, 0.0, PRICES.cell_s)
+    dear = MadeUpCosts(PRICES.token_s * 100, PRICES.pair_s * 100, 0.0, PRICES.cell_s)
     assert end_s(told(Staircase, one, costs=dear)) <= PRICES.load_s(one, 0, 4 * 4096) * 1.001
     unknown = told(Staircase, one, costs=UNKNOWN)
     assert end_s(unknown) < 1.2 * right_s
@@ -238,7 +245,9 @@ def test_staircase_makes_good_what_was_planned_wrong() -> None:
 @pytest.mark.parametrize("known", ["compute", "load"])
 def test_nothing_is_left_to_an_engine_that_nobody_knows(name: str, known: str) -> None:
     """A load that is not known to be fast is not waited for, nor is a compute."""
-    half = Prices(1e-5, 0.0, 0.0, 0.0) if known == "compute" else Prices(0.0, 0.0, 0.0, 1e-5)
+    half = (
+        MadeUpCosts(1e-5, 0.0, 0.0, 0.0) if known == "compute" else MadeUpCosts(0.0, 0.0, 0.0, 1e-5)
+    )
     story = told(RESTORE_POLICIES[name], request(suffix=0), costs=half)
     assert {type(op) for op, start, *_ in story.timeline if not start} == {Compute, Load}
 

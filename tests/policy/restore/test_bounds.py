@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Request, Source, Span
-from flowkv.policy.restore.bounds import lower_bound
+from flowkv.policy.restore.costs import lower_bound
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked
 
 LLAMA = SHAPES["Llama-3.1-8B"]

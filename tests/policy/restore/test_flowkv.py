@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Caps, Compute, Load, Request, Source, Span, State, Suffix, verify
-from flowkv.policy.restore.flowkv import TwoPointer
-from flowkv.policy.restore.split import Prices, best_split
+from flowkv.policy.restore.flowkv import Prices, TwoPointer, best_split
 from flowkv.policy.restore.state import Progress
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, run
 from flowkv.testing import check_restore_policy

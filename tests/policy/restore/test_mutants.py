@@ -8,11 +8,7 @@ import pytest
 
 from flowkv.core.errors import StateError
 from flowkv.policy.restore import RESTORE_POLICIES, Compute, Load, RestorePolicy, Span, Suffix
-from flowkv.policy.restore.cake import Cake
-from flowkv.policy.restore.layers import LayerWise
-from flowkv.policy.restore.load import LoadOnly
-from flowkv.policy.restore.load_layers import LoadLayers
-from flowkv.policy.restore.recompute import Recompute
+from flowkv.policy.restore.catalogue import Cake, LayerWise, LoadLayers, LoadOnly, Recompute
 from flowkv.testing import check_restore_policy
 
 FAULTS = (AssertionError, StateError, IndexError, KeyError, TypeError)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from flowkv.policy.restore import Compute, Load, Request, Source, Span, State
-from flowkv.policy.restore.remaining import engine_would, link_would
-from flowkv.testing.restores import Prices
+from flowkv.policy.restore.state import engine_would, link_would
+from flowkv.testing.restores import MadeUpCosts
 
-PRICES = Prices(token_s=1.0, pair_s=0.0, start_s=100.0, cell_s=10.0)
+PRICES = MadeUpCosts(token_s=1.0, pair_s=0.0, start_s=100.0, cell_s=10.0)
 ASKED = Request(
     number=0, tokens=20, suffix=0, layers=4, unit=10, sources=(Source("host", "raw", 1.0),)
 )

@@ -6,7 +6,7 @@ import pytest
 
 from flowkv.core.errors import StateError
 from flowkv.policy.restore import Compute, Load, Request, Source, Span, State, Suffix
-from flowkv.testing.restores import Prices
+from flowkv.testing.restores import MadeUpCosts
 
 ALL = Span(0, 3)
 ASKED = Request(
@@ -21,7 +21,7 @@ ASKED = Request(
 
 
 def fresh() -> State:
-    state = State(Prices(0.0, 0.0, 0.0, 0.0))
+    state = State(MadeUpCosts(0.0, 0.0, 0.0, 0.0))
     state.add(ASKED)
     return state
 

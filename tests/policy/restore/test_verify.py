@@ -19,8 +19,7 @@ from flowkv.policy.restore import (
     VerificationError,
     verify,
 )
-from flowkv.testing.restore_story import RestoreStory
-from flowkv.testing.restores import worlds
+from flowkv.testing.restores import RestoreStory, worlds
 
 ALL = Span(0, 2)
 REQUEST = Request(

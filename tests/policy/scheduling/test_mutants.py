@@ -18,8 +18,7 @@ from flowkv.policy.scheduling import (
     Turn,
     Turns,
 )
-from flowkv.policy.scheduling.line import Line
-from flowkv.policy.scheduling.turns import Room
+from flowkv.policy.scheduling.turns import Room, WaitingLine
 from flowkv.testing import check_scheduler
 from flowkv.testing.schedulers import check_turns
 
@@ -314,7 +313,7 @@ class EntersAtOnce(Turns):
         return super().pages(job) - 3 * bool(job.preempted)
 
 
-class Remembering(Line):
+class Remembering(WaitingLine):
     def _key(self, job, now_s):
         self.all = getattr(self, "all", {})
         return job.moves, self.all.setdefault(job.number, self._scheduler.rank(job, now_s))

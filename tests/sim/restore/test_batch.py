@@ -10,9 +10,18 @@ import pytest
 
 from flowkv.policy.restore import Caps, Request, make_restore_policy, verify
 from flowkv.policy.restore.flowkv import TwoPointer
-from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound, run
-from flowkv.sim.restore.batch import lengths
-from flowkv.sim.restore.sweep import GRID_GBPS, GRID_GPUS, GRID_MODELS
+from flowkv.sim.restore import (
+    GPUS,
+    GRID_GBPS,
+    GRID_GPUS,
+    GRID_MODELS,
+    SHAPES,
+    Modelled,
+    asked,
+    lengths,
+    lower_bound,
+    run,
+)
 
 
 def together(costs: Modelled, tokens: Sequence[int], every_s: float = 0.0) -> list[Request]:

@@ -8,9 +8,8 @@ from itertools import product
 import pytest
 
 from flowkv.policy.restore import RESTORE_POLICIES, Caps, make_restore_policy, verify
-from flowkv.policy.restore.words import Span
-from flowkv.sim.restore import run
-from flowkv.sim.restore.sweep import Cell, grid
+from flowkv.policy.restore.state import Span
+from flowkv.sim.restore import Cell, grid, run
 
 SUFFIXES, SHARES = (64, 512, 2048), (0.125, 0.5, 1.0)
 BASELINES = [name for name in RESTORE_POLICIES if name != "flowkv"]

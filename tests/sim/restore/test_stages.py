@@ -8,9 +8,16 @@ from itertools import product
 import pytest
 
 from flowkv.core.errors import ConfigError
-from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound
-from flowkv.sim.restore.stages import staged
-from flowkv.sim.restore.sweep import GRID_GPUS, GRID_MODELS
+from flowkv.sim.restore import (
+    GPUS,
+    GRID_GPUS,
+    GRID_MODELS,
+    SHAPES,
+    Modelled,
+    asked,
+    lower_bound,
+    staged,
+)
 
 
 def efficiency(costs: Modelled, tokens: int, stages: int) -> float:

@@ -8,8 +8,7 @@ import pytest
 
 from flowkv.policy.restore import Caps, make_restore_policy, verify
 from flowkv.policy.restore.costs import Measured
-from flowkv.sim.restore import Modelled, run
-from flowkv.sim.restore.sweep import Cell, grid
+from flowkv.sim.restore import Cell, Modelled, grid, run
 
 CELLS = grid()[1::4] + grid()[2::4]  # 16K and 30K
 # How much faster the accelerator and the link are believed to be.

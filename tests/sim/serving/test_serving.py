@@ -7,14 +7,14 @@ from msgspec import structs
 
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.policy.scheduling import FirstCome, Job, Limits, Priority, Shortest
-from flowkv.sim.serving import Ask, Costs, mixed, serve
+from flowkv.sim.serving import StepCosts, VirtualRequest, mixed, serve
 
-ONE = Costs(step_s=1.0, token_s=0.0, context_s=0.0, out_s=0.25, back_s=0.5, load_s=0.1)
+ONE = StepCosts(step_s=1.0, token_s=0.0, context_s=0.0, out_s=0.25, back_s=0.5, load_s=0.1)
 LIMITS = Limits(max_rows=2, token_budget=8, page_size=4, watermark=0.0, grace=1)
 
 
-def ask(arrived_s: float = 0.0, prompt: int = 4, new: int = 3, **fields) -> Ask:
-    return Ask(arrived_s=arrived_s, prompt=prompt, new=new, **{"limit": new, **fields})
+def ask(arrived_s: float = 0.0, prompt: int = 4, new: int = 3, **fields) -> VirtualRequest:
+    return VirtualRequest(arrived_s=arrived_s, prompt=prompt, new=new, **{"limit": new, **fields})
 
 
 def test_a_request_by_hand() -> None:
@@ -27,7 +27,7 @@ def test_a_request_by_hand() -> None:
 
 
 def test_a_step_takes_what_is_in_it() -> None:
-    costs = Costs(step_s=1.0, token_s=0.1, context_s=0.01)
+    costs = StepCosts(step_s=1.0, token_s=0.1, context_s=0.01)
     result = serve([ask(prompt=4, new=2)], limits=LIMITS, costs=costs)
     assert result.seconds == pytest.approx(1.0 + 0.4 + 1.0 + 0.1 + 0.04)
 
@@ -70,7 +70,7 @@ def test_a_row_is_moved_out_and_back() -> None:
 
 
 def test_a_row_is_computed_again_where_that_is_known_to_be_cheaper() -> None:
-    slow = Costs(step_s=0.01, token_s=0.001, out_s=10.0, back_s=10.0)
+    slow = StepCosts(step_s=0.01, token_s=0.001, out_s=10.0, back_s=10.0)
     low, high = ask(prompt=64, new=60), ask(0.2, new=2, priority=1)
     later = [ask(900.0, prompt=64, new=60), ask(900.2, new=2, priority=1)]
     limits = Limits(max_rows=1, token_budget=32, page_size=4)

@@ -12,17 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE, Engine
-from flowkv.tiers.io.files import FilesEngine
-from flowkv.tiers.io.staging import Arena, Slot
-from flowkv.tiers.io.threads import ThreadsEngine
+from flowkv.tiers.io.engine import (
+    OPERATION,
+    READ,
+    SYNC,
+    WRITE,
+    FilesEngine,
+    IOEngine,
+    ThreadsEngine,
+)
+from flowkv.tiers.io.staging import Arena, ArenaSlot
 from flowkv.tiers.io.uring import UringEngine
 
 BLOCK = 4096
 ARENA_BYTES = 8 << 20
 WAIT_S = 60.0
 
-MAKERS: dict[str, Callable[[Arena], Engine]] = {
+MAKERS: dict[str, Callable[[Arena], IOEngine]] = {
     "files": lambda arena: FilesEngine(),
     "buffered": lambda arena: ThreadsEngine(direct=False, threads=4),
     "threads": lambda arena: ThreadsEngine(threads=4),
@@ -35,7 +41,7 @@ MAKERS: dict[str, Callable[[Arena], Engine]] = {
 class Rig:
     """Runs operations on one engine and matches their completions."""
 
-    def __init__(self, engine: Engine, arena: Arena) -> None:
+    def __init__(self, engine: IOEngine, arena: Arena) -> None:
         self.engine, self.arena = engine, arena
         self.tags = itertools.count(1 << 63)  # all 64 bits travel
         self.fds: list[int] = []
@@ -85,7 +91,7 @@ class Rig:
         return self.run((SYNC, fd, 0, 0, 0))[0]
 
     @contextmanager
-    def slot(self, n_bytes: int) -> Iterator[Slot]:
+    def slot(self, n_bytes: int) -> Iterator[ArenaSlot]:
         slot = self.arena.take(n_bytes)
         assert slot is not None
         yield slot

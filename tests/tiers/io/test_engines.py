@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flowkv.core.errors import StateError
 from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE
-from flowkv.tiers.io.staging import Slot
+from flowkv.tiers.io.staging import ArenaSlot
 from tests.tiers.io.rig import BLOCK, MAKERS, Rig, rigged
 
 REFUSED = np.array([(READ, 0, 0, 0, 0, 1)], OPERATION)
@@ -316,7 +316,7 @@ def storm(rig: Rig, path: Path, rounds: int) -> None:
     content = np.random.default_rng(5).integers(0, 256, (COUNT, BLOCK), np.uint8)
     path.write_bytes(content.tobytes())
     fd, random = rig.open(path), np.random.default_rng(6)
-    owners: dict[int, tuple[Slot, int]] = {}
+    owners: dict[int, tuple[ArenaSlot, int]] = {}
     cancelled = done = 0
     for _ in range(rounds):
         operations = []

@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from flowkv.core.errors import ConfigError
-from flowkv.tiers.io import ladder, opening
-from flowkv.tiers.io.ladder import open_engine
+from flowkv.tiers.io import engine as opening
+from flowkv.tiers.io import uring
+from flowkv.tiers.io.uring import open_engine
 from tests.tiers.io.rig import BLOCK, Rig, rigged
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,7 +32,7 @@ PROBE = """
 import sys
 sys.path.insert(0, {root!r})
 from tests.tiers.io.test_ladder import deny, drop
-from flowkv.tiers.io.ladder import open_engine
+from flowkv.tiers.io.uring import open_engine
 {setup}
 engine = open_engine({arguments})
 print(engine.name, engine.direct, engine.why)
@@ -236,4 +237,4 @@ def test_a_thread_that_never_returns(tmp_path: Path) -> None:
 
 def test_reasons_are_sentences() -> None:
     for code in (errno.EPERM, errno.ENOSYS, errno.ENOMEM, errno.EMFILE):
-        assert ladder.reason_of(OSError(code, "x")).startswith(errno.errorcode[code])
+        assert uring.reason_of(OSError(code, "x")).startswith(errno.errorcode[code])

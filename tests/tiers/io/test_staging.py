@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.tiers.io import staging
-from flowkv.tiers.io.extents import Extents, _bin, _least
-from flowkv.tiers.io.staging import PAGE_BYTES, Arena, Slot, address_of
+from flowkv.tiers.io.staging import PAGE_BYTES, Arena, ArenaSlot, Extents, _bin, _least, address_of
 
 PAGES = 64
 
@@ -23,7 +22,7 @@ steps = st.lists(
 )
 
 
-def spans(slots: list[Slot]) -> list[tuple[int, int]]:
+def spans(slots: list[ArenaSlot]) -> list[tuple[int, int]]:
     return sorted((slot.address, slot.address + slot.n_bytes) for slot in slots)
 
 
@@ -31,8 +30,8 @@ def spans(slots: list[Slot]) -> list[tuple[int, int]]:
 @given(steps)
 def test_slots_are_apart_and_nothing_is_lost(steps: list[tuple[str, int]]) -> None:
     arena = Arena(PAGES * PAGE_BYTES, huge=False)
-    taken: list[Slot] = []
-    retired: list[Slot] = []
+    taken: list[ArenaSlot] = []
+    retired: list[ArenaSlot] = []
     for step, number in steps:
         if step == "take":
             wanted = max(1, number * PAGE_BYTES - number * 7)
@@ -63,7 +62,7 @@ def test_slots_are_apart_and_nothing_is_lost(steps: list[tuple[str, int]]) -> No
     assert arena.take(arena.n_bytes) is not None  # all of it is one piece again
 
 
-def gap(arena: Arena, slots: list[Slot]) -> int:
+def gap(arena: Arena, slots: list[ArenaSlot]) -> int:
     """Pages of the largest gap."""
     ends = [arena.address, *(address + (n - address) for address, n in spans(slots))]
     starts = [*(start for start, _ in spans(slots)), arena.address + arena.n_bytes]

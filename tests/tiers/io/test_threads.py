@@ -7,8 +7,7 @@ import errno
 
 import pytest
 
-from flowkv.tiers.io.engine import READ, WRITE
-from flowkv.tiers.io.threads import MOST_BYTES, ThreadsEngine
+from flowkv.tiers.io.engine import MOST_BYTES, READ, WRITE, ThreadsEngine
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_a_process_that_forgets_to_close_ends(hangs: bool) -> None:
 def test_statistics_say_why_a_file_is_not_direct(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowkv.tiers.io.opening.aligned", lambda fd: False)
+    monkeypatch.setattr("flowkv.tiers.io.engine.aligned", lambda fd: False)
     fd = rig.open(tmp_path / "file")
     assert not rig.engine.direct
     assert str(tmp_path) in rig.engine.why

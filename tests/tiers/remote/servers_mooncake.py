@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core import libraries
+from flowkv.core import errors
 
 from .servers import Server, free_port
 
@@ -40,7 +40,7 @@ def binary() -> Path:
             check = [sys.executable, "-c", "import mooncake.store"]
             done = subprocess.run(check, capture_output=True, timeout=READY_S, check=False)
             if done.returncode:
-                wanted = libraries.remedy(libraries.missing() or libraries.MOONCAKE)
+                wanted = errors.remedy(errors.missing() or errors.MOONCAKE)
                 said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
                 pytest.skip(f"{said}; as root: {wanted}", allow_module_level=True)
             return path

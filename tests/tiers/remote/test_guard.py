@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv.core.clock import ManualClock
-from flowkv.tiers.remote.guard import FAILURES, GRACE_S, Breaker, Pass, Rates, State, attempt
+from flowkv.tiers.remote.tier import (
+    FAILURES,
+    GRACE_S,
+    Breaker,
+    BreakerState,
+    OperationRates,
+    Pass,
+    attempt,
+)
 
 STEPS = st.lists(
     st.one_of(
@@ -63,8 +71,8 @@ def test_breaker_against_a_model(steps: list[object]) -> None:
                     openings, opened_s, expected = openings + 1, now_s, True
             assert tripped is expected
         state = breaker.state
-        assert (state is State.CLOSED) == (opened_s is None)
-        assert breaker.ready() == (state is not State.OPEN)
+        assert (state is BreakerState.CLOSED) == (opened_s is None)
+        assert breaker.ready() == (state is not BreakerState.OPEN)
         assert breaker.trips == openings
 
 
@@ -78,9 +86,9 @@ def test_three_failures_in_a_row_open_it_and_no_others(outcomes: list[bool]) -> 
         leave.report(well)
         run = 0 if well else run + 1
         if run == 3:
-            assert breaker.state is State.OPEN and breaker.enter() is None
+            assert breaker.state is BreakerState.OPEN and breaker.enter() is None
             return
-        assert breaker.state is State.CLOSED
+        assert breaker.state is BreakerState.CLOSED
 
 
 def test_one_probe_closes_it() -> None:
@@ -91,14 +99,14 @@ def test_one_probe_closes_it() -> None:
         leave.report(False)
     assert not breaker.ready()
     clock.advance(s=1.0)
-    assert breaker.state is State.HALF_OPEN
+    assert breaker.state is BreakerState.HALF_OPEN
     probe = breaker.enter()
     assert probe is not None and breaker.enter() is None, "one probe at a time"
     old[3].report(False)  # of before: it says nothing
     old[4].report(True)
-    assert breaker.state is State.OPEN
+    assert breaker.state is BreakerState.OPEN
     assert probe.report(True) is False
-    assert breaker.state is State.CLOSED and breaker.enter() is not None
+    assert breaker.state is BreakerState.CLOSED and breaker.enter() is not None
 
 
 def test_a_failed_probe_doubles_the_pause_up_to_a_limit() -> None:
@@ -191,7 +199,7 @@ def test_a_refusal_is_final() -> None:
 
 
 def test_rates_follow_the_engine() -> None:
-    rates = Rates()
+    rates = OperationRates()
     draw = random.Random(0)
     for latency_s, bandwidth in ((0.002, 50e6), (0.02, 5e6), (0.0001, 4e9)):
         for _ in range(200):
@@ -205,7 +213,7 @@ def test_rates_follow_the_engine() -> None:
 
 
 def test_one_outlier_does_not_move_the_rates_much() -> None:
-    rates = Rates()
+    rates = OperationRates()
     for _ in range(50):
         rates.note(1 << 20, 0.011)
     before = rates.bandwidth_bytes_per_s
@@ -215,7 +223,7 @@ def test_one_outlier_does_not_move_the_rates_much() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(0.0, 1e6)), max_size=30))
 def test_rates_stay_finite(seen: list[tuple[int, float]]) -> None:
-    rates = Rates()
+    rates = OperationRates()
     for n_bytes, seconds in seen:
         rates.note(n_bytes, seconds)
     assert 0 < rates.bandwidth_bytes_per_s < float("inf")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core import libraries
+from flowkv.core import errors
 
 ROOT = Path(__file__).resolve().parents[3]
 SAYS = "libibverbs.so.1: cannot open shared object file: No such file or directory"
@@ -56,6 +56,6 @@ def test_the_tier_says_which_package_helps(wheel: Path) -> None:
 
 
 def test_libraries_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert libraries.missing(["libc.so.6"]) == []
-    assert libraries.missing(["libc.so.6", "libflowkv-none.so.1"]) == ["libflowkv-none.so.1"]
-    assert libraries.remedy(["libnuma.so.1", "libcurl.so.4"]) == "apt-get install libnuma1 libcurl4"
+    assert errors.missing(["libc.so.6"]) == []
+    assert errors.missing(["libc.so.6", "libflowkv-none.so.1"]) == ["libflowkv-none.so.1"]
+    assert errors.remedy(["libnuma.so.1", "libcurl.so.4"]) == "apt-get install libnuma1 libcurl4"

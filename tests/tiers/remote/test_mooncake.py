@@ -15,7 +15,7 @@ import pytest
 from flowkv.core.errors import ConfigError
 from flowkv.testing.tiers import check_tier
 from flowkv.tiers.base import Load, Outcome, Store, Tier
-from flowkv.tiers.remote.limits import Limits
+from flowkv.tiers.remote.backend import RemoteLimits
 from flowkv.tiers.remote.tier import RemoteTier
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
@@ -26,7 +26,7 @@ binary()  # skips the module where the store does not run
 from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier  # noqa: E402
 
 EVER_S = 20.0
-BRIEF = Limits(threads=2, close_s=0.5, open_s=5.0)
+BRIEF = RemoteLimits(threads=2, close_s=0.5, open_s=5.0)
 numbers = itertools.count()
 
 
@@ -42,7 +42,7 @@ def space(cluster: MooncakeCluster) -> str:
 
 
 @contextlib.contextmanager
-def opened(uri: str, limits: Limits = BRIEF) -> Iterator[MooncakeTier]:
+def opened(uri: str, limits: RemoteLimits = BRIEF) -> Iterator[MooncakeTier]:
     tier = MooncakeTier(uri, limits=limits)
     try:
         yield tier
@@ -228,9 +228,9 @@ def test_slots_of_doubtful_transfers_are_retired(
 
     clients: list[FakeClient] = []
 
-    def set_up(self: Mooncake) -> mooncake.Session:
+    def set_up(self: Mooncake) -> mooncake.MooncakeSession:
         clients.append(FakeClient())
-        return mooncake.Session(clients[-1], 1 << 20)
+        return mooncake.MooncakeSession(clients[-1], 1 << 20)
 
     monkeypatch.setattr(Mooncake, "_set_up", set_up)
     store = Mooncake("mooncake://127.0.0.1:1")
@@ -263,7 +263,7 @@ def test_what_comes_back_late_is_retired_whatever_it_says(
     from flowkv.tiers.remote import mooncake
 
     client = FakeClient()
-    monkeypatch.setattr(Mooncake, "_set_up", lambda self: mooncake.Session(client, 4 << 20))
+    monkeypatch.setattr(Mooncake, "_set_up", lambda self: mooncake.MooncakeSession(client, 4 << 20))
     store = Mooncake("mooncake://127.0.0.1:1")
     list(store.list(EVER_S))
     client.gate.clear()
@@ -281,7 +281,9 @@ def test_a_client_is_not_torn_down_while_a_call_is_under_way(
     from flowkv.tiers.remote import mooncake
 
     client = FakeClient()
-    monkeypatch.setattr(Mooncake, "_set_up", lambda self: mooncake.Session(client, 400 << 10))
+    monkeypatch.setattr(
+        Mooncake, "_set_up", lambda self: mooncake.MooncakeSession(client, 400 << 10)
+    )
     store = Mooncake("mooncake://127.0.0.1:1")
     into = memoryview(bytearray(200 << 10))
     client.gate.clear()

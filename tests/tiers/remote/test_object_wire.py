@@ -9,9 +9,9 @@ import pytest
 
 from flowkv.tiers.base import Load, Outcome, Store
 from flowkv.tiers.remote import objects
-from flowkv.tiers.remote.guard import State
-from flowkv.tiers.remote.limits import Limits
-from flowkv.tiers.remote.object_tier import ObjectTier
+from flowkv.tiers.remote.backend import RemoteLimits
+from flowkv.tiers.remote.objects import ObjectTier
+from flowkv.tiers.remote.tier import BreakerState
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .servers import ObjectServer, find_program, object_server
@@ -38,7 +38,7 @@ def wire(server: ObjectServer) -> Iterator[Wire]:
 @pytest.fixture
 def tier(server: ObjectServer, wire: Wire, request: pytest.FixtureRequest) -> Iterator[ObjectTier]:
     options = server.options | {"endpoint": f"http://127.0.0.1:{wire.server_port}"}
-    limits = Limits(threads=2, call_s=1.0, close_s=2.0, pause_s=1.0)
+    limits = RemoteLimits(threads=2, call_s=1.0, close_s=2.0, pause_s=1.0)
     prefix = key_of(request.node.nodeid).hex()[:12]
     made = ObjectTier(f"s3://frames/{prefix}", options=options, limits=limits)
     yield made
@@ -95,7 +95,7 @@ def test_an_engine_that_is_always_unavailable(tier: ObjectTier, wire: Wire) -> N
     assert len(wire.plan["PUT"]) == 100 - 3 * 4, "four tries each"
     wire.plan.clear()
     end = time.monotonic() + 20
-    while tier.state is not State.CLOSED:
+    while tier.state is not BreakerState.CLOSED:
         assert time.monotonic() < end
         put(tier, [0])
         time.sleep(0.05)

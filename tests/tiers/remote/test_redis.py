@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from flowkv.core.config import parse_place, parse_size
 from flowkv.core.errors import ConfigError, StoreError
-from flowkv.core.sizes import parse_place, parse_size
 from flowkv.testing.tiers import check_tier
 from flowkv.tiers import open_tier
 from flowkv.tiers.base import Load, Outcome, Store, Tier
-from flowkv.tiers.remote.backend import ABSENT
-from flowkv.tiers.remote.limits import Limits
-from flowkv.tiers.remote.redis import RedisTier
-from flowkv.tiers.remote.redis_backend import Redis
+from flowkv.tiers.remote.backend import ABSENT, RemoteLimits
+from flowkv.tiers.remote.redis import Redis, RedisTier
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .servers_redis import RedisServer, redis_server
@@ -170,7 +168,7 @@ def test_a_full_server_that_evicts_nothing_says_so(tmp_path: Path) -> None:
 def test_what_the_server_let_go_is_forgotten_in_time(server: RedisServer) -> None:
     uri, prefix = space(server), f"test{next(numbers) - 1}"
     uri = f"{server.uri}/0?prefix={prefix}"
-    with opened(uri, limits=Limits(every_s=0.05)) as tier:
+    with opened(uri, limits=RemoteLimits(every_s=0.05)) as tier:
         stored(tier, range(4))
         server.ask(f"DEL {prefix}:{key_of(2).hex()}".encode())
         until(lambda: tier.contains([key_of(n) for n in range(4)]) == [True, True, False, True])
@@ -193,7 +191,7 @@ def test_bad_addresses(uri: str) -> None:
 def test_nobody_there_is_a_warning_and_then_misses(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     with pytest.warns(UserWarning, match="does not answer"):
-        tier = RedisTier(server.uri, limits=Limits(every_s=0.05))
+        tier = RedisTier(server.uri, limits=RemoteLimits(every_s=0.05))
     try:
         assert outcomes(get(tier, [1]))[0][0] == "failed"
         server.start()
@@ -279,7 +277,7 @@ def test_erasure_that_cannot_be_proved_is_an_error(tmp_path: Path) -> None:
             tier.erase([key_of("gone")])
         assert hits(tier, ["gone"]) == 0
         server.freeze()
-        patient = Limits(erase_s=0.2, open_s=0.1, close_s=0.1)
+        patient = RemoteLimits(erase_s=0.2, open_s=0.1, close_s=0.1)
         with (
             pytest.raises(StoreError, match="did not confirm"),
             opened(server.uri, limits=patient) as t,
@@ -292,7 +290,7 @@ def test_one_connection_per_worker_kept(server: RedisServer) -> None:
         return server.ask(b"CLIENT LIST").count(b"addr=") - 1
 
     before = connections()
-    with opened(space(server), limits=Limits(threads=2)) as tier:
+    with opened(space(server), limits=RemoteLimits(threads=2)) as tier:
         for _ in range(5):
             stored(tier, range(20))
             assert hits(tier, range(20)) == 20
@@ -321,7 +319,7 @@ def test_a_forked_child_speaks_through_connections_of_its_own(server: RedisServe
 
 
 def test_cancelled_loads_touch_nothing(server: RedisServer) -> None:
-    with opened(space(server), limits=Limits(threads=1)) as tier:
+    with opened(space(server), limits=RemoteLimits(threads=1)) as tier:
         stored(tier, range(30), 256 << 10)
         targets = [bytearray(256 << 10) for _ in range(30)]
         wishes = [Load(key_of(n), memoryview(t), LAYOUT) for n, t in enumerate(targets)]

@@ -7,13 +7,13 @@ import time
 import pytest
 
 from flowkv.tiers.base import Load, Outcome, Store
-from flowkv.tiers.remote.limits import Limits
+from flowkv.tiers.remote.backend import RemoteLimits
 from flowkv.tiers.remote.redis import RedisTier
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .faulty_redis import FAULTS, FaultyRedis, delay, duplicate, hang, rot
 
-IMPATIENT = Limits(threads=2, open_s=2.0, close_s=2.0, call_s=0.5)
+IMPATIENT = RemoteLimits(threads=2, open_s=2.0, close_s=2.0, call_s=0.5)
 
 
 def load_one(tier: RedisTier, name: object, size: int, deadline_s: float) -> tuple[str, str]:
@@ -69,7 +69,7 @@ def test_one_fault_under_a_store(name: str, command: bytes) -> None:
 def test_a_store_that_the_server_did_not_do_is_not_acknowledged() -> None:
     """Two answers to the first SET, and an error to the second: only a tier that counts sees it."""
     with FaultyRedis(commands=[b"SET"]) as server:
-        tier = RedisTier(server.uri, limits=Limits(threads=1, open_s=2.0))
+        tier = RedisTier(server.uri, limits=RemoteLimits(threads=1, open_s=2.0))
         server.plan.append(duplicate)
         server.plan.extend([lambda server, reply: b"-ERR not today\r\n"] * 8)
         done = put(tier, ["a", "b"])
@@ -130,7 +130,7 @@ def test_many_faults(seed: int) -> None:
     """Thirty in a hundred replies are spoilt in some way: every hit is right, and some are hits."""
     size, names = 12288, range(24)
     with FaultyRedis(seed) as server:
-        tier = RedisTier(server.uri, limits=Limits(threads=3, open_s=2.0, every_s=0.05))
+        tier = RedisTier(server.uri, limits=RemoteLimits(threads=3, open_s=2.0, every_s=0.05))
         server.chance = 0.3
         found, kept = 0, set()
         for turn in range(6):

@@ -14,15 +14,13 @@ from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.testing.tiers import check_tier
 from flowkv.tiers.base import UNBOUNDED, Completion, Load, Outcome, Store, Tier
 from flowkv.tiers.frame import Header, pack_header
-from flowkv.tiers.remote.guard import State
-from flowkv.tiers.remote.known import Fact, Known
-from flowkv.tiers.remote.tier import Limits, RemoteTier
+from flowkv.tiers.remote.tier import BreakerState, Fact, Known, RemoteLimits, RemoteTier
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .faulty import FaultyBackend, steady
 
 SIZE = 8192
-QUICK = Limits(threads=4, call_s=0.2, open_s=0.3, close_s=0.3, erase_s=0.3)
+QUICK = RemoteLimits(threads=4, call_s=0.2, open_s=0.3, close_s=0.3, erase_s=0.3)
 PATIENT = QUICK._replace(pause_s=2.0)
 LATE_S = 5.0
 """What a busy machine may add to a deadline; bench/bench_remote.py measures the overrun."""
@@ -109,16 +107,16 @@ def test_a_hung_engine_costs_three_deadlines(engine: FaultyBackend) -> None:
     engine.always["get"] = "hang"
     for _ in range(3):
         assert load_one(tier, 0, 0.2).reason == "deadline"
-    assert (tier.state, tier.trips) == (State.OPEN, 1)
+    assert (tier.state, tier.trips) == (BreakerState.OPEN, 1)
     calls = engine.count("get")
     assert load_one(tier, 0, 5.0).reason == "breaker"
     assert store_one(tier, 9, 5.0).reason == "breaker"
     assert (engine.count("get"), engine.count("put")) == (calls, 4), "an open breaker asks nobody"
     assert tier.contains([key_of(0)]) == [False], "what cannot be loaded is not promised"
     engine.release()
-    wait_for(lambda: tier.state is State.HALF_OPEN)
+    wait_for(lambda: tier.state is BreakerState.HALF_OPEN)
     assert tier.contains([key_of(0)]) == [True]
-    assert hits(tier, [0]) == 1 and tier.state is State.CLOSED
+    assert hits(tier, [0]) == 1 and tier.state is BreakerState.CLOSED
     assert hits(tier, range(4)) == 4
     tier.close()
 
@@ -144,10 +142,10 @@ def test_an_engine_is_not_blamed_for_want_of_time(engine: FaultyBackend) -> None
     engine.always["get"] = "late"
     for _ in range(4):
         assert load_one(tier, 0, 0.1).reason == "deadline"
-    assert tier.state is State.CLOSED
+    assert tier.state is BreakerState.CLOSED
     for _ in range(3):
         assert load_one(tier, 0, 1.1).reason == "deadline"
-    assert tier.state is State.OPEN
+    assert tier.state is BreakerState.OPEN
     tier.close()
 
 
@@ -213,7 +211,7 @@ def test_little_time_is_not_the_engines_fault(engine: FaultyBackend, tier: Remot
     stored(tier, [0])
     for _ in range(6):
         assert load_one(tier, 0, 0.0).outcome is Outcome.FAILED
-    assert tier.state is State.CLOSED
+    assert tier.state is BreakerState.CLOSED
 
 
 def test_a_late_reply_never_lands_in_a_reused_buffer(
@@ -632,6 +630,6 @@ def test_cancel(engine: FaultyBackend, tier: RemoteTier) -> None:
     wait_for(lambda: engine.hanging)
     tier.cancel(job)
     assert answers(tier, job, 1)[0].reason == "cancelled"
-    assert tier.state is State.CLOSED
+    assert tier.state is BreakerState.CLOSED
     engine.release()
     assert hits(tier, [0]) == 1

@@ -1,0 +1,1 @@
+"""The cache: pages, prefixes, residency, steps, and the `KV` facade over them."""

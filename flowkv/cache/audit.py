@@ -1,0 +1,480 @@
+"""Audits: sampled pages that were restored are computed once more, and compared (DESIGN D5).
+
+Digests find what happened to a page after it was written. An audit finds what they cannot: a page
+that was wrong when it was written, by a broken kernel or codec, by weights that were not what they
+were called, or under another page's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from flowkv import kernels
+from flowkv.cache.block_table import Planner
+from flowkv.cache.facade import Cache
+from flowkv.cache.index import Block
+from flowkv.cache.match import PrefixMatcher
+from flowkv.cache.pool import Forms, PagePool
+from flowkv.cache.sequence import Sequence
+from flowkv.cache.step import Step
+from flowkv.cache.store import Verdict
+from flowkv.core.errors import CapacityError, StateError
+from flowkv.core.layout import CODEC_SHIFT, CODECS, PageLayout, codec_of
+from flowkv.kernels.loss import bounds, by_rotation
+from flowkv.kernels.operands import Pages
+from flowkv.kernels.reference import page_views
+from flowkv.observe.events import Audited, Quarantined
+
+# How far a page lies from what the model computes in its place, and how far it may lie.
+#
+# A token's distance is the Euclidean norm of the difference of its keys (or values) of one head,
+# over their own norm, or over the page's root mean square where that is larger. Three things may
+# make it: rounding, the page's own codec, and what codecs took from the pages before it, which
+# the model reads when it computes (docs/explain/audit.md has the reasons and the measurements).
+
+ROUNDING = {"float64": 1e-6, "float32": 1e-3, "float16": 0.03, "bfloat16": 0.1}
+"""Distance that comes from another order of the same additions, by dtype of the page: the same
+forward with other rows beside it, or in other chunks, rounds otherwise in every layer."""
+
+DRIFT = {"raw": 0.0, "kv8": 0.1, "k8v4": 0.5, "kv4c": 0.65, "kv4h": 0.65}
+"""Distance that comes from the pages before, by the lossiest codec among them and their own past:
+a page was computed when they were raw, or otherwise encoded, and is recomputed as they are now.
+The model's first layer has none: its keys and values depend on their own token only."""
+
+_NOTHING = 1e-30
+
+
+def compare(
+    pool: PagePool,
+    forms: Forms,
+    page: int,
+    computed: int,
+    *,
+    lossiest: str,
+    layers: Items[int],
+) -> Verdict:
+    """Compares a restored page with a raw one that the model has just computed.
+
+    Args:
+        pool: Holds both.
+        forms: Layouts of their layer group.
+        page: Id of the restored page.
+        computed: Id of the other.
+        lossiest: Codec of the lossiest page that either was computed from.
+        layers: The group's layers, as the model counts them.
+
+    Returns:
+        Error and bound where they are furthest apart in proportion; the error is infinite if one of
+        the pages holds NaN or infinity.
+    """
+    layout = forms.of(page)
+    rounding = ROUNDING[layout.dtype]
+    stored = _raw(pool, forms, page)
+    fresh = _raw(pool, forms, computed)
+    if stored is None or fresh is None:
+        return Verdict(math.inf, rounding)
+    worst, ratio = Verdict(0.0, rounding), 0.0
+    for layer, number in enumerate(layers):
+        allowed = rounding + (DRIFT[lossiest] if number else 0.0)
+        views = zip(_views(stored, forms.raw, layer), _views(fresh, forms.raw, layer), strict=True)
+        (k, wanted_k), (v, wanted_v) = views
+        lost = _lost(layout, wanted_k, wanted_v)
+        parts = [(k, wanted_k, lost[0])]
+        if not layout.latent:  # else values are a part of the keys
+            parts.append((v, wanted_v, lost[1]))
+        for found in _distances(parts, allowed):
+            if not math.isfinite(found.error):
+                return Verdict(math.inf, found.bound)
+            if found.error > ratio * found.bound:
+                worst, ratio = found, found.error / found.bound
+    return worst
+
+
+def _distances(
+    parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], allowed: float
+) -> Iterator[Verdict]:
+    """The worst token of each part: (restored, recomputed, what the codec may lose)."""
+    for got, wanted, lost in parts:
+        norm = wanted.norm(dim=-1)
+        typical = norm.square().mean(-1, keepdim=True).sqrt()
+        norm = torch.maximum(norm, typical).clamp_min(_NOTHING)
+        error = (got - wanted).norm(dim=-1) / norm
+        bound = lost / norm + allowed
+        at = int((error / bound).argmax())  # where something is NaN, that is it
+        yield Verdict(float(error.view(-1)[at]), float(bound.view(-1)[at]))
+
+
+def _lost(layout: PageLayout, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The norm of what the page's codec may lose of each token of `[Hk, P, D]`."""
+    if layout.codec == "raw":
+        return k.new_zeros(k.shape[:-1]), v.new_zeros(v.shape[:-1])
+    lost_k, lost_v = bounds(layout.codec, k, v)
+    if layout.codec == "kv4h":  # which bounds a token, and not its elements
+        return by_rotation(k), lost_v.norm(dim=-1)
+    return lost_k.norm(dim=-1), lost_v.norm(dim=-1)
+
+
+def _raw(pool: PagePool, forms: Forms, page: int) -> torch.Tensor | None:
+    """A page's bytes in the raw layout; None if it cannot be decoded."""
+    layout = forms.of(page)
+    held = pool.page_bytes(page, layout.page_bytes)
+    if not page >> CODEC_SHIFT:
+        return held
+    # Beside the pool, where room may be short: the encoded page, and behind it the decoded one.
+    beside = held.new_empty(layout.page_bytes + forms.raw.page_bytes)
+    beside[: layout.page_bytes] = held
+    places = torch.tensor([0, layout.granules], dtype=torch.int32, device=held.device)
+    status = kernels.transcode(beside, places[:1], places[1:], layout, forms.raw)
+    return None if bool(status.any()) else beside[layout.page_bytes :]
+
+
+def _views(page: torch.Tensor, raw: PageLayout, layer: int) -> Iterator[torch.Tensor]:
+    """K and V of one layer of a raw page, float64 `[Hk, P, D]`."""
+    for view in page_views(Pages(page, raw, layer, ())):
+        yield view[0].double()
+
+
+REASON = "audit"
+"""What `Quarantined` events of audits say."""
+
+
+class Audit:
+    """The audit of one page number of a sequence, in all layer groups.
+
+    Attributes:
+        page: The number.
+        twin: A sequence with the same pages before it, and the page's tokens still to be computed
+            in it. Its own pages are never published.
+        sound: False once a page was found that is not what the model computes.
+    """
+
+    def __init__(self, kv: Cache, seq: Sequence, page: int, twin: Sequence) -> None:
+        self._kv, self._seq, self.page, self.twin = kv, seq, page, twin
+        self.sound = True
+
+    def judge(self) -> None:
+        """Compares what `twin` has computed with what was restored, and quarantines what differs.
+
+        Nothing is said of a page that was given up, cut off or not computed meanwhile.
+        """
+        with self._kv.lock:
+            seq, twin, size = self._seq, self.twin, self._kv.page_size
+            if twin.closed or seq.closed or twin.length < (self.page + 1) * size:
+                _skip(self._kv, seq, self.page)
+            else:
+                for group in range(len(seq.blocks)):
+                    self._judge(group)
+
+    def _judge(self, group: int) -> None:
+        seq, number, samples = self._seq, self.page, Planner.of(self._seq).store.samples
+        key = seq.key(group, number)
+        block = seq.blocks[group][number] if number < len(seq.blocks[group]) else None
+        if block is None or block.gone:
+            samples.skip(key)
+        elif tier := samples.take(key):
+            self._compare(group, block, tier)
+
+    def _compare(self, group: int, block: Block, tier: str) -> None:
+        seq, number, planner = self._seq, self.page, Planner.of(self._seq)
+        page, computed = (
+            int(planner.tables.pages[group][line.row, number]) for line in (seq, self.twin)
+        )
+        past = max(block.fidelity, self.twin.fidelity) if number else 0
+        store = planner.store
+        verdict = compare(
+            store.pool(group),
+            store.forms[group],
+            page,
+            computed,
+            lossiest=CODECS[past],
+            layers=planner.geometry.groups[group].layers,
+        )
+        store.samples.judged(verdict)
+        told = Audited(
+            tier=tier,
+            group=group,
+            page=number,
+            codec=codec_of(page),
+            error=verdict.error,
+            bound=verdict.bound,
+        )
+        store.bus.emit(told)
+        if not verdict.sound:
+            self.sound = False
+            self._condemn(group, tier, verdict)
+
+    def _condemn(self, group: int, tier: str, verdict: Verdict) -> None:
+        """Forgets a page on every tier, and all that may have been computed from it."""
+        kv, seq, store = self._kv, self._seq, Planner.of(self._seq).store
+        key = seq.key(group, self.page)
+        doomed = [store.index.find(key)]
+        for g in range(len(seq.blocks)):  # a layer of one group reads those of all others
+            for branch in store.index.branches(seq.key(g, self.page)):
+                doomed += branch
+        store.bus.emit(Quarantined(tier=tier, key=key, reason=REASON))
+        for block in doomed:
+            if block is not None:
+                store.condemn(block)
+        kv.visits.purge()
+        kv.queue.purge(store.index.slot)
+        for other in kv._open.values():
+            other.publishable &= not other.forgotten
+        kv.warn(
+            "audit",
+            f"A page restored from {tier} is not what the model computes: it is "
+            f"{verdict.error:.3g} of its size away, and {verdict.bound:.3g} is allowed. It was "
+            "forgotten, and all that continues it. Run `flowkv scrub` on the store, and check the "
+            "namespace, if you gave one: it must change with the weights.",
+        )
+
+
+def due(kv: Cache, seq: Sequence) -> list[int]:
+    """Numbers of the pages of a sequence that are to be audited, first to last."""
+    with kv.lock:
+        samples = Planner.of(seq).store.samples
+        if not samples or seq.closed:
+            return []
+        pages = min(seq.length, seq.known) // kv.page_size
+        return [
+            page
+            for page in range(pages)
+            if any(
+                seq.blocks[g][page] is not None and samples.waiting(seq.key(g, page))
+                for g in range(len(seq.blocks))
+            )
+        ]
+
+
+@contextmanager
+def audit(kv: Cache, seq: Sequence, page: int) -> Iterator[Audit | None]:
+    """One audit: within, the page's tokens are to be computed in `twin`, then `judge` be called.
+
+    None where they cannot: the pages before are not all there (those of a sliding window, say),
+    the model keeps a recurrent state, or there is no room. That is counted.
+    """
+    twin = _twin(kv, seq, page)
+    if twin is None:
+        _skip(kv, seq, page)
+        yield None
+        return
+    try:
+        yield Audit(kv, seq, page, twin)
+    finally:
+        twin.close()
+
+
+def _skip(kv: Cache, seq: Sequence, page: int) -> None:
+    with kv.lock:
+        for group in range(len(seq.blocks)):
+            Planner.of(seq).store.samples.skip(seq.key(group, page))
+
+
+def _twin(kv: Cache, seq: Sequence, page: int) -> Sequence | None:
+    """A sequence that ends where a page of another one begins."""
+    with kv.lock:
+        planner, size = Planner.of(seq), kv.page_size
+        if planner is not kv.planner or not kv._may_publish(seq) or seq.state is not None:
+            return None
+        try:
+            twin = kv._sequence(planner, None, seq.salts)
+        except CapacityError:
+            return None
+        try:
+            twin.tenant, twin.namespace, twin.chains = seq.tenant, seq.namespace, seq.chains
+            twin.owner, twin.publishable = seq.owner, False
+            twin.note(seq.tokens[: (page + 1) * size])
+            tokens, _ = kv.restorer.attach(twin, page)
+            if tokens == page * size:
+                if planner.sealer:
+                    planner.sealer.exempt(twin.row)
+                return twin
+        except BaseException:
+            twin.close()
+            raise
+        twin.close()
+        return None
+
+
+def steps(kv: Cache, seqs: Items[Sequence], *, whole: bool = False) -> Iterator[Step]:
+    """Steps that recompute what is to be audited, each entered while the loop body runs.
+
+    A sequence that a wrong page was found in ends before it afterwards, as long as part of its
+    prompt is still to be computed: what is wrong is computed with it then.
+
+    Args:
+        kv: The cache.
+        seqs: Sequences in no step.
+        whole: Cut those too whose prompt is computed to its end, and nothing behind it.
+    """
+    for seq in seqs:
+        for page in due(kv, seq):
+            if seq.length < (page + 1) * kv.page_size:
+                break  # it was cut
+            with audit(kv, seq, page) as case:
+                step = _step(kv, case) if case is not None else None
+                if case is None or step is None:
+                    continue
+                with step:
+                    yield step
+                case.judge()
+            if not case.sound:
+                _cut(kv, seq, page, whole=whole)
+
+
+def _step(kv: Cache, case: Audit) -> Step | None:
+    first = case.page * kv.page_size
+    try:
+        step = kv.step([case.twin], [case.twin.tokens[first:].copy()])
+    except CapacityError:
+        case.judge()  # which counts it as skipped
+        return None
+    step.audits = True
+    return step
+
+
+def _cut(kv: Cache, seq: Sequence, page: int, *, whole: bool) -> None:
+    with kv.lock:
+        if seq.closed or seq.position >= len(seq.tokens) + whole:
+            return
+        try:
+            Planner.of(seq).shorten(seq, page)
+        except StateError:  # it reaches behind a window
+            Planner.of(seq).shorten(seq, 0)
+        kept = (block for blocks in seq.blocks for block in blocks if block is not None)
+        seq.publishable = not any(block.gone for block in kept)
+
+
+def run(kv: Cache, seq: Sequence, forward: Callable[[Step], Any]) -> int:
+    """See `KV.audit`."""
+    samples = Planner.of(seq).store.samples
+    before = samples.mismatches
+    for step in steps(kv, [seq]):
+        forward(step)
+    return samples.mismatches - before
+
+
+def mend(
+    kv: Cache,
+    seqs: Items[Sequence],
+    forward: Callable[[Step], Any],
+    outputs: list[Any],
+    chunk: int,
+) -> list[Any]:
+    """Audits prompts that were just restored to their end, and computes anew what was wrong.
+
+    Args:
+        kv: The cache.
+        seqs: Their sequences.
+        forward: Called with each step.
+        outputs: What `forward` returned for the end of each prompt.
+        chunk: Most tokens in one step.
+
+    Returns:
+        The outputs, those of prompts that were wrong replaced.
+    """
+    for row, seq in enumerate(seqs):
+        for step in steps(kv, [seq], whole=True):
+            forward(step)
+        if not seq.closed:
+            for step in kv.prefill([seq], chunk=chunk):
+                outputs[row] = forward(step)
+    return outputs
+
+
+# Says in words how much of a prompt is known, and what prevents more.
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """What `KV.explain` found. `str()` of it is one line for people.
+
+    Attributes:
+        tokens: Length of the prompt.
+        known: Tokens of it that need no computing.
+        residency: Tokens of the known prefix by the nearest place that holds them.
+        reason: Why the next token is not known.
+        differs_at: First position where the nearest known prompt differs, if one was found.
+    """
+
+    tokens: int
+    known: int
+    residency: dict[str, int]
+    reason: str
+    differs_at: int | None = None
+
+    def __str__(self) -> str:
+        places = ", ".join(f"{n} on {place}" for place, n in self.residency.items())
+        held = f" ({places})" if places else ""
+        return f"{self.known} of {self.tokens} tokens are known{held}: {self.reason}"
+
+
+def explain(restorer: PrefixMatcher, seq: Sequence, limit: int) -> Explanation:
+    """Looks a fresh, empty sequence up without attaching anything. Callers hold the KV lock."""
+    size, store, tokens = restorer.page_size, restorer.store, seq.tokens
+    pages = restorer.match(seq, max(0, limit) // size)
+    residency: dict[str, int] = {}
+    for page_no in range(restorer.first(0, pages), pages):
+        block = restorer.find(seq, 0, page_no)
+        if block is not None:
+            place = store.place(block)
+            residency[place] = residency.get(place, 0) + size
+    reason, differs = _reason(restorer, seq, pages, limit)
+    return Explanation(len(tokens), pages * size, residency, reason, differs)
+
+
+def _reason(
+    restorer: PrefixMatcher, seq: Sequence, pages: int, limit: int
+) -> tuple[str, int | None]:
+    size, store, tokens = restorer.page_size, restorer.store, seq.tokens
+    if (pages + 1) * size > limit:
+        left = len(tokens) - pages * size
+        return f"the last {left} tokens fill no page, or hold the token that must run", None
+    lossy = store.index.find(seq.key(0, pages))
+    if lossy is not None and lossy.somewhere and lossy.fidelity > store.fidelity:
+        codec = CODECS[lossy.fidelity]
+        return f"what follows token {pages * size} is kept, but {codec} is too lossy here", None
+    missing = _missing(restorer, seq, pages)
+    if len(missing) < len(seq.blocks):
+        groups = ", ".join(f"page {page} in layer group {g}" for g, page in missing.items())
+        return f"known in some layer groups, but not {groups}", None
+    at = pages * size
+    fresh, realm = tokens[at : at + size], (seq.namespace, seq.tenant)
+    below = store.index.children(seq.parent_key(0, pages))
+    known = [block for block in below if (block.namespace, block.tenant) == realm]
+    nearest = -1
+    for block in known:
+        if block.group == 0 and block.kind == "page" and block.tokens is not None:
+            differing = np.flatnonzero(block.tokens != fresh)
+            if len(differing) == 0 and block.key != seq.key(0, pages):
+                return "the same tokens are known beside another image or encoder input", at
+            nearest = max(nearest, int(differing[0]) if len(differing) else -1)
+    if nearest >= 0:
+        return f"token {at + nearest} differs from the nearest known prompt", at + nearest
+    if pages == 0 and (others := _others(restorer, seq)):
+        return f"no prompt of this tenant and model begins like this; {others}", None
+    return f"nothing is known behind token {at}", None
+
+
+def _missing(restorer: PrefixMatcher, seq: Sequence, pages: int) -> dict[int, int]:
+    """Per group that prevents another page, the first page that is not known."""
+    missing: dict[int, int] = {}
+    for g in range(len(seq.blocks)):
+        for page in range(restorer.first(g, pages + 1), pages + 1):
+            if restorer.find(seq, g, page) is None:
+                missing[g] = page
+                break
+    return missing
+
+
+def _others(restorer: PrefixMatcher, seq: Sequence) -> str:
+    foreign = sum(block.namespace != seq.namespace for block in restorer.store.index)
+    if not foreign:
+        return ""
+    return f"{foreign} blocks belong to other models, weights, adapters or page sizes"

@@ -1,0 +1,725 @@
+"""Block tables: plans steps, reserves their pages, commits or undoes them, compacts slabs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from contextlib import ExitStack
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+from flowkv import kernels
+from flowkv.cache.guard import Guard
+from flowkv.cache.prefetch import PrefetchManager
+from flowkv.cache.seal import Publisher, Sealer
+from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Sequence, Tables
+from flowkv.cache.store import PageStore
+from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
+from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
+from flowkv.kernels.operands import Pages, Ragged
+from flowkv.observe.events import Defragmented, StepPlanned
+from flowkv.policy.base import NEVER_NS
+from flowkv.policy.defragmentation import Defragmentation
+
+# Empties sparse slabs by moving pages, and rewrites everything that names them.
+#
+# When, and how much of it, is `policy.defragmentation`'s business. Pages move at the edges of steps
+# only, while no step is under way: kernels read tables and pages without the lock.
+
+
+class Compactor:
+    """Defragments the pools of a store. Callers hold the KV lock.
+
+    They know of no page that is in no table and no block: it would stay where it is, renamed.
+
+    Args:
+        store: Blocks and pools.
+        tables: Lines of all sequences.
+        most_bytes: Copied at the edge of a step; 0 for nothing.
+    """
+
+    def __init__(self, store: PageStore, tables: Tables, most_bytes: int) -> None:
+        self.store, self.tables = store, tables
+        self.policies = {
+            device: Defragmentation(most_bytes=most_bytes) for device in store.pools if most_bytes
+        }
+
+    def edge(self) -> int:
+        """What the policy wants done at a step's edge; returns the pages moved."""
+        moved = 0
+        for device, policy in self.policies.items():
+            pool = self.store.pools[device]
+            budget = policy.budget(pool.occupancy(), len(self.store.index))
+            if budget and not self._stepping():
+                pages = self._move(
+                    device,
+                    most_granules=budget // GRANULE_BYTES,
+                    least_gain=policy.config.least_gain,
+                )
+                policy.moved(pages, pool.occupancy())
+                moved += pages
+        return moved
+
+    def make_room(self, wanted: Mapping[tuple[int, int], int]) -> None:
+        """Empties as many slabs as these pages lack, before anything is evicted for them.
+
+        Args:
+            wanted: How many pages of each (group, codec index) are about to be allocated.
+        """
+        for (group, codec), count in wanted.items():
+            device, pool = self.store.device(group), self.store.pool(group)
+            granules = self.store.forms[group].layouts[codec].granules
+            short = count - pool.available(granules)
+            if short > 0 and device in self.policies and pool.occupancy().reclaimable:
+                if self._stepping():
+                    return
+                slabs = -(-short // (pool.slab_granules // granules))
+                self._move(device, most_slabs=slabs, wanted=granules)
+
+    def everything(self) -> int:
+        """Moves all that can be moved to some use, of all devices; returns how many pages."""
+        if self._stepping():
+            return 0
+        return sum(self._move(device) for device in self.store.pools)
+
+    def _stepping(self) -> bool:
+        return bool((self.tables.state == STEPPING).any())
+
+    def _move(self, device: str, **limits: Any) -> int:
+        pool, started = self.store.pools[device], time.perf_counter()
+        empty = pool.occupancy().empty
+        moves = pool.plan_defragmentation(self.store.lent(device), **limits)
+        if moves:
+            n_bytes = sum(pool.size_bytes(page) for page in moves)
+            relocate(self.store, self.tables, device, moves)
+            now = pool.occupancy()
+            event = Defragmented(
+                device=device,
+                pages=len(moves),
+                n_bytes=n_bytes,
+                slabs=now.empty - empty,
+                seconds=time.perf_counter() - started,
+                fragmentation=now.fragmentation,
+            )
+            self.store.bus.emit(event)
+        return len(moves)
+
+
+def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, int]) -> None:
+    """Moves pages of a device (old page -> new page), as if at once.
+
+    Raises:
+        StateError: See `PagePool.relocate`.
+    """
+    if not moves:
+        return
+    store.pools[device].relocate(moves)
+    old = np.array(sorted(moves), np.int32)
+    new = np.array([moves[page] for page in old.tolist()], np.int32)
+    for g, group in enumerate(store.geometry.groups):
+        if group.device == device:
+            table = tables.pages[g]
+            at = np.searchsorted(old, table).clip(0, len(old) - 1)
+            table[:] = np.where(old[at] == table, new[at], table)
+    tables.touch()
+    for block in store.blocks_on(device):
+        block.page = moves.get(block.page, block.page)
+
+
+# The pages in each sequence's line of the tables: placed, shared, cut, given back.
+
+WINDOW_SLACK_TOKENS = 128
+"""Tokens kept behind a sliding window, so that rejected drafts can be taken back."""
+
+_STATES = {CLOSED: "closed", STEPPING: "in a step already", SUSPENDED: "suspended"}
+
+
+# The part of a step's bookkeeping that every step pays, compiled: one pass over its rows.
+#
+# A decode step changes a few integers per row. In Python that costs more than the attention of a
+# small model; here it costs a call, whatever the context length.
+
+REFUSED, SHARES, GROWS, FILLS = 1, 2, 4, 8
+"""A row cannot step; a row's tail may belong to others; a row needs pages; a row fills a page."""
+
+
+class Advance(NamedTuple):
+    """What a step does to its rows.
+
+    Attributes:
+        rows: int32 `[B]`: lines.
+        before: int64 `[B]`: lengths before the step.
+        after: int32 `[B]`: lengths after it.
+        starts: int32 `[B + 1]`: first new token of each row when packed.
+        grown: (sequence, pages before) of the rows that got pages.
+        most_new: Largest number of new tokens of a row.
+        most_length: Largest length after the step.
+        flags: Of `SHARES`, `GROWS`, `FILLS`.
+    """
+
+    rows: NDArray[np.int32]
+    before: NDArray[np.int64]
+    after: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    grown: list[tuple[Sequence, int]]
+    most_new: int
+    most_length: int
+    flags: int
+
+
+def begin(tables: Tables, rows: list[int], counts: NDArray[np.int64], page_size: int) -> Advance:
+    """Marks lines as stepping and says what the step does; marks nothing if it is `REFUSED`."""
+    n = len(rows)
+    lines, before = np.array(rows, np.int32), np.empty(n, np.int64)
+    after, starts = np.empty(n, np.int32), np.empty(n + 1, np.int32)
+    state = (tables.lengths, tables.shared, tables.state)
+    flags, new, length = _begin(lines, counts, state, page_size, (before, after, starts))
+    return Advance(lines, before, after, starts, [], new, length, flags)
+
+
+def finish(tables: Tables, step: Advance) -> None:
+    """Lengths are what the step made them, and its lines are ready for the next one."""
+    _finish(step.rows, step.after, tables.lengths, tables.state)
+
+
+@njit(cache=True, nogil=True)
+def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
+    lengths, shared, states = state
+    before, after, starts = out
+    flags, most_new, most_length, total = 0, 0, 0, 0
+    starts[0] = 0
+    for b in range(len(rows)):
+        row, new = rows[b], counts[b]
+        if states[row] != READY or new < 0:
+            for c in range(b):
+                states[rows[c]] = READY
+            return REFUSED, 0, 0
+        states[row] = STEPPING
+        old = lengths[row]
+        length = old + new
+        before[b], after[b] = old, length
+        total += new
+        starts[b + 1] = total
+        most_new, most_length = max(most_new, new), max(most_length, length)
+        if new and shared[row]:
+            flags |= SHARES
+        if (length + page_size - 1) // page_size > (old + page_size - 1) // page_size:
+            flags |= GROWS
+        if length // page_size > old // page_size:
+            flags |= FILLS
+    return flags, most_new, most_length
+
+
+@njit(cache=True, nogil=True)
+def _finish(rows, after, lengths, states):  # type: ignore[no-untyped-def]
+    for b in range(len(rows)):
+        lengths[rows[b]] = after[b]
+        states[rows[b]] = READY
+
+
+class Follower(Protocol):
+    """Who follows steps layer by layer."""
+
+    def appended(self, step: Any, layer: int) -> None:
+        """A layer has written the new tokens of a step."""
+        ...
+
+    def close(self) -> None:
+        """Follows no longer."""
+        ...
+
+
+class Planner:
+    """Steps over the lines of sequences.
+
+    Args:
+        store: Blocks and pools.
+        tables: Lines of all sequences.
+        guard: The KV lock; every public method takes it.
+        measured: Told the tokens and seconds of each committed step.
+
+    Attributes:
+        foresight: Brings what is expected next, where there are tiers to bring it from.
+        sender: Told which layers have written new tokens, see `flowkv.cache.handover`.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        tables: Tables,
+        guard: Guard,
+        measured: Callable[[int, float], None],
+    ) -> None:
+        self.store, self.tables, self.guard = store, tables, guard
+        self.geometry = store.geometry
+        self.page_size = store.geometry.page_size
+        self._windows = [
+            group.window if group.kind == "sliding" else None for group in self.geometry.groups
+        ]
+        self._slides = any(window is not None for window in self._windows)
+        self._leaving: list[Sequence] = []
+        self.aside_bytes = self.copied_bytes = 0
+        encodes = any(forms.ladder.rungs for forms in store.forms)
+        self.sealer = Sealer(store, tables) if encodes else None
+        self.compactor = Compactor(store, tables, store.defragment_bytes)
+        self.measured = measured
+        self.publisher = Publisher(store, tables)
+        self.sender: Follower | None = None
+        self.foresight: PrefetchManager | None = None
+        self._places = {
+            layer: (g, i)
+            for g, group in enumerate(self.geometry.groups)
+            for i, layer in enumerate(group.layers)
+        }
+        self._pages = {
+            layer: Pages(store.pool(g).arena, store.forms[g].raw, i, store.forms[g].sealed)
+            for layer, (g, i) in self._places.items()
+        }
+
+    @staticmethod
+    def of(seq: Sequence) -> Planner:
+        """What the pages of a sequence belong to."""
+        return cast(Planner, seq.planner)
+
+    def window(self, group: int) -> int | None:
+        """Sliding window of a group."""
+        return self._windows[group]
+
+    def idle(self, seq: Sequence) -> None:
+        """Makes sure that a sequence is open, in no step, and has all its pages.
+
+        Raises:
+            StateError: It is not.
+        """
+        self.ready(seq)
+        if seq.restoration is not None and seq.restoration.settled:
+            raise StateError(
+                "part of the sequence is still on its way",
+                "Call its restoration's complete() and finish() first, or KV.restore",
+            )
+
+    def ready(self, seq: Sequence) -> None:
+        """Makes sure that a sequence is open and in no step.
+
+        Raises:
+            StateError: It is not.
+        """
+        state = CLOSED if seq.closed else int(self.tables.state[seq.row])
+        if state != READY:
+            raise StateError(
+                f"the sequence is {_STATES[state]}",
+                "Open or resume it first, and end a step before the next one begins",
+            )
+
+    def allocate_raw(self, counts: Items[int]) -> list[list[int]]:
+        """Private raw pages, `counts[g]` of each group, or none at all.
+
+        Raises:
+            CapacityError: They do not fit.
+        """
+        return list(self.allocate({(g, 0): n for g, n in enumerate(counts)}).values())
+
+    def allocate(self, counts: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:
+        """Private pages, so many of each (group, codec index), or none at all.
+
+        Raises:
+            CapacityError: They do not fit.
+        """
+        with self.guard:
+            self.store.require(counts)
+            self.compactor.make_room(counts)
+            try:
+                return self._allocate(counts)
+            except CapacityError:
+                if not self.defragment():
+                    raise
+                return self._allocate(counts)
+
+    def _allocate(self, counts: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:
+        taken: dict[tuple[int, int], list[int]] = {}
+        try:
+            for (g, codec), count in counts.items():
+                taken[g, codec] = self.store.allocate(g, count, codec)
+        except CapacityError:
+            for (g, _), pages in taken.items():
+                for page in pages:
+                    self.store.pool(g).release(page)
+            raise
+        return taken
+
+    def occupy(self, seq: Sequence, pages: Items[Items[int]]) -> None:
+        """Appends private pages to a sequence, -1 for those that lie behind its window.
+
+        Args:
+            seq: The sequence.
+            pages: For each group.
+        """
+        with self.guard:
+            for g, fresh in enumerate(pages):
+                first = len(seq.blocks[g])
+                self.tables.reserve(first + len(fresh))
+                for page_no, page in enumerate(fresh, first):
+                    self._place(seq, g, page_no, page)
+
+    def put(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
+        """Puts a page into a sequence's line, right behind the others; -1 leaves a hole."""
+        with self.guard:
+            self.tables.reserve(page_no + 1)
+            self._place(seq, group, page_no, page)
+
+    def _place(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
+        blocks = seq.blocks[group]
+        if page_no == len(blocks):
+            blocks.append(None)
+        else:
+            blocks[page_no] = None
+        self.tables.pages[group][seq.row, page_no] = page
+        self.tables.touch()
+
+    def _let_go(self, seq: Sequence, group: int, page_no: int) -> None:
+        table = self.tables.pages[group]
+        page, block = int(table[seq.row, page_no]), seq.blocks[group][page_no]
+        table[seq.row, page_no] = -1
+        self.tables.touch()
+        seq.blocks[group][page_no] = None
+        if block is not None:
+            self.store.drop(block)
+        elif page >= 0:
+            self.store.pool(group).release(page)
+
+    def thaw_tail(self, seq: Sequence) -> None:
+        """Makes sure that the page which the next token goes to is raw.
+
+        Raises:
+            CapacityError: It does not fit.
+        """
+        with self.guard:
+            if self.sealer and self.tables.shared[seq.row]:
+                self._own_tail(seq, seq.length)
+
+    def _own_tail(self, seq: Sequence, length: int) -> None:
+        """Copies the page that the next token goes to where it belongs to others, or is sealed."""
+        page_no = length // self.page_size
+        if length % self.page_size:
+            fixed = [self._fixed(seq, g, page_no) for g in range(len(seq.blocks))]
+            own = [(g, page) for g, pages in enumerate(self.allocate_raw(fixed)) for page in pages]
+            try:
+                for g, page in own:
+                    self.thaw(g, int(self.tables.pages[g][seq.row, page_no]), page)
+            except NonFiniteError:
+                for g, page in own:
+                    self.store.pool(g).release(page)
+                raise
+            for g, page in own:
+                self._let_go(seq, g, page_no)
+                self._place(seq, g, page_no, page)
+        self.tables.shared[seq.row] = False
+
+    def _fixed(self, seq: Sequence, group: int, page_no: int) -> bool:
+        page, pool = int(self.tables.pages[group][seq.row, page_no]), self.store.pool(group)
+        sealed = page >> CODEC_SHIFT > 0
+        return sealed or seq.blocks[group][page_no] is not None or pool.references(page) > 1
+
+    def thaw(self, group: int, old: int, page: int) -> None:
+        """Writes what a page holds into a raw one.
+
+        Raises:
+            NonFiniteError: It cannot be decoded into the group's dtype.
+        """
+        pool, forms = self.store.pool(group), self.store.forms[group]
+        if not old >> CODEC_SHIFT:
+            pool.copy([old], [page], forms.raw.granules)
+            return
+        source, target = pool.granules([old]), pool.granules([page])
+        if kernels.transcode(pool.arena, source, target, forms.of(old), forms.raw).any():
+            raise NonFiniteError(
+                f"a page cannot be decoded from {forms.of(old).codec} into {forms.raw.dtype}",
+                "Open the prompt anew with reuse=False",
+            )
+
+    def stepping(self, seq: Sequence) -> bool:
+        """Whether a step is under way with a sequence."""
+        return int(self.tables.state[seq.row]) == STEPPING
+
+    def _drop_behind(self, seq: Sequence, length: int) -> None:
+        for g, window in enumerate(self._windows):
+            if window is not None:
+                keep = max(0, length - window - WINDOW_SLACK_TOKENS) // self.page_size
+                self.drop_before(seq, g, keep)
+
+    def drop_before(self, seq: Sequence, group: int, page_no: int) -> None:
+        """Lets go of a group's pages before a number: they lie behind its window."""
+        with self.guard:
+            for number in range(seq.first_page[group], page_no):
+                self._let_go(seq, group, number)
+            seq.first_page[group] = max(seq.first_page[group], page_no)
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Drops tokens from position `length` on, also those that are not computed yet.
+
+        Raises:
+            StateError: The sequence is shorter, sparsified, or the cut reaches behind a sliding
+                window.
+        """
+        with self.guard:
+            now = seq.length
+            if seq.dropped:
+                raise StateError(
+                    "a sequence that lost tokens in between cannot be cut",
+                    "Fork it before, and go on with the fork",
+                )
+            if not 0 <= length <= now:
+                raise StateError(
+                    f"a sequence of {now} tokens cannot be cut to {length}",
+                    f"Choose a length from 0 to {now}",
+                )
+            if length < now:  # else no page changes, and a step may be under way
+                self.idle(seq)
+                self._shorten(seq, now, length)
+            if seq.restoration is not None and not seq.restoration.settled:
+                seq.restoration.cancel()  # what it brings lies behind the cut
+            seq.forget_tokens(length)
+
+    def shorten(self, seq: Sequence, pages: int) -> None:
+        """Gives back the pages from number `pages` on; their tokens are to be computed again.
+
+        Raises:
+            StateError: The sequence is closed, suspended or in a step, or lost that behind a
+                sliding window.
+        """
+        with self.guard:
+            self.idle(seq)
+            if pages * self.page_size < seq.length:
+                self._shorten(seq, seq.length, pages * self.page_size)
+
+    def _shorten(self, seq: Sequence, now: int, length: int) -> None:
+        size = self.page_size
+        for window, first in zip(self._windows, seq.first_page, strict=True):
+            if length and window and max(0, length - window + 1) // size < first:
+                raise StateError(
+                    f"cutting {now - length} tokens reaches behind the sliding window",
+                    f"Cut at most {WINDOW_SLACK_TOKENS} tokens, or open the prompt anew",
+                )
+        self._cut(seq, -(-length // size))
+        self._unsealed(seq, length // size)
+        self.tables.lengths[seq.row] = length
+        self.tables.shared[seq.row] = length % size != 0
+        seq.published = [min(done, length // size) for done in seq.published]
+        if not length:
+            seq.first_page = [0] * len(seq.first_page)
+
+    def _unsealed(self, seq: Sequence, pages: int) -> None:
+        if self.sealer:
+            self.sealer.rewind(seq.row, pages)
+
+    def _cut(self, seq: Sequence, pages: int) -> None:
+        for g, blocks in enumerate(seq.blocks):
+            for page_no in range(pages, len(blocks)):
+                self._let_go(seq, g, page_no)
+            del blocks[pages:]
+
+    def fork(self, seq: Sequence, child: Sequence) -> None:
+        """Lets `child`, freshly opened, share every page of `seq`.
+
+        Raises:
+            StateError: `seq` is closed, suspended or in a step.
+        """
+        with self.guard:
+            self.idle(seq)
+            seq.copy_onto(child)
+            tables = self.tables
+            for g, blocks in enumerate(seq.blocks):
+                child.blocks[g] = list(blocks)
+                line = tables.pages[g][seq.row, : len(blocks)]
+                for block, page in zip(blocks, line.tolist(), strict=True):
+                    if block is not None:
+                        self.store.hold(block)
+                    elif page >= 0:
+                        self.store.pool(g).share(page)
+                tables.pages[g][child.row, : len(blocks)] = line
+            tables.touch()
+            tables.lengths[child.row] = tables.lengths[seq.row]
+            tables.shared[[seq.row, child.row]] = True
+            if self.sealer:
+                self.sealer.copy(seq.row, child.row)
+
+    def vacate(self, seq: Sequence) -> None:
+        """Gives back all pages of a sequence, but not its line, length or tokens."""
+        with self.guard:
+            self._cut(seq, 0)
+            self._unsealed(seq, 0)
+            seq.first_page = [0] * len(seq.first_page)
+            seq.published = [0] * len(seq.published)
+
+    def release(self, seq: Sequence) -> None:
+        """Gives back all pages and the line of a sequence, once no step uses them."""
+        with self.guard:
+            if self.tables.state[seq.row] == STEPPING:
+                self._leaving.append(seq)
+                return
+            try:
+                if self.sealer:
+                    self.sealer.retire(seq)
+            finally:
+                self._cut(seq, 0)
+                self._unsealed(seq, 0)
+                self.tables.close_row(seq.row)
+                seq.row = self.tables.nowhere
+
+    def defragment(self) -> int:
+        """Empties sparse slabs by moving pages; returns the moves. Nothing while a step runs."""
+        with self.guard:
+            return self.compactor.everything()
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """All model layers with pages."""
+        return frozenset(self._pages)
+
+    def locate(self, layer: int) -> tuple[int, int]:
+        """(group, position within it) of a model layer.
+
+        Raises:
+            GeometryError: No group holds the layer.
+        """
+        return self._places.get(layer) or self.geometry.locate(layer)
+
+    def pages(self, layer: int) -> Pages:
+        """The pages of a model layer.
+
+        Raises:
+            GeometryError: No group holds the layer.
+        """
+        self.locate(layer)
+        return self._pages[layer]
+
+    def ragged(self, group: int, step: Advance) -> Ragged:
+        """The kernels' view of a step's rows."""
+        with self.guard:
+            table = self.tables.table(group)
+        parts = [torch.from_numpy(part) for part in (step.rows, step.after, step.starts)]
+        prompts = -1
+        if table.device.type != "cpu":  # elsewhere nobody asks
+            parts = [part.to(table.device) for part in parts]
+            prompts = int(np.count_nonzero(np.diff(step.starts) > 1))
+        line, length, start = parts
+        return Ragged(table, line, length, start, step.most_new, step.most_length, prompts)
+
+    def reserve(self, seqs: Items[Sequence], counts: NDArray[np.int64]) -> Advance:
+        """Makes room for new tokens: pages, and copies of tails that are shared.
+
+        Until `commit` or `undo`, nothing moves or frees the pages of these sequences.
+
+        Raises:
+            CapacityError: The pages do not fit.
+            GeometryError: Rows and counts do not fit.
+            StateError: A sequence is closed, suspended, in a step, or another cache's.
+        """
+        with self.guard:
+            rows = [seq.row for seq in seqs if seq.planner is self]
+            if len(rows) != len(seqs) or len(counts) != len(rows):
+                self._refuse(seqs, counts)
+            step = begin(self.tables, rows, counts, self.page_size)
+            if step.flags & REFUSED:
+                self._refuse(seqs, counts)
+            if step.flags & (SHARES | GROWS):
+                self.tables.state[step.rows] = READY  # until all pages are there
+                step = self._make_room(seqs, step)
+                self.tables.state[step.rows] = STEPPING
+            if self.store.bus.wants(StepPlanned):
+                new, context = int(step.starts[-1]), int(step.before.sum())
+                planned = StepPlanned(rows=len(rows), new_tokens=new, context_tokens=context)
+                self.store.bus.emit(planned)
+            return step
+
+    def _make_room(self, seqs: Items[Sequence], step: Advance) -> Advance:
+        size, tables = self.page_size, self.tables
+        new = step.after > step.before
+        for b in np.flatnonzero(tables.shared[step.rows] & new).tolist():
+            self._own_tail(seqs[b], int(step.before[b]))
+        have = -(-step.before // size)
+        wanted = -(-step.after // size) - have
+        grown = np.flatnonzero(wanted).tolist()
+        if grown:
+            tables.reserve(int((have + wanted).max()))
+            self._grow([seqs[b] for b in grown], have[grown].tolist(), wanted[grown].tolist())
+        return step._replace(grown=[(seqs[b], int(have[b])) for b in grown])
+
+    def commit(self, seqs: Items[Sequence], step: Advance) -> None:
+        """Advances lengths, publishes pages that became full, drops pages behind windows."""
+        with self.guard:
+            if step.flags & FILLS:
+                self.tables.lengths[step.rows] = step.after
+                full = step.after // self.page_size > step.before // self.page_size
+                try:
+                    filled = [seqs[b] for b in np.flatnonzero(full).tolist()]
+                    self.publisher.publish(filled)
+                    for b in np.flatnonzero(full).tolist() if self._slides else ():
+                        self._drop_behind(seqs[b], int(step.after[b]))
+                finally:
+                    self._end(step.rows)
+                if self.sealer:
+                    self.store.drain()  # what a tier has taken by now can be encoded
+                    self.sealer.seal(filled)
+                self.compactor.edge()
+            else:
+                finish(self.tables, step)
+                self._let_leave()
+            self.store.drain()
+            if self.foresight is not None and self.foresight.due_ns < NEVER_NS:
+                self.foresight.edge()
+
+    def undo(self, step: Advance) -> None:
+        """Gives back the pages of a step that did not happen."""
+        with self.guard:
+            for seq, have in step.grown:
+                self._cut(seq, have)
+            self._end(step.rows)
+
+    def publish(self, seq: Sequence, *, exact: bool = False) -> None:
+        """Makes the sequence's full pages with known tokens known to the index.
+
+        Args:
+            seq: The sequence.
+            exact: See `Publisher.publish`.
+        """
+        with self.guard:
+            self.publisher.publish([seq], exact=exact)
+
+    def _end(self, rows: NDArray[np.int32]) -> None:
+        self.tables.state[rows] = READY
+        self._let_leave()
+
+    def _let_leave(self) -> None:
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            with ExitStack() as stack:  # what one of them raises does not keep the others
+                for seq in leaving:
+                    stack.callback(self.release, seq)
+
+    def _refuse(self, seqs: Items[Sequence], counts: NDArray[np.int64]) -> NoReturn:
+        if len(seqs) != len(counts) or (counts < 0).any():
+            raise GeometryError(
+                f"{len(seqs)} rows with {len(counts)} counts of new tokens",
+                "Give each row its new tokens, none of them negative",
+            )
+        if any(seq.planner is not self for seq in seqs):
+            raise StateError(
+                "the sequences of a step belong to different models or caches",
+                "Step each model's sequences on their own",
+            )
+        for seq in seqs:
+            self.idle(seq)
+        raise StateError("a sequence is in the step twice", "Fork it to have two rows")
+
+    def _grow(self, seqs: list[Sequence], have: list[int], wanted: list[int]) -> None:
+        pages = self.allocate_raw([sum(wanted)] * len(self.geometry.groups))
+        for g, fresh in enumerate(pages):
+            for seq, first, count in zip(seqs, have, wanted, strict=True):
+                for page_no in range(first, first + count):
+                    self._place(seq, g, page_no, fresh.pop())

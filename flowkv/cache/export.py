@@ -1,0 +1,756 @@
+"""Pages, states and named tensors that leave a cache in a file, or return from one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+import torch
+import xxhash
+
+from flowkv.cache.guard import Guard
+from flowkv.cache.index import Block
+from flowkv.cache.states import BUNDLE_LAYOUT, DTYPES, LAYOUT, MOST_ELEMENTS
+from flowkv.cache.store import PageStore
+from flowkv.core import compiling
+from flowkv.core.errors import StoreError
+from flowkv.core.keys import KEY_BYTES, ROOT
+from flowkv.core.layout import GRANULE_BYTES
+from flowkv.tiers.base import FrameInfo, Load, Outcome
+from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.frame import BadFrame, Header, aligned, peek_header_bytes
+
+# One file with many frames: what `KV.export` writes and `KV.load` reads.
+#
+#     file  = first page | frame | frame | ... | index | end
+#     frame = as in every tier (`tiers.frame`), from a multiple of 4 KiB on
+#     index = msgpack: [version, [[key 32, offset, bytes], ...]]
+#     end   = magic 8 | offset of the index u64 | its bytes u64 | its xxh3_128     little-endian
+#
+# The file appears whole or not at all. Whatever happens to it afterwards, a frame is given out
+# only if it is, byte for byte, what was written: every header and stripe is checked, lengths
+# before memory is found for them. Where the index is damaged the frames are found one after the
+# other, up to the first that is damaged too.
+
+MAGIC = b"FKVEXPRT"
+VERSION = 1
+_END = struct.Struct("<8sQQ16s")
+_KEY_AT = slice(40, 40 + KEY_BYTES)  # of a frame's header
+_TARGET = "Write to another path"
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    key: bytes
+    offset: int
+    n_bytes: int
+
+
+class _Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    version: int
+    entries: tuple[_Entry, ...]
+
+
+class Found(NamedTuple):
+    """One frame of a file.
+
+    Attributes:
+        header: What its checked header says; None if it is damaged.
+        place: Where the frame begins.
+        n_bytes: Bytes of the file that are its.
+    """
+
+    header: Header | None
+    place: int
+    n_bytes: int
+
+
+class ArchiveWriter:
+    """Writes a file of frames; it takes its name when the `with` block ends well.
+
+    Args:
+        path: The file; replaced if it is there.
+        envelope: How frames are wrapped.
+
+    Attributes:
+        frames: Frames written so far.
+        n_bytes: Bytes written so far.
+
+    Raises:
+        StoreError: It cannot be written. Nothing is left of it then.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], envelope: Envelope) -> None:
+        self.path, self._envelope = Path(path), envelope
+        self._partly = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        self.frames, self.n_bytes, self._entries = 0, 0, list[_Entry]()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self._named():
+            with contextlib.suppress(FileNotFoundError):
+                self._partly.unlink()  # of a process that was killed and had this number
+            self._file: BinaryIO = os.fdopen(os.open(self._partly, flags, 0o600), "wb")
+            self._write(MAGIC + VERSION.to_bytes(4, "little"))
+
+    def add(self, key: bytes, info: FrameInfo, body: memoryview | bytes) -> None:
+        """Appends a frame.
+
+        Raises:
+            BadFrame: Description and body do not fit together.
+            StoreError: The file cannot be written.
+        """
+        sealed = self._envelope.seal(key, info, body)
+        self._entries.append(_Entry(key, self.n_bytes, sealed.n_bytes))
+        with self._named():
+            self._write(sealed.header, *sealed.parts)
+        self.frames += 1
+
+    def __enter__(self) -> ArchiveWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._file.close()
+            self._partly.unlink(missing_ok=True)
+            return
+        with self._named():
+            index, at = msgspec.msgpack.encode(_Index(VERSION, tuple(self._entries))), self.n_bytes
+            self._write(index)
+            self._file.write(_END.pack(MAGIC, at, len(index), xxhash.xxh3_128_digest(index)))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._partly, self.path)
+            directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+            self.n_bytes = self.path.stat().st_size
+
+    def _write(self, *parts: bytes | bytearray | memoryview) -> None:
+        """Writes parts, and zeros up to the next page."""
+        n_bytes = sum(self._file.write(part) for part in parts)
+        n_bytes += self._file.write(bytes(aligned(n_bytes) - n_bytes))
+        self.n_bytes += n_bytes
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with contextlib.suppress(OSError, AttributeError):
+                self._file.close()
+            self._partly.unlink(missing_ok=True)
+            raise StoreError(
+                f"{self.path} cannot be written ({error.strerror})", _TARGET
+            ) from error
+
+
+class ArchiveReader:
+    """Reads a file of frames, of which nothing is believed before it is checked.
+
+    Args:
+        path: The file.
+        envelope: How frames must be wrapped.
+
+    Raises:
+        StoreError: It cannot be opened, or was never such a file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], envelope: Envelope) -> None:
+        self.path, self._envelope = Path(path), envelope
+        try:
+            self._file: BinaryIO = self.path.open("rb")
+            self._size = os.fstat(self._file.fileno()).st_size
+            first = self._file.read(GRANULE_BYTES)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be read ({error.strerror})", "Correct the path"
+            ) from error
+        version = int.from_bytes(first[len(MAGIC) : len(MAGIC) + 4], "little")
+        if not first.startswith(MAGIC) or version != VERSION:
+            self._file.close()
+            kind = "no exported cache" if not first.startswith(MAGIC) else f"of version {version}"
+            raise StoreError(f"{self.path} is {kind}", "Give a file that `kv.export` wrote")
+
+    def __enter__(self) -> ArchiveReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def frames(self) -> Iterator[Found]:
+        """All frames, in the order in which they were written; a damaged one has no header."""
+        index = self._index()
+        if index is not None:
+            for entry in index.entries:
+                yield self._at(entry.offset, entry.n_bytes, entry.key)
+            return
+        place = GRANULE_BYTES
+        while place < self._size:
+            found = self._at(place, self._size - place, None)
+            yield found
+            if found.header is None:
+                return
+            place += aligned(found.n_bytes)
+
+    def read(self, found: Found, target: memoryview) -> bool:
+        """Reads a frame's body into memory of its length; False if it is damaged."""
+        header = found.header
+        if header is None or target.nbytes < header.body_bytes:
+            return False
+        offset, n_bytes = self._envelope.place(header, 0, header.stripes)
+        stored = self._read(found.place + offset, n_bytes)
+        try:
+            self._envelope.open(header, stored, target, 0, header.stripes)
+        except BadFrame:
+            return False
+        return True
+
+    def _at(self, place: int, most: int, key: bytes | None) -> Found:
+        """The frame that begins here."""
+        try:
+            first = self._read(place, GRANULE_BYTES)
+            n_bytes = peek_header_bytes(first)
+            head = first if n_bytes <= GRANULE_BYTES else self._read(place, n_bytes)
+            header = self._envelope.head(head, bytes(first[_KEY_AT]) if key is None else key)
+        except BadFrame:
+            return Found(None, place, 0)
+        offset, stored = self._envelope.place(header, 0, header.stripes)
+        if offset + stored > min(most, self._size - place):
+            return Found(None, place, 0)
+        return Found(header, place, offset + stored)
+
+    def _read(self, place: int, n_bytes: int) -> bytearray:
+        """Bytes of the file, fewer where it ends; no more is taken than there can be."""
+        data = bytearray(max(0, min(n_bytes, self._size - place)))
+        try:
+            self._file.seek(place)
+            count = self._file.readinto(data)  # type: ignore[attr-defined]
+        except OSError:
+            count = 0
+        del data[count:]
+        return data
+
+    def _index(self) -> _Index | None:
+        """The index, if it is whole."""
+        end = self._read(max(0, self._size - _END.size), _END.size)
+        if len(end) != _END.size:
+            return None
+        magic, at, n_bytes, digest = _END.unpack(end)
+        if magic != MAGIC or at + n_bytes > self._size:
+            return None
+        data = self._read(at, n_bytes)
+        if len(data) != n_bytes or xxhash.xxh3_128_digest(data) != digest:
+            return None
+        try:
+            index = msgspec.msgpack.decode(data, type=_Index)
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+        sound = all(
+            GRANULE_BYTES <= entry.offset < self._size
+            and entry.n_bytes > 0
+            and len(entry.key) == KEY_BYTES
+            for entry in index.entries
+        )
+        return index if sound and index.version == VERSION else None
+
+
+_BUSY_S = 0.1
+_PATIENCE_S = 10.0
+
+
+class Exported(NamedTuple):
+    """What a file got.
+
+    Attributes:
+        frames: Pages and states.
+        n_bytes: Length of the file.
+        missing: Blocks that were known and could not be read any more.
+    """
+
+    frames: int
+    n_bytes: int
+    missing: int
+
+
+class Loaded(NamedTuple):
+    """What a file gave.
+
+    Attributes:
+        frames: Pages and states that are known now.
+        known: Those that were known before.
+        foreign: Those of another model, geometry, page size or codec, refused.
+        damaged: Those that are not what was written, refused.
+        no_room: Those that neither the device nor a tier had room for.
+    """
+
+    frames: int
+    known: int
+    foreign: int
+    damaged: int
+    no_room: int
+
+
+def write(
+    store: PageStore,
+    guard: Guard,
+    path: str | os.PathLike[str],
+    envelope: Envelope,
+    blocks: Iterable[Block],
+) -> Exported:
+    """Writes blocks to a file, wherever they lie. Takes the KV lock for one block at a time.
+
+    Raises:
+        StoreError: The file cannot be written.
+    """
+    missing = 0
+    with ArchiveWriter(path, envelope) as archive:
+        for block in blocks:
+            with guard:
+                found = _content(store, block)
+            if found is None:
+                missing += 1
+            else:
+                archive.add(block.key, *found)
+    return Exported(archive.frames, archive.n_bytes, missing)
+
+
+def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes] | None:
+    """What a block's frame says and holds, from the nearest place that gives it."""
+    if block.page >= 0 and not block.gone:
+        page = block.page
+        content = store.pool(block.group).page_bytes(
+            page, store.forms[block.group].of(page).page_bytes
+        )
+        return store.describe(block), content.cpu().numpy().tobytes()
+    for number in range(len(store.tiers)):
+        holds = block.tiers >> number & 1 or store.source(block) == number
+        if holds and not block.gone:
+            found = store.read(block, number)
+            if found is not None:
+                return found
+    return None
+
+
+def read(
+    store: PageStore,
+    guard: Guard,
+    path: str | os.PathLike[str],
+    envelope: Envelope,
+    namespace: bytes,
+) -> Loaded:
+    """Makes the frames of a file known: on the device while pages are free, else on the tiers.
+
+    Takes the KV lock for one frame at a time.
+
+    Args:
+        store: What gets them.
+        guard: The KV lock.
+        path: The file.
+        envelope: How its frames must be wrapped.
+        namespace: Frames of another one are refused.
+
+    Raises:
+        StoreError: The file cannot be read, or was never an exported cache.
+    """
+    counts = dict.fromkeys(Loaded._fields, 0)
+    with ArchiveReader(path, envelope) as archive:
+        for found in archive.frames():
+            counts[_take(store, guard, archive, found, namespace)] += 1
+    return Loaded(**counts)
+
+
+def _take(
+    store: PageStore, guard: Guard, archive: ArchiveReader, found: Found, namespace: bytes
+) -> str:
+    """Takes one frame; which count of `Loaded` it goes into."""
+    header = found.header
+    if header is None:
+        return "damaged"
+    if header.info.namespace != namespace or not _readable(store, header, found.n_bytes):
+        return "foreign"
+    with guard:
+        known = store.index.find(header.key)
+        if known is not None and known.somewhere and known.fidelity <= header.info.fidelity:
+            return "known"
+    body = memoryview(bytearray(header.body_bytes))
+    if not archive.read(found, body):
+        return "damaged"
+    for _ in range(round(_PATIENCE_S / _BUSY_S)):
+        with guard:
+            if _place(store, header, body):
+                return "frames"
+            if not store.mover.storing():
+                return "no_room"
+            store.drain(_BUSY_S)
+    return "no_room"
+
+
+def _place(store: PageStore, header: Header, body: memoryview) -> bool:
+    """Makes a frame known; False if there is no room for it now."""
+    info, block = header.info, store.index.find(header.key)
+    if block is not None:
+        store.supersede(block)
+    block = store.index.publish(header.key, info.parent, info.group, info.kind)
+    block.tenant, block.namespace, block.fidelity = info.tenant, info.namespace, info.fidelity
+    if info.kind != "page":
+        block.tail = info.tokens
+        return store.save_state(block, info, bytes(body))
+    pool, layout = store.pool(info.group), store.forms[info.group].layouts[info.codec]
+    for page in pool.allocate(layout.granules, 1, info.codec) or ():
+        pool.page_bytes(page, layout.page_bytes).copy_(torch.frombuffer(body, dtype=torch.uint8))
+        store.publish(block, page)
+        store.insert([block])
+        store.write_down(block)
+        return True
+    numbers = [n for n, tier in enumerate(store.tiers) if tier.writable]
+    placed = any(store.admits(block, n) and store.save(block, n, info, body) for n in numbers)
+    store.settle(block)
+    return placed
+
+
+def _readable(store: PageStore, header: Header, n_bytes: int) -> bool:
+    """Whether a frame could be one of this cache's own."""
+    info = header.info
+    if info.fidelity > store.fidelity:
+        return False
+    if info.kind == "state":
+        return info.layout == LAYOUT and header.body_bytes <= n_bytes
+    if info.kind != "page" or info.group >= len(store.forms):
+        return False
+    layout = store.forms[info.group].layouts.get(info.codec)
+    fits = layout is not None and layout.fingerprint() == info.layout
+    return fits and layout is not None and header.body_bytes == layout.page_bytes
+
+
+# Named tensors beside the pages, such as weights: kept in parts, fetched stripe by stripe.
+#
+#     table = length u32 | msgpack: digest of all bytes, tensors (name, dtype, shape, offset) part
+#     = up to 8 MiB of the tensors' bytes, one after the other, each from a multiple of 4 KiB on
+#
+# The table is a frame whose key is made of the name; the keys of the parts are made of the digest
+# in it, so that parts of two versions never meet. Parts have stripes of 256 KiB, and of a tensor
+# only those are read that it lies in. What is missing or damaged makes the whole a miss.
+
+GROUP = (1 << 32) - 1
+"""What their frames say in place of a layer group."""
+
+STRIPE_BYTES = 1 << 18
+PART_BYTES = 1 << 23
+_AT_ONCE = 8  # parts that are asked for together
+_MOST_BYTES = 1 << 44
+_BUNDLES_BUSY_S, _BUNDLES_PATIENCE_S = 0.1, 60.0
+
+
+class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def sound(self, n_bytes: int) -> bool:
+        if self.dtype not in DTYPES or min(self.shape, default=0) < 0 or self.offset < 0:
+            return False
+        most = math.prod(max(n, 1) for n in self.shape)
+        return most <= MOST_ELEMENTS and self.offset + self.n_bytes <= n_bytes
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    digest: bytes
+    n_bytes: int
+    tensors: tuple[_Tensor, ...]
+
+
+class _Piece(NamedTuple):
+    """Stripes of one part, and where they go."""
+
+    block: Block
+    first: int
+    stripes: int
+    target: memoryview
+
+
+class Bundles:
+    """Named tensors of one cache.
+
+    Args:
+        store: What moves them.
+        guard: The KV lock; taken for a few parts at a time.
+        namespace: Namespace digest.
+        tenant: Tenant salt.
+    """
+
+    def __init__(self, store: PageStore, guard: Guard, namespace: bytes, tenant: bytes) -> None:
+        self.store, self.guard = store, guard
+        self.namespace, self.tenant = namespace, tenant
+
+    # ---- keeping
+
+    def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Writes tensors to the tier that lasts longest; whether all found room there."""
+        flat = {key: _bytes_of(key, tensor) for key, tensor in tensors.items()}
+        table, root = _describe(tensors, flat), self._key(_encoded(name))
+        with self.guard:
+            old = self.store.index.find(root)
+            for block in [*self.store.index.children(root), *([old] if old else [])]:
+                self.store.forget(block)
+            writable = (n for n, tier in enumerate(self.store.tiers) if tier.writable)
+            number = self.store.lasting() if self.store.lasting() >= 0 else next(writable, -1)
+        saved = number >= 0 and all(
+            self._save(number, self._part_key(table, i), root, body, STRIPE_BYTES)
+            for i, body in enumerate(_parts(flat.values()))
+        )
+        text = msgspec.msgpack.encode(table)
+        body = bytearray(len(text).to_bytes(4, "little") + text)
+        body += bytes(-len(body) % GRANULE_BYTES)
+        return saved and self._save(number, root, ROOT, body, GRANULE_BYTES)
+
+    def _save(self, number: int, key: bytes, parent: bytes, body: bytearray, step: int) -> bool:
+        """Hands one frame to a tier; waits while that is busy."""
+        info = FrameInfo(
+            kind="weights",
+            codec=0,
+            fidelity=0,
+            layout=BUNDLE_LAYOUT,
+            parent=parent,
+            namespace=self.namespace,
+            group=GROUP,
+            tokens=0,
+            stripe_bytes=min(step, len(body)),
+            tenant=self.tenant,
+        )
+        end_s = compiling.now_s() + _BUNDLES_PATIENCE_S
+        while compiling.now_s() < end_s:
+            with self.guard:
+                block = self.store.index.publish(key, parent, GROUP, "weights")
+                block.tenant, block.namespace = self.tenant, self.namespace
+                block.n_bytes = len(body)
+                busy = not self.store.takes(number, len(body))
+                saved = self.store.save(block, number, info, memoryview(body))
+                self.store.settle(block)
+                if saved or not busy:
+                    self.store.drain()
+                    return saved
+                self.store.drain(_BUNDLES_BUSY_S)
+        return False
+
+    # ---- fetching
+
+    def fetch(self, name: str, only: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
+        """What was kept, or the tensors of these names; None if any of it cannot be had."""
+        root = self._key(_encoded(name))
+        table = self._table(root)
+        if table is None:
+            return None
+        wanted = {tensor.name: tensor for tensor in table.tensors}
+        if only is not None:
+            names = list(only)
+            if unknown := [key for key in names if key not in wanted]:
+                raise StoreError(
+                    f"{name!r} has no tensor {unknown[0]!r}", f"It has {', '.join(wanted)}"
+                )
+            wanted = {key: wanted[key] for key in names}
+        spans = _spans(wanted.values(), table.n_bytes)
+        buffers = [bytearray(stop - start) for start, stop in spans]
+        pieces = [
+            piece
+            for (start, _), buffer in zip(spans, buffers, strict=True)
+            for piece in self._pieces(table, root, start, memoryview(buffer))
+        ]
+        for at in range(0, len(pieces), _AT_ONCE):
+            if not self._load(pieces[at : at + _AT_ONCE]):
+                return None
+        return {key: _tensor(one, spans, buffers) for key, one in wanted.items()}
+
+    def _table(self, root: bytes) -> _Table | None:
+        """The table: its first stripe says how long it is."""
+        block, head = self._find(root, ROOT), bytearray(GRANULE_BYTES)
+        if not self._load([_Piece(block, 0, 1, memoryview(head))]):
+            return None
+        length = int.from_bytes(head[:4], "little") + 4
+        stripes = -(-length // GRANULE_BYTES) - 1
+        if stripes > 1 << 16:
+            return None
+        rest = bytearray(stripes * GRANULE_BYTES)
+        if stripes and not self._load([_Piece(block, 1, stripes, memoryview(rest))]):
+            return None
+        try:
+            table = msgspec.msgpack.decode((head + rest)[4:length], type=_Table)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        sound = 0 <= table.n_bytes <= _MOST_BYTES and len(table.digest) == 16
+        return table if sound and all(one.sound(table.n_bytes) for one in table.tensors) else None
+
+    def _pieces(
+        self, table: _Table, root: bytes, start: int, target: memoryview
+    ) -> Iterator[_Piece]:
+        """The stripes that fill `target` with the bytes from `start`, a stripe's edge, on."""
+        at = 0
+        while at < len(target):
+            part, within = divmod(start + at, PART_BYTES)
+            n_bytes = min(PART_BYTES - within, len(target) - at)
+            part_bytes = _padded(min(PART_BYTES, table.n_bytes - part * PART_BYTES))
+            step = min(STRIPE_BYTES, part_bytes)
+            block = self._find(self._part_key(table, part), root)
+            yield _Piece(block, within // step, n_bytes // step, target[at : at + n_bytes])
+            at += n_bytes
+
+    def _find(self, key: bytes, parent: bytes) -> Block:
+        with self.guard:
+            self.store.discover(
+                [key],
+                group=GROUP,
+                parent=parent,
+                tenant=self.tenant,
+                namespace=self.namespace,
+                kind="weights",
+            )
+            found = self.store.index.find(key)
+            return found if found is not None else Block(-1, key, parent, GROUP, "weights")
+
+    def _load(self, pieces: list[_Piece]) -> bool:
+        """Reads pieces, each from the nearest tier that gives it; False if one cannot be had."""
+        with self.guard:
+            for number in range(len(self.store.tiers) if pieces else 0):
+                here = [p for p in pieces if self._holds(p.block, number)]
+                wanted = [
+                    Load(p.block.key, p.target, BUNDLE_LAYOUT, 0, p.first, p.stripes) for p in here
+                ]
+                answers, lent = self.store.mover.load([(number, one) for one in wanted], _ignore)
+                for piece, answer in zip(here, answers, strict=True):
+                    if answer.outcome is Outcome.HIT:
+                        self.store.count_loaded(number, answer.n_bytes)
+                        pieces = [left for left in pieces if left is not piece]
+                    elif not piece.block.gone and piece.block.tiers >> number & 1:
+                        self.store.not_served(piece.block, number, answer)
+                self.store.touch([p.block for p in here if not p.block.gone])
+                if lent:
+                    return False  # it may still write there: no other tier's bytes would be safe
+            return not pieces
+
+    def _holds(self, block: Block, number: int) -> bool:
+        if block.tiers >> number & 1:
+            return self.store.answers(number)
+        return self.store.source(block) == number
+
+    # ---- names
+
+    def _key(self, *words: bytes) -> bytes:
+        state = hashlib.sha256(b"flowkv.bundle/1\0" + self.namespace + self.tenant)
+        for word in words:
+            state.update(len(word).to_bytes(4, "little") + word)
+        return state.digest()
+
+    def _part_key(self, table: _Table, number: int) -> bytes:
+        return self._key(b"part", table.digest, number.to_bytes(8, "little"))
+
+
+def _ignore(_: int) -> None:
+    """A late answer: its target is the loader's, and nobody reads it any more."""
+
+
+def _padded(n_bytes: int) -> int:
+    """Length of the frame of a part: one stripe, or whole ones."""
+    unit = GRANULE_BYTES if n_bytes <= STRIPE_BYTES else STRIPE_BYTES
+    return -(-n_bytes // unit) * unit
+
+
+def _encoded(name: str) -> bytes:
+    """The bytes of a name.
+
+    Raises:
+        StoreError: It is none that has an encoding.
+    """
+    try:
+        return name.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise StoreError(f"{name!r} is no name", "Use a string of Unicode") from error
+
+
+def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview:
+    if not isinstance(tensor, torch.Tensor):
+        raise StoreError(f"{name!r} is of type {type(tensor).__name__}", "Keep tensors")
+    _encoded(name)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise StoreError(f"tensor {name!r} has dtype {dtype}", "Convert it to a plain dtype")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise StoreError(
+            f"tensor {name!r} has no bytes of its own ({tensor.layout} on {tensor.device})",
+            "Make it dense, and give it content",
+        )
+    flat = tensor.detach().contiguous().reshape(-1).cpu()
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _describe(tensors: Mapping[str, torch.Tensor], flat: Mapping[str, memoryview]) -> _Table:
+    described, at, digest = [], 0, xxhash.xxh3_128()
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        described.append(_Tensor(name, dtype, tuple(tensor.shape), at))
+        digest.update(f"{name}\0{dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(flat[name])
+        at += -(-len(flat[name]) // GRANULE_BYTES) * GRANULE_BYTES
+    return _Table(digest.digest(), at, tuple(described))
+
+
+def _parts(flat: Iterable[memoryview]) -> Iterator[bytearray]:
+    """The tensors' bytes, each from a multiple of 4 KiB on, cut into parts."""
+    part = bytearray()
+    for view in flat:
+        at = 0
+        while at < len(view):
+            taken = view[at : at + PART_BYTES - len(part)]
+            part += taken
+            at += len(taken)
+            if len(part) == PART_BYTES:
+                yield part
+                part = bytearray()
+        part += bytes(-len(part) % GRANULE_BYTES)
+        if len(part) == PART_BYTES:
+            yield part
+            part = bytearray()
+    if part:
+        yield part + bytes(_padded(len(part)) - len(part))
+
+
+def _spans(tensors: Iterable[_Tensor], n_bytes: int) -> list[tuple[int, int]]:
+    """Stripes that tensors lie in, as runs of bytes from stripe to stripe, in order."""
+    last, spans = (n_bytes - 1) // PART_BYTES * PART_BYTES, list[tuple[int, int]]()
+    end = last + _padded(n_bytes - last) if n_bytes else 0
+    for one in sorted((t for t in tensors if t.n_bytes), key=lambda t: t.offset):
+        start = one.offset // STRIPE_BYTES * STRIPE_BYTES
+        stop = min(-(-(one.offset + one.n_bytes) // STRIPE_BYTES) * STRIPE_BYTES, end)
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(stop, spans[-1][1])
+        else:
+            spans.append((start, stop))
+    assert all(a[1] < b[0] for a, b in pairwise(spans))
+    return spans
+
+
+def _tensor(one: _Tensor, spans: list[tuple[int, int]], buffers: list[bytearray]) -> torch.Tensor:
+    """A tensor over the bytes that were loaded for it."""
+    if not one.n_bytes:
+        return torch.zeros(one.shape, dtype=DTYPES[one.dtype], device="cpu")
+    for (start, stop), buffer in zip(spans, buffers, strict=True):
+        if start <= one.offset < stop:
+            count, at = math.prod(one.shape), one.offset - start
+            flat = torch.frombuffer(buffer, dtype=DTYPES[one.dtype], count=count, offset=at)
+            return flat.reshape(one.shape)
+    raise StoreError(f"tensor {one.name!r} lies nowhere", "Report this as a bug")

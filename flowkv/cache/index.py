@@ -1,0 +1,475 @@
+"""The prefix index: which blocks are known, by chain key.
+
+A chain key names a whole prefix, so the radix tree over prefixes is a dictionary of keys with
+links to the keys above: following a prompt is one look-up per page, and no two tenants or models
+can meet (their keys differ from the root on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.cache.pool import Forms, PagePool
+from flowkv.core.errors import StateError
+from flowkv.core.keys import ROOT
+from flowkv.core.layout import CODEC_SHIFT
+from flowkv.policy.config import Lease
+
+# Blocks that lie nowhere any more: their slots stay theirs for a while, so that policies learn.
+#
+# A policy that gave up a block it should have kept can only notice if the block comes back under
+# the number that it had. So the slot of a forgotten block stays with its key, until others were
+# forgotten after it. Nothing of the block itself stays; about 210 bytes are kept for each.
+
+_BATCH = 64
+"""Ghosts that drop out together: policies are told of so many at a time."""
+
+
+class Ghost(NamedTuple):
+    """What is left of a block.
+
+    Attributes:
+        slot: What policies know it as.
+        parent: Chain key above it.
+        realm: Namespace digest, tenant salt and layer group.
+    """
+
+    slot: int
+    parent: bytes
+    realm: tuple[bytes, bytes, int]
+
+
+class Ghosts:
+    """A bounded first-in, first-out list of forgotten blocks. Callers hold the KV lock.
+
+    Args:
+        drop: Told the slots that nobody knows any more.
+    """
+
+    def __init__(self, drop: Callable[[list[int]], None]) -> None:
+        self._drop = drop
+        self._known: dict[bytes, Ghost] = {}
+        self._realms: dict[tuple[bytes, bytes, int], tuple[bytes, bytes, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._known
+
+    def get(self, key: bytes) -> Ghost | None:
+        """The ghost of a key."""
+        return self._known.get(key)
+
+    def add(
+        self, key: bytes, slot: int, parent: bytes, realm: tuple[bytes, bytes, int], most: int
+    ) -> None:
+        """Remembers a block; the oldest ones drop out where there are more than `most`."""
+        realm = self._realms.setdefault(realm, realm)  # one object for all of them
+        self._known[key] = Ghost(slot, parent, realm)
+        surplus = len(self._known) - most
+        if surplus >= min(_BATCH, most + 1):
+            self._leave(list(islice(self._known, surplus)))
+
+    def revive(self, key: bytes) -> int:
+        """The slot of a key that comes back, -1 if it is no ghost."""
+        ghost = self._known.pop(key, None)
+        return ghost.slot if ghost else -1
+
+    def bury(self, keys: Collection[bytes], below: Collection[bytes] = ()) -> int:
+        """Drops the ghosts of keys, and of all that lies below them or below the keys `below`.
+
+        Returns:
+            How many they were.
+        """
+        children: dict[bytes, list[bytes]] = {}
+        for key, ghost in self._known.items():
+            children.setdefault(ghost.parent, []).append(key)
+        doomed = dict.fromkeys(key for key in keys if key in self._known)
+        waiting = [*keys, *below]
+        while waiting:
+            for key in children.pop(waiting.pop(), ()):
+                doomed[key] = None
+                waiting.append(key)
+        self._leave(doomed)
+        return len(doomed)
+
+    def bury_realm(self, meant: Callable[[tuple[bytes, bytes, int]], bool]) -> int:
+        """Drops the ghosts of some namespaces, tenants and groups; returns how many they were."""
+        doomed = [key for key, ghost in self._known.items() if meant(ghost.realm)]
+        self._leave(doomed)
+        self._realms = {realm: realm for realm in self._realms if not meant(realm)}
+        return len(doomed)
+
+    def _leave(self, keys: Iterable[bytes]) -> None:
+        slots = [self._known.pop(key).slot for key in keys]
+        if slots:
+            self._drop(slots)
+
+
+LEAST_GHOSTS, GHOSTS_PER_BLOCK = 1 << 14, 2
+"""Forgotten blocks whose slots stay theirs: so many, or so many for each known block."""
+
+_TRACELESS = ("state", "memo")
+"""Kinds of blocks that are not worth a ghost: no later request has exactly their tokens."""
+
+_WIDEST = 16
+"""Branches that are followed to find a long one."""
+
+UNKNOWN = 15
+"""In place of a codec's index, where only the frame itself can tell."""
+
+
+class Block:
+    """A known page or state: its identity, and where it lies now.
+
+    Attributes:
+        slot: Small integer that policies order by; its key's alone until nobody knows either.
+        key: Chain key.
+        parent: Chain key above it.
+        group: Layer group.
+        kind: "page" or "state".
+        page: Id in the device pool, -1 if it is not there.
+        tiers: Bit i is set while tier i of the stack holds it.
+        codecs: Four bits for each tier: how its copy is encoded; see `codec_on`.
+        fidelity: Lossiest codec index among itself and its ancestors (DESIGN D6).
+        holds: Open sequences that use the device page.
+        idle: Granules of its device page, while that can be had for another one; else 0.
+        keepsake: Its device page as suspended sequences need it; None if none does.
+        kept: Reasons, beside holds, for which no policy may take it from anywhere.
+        moving: Stores of it that are under way.
+        pinned: `KV.pin` protects it.
+        gone: The index no longer knows it; only open sequences still use its page.
+        lease: What policies are told about how long it should stay, see `policy.Lease`.
+        n_bytes: Bytes of a state's body, an upper bound after a restart; 0 for pages.
+        tail: Tokens of a state behind its parent page.
+        sealable: False once a codec could not hold its page.
+        tokens: Ids it covers where this process knows them; for `KV.explain` and `KV.forget`.
+        tenant: Tenant salt.
+        namespace: Namespace digest.
+    """
+
+    __slots__ = (
+        "codecs",
+        "fidelity",
+        "gone",
+        "group",
+        "holds",
+        "idle",
+        "keepsake",
+        "kept",
+        "key",
+        "kind",
+        "lease",
+        "moving",
+        "n_bytes",
+        "namespace",
+        "page",
+        "parent",
+        "pinned",
+        "sealable",
+        "slot",
+        "tail",
+        "tenant",
+        "tiers",
+        "tokens",
+    )
+
+    def __init__(self, slot: int, key: bytes, parent: bytes, group: int, kind: str) -> None:
+        self.slot, self.key, self.parent, self.group, self.kind = slot, key, parent, group, kind
+        self.page, self.tiers, self.codecs, self.fidelity = -1, 0, 0, 0
+        self.holds = self.kept = self.moving = self.idle = 0
+        self.pinned, self.gone, self.sealable = False, False, True
+        self.n_bytes = self.tail = 0
+        self.lease: str | Lease = ""
+        self.keepsake: SwappedCopy | None = None
+        self.tokens: NDArray[np.uint32] | None = None
+        self.tenant = self.namespace = b""
+
+    @property
+    def somewhere(self) -> bool:
+        """Whether the device or a tier holds it."""
+        return self.page >= 0 or self.tiers != 0
+
+    @property
+    def nearest(self) -> int:
+        """Number of the nearest tier that holds it, -1 if none does."""
+        return (self.tiers & -self.tiers).bit_length() - 1
+
+    def enter(self, tier: int, codec: int) -> None:
+        """A tier holds a copy of this codec."""
+        self.tiers |= 1 << tier
+        self.codecs = self.codecs & ~(UNKNOWN << 4 * tier) | codec << 4 * tier
+
+    def codec_on(self, tier: int) -> int:
+        """Index of the codec of a tier's copy; `UNKNOWN` where others may have written it."""
+        return self.codecs >> 4 * tier & UNKNOWN
+
+
+class PrefixIndex:
+    """All known blocks, and the slots of some that were. Callers hold the KV lock.
+
+    Args:
+        least_ghosts: Forgotten blocks that keep their slots, if there are not more known ones.
+
+    Attributes:
+        on_drop: Told the slots that belong to no key any more, before others get them.
+    """
+
+    def __init__(self, least_ghosts: int = LEAST_GHOSTS) -> None:
+        self._least_ghosts = least_ghosts
+        self.ghosts = Ghosts(self._drop)
+        self.on_drop: Callable[[list[int]], None] = lambda slots: None
+        self._by_key: dict[bytes, Block] = {}
+        self._slots: list[Block | None] = []
+        self._free: list[int] = []
+        # The tree by keys. A forgotten block between known ones stays as a *hole*, an entry of
+        # `_holes` that says what lies above it, so that `branches` loses nothing below it.
+        self._children: dict[bytes, dict[bytes, None]] = {}
+        self._holes: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(list(self._by_key.values()))
+
+    def find(self, key: bytes) -> Block | None:
+        """The block of this key."""
+        return self._by_key.get(key)
+
+    def at(self, slot: int) -> Block:
+        """The block of this slot.
+
+        Raises:
+            StateError: The slot is not in use.
+        """
+        block = self._slots[slot]
+        if block is None:
+            raise StateError(f"slot {slot} is not in use", "Report this as a bug")
+        return block
+
+    def get(self, slot: int) -> Block | None:
+        """The block of this slot; None if it is a ghost's, or nobody's."""
+        return self._slots[slot] if 0 <= slot < len(self._slots) else None
+
+    def slot(self, key: bytes) -> int:
+        """The slot of a key, be it a ghost's; -1 if it has none."""
+        known = self._by_key.get(key) or self.ghosts.get(key)
+        return known.slot if known else -1
+
+    def chain(self, key: bytes) -> list[int]:
+        """Slots from the first page down to a key, as far up as they are known."""
+        slots: dict[int, None] = {}
+        while key != ROOT and (known := self._by_key.get(key) or self.ghosts.get(key)):
+            if known.slot in slots:
+                break  # a stored frame may lie about what lies above it
+            slots[known.slot] = None
+            key = known.parent
+        return list(reversed(slots))
+
+    def publish(self, key: bytes, parent: bytes, group: int, kind: str = "page") -> Block:
+        """The block of this key, made if it is new."""
+        block = self._by_key.get(key)
+        if block is not None:
+            return block
+        slot = self.ghosts.revive(key)
+        if slot < 0:
+            slot = self._free.pop() if self._free else len(self._slots)
+        block = Block(slot, key, parent, group, kind)
+        if slot == len(self._slots):
+            self._slots.append(block)
+        else:
+            self._slots[slot] = block
+        self._by_key[key] = block
+        self._holes.pop(key, None)
+        self._children.setdefault(parent, {})[key] = None
+        return block
+
+    def forget(self, block: Block) -> None:
+        """Removes a block; a page leaves a ghost, and what lies below it stays known."""
+        block.gone = True
+        del self._by_key[block.key]
+        self._slots[block.slot] = None
+        if block.kind in _TRACELESS:
+            self._drop([block.slot])
+        else:
+            self._haunt(block)
+        if block.key in self._children:
+            self._holes[block.key] = block.parent
+        else:
+            self._unlink(block.key, block.parent)
+
+    def children(self, key: bytes) -> list[Block]:
+        """Known blocks directly below a key; `ROOT` is above all first pages."""
+        found = map(self._by_key.get, self._children.get(key, ()))
+        return [block for block in found if block is not None]
+
+    def reach(self, block: Block, most: int) -> int:
+        """Pages of the longest chain of known ones through a block, as far as `most`."""
+        pages, above = 1, self._by_key.get(block.parent)
+        while above is not None and pages < most:
+            pages, above = pages + 1, self._by_key.get(above.parent)
+        level = self.children(block.key)
+        while level and pages < most:
+            pages += 1
+            level = [below for one in level[:_WIDEST] for below in self.children(one.key)]
+        return pages
+
+    def branches(self, key: bytes) -> list[list[Block]]:
+        """Known blocks below a key, all the way down, by the child that they continue.
+
+        A branch begins with the child itself, unless that is not known any more.
+        """
+        found = []
+        for child in self._children.get(key, ()):
+            branch, keys, seen = [], [child], {child}
+            while keys:
+                below = keys.pop()
+                # A stored frame may lie about what lies above it: no way round in a circle.
+                fresh = [one for one in self._children.get(below, ()) if one not in seen]
+                seen.update(fresh)
+                keys += fresh
+                block = self._by_key.get(below)
+                if block is not None:
+                    branch.append(block)
+            found.append(branch)
+        return found
+
+    def _haunt(self, block: Block) -> None:
+        most = max(self._least_ghosts, GHOSTS_PER_BLOCK * len(self._by_key))
+        realm = block.namespace, block.tenant, block.group
+        self.ghosts.add(block.key, block.slot, block.parent, realm, most)
+
+    def _drop(self, slots: list[int]) -> None:
+        self.on_drop(slots)
+        self._free += slots
+
+    def _unlink(self, key: bytes, parent: bytes) -> None:
+        siblings = self._children[parent]
+        del siblings[key]
+        while not siblings:
+            del self._children[parent]
+            if parent not in self._holes:
+                return
+            key, parent = parent, self._holes.pop(parent)
+            siblings = self._children[parent]
+            del siblings[key]
+
+
+# What suspended sequences need again, bit for bit, of pages that others know too.
+
+AT_ONCE_BYTES = 1 << 26
+"""Of pages in one transfer: they take as much again of a device that is full."""
+
+
+class PageSource(Protocol):
+    """What holds the pages of blocks: a pool and the codecs of each layer group."""
+
+    @property
+    def forms(self) -> list[Forms]:
+        """The codecs and layouts of each group's pages."""
+        ...
+
+    def pool(self, group: int) -> PagePool:
+        """The pool of a group's device."""
+        ...
+
+
+class Copy(NamedTuple):
+    """A page that nobody else knew.
+
+    Attributes:
+        codec: Index of its codec.
+        content: Its bytes.
+    """
+
+    codec: int
+    content: torch.Tensor
+
+
+class SwappedCopy:
+    """A known page that suspended sequences need again as it is now. Callers hold the KV lock.
+
+    While the page stays where it is, nothing is copied: a prefix that many share costs nothing to
+    suspend, and whoever comes back before it is needed for others moves no byte. Just before it is
+    given up, encoded or erased, it is copied once for all of them.
+
+    Args:
+        block: Whose page.
+
+    Attributes:
+        codec: Index of its codec.
+        content: Its bytes in host memory, once it is not there any more.
+        users: Suspended sequences that need it.
+    """
+
+    __slots__ = ("block", "codec", "content", "users")
+
+    def __init__(self, block: Block) -> None:
+        self.block, self.codec = block, block.page >> CODEC_SHIFT
+        self.content: torch.Tensor | None = None
+        self.users = 0
+        block.keepsake = self
+
+    @classmethod
+    def of(cls, block: Block) -> SwappedCopy:
+        """The one of a block, for one more sequence."""
+        keepsake = block.keepsake or cls(block)
+        keepsake.users += 1
+        return keepsake
+
+    def save(self, store: PageSource) -> None:
+        """The page is about to change, or to go: copies it."""
+        self.content = download(store, self.block.group, [self.block.page])[0]
+        self.block.keepsake = None
+
+    def let_go(self) -> bool:
+        """A sequence needs it no more; whether that was the last one."""
+        self.users -= 1
+        if not self.users and self.block.keepsake is self:
+            self.block.keepsake = None
+        return not self.users
+
+
+Saved = list[list[Copy | SwappedCopy | None]]
+"""Per group what brings each page of a suspended sequence back, None behind the window."""
+
+
+def download(store: PageSource, group: int, pages: list[int]) -> list[torch.Tensor]:
+    """Copies of pages of one group and codec in host memory, in as few transfers as may be."""
+    if not pages:
+        return []
+    pool, n_bytes = store.pool(group), store.forms[group].of(pages[0]).page_bytes
+    copies: list[torch.Tensor] = []
+    for part in _parts(len(pages), n_bytes):
+        some = [pool.page_bytes(page, n_bytes) for page in pages[part]]
+        if len(some) == 1:  # as when one is evicted from a device without memory for a copy
+            copies.append(some[0].to("cpu", copy=True))
+        else:
+            copies += torch.stack(some).to("cpu")
+    return copies
+
+
+def upload(store: PageSource, group: int, pages: list[int], contents: list[torch.Tensor]) -> None:
+    """Puts such copies into pages of the same codec."""
+    if not pages:
+        return
+    pool, n_bytes = store.pool(group), contents[0].numel()
+    for part in _parts(len(pages), n_bytes):
+        some: Iterable[torch.Tensor] = contents[part]
+        if pool.device.type != "cpu":
+            some = torch.stack(contents[part]).to(pool.device)
+        for page, content in zip(pages[part], some, strict=True):
+            pool.page_bytes(page, n_bytes).copy_(content)
+
+
+def _parts(pages: int, n_bytes: int) -> Iterator[slice]:
+    most = max(1, AT_ONCE_BYTES // n_bytes)
+    return (slice(first, first + most) for first in range(0, pages, most))

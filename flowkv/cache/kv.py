@@ -1,0 +1,1444 @@
+"""`KV`: the cache as users hold it: sequences, steps, known prompts, upkeep."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
+from math import inf
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.cache import audit, erasure, export, swap
+from flowkv.cache import stack as learned
+from flowkv.cache.audit import Explanation, explain
+from flowkv.cache.block_table import Planner
+from flowkv.cache.export import Bundles, Exported, Loaded
+from flowkv.cache.guard import Guard
+from flowkv.cache.handover import Sender, take_over
+from flowkv.cache.match import PrefixMatcher
+from flowkv.cache.prefetch import Prefetch, PrefetchManager
+from flowkv.cache.requests import Queue, Recording, RequestTracker, WaitingRequest
+from flowkv.cache.restore import Late, RestoreJob, RestoreScheduler, begin, begin_whole, choose
+from flowkv.cache.seal import Refusal, describe
+from flowkv.cache.sequence import Retain, Sequence, Tables, eta_ns, make_care, session_number
+from flowkv.cache.stack import divided, make_envelope, open_pools, open_tiers
+from flowkv.cache.statistics import source, statistics
+from flowkv.cache.step import Step, chosen, sparsify
+from flowkv.cache.store import PageStore
+from flowkv.cache.swap import Snapshots
+from flowkv.core.clock import Clock, SystemClock
+from flowkv.core.config import PLACE_KINDS, format_size, load_config, parse_quota
+from flowkv.core.errors import (
+    ConfigError,
+    MissingDependencyError,
+    NonFiniteError,
+    StateError,
+    TokenError,
+)
+from flowkv.core.geometry import Geometry
+from flowkv.core.keys import KeyChain, Namespace, Salt, Shard, as_tokens, tenant_salt
+from flowkv.observe.account import Account
+from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
+from flowkv.observe.metrics import Metrics
+from flowkv.observe.timeline import Tenancy
+from flowkv.observe.trace import TraceFile
+from flowkv.policy import CATALOGUE, make_policy
+from flowkv.policy.base import NEVER_NS, Policy
+from flowkv.policy.config import Lease, configure
+from flowkv.policy.prefetch import PrefetchConfig
+from flowkv.policy.restore import LoadGate
+from flowkv.policy.tenants import Quota, Tenants
+from flowkv.tiers.base import Tier
+
+
+def _maker(policy: object) -> Callable[[], Policy] | None:
+    """What makes a policy for each place; None where the configuration says which.
+
+    Raises:
+        ConfigError: It is neither a name nor callable, or one policy for all places.
+    """
+    if policy is None or isinstance(policy, str):
+        return None
+    one = isinstance(policy, Policy) and not isinstance(policy, type)
+    if one or not callable(policy):
+        kind, what = type(policy).__name__, "one policy, and each place needs its own"
+        raise ConfigError(
+            f"policy={kind}(...) is {what}" if one else f"policy={policy!r} makes no policies",
+            f"Pass the class or a callable that makes one: policy=lambda: {kind}(...)"
+            if one
+            else f"Pass a name ({', '.join(CATALOGUE)}), a class, or a callable that makes one;"
+            " options of places go into policy_options",
+        )
+
+    def make() -> Policy:
+        made = policy()
+        if isinstance(made, type) or not isinstance(made, Policy):
+            raise ConfigError(
+                f"policy={policy!r} made {made!r}, which is no policy",
+                "Have it return a fresh object that implements flowkv.policy.Policy",
+            )
+        return made
+
+    return make
+
+
+def _on_cpu(geometry: Geometry) -> bool:
+    return all(torch.device(group.device).type != "cuda" for group in geometry.groups)
+
+
+# The sequences of a cache: opened with what is known of them, forked, cut, set aside, closed.
+
+Tokens = Items[int] | NDArray[np.generic] | torch.Tensor
+
+
+def plain(tokens: Tokens) -> Items[int] | NDArray[np.generic]:
+    """Token ids as something that is no tensor."""
+    if not isinstance(tokens, torch.Tensor):
+        return tokens
+    try:
+        return tokens.detach().cpu().numpy()
+    except (NotImplementedError, RuntimeError, TypeError) as error:  # on meta, sparse, bfloat16
+        raise TokenError(
+            f"token ids are a tensor of {tokens.dtype} on {tokens.device}, which numpy cannot have",
+            "Pass a dense tensor of integers, or a list of ids",
+        ) from error
+
+
+def pack(rows: Items[Items[int] | NDArray[np.generic]]) -> NDArray[np.uint32]:
+    """Token ids of all rows, one after the other; one check for all is what makes it cheap.
+
+    Raises:
+        TokenError: A row is not a flat sequence of ids in [0, 2**32).
+    """
+    if all(isinstance(row, (list, tuple, range)) for row in rows):
+        return as_tokens(list(chain.from_iterable(rows)))
+    return np.concatenate([as_tokens(row) for row in rows])
+
+
+# What a cache knows: looked up, brought near, protected, erased, carried away in files.
+
+
+def _prompts(tokens: Tokens | Iterable[Tokens]) -> list[Tokens]:
+    """One prompt, or several."""
+    given = plain(tokens) if isinstance(tokens, torch.Tensor) else tokens
+    if isinstance(given, np.ndarray):
+        return list(given) if given.ndim == 2 else [given]
+    listed = list(given)
+    single = not listed or isinstance(listed[0], (int, np.integer))
+    return [listed] if single else listed
+
+
+# Prompts whose prefix is on its way: their fronts are computed meanwhile, the rest behind it.
+
+
+def fronts(kv: KV, seqs: Items[Sequence], chunk: int) -> Iterator[Step | Sequence]:
+    """Steps over fronts, and each sequence whose front is done, once: settled, in their order.
+
+    Each step is entered while it is out.
+    """
+    waiting = [seq for seq in seqs if seq.restoration is not None]
+    while waiting:
+        found = choose([one for seq in waiting if (one := RestoreJob.of(seq)) is not None], chunk)
+        mine = found[0].seq if found is not None else waiting[0]
+        if found is not None and found[1]:
+            part = mine.tokens[mine.length : mine.length + found[1]].copy()
+            with kv.step([mine], [part]) as step:
+                yield step
+            continue
+        waiting = [seq for seq in waiting if seq is not mine]
+        if mine.restoration is not None:
+            mine.restoration.settle()
+        yield mine
+
+
+def prefill(kv: KV, seqs: Items[Sequence], chunk: int) -> Iterator[Step]:
+    """The part of `KV.prefill` for sequences that are being restored: computes all of them."""
+    for out in fronts(kv, seqs, chunk):
+        if isinstance(out, Step):
+            yield out
+            continue
+        if (restoration := RestoreJob.of(out)) is not None:
+            end(kv, restoration, ok=restoration.complete())
+        yield from kv.prefill([out], chunk=chunk)
+
+
+def restore(kv: KV, seqs: Items[Sequence], forward: Callable[[Step], Any], chunk: int) -> list[Any]:
+    """See `KV.restore`."""
+    outputs: dict[int, Any] = {}
+    for out in fronts(kv, seqs, chunk):
+        if isinstance(out, Step):
+            forward(out)
+        elif (restoration := RestoreJob.of(out)) is not None:
+            outputs[id(out)] = behind(kv, out, forward, restoration, chunk)
+    for seq in seqs:
+        for step in kv.prefill([seq], chunk=chunk):
+            outputs[id(seq)] = forward(step)
+    return [outputs.get(id(seq)) for seq in seqs]
+
+
+def behind(
+    kv: KV, seq: Sequence, forward: Callable[[Step], Any], restoration: RestoreJob, chunk: int
+) -> Any:
+    """Runs what follows a settled prefix behind it; None if there was nothing, or it was late."""
+    output, ok = None, False
+    rest = seq.tokens[seq.position : seq.position + chunk].copy()
+    try:
+        if len(rest):
+            with kv.step([seq], [rest]) as step:
+                output = forward(step)
+            ok = True
+        else:
+            ok = restoration.complete()
+    except Late:
+        output = None
+    finally:
+        end(kv, restoration, ok=ok)
+    return output
+
+
+def end(kv: KV, restoration: RestoreJob, *, ok: bool) -> None:
+    """Ends a restore; what came needed no computing. Of one that is not settled, nothing did."""
+    with kv.lock:
+        settled = restoration.settled
+        restoration.finish(ok=ok)
+        came = max(0, restoration.tokens - restoration.front) if settled else 0
+        restoration.seq.reused += came
+        kv.tokens_reused += came
+
+
+# `KV`: the cache as users hold it: sequences, steps, known prompts, upkeep.
+
+cache_door: Callable[..., Any] | None = None
+"""Makes the object behind `KV.cache`; put here by the package, since hooks lie above this floor."""
+
+
+class KV:
+    """A key/value cache: paged, shared, tiered and persistent. Thread-safe.
+
+    Args:
+        geometry: The model's layer groups; None if `flowkv.attach` is to learn it.
+        namespace: Name of the model *and* its weights. Required with a disk or remote tier, unless
+            the model is attached: equal namespaces share pages.
+        config: TOML file with further fields; default `FLOWKV_CONFIG`.
+        tiers: The stack, fastest first: places as text, and `Tier` objects below them. Replaces
+            `gpu`, `host` and `disk`.
+        policy: Name in the catalogue, or a callable that makes a `Policy` for each place.
+        clock: Time for the policies.
+        shard: Which rank of a tensor-parallel model this is. The geometry is that of the whole
+            model then, of which the cache holds the rank's heads, and lasting and shared tiers are
+            read whatever the number of ranks that wrote them; `Shard()` reads them in one piece.
+        **fields: Further fields of `flowkv.core.config.Config`: gpu, host, disk, codec, ...
+
+    Raises:
+        ConfigError: A field is unknown, or the namespace is missing.
+        GeometryError: The heads cannot be divided evenly among the ranks.
+        StoreError: A directory cannot be used.
+        CapacityError: The device pool is too small.
+    """
+
+    # Tokens of all prompts opened, and those of them that needed no computing; what both had
+    # reached before they were last corrected downwards.
+    tokens_seen = tokens_reused = 0
+    seen_most = reused_most = 0
+
+    def __init__(
+        self,
+        geometry: Geometry | None = None,
+        *,
+        namespace: str | Namespace = "",
+        config: str | os.PathLike[str] | None = None,
+        tiers: Iterable[str | Tier] | None = None,
+        policy: str | Callable[[], Policy] | None = None,
+        clock: Clock | None = None,
+        shard: Shard | None = None,
+        **fields: object,
+    ) -> None:
+        self.shard = shard
+        stack = list(tiers) if tiers is not None else None
+        if stack is not None:
+            fields["tiers"] = tuple(tier for tier in stack if isinstance(tier, str))
+        if isinstance(policy, str):
+            fields["policy"] = policy
+        if isinstance(namespace, str) and namespace:
+            fields["namespace"] = namespace  # for `attach`, which asks the configuration
+        self.config = load_config(config, **fields)
+        self._given = [tier for tier in stack or () if not isinstance(tier, str)]
+        self._make_policy = _maker(policy)
+        self._check_policies()
+        self.clock, self.bus = clock or SystemClock(), Bus()
+        self.metrics = Metrics()
+        # Steps and spans come too often: who wants them counted subscribes to the bus.
+        self.metrics.follow(self.bus, without=[EngineStep, RestoreSpan, StepPlanned])
+        self.tenants = Tenancy(self.bus)
+        self.lock, self.closed, self._pid = Guard(), False, os.getpid()
+        self.gate = LoadGate()
+        self.namespace = b""
+        self._warned: set[str] = set()
+        self._detach: list[Callable[[], None]] = []
+        self._proofs: list[Callable[[], None]] = []
+        self._closings: list[Callable[[], None]] = []
+        self._tiers: list[Tier] = []
+        self._open: dict[int, Sequence] = {}
+        self._recordings: list[Recording] = []
+        self._traces: list[TraceFile] = []
+        self.planner: Planner | None = None
+        self._levels, self._accounts = source(self), list[Account]()
+        self.metrics.source(self._levels)
+        if geometry is not None:
+            if self.config.page_size not in (None, geometry.page_size):
+                raise ConfigError(
+                    f"page_size={self.config.page_size} beside a geometry of {geometry.page_size}",
+                    "Say it in the geometry: Geometry(..., page_size=...)",
+                )
+            name = namespace or self.config.namespace
+            self._need_name(bool(name), geometry)
+            self.bind(geometry, name if isinstance(name, Namespace) else Namespace(model=name))
+
+    def _need_name(self, named: bool, geometry: Geometry) -> None:
+        places = self.config.places(on_cpu=_on_cpu(geometry))
+        lasting = any(place.kind not in ("gpu", "host") or place.path for place in places)
+        given = any(tier.kind != "host" or tier.shared for tier in self._given)
+        if not named and (lasting or given):
+            raise ConfigError(
+                "a cache with a lasting or shared tier has no namespace",
+                'Name the model and its weights: KV(geometry, namespace="my-model@3", ...)',
+            )
+
+    def bind(self, geometry: Geometry, namespace: Namespace) -> None:
+        """Says which model this cache serves from now on.
+
+        Sequences that are open keep their pages, but what they compute is not published any more.
+        A new geometry gets fresh pools; the tiers stay.
+
+        Raises:
+            CapacityError: The device pool is too small for the geometry.
+            GeometryError: The heads cannot be divided evenly among the ranks.
+            StateError: The cache is closed.
+        """
+        with self.lock:
+            self._alive()
+            shard = self.shard
+            local = geometry.local(shard.rank, shard.world) if shard else geometry
+            exact = msgspec.structs.replace(namespace, geometry=geometry.fingerprint().hex())
+            if self.planner is None or local != self.planner.geometry:
+                self._build(local, geometry, exact)
+            else:
+                self._introduce(exact)
+            self.namespace = exact.digest()
+            for seq in self._open.values():  # also if the old name comes back while they are open
+                seq.publishable = False
+
+    def _introduce(self, namespace: Namespace) -> None:
+        """Tells tiers that note it whose frames are in use from now on."""
+        for tier in self._tiers:
+            bind: Callable[[bytes, str], None] | None = getattr(tier, "bind", None)
+            if bind is not None:
+                bind(namespace.digest(), namespace.title)
+
+    def _build(self, geometry: Geometry, whole: Geometry, namespace: Namespace) -> None:
+        pools = open_pools(geometry, self.config)
+        if self.planner is None:
+            self._tiers = open_tiers(
+                *(self.config, self._given, self.clock, self.gate.rates),
+                on_cpu=_on_cpu(geometry),
+            )
+        else:  # the old store must neither read nor write the tiers any more
+            self.planner.store.flush(self.config.load_deadline_s)
+            self.planner.store.detach_tiers()
+        self._introduce(namespace)
+        store = PageStore(
+            geometry,
+            pools,
+            divided(self._tiers, whole, self.shard),
+            policies=self._policy,
+            clock=self.clock,
+            bus=self.bus,
+            config=self.config,
+            rates=self.gate.rates,
+        )
+        store.page_cost_ns = lambda: round(self.gate.seconds_per_token * geometry.page_size * 1e9)
+        tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
+        self.planner = planner = Planner(store, tables, self.lock, self.gate.computed)
+        # What a sender writes is for others, whose rates nobody here knows.
+        store.pays = lambda tier, n_bytes, reach: (
+            planner.sender is not None
+            or self.gate.pays_to_store(tier, n_bytes, geometry.page_size, reach)
+        )
+        self.planner.foresight = self._foresight(self.planner)
+        self.planner.publisher.allowed = self._may_publish
+        self.planner.publisher.on_non_finite = self._non_finite
+        if self.planner.sealer:
+            self.planner.sealer.on_refusal = self._refused
+        self.restorer = PrefixMatcher(self.planner, self.gate, self.bus)
+        self.snapshots = Snapshots(self.restorer)
+        self.restores = RestoreScheduler(store, self.gate, self.bus)
+        if (directory := self._learned()) is not None:
+            self._tell(partial(learned.load, directory, store.places))
+        self.visits = RequestTracker(self.planner)
+        self.queue = Queue(self.visits, self.lock)
+        if self.config.record and not self._recordings:
+            self.record(self.config.record)
+
+    def _check_policies(self) -> None:
+        """Has a wrong option told now, and not when a model is attached."""
+        if self._make_policy is not None and self.config.policy_options:
+            raise ConfigError(
+                "policy_options beside a callable that makes policies", "Let the callable set them"
+            )
+        chosen = [self.config.selection(kind) for kind in PLACE_KINDS]
+        for name, options in [one for i, one in enumerate(chosen) if one not in chosen[:i]]:
+            make_policy(name, **options)
+        if isinstance(self.config.prefetch, dict):
+            configure(PrefetchConfig, "prefetch", self.config.prefetch)
+
+    def _foresight(self, planner: Planner) -> PrefetchManager | None:
+        """What brings pages nearer before they are asked for; None without a tier, or if off."""
+        if not planner.store.tiers or self.config.prefetch == "off":
+            return None
+        said, size = self.config.prefetch, planner.page_size
+        windows = [planner.window(g) for g in range(len(planner.geometry.groups))]
+        pages = [None if w is None else max(1, -(-(w - 1) // size)) for w in windows]
+        options = said if isinstance(said, dict) else {}
+        return PrefetchManager(planner.store, self.lock, pages, options)
+
+    def _policy(self, kind: str, capacity_bytes: int) -> Policy:
+        """The policy of a place."""
+        make, total = self._make_policy, capacity_bytes
+        if make is None:
+            name, options = self.config.selection(kind)
+            make = partial(make_policy, name, **options)
+        if not self.config.quotas:
+            return make()
+        shares = [parse_quota(quota, kind, total) for quota in self.config.quotas.values()]
+        kept = sum(reserve for reserve, _ in shares)
+        if kept > total:
+            raise ConfigError(
+                f"quotas reserve {format_size(kept)} of a {kind} place of {format_size(total)}",
+                "Reserve less, or give the place more bytes",
+            )
+        quotas = [Quota(reserve, inf if limit is None else limit) for reserve, limit in shares]
+        return Tenants(make, dict(enumerate(quotas)))
+
+    def _learned(self) -> Path | None:
+        """The directory in which what policies learned is kept; None if it is not."""
+        from flowkv.tiers.disk import DiskTier
+
+        ours = self._tiers[: len(self._tiers) - len(self._given)]  # those given come last
+        disks = (tier for tier in ours if isinstance(tier, DiskTier) and tier.writable)
+        return next((disk.path for disk in disks), None) if self.config.learned else None
+
+    def _save_learned(self) -> None:
+        directory = self._learned()
+        if directory is not None and self.planner is not None:
+            self._tell(partial(learned.save, directory, self.planner.store.places))
+
+    def _tell(self, work: Callable[[], object]) -> None:
+        """Does something with a file that is worth an event if it fails, and nothing more."""
+        try:
+            work()
+        except (ConfigError, OSError) as error:
+            self.bus.emit(Warned(code="learned", message=str(error)))
+
+    def record(self, path: str | os.PathLike[str]) -> Recording:
+        """Writes all requests from now on as a trace, for `flowkv.sim.replay`.
+
+        Only salted hashes of pages are written, lengths and times; no tokens and no names.
+
+        Args:
+            path: A new file; an old one is replaced.
+
+        Returns:
+            The recording, which ends with its `close` or that of the cache.
+
+        Raises:
+            ConfigError: The file cannot be made.
+            StateError: The cache does not know its model yet.
+        """
+        planner = self._bound()
+        recording = Recording(
+            path,
+            self.visits,
+            self.lock,
+            page_size=planner.page_size,
+            warn=lambda problem: self.warn("recording", f"{problem} Check the disk."),
+        )
+        self._recordings.append(recording)
+        return recording
+
+    def trace(self, path: str | os.PathLike[str]) -> TraceFile:
+        """Writes who works on what, and when, for Perfetto: `with kv.trace("restore.json"): ...`.
+
+        There is a track per engine, tier and request. Every event is in the file at once, also if
+        an exception ends the block or the process. Without a trace nothing of this is done.
+
+        Args:
+            path: A file of JSON; an old one is replaced.
+
+        Returns:
+            The trace, which ends with its block, its `close` or that of the cache.
+
+        Raises:
+            ConfigError: The file cannot be made.
+            StateError: The cache is closed.
+        """
+        self._alive()
+        check = "Check the disk."
+        trace = TraceFile(path, self.bus, warn=lambda said: self.warn("trace", f"{said} {check}"))
+        self._traces = [*(other for other in self._traces if not other.closed), trace]
+        return trace
+
+    def _may_publish(self, seq: Sequence) -> bool:
+        return seq.publishable and seq.namespace == self.namespace and not self.closed
+
+    def _non_finite(self, group: int, page: int) -> None:
+        self.warn(
+            "non-finite",
+            f"Page {page} of layer group {group} holds NaN or infinity and is neither shared nor "
+            "stored. Check the model's dtype and inputs.",
+        )
+
+    def _refused(self, refusal: Refusal) -> None:
+        problem = describe(refusal)
+        if self.config.non_finite == "error":
+            raise NonFiniteError(problem, "Check the model's dtype and inputs, or use codec='raw'")
+        self.warn(
+            "unencoded",
+            f"P{problem[1:]}: it stays raw, and so does every other one of this kind, without "
+            "another warning. Check the model's dtype and inputs.",
+        )
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """What it was bound to; None before."""
+        return self.planner.geometry if self.planner else None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.planner.page_size if self.planner else self.config.tokens_per_page
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that opened it."""
+        return os.getpid() != self._pid
+
+    def warn(self, code: str, message: str) -> None:
+        """Warns once per `code`."""
+        if code not in self._warned:
+            self._warned.add(code)
+            if not self.inherited:  # who listens may have been busy when the child was forked
+                self.bus.emit(Warned(code=code, message=message))
+            warnings.warn(message, stacklevel=3)
+
+    def on_detach(self, callback: Callable[[], None]) -> None:
+        """Registers what `detach` does."""
+        self._detach.append(callback)
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Registers what `close` does before anything is released."""
+        self._closings.append(callback)
+
+    def on_prove(self, callback: Callable[[], None]) -> None:
+        """Registers what proves pages that were computed so far, so that they can be kept."""
+        self._proofs.append(callback)
+
+    def _prove(self) -> None:
+        if not self.closed:
+            for callback in self._proofs:
+                callback()
+
+    def detach(self) -> None:
+        """Takes the cache off the model it is attached to; the model is as before."""
+        self._prove()
+        self._proofs.clear()
+        while self._detach:
+            self._detach.pop()()
+
+    def _alive(self) -> None:
+        if self.closed:
+            raise StateError("the cache is closed", "Open a new one")
+        if self.inherited:
+            raise StateError(
+                "the cache was opened by the parent process", "Open another one in this process"
+            )
+
+    def _bound(self) -> Planner:
+        self._alive()
+        if self.planner is None:
+            raise StateError(
+                "the cache does not know its model yet",
+                "Call flowkv.attach(model), or pass a geometry to KV(...)",
+            )
+        return self.planner
+
+    def open(  # noqa: PLR0913 - what may be said of a request belongs to one call
+        self,
+        tokens: Tokens,
+        *,
+        tenant: str | None = None,
+        salts: Items[Salt] = (),
+        limit: int | None = None,
+        reuse: bool = True,
+        state: bool = False,
+        session: str | int | None = None,
+        lease: str | Lease = "",
+        retain: Items[Retain] = (),
+        request: int = -1,
+        wait: bool = True,
+        computable: bool = True,
+    ) -> Sequence:
+        """Starts a sequence with its known prefix in place, or on its way.
+
+        Args:
+            tokens: The prompt.
+            tenant: Whose pages may be used and made; default the cache's own tenant.
+            salts: What K and V depend on beside the tokens, such as images.
+            limit: Most tokens to reuse; default all but the last, which must run to give logits.
+            reuse: False computes everything anew; pages are published all the same.
+            state: The model has recurrent layers: reuse only where a state was saved.
+            session: Name or number of the conversation, which `hint` may name then. It helps
+                policies that learn when conversations go on.
+            lease: How long its pages stay, as a lease class of the policy ("turn_end",
+                "tool_wait", "one_shot", ...) or a `flowkv.policy.Lease`.
+            retain: Spans of tokens that are kept more, or less, than others.
+            request: `Sequence.request` of a sequence that was opened in vain for the same request.
+            wait: False returns at once, with what is on the device; `Sequence.restoration` brings
+                the rest, which `restore` and `prefill` see to, and which may be computed in part
+                while it is loaded. None of it, where nothing is to be loaded. With `state`, all of
+                it is loaded; if some does not come, `length` is 0 and `state` None afterwards.
+            computable: With `wait=False`: whether you can compute part of the prefix.
+
+        Returns:
+            A sequence whose `length` tokens need no computing.
+
+        Raises:
+            TokenError: Not a flat sequence of ids in [0, 2**32).
+            CapacityError: Too many sequences are open.
+            ConfigError: The policy knows no such lease class, or a span holds no token.
+        """
+        ids = as_tokens(plain(tokens))
+        with self.lock:
+            planner = self._bound()
+            planner.store.drain()
+            seq = self._sequence(planner, tenant, salts)
+            try:
+                seq.note(ids)
+                seq.prompted, seq.care = len(ids), make_care(session, lease, retain, seq.tenant)
+                self.visits.check(seq)
+                most = len(ids) - 1 if limit is None else min(limit, len(ids))
+                with planner.store.moment():
+                    self._begin(seq, request)
+                    if reuse and most > 0:
+                        if wait:
+                            source = self.snapshots if state else self.restorer
+                            seq.reused = source.restore(seq, most)
+                        elif state:
+                            attach = partial(begin_whole, self.restores, self.restorer, seq)
+                            seq.reused = self.snapshots.begin(seq, most, attach)
+                        else:
+                            begin(self.restores, self.restorer, seq, most, computable=computable)
+                            seq.reused = seq.length
+            except BaseException:
+                self.visits.abort(seq.request)
+                seq.request = -1
+                self._close(seq)
+                raise
+            self.tokens_seen += len(ids)
+            self.tokens_reused += seq.reused
+            return seq
+
+    def _begin(self, seq: Sequence, request: int) -> None:
+        """Tells policies of a request, unless it is one that they know already."""
+        if request >= 0:
+            seq.request = request
+            return
+        self.visits.begin(seq, self.queue.take(seq))
+
+    def _sequence(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
+        """A sequence with a line of its own."""
+        seq = self._lineless(planner, tenant, salts)
+        seq.row = planner.tables.open_row()
+        self._open[id(seq)] = seq
+        return seq
+
+    def _lineless(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
+        """A sequence that can look things up, and hold nothing."""
+        name = self.config.tenant if tenant is None else tenant
+        salt = tenant_salt(name, self.config.secret_bytes)
+        groups = range(len(planner.geometry.groups))
+        seq = Sequence(
+            planner.tables.nowhere,
+            [KeyChain(self.namespace, salt, g, planner.page_size) for g in groups],
+            tenant=salt,
+            namespace=self.namespace,
+            salts=salts,
+            close=self._end,
+            planner=planner,
+        )
+        seq.owner = name
+        return seq
+
+    def _end(self, seq: Sequence) -> None:
+        # Possibly in a finalizer, in the middle of anything: it may have to wait (see Guard).
+        self.lock.defer(lambda: self._close(seq))
+
+    def _close(self, seq: Sequence) -> None:
+        if self.inherited:
+            seq.closed = True  # its pages are the parent's
+        if not seq.closed:
+            if seq.restoration is not None:
+                seq.restoration.abandon()
+            seq.closed = True
+            swap.discard(Planner.of(seq), seq)
+            del self._open[id(seq)]
+            if Planner.of(seq) is self.planner:
+                self.visits.end(seq)
+            Planner.of(seq).release(seq)
+            if self.config.quotas:
+                Planner.of(seq).store.shed()
+            self._look_ahead(Planner.of(seq))
+
+    def _look_ahead(self, planner: Planner) -> None:
+        if planner.foresight is not None and planner.foresight.due_ns < NEVER_NS:
+            planner.foresight.edge()
+
+    def fork(self, seq: Sequence) -> Sequence:
+        """A second sequence with the same past; pages are shared until one of them writes.
+
+        Raises:
+            CapacityError: Too many sequences are open.
+            StateError: The sequence is closed, suspended or in a step.
+        """
+        with self.lock:
+            self._alive()
+            child = self._sequence(Planner.of(seq), None, seq.salts)
+            child.tenant, child.namespace, child.chains = seq.tenant, seq.namespace, seq.chains
+            try:
+                Planner.of(seq).fork(seq, child)
+            except BaseException:
+                self._close(child)
+                raise
+            return child
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Drops the tokens of a sequence from position `length` on."""
+        Planner.of(seq).truncate(seq, length)
+
+    def suspend(self, seq: Sequence) -> int:
+        """Gives a sequence's pages up for others until `resume` brings them back, bit for bit.
+
+        What only it knows moves to host memory now, pages that are known once they leave the
+        device. Returns the bytes of host memory that this takes at most.
+        """
+        with self.lock:
+            return swap.suspend(Planner.of(seq), seq)
+
+    def resume(self, seq: Sequence) -> None:
+        """Brings a suspended sequence back, bit for bit.
+
+        Raises:
+            CapacityError: It does not fit now; it stays suspended.
+        """
+        with self.lock:
+            swap.resume(Planner.of(seq), seq)
+            # Shared again with whoever has the same by now, and known again.
+            Planner.of(seq).publish(seq, exact=True)
+
+    @contextmanager
+    def _probe(self, tokens: Tokens, tenant: str | None, salts: Items[Salt]) -> Iterator[Sequence]:
+        with self.lock:
+            planner = self._bound()
+            planner.store.drain()
+            self._look_ahead(planner)
+            seq = self._lineless(planner, tenant, salts)
+            seq.note(as_tokens(plain(tokens)))
+            yield seq
+
+    def explain(
+        self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()
+    ) -> Explanation:
+        """How much of a prompt is known now, and what prevents more."""
+        with self._probe(tokens, tenant, salts) as seq:
+            return explain(self.restorer, seq, len(seq.tokens) - 1)
+
+    def warm(self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()) -> int:
+        """Brings a known prompt onto its device ahead of its use; returns its tokens there.
+
+        Raises:
+            CapacityError: Too many sequences are open.
+        """
+        with self.lock:
+            seq = self._sequence(self._bound(), tenant, salts)
+            try:
+                seq.note(as_tokens(plain(tokens)))
+                return self.restorer.restore(seq, len(seq.tokens))
+            finally:
+                self._close(seq)
+
+    def prefetch(
+        self, tokens: Tokens, *, tenant: str | None = None, salts: Items[Salt] = ()
+    ) -> Prefetch:
+        """Starts to bring a known prompt onto its device, as far as idle pages make room for it.
+
+        Returns at once; `cancel` what is returned if the prompt is not going to be used.
+        """
+        with self._probe(tokens, tenant, salts) as seq:
+            prefetch = Prefetch(Planner.of(seq).store, self.lock)
+            prefetch.start(self.restorer.absent(seq))
+            return prefetch
+
+    def enqueue(
+        self,
+        tokens: Tokens,
+        *,
+        tenant: str | None = None,
+        salts: Items[Salt] = (),
+        prefetch: bool = True,
+    ) -> WaitingRequest:
+        """Says that a prompt waits to be served: what is known of it stays, and comes nearer.
+
+        `open` of the same prompt serves the request that has waited longest.
+
+        Args:
+            tokens: The prompt.
+            tenant: Whose; default the cache's own.
+            salts: What the prompt's K and V depend on beside the tokens.
+            prefetch: Start to bring it onto its device, as `prefetch` does.
+
+        Returns:
+            The request, which can be cancelled.
+        """
+        with self._probe(tokens, tenant, salts) as seq:
+            queued = self.queue.add(seq)
+            if prefetch:
+                queued.prefetch = self._nearer(seq, queued)
+            return queued
+
+    def _nearer(self, seq: Sequence, queued: WaitingRequest) -> Prefetch:
+        absent, foresight = self.restorer.absent(seq), Planner.of(seq).foresight
+        if foresight is not None:
+            return foresight.enqueue(queued.request, self.visits.chains(seq))
+        prefetch = Prefetch(Planner.of(seq).store, self.lock)
+        prefetch.start(absent)
+        return prefetch
+
+    def hint(
+        self,
+        what: Tokens | str | int,
+        eta_s: float,
+        *,
+        sigma: float = 0.5,
+        tenant: str | None = None,
+        salts: Items[Salt] = (),
+    ) -> int:
+        """Says when a prompt, or a conversation, is expected to be used next.
+
+        It holds until the prompt's last known page is used. A wrong hint costs hits, never
+        answers. "This conversation is over" (`flowkv.NEVER`) is worth saying.
+
+        Args:
+            what: A prompt, or the `session` of a conversation that was opened with it.
+            eta_s: Seconds from now, `flowkv.SOON` or `flowkv.NEVER`.
+            sigma: How far off it may be: standard deviation of the logarithm, 0.5 for "within a
+                factor of about two".
+            tenant: Whose; default the cache's own.
+            salts: What the prompt's K and V depend on beside the tokens.
+
+        Returns:
+            Tokens that the hint is about; 0 if nothing of it is known any more.
+
+        Raises:
+            ConfigError: `eta_s` or `sigma` is negative, or no number.
+        """
+        eta = eta_ns(eta_s)
+        if not 0 <= sigma < float("inf"):
+            raise ConfigError(f"sigma={sigma}", "Use 0 or more; 0.5 is a factor of about two")
+        with self._probe(() if isinstance(what, str | int) else what, tenant, salts) as seq:
+            if isinstance(what, str | int):
+                chains = self.visits.session(session_number(what, seq.tenant))
+            else:
+                chains = self.visits.chains(seq)
+            return self.visits.hint(chains, eta, sigma) * self.page_size
+
+    def pin(
+        self,
+        tokens: Tokens,
+        *,
+        tenant: str | None = None,
+        salts: Items[Salt] = (),
+        pinned: bool = True,
+    ) -> int:
+        """Protects a prompt's known pages from eviction, or no longer; returns their tokens."""
+        with self._probe(tokens, tenant, salts) as seq:
+            blocks = self.restorer.known(seq)
+            for block in blocks:
+                Planner.of(seq).store.pin(block, pinned)
+            return sum(block.group == 0 for block in blocks) * self.page_size
+
+    def forget(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        tenant: str | None = None,
+        salts: Items[Salt] = (),
+    ) -> int:
+        """Erases a prompt and all that continues it from every tier, or a whole tenant.
+
+        Requests that wait for what nobody knows then (`enqueue`) are called off. Every tier
+        overwrites or removes the bytes, also those that other processes wrote, and is
+        then asked whether anything is left. Beginnings that other prompts share stay. Open
+        sequences keep their pages, and publish nothing more.
+
+        Args:
+            tokens: The prompt; None for everything of the tenant.
+            tenant: Whose; default the cache's own.
+            salts: What the prompt's K and V depend on beside the tokens.
+
+        Returns:
+            Blocks erased.
+
+        Raises:
+            StoreError: A tier, which the message names, could not prove that nothing is left. All
+                others have erased by then, and the cache knows none of the blocks any more.
+        """
+        with self._probe(() if tokens is None else tokens, tenant, salts) as seq, self._purged():
+            store = Planner.of(seq).store
+            store.flush(self.config.load_deadline_s)
+            if tokens is None:
+                return self._forget_realm(erasure.Realm(seq.tenant, None))
+            try:
+                return erasure.forget_prompt(store, seq)
+            finally:
+                for open_seq in self._open.values():
+                    open_seq.publishable &= not open_seq.forgotten
+
+    def invalidate(self) -> int:
+        """Erases everything of this model on every tier, for instance after its weights changed.
+
+        Open sequences keep their pages, and publish nothing more.
+
+        Returns:
+            Blocks erased.
+
+        Raises:
+            StoreError: See `forget`.
+        """
+        with self.lock:
+            self._bound().store.flush(self.config.load_deadline_s)
+            for seq in self._open.values():
+                seq.publishable = False
+            with self._purged():
+                return self._forget_realm(erasure.Realm(None, self.namespace))
+
+    @contextmanager
+    def _purged(self) -> Iterator[None]:
+        """Afterwards nothing names what was erased within, whatever was raised."""
+        try:
+            yield
+        finally:
+            self.visits.purge()
+            self.queue.purge(self._bound().store.index.slot)
+
+    def _forget_realm(self, realm: erasure.Realm) -> int:
+        for seq in self._open.values():
+            seq.publishable &= seq.tenant != realm.tenant
+        return erasure.forget_realm(self._bound().store, realm)
+
+    def save_state(self, seq: Sequence, values: dict[str, Any]) -> bool:
+        """Keeps the state of recurrent layers after exactly `seq.length` tokens.
+
+        Args:
+            seq: The sequence; its tokens must be known.
+            values: Named tensors, numbers, text and lists of them.
+
+        Returns:
+            Whether it is kept.
+        """
+        with self.lock:
+            return self._may_publish(seq) and self.snapshots.save(seq, values)
+
+    def keep(
+        self, name: str, tensors: Mapping[str, torch.Tensor], *, tenant: str | None = None
+    ) -> bool:
+        """Keeps named tensors, weights for instance, on the tier that lasts longest.
+
+        Tensors kept before under this name are replaced. They are copied part by part; what is
+        not written yet when this returns is written in the background.
+
+        Args:
+            name: What they are fetched by.
+            tensors: On any device.
+            tenant: Whose; default the cache's own.
+
+        Returns:
+            Whether there was room for all of them.
+
+        Raises:
+            StoreError: A tensor has a dtype or layout that cannot be kept, or a name is no text.
+        """
+        return self._bundles(tenant).keep(name, tensors)
+
+    def fetch(
+        self, name: str, only: Iterable[str] | None = None, *, tenant: str | None = None
+    ) -> dict[str, torch.Tensor] | None:
+        """Fetches tensors that `keep` kept, verified, onto the CPU; None if they cannot be had.
+
+        Args:
+            name: What they were kept by.
+            only: Names of some; only the stripes that hold them are read.
+            tenant: Whose; default the cache's own.
+
+        Raises:
+            StoreError: There is no tensor of one of these names.
+        """
+        return self._bundles(tenant).fetch(name, only)
+
+    def _bundles(self, tenant: str | None) -> Bundles:
+        with self._probe((), tenant, ()) as seq:
+            return Bundles(Planner.of(seq).store, self.lock, seq.namespace, seq.tenant)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        tokens: Tokens | Iterable[Tokens] | None = None,
+        *,
+        tenant: str | None = None,
+        salts: Items[Salt] = (),
+    ) -> Exported:
+        """Writes what is known of prompts to one file, for `load` in another process.
+
+        Pages are written as they are, of whatever codec, with the states of recurrent layers.
+        Frames are checked, encrypted and compressed as on a disk tier. The file appears whole or
+        not at all. Other threads go on meanwhile.
+
+        Args:
+            path: The file.
+            tokens: A prompt, or several; None for everything of the tenant.
+            tenant: Whose; default the cache's own.
+            salts: What the prompts' K and V depend on beside the tokens.
+
+        Raises:
+            StoreError: The file cannot be written.
+        """
+        self._prove()
+        store, blocks = self._bound().store, dict[int, Any]()
+        if tokens is None:
+            with self._probe((), tenant, salts) as seq:
+                mine = erasure.Realm(seq.tenant, seq.namespace)
+                blocks = {id(b): b for b in store.index if mine.holds(b)}
+        for prompt in () if tokens is None else _prompts(tokens):
+            with self._probe(prompt, tenant, salts) as seq:
+                known = [*self.restorer.known(seq), *self.snapshots.known(seq)]
+                blocks |= {id(block): block for block in known}
+        envelope = make_envelope(self.config)
+        return export.write(store, self.lock, path, envelope, blocks.values())
+
+    def load(self, path: str | os.PathLike[str]) -> Loaded:
+        """Makes known what `export` wrote, on the device while pages are free, else on the tiers.
+
+        Every frame is checked; what is damaged, or of another model, geometry or codec, is refused
+        and counted. Frames that are only checked (`integrity="xxh3"`) are as trustworthy as whoever
+        wrote the file; encrypted ones (`"aead"`) come from somebody who has the secret.
+
+        Raises:
+            StoreError: It cannot be read, or was never such a file.
+        """
+        store, envelope = self._bound().store, make_envelope(self.config)
+        return export.read(store, self.lock, path, envelope, self.namespace)
+
+    def plan(self, seqs: Items[Sequence], counts: Items[int] | NDArray[np.int64]) -> Step:
+        """A step over rows whose new token ids are told elsewhere (`Sequence.note`), or never.
+
+        Args:
+            seqs: The rows.
+            counts: New tokens of each.
+        """
+        self._alive()
+        planner = Planner.of(seqs[0]) if seqs else self._bound()
+        return Step(planner, seqs, np.asarray(counts, np.int64))
+
+    def step(self, seqs: Items[Sequence], new_tokens: Items[Tokens]) -> Step:
+        """A step of your own model: `with kv.step(seqs, tokens) as step: model(step.tokens, ...)`.
+
+        Args:
+            seqs: The rows.
+            new_tokens: The new token ids of each row; where the prompt given to `open` is not
+                computed yet, they must continue it.
+
+        Raises:
+            CapacityError: The pages do not fit.
+            GeometryError: Not as many token lists as rows.
+            StateError: A sequence is closed, suspended or in a step already.
+            TokenError: The ids contradict what is known of the prompt.
+        """
+        given = [plain(ids) for ids in new_tokens]
+        packed = pack(given)
+        step = self.plan(seqs, [len(ids) for ids in given])
+        step.give(packed)
+        return step
+
+    def prefill(self, seqs: Items[Sequence], *, chunk: int = 512) -> Iterator[Step]:
+        """Steps that compute what is missing of the prompts: `for step in kv.prefill(seqs): ...`.
+
+        Each step is entered while the loop body runs, and committed when the loop goes on. Leaving
+        the loop early rolls the current step back. With `audit=` some steps recompute restored
+        pages first (`Step.audits`); what is wrong is computed anew with the rest.
+
+        Of sequences that were opened with `wait=False`, part is computed while the rest is loaded;
+        what follows that is computed once all of it is there. `restore` also overlaps the two.
+
+        Args:
+            seqs: Sequences whose prompts were given to `open`.
+            chunk: Most tokens of a row in one step.
+
+        Raises:
+            CapacityError: The pages do not fit.
+            ConfigError: `chunk` is no positive number.
+        """
+        if chunk < 1:
+            raise ConfigError(f"chunk={chunk}", "Compute at least one token per row and step")
+        if not all(isinstance(seq, Sequence) for seq in seqs):
+            raise StateError("some of these are no sequences", "Pass what kv.open(...) returned")
+        yield from prefill(self, seqs, chunk)
+        yield from audit.steps(self, [seq for seq in seqs if seq.position < len(seq.tokens)])
+        while True:
+            rows = [seq for seq in seqs if seq.position < len(seq.tokens)]
+            if not rows:
+                return
+            parts = [seq.tokens[seq.position : seq.position + chunk].copy() for seq in rows]
+            with self.step(rows, parts) as step:
+                yield step
+
+    def restore(
+        self, seqs: Items[Sequence], forward: Callable[[Step], Any], *, chunk: int = 512
+    ) -> list[Any]:
+        """Finishes the prefill of prompts opened with `wait=False`, in the least time it can take.
+
+        Part of each prefix is computed from the front while the rest of it is loaded from the back.
+        What follows the prefix is computed behind the loads: each layer of that forward waits for
+        that layer of the pages. What does not come in time is computed here, in further forwards.
+
+        Args:
+            seqs: Sequences in no step.
+            forward: Called with each step, over one of the sequences, inside of which your model
+                runs; it may be called again for tokens whose first forward was given up.
+            chunk: Most tokens in one step.
+
+        Returns:
+            For each sequence, what `forward` returned for the end of its prompt; None if nothing
+            was left to compute.
+
+        Raises:
+            CapacityError: The pages do not fit.
+            ConfigError: `chunk` is no positive number.
+        """
+        if chunk < 1:
+            raise ConfigError(f"chunk={chunk}", "Compute at least one token per step")
+        outputs = restore(self, seqs, forward, chunk)
+        return audit.mend(self, seqs, forward, outputs, chunk)
+
+    def audit(self, seq: Sequence, forward: Callable[[Step], Any]) -> int:
+        """Recomputes those restored pages of a sequence that `audit=` samples, and compares.
+
+        What differs by more than its codec and the model's rounding explain is forgotten on every
+        tier, with all that continues it, and told by a warning and events (`Audited`,
+        `Quarantined`). As long as part of the prompt is to be computed, the sequence then ends
+        before it, and `prefill` computes it anew; `prefill` audits by itself.
+
+        Args:
+            seq: A sequence in no step.
+            forward: Called with each step, inside of which your model runs over one page.
+
+        Returns:
+            Pages that were wrong.
+        """
+        return audit.run(self, seq, forward)
+
+    def hand_over(self) -> Sender:
+        """Sends pages to other processes while they are computed, layer by layer.
+
+        `with kv.hand_over() as sender: ...` around the prefill, in the process that computes;
+        `take_over` in the one that goes on. Both name the same tier and namespace.
+
+        Raises:
+            StateError: No tier of the stack can be read by others, or another sender is active.
+        """
+        self._prove()
+        return Sender(self)
+
+    def take_over(
+        self,
+        seq: Sequence,
+        forward: Callable[[Step], Any],
+        *,
+        patience_s: float | None = None,
+        chunk: int = 512,
+    ) -> Any:
+        """Finishes the prefill of a prompt that another process computes, as its layers arrive.
+
+        The forward over what follows the last full page starts at once; each layer of it waits for
+        that layer of the pages. What does not come in time is computed here, in further forwards.
+
+        Args:
+            seq: As `open` returned it.
+            forward: Called with each step, inside of which your model runs; it may be called again
+                for tokens whose first forward was given up.
+            patience_s: Longest wait for a layer while nothing arrives; default `load_deadline_s`.
+            chunk: Most tokens in one step, where they are computed here.
+
+        Returns:
+            What the last call of `forward` returned; None if nothing was left to compute.
+
+        Raises:
+            CapacityError: The pages do not fit.
+        """
+        patience_s = self.config.load_deadline_s if patience_s is None else patience_s
+        return take_over(self, seq, forward, patience_s=patience_s, chunk=chunk)
+
+    def cache(
+        self,
+        *args: Any,
+        tenant: str | None = None,
+        session: str | int | None = None,
+        lease: str | Lease = "",
+        retain: Items[Retain] = (),
+        **inputs: Any,
+    ) -> Any:
+        """A Hugging Face cache for one call: `generate(**inputs, past_key_values=kv.cache(...))`.
+
+        Args:
+            *args: `input_ids`, if not by name.
+            tenant: Whose pages may be used and made.
+            session: See `open`; that of all rows.
+            lease: See `open`.
+            retain: See `open`; positions count each row's own tokens, without padding.
+            **inputs: What `generate` is given.
+        """
+        if cache_door is None:
+            raise MissingDependencyError("KV.cache", "hf")
+        care = {"session": session, "lease": lease, "retain": retain}
+        said = {name: value for name, value in care.items() if value not in (None, "", ())}
+        return cache_door(self, *args, tenant=tenant, care=said, **inputs)
+
+    def sparsify(
+        self,
+        seq: Sequence,
+        keep: NDArray[np.integer] | Items[NDArray[np.integer]] | None = None,
+        *,
+        budget_tokens: int | None = None,
+    ) -> int:
+        """Takes tokens out of an open sequence; it goes on at its true positions.
+
+        Its pages become private: nothing of it is published any more. Its `length` counts the
+        tokens that are left, `Sequence.position` those that there were.
+
+        Args:
+            seq: A sequence of a model all of whose layers see the whole context.
+            keep: `[L, Hk, n]`: the slots that stay, ascending, for each layer and KV head; one such
+                array for each layer group, if there are several.
+            budget_tokens: Instead of `keep`: how many stay, chosen by what the steps that were
+                watched (`Step.watch`) looked at, see `policy.importance`.
+
+        Returns:
+            Tokens that it lost.
+
+        Raises:
+            CapacityError: The pages of what stays do not fit beside the old ones.
+            ConfigError: Not exactly one of `keep` and `budget_tokens`, or too small a budget.
+            GeometryError: `keep` does not fit, or a layer group has a window.
+            StateError: The sequence is closed, suspended or in a step, or no step was watched.
+        """
+        with self.lock:
+            self._alive()
+            if (keep is None) == (budget_tokens is None):
+                raise ConfigError("what to keep is unclear", "Pass either keep or budget_tokens")
+            if budget_tokens is not None:
+                keep = chosen(seq, budget_tokens)
+            elif isinstance(keep, np.ndarray):
+                keep = [keep]
+            return sparsify(Planner.of(seq), seq, keep or ())
+
+    def defragment(self) -> int:
+        """Empties sparse slabs by moving pages; returns the moves, 0 while a step is under way."""
+        return self._bound().defragment()
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Waits until all that was published is written down; False if that took too long.
+
+        Pages that are still to be encoded are written down afterwards.
+        """
+        if self.inherited:
+            return False  # it is the parent that writes
+        self._prove()
+        return self._flush(timeout_s)
+
+    def _flush(self, timeout_s: float = 60.0) -> bool:
+        with self.lock:
+            return self.planner is None or self.planner.store.flush(timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers: tokens seen and reused, hit rate, pages, bytes and events by place."""
+        with self.lock:
+            return statistics(self)
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        title: str = "How it was served",
+        tenants: bool = False,
+    ) -> Account:
+        """Collects how requests are served, and writes it up: `with kv.report("x.html"): ...`.
+
+        Latencies, requests over time, memory by place, and what was found where, of whatever uses
+        this cache meanwhile, engines above all; as one HTML file that loads nothing from elsewhere.
+
+        Args:
+            path: The HTML file; an old one is replaced.
+            title: Its heading.
+            tenants: Whether tenants are named in it.
+
+        Returns:
+            The account, which writes when its block ends, or with its `close`. It has the numbers,
+            too: `summary()`.
+
+        Raises:
+            ConfigError: The file cannot be made.
+            StateError: The cache is closed.
+        """
+        self._alive()
+        account = Account(path, self.bus, self._levels, title=title, tenants=tenants)
+        self._accounts = [*(other for other in self._accounts if not other.closed), account]
+        return account
+
+    def close(self) -> None:
+        """Detaches, writes down what is published, and releases everything. Safe to call again."""
+        if not self.inherited:
+            self._prove()
+            while self._closings:
+                self._closings.pop()()
+        self.detach()
+        if self.inherited:
+            return  # tiers and the answers they owe belong to the parent process
+        with self.lock:
+            if self.closed:
+                return
+            if self.planner is not None and self.planner.sender is not None:
+                self.planner.sender.close()
+            with ExitStack() as last:  # what closing one of them raises does not keep the others
+                for trace in self._traces:
+                    last.callback(trace.close)
+                for tier in self.planner.store.tiers if self.planner else self._tiers:
+                    last.callback(tier.close)
+                last.callback(setattr, self, "closed", True)
+                if self.planner:
+                    last.callback(self.planner.store.mover.cancel)
+                last.callback(self._save_learned)
+                for recording in self._recordings:
+                    last.callback(recording.close)
+                last.callback(self._flush)  # what was encoded just now, too
+                for seq in list(self._open.values()):
+                    last.callback(self._close, seq)
+                for account in self._accounts:
+                    last.callback(account.close)
+                self._flush()
+
+    def __enter__(self) -> KV:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "unbound" if self.planner is None else "open"
+        return f"<flowkv.KV {state}: {self.tokens_reused} of {self.tokens_seen} tokens reused>"
+
+
+# Rows of an engine that are sequences and nothing else, however the model is run over them.
+
+
+class Asked(Protocol):
+    """What a request says about its row, see `KV.open`."""
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose pages may be used and made."""
+        ...
+
+    @property
+    def salts(self) -> Items[Salt]:
+        """What K and V depend on beside the tokens."""
+        ...
+
+    @property
+    def session(self) -> str | int | None:
+        """Its conversation."""
+        ...
+
+    @property
+    def lease(self) -> str | Lease:
+        """How long its pages stay."""
+        ...
+
+    @property
+    def retain(self) -> Items[Retain]:
+        """Spans of tokens that are kept more, or less, than others."""
+        ...
+
+
+class PagedRow:
+    """A row that is a sequence and nothing else, see `engine.runner.OpenRow`.
+
+    Args:
+        kv: Where its pages are.
+        seq: Its sequence.
+    """
+
+    def __init__(self, kv: KV, seq: Sequence) -> None:
+        self._kv, self.seq = kv, seq
+
+    def suspend(self) -> int:
+        """See `KV.suspend`."""
+        return self._kv.suspend(self.seq)
+
+    def resume(self) -> None:
+        """See `KV.resume`."""
+        self._kv.resume(self.seq)
+
+    def close(self, stop: str = "") -> None:
+        """See `Sequence.close`."""
+        self.seq.close(stop)
+
+
+def open_row(kv: KV, request: Asked, tokens: Tokens, *, wait: bool) -> PagedRow:
+    """Opens a row for a request.
+
+    Args:
+        kv: The cache.
+        request: Whose row.
+        tokens: Its prompt, and what was made of it so far.
+        wait: See `KV.open`.
+
+    Raises:
+        CapacityError: Too many sequences are open.
+    """
+    seq = kv.open(
+        tokens,
+        tenant=request.tenant,
+        salts=request.salts,
+        session=request.session,
+        lease=request.lease,
+        retain=request.retain,
+        wait=wait,
+    )
+    return PagedRow(kv, seq)

@@ -1,0 +1,978 @@
+"""The transfer scheduler: moves bytes between pages and tiers, what is waited for first.
+
+One `Lane` per tier sends what its `Schedule` allows: demands, prefetches, then write-backs, with
+bounded bytes in flight. A load of a frame that is just being stored takes it from memory.
+
+A buffer given to a tier stays untouchable until the tier has answered, however late: a tag cannot
+stop a DMA or a read that is under way (DESIGN D10).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum, IntEnum
+from typing import NamedTuple, Protocol, cast
+
+import torch
+
+from flowkv.core import compiling
+from flowkv.core.errors import FlowKVError
+from flowkv.kernels import dispatch
+from flowkv.policy.prefetch.prefetcher import RegretGuard
+from flowkv.policy.rates import Rates
+from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store, Tier
+from flowkv.tiers.frame import BadFrame, wanted
+
+# In what order a tier is asked for what, and for how much at a time.
+#
+# Pure bookkeeping: neither tiers, threads nor time, so that tests drive it on a clock of their own.
+#
+# - A *demand* is what somebody waits for. It goes first, and its bytes in flight have a limit that
+#   nothing else uses up.
+# - *Prefetches* go before *write-backs*; both together have a second, smaller limit, and wait
+#   while a demand is queued or in flight. Prefetches go in *chunks*: a demand finds one in flight
+#   at most.
+# - Yet write-back has a fair share: for every eight bytes of others, one of its own goes ahead of
+#   them, or pages could never leave a busy device. Only demands earn it a place before a demand.
+# - A frame is loaded once, whoever asks for it meanwhile, and stored once.
+
+SHARE = 8
+"""Of so many bytes, one is write-back's, however much is demanded."""
+
+
+class IOPriority(IntEnum):
+    """Who goes first."""
+
+    DEMAND = 0
+    PREFETCH = 1
+    WRITE_BACK = 2
+
+
+class SubmitResult(Enum):
+    """What became of a wish."""
+
+    QUEUED = "queued"
+    JOINED = "joined"
+    REFUSED = "refused"
+
+
+class TransferRequest:
+    """One load or store on its way.
+
+    Args:
+        item: What a tier is asked.
+        done: Called with the answer.
+        priority: Who waits for it.
+        owner: Wishes of one owner are cancelled together; None for those that never are.
+
+    Attributes:
+        n_bytes: Bytes of its target or body.
+        alike: Equal for wishes that one answer serves.
+        stores: Whether it is a store.
+        demanded: Whether it was a demand from the first.
+        flying: The tier has it, and owes the answer.
+        ended: It was answered.
+        followers: Wishes for the same, answered with it.
+        leader: The wish that it follows.
+    """
+
+    __slots__ = (
+        *("alike", "demanded", "done", "ended", "flying", "followers", "item", "leader"),
+        *("n_bytes", "owner", "priority", "stores"),
+    )
+
+    def __init__(
+        self,
+        item: Load | Store,
+        done: Callable[[Completion], None],
+        priority: IOPriority,
+        owner: object = None,
+    ) -> None:
+        self.item, self.done, self.priority, self.owner = item, done, priority, owner
+        self.demanded = priority is IOPriority.DEMAND
+        if isinstance(item, Load):
+            self.stores, self.n_bytes = False, item.target.nbytes
+            key, _, layout, fidelity, first, stripes = item
+            self.alike: tuple[object, ...] = key, layout, fidelity, first, stripes, self.n_bytes
+        else:
+            self.stores, self.n_bytes, self.alike = True, item.body.nbytes, (item.key,)
+        self.flying = self.ended = False
+        self.followers: tuple[TransferRequest, ...] = ()
+        self.leader: TransferRequest | None = None
+
+
+class Schedule:
+    """What one tier is asked, and what waits for that.
+
+    Args:
+        demand_bytes: Most bytes of demands in flight; one alone may be larger.
+        background_bytes: Most bytes of prefetches and write-backs in flight, likewise.
+        queue_bytes: Most bytes of prefetches, and of write-backs, that wait; beyond that they are
+            refused. Demands never are.
+        chunk_bytes: Most bytes of prefetches in flight; one alone may be larger.
+
+    Attributes:
+        background_bytes: May be changed while transfers run.
+        chunk_bytes: Likewise.
+        joined: Wishes that needed no transfer of their own.
+        refused: Wishes that found the queue full.
+    """
+
+    def __init__(
+        self,
+        demand_bytes: int = 1 << 28,
+        background_bytes: int = 1 << 26,
+        queue_bytes: int = 1 << 28,
+        chunk_bytes: int = 1 << 22,
+    ) -> None:
+        self.demand_bytes, self.background_bytes = demand_bytes, background_bytes
+        self.queue_bytes, self.chunk_bytes = queue_bytes, chunk_bytes
+        self.joined = self.refused = 0
+        self._queues: tuple[dict[TransferRequest, None], ...] = tuple({} for _ in IOPriority)
+        self._queued_bytes = [0 for _ in IOPriority]
+        self._flying: dict[TransferRequest, IOPriority] = {}
+        self._flying_bytes = [0 for _ in IOPriority]
+        self._leaders: dict[tuple[object, ...], TransferRequest] = {}
+        self._awaited: set[TransferRequest] = set()
+        self._credit = [0.0 for _ in IOPriority]  # earned for write-back, by whom
+
+    def __len__(self) -> int:
+        """Wishes that wait or are in flight, but for those that follow another."""
+        return len(self._flying) + self.waiting
+
+    @property
+    def waiting(self) -> int:
+        """Wishes that wait to be sent."""
+        return sum(map(len, self._queues))
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be sent."""
+        return sum(self._queued_bytes)
+
+    @property
+    def flying_bytes(self) -> int:
+        """Bytes in flight."""
+        return sum(self._flying_bytes)
+
+    def in_the_way(self) -> int:
+        """Bytes of prefetches that a demand would find in flight; 0 if one has found them yet."""
+        if self._queues[IOPriority.DEMAND] or self._demanding:
+            return 0
+        return self._flying_bytes[IOPriority.PREFETCH]
+
+    def waits(self, priority: IOPriority) -> bool:
+        """Whether any wish of a kind waits to be sent."""
+        return bool(self._queues[priority])
+
+    def __iter__(self) -> Iterator[TransferRequest]:
+        """All wishes that wait or are in flight, but for those that follow another."""
+        yield from self._flying
+        for queue in self._queues:
+            yield from queue
+
+    def has_room(self, n_bytes: int, priority: IOPriority) -> bool:
+        """Whether a wish for so many bytes would be taken."""
+        queued = self._queued_bytes[priority]
+        return priority is IOPriority.DEMAND or not queued or queued + n_bytes <= self.queue_bytes
+
+    def ask(self, wish: TransferRequest) -> SubmitResult:
+        """Takes a wish, or lets it follow one for the same; refuses it if too much waits."""
+        leader = self._leaders.get(wish.alike)
+        if leader is not None:
+            self.joined += 1
+            wish.leader = leader
+            leader.followers += (wish,)
+            if wish.priority < leader.priority:
+                self._hasten(leader, wish.priority)
+            return SubmitResult.JOINED
+        if not self.has_room(wish.n_bytes, wish.priority):
+            self.refused += 1
+            return SubmitResult.REFUSED
+        self._leaders[wish.alike] = wish
+        self._queue(wish)
+        return SubmitResult.QUEUED
+
+    def take(self) -> list[TransferRequest]:
+        """What is to be sent to the tier now, in this order; it is in flight from then on."""
+        batch = []
+        while (wish := self._next()) is not None:
+            self._unqueue(wish)
+            wish.flying = True
+            self._flying[wish] = wish.priority
+            self._flying_bytes[wish.priority] += wish.n_bytes
+            if wish.priority is IOPriority.WRITE_BACK:
+                self._spend(wish.n_bytes)
+            elif self._queues[IOPriority.WRITE_BACK]:
+                self._credit[wish.priority] += wish.n_bytes / SHARE
+            batch.append(wish)
+        return batch
+
+    def end(self, wish: TransferRequest) -> tuple[TransferRequest, ...]:
+        """A wish in flight was answered; returns those that followed it, which are free again."""
+        self._land(wish)
+        return self._part(wish)
+
+    def retire(self, wish: TransferRequest) -> tuple[TransferRequest, ...]:
+        """Counts a wish in flight no more: its answer is overdue, and others should not wait.
+
+        Returns those that followed it; whoever asks for the same begins anew.
+        """
+        self._land(wish)
+        return self._part(wish)
+
+    def withdraw(self, wish: TransferRequest) -> bool:
+        """Takes back a wish that was not sent; False if it is in flight, or was answered."""
+        if wish.leader is not None:
+            others = [one for one in wish.leader.followers if one is not wish]
+            wish.leader.followers, wish.leader = tuple(others), None
+            return True
+        if wish not in self._queues[wish.priority]:
+            return False
+        self._unqueue(wish)
+        followers = self._part(wish)
+        if followers:  # the first of those that followed goes in its place
+            heir, *others = followers
+            heir.followers = tuple(others)
+            for other in others:
+                other.leader = heir
+                heir.priority = min(heir.priority, other.priority)
+            self._leaders[heir.alike] = heir
+            self._queue(heir)
+        return True
+
+    def _part(self, wish: TransferRequest) -> tuple[TransferRequest, ...]:
+        if self._leaders.get(wish.alike) is wish:
+            del self._leaders[wish.alike]
+        followers, wish.followers = wish.followers, ()
+        for follower in followers:
+            follower.leader = None
+        return followers
+
+    def _hasten(self, wish: TransferRequest, priority: IOPriority) -> None:
+        if wish in self._queues[wish.priority]:
+            self._unqueue(wish)
+            wish.priority = priority
+            self._queue(wish)
+        elif wish in self._flying and priority is IOPriority.DEMAND:
+            self._awaited.add(wish)  # nothing is to be sent that could overtake it
+
+    def _queue(self, wish: TransferRequest) -> None:
+        self._queues[wish.priority][wish] = None
+        self._queued_bytes[wish.priority] += wish.n_bytes
+
+    def _unqueue(self, wish: TransferRequest) -> None:
+        del self._queues[wish.priority][wish]
+        self._queued_bytes[wish.priority] -= wish.n_bytes
+        if not self._queues[IOPriority.WRITE_BACK]:
+            self._credit = [0.0 for _ in IOPriority]
+
+    def _spend(self, n_bytes: float) -> None:
+        for priority in (IOPriority.PREFETCH, IOPriority.DEMAND):
+            paid = min(n_bytes, self._credit[priority])
+            self._credit[priority] -= paid
+            n_bytes -= paid
+
+    def _land(self, wish: TransferRequest) -> None:
+        self._awaited.discard(wish)
+        priority = self._flying.pop(wish, None)
+        if priority is not None:
+            self._flying_bytes[priority] -= wish.n_bytes
+
+    @property
+    def _demanding(self) -> bool:
+        """Whether somebody waits for what is in flight."""
+        return bool(self._flying_bytes[IOPriority.DEMAND] or self._awaited)
+
+    def _next(self) -> TransferRequest | None:
+        demands, prefetches, write_backs = self._queues
+        demand = next(iter(demands), None)
+        write_back = next(iter(write_backs), None) if write_backs else None
+        credit = self._credit[IOPriority.DEMAND]
+        if demand is None and not self._demanding:
+            credit += self._credit[IOPriority.PREFETCH]
+        if write_back is not None and credit >= write_back.n_bytes and self._fits(write_back):
+            return write_back
+        if demand is not None:
+            return demand if self._fits(demand) else None
+        if self._demanding:
+            return None
+        first = next(iter(prefetches), write_back)
+        if first is not None and self._fills_chunk(first):
+            first = write_back
+        return first if first is not None and self._fits(first) else None
+
+    def _fits(self, wish: TransferRequest) -> bool:
+        """Whether its bytes may be in flight beside the others of its kind."""
+        demand, prefetch, write_back = self._flying_bytes
+        if wish.priority is IOPriority.DEMAND:
+            return not demand or demand + wish.n_bytes <= self.demand_bytes
+        others = prefetch + write_back
+        return not others or others + wish.n_bytes <= self.background_bytes
+
+    def _fills_chunk(self, wish: TransferRequest) -> bool:
+        """Whether it is a prefetch too many for the chunk that is in flight."""
+        chunk = self._flying_bytes[IOPriority.PREFETCH]
+        own = wish.priority is IOPriority.PREFETCH
+        return own and chunk > 0 and chunk + wish.n_bytes > self.chunk_bytes
+
+
+# The way to one tier and back: sends what the schedule says, matches answers, measures.
+
+_STORE_DEADLINE_S = 60.0
+_BACKGROUND_S = 0.1
+_LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 26
+"""A demand may find writes before it that take so long, and are so many bytes."""
+
+
+class _Job:
+    """Wishes that were sent together; a place becomes None once its wish is answered."""
+
+    __slots__ = ("bytes", "left", "seconds", "sent_s", "wishes")
+
+    def __init__(self, wishes: Sequence[TransferRequest], sent_s: float) -> None:
+        self.wishes: list[TransferRequest | None] = list(wishes)
+        self.left, self.sent_s = len(wishes), sent_s
+        self.bytes, self.seconds = 0, 0.0
+
+
+class Lane:
+    """Transfers of one tier. Callers hold the KV lock.
+
+    Args:
+        tier: The tier.
+        deadline_s: Longest wait for a load.
+        loads: What loads from it take.
+        clock_ns: Tells the guard the time.
+
+    Attributes:
+        schedule: What waits and what is in flight.
+        guard: Whether prefetches go on, and how many bytes of them at a time.
+        loads: What loads from it took when somebody waited for them.
+        stores: What stores to it took.
+        overdue: Loads that it owes after their deadline.
+        cancelled: Loads that were called off.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        deadline_s: float,
+        loads: Rates,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.tier, self.deadline_s, self.clock_ns = tier, deadline_s, clock_ns
+        self.guard = RegretGuard()
+        self.schedule, self.loads, self.stores = Schedule(), loads, Rates()
+        self.overdue = self.cancelled = 0
+        self._jobs: dict[int, _Job] = {}
+        self._busy_until_s = 0.0
+
+    # ---- asking
+
+    def ask(self, wish: TransferRequest) -> SubmitResult:
+        """Queues a wish; `pump` sends it. A prefetch is refused while the guard says so."""
+        if wish.priority is IOPriority.DEMAND:
+            self.guard.demanded(self.clock_ns(), wish.n_bytes, self.schedule.in_the_way())
+        elif wish.priority is IOPriority.PREFETCH and not self.guard.allows(self.clock_ns()):
+            self.schedule.refused += 1
+            return SubmitResult.REFUSED
+        return self.schedule.ask(wish)
+
+    def pump(self) -> int:
+        """Sends what may be sent now, one job for all loads of an owner and one for all stores."""
+        if self.schedule.waits(IOPriority.PREFETCH):
+            self.schedule.chunk_bytes = self.guard.chunk_bytes(self.loads)
+            if not self.guard.allows(self.clock_ns()):
+                self.cancel(None)
+        batch, jobs = self.schedule.take(), dict[tuple[bool, int], list[TransferRequest]]()
+        for wish in batch:
+            jobs.setdefault((wish.stores, id(wish.owner)), []).append(wish)
+        for wishes in jobs.values():
+            self._send(wishes)
+        return len(batch)
+
+    def _send(self, wishes: list[TransferRequest]) -> None:
+        sent_s = time.monotonic()
+        try:
+            if wishes[0].stores:
+                stores = [cast(Store, wish.item) for wish in wishes]
+                job = self.tier.submit_store(stores, deadline_s=_STORE_DEADLINE_S)
+            else:
+                loads = [cast(Load, wish.item) for wish in wishes]
+                patience_s = self.patience_s(sum(wish.n_bytes for wish in wishes))
+                job = self.tier.submit_load(loads, deadline_s=patience_s)
+        except FlowKVError:  # closed, or opened before a fork: a miss like any other
+            for wish in wishes:
+                self._answer(wish, Completion(0, 0, wish.item.key, Outcome.FAILED, "closed"))
+        else:
+            self._jobs[job] = _Job(wishes, sent_s)
+
+    def settle(self, timeout_s: float = 0.0) -> int:
+        """Sends and handles until neither goes on; waits up to `timeout_s` for a first answer."""
+        self.pump()
+        handled = fresh = self.poll(timeout_s)
+        while fresh and self.pump():
+            fresh = self.poll()
+            handled += fresh
+        return handled
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits, is in flight, or is owed."""
+        return bool(self._jobs) or bool(self.schedule)
+
+    def patience_s(self, n_bytes: int) -> float:
+        """How long to wait for so many bytes."""
+        return self.loads.patience_s(n_bytes, self.deadline_s)
+
+    # ---- answers
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Handles answers that are there, or the first within `timeout_s`. Returns how many."""
+        if not self._jobs:
+            return 0
+        answers = self.tier.poll(timeout_s)
+        for answer in answers:
+            job = self._jobs.get(answer.job)
+            wish = job.wishes[answer.item] if job else None
+            if job is None or wish is None:
+                continue
+            job.wishes[answer.item] = None
+            job.left -= 1
+            self._measure(job, answer)
+            if not job.left:
+                del self._jobs[answer.job]
+            self._answer(wish, answer)
+        return len(answers)
+
+    def _answer(self, wish: TransferRequest, answer: Completion) -> None:
+        """Answers a wish, and those that followed it: with its bytes, or by asking anew."""
+        followers = self.schedule.end(wish)
+        self.cancelled += answer.reason == "cancelled"
+        if not followers:
+            wish.flying, wish.ended = False, True
+            wish.done(answer)
+            return
+        failed = answer.outcome is Outcome.FAILED
+        again = [follower for follower in followers if failed and not follower.stores]
+        if answer.outcome is Outcome.HIT:
+            given = cast(Load, wish.item).target.cast("B")[: answer.n_bytes]
+            for follower in followers:
+                cast(Load, follower.item).target.cast("B")[: answer.n_bytes] = given
+        for one in (wish, *followers):
+            if one not in again:
+                one.flying, one.ended = False, True
+                one.done(answer)
+        self._ask_again(again)
+
+    def _ask_again(self, wishes: Iterable[TransferRequest]) -> None:
+        for wish in wishes:
+            if self.schedule.ask(wish) is SubmitResult.REFUSED:
+                wish.ended = True
+                wish.done(Completion(0, 0, wish.item.key, Outcome.FAILED, "busy"))
+
+    def _measure(self, job: _Job, answer: Completion) -> None:
+        """Rates of stores; those of loads are measured by who waits for them."""
+        if answer.outcome is not Outcome.STORED or not answer.n_bytes:
+            return
+        job.bytes += answer.n_bytes
+        job.seconds = max(job.seconds, answer.seconds)
+        if not job.left:  # jobs in flight at one time share the tier
+            end_s = job.sent_s + job.seconds
+            begun_s = max(job.sent_s, self._busy_until_s)
+            self.stores.add(job.bytes, compiling.measured_s(begun_s, end_s))
+            self._busy_until_s = max(end_s, self._busy_until_s)
+            bound = round(self.stores.bytes_per_s * _BACKGROUND_S)
+            self.schedule.background_bytes = min(max(bound, _LEAST_BYTES), _MOST_BYTES)
+
+    # ---- calling off
+
+    def give_up(self, wish: TransferRequest) -> bool:
+        """Waits for a load no longer; whether the tier still owes it, and so its target is lent."""
+        if self.schedule.withdraw(wish):
+            wish.ended = True
+            return False
+        if wish.ended:
+            return False
+        self._ask_again(self.schedule.retire(wish))
+        self.overdue += 1
+        done = wish.done
+
+        def late(answer: Completion) -> None:
+            self.overdue -= 1
+            done(answer)
+
+        wish.done = late
+        self._call_off({wish})
+        return True
+
+    def cancel(self, owner: object) -> int:
+        """Calls off the loads of an owner (None: all prefetches) that nobody else waits for."""
+        known = [one for wish in self.schedule for one in (wish, *wish.followers)]
+        mine = [one for one in known if one.owner is not None and owner in (None, one.owner)]
+        if owner is None:
+            mine = [one for one in mine if not one.demanded]
+        flying = set()
+        for wish in mine:
+            if self.schedule.withdraw(wish):
+                self.cancelled += 1
+                wish.ended = True
+                wish.done(Completion(0, 0, wish.item.key, Outcome.FAILED, "cancelled"))
+            elif not wish.followers:
+                flying.add(wish)
+        self._call_off(flying)
+        return len(mine)
+
+    def _call_off(self, wishes: set[TransferRequest]) -> None:
+        """Tells the tier to cancel jobs of which nothing else is wanted any more."""
+        for number, job in list(self._jobs.items()):
+            left = {wish for wish in job.wishes if wish is not None}
+            if left <= wishes and left:
+                self.tier.cancel(number)
+
+
+def from_memory(load: Load, store: Store) -> Completion | None:
+    """Answers a load with the body of a store that is under way; None if it is not what is asked.
+
+    The bytes never left this process, so there is nothing to verify.
+    """
+    info, body, step = store.info, store.body.cast("B"), store.info.stripe_bytes
+    try:
+        wanted(info, load.layout, load.fidelity)
+    except BadFrame:
+        return None
+    stripes = body.nbytes // step
+    end = load.first + load.stripes if load.stripes else stripes
+    n_bytes = (end - load.first) * step
+    if not 0 <= load.first < end <= stripes or n_bytes > load.target.nbytes:
+        return None
+    load.target.cast("B")[:n_bytes] = body[load.first * step : end * step]
+    return Completion(0, 0, load.key, Outcome.HIT, "", info, n_bytes)
+
+
+Done = Callable[[Completion], None]
+_LONGEST_S = 0.1
+_WAIT_OF_SEVERAL_S = 0.002
+
+
+class OnTheWay(NamedTuple):
+    """A frame that a tier has been given and not yet acknowledged.
+
+    Attributes:
+        tier: Number of the tier.
+        store: What it was given; its body is intact until it answers.
+    """
+
+    tier: int
+    store: Store
+
+
+class Mover:
+    """Transfers of all tiers of a stack. Callers hold the KV lock.
+
+    Args:
+        deadline_s: Longest wait for a load.
+        rates: Load rates by tier name; shared with who decides whether to load.
+
+    Attributes:
+        lanes: One for each tier, nearest first.
+        from_memory: Loads answered with the bytes of a store that was under way.
+    """
+
+    def __init__(self, deadline_s: float, rates: dict[str, Rates] | None = None) -> None:
+        self.deadline_s, self.rates = deadline_s, {} if rates is None else rates
+        self.lanes: list[Lane] = []
+        self.from_memory = 0
+        self._storing = 0
+        self._bodies: dict[bytes, list[OnTheWay]] = {}
+
+    def add(self, tier: Tier) -> None:
+        """Puts a tier below the others."""
+        self.lanes.append(Lane(tier, self.deadline_s, self.rates.setdefault(tier.name, Rates())))
+
+    def forget(self) -> None:
+        """Leaves the tiers; who still waits for an answer will get none."""
+        self.lanes.clear()
+        self._bodies.clear()
+        self._storing = 0
+
+    # ---- stores
+
+    def has_room(self, tier: int, n_bytes: int) -> bool:
+        """Whether a store of so many bytes would be taken now."""
+        return self.lanes[tier].schedule.has_room(n_bytes, IOPriority.WRITE_BACK)
+
+    def store(self, tier: int, key: bytes, info: FrameInfo, body: memoryview, done: Done) -> bool:
+        """Writes a frame in the background; False if too much waits for that already.
+
+        Args:
+            tier: Number in the stack.
+            key: Of the frame.
+            info: What the frame says about itself.
+            body: Its bytes; they must stay as they are until the answer.
+            done: Called with the answer, from a later `drain`.
+        """
+        item = Store(key, info, body)
+
+        def answered(answer: Completion) -> None:
+            self._storing -= 1
+            left = [one for one in self._bodies.pop(key) if one.store is not item]
+            if left:
+                self._bodies[key] = left
+            done(answer)
+
+        if (
+            self.lanes[tier].ask(TransferRequest(item, answered, IOPriority.WRITE_BACK))
+            is SubmitResult.REFUSED
+        ):
+            return False
+        self._storing += 1
+        self._bodies.setdefault(key, []).append(OnTheWay(tier, item))
+        return True
+
+    def storing(self) -> int:
+        """Stores that are not answered yet."""
+        return self._storing
+
+    def on_the_way(self, key: bytes) -> OnTheWay | None:
+        """A frame that is being stored, to be read from memory meanwhile."""
+        found = self._bodies.get(key)
+        return found[0] if found else None
+
+    def drain(self, timeout_s: float = 0.0) -> int:
+        """Sends and answers what can be, or waits for the first answer. Returns how many came."""
+        busy = [lane for lane in self.lanes if lane.busy]
+        return self._wait(busy, timeout_s) if busy else 0
+
+    def collect(self) -> int:
+        """Handles the answers that are there, and sends nothing more. Returns how many came."""
+        return sum(lane.poll() for lane in self.lanes)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until nothing is being stored; False if that took too long."""
+        end = compiling.now_s() + timeout_s
+        while self._storing:
+            left = end - compiling.now_s()
+            if left <= 0:
+                return False
+            self.drain(min(left, _LONGEST_S))
+        return True
+
+    def _wait(self, lanes: Sequence[Lane], timeout_s: float) -> int:
+        """Sends what can be sent, and waits for the first answers; returns how many came."""
+        handled = sum(lane.settle() for lane in lanes)
+        if handled or timeout_s <= 0:
+            return handled
+        if len(lanes) == 1:
+            return lanes[0].settle(timeout_s)
+        numbers = [lane.tier.fileno() for lane in lanes if hasattr(lane.tier, "fileno")]
+        if len(numbers) == len(lanes) and min(numbers, default=0) >= 0:
+            waiting = select.poll()  # not `select`, which knows few descriptors
+            for number in numbers:
+                waiting.register(number, select.POLLIN)
+            waiting.poll(1000 * timeout_s)
+        else:
+            time.sleep(min(timeout_s, _WAIT_OF_SEVERAL_S))
+        return sum(lane.settle() for lane in lanes)
+
+    # ---- loads
+
+    def overdue(self, tier: int) -> int:
+        """Loads that a tier still owes after their deadline; ask it for nothing meanwhile."""
+        return self.lanes[tier].overdue
+
+    def load(
+        self, wanted: Sequence[tuple[int, Load]], late: Callable[[int], None]
+    ) -> tuple[list[Completion], set[int]]:
+        """Reads frames of any tiers, all at once, and waits for all of them.
+
+        Args:
+            wanted: Numbers of tiers, what to read of each, and where to.
+            late: Called with the index of a load once a tier answers it after the deadline; until
+                then its target must be left alone.
+
+        Returns:
+            One answer for each, and those whose target is lent to a tier that is overdue (they are
+            answered as `FAILED` here).
+        """
+        demand = _Demand(wanted, late)
+        for index, (tier, item) in enumerate(wanted):
+            held = self.on_the_way(item.key) if self._storing else None
+            answer = from_memory(item, held.store) if held else None
+            if answer is not None:
+                self.from_memory += 1
+                demand.answers[index] = answer
+            else:
+                self.lanes[tier].ask(demand.wish(index))
+        started = compiling.now_s()
+        ends = {t: started + self.lanes[t].patience_s(n) for t, n in demand.n_bytes.items()}
+        while demand.left:
+            now = compiling.now_s()
+            left = min(ends[tier] for tier in demand.left) - now
+            # Once more after the end: the tier may have given up by itself.
+            self._wait([self.lanes[tier] for tier in demand.left], min(max(left, 0.0), _LONGEST_S))
+            for tier in [tier for tier in demand.left if ends[tier] <= now]:
+                demand.give_up(tier, self.lanes[tier], now - started)
+        return [demand.answers[index] for index in range(len(wanted))], demand.lent
+
+    def demand(self, tier: int, item: Load, done: Done, owner: object) -> TransferRequest | None:
+        """Reads a frame that somebody is going to wait for; a later `drain` sends it.
+
+        Args:
+            tier: Number in the stack.
+            item: What to read, and where to.
+            done: Called with the answer, now or in a later `drain`.
+            owner: What `cancel` calls it off by.
+
+        Returns:
+            What `give_up` takes; None if it was answered from memory.
+        """
+        held = self.on_the_way(item.key) if self._storing else None
+        answer = from_memory(item, held.store) if held else None
+        if answer is not None:
+            self.from_memory += 1
+            done(answer)
+            return None
+        wish = TransferRequest(item, done, IOPriority.DEMAND, owner)
+        self.lanes[tier].ask(wish)
+        return wish
+
+    def give_up(self, tier: int, wish: TransferRequest) -> bool:
+        """Waits for a load no longer; whether the tier still owes it, and may write to its target.
+
+        `done` is called when it does answer.
+        """
+        return self.lanes[tier].give_up(wish)
+
+    def prefetch(self, tier: int, items: Sequence[tuple[Load, Done]], owner: object) -> int:
+        """Reads frames of one tier in the background, as far as there is room for that.
+
+        Args:
+            tier: Number in the stack.
+            items: What to read, and who is told the answer, now or in a later `drain`.
+            owner: What `cancel` calls them off by.
+
+        Returns:
+            How many of the items, from the first one on, were taken.
+        """
+        for count, (item, done) in enumerate(items):
+            held = self.on_the_way(item.key)
+            if held and (answer := from_memory(item, held.store)):
+                self.from_memory += 1
+                done(answer)
+                continue
+            wish = TransferRequest(item, done, IOPriority.PREFETCH, owner)
+            if self.lanes[tier].ask(wish) is SubmitResult.REFUSED:
+                return count
+        return len(items)
+
+    def cancel(self, owner: object = None) -> int:
+        """Calls off the loads of an owner, or all prefetches; each is still answered."""
+        return sum(lane.cancel(owner) for lane in self.lanes)
+
+
+class _Demand:
+    """Loads that are waited for together.
+
+    Attributes:
+        answers: By index.
+        left: Loads of each tier that are not answered; a tier without any is not in it.
+        n_bytes: Bytes asked of each tier.
+        lent: Loads given up that a tier still owes.
+    """
+
+    def __init__(self, wanted: Sequence[tuple[int, Load]], late: Callable[[int], None]) -> None:
+        self._wanted, self._late = wanted, late
+        self._wishes: dict[int, TransferRequest] = {}
+        self.answers: dict[int, Completion] = {}
+        self.left: Counter[int] = Counter()
+        self.n_bytes: Counter[int] = Counter()
+        self.lent: set[int] = set()
+
+    def wish(self, index: int) -> TransferRequest:
+        tier, item = self._wanted[index]
+
+        def take(answer: Completion) -> None:
+            if index in self.answers:
+                self._late(index)
+            else:
+                self._take(index, answer)
+
+        self._wishes[index] = wish = TransferRequest(item, take, IOPriority.DEMAND)
+        self.left[tier] += 1
+        self.n_bytes[tier] += wish.n_bytes
+        return wish
+
+    def give_up(self, tier: int, lane: Lane, waited_s: float) -> None:
+        for index, wish in self._wishes.items():
+            if self._wanted[index][0] == tier and index not in self.answers:
+                failed = Completion(0, index, wish.item.key, Outcome.FAILED, "deadline passed")
+                self._take(index, failed._replace(seconds=waited_s))
+                if lane.give_up(wish):
+                    self.lent.add(index)
+
+    def _take(self, index: int, answer: Completion) -> None:
+        tier, _ = self._wanted[index]
+        self.answers[index] = answer
+        self.left[tier] -= 1
+        if not self.left[tier]:
+            del self.left[tier]
+
+
+# What copies between pinned memory and a device need of it: order, and nothing else.
+#
+# Copies run on a stream of their own. `follow` makes it wait for what the caller's stream was
+# given so far, `lead` the caller's for what it was given so far, and a mark tells when it has
+# come so far. A copy reads its source when the stream comes to it, never before: the order in
+# which a driver may read sources ahead of the stream (`cudaMemcpySrcAccessOrderAny`) has sent
+# half-written pages to disks elsewhere (vLLM issue 45704), and nothing here asks for it.
+
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: for all contexts, and for kernels
+
+
+class Mark(Protocol):
+    """A place in the order of copies."""
+
+    def done(self) -> bool:
+        """Whether all copies before it are over."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when they are."""
+        ...
+
+
+class Streams(Protocol):
+    """One device's stream of copies, beside the stream that its caller computes on."""
+
+    name: str
+
+    def follow(self) -> None:
+        """Copies given from now on begin after what the caller's stream was given so far."""
+        ...
+
+    def lead(self) -> None:
+        """What the caller's stream is given from now on begins after the copies given so far."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies bytes of equal number, in either direction."""
+        ...
+
+    def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
+        """Copies `rows`, uint8 `[n, bytes]`, to the pages of an arena that begin there."""
+        ...
+
+    def gather(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
+        """Copies pages of an arena into `rows`."""
+        ...
+
+    def mark(self) -> Mark:
+        """The place after the copies given so far."""
+        ...
+
+    def timed(self, call: Callable[[], None]) -> float:
+        """Seconds that the copies of a call take on the device."""
+        ...
+
+    def pin(self, address: int, n_bytes: int) -> str:
+        """Has the device reach memory without the processor; why that does not work, or ""."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Ends `pin`."""
+        ...
+
+
+class CudaMark:
+    """An event."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        """See `Mark`."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """See `Mark`."""
+        self._event.synchronize()
+
+
+class CudaStreams:
+    """The copy stream of a CUDA (or ROCm) device.
+
+    Args:
+        device: Which.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = torch.cuda.get_device_name(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def follow(self) -> None:
+        """See `Streams`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def lead(self) -> None:
+        """See `Streams`."""
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Streams`."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
+        """See `Streams`."""
+        with torch.cuda.stream(self._stream):
+            dispatch.scatter_pages(pages, self._places(granules), _granules(rows), rows)
+
+    def gather(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
+        """See `Streams`."""
+        with torch.cuda.stream(self._stream):
+            dispatch.gather_pages(pages, self._places(granules), _granules(rows), rows)
+
+    def mark(self) -> CudaMark:
+        """See `Streams`."""
+        return CudaMark(self._stream)
+
+    def timed(self, call: Callable[[], None]) -> float:
+        """See `Streams`."""
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record(self._stream)
+        call()
+        end.record(self._stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def pin(self, address: int, n_bytes: int) -> str:
+        """See `Streams`."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(address, n_bytes, _PORTABLE_AND_MAPPED))
+        if not code:
+            return ""
+        with contextlib.suppress(RuntimeError):  # a later launch would be blamed for it
+            torch.zeros(1, device=self.device)
+        return f"cudaHostRegister of {n_bytes} bytes failed with error {code}"
+
+    def unpin(self, address: int) -> None:
+        """See `Streams`."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(address)
+
+    def _places(self, granules: list[int]) -> torch.Tensor:
+        # Made on the copy stream, so that its memory is not used again before the kernel has run.
+        return torch.tensor(granules, dtype=torch.int32, device=self.device)
+
+
+def _granules(rows: torch.Tensor) -> int:
+    return rows.shape[1] // 4096

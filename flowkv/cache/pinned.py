@@ -1,0 +1,318 @@
+"""Pages between a device and pinned memory, through slots that live as long as their copies.
+
+    stage -> a tier fills the rows -> upload those that came -> flush        to the device
+    download -> a tier reads the rows                                        from the device
+
+Rows of one `stage` lie side by side in a slot of the staging arena, which is registered with the
+device once. The slot is used again when nobody refers to its rows any more: neither whoever staged
+them, nor a tier that was given their memory and is late, nor a copy. For a copy reads its source
+when the device comes to it, long after it was asked for (TensorRT-LLM issue 15546).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from flowkv.cache.mover import Mark, Streams
+from flowkv.core.layout import GRANULE_BYTES
+from flowkv.tiers.io.staging import Arena, ArenaSlot
+
+# From which size on a piece is copied by the copy engine rather than by a kernel, measured.
+#
+# A copy engine is told of each piece, which takes about as long as 30 KB of copying; one kernel
+# moves thousands of small pieces, but occupies processors (vLLM's `swap_blocks_triton` draws its
+# line at 28 KB and 16 pieces; figures in its "KV offloading connector" report of January 2026).
+# The line is another on every machine, so it is measured once and remembered.
+
+SIZES = tuple(4096 << n for n in range(8))  # 4 to 512 KiB
+PIECES = 64
+ROUNDS = 5
+MEMORY = Path("~/.cache/flowkv/copies.json")
+
+_BYTES_NEEDED = PIECES * SIZES[-1]
+
+
+class Crossover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where kernels end and the copy engine begins.
+
+    Attributes:
+        up_bytes: Smallest piece that the copy engine brings to the device.
+        down_bytes: Smallest piece that it brings from there.
+        least_pieces: Fewest pieces that are worth a kernel.
+    """
+
+    up_bytes: int = 28 << 10
+    down_bytes: int = 28 << 10
+    least_pieces: int = 16
+
+
+def remembered(name: str, file: Path = MEMORY) -> Crossover | None:
+    """What was measured on a device of this name."""
+    return _known(file.expanduser()).get(name)
+
+
+def remember(name: str, crossover: Crossover, file: Path = MEMORY) -> None:
+    """Keeps what was measured for the next process; where that is not allowed it measures again."""
+    file = file.expanduser()
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        known = _known(file) | {name: crossover}
+        beside = file.with_suffix(".new")
+        beside.write_bytes(msgspec.json.encode(known))
+        beside.replace(file)
+    except OSError:
+        return
+
+
+def calibrate(streams: Streams, pages: torch.Tensor, staging: torch.Tensor) -> Crossover:
+    """Measures both ways on one device. The content of pages and staging is lost.
+
+    Args:
+        streams: Of the device.
+        pages: uint8 `[bytes]` on the device, nobody's yet.
+        staging: uint8 `[bytes]` in pinned memory.
+
+    Returns:
+        What was found, or the default if there is too little memory to tell.
+    """
+    if min(len(pages), len(staging)) < _BYTES_NEEDED:
+        return Crossover()
+    up, down = (_line(streams, pages, staging, to_device) for to_device in (True, False))
+    return Crossover(up, down)
+
+
+def _line(streams: Streams, pages: torch.Tensor, staging: torch.Tensor, to_device: bool) -> int:
+    """The first size from which on the copy engine is not slower."""
+    for size in SIZES:
+        rows = staging[: PIECES * size].view(PIECES, size)
+        # backwards: no two neighbours are one piece
+        places = [(PIECES - 1 - i) * (size // 4096) for i in range(PIECES)]
+
+        def engine(rows: torch.Tensor = rows, places: list[int] = places, n: int = size) -> None:
+            for row, place in zip(rows, places, strict=True):
+                page = pages[4096 * place :][:n]
+                streams.copy(*((page, row) if to_device else (row, page)))
+
+        def kernel(rows: torch.Tensor = rows, places: list[int] = places) -> None:
+            (streams.scatter if to_device else streams.gather)(pages, places, rows)
+
+        if _fastest(streams, engine) <= _fastest(streams, kernel):
+            return size
+    return 2 * SIZES[-1]
+
+
+def _fastest(streams: Streams, call: Callable[[], None]) -> float:
+    call()  # compiled, and once through
+    return min(streams.timed(call) for _ in range(ROUNDS))
+
+
+def _known(file: Path) -> dict[str, Crossover]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Crossover])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+STAGING_BYTES = 256 << 20
+
+
+class Copies:
+    """Copies between the pages of one device and pinned memory. Callers hold the KV lock.
+
+    Args:
+        streams: Of the device.
+        pages: uint8 `[bytes]`, the arena of the device's pages.
+        arena: Staging memory that is registered with the device; None for torch's own.
+        crossover: Which pieces kernels copy.
+        why: Why there is no arena.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        pages: torch.Tensor,
+        arena: Arena | None,
+        crossover: Crossover | None = None,
+        *,
+        why: str = "",
+    ) -> None:
+        self.streams, self.pages, self.arena, self.why = streams, pages, arena, why
+        self.crossover = crossover or Crossover()
+        self._unused: deque[ArenaSlot] = deque()  # whose rows are gone; a finalizer may only append
+        self._queue: list[tuple[int, torch.Tensor]] = []  # (granule, row)
+        self._leaving: deque[tuple[Mark, list[torch.Tensor]]] = deque()
+        self._end = weakref.finalize(self, _end, streams, arena, self._leaving)
+        self._end.atexit = False
+
+    def stage(self, count: int, n_bytes: int) -> list[torch.Tensor]:
+        """Rows of pinned memory, with whatever was there before.
+
+        Args:
+            count: How many.
+            n_bytes: Of each, a multiple of 4096.
+        """
+        if not count:
+            return []
+        self._reclaim()
+        slot = self._slot(count * n_bytes)
+        if slot is None:
+            pin = self.pages.device.type == "cuda"
+            rows = self.pages.new_empty((count, n_bytes), pin_memory=pin, device="cpu")
+            return list(rows)
+        view = memoryview(slot.view)  # what the rows, and all that is made of them, keep alive
+        weakref.finalize(view, self._unused.append, slot).atexit = False
+        return list(torch.frombuffer(view, dtype=torch.uint8).view(count, n_bytes))
+
+    def upload(self, row: torch.Tensor, granule: int) -> None:
+        """Queues the copy of a staged row to the page at a granule."""
+        self._queue.append((granule, row))
+
+    def flush(self) -> None:
+        """Gives queued copies to the device; what it computes from now on sees them."""
+        if not self._queue:
+            return
+        queue, self._queue = sorted(self._queue, key=lambda x: x[1].data_ptr()), []
+        self.streams.follow()  # the pages may still be read as what they were before
+        self._move(queue, to_device=True)
+        self.streams.lead()
+        self._leaving.append((self.streams.mark(), [row for _, row in queue]))
+
+    def join(self) -> None:
+        """What the caller's stream is given from now on begins after all copies under way."""
+        self._reclaim()
+        if self._leaving:
+            self.streams.lead()
+
+    def download(self, granules: Sequence[int], n_bytes: int) -> list[torch.Tensor]:
+        """Copies pages into staged rows, which hold them when this returns.
+
+        Args:
+            granules: Where the pages begin.
+            n_bytes: Of each.
+        """
+        rows = self.stage(len(granules), n_bytes)
+        if rows:
+            self.streams.follow()  # whoever computes the pages must be done with them
+            self._move(list(zip(granules, rows, strict=True)), to_device=False)
+            self.streams.mark().wait()
+        return rows
+
+    def staged_bytes(self) -> int:
+        """Bytes of the arena that rows occupy, those of copies under way among them."""
+        self._reclaim()
+        return 0 if self.arena is None else self.arena.n_bytes - self.arena.free_bytes
+
+    def close(self) -> None:
+        """Waits for the copies under way, and unpins the arena, which goes with its last row."""
+        self.flush()
+        self._end()
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+    def _slot(self, n_bytes: int) -> ArenaSlot | None:
+        """A slot of the arena, once copies that are under way have left one."""
+        if self.arena is None or n_bytes > self.arena.n_bytes:
+            return None
+        while (slot := self.arena.take(n_bytes)) is None and self._leaving:
+            self._leave()
+        return slot
+
+    def _reclaim(self) -> None:
+        """Takes back what copies that are over, and whoever else, have let go of."""
+        while self._leaving and self._leaving[0][0].done():
+            self._leaving.popleft()
+        while self._unused and self.arena is not None:
+            self.arena.give_back(self._unused.popleft())
+
+    def _leave(self) -> None:
+        self._leaving[0][0].wait()
+        self._leaving.popleft()
+        self._reclaim()
+
+    def _move(self, queue: list[tuple[int, torch.Tensor]], *, to_device: bool) -> None:
+        """Copies neighbouring rows in one go, by a kernel if they are many and small."""
+        least = self.crossover.up_bytes if to_device else self.crossover.down_bytes
+        kernel = self.streams.scatter if to_device else self.streams.gather
+        for run in _runs(queue):
+            granules, first = [granule for granule, _ in run], run[0][1]
+            if len(first) < least and len(run) >= self.crossover.least_pieces:
+                kernel(self.pages, granules, _joined(first, len(run)).view(len(run), len(first)))
+                continue
+            start = 0
+            for end in range(1, len(run) + 1):
+                step = len(first) // GRANULE_BYTES
+                if end < len(run) and granules[end] == granules[end - 1] + step:
+                    continue  # side by side on both sides: one piece
+                row = _joined(run[start][1], end - start)
+                page = self.pages[granules[start] * GRANULE_BYTES :][: len(row)]
+                self.streams.copy(*((page, row) if to_device else (row, page)))
+                start = end
+
+
+def open_copies(
+    streams: Streams, pages: torch.Tensor, n_bytes: int = STAGING_BYTES, file: Path = MEMORY
+) -> Copies:
+    """Copies for the pages of a device, before any page is used.
+
+    Where the driver does not pin the arena, torch's own pinned memory is used, and `why` says so.
+
+    Args:
+        streams: Of the device.
+        pages: uint8 `[bytes]`, the arena of its pages.
+        n_bytes: Of staging memory.
+        file: Where the crossover of this machine is remembered.
+    """
+    arena = Arena(n_bytes)
+    why = streams.pin(arena.address, arena.n_bytes)
+    if why:
+        arena.close()
+        return Copies(streams, pages, None, why=why)
+    name = f"{streams.name}, torch {torch.__version__}"
+    crossover = remembered(name, file)
+    if crossover is None:
+        staging = torch.frombuffer(arena.view, dtype=torch.uint8)
+        streams.follow()  # the pages are being made
+        crossover = calibrate(streams, pages, staging)
+        streams.lead()
+        remember(name, crossover, file)
+    return Copies(streams, pages, arena, crossover)
+
+
+def _end(
+    streams: Streams, arena: Arena | None, leaving: deque[tuple[Mark, list[torch.Tensor]]]
+) -> None:
+    """Neither pages nor pinned memory go before the copies that use them."""
+    while leaving:
+        leaving[0][0].wait()
+        leaving.popleft()
+    if arena is not None:
+        streams.unpin(arena.address)
+
+
+def _runs(queue: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
+    """Splits rows, sorted by address, where two are no neighbours of one `stage`."""
+    runs: list[list[tuple[int, torch.Tensor]]] = []
+    for granule, row in queue:
+        last = runs[-1][-1][1] if runs else None
+        beside = (
+            last is not None
+            and last.data_ptr() + len(last) == row.data_ptr()
+            and last.untyped_storage().data_ptr() == row.untyped_storage().data_ptr()
+        )
+        if beside:
+            runs[-1].append((granule, row))
+        else:
+            runs.append([(granule, row)])
+    return runs
+
+
+def _joined(first: torch.Tensor, count: int) -> torch.Tensor:
+    """The bytes of a row and of those behind it."""
+    return first.as_strided((count * len(first),), (1,))

@@ -1,0 +1,573 @@
+"""The page pool of one device: one arena cut into slabs, reference counts, defragmentation.
+
+A *slab* holds pages of one size; an empty slab may take another size (Bonwick, USENIX '94). A page
+is named by the granule (4 KiB) at which it begins, with its codec above that (`core.layout`), so
+pages of all sizes and codecs share an arena, and whoever holds a name knows how to read the page.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flowkv import kernels
+from flowkv.core.config import AUTO, Config, format_size
+from flowkv.core.errors import CapacityError, ConfigError, StateError
+from flowkv.core.geometry import Geometry, LayerGroup
+from flowkv.core.layout import (
+    CODEC_SHIFT,
+    CODECS,
+    GRANULE_BYTES,
+    GRANULE_MASK,
+    PageLayout,
+    granule_of,
+    page_layout,
+)
+from flowkv.policy.defragmentation import Occupancy
+from flowkv.policy.temperature import Ladder, make_ladder
+from flowkv.tiers.base import FrameInfo
+
+if TYPE_CHECKING:
+    from flowkv.cache.pinned import Copies
+
+
+# Slabs of a page pool: places for pages of one size, and how sparse ones can be emptied.
+
+
+class Slab:
+    """Places for pages of one size, granules [first, first + pages * granules).
+
+    Attributes:
+        first: Granule at which it begins.
+        granules: Of each page.
+        pages: Places.
+        free: Granules at which the free places begin.
+    """
+
+    __slots__ = ("first", "free", "granules", "pages")
+
+    def __init__(self, first: int, granules: int, pages: int) -> None:
+        self.first, self.granules, self.pages = first, granules, pages
+        self.free = [first + i * granules for i in range(pages - 1, -1, -1)]
+
+    @property
+    def used(self) -> int:
+        """Pages in use."""
+        return self.pages - len(self.free)
+
+    def occupied(self) -> list[int]:
+        """Granules at which the pages in use begin."""
+        free = set(self.free)
+        every = range(self.first, self.first + self.pages * self.granules, self.granules)
+        return [granule for granule in every if granule not in free]
+
+
+class Drain(NamedTuple):
+    """How one slab can be emptied.
+
+    Attributes:
+        granules: To copy.
+        holes: (granule at which a page begins, granule of a hole of its size) for all its pages.
+    """
+
+    granules: int
+    holes: list[tuple[int, int]]
+
+
+def drain_sparse(slabs: Iterable[Slab], stay: Set[int]) -> Iterator[Drain]:
+    """How the sparsest of these slabs can be emptied into the fullest ones, sparsest first.
+
+    Any number of them, from the first on, can be carried out.
+
+    Args:
+        slabs: Partly used slabs of one size.
+        stay: Granules of pages that must not move. A slab with one of them is not emptied.
+    """
+    ordered = sorted(slabs, key=lambda slab: slab.used)
+    # From both ends, until they meet.
+    low, high = 0, len(ordered) - 1
+    room = sum(len(slab.free) for slab in ordered)
+    holes: list[int] = []
+    while low <= high:
+        pages, granules = ordered[low].occupied(), ordered[low].granules
+        room -= len(ordered[low].free)
+        low += 1
+        if len(pages) > room:
+            return  # all others are fuller still
+        if not stay.isdisjoint(pages):
+            continue
+        while len(holes) < len(pages) and high >= low:
+            holes += ordered[high].free
+            high -= 1
+        if len(holes) < len(pages):
+            return
+        yield Drain(len(pages) * granules, list(zip(pages, holes, strict=False)))
+        del holes[: len(pages)]
+        room -= len(pages)
+
+
+_SLAB_PAGES = 16
+
+
+class PagePool:
+    """Allocates, shares and frees pages of one device's arena. Callers hold the KV lock.
+
+    Args:
+        device: Where the arena lies.
+        capacity_bytes: Its size; rounded down to whole slabs.
+        page_granules: Sizes of the pages it will hold; slabs take 16 of the largest.
+        least_slabs: Slabs that a small pool is cut into, which then take fewer pages. Each size in
+            use occupies at least one.
+
+    Attributes:
+        copies: How pages come from and go to pinned memory, where the device is not the CPU.
+
+    Raises:
+        CapacityError: Not even two slabs fit, or more bytes than page ids can name.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        capacity_bytes: int,
+        page_granules: Sequence[int],
+        least_slabs: int = 4,
+    ) -> None:
+        self.device = torch.device(device)
+        largest = max(page_granules)
+        total = capacity_bytes // GRANULE_BYTES
+        pages = max(1, min(_SLAB_PAGES, total // (least_slabs * largest)))
+        self.slab_granules = pages * largest
+        count = total // self.slab_granules
+        if count < 2:
+            raise CapacityError(
+                f"a pool of {format_size(capacity_bytes)} on {self.device} holds {count} slabs of "
+                f"{format_size(self.slab_granules * GRANULE_BYTES)}",
+                f"Give it at least {format_size(2 * largest * GRANULE_BYTES)}",
+            )
+        self.capacity_granules = count * self.slab_granules
+        if self.capacity_granules > GRANULE_MASK + 1:
+            most = format_size((GRANULE_MASK + 1) * GRANULE_BYTES)
+            raise CapacityError(
+                f"a pool of {format_size(capacity_bytes)} on {self.device}",
+                f"Give it at most {most}",
+            )
+        self.arena = _arena(self.device, self.capacity_granules * GRANULE_BYTES)
+        self._sizes = frozenset(page_granules)
+        self._slabs: list[Slab | None] = [None] * count
+        self._free_slabs = list(range(count - 1, -1, -1))
+        self._partial: dict[int, dict[int, None]] = {}
+        self._vacant: dict[int, int] = {}  # free pages of partial slabs, by size
+        self._refs: dict[int, int] = {}
+        self._used_granules = 0
+        self.copies: Copies | None = None
+
+    # ---- what is there
+
+    @property
+    def slabs(self) -> int:
+        """How many slabs it has."""
+        return len(self._slabs)
+
+    @property
+    def used_granules(self) -> int:
+        """Granules of the pages in use."""
+        return self._used_granules
+
+    def used_bytes(self) -> int:
+        """Bytes of the pages in use."""
+        return self._used_granules * GRANULE_BYTES
+
+    def capacity_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.capacity_granules * GRANULE_BYTES
+
+    def available(self, granules: int) -> int:
+        """Pages of this size that `allocate` can still give."""
+        fresh = len(self._free_slabs) * (self.slab_granules // granules)
+        return self._vacant.get(granules, 0) + fresh
+
+    def references(self, page: int) -> int:
+        """How often the page is shared; 0 when it is free."""
+        return self._refs.get(page, 0)
+
+    def live(self) -> Iterable[int]:
+        """Pages in use."""
+        return self._refs.keys()
+
+    def bytes_by_codec(self) -> dict[str, int]:
+        """Bytes of the pages in use, by how they are encoded."""
+        found: dict[str, int] = {}
+        for page in self._refs:
+            codec = CODECS[page >> CODEC_SHIFT]
+            found[codec] = found.get(codec, 0) + self._size(page) * GRANULE_BYTES
+        return found
+
+    def size_bytes(self, page: int) -> int:
+        """Bytes of a page in use."""
+        return self._size(page) * GRANULE_BYTES
+
+    # ---- taking and giving back
+
+    def allocate(self, granules: int, count: int, codec: int = 0) -> list[int] | None:
+        """`count` pages with one reference each; None, and nothing changed, if they do not fit.
+
+        Args:
+            granules: Their size.
+            count: How many.
+            codec: Index of the codec that they are for, which their ids then say.
+        """
+        if count > self.available(granules):
+            return None
+        taken: list[int] = []
+        partial = self._partial.setdefault(granules, {})
+        while len(taken) < count:
+            if not partial:
+                number = self._free_slabs.pop()
+                first, pages = number * self.slab_granules, self.slab_granules // granules
+                self._slabs[number] = Slab(first, granules, pages)
+                partial[number] = None
+                self._change(granules, pages)
+            number = next(reversed(partial))
+            free = self._slab(number).free
+            while free and len(taken) < count:
+                taken.append(free.pop())
+            if not free:
+                del partial[number]
+        if codec:
+            taken = [codec << CODEC_SHIFT | granule for granule in taken]
+        for page in taken:
+            self._refs[page] = 1
+        self._change(granules, -count)
+        self._used_granules += granules * count
+        return taken
+
+    def share(self, page: int) -> None:
+        """Adds a reference to a page in use."""
+        self._refs[page] += 1
+
+    def release(self, page: int) -> bool:
+        """Drops a reference; True if that freed the page.
+
+        Raises:
+            StateError: The page is not in use.
+        """
+        count = self._refs.get(page, 0)
+        if count == 0:
+            raise StateError(f"page {page} is released but not in use", "Report this as a bug")
+        if count > 1:
+            self._refs[page] = count - 1
+            return False
+        del self._refs[page]
+        self._vacate(granule_of(page))
+        return True
+
+    def replace(self, old: int, new: int) -> None:
+        """Whoever shares `old` shares `new` instead, which was just allocated; `old` is free.
+
+        The caller rewrites everything that names the old page.
+        """
+        self._refs[new] = self._refs.pop(old)
+        self._vacate(granule_of(old))
+
+    def _vacate(self, granule: int) -> None:
+        number = granule // self.slab_granules
+        slab = self._slab(number)
+        slab.free.append(granule)
+        self._used_granules -= slab.granules
+        self._change(slab.granules, 1)
+        partial = self._partial.setdefault(slab.granules, {})
+        if slab.used:
+            partial[number] = None
+        else:
+            partial.pop(number, None)
+            self._change(slab.granules, -slab.pages)
+            self._slabs[number] = None
+            self._free_slabs.append(number)
+
+    def _change(self, granules: int, pages: int) -> None:
+        self._vacant[granules] = self._vacant.get(granules, 0) + pages
+
+    # ---- defragmentation
+
+    def fragmentation(self) -> float:
+        """Share of the bytes in occupied slabs that no page uses, 0 to 1."""
+        occupied = (len(self._slabs) - len(self._free_slabs)) * self.slab_granules
+        return 1.0 - self._used_granules / occupied if occupied else 0.0
+
+    def occupancy(self) -> Occupancy:
+        """What the policy of defragmentation is told."""
+        reclaimable = sum(
+            vacant // (self.slab_granules // granules) for granules, vacant in self._vacant.items()
+        )
+        return Occupancy(
+            slabs=len(self._slabs),
+            empty=len(self._free_slabs),
+            reclaimable=reclaimable,
+            sizes=len(self._sizes | self._vacant.keys()),
+            fragmentation=self.fragmentation(),
+        )
+
+    def plan_defragmentation(
+        self,
+        fixed: Collection[int] = (),
+        *,
+        most_granules: int | None = None,
+        most_slabs: int | None = None,
+        wanted: int = 0,
+        least_gain: float = 1.0,
+    ) -> dict[int, int]:
+        """Moves (old page -> new page) that empty sparse slabs into fuller ones of their size.
+
+        Args:
+            fixed: Pages that somebody reads or writes now. Slabs with one of them stay.
+            most_granules: Copied in all, but at least one page: the last slab may be emptied in
+                part, and the next plan goes on with it.
+            most_slabs: Slabs to empty, at most.
+            wanted: Granules of the pages that need room: they have the holes of their own size.
+            least_gain: Granules emptied per granule copied, at least.
+        """
+        stay = {granule_of(page) for page in fixed}
+        drains = [
+            drain
+            for granules, partial in self._partial.items()
+            if granules != wanted
+            for drain in drain_sparse((self._slab(number) for number in partial), stay)
+        ]
+        # Sorting is stable: of each size, slabs stay in the order in which their holes were given.
+        drains.sort(key=lambda drain: drain.granules)
+        left = self._used_granules if most_granules is None else most_granules
+        moves: dict[int, int] = {}
+        for drain in drains[:most_slabs]:
+            if drain.granules * least_gain > self.slab_granules:
+                break
+            each = drain.granules // len(drain.holes)
+            part = max(left // each, 0 if moves else 1)
+            for granule, hole in drain.holes[:part]:
+                page = self._name(granule)
+                moves[page] = page - granule + hole
+            left -= drain.granules
+            if left <= 0:
+                break
+        return moves
+
+    def _name(self, granule: int) -> int:
+        """The page in use that begins at a granule."""
+        for codec in range(len(CODECS)):
+            if (page := codec << CODEC_SHIFT | granule) in self._refs:
+                return page
+        raise StateError(f"granule {granule} has no page", "Report this as a bug")
+
+    def relocate(self, moves: Mapping[int, int]) -> None:
+        """Copies pages as if at once: targets may be sources of other moves, cycles included.
+
+        Every source must be in use; every target must be free or a source, of the same size, and
+        is named with the codec of its page. The caller rewrites every table that names a moved
+        page.
+
+        Raises:
+            StateError: A move is not of that form.
+        """
+        moves = {old: new for old, new in moves.items() if old != new}
+        self._check(moves)
+        at = {granule_of(old): granule_of(new) for old, new in moves.items()}
+        for granules in {self._size(old) for old in at}:
+            self._copy_all({o: n for o, n in at.items() if self._size(o) == granules}, granules)
+        counts = {new: self._refs.pop(old) for old, new in moves.items()}
+        for granule in set(at.values()) - at.keys():
+            self._occupy(granule)
+        for granule in at.keys() - set(at.values()):
+            self._vacate(granule)
+        self._refs.update(counts)
+        self._avoid({granule // self.slab_granules for granule in at})
+
+    def _avoid(self, left: set[int]) -> None:
+        """Slabs that pages have left are filled last, so that what was begun can be finished."""
+        for granules, partial in self._partial.items():
+            draining = [number for number in partial if number in left]
+            if draining:
+                rest = (number for number in partial if number not in left)
+                self._partial[granules] = dict.fromkeys((*draining, *rest))
+
+    def copy(self, source: Sequence[int], target: Sequence[int], granules: int) -> None:
+        """Copies pages onto other pages of the same size."""
+        kernels.copy_pages(self.arena, self.granules(source), self.granules(target), granules)
+
+    def _copy_all(self, moves: dict[int, int], granules: int) -> None:
+        # Chains first, from their free end, so that no source is overwritten before it was read;
+        # what is left are cycles, which need one page aside.
+        pending, sources = dict(moves), {new: old for old, new in moves.items()}
+        order: list[tuple[int, int]] = []
+        for end in [new for new in sources if new not in moves]:
+            new = end
+            while (old := sources.get(new)) is not None and old in pending:
+                order.append((old, pending.pop(old)))
+                new = old
+        for old, new in order:
+            self.copy([old], [new], granules)
+        n_bytes = granules * GRANULE_BYTES
+        while pending:
+            start = next(iter(pending))
+            aside = self.page_bytes(start, n_bytes).clone()
+            new = start
+            while (old := sources[new]) != start:
+                self.copy([old], [new], granules)
+                del pending[old]
+                new = old
+            self.page_bytes(new, n_bytes).copy_(aside)
+            del pending[start]
+
+    def _check(self, moves: Mapping[int, int]) -> None:
+        free = {granule for slab in self._slabs if slab is not None for granule in slab.free}
+        left = {granule_of(old) for old in moves}
+        targets = {granule_of(new) for new in moves.values()}
+        fits = (
+            all(old in self._refs for old in moves)
+            and targets <= free | left
+            and all(self._size(o) == self._size(n) for o, n in moves.items())
+            and all(o >> CODEC_SHIFT == n >> CODEC_SHIFT for o, n in moves.items())
+        )
+        if not fits or len(targets) != len(moves):
+            raise StateError(
+                "pages cannot be moved that way",
+                "Move pages in use onto distinct pages of their size that are free or moved away",
+            )
+
+    def _occupy(self, granule: int) -> None:
+        number = granule // self.slab_granules
+        slab = self._slab(number)
+        slab.free.remove(granule)
+        self._change(slab.granules, -1)
+        self._used_granules += slab.granules
+        if not slab.free:
+            self._partial[slab.granules].pop(number, None)
+
+    # ---- bytes
+
+    def page_bytes(self, page: int, n_bytes: int) -> torch.Tensor:
+        """The page's memory, uint8 `[n_bytes]`, a view."""
+        first = granule_of(page) * GRANULE_BYTES
+        return self.arena[first : first + n_bytes]
+
+    def granules(self, pages: Sequence[int]) -> torch.Tensor:
+        """Where pages begin, int32 on the device, as movement and `transcode` take them."""
+        granules = [granule_of(page) for page in pages]
+        return torch.tensor(granules, dtype=torch.int32, device=self.device)
+
+    def _slab(self, number: int) -> Slab:
+        slab = self._slabs[number]
+        if slab is None:
+            raise StateError(f"slab {number} is empty", "Report this as a bug")
+        return slab
+
+    def _size(self, page: int) -> int:
+        return self._slab(granule_of(page) // self.slab_granules).granules
+
+
+def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    # Memory is taken when pages are first written. Private, or the kernel gives no huge pages,
+    # which make first writes, copies and registration cheaper.
+    try:
+        memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError) as error:
+        raise CapacityError(
+            f"this process cannot have {format_size(n_bytes)} of memory for the device pool",
+            "Make the pool smaller (gpu=...), or raise the limit (ulimit -v)",
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# Which codecs the pages of a layer group may have, and where the bytes of each lie.
+
+
+class Forms:
+    """The forms that pages of one layer group take.
+
+    Args:
+        group: The layer group.
+        page_size: Tokens per page.
+        config: The codec, and how far from the end of a sequence it begins.
+
+    Raises:
+        ConfigError: The group's pages cannot have the codec.
+
+    Attributes:
+        ladder: When a page is encoded, and how.
+        layouts: By codec index, least lossy first; raw is always among them.
+        fingerprints: Those of the layouts, which take time to compute.
+    """
+
+    def __init__(self, group: LayerGroup, page_size: int, config: Config) -> None:
+        self._group, self._page_size = group, page_size
+        possible = [codec for codec in CODECS if self._possible(codec, config)]
+        self.ladder: Ladder = make_ladder(
+            config.codec,
+            page_size,
+            possible,
+            recent_tokens=config.raw_tokens,
+            warm_tokens=config.warm_tokens,
+        )
+        self.layouts: dict[int, PageLayout] = {}
+        self.fingerprints: dict[int, bytes] = {}
+        for codec in self.ladder.codecs:
+            self._add(codec)
+
+    def _possible(self, codec: str, config: Config) -> bool:
+        try:
+            page_layout(self._group, self._page_size, codec)
+        except ConfigError:
+            if codec == config.codec:
+                raise
+            return False
+        return config.codec in (codec, AUTO)
+
+    def _add(self, codec: int) -> None:
+        self.layouts[codec] = page_layout(self._group, self._page_size, CODECS[codec])
+        self.layouts = dict(sorted(self.layouts.items()))
+        self.fingerprints[codec] = self.layouts[codec].fingerprint()
+
+    @property
+    def raw(self) -> PageLayout:
+        """Of open pages."""
+        return self.layouts[0]
+
+    @property
+    def sealed(self) -> tuple[PageLayout, ...]:
+        """Of all codecs but raw."""
+        return tuple(layout for codec, layout in self.layouts.items() if codec)
+
+    @property
+    def likely(self) -> tuple[int, ...]:
+        """Codec indices in the order in which frames of others are likely to have them."""
+        return tuple(sorted(self.layouts, key=lambda codec: codec != self.ladder.idle))
+
+    def of(self, page: int) -> PageLayout:
+        """How a page lies that is named by its id."""
+        return self.layouts[page >> CODEC_SHIFT]
+
+    def meet(self, info: FrameInfo) -> None:
+        """Takes the form of stored pages too, which another ladder encoded, if it is readable."""
+        if info.kind != "page" or info.codec in self.layouts:
+            return
+        try:
+            layout = page_layout(self._group, self._page_size, CODECS[info.codec])
+        except ConfigError:
+            return
+        if layout.fingerprint() == info.layout:
+            self._add(info.codec)
+
+
+def make_forms(geometry: Geometry, config: Config) -> list[Forms]:
+    """The forms of every layer group's pages.
+
+    Raises:
+        ConfigError: A group's pages cannot have the codec.
+    """
+    return [Forms(group, geometry.page_size, config) for group in geometry.groups]

@@ -1,0 +1,1129 @@
+"""Restores prefixes from both ends: loads from the back, computes from the front.
+
+    restoration = seq.restoration             # of kv.open(tokens, wait=False)
+    while tokens := restoration.next(): ...   # compute so many, in a step
+    restoration.settle()                      # the front is done; the rest comes behind the suffix
+    with kv.step([seq], [rest]) as step: ...  # layer i waits for layer i of all pages
+    restoration.finish(ok=True)
+
+While the front is computed, pages come in from the back and are kept beside the sequence. `settle`
+puts them into its line, also those that are still on their way: whoever attends to a layer then
+waits for it first. What does not come is `Late`, and is computed.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
+from enum import Enum
+from itertools import groupby
+from typing import NamedTuple, cast
+
+from flowkv.cache.load import LayerSlice, LoadBatch, LoadBatches, PageLoad
+from flowkv.cache.match import PrefixMatcher, RestorePlan, look, resident_pages
+from flowkv.cache.sequence import Sequence
+from flowkv.cache.store import PageStore
+from flowkv.core import compiling
+from flowkv.core.errors import FlowKVError, StateError
+from flowkv.observe.events import Bus, Hit, Miss, Restored, RestoreEnded, RestoreSpan
+from flowkv.policy.restore import (
+    Compute,
+    Load,
+    LoadGate,
+    Request,
+    RestorePolicy,
+    Span,
+    State,
+    Suffix,
+    make_restore_policy,
+)
+from flowkv.policy.restore.costs import Measured, lower_bound
+
+# What restores are believed to take before any was measured.
+
+_BYTES_PER_S = 1e9
+_LEAST_S = 1e-9
+
+
+class Prior:
+    """Costs (`policy.restore.Costs`) from what steps and loads took so far, and guesses.
+
+    What nothing is known of is guessed: a link of 1 GB/s, and that computing takes as long as
+    loading, so that both are tried. A belief is kept once it was asked for: what was measured since
+    is held against it by `Measured`.
+
+    Args:
+        gate: Knows rates of loads and steps.
+    """
+
+    def __init__(self, gate: LoadGate) -> None:
+        self._gate = gate
+        self._links: dict[str, tuple[float, float]] = {}
+        self._token_s = 0.0
+
+    def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+        """So many layers of these tokens."""
+        if not self._token_s:
+            self._token_s = self._gate.seconds_per_token or self._guess_s(request)
+        return self._token_s * tokens.size * layers / request.layers
+
+    def suffix_s(self, request: Request) -> float:
+        """All layers of the suffix."""
+        behind = Span(request.tokens, request.tokens + request.suffix)
+        return self.compute_s(request, request.layers, behind)
+
+    def load_s(self, request: Request, source: int, cells: int) -> float:
+        """So many cells at once."""
+        tier, _, cell_bytes = request.sources[source]
+        if tier not in self._links:
+            rates = self._gate.rates.get(tier)
+            known = (rates.latency_s, rates.bytes_per_s) if rates is not None else (0.0, 0.0)
+            self._links[tier] = known if known[1] else (0.0, _BYTES_PER_S)
+        latency_s, bytes_per_s = self._links[tier]
+        return latency_s + cells * cell_bytes / bytes_per_s
+
+    def _guess_s(self, request: Request) -> float:
+        """As long as it takes to load a token."""
+        if not request.sources:
+            return _LEAST_S
+        tokens = max(1, request.tokens - request.resident)
+        return max(_LEAST_S, self.load_s(request, 0, tokens * request.layers) / tokens)
+
+
+# All restores of a cache that are under way: one policy, one state, links that they share.
+#
+# The policy decides, this executes: it asks tiers for what the policy wants loaded, and tells the
+# state what came. Nothing of it blocks.
+
+_RESTORES_PAUSE_S = 0.0005
+_AHEAD_S = 0.05
+_LEAST_PAGES, _LEAST_BYTES, _MOST_BYTES = 4, 1 << 22, 1 << 26
+"""In flight from one tier are as many bytes as it gives in that time, within these bounds."""
+_MEMORY = 8
+"""Weight of what was measured before, beside a further measurement."""
+
+
+class RestoreScheduler:
+    """Restores of one cache. Callers hold the KV lock.
+
+    Args:
+        store: Where pages are known.
+        gate: Told what loads take.
+        bus: Where spans go.
+
+    Attributes:
+        policy: Decides; another one can take its place while nothing is restored.
+        costs: What was measured so far.
+        state: How far all of them are.
+        flights: Loads under way.
+        s_per_byte: Seconds of the thread that drives them; 0.0 while that is not known.
+    """
+
+    def __init__(self, store: PageStore, gate: LoadGate, bus: Bus) -> None:
+        self.store, self.gate, self.bus = store, gate, bus
+        self.policy: RestorePolicy = make_restore_policy("flowkv")
+        self.costs = Measured(Prior(gate))
+        self.state, self.flights = State(self.costs), LoadBatches(store)
+        store.give_up_late = self.flights.expire
+        self._active: dict[int, RestoreJob] = {}
+        self._busy_s: dict[str, float] = {}
+        self._computed_s: dict[int, float] = {}
+        self._numbers = 0
+        self._pumping = False
+        self._allowance_s, self.s_per_byte = math.inf, 0.0
+
+    def number(self) -> int:
+        """A number for a request."""
+        self._numbers += 1
+        return self._numbers
+
+    def add(self, restoration: RestoreJob) -> None:
+        """A restore begins."""
+        self.state.add(restoration.request)
+        self._active[restoration.request.number] = restoration
+
+    def remove(self, restoration: RestoreJob) -> None:
+        """A restore is over; what is on its way for it is called off."""
+        number = restoration.request.number
+        if self._active.pop(number, None) is not None:
+            self.flights.cancel(restoration)
+            self.state.remove(number)
+            self.policy.forget(number)
+            if not self._active:
+                self._computed_s.clear()
+
+    # ---- the time of the thread that drives them
+
+    def allow(self, seconds: float = math.inf) -> None:
+        """From now on they take so much time of this thread, for others have need of it.
+
+        What they took too much is taken off, what was left over is kept, up to as much again;
+        without a number, that ends.
+        """
+        left = 0.0 if self._allowance_s == math.inf else min(self._allowance_s, seconds)
+        self._allowance_s = left + seconds
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is asked for until more time is allowed."""
+        return self._allowance_s <= 0.0
+
+    @property
+    def still(self) -> bool:
+        """Whether no tier owes anything, though all was asked for that there is room for."""
+        return not self.paused and not self.flights.busy()
+
+    def _spent(self, seconds: float, asked: int) -> None:
+        self._allowance_s -= seconds
+        if asked:
+            known = self.s_per_byte or seconds / asked
+            self.s_per_byte = known + (seconds / asked - known) / _MEMORY
+
+    # ---- loads
+
+    def pump(self) -> None:
+        """Takes the answers that are there, and asks for as much more as links should have."""
+        if self._pumping:  # an answer ended a restore, which is why this was called
+            return
+        self._pumping = True
+        try:
+            self.store.drain()
+            if self._active:
+                self._now()
+                begun_s = compiling.now_s()
+                asked = sum(self._fill(tier) for tier in self._tiers())
+                self.store.drain()
+                self._spent(compiling.now_s() - begun_s, asked)
+        finally:
+            self._pumping = False
+
+    def _tiers(self) -> Iterable[str]:
+        sources = (s for one in self._active.values() for s in one.request.sources)
+        return dict.fromkeys(source.tier for source in sources)
+
+    def _fill(self, tier: str) -> int:
+        """Asks a tier for what the policy wants, up to its window; returns the bytes."""
+        asked, room = 0, self._window(tier) - self.flights.flying_bytes(tier)
+        if self._allowance_s < math.inf:
+            most = self._allowance_s / self.s_per_byte if self.s_per_byte else self._least(tier)
+            room = min(room, most) if self._allowance_s > 0.0 else 0.0
+        while room > asked:
+            op = self.policy.next_load(self.state, tier) or self._left(tier)
+            if op is None:
+                break
+            asked += self._load(op, tier)
+        return asked
+
+    def _window(self, tier: str) -> float:
+        rates = self.gate.rates.get(tier)
+        expected = rates.bytes_per_s * _AHEAD_S if rates else 0.0
+        return min(max(expected, self._least(tier)), _MOST_BYTES)
+
+    def _least(self, tier: str) -> float:
+        """A few pages: of a small model, a fixed number of bytes would be all there is."""
+        pages = (
+            source.cell_bytes * one.request.layers * one.request.unit
+            for one in self._active.values()
+            for source in one.request.sources
+            if source.tier == tier
+        )
+        return min(_LEAST_PAGES * max(pages, default=0.0), _LEAST_BYTES)
+
+    def _load(self, op: Load, tier: str) -> int:
+        self.state.begin(op)
+        restoration = self._active[op.request]
+        flight = LoadBatch(op, restoration, tier, self._arrived)
+        return self.flights.begin(
+            flight, restoration.back.pieces(op), restoration.back.tier_of(op.source)
+        )
+
+    def _left(self, tier: str) -> Load | None:
+        """What the policy leaves where it is, though nobody computes it any more: by layers."""
+        for number, one in self._active.items():
+            progress = self.state.requests[number]
+            if not progress.fronted or one.request.sources[0].tier != tier:
+                continue
+            for layer in range(one.request.layers):
+                floor = max(progress.front[layer], progress.lost)
+                if floor < progress.back[layer]:
+                    return Load(number, Span(layer, layer + 1), Span(floor, progress.back[layer]))
+        return None
+
+    def files(self) -> list[int]:
+        """What can be polled for the next answer of a tier; empty if that cannot be polled for."""
+        numbers = self.flights.busy()
+        tiers = [self.store.tiers[number] for number in numbers if number < len(self.store.tiers)]
+        files = [tier.fileno() for tier in tiers if hasattr(tier, "fileno")]
+        return files if len(files) == len(tiers) and min(files, default=0) >= 0 else []
+
+    def _arrived(self, flight: LoadBatch) -> None:
+        restoration = self._active.get(flight.op.request)
+        if restoration is None or restoration is not flight.owner:
+            return
+        self._now()
+        self._measure(flight)
+        restoration.arrived(flight)
+
+    def _measure(self, flight: LoadBatch) -> None:
+        """Loads in flight at one time share the link: each counts from the end of the last."""
+        n_bytes, op = flight.n_bytes.total(), flight.op
+        request = self._active[op.request].request
+        begun_s = max(flight.started_s, self._busy_s.get(flight.tier, 0.0))
+        self._busy_s[flight.tier] = max(flight.ended_s, begun_s)
+        flight.seconds = seconds = max(0.0, flight.ended_s - begun_s)
+        counted_s = compiling.measured_s(begun_s, begun_s + seconds)
+        if n_bytes and counted_s > 0 and not flight.lost:
+            source = request.sources[op.source]
+            self.costs.loaded(request, op.source, round(n_bytes / source.cell_bytes), counted_s)
+            if len(flight.n_bytes) == 1:
+                (number,) = flight.n_bytes
+                self.gate.loaded(self.store.tiers[number].name, n_bytes, counted_s)
+        if self.bus.wants(RestoreSpan):
+            (first, size), (layer, layers) = _cut(op.tokens), _cut(op.layers)
+            span = RestoreSpan(
+                request=op.request,
+                engine=flight.tier,
+                token=first,
+                tokens=size,
+                layer=layer,
+                layers=layers,
+                started_s=begun_s,
+                seconds=seconds,
+                n_bytes=n_bytes,
+            )
+            self.bus.emit(span)
+
+    # ---- computing
+
+    def computed(self, thread: int) -> None:
+        """Takes what a thread has computed: rows of one forward share its time, by their tokens."""
+        now, found = time.perf_counter(), []
+        for one in self._active.values():
+            if (done := one.computed(thread)) is not None:
+                found.append((one, done))
+        begun_s = min(done.started_s for _, done in found)
+        # Handed out together and computed one after the other: each from the end of the last.
+        begun_s = max(begun_s, self._computed_s.get(thread, 0.0))
+        self._computed_s[thread] = now
+        tokens = sum(done.op.tokens.size for _, done in found)
+        counted_s = compiling.measured_s(begun_s, now)
+        for one, done in found:
+            share = done.op.tokens.size / tokens
+            one.told(done.op, begun_s, (now - begun_s) * share, counted_s * share)
+
+    def hand_out(self, among: Items[RestoreJob], most: int | None) -> tuple[RestoreJob, int] | None:
+        """See `restoration.choose`."""
+        for one in among:
+            one.pump()
+        for one in among:
+            if tokens := one.pending():
+                return one, tokens
+        found = self.choose(among)
+        if found is None or found[1] is None:
+            return None if found is None else (found[0], 0)
+        return found[0], found[0].take(found[1], most)
+
+    def choose(self, among: Iterable[RestoreJob]) -> tuple[RestoreJob, Compute | None] | None:
+        """What is computed next for one of these; `Compute` is None where only the suffix is left.
+
+        Returns:
+            None if nothing is to be computed now: all wait for loads.
+        """
+        numbers = [one.request.number for one in among if one.request.number in self._active]
+        if not numbers:
+            return None
+        self._now()
+        op = self.policy.next_compute(self.state, numbers)
+        if op is None:
+            return None
+        if not isinstance(op, Compute):
+            return self._active[op.request], None
+        return self._active[op.request], op
+
+    def _now(self) -> None:
+        self.state.now_s = time.perf_counter()
+
+
+def rest(files: Iterable[int], seconds: float) -> None:
+    """Waits for the next answer of a tier, without the KV lock.
+
+    Args:
+        files: As `RestoreScheduler.files` said.
+        seconds: Longest wait.
+    """
+    waiting, polls = select.poll(), False
+    for number in files:
+        waiting.register(number, select.POLLIN)
+        polls = True
+    if polls:
+        waiting.poll(1000 * seconds)
+    else:
+        time.sleep(_RESTORES_PAUSE_S)
+
+
+def _cut(span: Span) -> tuple[int, int]:
+    return span.first, span.size
+
+
+# The pages of a restored prefix that come from the back, and how they enter a sequence's line.
+
+
+class Back:
+    """Pages on their way, in every layer group. Callers hold the KV lock.
+
+    Args:
+        restorer: Knows windows.
+        seq: Whose.
+        prospect: What is to come.
+
+    Attributes:
+        index: Of each model layer: where it stands among all that have pages.
+    """
+
+    def __init__(self, restorer: PrefixMatcher, seq: Sequence, prospect: RestorePlan) -> None:
+        self._restorer, self._planner, self._seq = restorer, restorer.planner, seq
+        self._groups, self._tiers = prospect.inbound, prospect.tiers
+        groups = self._planner.geometry.groups
+        layers = sorted(layer for group in groups for layer in group.layers)
+        self.index = {layer: index for index, layer in enumerate(layers)}
+        self._stripes = [[self.index[layer] for layer in group.layers] for group in groups]
+
+    def __iter__(self) -> Iterator[PageLoad]:
+        return (inbound for group in self._groups for inbound in group.values())
+
+    @property
+    def gone(self) -> bool:
+        """Whether anything of it was forgotten meanwhile."""
+        return any(inbound.block.gone for inbound in self)
+
+    def tier_of(self, source: int) -> int:
+        """Number of the tier that a source is; -1 where that is for each page to say."""
+        return self._tiers[source]
+
+    def pieces(self, op: Load) -> Iterator[LayerSlice]:
+        """What is not there of the cells of a load."""
+        size = self._restorer.page_size
+        pages = range(op.tokens.first // size, -(-op.tokens.stop // size))
+        for group, stripes in zip(self._groups, self._stripes, strict=True):
+            first, stop = (bisect_left(stripes, layer) for layer in op.layers)
+            for inbound in (group[page] for page in pages if page in group):
+                for there, run in groupby(range(first, stop), inbound.there):
+                    if not there:
+                        head, *others = run
+                        yield LayerSlice(inbound, head, 1 + len(others))
+
+    def there(self, index: int) -> bool:
+        """Whether a layer of all pages is there."""
+        at = [stripes.index(index) if index in stripes else -1 for stripes in self._stripes]
+        return all(
+            inbound.there(stripe)
+            for group, stripe in zip(self._groups, at, strict=True)
+            for inbound in (group.values() if stripe >= 0 else ())
+        )
+
+    def room(self, pages: int) -> bool:
+        """Whether so many pages can be computed beside those that are reserved."""
+        store, taken = self._restorer.store, list[list[int] | None]()
+        for g in range(len(self._groups)):
+            taken.append(store.try_allocate(g, pages))
+        for g, fresh in enumerate(taken):
+            for page in fresh or ():
+                store.pool(g).release(page)
+        return None not in taken
+
+    def reach(self, first: int, stop: int, good: Callable[[PageLoad], bool]) -> int:
+        """The most pages that every group has as far as its window reaches; at least `first`."""
+
+        def has(g: int, page: int) -> bool:
+            inbound = self._groups[g].get(page)
+            return page < first or (inbound is not None and good(inbound))
+
+        groups = range(len(self._groups))
+        for g in groups:
+            if self._planner.window(g) is None:
+                stop = next((page for page in range(first, stop) if not has(g, page)), stop)
+        sliding = [g for g in groups if self._planner.window(g) is not None]
+        while stop > first and not all(
+            has(g, page) for g in sliding for page in range(self._restorer.first(g, stop), stop)
+        ):
+            stop -= 1
+        return stop
+
+    # ---- the line
+
+    def place(self, first: int, stop: int) -> None:
+        """Puts pages `[first, stop)` into the line, also those that are not there yet.
+
+        What lies behind a window now stays until `close`: the line may still be cut.
+        """
+        seq, planner = self._seq, self._planner
+        planner.shorten(seq, first)
+        for g, group in enumerate(self._groups):
+            seen = self._restorer.first(g, stop)
+            for page in range(first, stop):
+                if page < seen:
+                    planner.put(seq, g, page, -1)
+                else:
+                    group[page].place(seq)
+            if not first:
+                seq.first_page[g] = seen
+            seq.published[g] = stop  # not before it is there
+        self.drop([one.page_no for one in self if not first <= one.page_no < stop])
+        planner.tables.lengths[seq.row] = stop * self._restorer.page_size
+
+    def close(self, first: int, whole: int, stop: int) -> int:
+        """Cuts the line to what is there, and makes that known.
+
+        Args:
+            first: Pages that were there before `place`.
+            whole: Pages that there are with those that `place` put.
+            stop: Pages that are there.
+
+        Returns:
+            Pages that are left.
+        """
+        seq, planner = self._seq, self._planner
+        if stop < whole and seq.state is not None:  # of a recurrent layer: it fits all of it only
+            stop, seq.state = 0, None
+        for g in range(len(self._groups)):
+            seen = self._restorer.first(g, stop)
+            if stop > first and seq.first_page[g] < seen:
+                planner.drop_before(seq, g, seen)
+        if stop < whole:
+            try:
+                planner.shorten(seq, stop)
+            except StateError:  # a step went on though it lacked pages: nothing of it is right
+                planner.shorten(seq, 0)
+        seq.published = [min(done, first) for done in seq.published]
+        planner.publish(seq)
+        return stop
+
+    def fill(self, other: Sequence, stop: int) -> None:
+        """Takes what is missing from another sequence; see `RestoreJob.fill`."""
+        seq, planner, end = self._seq, self._planner, stop * self._restorer.page_size
+        alike = other.planner is planner and min(other.length, other.known) >= end
+        for g in range(len(self._groups)) if alike else ():
+            alike &= other.key(g, stop - 1) == seq.key(g, stop - 1)
+        if not alike:
+            raise StateError(
+                "a sequence of another prompt, or too short, cannot fill this one",
+                f"Compute the same {end} tokens",
+            )
+        for inbound in self:
+            if not inbound.complete:
+                g, page = inbound.group, inbound.page_no
+                inbound.fill(int(planner.tables.pages[g][other.row, page]))
+        seq.fidelity = max(seq.fidelity, other.fidelity)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Wants pages with these numbers no more."""
+        numbers = set(pages)
+        for group in self._groups:
+            for page in numbers & group.keys():
+                group.pop(page).drop()
+
+    def clear(self) -> None:
+        """Wants nothing any more; what is in the line stays there."""
+        self.drop([inbound.page_no for inbound in self])
+
+
+# What one restore took and brought: told to whoever learns from it, counts it or watches it.
+
+
+class Tally:
+    """Adds up one restore. Callers hold the KV lock.
+
+    Args:
+        restores: All of the cache.
+        seq: Whose.
+        request: As the policy knows it.
+
+    Attributes:
+        front: Tokens that were there when the front was done.
+    """
+
+    def __init__(self, restores: RestoreScheduler, seq: Sequence, request: Request) -> None:
+        self._restores, self._seq, self._request = restores, seq, request
+        self._progress = restores.state.requests[request.number]
+        self.front = request.resident
+        self._n_bytes: Counter[int] = Counter()
+        self._seconds: dict[int, float] = {}
+        self._pages: set[int] = set()
+        self._failed, self._exposed_s, self._suffix_s = 0, 0.0, 0.0
+        self._layer_s = 0.0  # when the suffix went on with its latest layer
+        self._known = True  # what the suffix took
+
+    def computed(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
+        """Part of the front was computed; `counted_s` of it say what that takes."""
+        self._restores.costs.computed(self._request, op.layers.size, op.tokens, counted_s)
+        self._span("compute", op.tokens, Span(0, self._request.layers), started_s, seconds)
+
+    def loaded(self, flight: LoadBatch) -> None:
+        """A load is over."""
+        self._failed += flight.lost
+        if flight.n_bytes:
+            (first, stop), unit = flight.op.tokens, self._request.unit
+            self._pages.update(range(first // unit, -(-stop // unit)))
+        for tier, n_bytes in flight.n_bytes.items():
+            self._n_bytes[tier] += n_bytes
+            self._seconds[tier] = self._seconds.get(tier, 0.0) + flight.seconds
+
+    def waited(self, index: int, begun_s: float, *, suffix: bool) -> None:
+        """Somebody asked for a layer at `begun_s`, and goes on now: the suffix, or no compute."""
+        now = time.perf_counter()
+        self._exposed_s += now - begun_s
+        if not suffix or index != self._progress.suffix or not self._request.suffix:
+            return  # asked once more, or in an order of its own
+        self._behind(begun_s)
+        if self._progress.there(index):
+            self._restores.state.begin(Suffix(self._request.number, index))
+            self._layer_s = now
+
+    def _behind(self, until_s: float) -> None:
+        """The suffix is done with the layer that it went on with."""
+        layer = self._progress.suffix - 1
+        if self._progress.answered <= layer:
+            self._restores.state.end(Suffix(self._request.number, layer))
+            seconds = max(0.0, until_s - self._layer_s)
+            counted_s = compiling.measured_s(self._layer_s, self._layer_s + seconds)
+            self._suffix_s += counted_s
+            self._known &= counted_s > 0 or not seconds
+            tokens = Span(self._request.tokens, self._request.tokens + self._request.suffix)
+            self._span("suffix", tokens, Span(layer, layer + 1), self._layer_s, seconds)
+
+    def ended(self, stop: int, *, ok: bool) -> None:
+        """The restore is over.
+
+        Args:
+            stop: Pages that are there.
+            ok: Whether the suffix is computed.
+        """
+        self._behind(time.perf_counter())
+        request, unit = self._request, self._request.unit
+        if ok and self._known and self._suffix_s and self._progress.answered == request.layers:
+            self._restores.costs.suffixed(request, self._suffix_s)
+        front = self._seq.length if self._seq.length < stop * unit else self.front
+        came = [page for page in self._pages if self.front <= page * unit < stop * unit]
+        loaded, total = len(came) * unit, self._n_bytes.total()
+        bus = self._restores.bus
+        for number, n_bytes in self._n_bytes.items():
+            name = self._restores.store.tiers[number].name
+            tokens = loaded * n_bytes // total if total else 0
+            bus.emit(Hit(tier=name, tokens=tokens, n_bytes=n_bytes, tenant=self._seq.owner))
+            seconds = self._seconds[number]
+            bus.emit(Restored(tier=name, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
+        computed = max(0, front - request.resident)
+        if computed:
+            bus.emit(Miss(tokens=computed, tenant=self._seq.owner))
+        if bus.wants(RestoreEnded):
+            bus.emit(self._event(stop * unit, computed, loaded))
+
+    def _event(self, tokens: int, computed: int, loaded: int) -> RestoreEnded:
+        request = self._request
+        return RestoreEnded(
+            request=request.number,
+            tokens=tokens,
+            resident_tokens=request.resident,
+            computed_tokens=computed,
+            loaded_tokens=loaded,
+            n_bytes=self._n_bytes.total(),
+            started_s=request.arrived_s,
+            seconds=time.perf_counter() - request.arrived_s,
+            exposed_s=self._exposed_s,
+            bound_s=self._bound_s(),
+            failed=self._failed,
+            tenant=self._seq.owner,
+        )
+
+    def _bound_s(self) -> float:
+        """What nobody could beat at these rates; 0.0 while one of them is not known."""
+        known = self._restores.gate.seconds_per_token > 0 and bool(self._n_bytes)
+        return lower_bound(self._request, self._restores.costs) if known else 0.0
+
+    def _span(
+        self, engine: str, tokens: Span, layers: Span, started_s: float, seconds: float
+    ) -> None:
+        if self._restores.bus.wants(RestoreSpan):
+            span = RestoreSpan(
+                request=self._request.number,
+                engine=engine,
+                token=tokens.first,
+                tokens=tokens.size,
+                layer=layers.first,
+                layers=layers.size,
+                started_s=started_s,
+                seconds=seconds,
+            )
+            self._restores.bus.emit(span)
+
+
+_PAUSE_S = 0.002
+
+
+class Late(FlowKVError, TimeoutError):
+    """A layer of some pages did not arrive in time, or cannot be had.
+
+    Args:
+        layer: Its index in the model.
+    """
+
+    def __init__(self, layer: int) -> None:
+        super().__init__(f"layer {layer} of some pages did not arrive in time", "Compute them")
+        self.layer = layer
+
+
+class _Phase(Enum):
+    """How far a restore is."""
+
+    FRONT = "the front is computed while the back is loaded"
+    BEHIND = "the rest is loaded behind the suffix"
+    OVER = "it is over"
+
+
+class _Computing(NamedTuple):
+    """Part of the front that was handed out; what one thread computes is measured together."""
+
+    op: Compute
+    started_s: float
+    thread: int
+
+
+class RestoreJob:
+    """One sequence's prefix on its way. Thread-safe; made by `KV.open(..., wait=False)`.
+
+    Args:
+        restores: All of the cache.
+        restorer: Knows pages and windows.
+        seq: Whose prefix; its resident pages are attached.
+        prospect: What is to come.
+        computable: Whether the caller computes tokens of the front where that helps.
+
+    Attributes:
+        seq: Whose prefix.
+        request: As the policy knows it.
+        back: The pages that come from the back.
+    """
+
+    def __init__(
+        self,
+        restores: RestoreScheduler,
+        restorer: PrefixMatcher,
+        seq: Sequence,
+        prospect: RestorePlan,
+        *,
+        computable: bool,
+    ) -> None:
+        self._restores, self.seq = restores, seq
+        self._planner, self._guard = restorer.planner, restorer.planner.guard
+        self.back = Back(restorer, seq, prospect)
+        self._size, self._stop = restorer.page_size, prospect.pages
+        self._phase, self._broken = _Phase.FRONT, False
+        self._computing: _Computing | None = None
+        self.request = Request(
+            number=restores.number(),
+            tokens=prospect.stop * self._size,
+            suffix=seq.known - prospect.pages * self._size,
+            layers=len(self.back.index),
+            resident=prospect.resident * self._size,
+            unit=self._size,
+            sources=prospect.sources,
+            computable=computable,
+            whole=True,
+            arrived_s=time.perf_counter(),
+        )
+        restores.add(self)
+        self._progress = restores.state.requests[self.request.number]
+        self._tally = Tally(restores, seq, self.request)
+
+    @staticmethod
+    def of(seq: Sequence) -> RestoreJob | None:
+        """What is still on its way of a sequence's prefix."""
+        return cast("RestoreJob | None", seq.restoration)
+
+    @property
+    def tokens(self) -> int:
+        """Where the prefix ends, as things stand."""
+        return self._stop * self._size
+
+    @property
+    def settled(self) -> bool:
+        """Whether the front is done."""
+        return self._phase is not _Phase.FRONT
+
+    @property
+    def front(self) -> int:
+        """Tokens that were there or computed when the front was done."""
+        return self._tally.front
+
+    @property
+    def lacks(self) -> bool:
+        """Whether pages in the sequence's line are not there yet."""
+        with self._guard:
+            behind = self._phase is _Phase.BEHIND
+            return behind and not all(map(self._there, range(self.request.layers)))
+
+    @property
+    def gone(self) -> bool:
+        """Whether anything of it was forgotten meanwhile."""
+        return self.back.gone
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no tier owes anything for it."""
+        return not (self._restores.flights.of(self) or self._restores.paused)
+
+    # ---- loads
+
+    def arrived(self, flight: LoadBatch) -> None:
+        """A load is over. Callers hold the KV lock."""
+        state, op = self._restores.state, flight.op
+        self._tally.loaded(flight)
+        if flight.lost and self.request.computable:
+            state.fail(op)
+        else:
+            state.end(op)
+        missing = [piece.inbound.page_no for piece in self.back.pieces(op)] if flight.lost else ()
+        if missing and self._phase is _Phase.BEHIND:
+            self._broken = True
+        elif missing and not self.request.computable:  # the prefix ends where it is missing
+            self._stop = min(self._stop, *missing)
+
+    # ---- the front
+
+    def next(self, most: int | None = None) -> int:
+        """Tokens to compute now, from the sequence's length on: whole pages, 0 for none any more.
+
+        Args:
+            most: Compute no more than that at once, or a page.
+        """
+        found = choose([self], most)
+        return found[1] if found is not None else 0
+
+    def pump(self) -> None:
+        """Takes what has come, and asks for more. Never waits."""
+        with self._guard:
+            if self._phase is not _Phase.OVER:
+                self._advance()
+                self._restores.pump()
+
+    def take(self, op: Compute, most: int | None) -> int:
+        """Hands out an op of the policy; returns its tokens. Callers hold the KV lock."""
+        first, stop = op.tokens
+        if most is not None:
+            stop = min(stop, first + max(most // self._size, 1) * self._size)
+        if op.layers != Span(0, self.request.layers) or first != self.seq.length:
+            return 0
+        op = op._replace(tokens=Span(first, stop))
+        if not self.back.room(op.tokens.size // self._size):
+            return 0  # what is loaded has its room already
+        self._restores.state.begin(op)
+        self._computing = _Computing(op, time.perf_counter(), threading.get_ident())
+        self.back.drop(range(first // self._size, stop // self._size))
+        return op.tokens.size
+
+    def computed(self, thread: int) -> _Computing | None:
+        """What a thread has computed of it since it was handed out. Callers hold the KV lock."""
+        done = self._computing
+        if done is None or done.thread != thread or self.seq.length < done.op.tokens.stop:
+            return None
+        self._computing = None
+        return done
+
+    def told(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
+        """Part of the front is computed, in so many seconds of its own; see `Tally.computed`."""
+        self._restores.state.end(op)
+        self._tally.computed(op, started_s, seconds, counted_s)
+
+    def pending(self) -> int:
+        """Tokens that were handed out and are not computed yet. Callers hold the KV lock."""
+        return self._computing.op.tokens.stop - self.seq.length if self._computing else 0
+
+    def _advance(self) -> None:
+        """Notices what was computed, whoever asked for it."""
+        length, state = self.seq.length, self._restores.state
+        if self._phase is not _Phase.FRONT:
+            return
+        if self._computing is not None and length >= self._computing.op.tokens.stop:
+            self._restores.computed(self._computing.thread)
+        front = self._progress.front[0]
+        stop = min(length // self._size * self._size, *self._progress.back)
+        if self._computing is None and front < stop:
+            extra = Compute(self.request.number, Span(0, self.request.layers), Span(front, stop))
+            state.begin(extra)
+            state.end(extra)
+
+    # ---- the rest
+
+    def settle(self) -> int:
+        """Ends the front: all pages are in the sequence's line, also those still on their way.
+
+        Returns:
+            The sequence's length now; less than `tokens` was if nothing more may come.
+
+        Raises:
+            StateError: The sequence is closed, suspended or in a step.
+        """
+        with self._guard:
+            if self._phase is not _Phase.FRONT:
+                return self.seq.length
+            self._planner.idle(self.seq)
+            self.pump()
+            first = self.seq.length // self._size
+            self._tally.front = first * self._size
+            # What was to be computed and is not cannot be loaded any more.
+            hole = self._computing is not None or self._progress.lost > first * self._size
+            self._stop = first if hole else self.back.reach(first, self._stop, lambda one: True)
+            if self._stop > first:
+                self.back.place(first, self._stop)
+                self._phase = _Phase.BEHIND
+                self._restores.state.fronted(self.request.number)
+                self._restores.pump()
+            else:
+                self._end(ok=True)
+            return self.seq.length
+
+    def wait(self, layer: int) -> None:
+        """Returns once a layer of all pages is there, verified; see `Step.awaits`.
+
+        Raises:
+            Late: It is not going to come. Once `fill` has seen to that, `wait` can be called again.
+        """
+        index, begun_s = self.back.index[layer], time.perf_counter()
+        while not self._ready(index, begun_s):
+            if self._broken:
+                raise Late(layer)
+            self._rest()
+
+    def _rest(self) -> None:
+        with self._guard:
+            self._restores.allow()  # nobody has better use of this thread
+            files = self._restores.files()
+        rest(files, _PAUSE_S)
+
+    def _ready(self, index: int, begun_s: float) -> bool:
+        with self._guard:
+            self.pump()
+            if self._phase is not _Phase.BEHIND:
+                return not self._broken
+            if not self._there(index):
+                self._stuck()
+                if not self._broken or not self._there(index):
+                    return False
+            self._tally.waited(index, begun_s, suffix=True)
+            self._restores.store.join()
+            return True
+
+    def _there(self, index: int) -> bool:
+        return self.back.there(index) if self._broken else self._progress.there(index)
+
+    def _stuck(self) -> None:
+        """A wait has an end: all was asked for that links have room for, and nothing is owed."""
+        if self._restores.still and not self._progress.restored:
+            self._broken = True
+
+    def poll(self) -> bool | None:
+        """Whether all of it is there, after `settle`; None as long as it may come. Never waits."""
+        with self._guard:
+            self.pump()
+            if self._phase is not _Phase.BEHIND:
+                return not self._broken
+            if self.lacks:
+                self._stuck()
+                if self.lacks:
+                    return False if self._broken else None
+            self._restores.store.join()
+            return True
+
+    def complete(self) -> bool:
+        """Waits until all of it is there, after `settle`; False if that is not going to be."""
+        self.settle()
+        begun_s = time.perf_counter()
+        while (there := self.poll()) is None:
+            self._rest()
+        with self._guard:
+            self._tally.waited(0, begun_s, suffix=False)
+        return there
+
+    def fill(self, other: Sequence) -> None:
+        """Puts what is missing in place, from another sequence; also within a step that waits.
+
+        Args:
+            other: A sequence of the same tokens and salts, whose `length` is `tokens` at least.
+
+        Raises:
+            CapacityError: A page that a tier may still write to cannot be replaced.
+            StateError: The other one has not got it.
+        """
+        with self._guard:
+            self._restores.store.join()
+            self.back.fill(other, self._stop)
+
+    # ---- the end
+
+    def finish(self, *, ok: bool = True) -> int:
+        """Ends it: what came becomes known; what did not is cut off. Safe to call again.
+
+        Args:
+            ok: Whether the step that waited for it was committed.
+
+        Returns:
+            The sequence's length.
+
+        Raises:
+            StateError: The sequence is in a step.
+        """
+        with self._guard:
+            if self._phase is _Phase.BEHIND and not self.seq.closed:
+                self._planner.ready(self.seq)
+                self._close_line(ok)
+            self._end(ok=ok)
+            return self.seq.length
+
+    def _close_line(self, ok: bool) -> None:
+        self.seq.restoration = None  # from here on, its line is like any other
+        self._restores.store.join()
+        first, whole = self._tally.front // self._size, self._stop
+        if not ok or not all(map(self._there, range(self.request.layers))):
+            self._stop = self.back.reach(first, whole, lambda one: one.complete)
+        self._stop = self.back.close(first, whole, self._stop)
+
+    def cancel(self) -> None:
+        """Calls it off. What came of a settled one stays, as far as it is complete."""
+        with self._guard:
+            if self._phase is _Phase.BEHIND and self._planner.stepping(self.seq):
+                self._broken = True  # whoever drives the step is told, and finishes
+                return
+            self.finish(ok=False)
+
+    def abandon(self) -> None:
+        """Calls it off for a sequence that is about to be closed."""
+        with self._guard:
+            self._broken = self._phase is _Phase.BEHIND  # in case that it is in a step
+            self._end(ok=False)
+
+    def _end(self, *, ok: bool) -> None:
+        if self._phase is _Phase.OVER:
+            return
+        self._phase = _Phase.OVER
+        self._tally.ended(self._stop, ok=ok)
+        self._restores.remove(self)
+        self.back.clear()
+        if self.seq.restoration is self:
+            self.seq.restoration = None
+
+
+def choose(
+    restorations: Iterable[RestoreJob], most: int | None = None
+) -> tuple[RestoreJob, int] | None:
+    """What the policy wants computed next, for one of these.
+
+    Args:
+        restorations: Of one cache, unsettled.
+        most: See `RestoreJob.next`.
+
+    Returns:
+        One, and how many of its tokens: 0 where only its suffix is left. None if all wait for
+        loads.
+    """
+    mine = [one for one in restorations if not one.settled]
+    if not mine:
+        return None
+    with mine[0]._guard:
+        return mine[0]._restores.hand_out(mine, most)
+
+
+# How a restore begins: what is on the device is attached, the rest set on its way.
+
+
+def begin(
+    restores: RestoreScheduler,
+    restorer: PrefixMatcher,
+    seq: Sequence,
+    limit: int,
+    *,
+    computable: bool,
+) -> RestoreJob | None:
+    """Attaches what is on the device of a prompt, and begins to load the rest.
+
+    Callers hold the KV lock.
+
+    Args:
+        restores: Of the cache.
+        restorer: Of the cache.
+        seq: A fresh sequence.
+        limit: Most tokens of the prefix.
+        computable: See `RestoreJob`.
+
+    Returns:
+        None if nothing is to be loaded.
+    """
+    restorer.store.expire()
+    pages = restorer.match(seq, max(0, limit) // restorer.page_size)
+    prospect = _look(restores, restorer, seq, pages, computable)
+    here = seq.length
+    known = prospect.pages * restorer.page_size if prospect is not None else here
+    restorer.report(seq, known, known - here, limit)
+    return None if prospect is None else _launch(restores, restorer, seq, prospect, computable)
+
+
+def begin_whole(
+    restores: RestoreScheduler, restorer: PrefixMatcher, seq: Sequence, pages: int
+) -> bool:
+    """Attaches so many known pages, also those that are still on their way: all or none of them.
+
+    Callers hold the KV lock.
+
+    Returns:
+        Whether they are attached. If not, the sequence may hold some of them.
+    """
+    prospect = _look(restores, restorer, seq, pages, computable=False)
+    if prospect is None:
+        return seq.length == pages * restorer.page_size
+    restoration = _launch(restores, restorer, seq, prospect, computable=False)
+    if restoration.settle() == pages * restorer.page_size:
+        return True
+    restoration.abandon()
+    return False
+
+
+def _look(
+    restores: RestoreScheduler, restorer: PrefixMatcher, seq: Sequence, pages: int, computable: bool
+) -> RestorePlan | None:
+    """Attaches what is on the device of known pages; finds the rest, if it is worth loading."""
+    resident = resident_pages(restorer, seq, pages)
+    if resident:
+        restorer.attach_resident(seq, resident)
+    prospect = look(restorer, seq, resident, pages) if resident < pages else None
+    if prospect is not None and not _worth(restores, prospect, restorer.page_size, computable):
+        prospect.drop()
+        prospect = None
+    return prospect
+
+
+def _launch(
+    restores: RestoreScheduler,
+    restorer: PrefixMatcher,
+    seq: Sequence,
+    prospect: RestorePlan,
+    computable: bool,
+) -> RestoreJob:
+    """Begins to load what was found."""
+    restoration = RestoreJob(restores, restorer, seq, prospect, computable=computable)
+    seq.restoration = restoration
+    restores.pump()
+    return restoration
+
+
+def _worth(restores: RestoreScheduler, prospect: RestorePlan, size: int, computable: bool) -> bool:
+    """Whether loading helps: where the front is computed meanwhile, if it does so for one page."""
+    source, pages = prospect.sources[0], prospect.stop - prospect.resident
+    layers = sum(len(group.layers) for group in restores.store.geometry.groups)
+    page_bytes = source.cell_bytes * layers * size
+    n_bytes = page_bytes if computable else page_bytes * pages
+    return restores.gate.worth({source.tier: round(n_bytes)}, pages * size)

@@ -1,0 +1,386 @@
+"""Encodes full pages once they are far enough behind, and makes them known.
+
+Which codec a page should have is the ladder's business (`policy.ladder`). A page that several
+sequences share gets the mildest codec that one of them still needs; a page that a step reads, or
+that a tier is taking, waits. What could not be done stays due and is tried again when the sequence
+fills its next page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from flowkv import kernels
+from flowkv.cache.index import Block
+from flowkv.cache.sequence import READY, STEPPING, Sequence, Tables
+from flowkv.cache.store import PageStore
+from flowkv.core.layout import CODEC_SHIFT, CODECS
+from flowkv.kernels.dispatch import NON_FINITE
+from flowkv.observe.events import Encoded, Published
+
+_MOST_PAGES = 64
+"""Pages encoded at once: what they leave is room for the next ones."""
+
+
+class Refusal(NamedTuple):
+    """A page that a codec cannot hold.
+
+    Attributes:
+        layer: The model's layer.
+        page: Number of the page in its sequence.
+        codec: Index of the codec.
+        status: What `kernels.transcode` said.
+    """
+
+    layer: int
+    page: int
+    codec: int
+    status: int
+
+
+class _Due(NamedTuple):
+    group: int
+    page_no: int
+    page: int
+    codec: int
+    rows: list[int]
+    block: Block | None
+
+
+class Sealer:
+    """Encodes the pages of sequences. Callers hold the KV lock.
+
+    Args:
+        store: Blocks, pools, and the ladder of each layer group.
+        tables: Planner of all sequences.
+
+    Attributes:
+        on_refusal: Told of pages that stay as they are, once everything is in order.
+    """
+
+    def __init__(self, store: PageStore, tables: Tables) -> None:
+        self.store, self.tables = store, tables
+        self.on_refusal: Callable[[Refusal], None] = lambda refusal: None
+        self._refusals: list[Refusal] = []
+        # Per group: pages of a line before this one have had their turn at each rung.
+        rows = tables.max_rows + 1
+        self._done = [np.zeros((rows, len(f.ladder.rungs)), np.int64) for f in store.forms]
+
+    # ---- what lines are told
+
+    def rewind(self, row: int, pages: int) -> None:
+        """A line has other pages from page number `pages` on."""
+        for done in self._done:
+            np.minimum(done[row], pages, out=done[row])
+
+    def copy(self, row: int, child: int) -> None:
+        """A line begins as a copy of another one."""
+        for done in self._done:
+            done[child] = done[row]
+
+    def exempt(self, row: int) -> None:
+        """No page of a line is encoded until it has another sequence."""
+        for done in self._done:
+            done[row] = np.iinfo(np.int64).max
+
+    # ---- encoding
+
+    def seal(self, seqs: Iterable[Sequence]) -> None:
+        """Encodes what became due in these sequences, which are in no step any more."""
+        passed: list[tuple[int, int, int, int, int]] = []
+        due: dict[tuple[int, int], _Due] = {}
+        left: set[tuple[int, int]] = set()
+        for seq in seqs:
+            if self.tables.state[seq.row] == READY:
+                for group in range(len(seq.blocks)):
+                    self._find(seq, group, due, left, passed)
+        if due:
+            left |= self._encode(due.values())
+        for group, row, number, start, border in passed:
+            done = border
+            if left:
+                line = self.tables.pages[group][row, start:border].tolist()
+                waiting = (start + i for i, page in enumerate(line) if (group, page) in left)
+                done = next(waiting, border)
+            self._done[group][row, number] = done
+        self._report()
+
+    def retire(self, seq: Sequence) -> None:
+        """Encodes what a sequence that is about to be closed leaves behind in the index."""
+        due = []
+        for group, blocks in enumerate(seq.blocks):
+            ladder = self.store.forms[group].ladder
+            line = self.tables.pages[group][seq.row, : len(blocks)]
+            milder = (line >= 0) & (line >> CODEC_SHIFT < ladder.idle)
+            for page_no in np.flatnonzero(milder).tolist():
+                block, page = blocks[page_no], int(line[page_no])
+                if block is None or block.gone or not block.sealable:
+                    continue
+                rows = self._holders(group, page_no, page, seq.row, block)
+                others = [row for row in rows if row != seq.row]
+                codec = self._mildest(group, page_no, others, ladder.idle)
+                if codec > page >> CODEC_SHIFT and not self._in_use(group, page, others):
+                    due.append(_Due(group, page_no, page, codec, rows, block))
+        if due:
+            self._encode(due)
+        self._report()
+
+    def _find(
+        self,
+        seq: Sequence,
+        group: int,
+        due: dict[tuple[int, int], _Due],
+        left: set[tuple[int, int]],
+        passed: list[tuple[int, int, int, int, int]],
+    ) -> None:
+        """Adds the pages of a sequence that are due, those that must wait, and where it stands."""
+        row, length = seq.row, seq.length
+        ladder, line = self.store.forms[group].ladder, self.tables.pages[group][row]
+        found: dict[int, int] = {}
+        for number, rung in enumerate(ladder.rungs):
+            start = max(int(self._done[group][row, number]), seq.first_page[group])
+            border = ladder.border(rung, length)
+            if start < border:
+                passed.append((group, row, number, start, border))
+                part = line[start:border]
+                milder = (part >= 0) & (part >> CODEC_SHIFT < rung.codec)
+                for at in np.flatnonzero(milder).tolist():
+                    found.setdefault(start + at, rung.codec)  # the furthest rung comes first
+        for page_no, codec in found.items():
+            page, block = int(line[page_no]), seq.blocks[group][page_no]
+            if block is not None and not block.sealable:
+                continue
+            rows = self._holders(group, page_no, page, row, block)
+            foreign = block is None and self.store.pool(group).references(page) > len(rows)
+            if foreign or self._in_use(group, page, rows):  # whoever published it encodes it
+                left.add((group, page))
+                continue
+            codec = self._mildest(group, page_no, rows, codec)
+            if codec > page >> CODEC_SHIFT:
+                due[group, page] = _Due(group, page_no, page, codec, rows, block)
+
+    def _holders(
+        self, group: int, page_no: int, page: int, row: int, block: Block | None
+    ) -> list[int]:
+        """Planner with the page, as a block or their own; it has the same number in all of them."""
+        known = block is not None and not block.gone
+        if self.store.pool(group).references(page) == 1 + known:
+            return [row]
+        column = self.tables.pages[group][:, page_no]
+        return [int(row) for row in np.flatnonzero(column == page)]
+
+    def _in_use(self, group: int, page: int, rows: list[int]) -> bool:
+        """Whether a step may be reading the page, or a transfer."""
+        stepping = any(self.tables.state[row] == STEPPING for row in rows)
+        return stepping or self.store.is_lent(group, page)
+
+    def _mildest(self, group: int, page_no: int, rows: list[int], codec: int) -> int:
+        """The mildest of a codec and those that these lines need."""
+        ladder, lengths = self.store.forms[group].ladder, self.tables.lengths
+        return min([codec, *(ladder.codec(page_no, int(lengths[row])) for row in rows)])
+
+    def _encode(self, due: Iterable[_Due]) -> set[tuple[int, int]]:
+        """Encodes pages; returns (group, page) of those for which there is no room."""
+        work: dict[tuple[int, int, int], list[_Due]] = {}
+        for item in due:
+            key = item.group, item.page >> CODEC_SHIFT, item.codec
+            work.setdefault(key, []).append(item)
+        left: set[tuple[int, int]] = set()
+        for (group, _, new), items in work.items():
+            pages = 0
+            while pages < len(items):
+                part = items[pages : pages + _MOST_PAGES]
+                targets = self.store.spare(group, len(part), new)
+                if not targets:
+                    break
+                self._transcode(group, part[: len(targets)], targets)
+                pages += len(targets)
+            left |= {(group, item.page) for item in items[pages:]}
+        self.tables.touch()
+        return left
+
+    def _transcode(self, group: int, items: list[_Due], targets: list[int]) -> None:
+        pool, forms = self.store.pool(group), self.store.forms[group]
+        old, new = forms.of(items[0].page), forms.of(targets[0])
+        source, target = pool.granules([item.page for item in items]), pool.granules(targets)
+        status = kernels.transcode(pool.arena, source, target, old, new).cpu().numpy()
+        encoded = 0
+        for item, page, by_layer in zip(items, targets, status, strict=True):
+            if by_layer.any():
+                pool.release(page)
+                layer = int(np.flatnonzero(by_layer)[0])
+                self._refuse(item, layer, int(by_layer[layer]))
+            else:
+                self._adopt(item, page)
+                encoded += 1
+        if encoded:
+            event = Encoded(
+                group=group,
+                pages=encoded,
+                source=old.codec,
+                target=new.codec,
+                n_bytes_before=encoded * old.page_bytes,
+                n_bytes=encoded * new.page_bytes,
+            )
+            self.store.bus.emit(event)
+
+    def _adopt(self, item: _Due, page: int) -> None:
+        """Puts the encoded page in place of the old one, for all that share it."""
+        tables, block = self.tables, item.block
+        if block is not None:
+            self.store.change(block, page)
+        self.store.pool(item.group).replace(item.page, page)
+        tables.pages[item.group][item.rows, item.page_no] = page
+        tables.fidelity[item.rows] = np.maximum(tables.fidelity[item.rows], item.codec)
+        if block is not None:
+            block.fidelity = max(block.fidelity, item.codec)
+            if not item.page >> CODEC_SHIFT:
+                self.store.write_down(block)
+
+    def _refuse(self, item: _Due, layer: int, status: int) -> None:
+        if item.block is not None:
+            item.block.sealable = False
+            self.store.write_down(item.block)  # as it is, and as it will stay
+        layers = self.store.geometry.groups[item.group].layers
+        self._refusals.append(Refusal(layers[layer], item.page_no, item.codec, status))
+
+    def _report(self) -> None:
+        refusals, self._refusals = self._refusals, []
+        for refusal in refusals:
+            self.on_refusal(refusal)
+
+
+def describe(refusal: Refusal) -> str:
+    """A refusal in words: which layer and page, and why."""
+    reason = "holds NaN or infinity"
+    if refusal.status != NON_FINITE:
+        reason = "holds numbers beyond the range of its scales"
+    codec = CODECS[refusal.codec]
+    return f"page {refusal.page} of layer {refusal.layer} {reason}, which {codec} cannot encode"
+
+
+# Makes full pages known: checked, named by their chain key, shared from then on.
+
+
+class Publisher:
+    """Publishes pages of sequences. Callers hold the KV lock.
+
+    Args:
+        store: Where the pages become known.
+        tables: Planner of all sequences.
+
+    Attributes:
+        allowed: Whether a sequence's pages may become known.
+        on_non_finite: Told (group, page) that holds NaN or infinity.
+    """
+
+    def __init__(self, store: PageStore, tables: Tables) -> None:
+        self.store, self.tables = store, tables
+        self.page_size = store.geometry.page_size
+        self.allowed: Callable[[Sequence], bool] = lambda seq: seq.publishable
+        self.on_non_finite: Callable[[int, int], None] = lambda group, page: None
+
+    def publish(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
+        """Makes the sequences' full pages with known tokens known to the index.
+
+        A page that somebody else has computed meanwhile takes the place of a sequence's own.
+
+        Args:
+            seqs: The sequences.
+            exact: Only if it has the same bytes: rounding may differ with what else was in a step.
+        """
+        fresh: list[list[Block]] = [[] for _ in self.store.geometry.groups]
+        try:
+            for seq in seqs:
+                self._publish_full(seq, fresh, exact)
+        finally:
+            for blocks in fresh:
+                self.store.insert(blocks)
+
+    def _publish_full(self, seq: Sequence, fresh: list[list[Block]], exact: bool) -> None:
+        full = min(seq.length, len(seq.tokens)) // self.page_size
+        for g, blocks in enumerate(seq.blocks):
+            start = max(seq.published[g], seq.first_page[g])
+            if start >= full or not self.allowed(seq):
+                continue
+            before = len(fresh[g])
+            for page_no in range(start, full):
+                if blocks[page_no] is None and not (exact and self._differs(seq, g, page_no)):
+                    self._publish(seq, g, page_no, fresh[g])
+                if not seq.publishable:
+                    return
+            seq.published[g] = full
+            pages = len(fresh[g]) - before
+            if pages:
+                tokens = pages * self.page_size
+                self.store.bus.emit(
+                    Published(group=g, pages=pages, tokens=tokens, tenant=seq.owner)
+                )
+
+    def _differs(self, seq: Sequence, group: int, page_no: int) -> bool:
+        """Whether a page is known with other bytes than those that a sequence has."""
+        block = self.store.index.find(seq.key(group, page_no))
+        page = int(self.tables.pages[group][seq.row, page_no])
+        if block is None or block.page < 0:
+            return False
+        pool, n_bytes = self.store.pool(group), self.store.forms[group].of(page).page_bytes
+        if block.page >> CODEC_SHIFT != page >> CODEC_SHIFT:
+            return True
+        mine, theirs = (pool.page_bytes(one, n_bytes) for one in (page, block.page))
+        return not torch.equal(mine, theirs)
+
+    def _publish(self, seq: Sequence, group: int, page_no: int, fresh: list[Block]) -> None:
+        """Makes a page known, or takes the known one; adds what was not on the device before."""
+        store, pool = self.store, self.store.pool(group)
+        page = int(self.tables.pages[group][seq.row, page_no])
+        key = seq.key(group, page_no)
+        block = store.index.find(key)
+        if block is not None and block.page >= 0:
+            seq.fidelity = max(seq.fidelity, block.fidelity)
+            store.hold(block)
+            pool.release(page)
+            self.tables.pages[group][seq.row, page_no] = block.page
+            self.tables.touch()
+            seq.blocks[group][page_no] = block
+            return
+        codec = page >> CODEC_SHIFT
+        if not codec and not self._sound(group, page):
+            seq.publishable = False
+            self.on_non_finite(group, page_no)
+            return
+        if block is not None:
+            store.supersede(block)
+        block = store.index.publish(key, seq.parent_key(group, page_no), group)
+        first = page_no * self.page_size
+        block.tokens = seq.tokens[first : first + self.page_size].copy()
+        block.tenant, block.namespace = seq.tenant, seq.namespace
+        block.fidelity = max(seq.fidelity, codec)
+        block.lease = seq.care.of(first, first + self.page_size)
+        store.publish(block, page)
+        store.provisional.add(block)
+        fresh.append(block)
+        store.hold(block)
+        seq.blocks[group][page_no] = block
+        if codec or not store.forms[group].ladder.rungs:  # else it is once it is encoded
+            store.write_down(block)
+
+    def _sound(self, group: int, page: int) -> bool:
+        """Whether a page holds finite numbers only; blanks what lies between its stripes."""
+        layout = self.store.forms[group].raw
+        raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
+        stripes = raw.view(layout.layers, layout.stripe_stride_bytes)
+        if layout.stripe_bytes < layout.stripe_stride_bytes:
+            # Padding holds whatever the page held before, for another group or tenant.
+            stripes[:, layout.stripe_bytes :].zero_()
+        return finite(stripes[:, : layout.stripe_bytes].view(getattr(torch, layout.dtype)))
+
+
+def finite(values: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity."""
+    # A finite sum proves that all summands are finite, at memory speed; overflow asks again.
+    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())

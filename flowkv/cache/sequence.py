@@ -1,0 +1,462 @@
+"""Open sequences: tokens, blocks, what their request asked for, and their lines in block tables."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from copy import deepcopy
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.cache.index import Block, Saved, SwappedCopy
+from flowkv.core.errors import CapacityError, ConfigError
+from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
+from flowkv.policy.base import CUT_OFF, NEVER_NS, TOOL_USE, TURN_END, UNKNOWN_STOP
+from flowkv.policy.config import DEFAULT_RANK, Lease
+from flowkv.policy.importance import Importance
+
+# What a request says about itself: its conversation, and how its pages should be kept.
+
+NEVER = math.inf
+"""As `eta_s`: will not be used again."""
+
+SOON = 0.0
+"""As `eta_s`: right away."""
+
+_SESSION_BITS = 62
+
+
+class Retain(msgspec.Struct, frozen=True):
+    """How the pages of a span of tokens should be kept.
+
+    A page belongs to a span that has a token of it; of several spans the highest priority counts.
+
+    Attributes:
+        start: First token of the span.
+        stop: First token behind it; None for the end of the sequence, however long it grows.
+        priority: 0 to 100: everything of lower priority is given up before. The default is 35.
+        for_s: Seconds after which the priority is the default again.
+    """
+
+    start: int
+    stop: int | None = None
+    priority: int = DEFAULT_RANK
+    for_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        stop = self.start + 1 if self.stop is None else self.stop
+        if not 0 <= self.start < stop:
+            raise ConfigError(
+                f"a span of tokens from {self.start} to {self.stop}", "Let it hold a token or more"
+            )
+        if not 0 <= self.priority <= 100 or not self.for_s > 0:
+            raise ConfigError(
+                f"priority {self.priority} for {self.for_s} seconds",
+                "Use a priority from 0 to 100, and a time above 0",
+            )
+
+
+class Care(NamedTuple):
+    """How the pages of a request should be kept.
+
+    Attributes:
+        session: Number of its conversation, -1 if unknown; see `session_number`.
+        lease: Lease class, or a lease, of all pages; "" for the place's default.
+        retain: Spans that are kept otherwise.
+    """
+
+    session: int = -1
+    lease: str | Lease = ""
+    retain: tuple[Retain, ...] = ()
+
+    def of(self, start: int, stop: int) -> str | Lease:
+        """The lease of a page that holds these tokens."""
+        if not self.retain:
+            return self.lease
+        spans = [r for r in self.retain if r.start < stop and (r.stop is None or start < r.stop)]
+        if not spans:
+            return self.lease
+        best = max(spans, key=lambda span: (span.priority, span.for_s))
+        return Lease(rank=best.priority, rank_s=best.for_s)
+
+
+NO_CARE = Care()
+
+
+def make_care(
+    session: str | int | None, lease: str | Lease, retain: Items[Retain], salt: bytes
+) -> Care:
+    """What a request says about itself, as the cache keeps it.
+
+    Raises:
+        ConfigError: A span is none.
+    """
+    odd = [span for span in retain if not isinstance(span, Retain)]
+    if odd:
+        raise ConfigError(f"retain holds {odd[0]!r}", "Give flowkv.Retain(start, stop, ...) spans")
+    number = -1 if session is None else session_number(session, salt)
+    return Care(number, lease, tuple(retain)) if number >= 0 or lease or retain else NO_CARE
+
+
+def session_number(session: str | int, salt: bytes) -> int:
+    """A 62-bit number of a conversation, its own for each tenant, that does not tell its name."""
+    name = f"{type(session).__name__}:{session}".encode()
+    digest = hashlib.blake2b(name, key=salt[:64], digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SESSION_BITS)
+
+
+def eta_ns(eta_s: float) -> int:
+    """Nanoseconds of an `eta_s`.
+
+    Raises:
+        ConfigError: It is negative, or no number.
+    """
+    if not eta_s >= 0:
+        raise ConfigError(f"eta_s={eta_s}", "Give seconds from now, flowkv.SOON or flowkv.NEVER")
+    return NEVER_NS if eta_s * 1e9 >= NEVER_NS else round(eta_s * 1e9)
+
+
+STOPS = {"": UNKNOWN_STOP, "tool_use": TOOL_USE, "turn_end": TURN_END, "cut_off": CUT_OFF}
+"""Why a sequence may have ended, see `Sequence.close`."""
+
+State = Mapping[str, Any]
+"""A snapshot of recurrent layers: named tensors, numbers, strings and tuples of them."""
+
+
+class Arriving(Protocol):
+    """A known prefix on its way, as rooms below `flowkv.cache.restore` see it."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the front is done."""
+        ...
+
+    @property
+    def gone(self) -> bool:
+        """Whether anything of it was forgotten meanwhile."""
+        ...
+
+    @property
+    def lacks(self) -> bool:
+        """Whether pages in the sequence's line are not there yet."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Where the prefix ends, as things stand."""
+        ...
+
+    @property
+    def front(self) -> int:
+        """Tokens that were there or computed when the front was done."""
+        ...
+
+    def settle(self) -> int:
+        """Ends the front; returns the sequence's length now."""
+        ...
+
+    def wait(self, layer: int) -> None:
+        """Returns once a layer of all pages is there, verified."""
+        ...
+
+    def cancel(self) -> None:
+        """Calls it off. What came of a settled one stays, as far as it is complete."""
+        ...
+
+    def abandon(self) -> None:
+        """Calls it off for a sequence that is about to be closed."""
+        ...
+
+
+class Planning(Protocol):
+    """What holds the lines of sequences, as rooms below `flowkv.cache.block_table` see it."""
+
+    tables: Tables
+
+    def put(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
+        """Puts a page into a sequence's line, right behind the others; -1 leaves a hole."""
+        ...
+
+
+class Sequence:
+    """A row of a batch, as `KV.open` returns it. Close it when it is done.
+
+    Attributes:
+        row: Its line in the block tables.
+        tenant: Tenant salt.
+        owner: Name of the tenant, for those who count.
+        namespace: Namespace digest that its keys belong to.
+        salts: What K and V depend on beside the tokens.
+        reused: Tokens that were known when it was opened.
+        state: Snapshot restored with the prefix, for hybrid models; None otherwise.
+        restoration: What is still on its way of a known prefix; None once that is over. Elsewhere
+            it is asked for by `RestoreJob.of`.
+        closed: True after `close`.
+        planner: What its pages belong to. Elsewhere it is asked for by `Planner.of`.
+    """
+
+    def __init__(
+        self,
+        row: int,
+        chains: Items[KeyChain],
+        *,
+        tenant: bytes,
+        namespace: bytes,
+        salts: Items[Salt],
+        close: Callable[[Sequence], None],
+        planner: Planning,
+    ) -> None:
+        self.row, self.tenant, self.namespace = row, tenant, namespace
+        self.salts, self.chains = list(salts), list(chains)
+        self.state: State | None = None
+        self.restoration: Arriving | None = None
+        self.owner = ""
+        # As policies know it: the number of its request, -1 without one, and what it asked for.
+        self.request, self.arrived_ns, self.prompted, self.care = -1, 0, 0, NO_CARE
+        self.stop = UNKNOWN_STOP
+        self.reused, self.closed = 0, False
+        self._close, self.planner = close, planner
+        self._tokens, self._known = np.zeros(64, np.uint32), 0
+        # Per group: the block of each page, None while the page is private to this sequence.
+        self.blocks: list[list[Block | None]] = [[] for _ in chains]
+        # Per group: pages before this one were dropped behind the window.
+        self.first_page: list[int] = [0] * len(chains)
+        # Per group: pages before this one are published, or never will be.
+        self.published: list[int] = [0] * len(chains)
+        # Per group: keys of the leading full pages, as far as they are computed.
+        self._keys: list[list[bytes]] = [[] for _ in chains]
+        self.suspended: Saved | None = None  # what brings its pages back
+        self.publishable = True
+        # Tokens that sparsification took out, and what steps saw of the others, by group.
+        self.dropped = 0
+        self.importance: dict[int, Importance] = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens whose K and V are in pages; 0 once it is closed."""
+        return int(self.planner.tables.lengths[self.row])
+
+    @property
+    def position(self) -> int:
+        """Position of its next token: `length`, and what sparsification took out."""
+        return self.length + self.dropped
+
+    @property
+    def fidelity(self) -> int:
+        """Index of the lossiest codec among the pages that it was built on (DESIGN D6)."""
+        return int(self.planner.tables.fidelity[self.row])
+
+    @fidelity.setter
+    def fidelity(self, codec: int) -> None:
+        self.planner.tables.fidelity[self.row] = codec
+
+    @property
+    def tokens(self) -> NDArray[np.uint32]:
+        """All token ids known so far, uint32; may be longer than `length`."""
+        return self._tokens[: self._known]
+
+    @property
+    def known(self) -> int:
+        """Number of token ids known so far."""
+        return self._known
+
+    def note(self, tokens: Items[int] | NDArray[np.generic]) -> None:
+        """Appends token ids that follow the known ones.
+
+        Raises:
+            TokenError: Not a flat sequence of ids in [0, 2**32).
+        """
+        self.extend(as_tokens(tokens))
+
+    def extend(self, fresh: NDArray[np.uint32]) -> None:
+        """`note` for ids that are checked already."""
+        need = self._known + len(fresh)
+        if need > len(self._tokens):
+            grown = np.zeros(max(need, 2 * len(self._tokens)), np.uint32)
+            grown[: self._known] = self.tokens
+            self._tokens = grown
+        self._tokens[self._known : need] = fresh
+        self._known = need
+
+    def append(self, token: int) -> None:
+        """`extend` for a single id."""
+        if self._known == len(self._tokens):
+            self.extend(np.array([token], np.uint32))
+            return
+        self._tokens[self._known] = token
+        self._known += 1
+
+    def forget_tokens(self, known: int) -> None:
+        """Drops token ids from position `known` on."""
+        self._known = min(self._known, known)
+        for keys, chain in zip(self._keys, self.chains, strict=True):
+            del keys[self._known // chain.page_size :]
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether anything that it holds, or waits for, was forgotten meanwhile."""
+        held = any(block is not None and block.gone for blocks in self.blocks for block in blocks)
+        # What was given up while it was suspended may have been erased since: nobody knows.
+        saved = (page for pages in self.suspended or () for page in pages)
+        aside = any(isinstance(page, SwappedCopy) and page.block.gone for page in saved)
+        return held or aside or (self.restoration is not None and self.restoration.gone)
+
+    def key(self, group: int, page: int) -> bytes:
+        """Chain key of a full page whose tokens are known."""
+        keys = self._keys[group]
+        if page >= len(keys):
+            chain, known = self.chains[group], (page + 1) * self.chains[group].page_size
+            parent = keys[-1] if keys else ROOT
+            keys += chain.pages(self._tokens[:known], self.salts, start=len(keys), parent=parent)
+        return keys[page]
+
+    def parent_key(self, group: int, page: int) -> bytes:
+        """Chain key above a page."""
+        return self.key(group, page - 1) if page else ROOT
+
+    def copy_onto(self, other: Sequence) -> None:
+        """Gives `other`, freshly opened, what this one knows about tokens and keys."""
+        other.note(self.tokens)
+        other._keys = [list(keys) for keys in self._keys]
+        other.first_page, other.published = list(self.first_page), list(self.published)
+        other.reused, other.state = self.reused, self.state
+        other.fidelity, other.publishable = self.fidelity, self.publishable
+        other.owner, other.care = self.owner, self.care
+        other.dropped, other.importance = self.dropped, deepcopy(self.importance)
+
+    def close(self, stop: str = "") -> None:
+        """Releases its pages; published ones stay known. Safe to call again, and in a finalizer.
+
+        Args:
+            stop: Why it ended, for policies that learn: "tool_use", "turn_end" or "cut_off".
+
+        Raises:
+            ConfigError: There is no such reason.
+        """
+        if stop not in STOPS:
+            raise ConfigError(f"stop={stop!r}", f"Use one of {', '.join(filter(None, STOPS))}")
+        if stop:
+            self.stop = STOPS[stop]
+        self._close(self)
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.length} tokens, {self.reused} reused"
+        return f"<flowkv.Sequence row {self.row}: {state}>"
+
+
+# Block tables and lengths of all open sequences, one line a sequence, ready for the kernels.
+#
+# Kept as arrays over all lines so that planning a step costs a few vector operations, whatever the
+# batch and however long its contexts are.
+
+CLOSED, READY, STEPPING, SUSPENDED = range(4)
+"""What a line's sequence is doing."""
+
+
+class Tables:
+    """Planner of sequences. Callers hold the KV lock.
+
+    Attributes:
+        pages: Per group int32 `[rows, pages]`: granule of each page, -1 where there is none.
+        lengths: int64 `[rows + 1]`: tokens whose K and V are written.
+        state: uint8 `[rows + 1]`: `CLOSED`, `READY`, `STEPPING` or `SUSPENDED`.
+        fidelity: uint8 `[rows + 1]`: index of the lossiest codec that a line was built on.
+        shared: bool `[rows]`: the page that the next token goes to may belong to others too.
+        nowhere: The line of sequences that have none any more: empty and closed.
+
+    Args:
+        devices: Device of each group.
+        max_rows: Most sequences open at once.
+        max_pages: Pages per line to begin with; lines grow.
+    """
+
+    def __init__(self, devices: list[torch.device], max_rows: int, max_pages: int = 64) -> None:
+        self.devices, self.max_rows, self.nowhere = devices, max_rows, max_rows
+        self.pages: list[NDArray[np.int32]] = []
+        self._device_tables: list[torch.Tensor] = []
+        self._dirty = True
+        self._former: list[list[weakref.ref[NDArray[np.int32]]]] = []
+        self.lengths = np.zeros(max_rows + 1, np.int64)
+        self.state = np.full(max_rows + 1, CLOSED, np.uint8)
+        self.fidelity = np.zeros(max_rows + 1, np.uint8)
+        self.shared = np.zeros(max_rows, np.bool_)
+        self._free = list(range(max_rows - 1, -1, -1))
+        self._resize(max_pages)
+
+    def open_row(self) -> int:
+        """A line of its own.
+
+        Raises:
+            CapacityError: All lines are taken.
+        """
+        if not self._free:
+            raise CapacityError(
+                f"{self.max_rows} sequences are open", "Close some, or raise max_rows"
+            )
+        row = self._free.pop()
+        self.state[row] = READY
+        return row
+
+    def close_row(self, row: int) -> None:
+        """Gives a line back, emptied."""
+        for table in self.pages:
+            table[row] = -1
+        self.lengths[row], self.state[row] = 0, CLOSED
+        self.shared[row], self.fidelity[row] = False, 0
+        self._dirty = True
+        self._free.append(row)
+
+    def reserve(self, pages: int) -> None:
+        """Makes every line long enough for `pages` pages."""
+        have = self.pages[0].shape[1]
+        if pages > have:
+            self._resize(max(pages, 2 * have))
+
+    def replace(self, group: int, row: int, page_no: int, page: int) -> None:
+        """Puts another page in a line, for steps under way on a CPU as well."""
+        self.pages[group][row, page_no] = page
+        for former in self._former:  # what steps read that began before the lines grew
+            table = former[group]()
+            if table is not None and page_no < table.shape[1]:
+                table[row, page_no] = page
+        self.touch()
+
+    def touch(self) -> None:
+        """Says that `pages` changed; device copies follow at the next `table`."""
+        self._dirty = True
+
+    def table(self, group: int) -> torch.Tensor:
+        """The group's table on its device."""
+        if self._dirty:
+            for g, device in enumerate(self.devices):
+                host = torch.from_numpy(self.pages[g])
+                self._device_tables[g] = host if device.type == "cpu" else host.to(device)
+            self._dirty = False
+        return self._device_tables[group]
+
+    def _resize(self, pages: int) -> None:
+        # Fresh arrays: a step of another thread goes on reading the old ones, which stay right.
+        old, self.pages = self.pages, []
+        if old:
+            alive = (tables for tables in self._former if any(ref() is not None for ref in tables))
+            self._former = [*alive, [weakref.ref(table) for table in old]]
+        for g in range(len(self.devices)):
+            table = np.full((self.max_rows, pages), -1, np.int32)
+            if old:
+                table[:, : old[g].shape[1]] = old[g]
+            self.pages.append(table)
+        self._device_tables = [torch.from_numpy(np.empty(0, np.int32)) for _ in self.devices]
+        self._dirty = True

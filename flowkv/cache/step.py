@@ -1,0 +1,784 @@
+"""Steps: one forward pass over ragged rows, planned once, read by every layer."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from contextvars import ContextVar, Token
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv import kernels
+from flowkv.cache.block_table import FILLS, WINDOW_SLACK_TOKENS, Advance, Planner
+from flowkv.cache.restore import RestoreJob
+from flowkv.cache.sequence import Sequence
+from flowkv.core import compiling
+from flowkv.core.errors import GeometryError, NonFiniteError, StateError, TokenError
+from flowkv.core.geometry import LayerGroup
+from flowkv.core.layout import CODEC_SHIFT
+from flowkv.kernels.cascade import Cascade, shared_prefixes
+from flowkv.kernels.operands import Pages, Ragged
+from flowkv.policy.importance import Importance
+
+# The rows of a step, taken apart: a row for each new token, that attends as if it were decoded.
+#
+# What a token sees is computed the same way then, however many new tokens its row has.
+
+MOST = 256
+"""Most of them in one call: kernels look at all rows of a batch at once."""
+
+
+def singles(batch: Ragged, step: Advance) -> list[tuple[slice, Ragged]]:
+    """The new tokens of a step, as batches of rows with one each.
+
+    Args:
+        batch: The rows, as kernels are told of them.
+        step: The same, on the host.
+
+    Returns:
+        (which of the packed tokens, their batch), in their order.
+    """
+    counts, new = np.diff(step.starts), int(step.starts[-1])
+    lines = np.repeat(step.rows, counts)
+    lengths = np.repeat(step.after - step.starts[1:], counts) + np.arange(
+        1, new + 1, dtype=np.int32
+    )
+    device, found = batch.table.device, []
+    for first in range(0, max(new, 1), MOST):
+        part = slice(first, min(first + MOST, new))
+        starts = np.arange(part.stop - first + 1, dtype=np.int32)
+        line, length, start = (
+            torch.from_numpy(each).to(device) for each in (lines[part], lengths[part], starts)
+        )
+        found.append((part, Ragged(batch.table, line, length, start, 1, batch.most_length, 0)))
+    return found
+
+
+# Which rows of a step begin with the same pages, so that attention reads those once for all.
+
+LEAST_TOKENS = 16384
+"""Reads of tokens that a group of rows must spare.
+
+Measured on a CPU, in CPU time of whole decoding steps of the fixture model: nothing is gained at 15
+thousand (16 rows, 1024 shared tokens: 0.98 times), 1.17 times at 45 thousand (16 rows, 3000), 1.20
+times at 65 thousand (64 rows, 1024). Attention alone gains 1.1 to 2.6 times beyond the bound, in
+shapes of 2 to 100 rows, 512 to 8192 shared tokens and heads of 64 and 128; far below, it loses.
+"""
+
+
+def shared(planner: Planner, step: Advance, group: int, batch: Ragged) -> Cascade | None:
+    """What neighbouring rows share, where reading it once pays; None where it does not.
+
+    Args:
+        planner: Holds the tables.
+        step: The rows.
+        group: The layer group.
+        batch: What its kernels are told of the rows.
+    """
+    size = planner.page_size
+    if len(step.rows) < 2 or planner.geometry.groups[group].kind != "full":
+        return None
+    most = int(step.before.max()) // size
+    if (len(step.rows) - 1) * most * size < LEAST_TOKENS:
+        return None
+    with planner.guard:
+        table = planner.tables.pages[group]
+        pages = table[step.rows, :most]
+    if not (pages[1:, 0] == pages[:-1, 0]).any():  # the usual case, told by a glance
+        return None
+    groups = shared_prefixes(pages.astype(np.int64), step.before // size, size, LEAST_TOKENS)
+    if not groups:
+        return None
+    lines, rows, lengths, starts = (
+        torch.from_numpy(array) for array in (table, step.rows, step.after, step.starts)
+    )
+    host = Ragged(lines, rows, lengths, starts, batch.most_new, batch.most_length)
+    plan: Cascade = kernels.plan_cascade(batch, size, host=host, groups=groups)
+    return plan
+
+
+# Takes tokens out of open sequences: for each layer and head, what was looked at least.
+#
+# A sparsified sequence has fewer slots than positions. Keys keep the rotations of their
+# positions, so the model goes on at the true ones; only what counts slots (pages, lengths) is
+# shorter. Its pages are no longer what its tokens say, so they are private, and nothing of it is
+# published any more.
+
+
+class MassWatch:
+    """The page mass of one step, layer by layer, and whom it is told at its end."""
+
+    def __init__(self) -> None:
+        self._mass: dict[int, torch.Tensor] = {}
+
+    def mass(self, layer: int, batch: Ragged, group: LayerGroup, page_size: int) -> torch.Tensor:
+        """float32 `[B, pages, Hk]`, zeros at first, to which the attention of a layer adds."""
+        shape = len(batch.rows), -(-batch.most_length // page_size), group.kv_heads
+        fresh = batch.table.new_zeros(shape, dtype=torch.float32)
+        return self._mass.setdefault(layer, fresh)
+
+    def tell(self, seqs: Items[Sequence], groups: Items[LayerGroup], step: Advance) -> None:
+        """Adds what was seen to the importance of each row's pages."""
+        counts, lengths = np.diff(step.starts).tolist(), step.after.tolist()
+        for g, group in enumerate(groups):
+            if not all(layer in self._mass for layer in group.layers):
+                continue  # it has a window, or no single tokens
+            seen = torch.stack([self._mass[layer] for layer in group.layers]).cpu().numpy()
+            for b, seq in enumerate(seqs):
+                size = Planner.of(seq).page_size
+                pages = -(-lengths[b] // size)
+                policy = importance(seq, g)
+                policy.observe(seen[:, b, :pages].transpose(0, 2, 1), counts[b])
+
+
+def importance(seq: Sequence, group: int) -> Importance:
+    """What is known of the weights that a sequence's pages were given."""
+    found = seq.importance.get(group)
+    if found is None:
+        spec = Planner.of(seq).geometry.groups[group]
+        found = Importance(len(spec.layers), spec.kv_heads, Planner.of(seq).page_size)
+        seq.importance[group] = found
+    return found
+
+
+def chosen(seq: Sequence, budget_tokens: int) -> list[NDArray[np.int32]]:
+    """What the watched weights say should stay, for each group.
+
+    Raises:
+        ConfigError: The budget does not even hold the first tokens.
+        StateError: No step of the sequence was watched.
+    """
+    if not seq.importance:
+        raise StateError(
+            "nothing is known of what the sequence looks at",
+            "Call step.watch() in its steps, or say what to keep",
+        )
+    groups = range(len(seq.blocks))
+    return [importance(seq, g).keep(seq.length, budget_tokens) for g in groups]
+
+
+def sparsify(lines: Planner, seq: Sequence, keep: Items[NDArray[np.integer]]) -> int:
+    """Keeps some tokens of a sequence, in fresh private pages; returns how many it lost.
+
+    Callers hold the KV lock.
+
+    Args:
+        lines: Its lines.
+        seq: The sequence, in no step.
+        keep: For each group `[L, Hk, n]`, ascending slots below the sequence's length.
+
+    Raises:
+        CapacityError: The new pages do not fit beside the old ones; the sequence is as before.
+        GeometryError: `keep` has another shape or other slots, or a layer group has a window.
+        StateError: The sequence is closed, suspended or in a step.
+    """
+    lines.idle(seq)
+    length = seq.length
+    kept = _checked(lines, length, keep)
+    count = int(kept[0].shape[2])
+    if count == length:
+        return 0
+    pages = -(-count // lines.page_size)
+    sealed = [sum(page >> CODEC_SHIFT > 0 for page in _line(seq, g)) for g in range(len(kept))]
+    # All at once: to make room pages may move, but none that is in no table yet.
+    fresh = lines.allocate_raw([pages + aside for aside in sealed])
+    spare: list[tuple[int, int]] = []
+    try:
+        for g, part in enumerate(kept):
+            spare += ((g, page) for page in fresh[g][pages:])
+            _drop(lines, seq, g, fresh[g], part)
+    except NonFiniteError:
+        spare = [(g, page) for g, taken in enumerate(fresh) for page in taken]
+        raise
+    finally:
+        for g, page in spare:
+            lines.store.pool(g).release(page)
+    lines.vacate(seq)
+    lines.occupy(seq, [taken[:pages] for taken in fresh])
+    lines.tables.lengths[seq.row], lines.tables.shared[seq.row] = count, False
+    seq.publishable = False
+    seq.dropped += length - count
+    for g, part in enumerate(kept):
+        if g in seq.importance:
+            seq.importance[g].kept(part)
+    return length - count
+
+
+def _checked(
+    lines: Planner, length: int, keep: Items[NDArray[np.integer]]
+) -> list[NDArray[np.int32]]:
+    groups = lines.geometry.groups
+    for group in groups:
+        if group.kind != "full":
+            raise GeometryError(
+                f"a {group.kind!r} layer group counts distances in slots, or has no tokens to drop",
+                "Sparsify models all of whose layers see the whole context",
+            )
+    if len(keep) != len(groups):
+        raise GeometryError(
+            f"tokens to keep of {len(keep)} layer groups, of {len(groups)}",
+            "Pass one [layers, heads, n] array for each group",
+        )
+    kept = [np.ascontiguousarray(part, np.int32) for part in keep]
+    counts = {part.shape[2] if part.ndim == 3 else -1 for part in kept}
+    for group, part in zip(groups, kept, strict=True):
+        shape = len(group.layers), group.kv_heads
+        if part.ndim != 3 or part.shape[:2] != shape or len(counts) > 1 or not part.size:
+            raise GeometryError(
+                f"tokens to keep {part.shape}",
+                f"Pass {[*shape, 'n']}, n being at least 1 and the same everywhere",
+            )
+        if part.min() < 0 or part.max() >= length or (np.diff(part, axis=2) <= 0).any():
+            raise GeometryError(
+                f"slots {part.min()} to {part.max()} of a sequence of {length}",
+                "Name each slot once, in ascending order",
+            )
+    return kept
+
+
+def _line(seq: Sequence, group: int) -> list[int]:
+    table = Planner.of(seq).tables.pages[group]
+    line: list[int] = table[seq.row, : len(seq.blocks[group])].tolist()
+    return line
+
+
+def _drop(
+    lines: Planner, seq: Sequence, group: int, fresh: list[int], keep: NDArray[np.int32]
+) -> None:
+    """Writes the tokens of one group that stay into fresh pages; those beyond are for decoding."""
+    pool, layout, line = lines.store.pool(group), lines.store.forms[group].raw, _line(seq, group)
+    target = fresh[: -(-keep.shape[2] // lines.page_size)]
+    sealed = (page for page in line if page >> CODEC_SHIFT)
+    decoded = dict(zip(sealed, fresh[len(target) :], strict=True))
+    for old, page in decoded.items():
+        lines.thaw(group, old, page)
+    source = pool.granules([decoded.get(page, page) for page in line])
+    where = torch.from_numpy(keep).to(pool.device)
+    kernels.drop_tokens(pool.arena, source, pool.granules(target), where, layout)
+
+
+CURRENT: ContextVar[Step | None] = ContextVar("flowkv_step", default=None)
+"""The step that this thread's `flowkv.attention` belongs to."""
+
+
+class Step:
+    """One forward over rows of different lengths. Made by `KV.step`, `KV.prefill` or `KV.plan`.
+
+    As a context manager it makes `flowkv.attention` read and write pages, commits at the end, and
+    rolls back if the block raises. A step that is dropped unfinished is rolled back too.
+
+    Attributes:
+        seqs: The rows.
+        counts: int64 `[B]`: new tokens T of each row.
+        awaits: Told each layer once it has written its new tokens; returns when it may attend.
+        tokens: int64 `[1, N]`: the new token ids, packed row after row; None for `KV.plan`.
+        audits: It only recomputes what is known, to compare; nobody needs its logits.
+        apart: Each new token attends as if it were the only one: the same bits, whatever else is in
+            the step and however a prompt is cut.
+    """
+
+    # Without a dictionary, whoever walks through the attributes of a cache ends here.
+    __slots__ = tuple(
+        """seqs counts tokens awaits audits apart _open _planner _started_s _token _batches _singles
+        _shared _noted _touched _watch _advance _waited_s _coming __weakref__""".split()
+    )
+
+    def __init__(self, planner: Planner, seqs: Items[Sequence], counts: NDArray[np.int64]) -> None:
+        self.seqs, self.counts = list(seqs), counts
+        self.apart = self._open = False  # until everything is reserved
+        self.tokens: torch.Tensor | None = None
+        self.awaits: Callable[[int], None] | None = None
+        self.audits = False
+        self._planner = planner
+        self._started_s = time.perf_counter()
+        self._token: Token[Step | None] | None = None
+        self._batches: dict[int, Ragged] = {}
+        self._singles: dict[int, list[tuple[slice, Ragged]]] = {}
+        self._shared: dict[int, Cascade | None] = {}
+        self._noted: list[tuple[Sequence, int]] = []
+        self._touched: set[int] = set()
+        self._watch: MassWatch | None = None
+        self._advance = planner.reserve(self.seqs, counts)
+        self._open = True
+        self._waited_s = 0.0
+        self._coming = [seq for seq in self.seqs if seq.restoration is not None]
+        if self._coming:  # nobody attends to pages that are not there
+            waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
+            self.awaits = partial(_all, waits)
+
+    def give(self, tokens: NDArray[np.uint32]) -> None:
+        """Tells the step its token ids; what the sequences do not know yet is noted in them.
+
+        Args:
+            tokens: Packed row after row.
+
+        Raises:
+            TokenError: They contradict what is known of a prompt. The step is rolled back.
+        """
+        step = self._advance
+        starts, lengths = step.starts.tolist(), step.before.tolist()
+        single = tokens.tolist() if len(tokens) == len(self.seqs) and step.most_new == 1 else None
+        for b, (seq, length) in enumerate(zip(self.seqs, lengths, strict=True)):
+            length += seq.dropped
+            known = seq.known
+            if single is not None and known == length:  # as all rows do that decode
+                self._noted.append((seq, known))
+                seq.append(single[b])
+                continue
+            ids = tokens[starts[b] : starts[b + 1]]
+            if known > length:
+                pending = seq.tokens[length : length + len(ids)]
+                if not np.array_equal(pending, ids[: len(pending)]):
+                    self.rollback()
+                    raise TokenError(
+                        f"the new tokens of a row differ from its prompt at position {length}",
+                        "Pass the prompt's own tokens, or open another sequence",
+                    )
+                ids = ids[len(pending) :]
+            if known >= length and len(ids):  # else a gap would shift all that follows
+                self._noted.append((seq, known))
+                seq.extend(ids)
+        self.tokens = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0)
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layer groups of the geometry."""
+        return self._planner.geometry.groups
+
+    def group(self, layer: int) -> LayerGroup:
+        """The layer group of a model layer.
+
+        Raises:
+            GeometryError: No group holds the layer.
+        """
+        return self.groups[self._planner.locate(layer)[0]]
+
+    @property
+    def open(self) -> bool:
+        """Whether it is neither committed nor rolled back."""
+        return self._open
+
+    @property
+    def fills(self) -> bool:
+        """Whether pages become full by it, which are then published."""
+        return bool(self._advance.flags & FILLS)
+
+    def dtype(self, layer: int) -> torch.dtype:
+        """What a layer's K and V are kept in.
+
+        Raises:
+            GeometryError: No group holds the layer.
+        """
+        dtype: torch.dtype = getattr(torch, self.group(layer).dtype)
+        return dtype
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 `[1, N]`: position of each new token in its sequence."""
+        step = self._advance
+        dropped = np.array([seq.dropped for seq in self.seqs], np.int64)
+        offsets = np.repeat(step.before + dropped - step.starts[:-1], self.counts)
+        return torch.from_numpy(offsets + np.arange(step.starts[-1])).unsqueeze(0)
+
+    def batch(self, group: int = 0) -> Ragged:
+        """What the kernels need to know about the rows, on the group's device."""
+        found = self._batches.get(group)
+        if found is None:
+            copies = self._planner.store.pool(group).copies
+            if copies is not None:
+                copies.join()  # pages may have been asked for on another thread's stream
+            found = self._batches[group] = self._planner.ragged(group, self._advance)
+        return found
+
+    def pages(self, layer: int) -> Pages:
+        """The pages of a model layer.
+
+        Raises:
+            GeometryError: No group holds the layer.
+        """
+        pages = self._planner.pages(layer)
+        self._touched.add(layer)
+        return pages
+
+    def attend(  # noqa: PLR0913 - the switches of attention belong to one call
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        window: int | None = None,
+        alibi: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Writes the new K and V of a layer into pages and attends over them.
+
+        Args:
+            layer: Index of the layer, as listed in the geometry.
+            q: Packed queries `[N, Hq, D]`.
+            k: Packed new keys `[N, Hk, D]`.
+            v: Packed new values `[N, Hk, Dv]`; None for latent groups.
+            scale: Of the logits; default `D ** -0.5`.
+            softcap: `tanh(logit / softcap) * softcap`, if given.
+            sinks: `[Hq]` extra logits that join the denominator, if given.
+            window: Tokens that a token sees, itself included; default those of its group.
+            alibi: float32 `[Hq]`, slopes of a bias by distance, if given.
+
+        Returns:
+            `[N, Hq, Dv]` in the dtype of `q`.
+
+        Raises:
+            GeometryError: Shapes, dtypes or devices do not fit, no group holds the layer, its group
+                keeps fewer tokens than the window, or slopes meet a sequence with dropped tokens.
+            StateError: The step is over.
+        """
+        self.write(layer, k, v)
+        return self.read(
+            layer, q, scale=scale, softcap=softcap, sinks=sinks, window=window, alibi=alibi
+        )
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """The first half of `attend`: writes the new K and V of a layer into pages."""
+        if not self._open:
+            raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
+        self._fits("k", k)
+        group, _ = self._planner.locate(layer)
+        kernels.append(k, v, self.pages(layer), self.batch(group))
+        self.appended(layer)
+
+    def read(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        window: int | None = None,
+        alibi: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The second half of `attend`: attends over what a layer has written."""
+        if not self._open:
+            raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
+        self._fits("q", q)
+        group, _ = self._planner.locate(layer)
+        pages, how = self._planner.pages(layer), dict(scale=scale, softcap=softcap, sinks=sinks)
+        kept = self._planner.window(group)
+        plain = window is None and alibi is None
+        if not plain or self.groups[group].kind == "chunked":
+            self._serves(layer, window, alibi)
+            how["alibi"] = alibi
+        window = kept if window is None else window
+        out: torch.Tensor
+        if self.apart:
+            if group not in self._singles:
+                self._singles[group] = singles(self.batch(group), self._advance)
+            parts = [
+                kernels.paged_attention(q[part], pages, one, window=window, invariant=True, **how)
+                for part, one in self._singles[group]
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        batch = self.batch(group)
+        shared = self._shares(group, batch) if plain else None
+        if shared is not None:
+            out = kernels.cascade_attention(q, pages, batch, shared, **how)
+            return out
+        mass = self._watched(layer, group, batch)
+        out = kernels.paged_attention(q, pages, batch, window=window, mass=mass, **how)
+        return out
+
+    def _serves(self, layer: int, window: int | None, alibi: torch.Tensor | None) -> None:
+        group = self.group(layer)
+        if group.kind == "chunked":
+            raise GeometryError(
+                f"layer {layer} is chunked, which no kernel over pages serves",
+                "Gather its keys and values, or let flowkv.attach serve the model",
+            )
+        if window is not None and group.window is not None and window > group.window:
+            raise GeometryError(
+                f"layer {layer} is to see {window} tokens, its group keeps {group.window}",
+                "Say the widest window in the geometry: LayerGroup(window=...)",
+            )
+        if alibi is not None and any(seq.dropped for seq in self.seqs):
+            raise GeometryError(  # kernels count distances in what is left
+                f"layer {layer} adds slopes by distance, and tokens were dropped from its sequence",
+                "Do not sparsify sequences of models with ALiBi",
+            )
+
+    def _fits(self, name: str, x: torch.Tensor) -> None:
+        """Kernels believe how many tokens a step has, and on a GPU nobody could ask there."""
+        new = self._advance.starts[-1]
+        if x.shape[0] != new:
+            raise GeometryError(
+                f"{name} is {list(x.shape)} in a step of {new} new tokens",
+                "Pass the new tokens of all rows, packed: [N, heads, dim]",
+            )
+
+    def _shares(self, group: int, batch: Ragged) -> Cascade | None:
+        """What rows share and attention reads once, in a step that nobody watches."""
+        if self._watch is not None or self._coming:
+            return None  # of what is coming, pages are put in place while layers run
+        if group not in self._shared:
+            self._shared[group] = shared(self._planner, self._advance, group, batch)
+        return self._shared[group]
+
+    def appended(self, layer: int) -> None:
+        """Says that a layer has written its new tokens, and is about to attend."""
+        if self._planner.sender is not None:
+            self._planner.sender.appended(self, layer)
+        if self.awaits is not None:
+            begun_s = time.perf_counter()
+            self.awaits(layer)
+            # what was compiled meanwhile is taken off the whole
+            ended_s = time.perf_counter()
+            self._waited_s += ended_s - begun_s - compiling.within_s(begun_s, ended_s)
+
+    def refresh(self) -> None:
+        """Other pages took the place of some meanwhile: kernels are told anew where all lie."""
+        self._batches.clear()
+        self._singles.clear()
+        self._shared.clear()
+
+    def watch(self) -> None:
+        """From now on, this step remembers how much its tokens look at which pages.
+
+        That is what `KV.sparsify` chooses by. It costs a copy of `[layers, rows, pages, heads]`
+        numbers from the device at the end of the step.
+        """
+        self._watch = self._watch or MassWatch()
+
+    def _watched(self, layer: int, group: int, batch: Ragged) -> torch.Tensor | None:
+        if self._watch is None or self.groups[group].kind != "full":
+            return None
+        return self._watch.mass(layer, batch, self.groups[group], self._planner.page_size)
+
+    def check(self) -> None:
+        """Sees that all is written that is counted once the step is over.
+
+        Raises:
+            StateError: The step was given token ids, and the model left layers out, or went on
+                though pages did not come: what it wrote is not theirs. The step is rolled back.
+        """
+        missed = self._planner.layers - self._touched
+        if missed and self.tokens is not None and self.tokens.numel():
+            self.rollback()
+            raise StateError(
+                f"the model gave no keys and values for layers {sorted(missed)} of a step",
+                "Call flowkv.attention(..., layer=i), or scaled_dot_product_attention with "
+                "is_causal=True inside flowkv.intercept(), in every layer of the geometry",
+            )
+        self._refuse_absent()
+
+    def commit(self) -> None:
+        """The new tokens are written: lengths advance, and full pages are published.
+
+        Raises:
+            StateError: See `check`.
+        """
+        if not self._open:
+            return
+        self.check()
+        self._open = False
+        self._planner.commit(self.seqs, self._advance)
+        if self._watch is not None:
+            self._watch.tell(self.seqs, self.groups, self._advance)
+        self._measure()
+
+    def _refuse_absent(self) -> None:
+        """What was computed over pages that are not there yet is nobody's."""
+        absent = [seq for seq in self._coming if seq.restoration and seq.restoration.lacks]
+        if absent and self.tokens is not None and self.tokens.numel():
+            self.rollback()
+            raise StateError(
+                "a step went on over pages that did not come",
+                "Let flowkv.cache.restore.Late pass, or fill what is missing",
+            )
+        for seq in absent:
+            seq.publishable = False
+
+    def rollback(self) -> None:
+        """Forgets the step: lengths, tokens and pages are as before it."""
+        if self._open:
+            self._open = False
+            self._planner.undo(self._advance)
+            for seq, known in self._noted:
+                seq.forget_tokens(known)
+
+    def _measure(self) -> None:
+        # Decoding says nothing about the rate at which a prompt is computed.
+        if self._advance.most_new >= self._planner.page_size and not self.audits:
+            seconds = compiling.measured_s(self._started_s, time.perf_counter()) - self._waited_s
+            if seconds > 0:
+                self._planner.measured(int(self._advance.starts[-1]), seconds)
+
+    def __del__(self) -> None:
+        if self._open:
+            self._planner.guard.defer(self.rollback)
+
+    def __enter__(self) -> Step:
+        self._token = CURRENT.set(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._token is not None:
+            with suppress(ValueError):  # a generator may be closed in another context
+                CURRENT.reset(self._token)
+            self._token = None
+        if kind is None:
+            self.commit()
+        else:
+            self.rollback()
+
+
+def _all(waits: Items[Callable[[int], None]], layer: int) -> None:
+    for wait in waits:
+        wait(layer)
+
+
+# Device memory that sequences take, counted in pages: what is free, held, and would come free.
+
+_TYPICAL_TOKENS, _SHARE, _CHANGE = 2048, 1 / 16, 1.25
+"""Length of a sequence while nobody has said any; weight of a new one in the mean; what matters."""
+
+
+class Footprint:
+    """Counts what a cache's devices have room for.
+
+    A *page* stands for `page_size` tokens in all layer groups. What that takes depends on where in
+    a sequence they are: behind a window they take nothing, encoded ones little. Here it is the mean
+    over a sequence of the usual length, and the device that is short counts.
+
+    Args:
+        planner: Of a cache.
+
+    Attributes:
+        total: Pages that all devices could hold.
+        page_bytes: Bytes of a page, on all devices.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._store = planner, planner.store
+        self._mean = self._gauged = 0.0
+        self._gauge(_TYPICAL_TOKENS)
+
+    def learn(self, tokens: int) -> None:
+        """A sequence is going to have so many tokens."""
+        self._mean += (tokens - self._mean) * (_SHARE if self._mean else 1.0)
+        if not 1 / _CHANGE < self._mean / self._gauged < _CHANGE:
+            self._gauge(self._mean)
+
+    def _gauge(self, tokens: float) -> None:
+        size = self._planner.page_size
+        pages = max(1, round(tokens / size))
+        typical = self.granules(pages * size)
+        self._gauged = tokens
+        self._unit = {device: max(1.0, granules / pages) for device, granules in typical.items()}
+        capacity = {d: pool.capacity_granules for d, pool in self._store.pools.items()}
+        self.total = min(int(capacity[d] / unit) for d, unit in self._unit.items())
+        self.page_bytes = round(sum(self._unit.values())) * 4096
+
+    def granules(self, length: int) -> dict[str, int]:
+        """Granules that a sequence of `length` tokens takes, by device."""
+        found = dict.fromkeys(self._store.pools, 0)
+        for (device, granules), pages in self._pages(length).items():
+            found[device] += granules * pages
+        return found
+
+    def _pages(self, length: int) -> Counter[tuple[str, int]]:
+        """Pages that a sequence takes, by device and size in granules."""
+        planner, size = self._planner, self._planner.page_size
+        found = Counter[tuple[str, int]]()
+        for g, group in enumerate(planner.geometry.groups):
+            window, forms, first = planner.window(g), self._store.forms[g], 0
+            if window is not None:
+                first = max(0, length - window - WINDOW_SLACK_TOKENS) // size
+            for rung in forms.ladder.rungs:  # the furthest first
+                border = max(first, forms.ladder.border(rung, length))
+                found[group.device, forms.layouts[rung.codec].granules] += border - first
+                first = border
+            found[group.device, forms.raw.granules] += max(0, -(-length // size) - first)
+        return found
+
+    def room(self) -> int:
+        """Pages that are free, or held by nobody but the index. Costs the same whatever is held."""
+        store = self._store
+        return min(int(store.room(device) / unit) for device, unit in self._unit.items())
+
+    def longest(self, chunk: int) -> int:
+        """Tokens of the longest sequence that fits alone, computed in chunks of so many tokens."""
+        low, high = 0, self.total * self._planner.page_size + 1
+        while self._fits(high, chunk) and high < 1 << 40:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(middle, chunk) else (low, middle)
+        return low
+
+    def _fits(self, length: int, chunk: int) -> bool:
+        """Whether a sequence fits alone, its last chunk raw and not yet behind any window."""
+        done, size, store = max(0, length - chunk), self._planner.page_size, self._store
+        pages, slabs = self._pages(done), dict.fromkeys(store.pools, 0)
+        for g, group in enumerate(self._planner.geometry.groups):
+            pages[group.device, store.forms[g].raw.granules] += -(-length // size) + -done // size
+        for (device, granules), count in pages.items():  # each size has slabs of its own
+            slabs[device] += -(-count // (store.pools[device].slab_granules // granules))
+        return all(taken <= store.pools[device].slabs for device, taken in slabs.items())
+
+    # ---- of one sequence
+
+    def alone(self, seq: Sequence) -> int:
+        """Pages that come free if a sequence goes: those that nobody else uses."""
+        taken = dict.fromkeys(self._unit, 0)
+        for g, blocks in enumerate(seq.blocks):
+            line = self._planner.tables.pages[g][seq.row, : len(blocks)]
+            taken[self._store.device(g)] += self._size(g, line[self._alone(seq, g)])
+        restoration = RestoreJob.of(seq)
+        if restoration is not None and not restoration.settled:
+            for inbound in restoration.back:
+                if inbound.page >= 0 and not inbound.held:
+                    granules = self._store.forms[inbound.group].of(inbound.page).granules
+                    taken[self._store.device(inbound.group)] += granules
+        return max(round(taken[device] / unit) for device, unit in self._unit.items())
+
+    def _size(self, group: int, pages: NDArray[np.int32]) -> int:
+        """Granules of pages of a group; -1 is none."""
+        forms = self._store.forms[group]
+        if len(forms.layouts) == 1 and self._planner.window(group) is None:
+            return len(pages) * forms.raw.granules
+        codecs = enumerate(np.bincount(pages[pages >= 0] >> CODEC_SHIFT).tolist())
+        return sum(count * forms.layouts[codec].granules for codec, count in codecs if count)
+
+    def _alone(self, seq: Sequence, group: int) -> slice | list[int]:
+        """Numbers of the pages that nobody else uses."""
+        blocks, low = seq.blocks[group], seq.first_page[group]
+        high = stop = len(blocks)
+        if self._planner.window(group) is not None:  # others may have let go of the first ones
+            return [n for n in range(low, stop) if (b := blocks[n]) is None or b.holds < 2]
+        while low < high:  # whoever uses a page uses all before it
+            middle = (low + high) // 2
+            block = blocks[middle]
+            low, high = (low, middle) if block is None or block.holds < 2 else (middle + 1, high)
+        return slice(low, stop)
+
+    def held(self, seq: Sequence, pages: int) -> int:
+        """Of the leading pages of a prompt, how many open sequences use now.
+
+        Args:
+            seq: One that knows the prompt, and may hold nothing.
+            pages: Full pages of the prompt.
+        """
+        low, high, find = 0, pages, self._store.find
+        while low < high:
+            middle = (low + high + 1) // 2
+            block = find(seq.key(0, middle - 1))
+            used = block is not None and block.page >= 0 and block.holds > 0
+            low, high = (middle, high) if used else (low, middle - 1)
+        return low

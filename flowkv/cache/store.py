@@ -1,0 +1,1456 @@
+"""Where blocks lie, on devices and tiers: what is given up for new pages, and where it goes.
+
+Identity and residency are decided here, by one writer at a time (the KV lock); policies only order
+slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, lru_cache, partial
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.cache.index import UNKNOWN, Block, PrefixIndex
+from flowkv.cache.mover import Mover
+from flowkv.cache.pool import PagePool, make_forms
+from flowkv.cache.states import BUNDLE_LAYOUT, LAYOUT
+from flowkv.core import compiling
+from flowkv.core.clock import Clock
+from flowkv.core.config import Config, format_size
+from flowkv.core.errors import CapacityError, ConfigError, StoreError
+from flowkv.core.geometry import Geometry
+from flowkv.core.keys import ROOT, tenant_salt
+from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, granule_of
+from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
+from flowkv.policy.base import NO_SLOTS, Policy, Slots
+from flowkv.policy.rates import Rates
+from flowkv.policy.tenants import Tenants
+from flowkv.tiers.base import Completion, Entry, FrameInfo, Load, Outcome, Tier
+from flowkv.tiers.host import HostTier
+
+# Pages whose weights are not proven yet: known in the process, kept out of all other places.
+#
+# Writes to weights that PyTorch does not count are found by reading the weights again. A page is
+# proven once such a reading, begun after the page became known, has found all weights unchanged.
+
+
+class Provisional:
+    """Blocks that no lasting or shared tier may be given yet. Callers hold the KV lock.
+
+    Attributes:
+        active: Blocks that become known from now on have to be proven.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._fresh: dict[Block, None] = {}
+        self._waiting: dict[Block, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._fresh) + len(self._waiting)
+
+    def __contains__(self, block: Block) -> bool:
+        return block in self._fresh or block in self._waiting
+
+    def add(self, block: Block) -> None:
+        """A block became known."""
+        if self.active:
+            self._waiting.pop(block, None)
+            self._fresh[block] = None
+
+    def discard(self, block: Block) -> None:
+        """A block is known no more."""
+        self._fresh.pop(block, None)
+        self._waiting.pop(block, None)
+
+    def begin(self) -> None:
+        """A reading of all weights begins: what is known by now waits for its end."""
+        self._waiting |= self._fresh
+        self._fresh = {}
+
+    def confirm(self) -> list[Block]:
+        """The reading has ended, and nothing had changed; returns what is proven by it."""
+        proven, self._waiting = list(self._waiting), {}
+        return proven
+
+    def reject(self) -> list[Block]:
+        """Weights had changed: returns what may have been computed by others than it is named."""
+        rejected = [*self._waiting, *self._fresh]
+        self._waiting, self._fresh = {}, {}
+        return rejected
+
+
+# One place that blocks lie in: its policy, and what that may not give up there now.
+
+
+class PolicyPlace:
+    """A policy and the slots that are protected from it. Callers hold the KV lock.
+
+    Blocks are held and let go far more often than room is made, and mostly both between two
+    evictions: so the policy is told of pins where it is about to choose, and of the changes only.
+    A policy that does not count pins gets all of them with every choice.
+
+    Args:
+        name: Of the device or tier.
+        kind: "gpu", "host", "disk" or "remote".
+        policy: Chooses what the place keeps.
+
+    Attributes:
+        held: Slots that must not be given up.
+    """
+
+    __slots__ = ("_changed", "_counts", "_told", "held", "kind", "name", "policy")
+
+    def __init__(self, name: str, kind: str, policy: Policy) -> None:
+        self.name, self.kind, self.policy = name, kind, policy
+        self.held: dict[int, None] = {}
+        self._counts = type(policy).pin is not Policy.pin
+        self._told: dict[int, None] = {}
+        self._changed: dict[int, None] = {}
+
+    def hold(self, slot: int) -> None:
+        """Protects a slot, resident or not, until `let_go`."""
+        if slot not in self.held:
+            self.held[slot] = self._changed[slot] = None
+
+    def let_go(self, slot: int) -> None:
+        """Protects a slot no longer."""
+        if slot in self.held:
+            del self.held[slot]
+            self._changed[slot] = None
+
+    def evict(self, now_ns: int, n: int) -> Slots | None:
+        """`n` victims of the policy, or None."""
+        if not self._counts:
+            return self.policy.evict(now_ns, n, self.held)
+        self._tell()
+        return self.policy.evict(now_ns, n)
+
+    def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
+        """See `Policy.wanted`."""
+        return self.policy.wanted(now_ns, n)
+
+    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
+        """See `Policy.displace`."""
+        if not self._counts:
+            return self.policy.displace(now_ns, n, rate, {*self.held, *protected})
+        self._tell()
+        return self.policy.displace(now_ns, n, rate, protected)
+
+    def expired(self, now_ns: int) -> list[int]:
+        """Slots whose lease has run out here and that nothing protects, removed."""
+        slots = [slot for slot in self.policy.expired(now_ns).tolist() if slot not in self.held]
+        if slots:
+            self.policy.remove(as_slots(slots))
+        return slots
+
+    def surplus(self, now_ns: int) -> list[int]:
+        """Slots that go as a tenant has more than its quota allows, removed."""
+        if not isinstance(self.policy, Tenants):
+            return []
+        self._tell()
+        slots: list[int] = self.policy.shed(now_ns, () if self._counts else self.held).tolist()
+        return slots
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Nobody knows the blocks of these slots any more."""
+        for slot in slots:
+            self.let_go(slot)
+        self._tell()
+        self.policy.forget(as_slots(slots))
+
+    def _tell(self) -> None:
+        if not self._changed or not self._counts:
+            return
+        pins = [slot for slot in self._changed if slot in self.held and slot not in self._told]
+        ends = [slot for slot in self._changed if slot in self._told and slot not in self.held]
+        self._changed.clear()
+        if pins:
+            self.policy.pin(as_slots(pins))
+            self._told.update(dict.fromkeys(pins))
+        if ends:
+            self.policy.unpin(as_slots(ends))
+            for slot in ends:
+                del self._told[slot]
+
+
+def as_slots(slots: Sequence[int]) -> Slots:
+    """Slot numbers as policies take them."""
+    return np.array(slots, np.int64) if len(slots) else NO_SLOTS
+
+
+# Which blocks lie where: the stack of tiers, what each holds, and what its policy may not take.
+#
+# A block is forgotten when no place holds it any more.
+
+_MOST_LISTED = 1 << 16
+"""So many frames of a remote tier are listed at start; others are found when they are asked for."""
+_ADOPTED, _LOOKED_AT = 64, 1 << 12
+"""Frames of others that are adopted at a time, and those that are looked at for it."""
+
+
+# Which restored pages are to be recomputed and compared, and what came of it
+# (`flowkv.cache.audit`).
+
+MOST_WAITING = 1 << 12
+"""Sampled pages that wait for their audit at most; the oldest are forgotten."""
+
+
+class Verdict(NamedTuple):
+    """How far a page lies from what the model computes in its place.
+
+    Attributes:
+        error: Greatest distance of a token's keys or values, relative to their size.
+        bound: How large that may be there.
+    """
+
+    error: float
+    bound: float
+
+    @property
+    def sound(self) -> bool:
+        """Whether the page is what the model computes, as far as that can be told."""
+        return self.error <= self.bound
+
+
+class Samples:
+    """The sample of restored pages. Callers hold the KV lock.
+
+    A page is in the sample for good or not at all, as its key says: the same pages in every run
+    and in every process. Keys are SHA-256, so that the share is met whatever the prompts are.
+
+    Args:
+        share: Of all restored pages, 0 to 1; 0 samples none.
+
+    Attributes:
+        audited: Pages that were recomputed and compared.
+        mismatches: Those that were not what the model computes.
+        skipped: Those that could not be recomputed.
+        worst: The greatest error as a share of its bound, mismatches left out.
+    """
+
+    def __init__(self, share: float = 0.0) -> None:
+        self.share = share
+        self._border = round(share * 2.0**64)
+        self._came: dict[bytes, str] = {}
+        self.audited = self.mismatches = self.skipped = 0
+        self.worst = 0.0
+
+    def __len__(self) -> int:
+        return len(self._came)
+
+    def has(self, key: bytes) -> bool:
+        """Whether a page belongs to the sample."""
+        return int.from_bytes(key[:8], "little") < self._border
+
+    def came(self, key: bytes, tier: str) -> None:
+        """A page was restored from a tier."""
+        if self._border and self.has(key):
+            self._came.pop(key, None)
+            self._came[key] = tier
+            if len(self._came) > MOST_WAITING:
+                del self._came[next(iter(self._came))]
+
+    def waiting(self, key: bytes) -> bool:
+        """Whether a page was restored and is still to be audited."""
+        return key in self._came
+
+    def take(self, key: bytes) -> str:
+        """The tier that a page was restored from, which is audited now; "" if it need not be."""
+        return self._came.pop(key, "")
+
+    def skip(self, key: bytes) -> None:
+        """A page cannot be audited."""
+        self.skipped += bool(self.take(key))
+
+    def judged(self, verdict: Verdict) -> None:
+        """A page was compared."""
+        self.audited += 1
+        if not verdict.sound:
+            self.mismatches += 1
+        elif verdict.bound:
+            self.worst = max(self.worst, verdict.error / verdict.bound)
+
+
+# What moves between pages and tiers: saved, read, demoted, evicted, erased.
+#
+# A block leaves a tier when that tier's policy says so. A tier that loses, damages or refuses a
+# frame has missed, and nothing worse.
+
+_BENIGN = ("", "absent", "layout", "fidelity")
+_REST_DEADLINES = 10
+"""For so many deadlines a tier is left alone that missed one: waiting costs a tenth at most."""
+_HOST_BYTES = 1 << 30
+_REST_S = 1.0
+"""So long a tier is left alone that says that it does not answer now."""
+AWAY = ("breaker", "closed")
+"""What a tier says that is not there now, and may be later."""
+
+
+class ReadFrom(NamedTuple):
+    """Where a page may be read from, and as what.
+
+    Attributes:
+        tier: Number in the stack.
+        codec: Index of the codec that its copy has, or is guessed to have.
+        last: No other codec is left to be guessed.
+    """
+
+    tier: int
+    codec: int
+    last: bool
+
+
+# Pages that were prefetched, until it is known whether that was of use.
+
+
+class PrefetchedUnused:
+    """Pages that prefetches brought and that nobody has used yet. Callers hold the KV lock.
+
+    What becomes of them is told to the guard of the tier they came from, which stops prefetching
+    where it costs more than it saves.
+
+    Args:
+        mover: Has the guards.
+
+    Attributes:
+        on_leave: Told of those that left unused.
+    """
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self.on_leave: Callable[[Block], None] = lambda block: None
+        self._pages: dict[Block, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def add(self, block: Block, tier: int, n_bytes: int) -> None:
+        """A prefetch brought a page from a tier."""
+        self._pages[block] = tier, n_bytes
+
+    def use(self, block: Block) -> None:
+        """Somebody uses a page, prefetched or not."""
+        found = self._pages.pop(block, None)
+        if found is not None and found[0] < len(self._mover.lanes):
+            lane = self._mover.lanes[found[0]]
+            lane.guard.used(lane.clock_ns(), found[1])
+
+    def leave(self, block: Block) -> None:
+        """A page left its device, prefetched or not."""
+        found = self._pages.pop(block, None)
+        if found is not None and found[0] < len(self._mover.lanes):
+            lane = self._mover.lanes[found[0]]
+            lane.guard.wasted(lane.clock_ns(), found[1])
+            self.on_leave(block)
+
+
+# The devices: which block lies on which page there, and who uses it.
+
+
+_BATCH_SHARE, _BATCH_PAGES = 64, 32
+"""Pages are given up in batches, of this share of the pool and this number of pages at most: a
+call costs as much as the choice of some pages."""
+_ATTEMPTS = 4
+_LONGEST_S = 0.1
+
+
+class PageStore:
+    """Blocks over device pools and tiers: where they lie, how they move. Callers hold the KV lock.
+
+    Args:
+        geometry: The model's layer groups.
+        pools: One pool per device name.
+        tiers: The stack below them, nearest first.
+        policies: `policies(kind, capacity_bytes)` makes the policy of one place.
+        clock: Time for the policies.
+        bus: Where events go.
+        config: The codec of sealed pages (also what a reader accepts, DESIGN D6), whether they are
+            written down at once, and how long a load may take.
+        rates: Load rates by tier name, where somebody decides by them.
+
+    Raises:
+        ConfigError: A layer group cannot have the codec, or two tiers have one name.
+
+    Attributes:
+        forms: The codecs and layouts of each group's pages.
+        fidelity: Index of the lossiest codec that is accepted.
+        mover: Transfers to and from the tiers.
+        tier_places: The tiers as policies see them, in the order of the stack.
+        on_drop: Told the slots that name nothing any more.
+        page_cost_ns: Says how long it takes to compute a page; 0 while that is not known.
+        pays: `pays(tier, n_bytes, reach)` says whether a page of so many bytes there can ever be
+            worth loading; `reach(most)` are the pages of its longest prompt, as far as `most`.
+        samples: Restored pages that are to be audited.
+        provisional: Blocks that must not leave the process yet.
+        loaded_bytes: Bytes loaded, by tier name.
+        stored_bytes: Bytes stored, by tier name.
+        refused: Frames that a tier gave and that were refused, by tier name.
+        dropped: Pages that should have been saved and were not, as a tier was busy or away.
+        unpaid: Pages that were not saved as loading them could never pay, by tier name.
+        give_up_late: Gives up loads that are overdue, so that nothing waits behind them.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        pools: dict[str, PagePool],
+        tiers: Sequence[Tier],
+        *,
+        policies: Callable[[str, int], Policy],
+        clock: Clock,
+        bus: Bus,
+        config: Config,
+        rates: dict[str, Rates] | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self.forms = make_forms(geometry, config)
+        self.fidelity = max(codec for forms in self.forms for codec in forms.layouts)
+        self.clock, self.bus, self.write_back = clock, bus, config.write_back
+        self.tiers: list[Tier] = []
+        self.index, self.mover = PrefixIndex(), Mover(config.load_deadline_s, rates)
+        self.index.on_drop = self._drop
+        self.on_drop: Callable[[Sequence[int]], None] = lambda slots: None
+        self._policies, self.tier_places = policies, list[PolicyPlace]()
+        self.page_cost_ns: Callable[[], int] = lambda: 0
+        self.pays: Callable[[str, int, Callable[[int], int]], bool] = lambda *page: True
+        self._tenants: dict[bytes, int] = {}
+        for name in config.quotas:  # these have the first numbers
+            self.tenant(tenant_salt(name, config.secret_bytes))
+        self._moment_ns: int | None = None
+        self._resting_ns: dict[int, int] = {}
+        self.samples = Samples(config.audit)
+        self._condemned: set[tuple[int, bytes]] = set()
+        self._states_only: set[int] = set()
+        self.provisional = Provisional()
+        self._strangers: dict[int, list[Block]] = {}
+        self.loaded_bytes: dict[str, int] = {}
+        self.stored_bytes: dict[str, int] = {}
+        self.refused: dict[str, int] = {}
+        self.dropped: dict[str, int] = {}
+        self.unpaid: dict[str, int] = {}
+        self._incoming: dict[int, int] = {}
+        self.pools = pools
+        self.device_places = {
+            device: PolicyPlace(device, "gpu", policies("gpu", pool.capacity_bytes()))
+            for device, pool in pools.items()
+        }
+        self._pools = [pools[group.device] for group in geometry.groups]
+        self._places = [self.device_places[group.device] for group in geometry.groups]
+        self.defragment_bytes = config.defragment_bytes
+        self._orphans: set[Block] = set()
+        self._idle = dict.fromkeys(pools, 0)
+        self._lent: dict[tuple[str, int], int] = {}
+        self._awaited: set[tuple[str, int]] = set()
+        self._unwritten: dict[Block, None] = {}
+        self.give_up_late: Callable[[], None] = lambda: None
+        self._held_back = False  # until the first page that would not pay
+        self.unproven = PrefetchedUnused(self.mover)
+        for tier in tiers:
+            self.add_tier(tier)
+
+    def add_tier(self, tier: Tier, *, states_only: bool = False) -> None:
+        """Puts a tier below the others and learns what it holds.
+
+        Args:
+            tier: Anything that keeps frames.
+            states_only: No page is demoted to it.
+
+        Raises:
+            ConfigError: Another tier has its name.
+        """
+        if any(other.name == tier.name for other in self.tiers):
+            raise ConfigError(f"two tiers are named {tier.name!r}", "Give each a name of its own")
+        number = len(self.tiers)
+        if states_only:
+            self._states_only.add(number)
+        self.tiers.append(tier)
+        self.mover.add(tier)
+        policy = self._policies(tier.kind, tier.capacity_bytes)
+        self.tier_places.append(PolicyPlace(tier.name, tier.kind, policy))
+        most = _MOST_LISTED if tier.kind == "remote" else None
+        listed = list(islice(tier.scan(), most))
+        for entry in listed:  # before kernels are told which forms there are
+            if entry.info.fidelity <= self.fidelity and entry.info.group < len(self.forms):
+                self.forms[entry.info.group].meet(entry.info)
+        self._enter(number, listed)
+
+    def _enter(self, number: int, entries: Iterable[Entry]) -> None:
+        """Makes frames that a tier holds known, the oldest first."""
+        trees, fresh = dict[bytes, list[Block]](), list[list[Block]]()
+        in_use = self._knows(number)
+        for entry in entries:
+            info = entry.info
+            block = self.index.publish(entry.key, info.parent, info.group, info.kind)
+            # Copies may differ; what one of them allows is allowed.
+            block.fidelity = min(info.fidelity, block.fidelity if block.tiers else info.fidelity)
+            block.enter(number, info.codec)
+            if info.kind != "page":
+                block.n_bytes, block.tail = entry.n_bytes, info.tokens
+            block.tenant, block.namespace = info.tenant, info.namespace
+            if not in_use(info.namespace):
+                self._strangers.setdefault(number, []).append(block)
+            tree = trees.get(info.parent)
+            if tree is None:
+                fresh.append(tree := [])
+            trees[entry.key] = tree
+            tree.append(block)
+        # To a policy, what comes last in one call is a leaf, and goes first: the oldest tree last.
+        blocks = [block for tree in reversed(fresh) for block in tree]
+        self.insert(blocks, number)
+
+    def _knows(self, number: int) -> Callable[[bytes], bool]:
+        """What says whether a namespace is in use, as far as a tier knows."""
+        known: Callable[[bytes], bool] = getattr(self.tiers[number], "in_use", lambda _: True)
+        return lru_cache(known)
+
+    def stranger(self, number: int) -> Block | None:
+        """A block on a tier that no cache can ask for any more, as far as the tier knows.
+
+        Such as those of another version, which named pages otherwise: they go before all others.
+        """
+        left, in_use = self._strangers.get(number, []), self._knows(number)
+        while left:
+            block = left.pop()
+            there = not block.gone and block.tiers >> number & 1
+            if there and not block.kept and not block.moving and not in_use(block.namespace):
+                return block
+        return None
+
+    def learn(self, number: int, meant: Callable[[FrameInfo], bool]) -> None:
+        """Makes those frames known that a tier lists, are meant, and are not known there."""
+        entries = [entry for entry in self.tiers[number].scan() if meant(entry.info)]
+        self._enter(number, [entry for entry in entries if not self._listed(entry.key, number)])
+
+    def _listed(self, key: bytes, number: int) -> bool:
+        known = self.index.find(key)
+        # What is known and not believed to be there is just being moved.
+        return known is not None and bool(known.tiers >> number & 1 or known.moving)
+
+    def adopt(self, number: int) -> int:
+        """Learns of the oldest frames on a tier that others put there; returns how many.
+
+        For where room is needed and nothing known may go: then the policy judges theirs, too.
+        """
+        if not self.tiers[number].shared:
+            return 0
+        found = []
+        for entry in islice(self.tiers[number].scan(), _LOOKED_AT):
+            if not self._listed(entry.key, number):
+                found.append(entry)
+                if len(found) == _ADOPTED:
+                    break
+        self._enter(number, found)
+        return len(found)
+
+    def detach_tiers(self) -> None:
+        """Leaves the tiers to another store; only device pages stay known here."""
+        self._incoming.clear()
+        self.tiers.clear()
+        self._strangers.clear()
+        self.mover.forget()
+        self.tier_places.clear()
+        for block in self.index:
+            block.tiers = block.moving = 0
+            self.settle(block)
+
+    def answers(self, number: int) -> bool:
+        """Whether a tier may be asked now: it owes nothing, and did not fail to answer lately."""
+        return not self.rests(number) and not self.mover.overdue(number)
+
+    def rests(self, number: int) -> bool:
+        """Whether a tier is left alone for now."""
+        return self.clock.now_ns() < self._resting_ns.get(number, 0)
+
+    def rest(self, number: int, seconds: float) -> None:
+        """Leaves a tier alone for a while: asking it costs time, or is known to be in vain."""
+        self._resting_ns[number] = self.clock.now_ns() + round(seconds * 1e9)
+
+    @property
+    def watches(self) -> bool:
+        """Whether others write to one of the tiers."""
+        return any(tier.shared for tier in self.tiers)
+
+    def place(self, block: Block) -> str:
+        """Name of the nearest place that holds a block, or is about to; "" if none does."""
+        if block.page >= 0:
+            return "device"
+        number = self.source(block)
+        return self.tiers[number].name if number >= 0 else ""
+
+    def source(self, block: Block) -> int:
+        """Number of the nearest tier that holds a block, or else is just given it; -1 if none."""
+        if block.tiers:
+            return block.nearest
+        moving = self.mover.on_the_way(block.key) if block.moving else None
+        return moving.tier if moving else -1
+
+    def discover(
+        self,
+        keys: Sequence[bytes],
+        *,
+        group: int,
+        parent: bytes,
+        tenant: bytes,
+        namespace: bytes,
+        kind: str = "page",
+    ) -> None:
+        """Asks the tiers that others write to about pages that are not known here.
+
+        Args:
+            keys: Keys of consecutive pages.
+            group: Their layer group.
+            parent: Key above the first one.
+            tenant: Tenant salt.
+            namespace: Namespace digest.
+            kind: What they are, if no pages.
+        """
+        for number, tier in enumerate(self.tiers):
+            if not tier.shared:
+                continue
+            above, fresh = parent, []
+            for key, there in zip(keys, tier.contains(keys), strict=True):
+                known = self.index.find(key)
+                there = there and (number, key) not in self._condemned
+                if there and (known is None or not known.tiers >> number & 1):
+                    block = self.index.publish(key, above, group, kind)
+                    block.tenant, block.namespace = tenant, namespace
+                    block.enter(number, UNKNOWN)
+                    fresh.append(block)
+                above = key
+            self.insert(fresh, number)
+
+    def settle(self, block: Block) -> None:
+        """Forgets a block that no place holds and none is about to."""
+        if not block.somewhere and not block.moving and not block.gone:
+            self.dismiss(block)
+        self.protect(block)
+
+    def dismiss(self, block: Block) -> None:
+        """Takes a block out of the index; its slot stays its key's until it is a ghost no more."""
+        for place in self.places:
+            place.let_go(block.slot)
+        self.provisional.discard(block)
+        self.index.forget(block)
+
+    def protect(self, block: Block) -> None:
+        """Brings what policies must not choose in line with what a block is used for."""
+        if block.gone:
+            return  # its slot may be another block's by now
+        for place in self.tier_places:
+            (place.hold if block.kept or block.moving else place.let_go)(block.slot)
+        if block.group < len(self.geometry.groups):  # else it has no page
+            self._guard(block)
+
+    def keep(self, block: Block) -> None:
+        """Lets no policy take a block from anywhere until `unkeep`."""
+        block.kept += 1
+        self.protect(block)
+
+    def unkeep(self, block: Block) -> None:
+        """Ends a `keep`."""
+        block.kept -= 1
+        self.protect(block)
+
+    def now_ns(self) -> int:
+        """Time for the policies."""
+        return self.clock.now_ns() if self._moment_ns is None else self._moment_ns
+
+    @contextmanager
+    def moment(self) -> Iterator[None]:
+        """Within it no time passes for the policies.
+
+        What comes back for a request is then inserted when the request was, and counts once.
+        """
+        before, self._moment_ns = self._moment_ns, self.now_ns()
+        try:
+            yield
+        finally:
+            self._moment_ns = before
+
+    def tenant(self, salt: bytes) -> int:
+        """The number by which policies know a tenant."""
+        return self._tenants.setdefault(salt, len(self._tenants))
+
+    def insert(self, blocks: Sequence[Block], number: int = -1) -> None:
+        """Tells policies that blocks became resident on a tier, or (-1) on their device.
+
+        Args:
+            blocks: Root to leaf, chain after chain. Neighbours of one size, lease and tenant take
+                one call. To a policy, what comes last in one call is deepest, so that chains on a
+                device begin a call each.
+            number: Tier in the stack.
+        """
+        if len(blocks) == 1:  # a decode step that fills one page
+            self._insert(blocks, number)
+            return
+        last, alike = None, list[Block]()
+        for block in blocks:
+            codec = block.page >> CODEC_SHIFT if number < 0 else block.codec_on(number)
+            kind = block.group, codec, block.n_bytes, block.lease, block.tenant
+            if alike and (kind != last or (number < 0 and block.parent == ROOT)):
+                self._insert(alike, number)
+                alike = []
+            last = kind
+            alike.append(block)
+        if alike:
+            self._insert(alike, number)
+
+    def _insert(self, blocks: Sequence[Block], number: int) -> None:
+        first, slot = blocks[0], self.index.slot
+        self.place_of(first, number).policy.insert(
+            self.now_ns(),
+            as_slots([block.slot for block in blocks]),
+            as_slots([slot(block.parent) for block in blocks]),
+            n_bytes=self.size(first, number),
+            cost_ns=self.page_cost_ns(),
+            lease=first.lease,
+            tenant=self.tenant(first.tenant),
+        )
+
+    def remove(self, block: Block, number: int = -1) -> None:
+        """Tells a policy that a block left a tier, or (-1) its device, not by the policy's will."""
+        self.place_of(block, number).policy.remove(as_slots([block.slot]))
+
+    def _drop(self, slots: Sequence[int]) -> None:
+        for place in self.places:
+            place.forget(slots)
+        self.on_drop(slots)
+
+    def size(self, block: Block, number: int) -> int:
+        """Most bytes of a block's body on a tier, or (-1) on its device; at least 1."""
+        if block.n_bytes:
+            return block.n_bytes
+        if block.group >= len(self.forms):
+            return 1  # of another model
+        codec = block.page >> CODEC_SHIFT if number < 0 else block.codec_on(number)
+        layouts = self.forms[block.group].layouts
+        return (layouts.get(codec) or layouts[self.forms[block.group].likely[0]]).page_bytes
+
+    def takes(self, number: int, body_bytes: int) -> bool:
+        """Whether a tier could be given a frame now; if not, it is busy or away."""
+        return not self.rests(number) and self.mover.has_room(number, body_bytes)
+
+    def outlives(self, number: int) -> bool:
+        """Whether a tier can be read after the process is gone, or by others."""
+        return self.tiers[number].kind != "host" or self.tiers[number].shared
+
+    def miss_out(self, number: int) -> None:
+        """Counts a page that a tier should have got."""
+        name = self.tiers[number].name
+        self.dropped[name] = self.dropped.get(name, 0) + 1
+
+    def worth_saving(self, block: Block, number: int) -> bool:
+        """Whether a page can ever be worth loading from a tier; if not, that is counted."""
+        if block.kind != "page" or block.group >= len(self.forms):
+            return True
+        name = self.tiers[number].name
+        if self.pays(name, self._prompt_bytes, partial(self.index.reach, block)):
+            return True
+        self.unpaid[name] = self.unpaid.get(name, 0) + 1
+        return False
+
+    @cached_property
+    def _prompt_bytes(self) -> int:
+        """What each page of a long prompt takes, in all groups whose pages it needs all of."""
+        groups = zip(self.forms, self.geometry.groups, strict=True)
+        whole = [forms for forms, group in groups if group.window is None] or self.forms
+        return sum(forms.layouts[forms.ladder.idle].page_bytes for forms in whole)
+
+    def save(
+        self,
+        block: Block,
+        number: int,
+        info: FrameInfo,
+        body: memoryview,
+        done: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Writes a block to a tier in the background; False if there is no room.
+
+        Args:
+            block: What.
+            number: Tier in the stack.
+            info: What its frame says about itself.
+            body: Its bytes; they must stay as they are until `done`.
+            done: Called when the tier has answered.
+        """
+        if block in self.provisional and self.outlives(number):
+            return False
+        if not self.takes(number, body.nbytes) or not self._make_room(number, body.nbytes):
+            return False
+
+        n_bytes = self.tiers[number].frame_bytes(body.nbytes)
+
+        def answered(answer: Completion) -> None:
+            self._incoming[number] -= n_bytes
+            done()
+            self._saved(block, number, info.codec, answer)
+
+        if not self.mover.store(number, block.key, info, body, answered):
+            return False
+        self._incoming[number] = self._incoming.get(number, 0) + n_bytes
+        block.moving += 1
+        self.protect(block)
+        return True
+
+    def save_state(self, block: Block, info: FrameInfo, body: bytes) -> bool:
+        """Saves bytes on the nearest tier and the first persistent one; False if none has room.
+
+        Without any tier, a host tier of 1 GiB is made for them.
+        """
+        self.provisional.add(block)
+        held = block in self.provisional
+        usable = [n for n, tier in enumerate(self.tiers) if tier.writable]
+        if not usable or (held and all(map(self.outlives, usable))):
+            self.add_tier(HostTier(_HOST_BYTES, name="states"), states_only=True)
+            usable.append(len(self.tiers) - 1)
+        writable = [n for n in usable if not (held and self.outlives(n))]
+        lasting = [n for n in writable if self.tiers[n].kind != "host"]
+        block.n_bytes = len(body)
+        numbers = sorted({*writable[:1], *lasting[:1]})
+        saved = [self.save(block, number, info, memoryview(body)) for number in numbers]
+        self.settle(block)
+        return any(saved)
+
+    def _saved(self, block: Block, number: int, codec: int, answer: Completion) -> None:
+        block.moving -= 1
+        tier = self.tiers[number]
+        if answer.outcome is not Outcome.STORED:
+            self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
+            if answer.reason in AWAY:
+                self.rest(number, _REST_S)
+        elif block.gone:
+            self._take_back(block, number)
+        else:
+            # Where others write too, theirs may have been there before.
+            block.enter(number, UNKNOWN if tier.shared else codec)
+            self.insert([block], number)
+            stored = self.stored_bytes.get(tier.name, 0)
+            self.stored_bytes[tier.name] = stored + answer.n_bytes
+            self.bus.emit(
+                Stored(tier=tier.name, pages=1, n_bytes=answer.n_bytes, seconds=answer.seconds)
+            )
+        self.settle(block)
+        self._note_unwritten(block, number, answer)
+
+    def _take_back(self, block: Block, number: int) -> None:
+        """Erases what was forgotten while it was stored."""
+        tier = self.tiers[number]
+        try:
+            tier.erase([block.key])
+        except StoreError as error:
+            tier.delete([block.key])
+            self.bus.emit(Failed(tier=tier.name, operation="erase", reason=error.problem))
+
+    def _make_room(self, number: int, body_bytes: int) -> bool:
+        tier, place = self.tiers[number], self.tier_places[number]
+        self.mover.collect()  # so that what is on its way is not counted twice
+        need = tier.frame_bytes(body_bytes)
+        while tier.used_bytes() + self._incoming.get(number, 0) + need > tier.capacity_bytes:
+            if need > tier.capacity_bytes:
+                return False
+            if (stranger := self.stranger(number)) is not None:
+                self.remove(stranger, number)
+                self._leave_tier(stranger, number, "unused")
+                continue
+            victims = place.evict(self.now_ns(), 1)
+            if victims is not None:
+                self._leave_tier(self.index.at(int(victims[0])), number, "space")
+            elif not self.adopt(number):
+                return False
+        return True
+
+    def codecs_on(self, block: Block, number: int) -> tuple[int, ...]:
+        """Indices of the codecs that a tier's copy of a page may have; none if it is unreadable."""
+        if block.group >= len(self.forms):
+            return ()  # of another model
+        forms, codec = self.forms[block.group], block.codec_on(number)
+        if codec == UNKNOWN:
+            return forms.likely
+        return (codec,) if codec in forms.layouts else ()
+
+    def body_bytes(self, block: Block, number: int) -> int:
+        """Most bytes of a block's body on a tier; 0 if that cannot be known."""
+        if block.n_bytes:
+            return block.n_bytes
+        moving = self.mover.on_the_way(block.key) if block.moving else None
+        if moving is not None:
+            return moving.store.body.nbytes
+        layouts = [self.forms[block.group].layouts[c] for c in self.codecs_on(block, number)]
+        return max((layout.page_bytes for layout in layouts), default=0)
+
+    def sources(self, block: Block) -> Iterator[ReadFrom]:
+        """Where a page may be read from now, best first; ask for the next when one did not serve.
+
+        Copies that nobody can read here are struck off.
+        """
+        moving = self.mover.on_the_way(block.key) if block.moving else None
+        if moving is not None and moving.store.info.codec in self.forms[block.group].layouts:
+            yield ReadFrom(moving.tier, moving.store.info.codec, True)
+        for number in range(len(self.tiers)):
+            if block.tiers >> number & 1:
+                codecs = self.codecs_on(block, number)
+                if not codecs:
+                    self.unlist(block, number)
+                elif self.answers(number):
+                    for codec in codecs:
+                        if block.tiers >> number & 1:
+                            yield ReadFrom(number, codec, codec == codecs[-1])
+
+    def read(self, block: Block, number: int) -> tuple[FrameInfo, bytes] | None:
+        """A block's bytes from one tier, verified, into fresh memory; None if it cannot give them.
+
+        Args:
+            block: What to read.
+            number: Tier in the stack.
+        """
+        if not self.answers(number):
+            return None
+        wished = [BUNDLE_LAYOUT if block.kind == "weights" else LAYOUT]
+        if block.kind == "page":
+            codecs = self.codecs_on(block, number)
+            wished = [self.forms[block.group].fingerprints[codec] for codec in codecs]
+        for layout in wished:
+            body = bytearray(self.body_bytes(block, number))
+            wanted = Load(block.key, memoryview(body), layout, self.fidelity)
+            (answer,), _ = self.mover.load([(number, wanted)], lambda _: None)
+            if answer.outcome is Outcome.HIT and answer.info is not None:
+                self.count_loaded(number, answer.n_bytes)
+                return answer.info, bytes(memoryview(body)[: answer.n_bytes])
+            if answer.reason != "layout" or layout == wished[-1]:
+                self.not_served(block, number, answer)
+                break
+        return None
+
+    def count_loaded(self, number: int, n_bytes: int) -> None:
+        """Counts bytes that a tier gave."""
+        name = self.tiers[number].name
+        self.loaded_bytes[name] = self.loaded_bytes.get(name, 0) + n_bytes
+
+    def not_served(self, block: Block, number: int, answer: Completion) -> None:
+        """A tier did not give what it was believed to hold: a miss, counted, never an answer."""
+        name = self.tiers[number].name
+        if answer.outcome is Outcome.FAILED:  # it may still be there: ask again another time
+            self.bus.emit(Failed(tier=name, operation="load", reason=answer.reason))
+            if answer.reason.startswith("deadline"):
+                self.rest(number, _REST_DEADLINES * (answer.seconds or self.mover.deadline_s))
+            elif answer.reason in AWAY:
+                self.rest(number, _REST_S)
+            return
+        if answer.reason not in _BENIGN:
+            self.refused[name] = self.refused.get(name, 0) + 1
+            self.bus.emit(Quarantined(tier=name, key=block.key, reason=answer.reason))
+        self.unlist(block, number)
+
+    def unlist(self, block: Block, number: int) -> None:
+        """A tier does not hold what was believed, or nothing that can be read here."""
+        self.remove(block, number)
+        block.tiers &= ~(1 << number)
+        self.settle(block)
+
+    def delete(self, block: Block) -> None:
+        """Has every tier forget a block."""
+        for number, tier in enumerate(self.tiers):
+            if block.tiers >> number & 1 and tier.writable:
+                tier.delete([block.key])
+        self.strike(block)
+
+    def strike(self, block: Block) -> None:
+        """Takes a block off the lists of all tiers, which are not told."""
+        for number in range(len(self.tiers)):
+            if block.tiers >> number & 1:
+                self.remove(block, number)
+        block.tiers = 0
+
+    def _leave_tier(self, block: Block, number: int, reason: str) -> None:
+        if reason not in ("lease", "unused") and block.page < 0 and not block.tiers >> (number + 1):
+            self._demote(block, number)
+        name, n_bytes = self.tiers[number].name, self.body_bytes(block, number)
+        self.tiers[number].delete([block.key])
+        block.tiers &= ~(1 << number)
+        self.bus.emit(Evicted(tier=name, pages=1, n_bytes=n_bytes, reason=reason))
+        self.settle(block)
+
+    def _demote(self, block: Block, number: int) -> None:
+        for lower in range(number + 1, len(self.tiers)):
+            if not self.tiers[lower].writable or self.rests(lower):
+                continue
+            if block in self.provisional and self.outlives(lower):
+                continue
+            if self.worth_saving(block, lower) and self.admits(block, lower):
+                found = self.read(block, number)
+                if found is not None and self.save(block, lower, found[0], memoryview(found[1])):
+                    source, tier = self.tiers[number].name, self.tiers[lower].name
+                    n_bytes = len(found[1])
+                    self.bus.emit(Demoted(source=source, tier=tier, pages=1, n_bytes=n_bytes))
+                return
+
+    def admits(self, block: Block, number: int) -> bool:
+        """Whether the policy of a tier finds a block worth its bytes there."""
+        if block.kind == "page" and number in self._states_only:
+            return False
+        policy = self.tier_places[number].policy
+        return bool(policy.admit(self.now_ns(), as_slots([block.slot]))[0])
+
+    def device(self, group: int) -> str:
+        """Name of a group's device."""
+        return self.geometry.groups[group].device
+
+    def pool(self, group: int) -> PagePool:
+        """The pool of a group's device."""
+        return self._pools[group]
+
+    def page_bytes(self, group: int, codec: int = 0) -> int:
+        """Bytes of a page of a group."""
+        return self.forms[group].layouts[codec].page_bytes
+
+    def find(self, key: bytes) -> Block | None:
+        """The block of this key if it lies somewhere, or moves, and is exact enough."""
+        block = self.index.find(key)
+        if block is None or not (block.somewhere or self.source(block) >= 0):
+            return None
+        return block if block.fidelity <= self.fidelity else None
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Tells every policy that these blocks were used, root to leaf, by no request of a model.
+
+        For those of a request, see `flowkv.cache.requests`.
+        """
+        now, slots = self.now_ns(), as_slots([block.slot for block in blocks])
+        for place in self.places:
+            place.policy.access(now, slots)
+
+    @property
+    def places(self) -> Iterable[PolicyPlace]:
+        """All places that have a policy, nearest first."""
+        return (*self.device_places.values(), *self.tier_places)
+
+    def place_of(self, block: Block, number: int) -> PolicyPlace:
+        """A tier's place; for -1, that of a block's device."""
+        return self._places[block.group] if number < 0 else self.tier_places[number]
+
+    def blocks_on(self, device: str) -> list[Block]:
+        """Blocks with a page on a device, also those that only open sequences still use."""
+        groups = {g for g, spec in enumerate(self.geometry.groups) if spec.device == device}
+        known = [*self.index, *self._orphans]
+        return [block for block in known if block.page >= 0 and block.group in groups]
+
+    def hold(self, block: Block) -> None:
+        """Keeps a block's device page where it is until `drop`."""
+        self.pool(block.group).share(block.page)
+        if self.unproven:
+            self.unproven.use(block)
+        block.holds += 1
+        if block.holds == 1 and not block.gone:
+            self._guard(block)
+
+    def drop(self, block: Block) -> None:
+        """Ends a `hold`."""
+        block.holds -= 1
+        if not block.holds and not block.gone:
+            self._guard(block)
+        pool, page = self.pool(block.group), block.page
+        if block.gone and not block.holds:
+            self._orphans.discard(block)
+            block.page = -1
+        pool.release(page)
+
+    def pin(self, block: Block, pinned: bool) -> None:
+        """Protects a block from every policy, or no longer."""
+        if pinned != block.pinned:
+            block.pinned = pinned
+            (self.keep if pinned else self.unkeep)(block)
+
+    def _guard(self, block: Block) -> None:
+        place = self._places[block.group]
+        if not (block.holds or block.kept):
+            place.let_go(block.slot)
+            self.recount(block)
+            return
+        place.hold(block.slot)
+        if block.idle:
+            self._idle[self.geometry.groups[block.group].device] -= block.idle
+            block.idle = 0
+
+    def recount(self, block: Block) -> None:
+        """Counts a block's page among the idle ones, or no longer, after anything changed."""
+        now = 0
+        if block.page >= 0 and not (block.holds or block.kept or block.gone):
+            now = self.forms[block.group].of(block.page).granules
+        if now != block.idle:
+            self._idle[self.geometry.groups[block.group].device] += now - block.idle
+            block.idle = now
+
+    def change(self, block: Block, page: int) -> None:
+        """A block has another device page, or (-1) none any more; who is suspended keeps a copy."""
+        if block.keepsake is not None:
+            block.keepsake.save(self)
+        block.page = page
+        self.recount(block)
+
+    def room(self, device: str) -> int:
+        """Granules of a device that are free, or held by nobody but the index and no pin."""
+        pool = self.pools[device]
+        return pool.capacity_granules - pool.used_granules + self._idle[device]
+
+    def within_reach(self, counts: Mapping[tuple[int, int], int]) -> bool:
+        """Whether so many pages of each (group, codec) could be had by giving up all that is idle.
+
+        What transfers hold counts, too: nobody knows yet what of it comes free.
+        """
+        wanted = dict.fromkeys(self.pools, 0)
+        for (g, codec), count in counts.items():
+            wanted[self.device(g)] += count * self.forms[g].layouts[codec].granules
+        for device, page in self._lent:
+            wanted[device] -= self.pools[device].size_bytes(page) // GRANULE_BYTES
+        return all(granules <= self.room(device) for device, granules in wanted.items())
+
+    def lend(self, group: int, page: int) -> None:
+        """Gives a page to a transfer: it neither moves nor becomes free until `give_back`."""
+        self.pool(group).share(page)
+        place = self.device(group), page
+        self._lent[place] = self._lent.get(place, 0) + 1
+
+    def give_back(self, group: int, page: int) -> None:
+        """The transfer is over."""
+        place = self.device(group), page
+        self._lent[place] -= 1
+        if not self._lent[place]:
+            del self._lent[place]
+            self._awaited.discard(place)
+        self.pool(group).release(page)
+
+    def awaits(self, group: int, page: int, awaited: bool) -> None:
+        """A lent page is to hold what a sequence waits for, or no longer: it is not leaving."""
+        place = self.device(group), page
+        (self._awaited.add if awaited else self._awaited.discard)(place)
+
+    def leaving(self, device: str) -> int:
+        """Pages of a device that become free as soon as transfers let go of them."""
+        lent = (place for place in self._lent.keys() - self._awaited if place[0] == device)
+        return sum(self.pools[device].references(page) == 1 for _, page in lent)
+
+    def join(self) -> None:
+        """What is computed from now on comes after the copies to all devices."""
+        for pool in self.pools.values():
+            if pool.copies is not None:
+                pool.copies.join()
+
+    def is_lent(self, group: int, page: int) -> bool:
+        """Whether a transfer uses a page."""
+        return (self.device(group), page) in self._lent
+
+    def lent(self, device: str) -> set[int]:
+        """Pages of a device that transfers use."""
+        return {page for place, page in self._lent if place == device}
+
+    def allocate(self, group: int, count: int, codec: int = 0) -> list[int]:
+        """Private pages, made free by evicting idle ones.
+
+        Args:
+            group: Layer group.
+            count: How many.
+            codec: Index of the codec that they are for.
+
+        Raises:
+            CapacityError: Too much of the pool is in use.
+        """
+        pages = self.try_allocate(group, count, codec)
+        if pages is None:
+            raise self._short(group, count, codec)
+        return pages
+
+    def require(self, counts: Mapping[tuple[int, int], int]) -> None:
+        """Refuses what cannot fit, before anything is given up for it.
+
+        Args:
+            counts: Pages of each (group, codec index).
+
+        Raises:
+            CapacityError: Too much of a pool is in use.
+        """
+        if not self.within_reach(counts):
+            (group, codec), count = max(counts.items(), key=lambda item: item[1])
+            raise self._short(group, count, codec)
+
+    def _short(self, group: int, count: int, codec: int) -> CapacityError:
+        device, pool = self.device(group), self.pool(group)
+        used = (pool.capacity_granules - self.room(device)) * GRANULE_BYTES
+        return CapacityError(
+            f"{count} pages of {format_size(self.page_bytes(group, codec))} do not fit: "
+            f"{format_size(used)} of {format_size(pool.capacity_bytes())} are in use by open "
+            "sequences",
+            "Close or suspend sequences, or give the device pool more bytes",
+        )
+
+    def try_allocate(self, group: int, count: int, codec: int = 0) -> list[int] | None:
+        """Like `allocate`, but None if they do not fit."""
+        pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
+        while (pages := pool.allocate(granules, count, codec)) is None:
+            short = count - pool.available(granules)
+            leaving = self.leaving(self.device(group))
+            if leaving >= short and self.mover.drain(self.mover.deadline_s):
+                continue  # enough pages are only waiting for a tier to take them
+            if not self._give_up(group, max(1, short - leaving)) and (
+                not self.mover.storing() or not self.mover.drain(self.mover.deadline_s)
+            ):
+                return None
+        return pages
+
+    def spare(self, group: int, count: int, codec: int) -> list[int]:
+        """Up to `count` private pages; for those that do not fit, a few idle ones are given up."""
+        pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
+        for _ in range(_ATTEMPTS):  # victims may be of another size
+            short = count - pool.available(granules)
+            if short <= 0 or not self._give_up(group, short):
+                break
+        return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
+
+    def _give_up(self, group: int, short: int) -> bool:
+        device, now = self.device(group), self.now_ns()
+        place, pages = self.device_places[device], self.pools[device].capacity_granules
+        share = pages // self.forms[group].raw.granules // _BATCH_SHARE
+        for n in dict.fromkeys((max(short, min(share, _BATCH_PAGES)), short, 1)):
+            victims = place.evict(now, n)
+            if victims is not None:
+                for slot in victims.tolist():
+                    self._leave_device(self.index.at(slot), "space")
+                self.mover.drain()
+                return True
+        return False
+
+    def _leave_device(self, block: Block, reason: str) -> None:
+        waited = block in self._unwritten
+        if reason != "lease" and not block.moving:
+            self._demote_page(block)
+        n_bytes = self.forms[block.group].of(block.page).page_bytes
+        self.bus.emit(Evicted(tier="device", pages=1, n_bytes=n_bytes, reason=reason))
+        page = block.page
+        self.change(block, -1)
+        self.unproven.leave(block)
+        self._unwritten.pop(block, None)
+        if waited and not block.moving:
+            self.miss_out(self.lasting())
+        self.pool(block.group).release(page)
+        self.settle(block)
+
+    def _demote_page(self, block: Block) -> None:
+        # To the nearest tier that wants it, unless that one or a nearer one holds it already.
+        for number, tier in enumerate(self.tiers):
+            if block.tiers >> number & 1:
+                return
+            if not tier.writable or self.rests(number) or not self.worth_saving(block, number):
+                continue
+            if block in self.provisional and self.outlives(number):
+                continue
+            if self.admits(block, number):
+                n_bytes = self.forms[block.group].of(block.page).page_bytes
+                if self._save_page(block, number):
+                    moved = Demoted(source="device", tier=tier.name, pages=1, n_bytes=n_bytes)
+                    self.bus.emit(moved)
+                elif not self.takes(number, n_bytes) and block not in self._unwritten:
+                    self.miss_out(number)
+                return
+
+    def expire(self) -> None:
+        """Takes blocks whose lease has run out away from where it ran out."""
+        for place in self.device_places.values():
+            for slot in place.expired(self.now_ns()):
+                self._leave_device(self.index.at(slot), "lease")
+        for number, tier_place in enumerate(self.tier_places):
+            for slot in tier_place.expired(self.now_ns()):
+                self._leave_tier(self.index.at(slot), number, "lease")
+
+    def displace(self, slots: Sequence[int]) -> None:
+        """Takes blocks off their device that its policy has given up for a prefetch."""
+        for slot in slots:
+            self._leave_device(self.index.at(slot), "prefetch")
+        self.mover.drain()
+
+    def shed(self) -> None:
+        """Has tenants give up what they have above their quotas."""
+        for place in self.device_places.values():
+            for slot in place.surplus(self.now_ns()):
+                self._leave_device(self.index.at(slot), "quota")
+        for number, tier_place in enumerate(self.tier_places):
+            for slot in tier_place.surplus(self.now_ns()):
+                self._leave_tier(self.index.at(slot), number, "quota")
+
+    def publish(self, block: Block, page: int) -> None:
+        """A private page becomes a block's device page; its one reference becomes the store's.
+
+        The device's policy is to be told of it (`insert`), of all pages of a request at once.
+        """
+        block.page = page
+        self.recount(block)
+
+    def supersede(self, block: Block) -> None:
+        """Deletes a block's copies that are too lossy to be read here, before it is made anew."""
+        if block.tiers and block.fidelity > self.fidelity:
+            self.delete(block)
+
+    def write_down(self, block: Block) -> None:
+        """Saves a full page on the first persistent tier, in the background.
+
+        While that is busy or away the page waits; if it leaves the device meanwhile, it is dropped.
+        What would not have paid before comes along once its prompt is long enough.
+        """
+        number = self.lasting() if self.write_back else -1
+        if number < 0 or block in self.provisional or not self._unwritten_on(block, number):
+            return
+        if not self.worth_saving(block, number):
+            self._held_back = True
+            return
+        chain = [block]
+        while self._held_back:
+            above = self.index.find(chain[-1].parent)
+            if above is None or not self._may_write(above, number):
+                break
+            chain.append(above)
+        for one in reversed(chain):
+            self._write_down(one, number)
+
+    def _unwritten_on(self, block: Block, number: int) -> bool:
+        return not (block.moving or block.gone or block.tiers >> number & 1)
+
+    def confirm(self) -> None:
+        """A reading of all weights has ended: what it proves may leave the process."""
+        number = self.lasting() if self.write_back else -1
+        for block in self.provisional.confirm():
+            if number < 0 or block.gone:
+                continue
+            if block.page >= 0:
+                if self._may_write(block, number):
+                    self.write_down(block)
+            elif block.tiers and self._unwritten_on(block, number):
+                found = self.read(block, block.nearest)
+                if found is not None and (block.kind != "page" or self.worth_saving(block, number)):
+                    self.save(block, number, found[0], memoryview(found[1]))
+                    self.settle(block)
+
+    def reject(self) -> int:
+        """Forgets what may be of other weights than it is named after; returns how many."""
+        rejected = [block for block in self.provisional.reject() if not block.gone]
+        for block in rejected:
+            self.forget(block)
+        return len(rejected)
+
+    def _may_write(self, block: Block, number: int) -> bool:
+        """Whether a page is as it will stay, and is neither written down nor about to be."""
+        if block in self.provisional:
+            return False
+        sealed = block.page >> CODEC_SHIFT or not self.forms[block.group].ladder.rungs
+        final = block.page >= 0 and (sealed or not block.sealable)
+        return bool(final and self._unwritten_on(block, number) and block not in self._unwritten)
+
+    def _write_down(self, block: Block, number: int) -> None:
+        n_bytes = self.forms[block.group].of(block.page).page_bytes
+        if self.takes(number, n_bytes) and not self._unwritten:
+            self._save_page(block, number)
+        else:
+            self._unwritten[block] = None
+
+    def drain(self, timeout_s: float = 0.0) -> int:
+        """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""
+        handled = self.mover.drain(timeout_s)
+        self.give_up_late()
+        number = self.lasting() if self._unwritten else -1
+        while number >= 0 and self._unwritten:
+            block = next(iter(self._unwritten))
+            if block.page >= 0 and not (block.gone or block.moving or block.tiers >> number & 1):
+                if not self.takes(number, self.forms[block.group].of(block.page).page_bytes):
+                    break
+                self._save_page(block, number)
+            self._unwritten.pop(block, None)
+        return handled
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until nothing is being stored or waits for that; False if that took too long.
+
+        Pages that wait for a tier which is away keep waiting.
+        """
+        end_s = compiling.now_s() + timeout_s
+        self.drain()
+        while self.mover.storing() or (self._unwritten and not self.rests(self.lasting())):
+            left_s = end_s - compiling.now_s()
+            if left_s <= 0:
+                return False
+            self.drain(min(left_s, _LONGEST_S))
+        return not self._unwritten
+
+    def _note_unwritten(self, block: Block, number: int, answer: Completion) -> None:
+        """Keeps a page in mind that a tier could not take just now."""
+        again = answer.reason in AWAY and self.write_back and number == self.lasting()
+        if again and block.page >= 0 and not block.gone:
+            self._unwritten[block] = None
+
+    def lasting(self) -> int:
+        """Number of the first writable tier that outlives the process, -1 if there is none."""
+        numbers = [number for number, tier in enumerate(self.tiers) if tier.writable]
+        for number in numbers:
+            if self.tiers[number].kind != "host":
+                return number
+        return next((number for number in numbers if self.tiers[number].shared), -1)
+
+    def _save_page(self, block: Block, number: int) -> bool:
+        pool, page, group = self.pool(block.group), block.page, block.group
+        n_bytes = self.forms[group].of(page).page_bytes
+        if pool.copies is None:
+            body = pool.page_bytes(page, n_bytes).cpu().numpy().data
+        else:
+            body = pool.copies.download([granule_of(page)], n_bytes)[0].numpy().data
+        self.lend(group, page)
+        if self.save(
+            block, number, self.describe(block), body, lambda: self.give_back(group, page)
+        ):
+            return True
+        self.give_back(group, page)
+        return False
+
+    def describe(self, block: Block) -> FrameInfo:
+        """What the frame of a block's device page says about itself."""
+        layout = self.forms[block.group].of(block.page)
+        return FrameInfo(
+            kind="page",
+            codec=block.page >> CODEC_SHIFT,
+            fidelity=block.fidelity,
+            layout=self.forms[block.group].fingerprints[block.page >> CODEC_SHIFT],
+            parent=block.parent,
+            namespace=block.namespace,
+            group=block.group,
+            tokens=layout.page_size,
+            stripe_bytes=layout.stripe_stride_bytes,
+            tenant=block.tenant,
+        )
+
+    def condemn(self, block: Block) -> None:
+        """Forgets a block whose content is wrong, also where others wrote it and it stays."""
+        for number, tier in enumerate(self.tiers):
+            if block.tiers >> number & 1 and not tier.writable:
+                self._condemned.add((number, block.key))
+        self.forget(block)
+
+    def forget(self, block: Block) -> None:
+        """Deletes a block everywhere; open sequences keep their own use of its page."""
+        if block.gone:
+            return
+        self.delete(block)
+        self.unproven.leave(block)
+        self._unwritten.pop(block, None)
+        page = block.page
+        if page >= 0:
+            self.remove(block)
+            if block.keepsake is not None:
+                block.keepsake.save(self)
+            if block.holds:
+                self._orphans.add(block)
+            else:
+                block.page = -1
+            self.pool(block.group).release(page)
+        self.dismiss(block)
+        self.recount(block)

@@ -1,0 +1,384 @@
+"""Takes open sequences off their device and puts them back; snapshots of recurrent layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from flowkv.cache.block_table import Planner
+from flowkv.cache.index import Block, Copy, Saved, SwappedCopy, download, upload
+from flowkv.cache.match import PrefixMatcher
+from flowkv.cache.seal import finite
+from flowkv.cache.sequence import READY, SUSPENDED, Sequence
+from flowkv.cache.states import LAYOUT, decode_state, encode_state
+from flowkv.core.errors import CapacityError, StateError, StoreError
+from flowkv.core.keys import within
+from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
+from flowkv.observe.events import Hit
+from flowkv.tiers.base import FrameInfo
+
+
+def weigh(lines: Planner, seq: Sequence) -> int:
+    """Most bytes of host memory that suspending a sequence may come to take."""
+    total = 0
+    for g, blocks in enumerate(seq.blocks):
+        line = lines.tables.pages[g][seq.row, : len(blocks)].tolist()
+        for page, block in zip(line, blocks, strict=True):
+            if page >= 0 and (block is None or block.gone or block.keepsake is None):
+                total += lines.store.forms[g].of(page).page_bytes
+    return total
+
+
+def suspend(lines: Planner, seq: Sequence) -> int:
+    """Gives a sequence's pages back to the pools; what others do not know of them is copied.
+
+    Known pages stay where they are until they are needed for others, and are copied then.
+    Callers hold the KV lock.
+
+    Returns:
+        Most bytes of host memory that this may come to take.
+
+    Raises:
+        StateError: The sequence is closed, suspended or in a step.
+    """
+    lines.idle(seq)
+    n_bytes, saved = weigh(lines, seq), list[list[Copy | SwappedCopy | None]]()
+    placed = [
+        lines.tables.pages[g][seq.row, : len(blocks)].tolist()
+        for g, blocks in enumerate(seq.blocks)
+    ]
+    # Copies of all groups first: one may fail, and nothing is to be undone then.
+    copied = [_copies(lines, g, line, seq.blocks[g]) for g, line in enumerate(placed)]
+    for line, blocks, copies in zip(placed, seq.blocks, copied, strict=True):
+        found = list[Copy | SwappedCopy | None]()
+        for page, block in zip(line, blocks, strict=True):
+            if page in copies:
+                found.append(copies[page])
+            else:
+                found.append(None if block is None else SwappedCopy.of(block))
+        saved.append(found)
+    lines.vacate(seq)
+    seq.suspended = saved
+    lines.aside_bytes += n_bytes
+    lines.tables.state[seq.row] = SUSPENDED
+    return n_bytes
+
+
+def _copies(
+    lines: Planner, group: int, line: list[int], blocks: list[Block | None]
+) -> dict[int, Copy]:
+    """Copies of those pages that have no block, or one that is erased."""
+    by_codec: dict[int, list[int]] = {}
+    for page, block in zip(line, blocks, strict=True):
+        if page >= 0 and (block is None or block.gone):
+            by_codec.setdefault(page >> CODEC_SHIFT, []).append(page)
+    copies = {
+        page: Copy(codec, content)
+        for codec, pages in by_codec.items()
+        for page, content in zip(pages, download(lines.store, group, pages), strict=True)
+    }
+    lines.copied_bytes += sum(copy.content.numel() for copy in copies.values())
+    return copies
+
+
+def resume(lines: Planner, seq: Sequence) -> None:
+    """Puts a suspended sequence's pages back: those that are still there, the others as its own.
+
+    Callers hold the KV lock.
+
+    If it raises, the sequence stays suspended, and holds no page.
+
+    Raises:
+        CapacityError: The pages do not fit now.
+        StateError: The sequence is not suspended.
+    """
+    saved = seq.suspended
+    if seq.closed or saved is None:
+        raise StateError("the sequence is not suspended", "Resume what was suspended")
+    known = [[_there(page) for page in pages] for pages in saved]
+    held = [block for blocks in known for block in blocks if block is not None]
+    for block in held:  # before room is made, which might take them
+        lines.store.hold(block)
+    fresh: dict[tuple[int, int], list[int]] = {}
+    try:
+        fresh = lines.allocate(_wanted(saved))
+        placed = [_place(lines, g, pages, fresh) for g, pages in enumerate(saved)]
+    except BaseException:  # the device may have no memory for a transfer, for instance
+        _give_back(lines, held, fresh)
+        raise
+    for g, pages in enumerate(saved):
+        seq.first_page[g] = next((n for n, page in enumerate(pages) if page), len(pages))
+    lines.occupy(seq, placed)
+    for g, blocks in enumerate(known):
+        seq.blocks[g][:] = blocks
+    discard(lines, seq)
+    lines.tables.state[seq.row] = READY
+
+
+def _give_back(lines: Planner, held: list[Block], fresh: dict[tuple[int, int], list[int]]) -> None:
+    for block in held:
+        lines.store.drop(block)
+    for (g, _), pages in fresh.items():
+        for page in pages:
+            lines.store.pool(g).release(page)
+
+
+def _there(page: Copy | SwappedCopy | None) -> Block | None:
+    """The block of a page that is where it was."""
+    return page.block if isinstance(page, SwappedCopy) and page.content is None else None
+
+
+def _wanted(saved: Saved) -> Counter[tuple[int, int]]:
+    return Counter(
+        (g, page.codec)
+        for g, pages in enumerate(saved)
+        for page in pages
+        if page is not None and _there(page) is None
+    )
+
+
+def _place(
+    lines: Planner,
+    group: int,
+    pages: list[Copy | SwappedCopy | None],
+    fresh: dict[tuple[int, int], list[int]],
+) -> list[int]:
+    """The line of a group, its contents in place."""
+    line: list[int] = []
+    free = {codec: iter(taken) for (g, codec), taken in fresh.items() if g == group}
+    work: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+    for page in pages:
+        block = _there(page)
+        if page is None or block is not None:
+            line.append(-1 if block is None else block.page)
+            continue
+        line.append(next(free[page.codec]))
+        assert page.content is not None  # else its block were there
+        targets, contents = work.setdefault(page.codec, ([], []))
+        targets.append(line[-1])
+        contents.append(page.content)
+    for targets, contents in work.values():
+        upload(lines.store, group, targets, contents)
+        lines.copied_bytes += sum(content.numel() for content in contents)
+    return line
+
+
+def discard(lines: Planner, seq: Sequence) -> None:
+    """Lets go of what a suspended sequence needed. Callers hold the KV lock."""
+    for g, pages in enumerate(seq.suspended or ()):
+        layouts = lines.store.forms[g].layouts
+        for page in pages:
+            if page is not None and (isinstance(page, Copy) or page.let_go()):
+                lines.aside_bytes -= layouts[page.codec].page_bytes
+    seq.suspended = None
+
+
+# Keeps and finds states of recurrent layers beside the pages of the same prefix (DESIGN D12).
+
+_TAIL = "flowkv.tail."
+
+
+class Snapshots:
+    """States of one cache. Callers hold the KV lock.
+
+    A state belongs to an exact number of tokens. The full pages below it are ordinary blocks; the
+    partial page at its end travels inside it. Without any tier, a host tier of 1 GiB keeps them.
+
+    Args:
+        restorer: Finds and attaches the pages.
+    """
+
+    def __init__(self, restorer: PrefixMatcher) -> None:
+        self.restorer, self.store, self.planner = restorer, restorer.store, restorer.planner
+
+    # ---- keeping
+
+    def save(self, seq: Sequence, values: Mapping[str, Any]) -> bool:
+        """Keeps `values` as the state after exactly `seq.length` tokens; False if it cannot."""
+        self.planner.idle(seq)
+        self.planner.publish(seq)
+        size, length = self.planner.page_size, seq.length
+        pages = length // size
+        if min(seq.published) < pages or len(seq.tokens) < length or not length:
+            return False
+        parent, key = seq.parent_key(0, pages), self._key(seq, pages, length)
+        known = self.store.index.find(key)
+        if known is not None and known.fidelity <= self.store.fidelity:
+            return True
+        if known is not None:
+            self.store.supersede(known)
+        try:
+            self.planner.thaw_tail(seq)
+        except CapacityError:
+            return False
+        tails = self._tails(seq, pages, length)
+        if not all(finite(tail) for tail in tails.values()):
+            return False
+        body = encode_state({**values, **tails})
+        block = self.store.index.publish(key, parent, 0, "state")
+        block.tokens = seq.tokens[pages * size : length].copy()
+        block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
+        block.fidelity, block.lease = seq.fidelity, seq.care.lease
+        info = FrameInfo(
+            kind="state",
+            codec=0,
+            fidelity=block.fidelity,
+            layout=LAYOUT,
+            parent=parent,
+            namespace=seq.namespace,
+            group=0,
+            tokens=block.tail,
+            stripe_bytes=GRANULE_BYTES,
+            tenant=seq.tenant,
+        )
+        saved = self.store.save_state(block, info, body)
+        self.store.drain()
+        return saved
+
+    def _key(self, seq: Sequence, pages: int, length: int) -> bytes:
+        first = pages * self.planner.page_size
+        salts = within(seq.salts, first, length - first)
+        return seq.chains[0].state(seq.parent_key(0, pages), seq.tokens[first:length], salts)
+
+    def _tails(self, seq: Sequence, pages: int, length: int) -> dict[str, torch.Tensor]:
+        """K and V of the tokens behind the last full page, `[layers, heads, 2, tokens, dim]`."""
+        count = length - pages * self.planner.page_size
+        if not count:
+            return {}
+        tails = {}
+        for g in range(len(seq.blocks)):
+            page = int(self.planner.tables.pages[g][seq.row, pages])
+            for name, view in zip("kv", self._views(g, page), strict=True):
+                tails[f"{_TAIL}{g}.{name}"] = view[:, :, :count]
+        return tails
+
+    def _views(self, group: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a raw page, `[layers, heads, page_size, dim]`."""
+        layout = self.store.forms[group].raw
+        raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
+        stripes = raw.view(layout.layers, -1)[:, : layout.stripe_bytes]
+        shape, dtype = (layout.layers, layout.kv_heads), getattr(torch, layout.dtype)
+        runs = stripes.view(*shape, layout.run_bytes)
+        if layout.latent:
+            latents = runs.view(dtype).view(*shape, layout.page_size, layout.head_dim)
+            return latents, latents[..., : layout.value_dim]
+        k, v = runs[..., : layout.v_offset_bytes], runs[..., layout.v_offset_bytes :]
+        return (
+            k.view(dtype).view(*shape, layout.page_size, layout.head_dim),
+            v.view(dtype).view(*shape, layout.page_size, layout.value_dim),
+        )
+
+    # ---- finding
+
+    def restore(self, seq: Sequence, limit: int) -> int:
+        """Attaches the longest prefix of at most `limit` tokens that has a state.
+
+        Returns:
+            Tokens attached; `seq.state` holds the state if there are any.
+        """
+        loaded = 0
+
+        def attach(pages: int) -> bool:
+            nonlocal loaded
+            tokens, loaded = self.restorer.attach(seq, pages)
+            return tokens == pages * self.planner.page_size
+
+        reused, tail = self._restore(seq, limit, attach)
+        self.restorer.report(seq, reused, loaded + tail if reused else 0, limit)
+        return reused
+
+    def begin(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> int:
+        """As `restore`, without a wait for pages that are not on the device.
+
+        `seq.restoration` is settled then. A state fits all of its tokens: what does not come has
+        to be put in place by `RestoreJob.fill`, or none is left.
+
+        Args:
+            seq: A fresh sequence.
+            limit: Most tokens.
+            attach: Attaches so many known pages, also those on their way; whether it did.
+
+        Returns:
+            Tokens that were on the device, or came with the state.
+        """
+        reused, tail = self._restore(seq, limit, attach)
+        coming = seq.restoration
+        loading = coming.tokens - coming.front if coming is not None else 0
+        self.restorer.report(seq, reused, loading + tail, limit)
+        return reused - loading
+
+    def _restore(self, seq: Sequence, limit: int, attach: Callable[[int], bool]) -> tuple[int, int]:
+        """Tries one state after the other; returns the tokens attached, and those in its tail."""
+        self.store.expire()
+        for length, block in self._candidates(seq, limit):
+            pages = length // self.planner.page_size
+            if self.restorer.match(seq, pages) < pages:
+                continue
+            values, tier = self._load(block)
+            if values is None:
+                continue
+            if attach(pages) and self._attach_tail(seq, length, values):
+                seq.fidelity = max(seq.fidelity, block.fidelity)
+                self.store.touch([block])
+                seq.state, tail = values, length - pages * self.planner.page_size
+                hit = Hit(tier=tier, tokens=tail, n_bytes=block.n_bytes, tenant=seq.owner)
+                self.store.bus.emit(hit)
+                return length, tail
+            if seq.restoration is not None:
+                seq.restoration.abandon()
+            self.planner.vacate(seq)
+            self.planner.tables.lengths[seq.row] = 0
+        return 0, 0
+
+    def known(self, seq: Sequence) -> list[Block]:
+        """Known states within a prompt."""
+        return [block for _, block in self._candidates(seq, len(seq.tokens))]
+
+    def _candidates(self, seq: Sequence, limit: int) -> list[tuple[int, Block]]:
+        size, found = self.planner.page_size, []
+        for pages in range(min(limit, len(seq.tokens)) // size + 1):
+            for block in self.store.index.children(seq.parent_key(0, pages)):
+                length = pages * size + block.tail
+                fits = block.kind == "state" and 0 < length <= limit
+                if fits and self._key(seq, pages, length) == block.key:
+                    found.append((length, block))
+        return sorted(found, key=lambda pair: -pair[0])
+
+    def _load(self, block: Block) -> tuple[dict[str, Any] | None, str]:
+        """What a state holds, and the name of the tier that gave it."""
+        for number, tier in enumerate(self.store.tiers):
+            if block.tiers >> number & 1:
+                found = self.store.read(block, number)
+                if found is not None:
+                    block.fidelity = found[0].fidelity  # copies, and who wrote them, may differ
+                    try:
+                        return decode_state(found[1]), tier.name
+                    except StoreError:
+                        self.store.forget(block)
+                        return None, ""
+        return None, ""
+
+    def _attach_tail(self, seq: Sequence, length: int, values: dict[str, Any]) -> bool:
+        """Puts the tokens behind the last full page in place; False if that cannot be."""
+        pages, groups = length // self.planner.page_size, range(len(seq.blocks))
+        tails = [[values.pop(f"{_TAIL}{g}.{name}", None) for name in "kv"] for g in groups]
+        count = length - pages * self.planner.page_size
+        if not count:
+            return True
+        try:
+            taken = self.planner.allocate_raw([1 for _ in groups])
+        except CapacityError:
+            return False
+        self.planner.occupy(seq, taken)
+        for g, ((page,), tail) in enumerate(zip(taken, tails, strict=True)):
+            for view, saved in zip(self._views(g, page), tail, strict=True):
+                target = view[:, :, :count]
+                alike = isinstance(saved, torch.Tensor) and saved.dtype is target.dtype
+                if not alike or saved.shape != target.shape:
+                    return False
+                target.copy_(saved)
+        self.planner.tables.lengths[seq.row] = length
+        return True

@@ -1,0 +1,611 @@
+"""Prefixes of a batch that are still on their way while the model runs (DESIGN D14).
+
+Before the first forward of a generation, nested forwards compute prefix chunks from the front while
+loads arrive from the back, until both have met. Then the user's own forward runs; each layer of it
+waits for that layer of the pages. What does not come is computed in nested forwards of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, suppress
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from flowkv.cache.kv import KV
+from flowkv.cache.restore import Late, RestoreJob
+from flowkv.cache.sequence import Sequence
+from flowkv.core.errors import CapacityError, StateError
+from flowkv.hooks.huggingface.cache import PagedCache, readable
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Prompt
+from flowkv.hooks.huggingface.plan import ModelPlan
+from flowkv.hooks.huggingface.rows import Rows, apart, close_all
+from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
+
+# Opens one sequence per row of a batch so that all rows begin at the same column.
+
+_ROUNDS = 3
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""A request says nothing about how its pages should be kept."""
+
+
+class AdmittedRows(NamedTuple):
+    """Rows with their known prefixes in place, or on their way.
+
+    Attributes:
+        seqs: One per row; rows of one prompt may share theirs while it is on its way.
+        base: Columns that need no computing, the same for all rows.
+        states: One per row, for recurrent layers; None without.
+    """
+
+    seqs: list[Sequence]
+    base: int
+    states: list[Mapping[str, Any]] | None
+
+
+class ReuseWish(NamedTuple):
+    """What may be reused.
+
+    Attributes:
+        most: Most columns.
+        tenant: Whose pages; None for the cache's own tenant.
+        stateful: Recurrent layers: only where all rows have a state.
+        fill: What fills placeholders, which cannot be cut anywhere.
+        care: `session`, `lease` and `retain` for `KV.open`, as far as they are said.
+        wait: Everything is there when the rows are; otherwise `restoring` sees to the rest.
+        computable: What is on its way can be computed as well.
+    """
+
+    most: int
+    tenant: str | None = None
+    stateful: bool = False
+    fill: Fill | None = None
+    care: Mapping[str, Any] = NOTHING
+    wait: bool = True
+    computable: bool = True
+
+
+def admit(kv: KV, prompts: Items[Prompt], wish: ReuseWish) -> AdmittedRows:
+    """Opens the rows. One past length serves the whole batch: the shortest known one, in columns.
+
+    Raises:
+        CapacityError: Too many sequences are open.
+    """
+    most, pads = wish.most, [prompt.pad for prompt in prompts]
+    requests = [-1] * len(pads)
+    if wish.stateful and any(pads):
+        most = 0  # states of padded rows depend on the padding of their batch
+    limit = most
+    for _ in range(_ROUNDS):
+        seqs = _open(kv, prompts, requests, (most, limit), wish)
+        if not any(map(reach, seqs)):
+            return AdmittedRows(seqs, 0, None)
+        base = min(pad + reach(seq) for pad, seq in zip(pads, seqs, strict=True))
+        cut = base if wish.fill is None else wish.fill.cut(base, pads)
+        if cut == base and _align(kv, prompts, seqs, base, wish):
+            states = [seq.state for seq in seqs if seq.state is not None]
+            if not wish.stateful:
+                return AdmittedRows(seqs, base, None)
+            if len(states) == len(seqs) and all(map(readable, states)):
+                return AdmittedRows(seqs, base, states)
+            base = cut = 0
+        if cut == base and not wish.wait and not wish.stateful:
+            limit = base  # some are on their way that nobody needs
+        else:
+            most = limit = cut if cut < base or wish.stateful else 0
+        requests = discard(kv, seqs)
+    return AdmittedRows(_open(kv, prompts, requests, (0, 0), wish), 0, None)
+
+
+def _open(
+    kv: KV, prompts: Items[Prompt], requests: Items[int], most: tuple[int, int], wish: ReuseWish
+) -> list[Sequence]:
+    seqs: list[Sequence] = []
+    slack = 0 if wish.stateful else kv.page_size - 1  # a row is cut within a page, if need be
+    most_columns, limit = most
+    try:
+        for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+            tokens = min(most_columns, limit + slack) - prompt.pad
+            seq = _shared(prompts, seqs, row)
+            if seq is None:
+                seq = kv.open(
+                    prompt.tokens,
+                    tenant=wish.tenant,
+                    salts=prompt.salts,
+                    limit=max(tokens, 0),
+                    reuse=tokens > 0,
+                    state=wish.stateful,
+                    request=request,
+                    wait=wish.wait,
+                    computable=wish.computable,
+                    **wish.care,
+                )
+            seqs.append(seq)
+            limit = min(limit, prompt.pad + reach(seq))
+    except BaseException:
+        close_all(seqs)
+        raise
+    return seqs
+
+
+def _shared(prompts: Items[Prompt], seqs: Items[Sequence], row: int) -> Sequence | None:
+    """The sequence of an earlier row of the same prompt, of which something is on its way."""
+    prompt = prompts[row]
+    for earlier, seq in zip(prompts, seqs, strict=False):
+        alike = earlier.pad == prompt.pad and earlier.salts == prompt.salts
+        alike = alike and np.array_equal(earlier.tokens, prompt.tokens)
+        if alike and seq.restoration is not None:
+            return seq
+    return None
+
+
+def reach(seq: Sequence) -> int:
+    """Where the known prefix of a sequence ends, once what is on its way is there."""
+    coming = 0 if seq.restoration is None else seq.restoration.tokens
+    return max(seq.length, coming)  # a saved state reaches further than its whole pages
+
+
+def _align(
+    kv: KV, prompts: Items[Prompt], seqs: list[Sequence], base: int, wish: ReuseWish
+) -> bool:
+    """Cuts every row to column `base`; False if a sliding window or a state does not allow it.
+
+    What is on its way is not cut: it may end within a page of the others.
+    """
+    for prompt, seq in zip(prompts, seqs, strict=True):
+        length, end = max(base - prompt.pad, 0), reach(seq)
+        if end > length and wish.stateful:
+            return False
+        if seq.restoration is not None:
+            if end - length >= kv.page_size:
+                return False
+        elif end > length:
+            try:
+                kv.truncate(seq, length)
+            except StateError:
+                return False
+            seq.note(prompt.tokens[length:])
+            uncount(kv, 0, seq.reused - length)
+            seq.reused = length
+    return True
+
+
+def discard(kv: KV, seqs: list[Sequence]) -> list[int]:
+    """Closes sequences that were opened in vain, which do not count; returns their requests."""
+    requests = []
+    for seq in seqs:
+        requests.append(seq.request)
+        seq.request = -1  # it goes on in another sequence
+    own = list(dict.fromkeys(seqs))
+    uncount(kv, sum(len(seq.tokens) for seq in own), sum(seq.reused for seq in own))
+    close_all(own)
+    seqs.clear()
+    return requests
+
+
+def abort(kv: KV, requests: Items[int]) -> None:
+    """Tells policies that requests do not go on."""
+    with kv.lock:
+        for request in requests:
+            kv.visits.abort(request)
+
+
+def uncount(kv: KV, seen: int, reused: int) -> None:
+    """Takes tokens out of the statistics that were counted for the same request before."""
+    with kv.lock:
+        kv.seen_most = max(kv.seen_most, kv.tokens_seen)
+        kv.reused_most = max(kv.reused_most, kv.tokens_reused)
+        kv.tokens_seen -= seen
+        kv.tokens_reused -= reused
+
+
+# Nested forwards: the model runs over a few tokens of known prompts, inside its own forward.
+#
+# What is computed so goes into the pages of the sequences themselves. Each nested forward sees a
+# left padded rectangle of its own: rows that have computed different numbers of tokens end at one
+# column, and a row that is further than the rectangle's first column keeps what it has
+# (`Rows.uneven`).
+
+
+class Part(NamedTuple):
+    """What a nested forward computes of one row.
+
+    Attributes:
+        row: The row of the batch whose inputs it shares.
+        seq: Where it goes. Its tokens are known beyond what is computed here.
+        pad: Padding columns of the row.
+        count: Tokens behind those that the sequence holds; at least one.
+    """
+
+    row: int
+    seq: Sequence
+    pad: int
+    count: int  # type: ignore[assignment]
+
+
+class Bypass(Protocol):
+    """What nested forwards need of the door that they run inside of."""
+
+    kv: KV
+
+    def trusted(self, rows: Rows) -> bool:
+        """Whether what is computed for these rows may be shared."""
+        ...
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Lets this thread's forwards pass."""
+        ...
+
+
+class Nested:
+    """Runs a model over parts of prompts with the arguments of the forward that needs them.
+
+    Args:
+        door: Whose model it is; its hooks let nested forwards pass.
+        model: The model.
+        plan: Its layers.
+        call: The forward that all of this is for.
+        types: Token types of the whole prompts, by name, if there are any.
+        fill: What fills placeholders of the whole prompts.
+
+    Attributes:
+        rows: Rows of the forward.
+    """
+
+    def __init__(
+        self,
+        door: Bypass,
+        model: torch.nn.Module,
+        plan: ModelPlan,
+        call: ForwardCall,
+        types: Mapping[str, torch.Tensor],
+        fill: Fill,
+    ) -> None:
+        # Not the call itself: its cache would be held by what the cache holds.
+        self._door, self._model, self._plan, self._names = door, model, plan, call.names
+        self._fill, self.rows = fill, call.rows
+        self._types = {name: _repeated(value, call.rows) for name, value in types.items()}
+        self._mask, self._positions = call.mask, call.positions
+        whole = call.given.get("past_key_values")
+        self._paired = call.names.encoder or isinstance(whole, EncoderDecoderCache)
+        self._given = given = dict(call.given)
+        names = call.names
+        for name in (names.ids, names.mask, names.positions, "past_key_values"):
+            given.pop(name, None)
+        for name in (*call.modal, *call.types):
+            given.pop(name, None)
+        for name, value in (("use_cache", True), ("logits_to_keep", 1)):
+            if name in names.parameters:
+                given[name] = value
+        like = call.ids if call.ids is not None else call.given[names.embeds]
+        self._device = like.device
+        self._state: PagedCache | None = None
+
+    @property
+    def layers(self) -> Collection[int]:
+        """The model's layers in pages."""
+        return self._plan.placed.keys()
+
+    @property
+    def cut(self) -> bool:
+        """Whether prompts can be gone on with anywhere: no layer keeps a state of its own."""
+        return not self._plan.stateful
+
+    def whole(self, part: Part) -> Part:
+        """A part that is at least as long, and ends where the prompt can be cut."""
+        stop = part.seq.length + part.count
+        fitting = self._fill.whole(part.row, stop, self.kv.page_size)
+        return part._replace(count=part.count + fitting - stop)
+
+    def alone(self, row: int, first: int, stop: int) -> bool:
+        """Whether a span of a row's tokens can be computed by itself."""
+        return self._fill.parts(row, first, stop)
+
+    @property
+    def kv(self) -> KV:
+        """Where the pages are."""
+        return self._door.kv
+
+    def compute(self, parts: Items[Part], awaits: Callable[[int], None] | None = None) -> None:
+        """Computes the next tokens of some rows.
+
+        Args:
+            parts: At most one for each sequence.
+            awaits: See `Step.awaits`.
+
+        Raises:
+            CapacityError: The pages do not fit.
+        """
+        # Models that make positions themselves count columns: each row keeps its own. What fills
+        # placeholders is counted by models: none may be shown that are known already.
+        together = self._positions is not None and not self._plan.stateful
+        together = together and not self._fill.inputs
+        for batch in [list(parts)] if together else [[part] for part in parts]:
+            if batch:
+                self._forward(batch, 0 if together else batch[0].pad, awaits)
+
+    def _forward(self, parts: list[Part], pad: int, awaits: Callable[[int], None] | None) -> None:
+        stops = [part.seq.length + part.count for part in parts]
+        total, new = max(stops) + pad, max(part.count for part in parts)
+        pads = [total - stop for stop in stops]
+        cache = self._cache([part.seq for part in parts], pads, total - new)
+        rows = cache.rows
+        rows.begin(new)
+        assert rows.step is not None
+        rows.step.awaits = awaits
+        try:
+            with self._door.aside(), torch.no_grad():
+                self._model(**self._inputs(parts, pads, total - new, cache))
+        finally:
+            rows.abandon()  # nothing, unless it failed: a hook has finished it
+
+    def _cache(self, seqs: list[Sequence], pads: list[int], base: int) -> PagedCache:
+        if self._state is not None and self._state.rows.seqs == seqs:
+            return self._state  # recurrent layers go on in it
+        rows = Rows(self.kv, seqs, pads, base, layers=len(self._plan.placed))
+        rows.trusted = self._door.trusted
+        rows.checked, rows.uneven = True, True
+        cache = PagedCache(rows, self._plan, self._door)
+        cache.close.detach()  # the sequences are somebody else's
+        if self._plan.stateful:
+            self._state = cache
+        return cache
+
+    # ---- inputs
+
+    def _inputs(
+        self, parts: list[Part], pads: list[int], base: int, cache: PagedCache
+    ) -> dict[str, Any]:
+        names, total = self._names, base + cache.rows.new
+        ids = torch.from_numpy(np.zeros((len(parts), total - base), np.int64))
+        for line, (part, pad) in enumerate(zip(parts, pads, strict=True)):
+            known = part.seq.tokens[max(base - pad, 0) : total - pad].astype(np.int64)
+            ids[line, total - base - len(known) :] = torch.from_numpy(known)
+        given = _rows_of(self._given, [part.row for part in parts], self.rows)
+        given[names.ids] = ids.to(self._device)
+        given.update(self._more(parts, pads, base, total))
+        given.update(self._fill.of(_spans(parts)))
+        pair = EncoderDecoderCache(cache, DynamicCache()) if self._paired else cache
+        given["past_key_values"] = pair
+        return given  # type: ignore[no-any-return]
+
+    def _more(
+        self, parts: list[Part], pads: list[int], base: int, total: int
+    ) -> dict[str, torch.Tensor]:
+        """Mask, positions and token types of columns `[base, total)`."""
+        names, mask, positions = self._names, self._mask, self._positions
+        left, found = torch.tensor(pads, device="cpu")[:, None], {}
+        if mask is not None or any(pads):
+            seen = torch.arange(total, device="cpu") >= left
+            found[names.mask] = seen.to(self._device, torch.int64 if mask is None else mask.dtype)
+        if positions is not None:
+            counted = (torch.arange(base, total, device="cpu") - left).clamp_min(0)
+            shape = (*positions.shape[:-2], len(parts), total - base)
+            counted = counted.to(positions.device, positions.dtype)
+            found[names.positions] = counted.expand(shape).contiguous()
+        for name, types in self._types.items():
+            rows = []
+            for part, pad in zip(parts, pads, strict=True):
+                row = types[min(part.row, len(types) - 1), part.pad :]
+                own = row[max(base - pad, 0) : total - pad]
+                rows.append(torch.nn.functional.pad(own, (total - base - len(own), 0)))
+            found[name] = torch.stack(rows)
+        return found
+
+
+def _spans(parts: Items[Part]) -> dict[int, tuple[int, int]]:
+    return {part.row: (part.seq.length, part.seq.length + part.count) for part in parts}
+
+
+def _repeated(types: torch.Tensor, rows: int) -> torch.Tensor:
+    return types.repeat_interleave(max(rows // len(types), 1), 0)
+
+
+def _rows_of(value: Any, rows: list[int], count: int) -> Any:
+    """An argument with some rows of the batch only; tensors that count no rows as they are."""
+    if rows == list(range(count)):
+        return dict(value) if type(value) is dict else value
+    if isinstance(value, torch.Tensor):
+        return value[rows] if value.dim() and value.shape[0] == count else value
+    if isinstance(value, Mapping):
+        found = {key: _rows_of(item, rows, count) for key, item in value.items()}
+        return found if type(value) is dict else type(value)(**found)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        return type(value)([_rows_of(item, rows, count) for item in value])
+    return value
+
+
+CHUNK = 512
+"""Tokens of a row that one nested forward computes where no policy says how many."""
+
+
+class _Coming:
+    """One prefix on its way.
+
+    Attributes:
+        part: Its row.
+        restoration: Brings it.
+        shared: Several rows are of this prompt.
+        front: Tokens that were computed, or there, when the rest was left to come.
+        over: Nothing is waited for any more.
+    """
+
+    def __init__(self, part: Part, restoration: RestoreJob, *, shared: bool) -> None:
+        self.part, self.restoration, self.shared = part, restoration, shared
+        self.front, self.over = part.seq.length, False
+
+    def finish(self, kv: KV, *, ok: bool) -> None:
+        """Ends it; what came counts as reused."""
+        self.restoration.finish(ok=ok)
+        if not self.over:
+            self.over = True
+            came = max(0, self.restoration.tokens - self.front)
+            if not self.restoration.tokens:
+                came = -self.part.seq.reused  # a saved state was of no use, nor was its prefix
+            self.part.seq.reused += came
+            uncount(kv, 0, -came)
+
+
+class Restoring:
+    """The restorations of one batch, until the first forward behind them is over.
+
+    Args:
+        kv: The cache.
+        seqs: One per row; rows of one prompt may share theirs, until `meet` takes them apart.
+        pads: Padding columns of each row.
+        types: Token types of the whole prompts, by name.
+    """
+
+    def __init__(
+        self,
+        kv: KV,
+        seqs: list[Sequence],
+        pads: Items[int],
+        types: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._kv, self._seqs, self._pads, self.types = kv, seqs, list(pads), types
+        rows: dict[int, list[int]] = {}
+        for row, seq in enumerate(seqs):
+            rows.setdefault(id(seq), []).append(row)
+        self._coming: list[_Coming] = []
+        for row, *others in rows.values():
+            if (restoration := RestoreJob.of(seqs[row])) is not None:
+                part = Part(row, seqs[row], pads[row], 0)
+                self._coming.append(_Coming(part, restoration, shared=bool(others)))
+        self._nested: Nested | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._coming)
+
+    @property
+    def cut(self) -> bool:
+        """Whether rows that hold less than was to come can be gone on with."""
+        return self._nested is None or self._nested.cut
+
+    # ---- before the user's forward
+
+    def restore(self, found: AdmittedRows, nested: Nested, fill: Fill) -> AdmittedRows:
+        """As `meet`, for rows whose forward may begin where that ends.
+
+        Returns:
+            The rows, each with a sequence of its own, and the columns that need no computing.
+        """
+        try:
+            self.meet(nested, front=nested.cut)
+            ends = [p + seq.length for p, seq in zip(self._pads, found.seqs, strict=True)]
+            base = fill.cut(min(ends), self._pads)
+            return found._replace(base=base, states=found.states if base == found.base else None)
+        except BaseException:
+            close_all(found.seqs)
+            raise
+
+    def meet(self, nested: Nested, *, front: bool, columns: int = 0) -> None:
+        """Computes prefix chunks while loads arrive, then lets the rest come behind the forward.
+
+        Args:
+            nested: Computes.
+            front: Chunks from the front can be computed; otherwise everything is loaded.
+            columns: Every row has so many in the end, whatever comes.
+        """
+        self._nested, times = nested, nested.rows // len(self._pads)
+        for one in self._coming:  # rows may have been repeated, for beams
+            one.part = one.part._replace(row=one.part.row * times)
+        with suppress(CapacityError):  # what has no room to be computed is not restored
+            while front and (wanted := self._wanted(nested)):
+                nested.compute(wanted, self._pump)
+        for one in self._coming:
+            one.restoration.settle()
+            one.front = one.restoration.front
+        for one in self._coming:
+            if one.shared:  # what is on its way cannot be forked
+                one.finish(self._kv, ok=one.restoration.complete())
+        while short := self._short(columns):
+            nested.compute(short)
+        apart(self._kv, self._seqs)
+
+    def _wanted(self, nested: Nested) -> list[Part]:
+        found = []
+        for one in self._coming:
+            if count := one.restoration.next():
+                part = nested.whole(one.part._replace(count=count))
+                if part.count < part.seq.known - part.seq.length:
+                    found.append(part)
+        return found
+
+    def _short(self, columns: int) -> list[Part]:
+        """What is missing of so many columns, a chunk of each row."""
+        found = []
+        for part, left in ((p, columns - p.pad - p.seq.length) for p in self._parts):
+            if left > 0:
+                found.append(part._replace(count=min(left, CHUNK)))
+        return found
+
+    @property
+    def _parts(self) -> list[Part]:
+        return [one.part for one in self._coming]
+
+    @property
+    def _left(self) -> list[_Coming]:
+        return [one for one in self._coming if not one.over]
+
+    def _pump(self, layer: int) -> None:
+        for one in self._left:
+            one.restoration.pump()
+
+    # ---- behind it
+
+    def wait(self, layer: int) -> bool:
+        """Returns when a layer of all pages is there; True if other pages took the place of some.
+
+        Raises:
+            CapacityError: There is no room to compute what does not come.
+            Late: It cannot be computed either.
+        """
+        mended = False
+        for one in self._left:
+            try:
+                one.restoration.wait(layer)
+            except Late:
+                self._mend(one)
+                one.restoration.wait(layer)
+                mended = True
+        return mended
+
+    def complete(self) -> bool:
+        """Returns when all of it is there, loaded or computed; False if that cannot be."""
+        with suppress(CapacityError):
+            for one in self._left:
+                if not one.restoration.complete():
+                    if self._nested is None:
+                        return False
+                    self._mend(one)
+            return True
+        return False
+
+    def _mend(self, one: _Coming) -> None:
+        """Computes what does not come in a sequence of its own, whose pages then take its place."""
+        nested, seq, end = self._nested, one.part.seq, one.restoration.tokens
+        assert nested is not None
+        twin = self._kv.open(
+            seq.tokens, tenant=seq.owner, salts=seq.salts, limit=end, reuse=nested.cut, wait=False
+        )
+        try:
+            twin.publishable = seq.publishable
+            if twin.restoration is not None:
+                twin.restoration.cancel()
+            one.front += max(0, end - twin.length)
+            while twin.length < end:
+                rest = one.part._replace(seq=twin, count=min(CHUNK, end - twin.length))
+                nested.compute([nested.whole(rest)], self._pump)
+            one.restoration.fill(twin)
+        finally:
+            abort(self._kv, discard(self._kv, [twin]))
+
+    def finish(self, *, ok: bool) -> None:
+        """The forward is over, and was committed or not: what came is kept."""
+        for one in self._coming:
+            one.finish(self._kv, ok=ok)

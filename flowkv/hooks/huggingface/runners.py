@@ -1,0 +1,826 @@
+"""Runs rows of an engine over a Hugging Face model: packed, padded, or one at a time.
+
+Each row has a `PagedCache` of its own, so that whatever the model does with its cache it does as in
+`generate`: recurrent states, chunked attention, positions that it counts itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowkv.cache.kv import KV, Asked, PagedRow, open_row
+from flowkv.cache.sequence import STOPS, Sequence
+from flowkv.cache.step import Step
+from flowkv.core.errors import (
+    CapacityError,
+    ConfigError,
+    FlowKVError,
+    StateError,
+    TokenError,
+    UnsupportedModelError,
+)
+from flowkv.hooks.huggingface.attach import base_model, door_of
+from flowkv.hooks.huggingface.attention import RUNNING, Packing, exact
+from flowkv.hooks.huggingface.cache import PagedCache
+from flowkv.hooks.huggingface.door import ForwardHook
+from flowkv.hooks.huggingface.inputs import MODEL_INPUTS, Prompt, rectangle_inputs
+from flowkv.hooks.huggingface.plan import LayerSpec, ModelPlan, PlacedLayer
+from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
+from flowkv.hooks.huggingface.restore import ReuseWish, admit
+from flowkv.hooks.huggingface.rows import Rows, close_all
+from flowkv.hooks.huggingface.versions import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    PreTrainedModel,
+)
+
+
+class ApartRow(PagedRow):
+    """A row with a cache of its own. While it is suspended, recurrent states stay where they are.
+
+    Args:
+        kv: Where its pages are.
+        cache: Its cache.
+
+    Attributes:
+        cache: Its cache.
+        damaged: A step failed in the middle of recurrent states, which cannot be taken back.
+    """
+
+    def __init__(self, kv: KV, cache: PagedCache) -> None:
+        super().__init__(kv, cache.rows.seqs[0])
+        self.cache, self.damaged = cache, False
+
+    def close(self, stop: str = "") -> None:
+        """See `Sequence.close`; recurrent states are kept for prompts that go on."""
+        if stop:
+            self.seq.stop = STOPS[stop]
+        self.cache.close()
+
+
+class SequentialRunner:
+    """Runs rows one by one, see `engine.runner.Runner`.
+
+    Args:
+        model: The model.
+        kv: The cache that it is attached to.
+        door: Its door; held by the model's hooks.
+    """
+
+    together = False
+
+    def __init__(self, model: Any, kv: KV, door: ForwardHook) -> None:
+        self._model, self._kv, self._door = model, kv, door
+
+    def open(self, request: Asked, tokens: NDArray[np.uint32], *, wait: bool) -> ApartRow:
+        """See `engine.runner.Runner.open`. Rows with recurrent states always wait."""
+        door, kv = self._door, self._kv
+        door.refresh()
+        plan = door.plan
+        care = {"session": request.session, "lease": request.lease, "retain": request.retain}
+        care = {name: value for name, value in care.items() if value not in (None, "", ())}
+        most = len(tokens) - 1 if door.continues else 0
+        wish = ReuseWish(most, request.tenant, plan.stateful, care=care, wait=wait or plan.stateful)
+        found = admit(kv, [Prompt(np.asarray(tokens), 0, list(request.salts))], wish)
+        try:
+            (seq,) = found.seqs
+            rows = Rows(kv, found.seqs, [0], seq.length, layers=len(plan.placed))
+            rows.trusted, rows.switch, rows.prefilling = door.trusted, door.identity.switch, False
+            cache = PagedCache(rows, plan, door)
+        except BaseException:
+            close_all(found.seqs)
+            raise
+        cache.tenant, cache.care = request.tenant, care
+        known = found.states
+        if known is not None and (cache.recurrent is None or not cache.recurrent.restore(known)):
+            cache.close()
+            raise StateError(
+                "a saved state does not fit the model", "Call kv.invalidate(), then try again"
+            )
+        return ApartRow(kv, cache)
+
+    def step(self, rows: Items[Any], tokens: Items[NDArray[np.uint32]]) -> torch.Tensor:
+        """See `engine.runner.Runner.step`; exactly one row.
+
+        Raises:
+            StateError: The row failed before in the middle of its recurrent states.
+        """
+        ((row, fresh),) = zip(rows, tokens, strict=True)
+        if row.damaged:
+            raise StateError(
+                "a step of this row failed in the middle of its recurrent states",
+                "Submit its request again",
+            )
+        model, cache, own = self._model, row.cache, row.cache.rows
+        own.alive()
+        if own.base != row.seq.length:
+            own.rebase(row.seq.length)  # what was on its way is there
+        if model.training:
+            own.go_blind()
+        device = model.get_input_embeddings().weight.device
+        ids = torch.from_numpy(np.asarray(fresh, np.int64))[None]
+        given = rectangle_inputs(self._door.names, ids, own.base, own.pads, device)
+        own.begin(ids.shape[1])
+        try:
+            own.note(ids, None)
+            with self._door.aside(), torch.no_grad(), exact(device):
+                logits: torch.Tensor = model(past_key_values=cache, **given).logits[:, -1]
+        except BaseException:
+            row.damaged = cache.recurrent is not None
+            raise
+        finally:
+            own.abandon()  # nothing, unless it failed: a hook has finished it
+        return logits
+
+
+# Runs rows beside each other in left-padded rectangles, for models whose rows cannot be packed.
+#
+# The padding is virtual: pages hold no column of it, the model is shown a mask and, where it takes
+# them, each row's own positions. Rows that are given equally many tokens share a rectangle, so that
+# all that decode run together, and chunks of prompts run beside none or their equals.
+
+
+class Rectangle(PagedCache):
+    """The cache of some rows for one forward, which is over when those beside it are, too."""
+
+    def finish(self) -> None:
+        """Waits for the others: a step of the engine happens for all of its rows or for none."""
+
+
+class PaddedRunner:
+    """Runs rows in rectangles, see `engine.runner.Runner`.
+
+    Args:
+        model: The model, without recurrent layers.
+        kv: The cache that it is attached to.
+        door: Its door; held by the model's hooks.
+    """
+
+    together = True
+
+    def __init__(self, model: Any, kv: KV, door: ForwardHook) -> None:
+        self._model, self._kv, self._door = model, kv, door
+
+    def open(self, request: Asked, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
+        """See `engine.runner.Runner.open`."""
+        self._door.refresh()
+        return open_row(self._kv, request, tokens, wait=wait)
+
+    def step(self, rows: Items[Any], tokens: Items[Any]) -> torch.Tensor:
+        """See `engine.runner.Runner.step`."""
+        given = [np.asarray(fresh, np.uint32) for fresh in tokens]
+        return self.run([row.seq for row in rows], given)
+
+    def run(self, seqs: Items[Sequence], tokens: Items[NDArray[np.uint32]]) -> torch.Tensor:
+        """Runs the model over the next tokens of some sequences.
+
+        Args:
+            seqs: Sequences in no step.
+            tokens: The next ids of each, one at least.
+
+        Returns:
+            `[B, V]`: logits behind the last of them.
+        """
+        groups: dict[int, list[int]] = {}
+        for row, fresh in enumerate(tokens):
+            groups.setdefault(len(fresh), []).append(row)
+        caches: list[Rectangle] = []
+        found: list[torch.Tensor | None] = [None] * len(seqs)
+        try:
+            for new, some in groups.items():  # what does not fit is known before anything runs
+                cache = self._rectangle([seqs[row] for row in some], new)
+                caches.append(cache)
+                cache.rows.begin(new)
+                assert cache.rows.step is not None
+                cache.rows.step.give(np.concatenate([tokens[row] for row in some]))
+            for cache, some in zip(caches, groups.values(), strict=True):
+                fresh = np.stack([tokens[row] for row in some]).astype(np.int64)
+                ids = torch.from_numpy(fresh)
+                for row, logits in zip(some, self._forward(cache, ids), strict=True):
+                    found[row] = logits
+            for cache in caches:
+                assert cache.rows.step is not None
+                cache.rows.step.check()  # of none, if one of them left something out
+            for cache in caches:
+                cache.rows.finish()
+        finally:
+            for cache in caches:
+                cache.rows.abandon()  # nothing, unless something failed
+        return torch.stack([logits for logits in found if logits is not None])
+
+    def _rectangle(self, seqs: list[Sequence], new: int) -> Rectangle:
+        door, plan = self._door, self._door.plan
+        lengths = [seq.length for seq in seqs]
+        base = max(lengths)
+        rows = Rows(
+            self._kv,
+            seqs,
+            [base - length for length in lengths],
+            base,
+            layers=len(plan.placed),
+            trusted=door.trusted,
+        )
+        rows.switch, rows.by_column = door.identity.switch, False
+        if self._model.training:
+            rows.go_blind()
+        cache = Rectangle(rows, plan, door)
+        cache.close.detach()  # the sequences are somebody else's
+        return cache
+
+    def _forward(self, cache: Rectangle, ids: torch.Tensor) -> torch.Tensor:
+        rows, device = cache.rows, self._model.get_input_embeddings().weight.device
+        given = rectangle_inputs(self._door.names, ids, rows.base, rows.pads, device)
+        with self._door.aside(), torch.no_grad(), exact(device):
+            logits: torch.Tensor = self._model(past_key_values=cache, **given).logits[:, -1]
+        return logits
+
+
+# Runs an unmodified model over packed rows: one forward for rows of any lengths, no padding.
+#
+# The cache that the model is given holds nothing. Its layers hand new keys and values to the step
+# that is under way, and look to the model like layers without a past; where each token stands, it
+# is told by its position. Whether a model can be run so is not looked up but tried (`trial`).
+
+
+class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One attention layer of a packed forward.
+
+    Args:
+        placed: Where its pages are.
+        spec: What it keeps.
+    """
+
+    is_compileable, is_croppable, supports_early_init = False, False, False
+
+    def __init__(self, placed: PlacedLayer, spec: LayerSpec) -> None:
+        super().__init__()
+        self.placed, self.is_initialized = placed, True
+        self.window = spec.window if spec.kind == "sliding" else None
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether it has a window."""
+        return self.window is not None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: it keeps nothing."""
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes new tokens into the pages of their rows.
+
+        Args:
+            key_states: `[1, Hk, N, D]`.
+            value_states: `[1, Hk, N, Dv]`.
+            *args: Ignored, as by the native layer.
+            **kwargs: Likewise.
+
+        Returns:
+            The same tensors: by them, attention knows the layer.
+
+        Raises:
+            StateError: No packed forward is under way.
+        """
+        packing = RUNNING.get()
+        if packing is None:
+            raise StateError("this cache belongs to a forward that is over", "Make another one")
+        packing.write(self.placed, self.window, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """0: what came before differs from row to row."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns of the mask, first of them), as without a past."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """The window, or -1."""
+        return -1 if self.window is None else self.window
+
+
+class PackedForward:
+    """Runs a model in a step, see `engine.runner.Forward`.
+
+    Args:
+        model: The model.
+        door: Its door; held by the model's hooks.
+        by_index: The model computes logits at given places only.
+    """
+
+    def __init__(self, model: Any, door: ForwardHook, *, by_index: bool) -> None:
+        self._model, self._door, self._by_index = model, door, by_index
+        self._plan: ModelPlan | None = None
+        self._cache: Any = None
+
+    def __call__(self, step: Step, last: torch.Tensor) -> torch.Tensor:
+        """Logits behind some tokens of a step.
+
+        Args:
+            step: The step, with its token ids.
+            last: int64 `[B]`: places in its tokens.
+
+        Returns:
+            `[B, V]`.
+
+        Raises:
+            StateError: The model has moved to another dtype or device since the rows were opened.
+            Unpackable: Its rows would mix.
+        """
+        assert step.tokens is not None
+        door, model = self._door, self._model
+        device = model.get_input_embeddings().weight.device
+        names = door.names
+        last = last.to(device)
+        given = {
+            names.ids: step.tokens.to(device),
+            names.positions: step.positions.to(device),
+            "past_key_values": self._fresh(step),
+            "use_cache": True,
+        }
+        if self._by_index:
+            given["logits_to_keep"] = last
+        running = RUNNING.set(Packing(step))
+        try:
+            with door.aside(), exact(device):
+                logits = model(**given).logits[0]
+        finally:
+            RUNNING.reset(running)
+        # Asked late: on a GPU the forward still runs, and what changed meanwhile is noticed.
+        if model.training or (step.fills and not door.identity.same(model)):
+            for seq in step.seqs:
+                seq.publishable = False
+        found: torch.Tensor = logits if self._by_index else logits[last]
+        return found
+
+    def _fresh(self, step: Step) -> Any:
+        """The cache to give to the model, which keeps nothing between two forwards."""
+        plan = self._door.plan
+        if plan is not self._plan:
+            if plan.geometry.groups != step.groups:
+                raise StateError(
+                    "the model has moved to another dtype or device since these rows were opened",
+                    "Submit their requests again",
+                )
+            self._plan, self._cache = plan, _cache(plan)
+        return self._cache
+
+
+def _cache(plan: ModelPlan) -> Any:
+    cache = object.__new__(DynamicCache)  # models ask for one
+    layers = [
+        PackedLayer(plan.placed[index], spec) if index in plan.placed else spec.make()
+        for index, spec in enumerate(plan.specs)
+    ]
+    Cache.__init__(cache, layers=layers)
+    return cache
+
+
+# Which way rows of a model can run together is tried on a few tokens, not looked up.
+
+Run = Callable[[list[Sequence], list[NDArray[np.uint32]]], torch.Tensor]
+"""Runs the next tokens of some sequences; returns the logits behind the last of each."""
+
+TRIED = (7, 3, 0), (1, 6, 4), (2, 2, 1), (1, 1, 1)
+"""Tokens of three rows in the steps of a trial: prompts cut anywhere, beside each other and beside
+single tokens. Of fewer rows where the cache never has more."""
+
+
+class Way(NamedTuple):
+    """How rows of a model are run.
+
+    Attributes:
+        forward: Over packed rows; None if they cannot be packed.
+        runner: Otherwise: beside each other, or each by itself.
+        reason: Why they cannot be packed; "" if they can.
+    """
+
+    forward: PackedForward | None
+    runner: PaddedRunner | SequentialRunner
+    reason: str
+
+
+def choose_way(model: Any, kv: KV, door: ForwardHook) -> Way:
+    """The fastest way in which rows that run together answer as each does alone.
+
+    Args:
+        model: The model.
+        kv: The cache that it is attached to.
+        door: Its door.
+
+    Raises:
+        CapacityError: The cache has no room to try it, which says nothing about the model.
+    """
+    beside = PaddedRunner(model, kv, door)
+    reason = _unpackable(door)
+    if not reason:
+        for by_index in (True, False):
+            if by_index and "logits_to_keep" not in door.names.parameters:
+                continue
+            forward = PackedForward(model, door, by_index=by_index)
+            reason = _try(model, kv, door, _packed(kv, forward))
+            if not reason:
+                return Way(forward, beside, "")
+    fits = not _lone(door) and not _try(model, kv, door, beside.run)
+    return Way(None, beside if fits else SequentialRunner(model, kv, door), reason)
+
+
+def _lone(door: ForwardHook) -> str:
+    """Why rows cannot even run beside each other."""
+    if door.plan.stateful:
+        return "layers keep a recurrent state"
+    if any(spec.kind == "chunked" for spec in door.plan.specs):
+        return "attention is chunked"
+    if door.names.mask not in door.names.parameters:
+        return "the model takes no mask"
+    return ""
+
+
+def _unpackable(door: ForwardHook) -> str:
+    names, plan = door.names, door.plan
+    if names.positions not in names.parameters:
+        return "the model takes no position of each token"
+    if not all(placed.in_pages for placed in plan.placed.values()):
+        return door.switch.reason or "the model computes with keys and values itself"
+    alone = _lone(door)
+    return alone if plan.stateful or "chunked" in alone else ""
+
+
+def _packed(kv: KV, forward: PackedForward) -> Run:
+    def run(seqs: list[Sequence], tokens: list[NDArray[np.uint32]]) -> torch.Tensor:
+        with kv.step(seqs, tokens) as step:
+            return forward(step, torch.from_numpy(step.counts.cumsum() - 1))
+
+    return run
+
+
+def _try(model: Any, kv: KV, door: ForwardHook, run: Run) -> str:
+    """Why rows cannot be run so; "" if they can."""
+    try:
+        with quiet(model):
+            if _agrees(model, kv, door, run):
+                return ""
+        return "rows that run together do not answer as each does alone"
+    except CapacityError as error:
+        raise CapacityError(
+            f"how rows of the model run together cannot be tried: {error.problem}", error.remedy
+        ) from error
+    except FlowKVError as error:
+        return error.problem
+    except Exception as error:  # whatever a model raises: it cannot be run so
+        return f"it does not run over rows together ({type(error).__name__}: {error})"
+
+
+def _agrees(model: Any, kv: KV, door: ForwardHook, run: Run) -> bool:
+    ends = [sum(counts) for counts in zip(*TRIED, strict=True)][: kv.config.max_rows]
+    texts = ordinary_tokens(model, door.names, sum(ends))[0].split(ends)
+    ids = [text.cpu().numpy().astype(np.uint32) for text in texts]
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    seqs: list[Sequence] = []
+    try:
+        for text in ids:
+            seqs.append(kv.open(text, reuse=False))
+            seqs[-1].publishable = False
+        for counts in TRIED:
+            rows = [row for row, count in enumerate(counts[: len(seqs)]) if count]
+            parts = [ids[row][seqs[row].length :][: counts[row]] for row in rows]
+            for row, logits in zip(rows, run([seqs[row] for row in rows], parts), strict=True):
+                found[row].append(logits.detach().float())
+    finally:
+        for seq in seqs:
+            seq.close()
+    wanted = _alone(model, door, texts)
+    return all(
+        close(torch.stack(answers)[None], own, model.dtype)
+        for answers, own in zip(found, wanted, strict=True)
+    )
+
+
+def _alone(model: Any, door: ForwardHook, texts: Items[torch.Tensor]) -> list[torch.Tensor]:
+    """What the model answers without a cache, at the ends of the parts of each text."""
+    names, found = door.names, []
+    for row, text in enumerate(texts):
+        given = {names.ids: text[None]}
+        if names.positions in names.parameters:
+            # As `generate` gives them: some models would not count from 0 by themselves.
+            given[names.positions] = torch.arange(len(text), device=text.device)[None]
+        with door.aside():
+            logits = model(**given, use_cache=False).logits.detach().float()
+        ends = torch.tensor([counts[row] for counts in TRIED if counts[row]], device="cpu").cumsum(
+            0
+        )
+        found.append(logits[:, ends.to(logits.device) - 1])
+    return found
+
+
+# What an engine needs to know about a Hugging Face model before it serves it.
+
+_CHOICES = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict"})
+"""Arguments of a model that generation knows as options of its own."""
+
+
+class Parts(NamedTuple):
+    """How an engine runs a model.
+
+    Attributes:
+        model: The model itself; of an adapter-wrapped one, its base.
+        forward: Runs it over packed rows, for `engine.runner.PackedRunner`; None if that cannot be.
+        apart: Runs them otherwise, an `engine.runner.Runner`: beside each other, or one by one.
+        reason: Why they cannot be packed; "" if they can.
+        positions: Most tokens of a request, prompt and answer; None if the model names no bound.
+        vocabulary: Token ids are below this.
+        refresh: To be called before rows are opened: notices that the model has changed.
+        check: Refuses token ids with options, where they do not say what is to be gone on with.
+    """
+
+    model: Any
+    forward: PackedForward | None
+    apart: PaddedRunner | SequentialRunner
+    reason: str
+    positions: int | None
+    vocabulary: int
+    refresh: Callable[[], None]
+    check: Callable[[NDArray[np.uint32], Mapping[str, Any]], None]
+
+
+def make_runner_parts(model: Any, kv: KV) -> Parts:
+    """What an engine needs to know about an attached model. Runs it over a few tokens.
+
+    Args:
+        model: The model, as it was given to `flowkv.attach`.
+        kv: What that returned.
+
+    Raises:
+        CapacityError: The cache has no room to try how rows run together.
+        ConfigError: It is not attached to this cache.
+        UnsupportedModelError: Token ids alone do not say what it is to go on with.
+    """
+    model = base_model(model)
+    door = door_of(model)
+    if door is None or door.kv is not kv or not door.hung:
+        raise ConfigError(
+            f"this {type(model).__name__} is not attached to this cache",
+            "Attach it: kv = flowkv.attach(model, ...), and see what flowkv.verify(model) says",
+        )
+    if door.names.encoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} answers to an encoder's input, not to token ids alone",
+            "Call its generate",
+        )
+    door.refresh()
+    if door.identity.compiled:
+        raise UnsupportedModelError(
+            "parts of the model are compiled", "Serve the model that torch.compile was given"
+        )
+    way = choose_way(model, kv, door)
+    return Parts(
+        model,
+        way.forward,
+        way.runner,
+        way.reason,
+        _positions(door, model),
+        int(model.config.get_text_config(decoder=True).vocab_size),
+        door.refresh,
+        partial(_check, door),
+    )
+
+
+def _positions(door: ForwardHook, model: Any) -> int | None:
+    """Positions that a row may have; those of all rows are encoded alike up to there."""
+    text = model.config.get_text_config(decoder=True)
+    trained = getattr(text, "max_position_embeddings", None)
+    switch = door.identity.switch
+    bounds = [int(trained)] if trained else []
+    return min([*bounds, *([] if switch is None else [switch - 1])], default=None)
+
+
+def _check(door: ForwardHook, tokens: NDArray[np.uint32], options: Mapping[str, Any]) -> None:
+    """Refuses what token ids do not say everything about.
+
+    Raises:
+        TokenError: A token stands for an image, audio, or the like.
+        UnsupportedModelError: A request has inputs of the model beside token ids.
+    """
+    for name, token in door.names.placeholders.items():
+        if (tokens == token).any():
+            raise TokenError(
+                f"the prompt holds token {token} ({name}), which stands for more than itself",
+                "Call generate for prompts with images, audio or video",
+            )
+    inputs = (MODEL_INPUTS | frozenset(door.names.parameters)) - _CHOICES
+    more = sorted(inputs & options.keys())
+    if more:
+        raise UnsupportedModelError(
+            f"a request has inputs beside token ids: {', '.join(more)}", "Call generate for it"
+        )
+
+
+# Sampling by transformers itself: the model's own processors and criteria, one set a request.
+#
+# A request's options mean what they mean to `model.generate`, defaults of the model's generation
+# config included, and are read by the same code. What is drawn is what `generate` draws for that
+# prompt alone after `torch.manual_seed(seed)`.
+
+_LENGTHS = ("max_length", "max_new_tokens")
+_APART = (  # arguments of `generate` that are no part of a generation config
+    "logits_processor",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+    "tokenizer",
+)
+_UNSERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(  # option: values that change nothing
+    {
+        "guidance_scale": (None, 1, 1.0),  # runs the model a second time
+        "num_return_sequences": (None, 1),
+        "token_healing": (None, False),  # rewrites the prompt
+    }
+)
+
+
+class GeneratedChoice:
+    """A request's processors and criteria, and the text that they look at.
+
+    Args:
+        prompt: Its tokens.
+        limit: Most new tokens.
+        processors: See `LogitsProcessorList`.
+        criteria: Stopping criteria beside lengths and end tokens.
+        stops: End tokens.
+        seed: None if nothing is drawn.
+        device: Where the processors work.
+    """
+
+    def __init__(
+        self,
+        prompt: NDArray[np.uint32],
+        limit: int,
+        processors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+        criteria: Callable[[torch.Tensor, None], torch.Tensor] | None,
+        stops: frozenset[int],
+        seed: int | None,
+        device: torch.device,
+    ) -> None:
+        self.greedy = processors is None and seed is None
+        self._processors, self._criteria, self._stops = processors, criteria, stops
+        self._prompt, self._limit, self._seed, self._device = prompt, limit, seed, device
+        self._ids: torch.Tensor | None = None
+        self._length = prompt.size
+        self._draws: torch.Generator | None = None
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """See `flowkv.engine.sampling.Choice.choose`."""
+        scores = logits[None].to(self._device, torch.float32, copy=True)
+        if self._processors is not None:
+            scores = self._processors(self._text(), scores)
+        if self._seed is None:
+            return int(scores.argmax(dim=-1))
+        if self._draws is None:
+            self._draws = torch.Generator(self._device).manual_seed(self._seed)
+        return int(torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws))
+
+    def take(self, token: int) -> bool:
+        """See `flowkv.engine.sampling.Choice.take`."""
+        if self._processors is not None or self._criteria is not None:
+            self._text()
+            assert self._ids is not None
+            self._ids[0, self._length] = token
+        self._length += 1
+        if token in self._stops:
+            return True
+        return self._criteria is not None and bool(self._criteria(self._text(), None).all())
+
+    def _text(self) -> torch.Tensor:
+        """`[1, S]`: the prompt and what was made of it."""
+        if self._ids is None:
+            self._ids = torch.empty(
+                (1, self._prompt.size + self._limit), dtype=torch.int64, device=self._device
+            )
+            self._ids[0, : self._prompt.size] = torch.from_numpy(self._prompt.astype(np.int64))
+        return self._ids[:, : self._length]
+
+
+class GenerateSampler:
+    """Choices as `generate` of a model makes them.
+
+    Args:
+        model: The model.
+        options: Defaults of every request, over those of the model's generation config.
+
+    Raises:
+        ConfigError: See `start`.
+        UnsupportedModelError: The model encodes one text and decodes another.
+    """
+
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                "prompts of an encoder-decoder are not what it continues", "Use model.generate"
+            )
+        self._model, self._defaults = model, options
+        self.read(np.zeros(1, np.uint32), 1, {}, 0)
+
+    def start(self, request: Any, prompt: NDArray[np.uint32], seed: int) -> GeneratedChoice:
+        """See `flowkv.engine.sampling.Sampler.start`."""
+        return self.read(prompt, request.max_new_tokens, request.options, seed)
+
+    def read(
+        self, prompt: NDArray[np.uint32], limit: int, options: Mapping[str, Any], seed: int
+    ) -> GeneratedChoice:
+        """Reads options as `generate(prompt, max_new_tokens=limit, **options)` would.
+
+        Args:
+            prompt: Token ids.
+            limit: Most new tokens.
+            options: Of one request.
+            seed: Of its draws.
+
+        Raises:
+            ConfigError: An option is unknown, out of range or not served by an engine.
+        """
+        options = {**self._defaults, **options}
+        if given := [name for name in _LENGTHS if options.get(name) is not None]:
+            raise ConfigError(f"{given[0]} among the options", "Pass Request(max_new_tokens=...)")
+        apart = {name: options.pop(name, None) for name in _APART}
+        try:
+            return self._read(prompt, limit, options, apart, seed)
+        except (TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"these options make no processors: {str(error).rstrip('.')}",
+                "See GenerationConfig of transformers",
+            ) from error
+
+    def _read(
+        self,
+        prompt: NDArray[np.uint32],
+        limit: int,
+        options: dict[str, Any],
+        apart: dict[str, Any],
+        seed: int,
+    ) -> GeneratedChoice:
+        model, device = self._model, self._model.device
+        config, unknown = model._prepare_generation_config(
+            options.pop("generation_config", None), **options
+        )
+        _refuse(config, unknown)
+        model._prepare_special_tokens(config, True, device=device, batch_size=1)
+        config.max_new_tokens, config.max_length = limit, prompt.size + limit
+        if config.min_new_tokens is not None:
+            config.min_length = prompt.size + config.min_new_tokens
+        ids = torch.from_numpy(prompt.astype(np.int64))[None].to(device)
+        processors = model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=prompt.size,
+            encoder_input_ids=ids,
+            prefix_allowed_tokens_fn=apart["prefix_allowed_tokens_fn"],
+            logits_processor=apart["logits_processor"] or [],
+            device=device,
+            model_kwargs={},
+        )
+        criteria = model._get_stopping_criteria(
+            generation_config=config,
+            stopping_criteria=apart["stopping_criteria"] or [],
+            tokenizer=apart["tokenizer"],
+        )
+        stops = frozenset[int]()
+        for ends in [each for each in criteria if type(each) is EosTokenCriteria]:
+            stops |= set(ends.eos_token_id.tolist())
+            criteria.remove(ends)
+        for most in [each for each in criteria if type(each) is MaxLengthCriteria]:
+            if most.max_length >= config.max_length:  # the engine counts those itself
+                criteria.remove(most)
+        drawn = seed if config.do_sample else None
+        return GeneratedChoice(
+            prompt, limit, processors or None, criteria or None, stops, drawn, device
+        )
+
+
+def _refuse(config: Any, unknown: Mapping[str, Any]) -> None:
+    if unknown:
+        raise ConfigError(
+            f"an engine does not know the options {', '.join(sorted(unknown))}",
+            "Leave them out, or use model.generate",
+        )
+    mode = str(getattr(config.get_generation_mode(), "value", ""))
+    if mode not in ("greedy_search", "sample"):
+        raise ConfigError(
+            f"an engine does not do {mode.replace('_', ' ')}", "Use model.generate for it"
+        )
+    for name, plain in _UNSERVED.items():
+        if getattr(config, name, None) not in plain:
+            raise ConfigError(f"an engine does not do {name}", "Use model.generate for it")

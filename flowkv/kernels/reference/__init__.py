@@ -1,1 +1,0 @@
-"""The oracle in torch: every operation, plain and slow, that the others are held to."""

@@ -1,0 +1,1012 @@
+"""The hazard model and its chains, compiled: features, learning, ends of chains.
+
+Every feature is one of a few buckets, so that nothing has to be scaled, nothing can be NaN and a
+weight says what it means. Lengths go by octaves or half octaves, since what matters is the factor.
+
+`pace` is the moving average of log2 of the gaps between the turns of a conversation, in seconds;
+there is one for all gaps and one per reason for which the turn before had ended: a tool answers in
+another time than a person. `spread` is the moving average of how far a gap lay from the pace.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from flowkv.policy.order import compiled
+from flowkv.policy.order.compiled import (
+    BLOCKED,
+    CLASS_WORTH,
+    CLOCK,
+    COUNT,
+    DEAD,
+    DEFAULT_RANK,
+    DIGEST,
+    DUES,
+    EXPIRED,
+    FIRST_CLASS,
+    MODE,
+    NEVER,
+    ORDER,
+    QUEUED_CLASS,
+    RANKED,
+    SLOT_MASK,
+    Array,
+    change_pins,
+    choose,
+    class_of,
+    drop,
+    expire,
+    fold,
+    inner,
+    kernel,
+    log2,
+    opener,
+    order_on,
+    parent_of,
+    put,
+    reorder,
+    room_for,
+    words,
+)
+
+SIZES = {
+    "stop, turn": 32,
+    "blocks": 32,
+    "output": 32,
+    "stop, its pace": 104,
+    "blocks of a first turn that were known": 32,
+    "stop, output": 128,
+    "pace, spread": 288,
+    "blocks, output": 324,
+    "new blocks, output": 324,
+    "turn, blocks": 144,
+    "blocks, new blocks": 324,
+    "turn, output": 144,
+    "stop, gap": 64,
+    "turn, share that was known": 27,
+}
+"""Buckets of each feature, in the order of `describe`."""
+
+FEATURES = len(SIZES)
+BUCKETS = sum(SIZES.values())
+STARTS = np.concatenate(([0], np.cumsum(list(SIZES.values()))[:-1])).astype(np.int64)
+
+TIP = np.dtype(
+    [
+        ("time", np.int64),  # of the access
+        ("eta", np.int64),  # median time of the return by a hint, -1 for none
+        ("told", np.int64),  # when that hint came
+        ("slot", np.int32),  # its deepest block so far
+        ("low", np.int32),  # its deepest block that may be resident
+        ("blocks", np.int32),  # of the whole request
+        ("known", np.int32),  # leading blocks that were known when it came
+        ("seen", np.int32),  # blocks named so far
+        ("turn", np.int32),
+        ("output", np.int32),  # tokens; -1: not complete
+        ("bin", np.int32),  # age bin that its index was computed in; -1: none
+        ("stop", np.int8),
+        ("done", np.int8),  # 1: it returned
+    ]
+)
+
+# Columns of the traits; a pace for each reason to stop comes last.
+GAP, PACE, SPREAD, INDEX, SIGMA, STOP_PACE = 0, 1, 2, 3, 4, 5
+TRAITS = 9
+NO_PACE = -1e9  # also: no gap, at a first turn
+
+
+@inner
+def octave(x: int) -> int:
+    """0 for x < 1, else 1 + floor(log2 x), at most 17."""
+    n = 0
+    while x >= 1 and n < 17:
+        x >>= 1
+        n += 1
+    return n
+
+
+@inner
+def half_octave(x: int) -> int:
+    """0 for x < 1, else 1 + floor(2 log2 x), at most 31."""
+    n = 0
+    top = x
+    while top > 1:
+        top >>= 1
+        n += 1
+    if x < 1:
+        return 0
+    return min(31, 1 + 2 * n + (x >= 1.4142135623730951 * (1 << n)))
+
+
+@inner
+def clip(x: float, low: int, high: int) -> int:
+    """The whole number below, within limits; NaN is the lower one."""
+    if not x > low:
+        return low
+    return high if x >= high else int(np.floor(x))
+
+
+@inner
+def pace_of(x: float, fine: float, most: int) -> int:
+    """0 for no pace yet, else a bucket of log2 seconds, from 1/16 s on."""
+    return 0 if x == NO_PACE else 1 + clip((x + 4.0) * fine, 0, most - 1)
+
+
+@inner
+def describe(tips: Array, traits: Array, rows: Array, t: int) -> None:
+    """Writes which weights speak for tip `t`: one row number per feature."""
+    tip = tips[t]
+    n, g, stop = tip.blocks, tip.known, tip.stop & 3
+    new, out = max(n - g, 0) + 1, tip.output + 1
+    turn = min(tip.turn, 7)
+    gap = 0
+    if traits[t, GAP] != NO_PACE:
+        gap = 2 + clip((traits[t, GAP] + 1.0) / 0.75, -1, 13)
+    length, output = half_octave(n), half_octave(out)
+    n1, o1, w1 = octave(n), octave(out), octave(new)
+    row = rows[t]
+    row[0] = stop * 8 + turn
+    row[1] = length
+    row[2] = output
+    row[3] = stop * 26 + pace_of(traits[t, STOP_PACE + stop], 1.5, 25)
+    row[4] = half_octave(g + 1) if turn == 0 else 0
+    row[5] = stop * 32 + output
+    row[6] = pace_of(traits[t, PACE], 1.0, 17) * 16 + clip(4.0 * traits[t, SPREAD], 0, 15)
+    row[7] = n1 * 18 + o1
+    row[8] = w1 * 18 + o1
+    row[9] = turn * 18 + n1
+    row[10] = n1 * 18 + w1
+    row[11] = turn * 18 + o1
+    row[12] = stop * 16 + gap
+    row[13] = 9 * min(turn, 2) + 8 * min(g, n) // max(n, 1)
+    for f in range(FEATURES):
+        row[f] += STARTS[f]
+
+
+@kernel
+def describe_all(tips: Array, traits: Array, rows: Array) -> None:
+    """`describe`, for all tips."""
+    for t in range(len(tips)):
+        describe(tips, traits, rows, t)
+
+
+# When does it return? A logistic hazard per age bin, learned online, and the index made of it.
+#
+# *Hazard.* Age, the time since a chain was used, is cut into bins that grow by a factor of 1.5. The
+# hazard of bin i is the probability that a chain that has not returned by its beginning does so
+# within it:
+#
+#     logit hazard_i = base_i + sum over features f of weight[row_f](age of bin i).
+#
+# A weight is a function of age: a line through its values at nine *knots*, over the logarithm of
+# age. So neighbouring bins learn from each other, and "long output" may mean late without meaning
+# never. Every return and every bin survived is one step of AdaGrad (Duchi et al., JMLR 2011).
+#
+# *Index.* A chain is worth its room as long as the best chance of a return per second of room is
+# high (Gittins, JRSS B 1979): the largest, over all horizons h, of
+#
+#     P(return within h) / E[time until the return or h, whichever is first],
+#
+# from its present age on. The unit is 1/s. It rises as well as falls with age: a chain whose tool
+# takes ten seconds is worth more after eight seconds than after one.
+#
+# All arithmetic is + - * / and comparisons, which IEEE 754 rounds alike on every machine.
+
+BINS = 40
+FIRST_S, RATIO = 0.5, 1.37
+EDGES = np.array([0.0] + [FIRST_S * RATIO**i for i in range(BINS - 1)])
+EDGES_NS = np.round(EDGES * 1e9).astype(np.int64)
+WIDTHS = np.append(np.diff(EDGES), EDGES[-1] * (RATIO - 1.0))
+KNOTS_S = (1.0, 3.0, 6.0, 12.0, 24.0, 48.0, 100.0, 400.0, 1600.0)
+KNOTS = len(KNOTS_S)
+
+
+def _between_knots() -> tuple[Array, Array]:
+    """For each bin: the knot before its middle, and how far it lies towards the next."""
+    middles = np.sqrt(np.maximum(EDGES, FIRST_S / 2) * (EDGES + WIDTHS))
+    at = np.interp(np.log(middles), np.log(KNOTS_S), np.arange(KNOTS, dtype=float))
+    before = np.minimum(at.astype(np.int64), KNOTS - 2)
+    return before, np.round((at - before) * 4096) / 4096  # rounded: no libm in any weight
+
+
+BEFORE, BEYOND = _between_knots()
+
+# A model is one row: (value, sum of squared steps) of each weight and base, then the reach. There
+# may be two, what is learned here and what was brought: both learn on, and the better one speaks.
+RATE, BASE_RATE, EASE = 0.14, 0.3, 0.5
+FIRST_BASE = -2.0
+WEIGHT_LIMIT, BASE_LIMIT, LOGIT_LIMIT = 8.0, 16.0, 18.0
+BASES = 2 * BUCKETS * KNOTS
+REACH = BASES + 2 * BINS
+REACHES = 8
+LOSS = REACH + REACHES  # bits lost by its predictions, halving every 700 events or so
+PROOF = 6.0  # bits by which a model that was brought must be the better one
+MODEL_SIZE = LOSS + 1
+FORGET = 0.999
+
+LN2 = 0.6931471805599453
+EXP = tuple(1.0 / math.factorial(k) for k in range(10, -1, -1))
+MOST_INDEX = 1e6
+CERTAIN = 1.0 - 1e-9  # more than rounding can add to a ratio
+
+
+def fresh_model() -> Array:
+    """A model that has seen nothing."""
+    model = np.zeros((1, MODEL_SIZE))
+    model[0, BASES:REACH:2] = FIRST_BASE
+    model[0, BASES + 1 : REACH : 2] = 1.0
+    model[0, REACH] = 1.0
+    return model
+
+
+@inner
+def decay(x: float) -> float:
+    """e^-x for x >= 0, to 1e-12, from correctly rounded operations only."""
+    if not x < 40.0:
+        return 0.0
+    whole = int(x / LN2 + 0.5)
+    y = whole * LN2 - x
+    e = 0.0
+    for c in EXP:
+        e = e * y + c
+    return e / (1 << whole)
+
+
+@inner
+def logistic(x: float) -> float:
+    """1 / (1 + e^-x), never closer to 0 or 1 than 1.5e-8; of NaN, 1.5e-8."""
+    if not x > -LOGIT_LIMIT:
+        x = -LOGIT_LIMIT
+    if x >= 0.0:
+        return float(1.0 / (1.0 + decay(min(x, LOGIT_LIMIT))))
+    e = decay(-x)
+    return float(e / (1.0 + e))
+
+
+@inner
+def bound(x: float, limit: float) -> float:
+    """X within +-limit."""
+    return min(max(x, -limit), limit)
+
+
+@inner
+def bin_of(age_ns: int) -> int:
+    """The bin that an age lies in."""
+    low, high = 0, BINS - 1
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if age_ns >= EDGES_NS[middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@inner
+def hazard(model: Array, row: Array, i: int) -> float:
+    """The hazard of bin `i` for a chain whose features are `row`."""
+    k, u = BEFORE[i], BEYOND[i]
+    if u == 1.0:  # beyond the last knot: a third of all questions
+        return float(logistic(model[BASES + 2 * i] + said_at(model, row, k + 1)))
+    low = high = 0.0
+    for f in range(FEATURES):
+        at = 2 * (np.int64(row[f]) * KNOTS + k)
+        low += model[at]
+        high += model[at + 2]
+    return float(logistic(model[BASES + 2 * i] + (1.0 - u) * low + u * high))
+
+
+@inner
+def said_at(model: Array, row: Array, k: int) -> float:
+    """What the features say at a knot."""
+    total = 0.0
+    for f in range(FEATURES):
+        total += model[2 * (np.int64(row[f]) * KNOTS + k)]
+    return total
+
+
+@inner
+def nudge(model: Array, at: int, step: float, rate: float, ease: float, limit: float) -> None:
+    """One AdaGrad step of the weight at `at`."""
+    model[at + 1] += step * step
+    model[at] = bound(model[at] + rate * step / np.sqrt(model[at + 1] + ease), limit)
+
+
+@inner
+def learn(model: Array, row: Array, i: int, returned: int) -> None:
+    """One model learns that a chain returned in bin `i` (1), or did not (0)."""
+    h = hazard(model, row, i)
+    model[LOSS] = FORGET * model[LOSS] - log2(h if returned == 1 else 1.0 - h)
+    step = returned - h
+    k, u = BEFORE[i], BEYOND[i]
+    nudge(model, BASES + 2 * i, step, BASE_RATE, 0.0, BASE_LIMIT)
+    before, after = (1.0 - u) * step, u * step
+    for f in range(FEATURES):
+        at = 2 * (np.int64(row[f]) * KNOTS + k)
+        if u < 1.0:
+            nudge(model, at, before, RATE, EASE, WEIGHT_LIMIT)
+        if u > 0.0:
+            nudge(model, at + 2, after, RATE, EASE, WEIGHT_LIMIT)
+
+
+@kernel
+def teach(models: Array, row: Array, i: int, returned: int) -> None:
+    """All models learn that a chain returned in bin `i` (1), or did not (0)."""
+    for m in range(len(models)):
+        learn(models[m], row, i, returned)
+
+
+@inner
+def speaker(models: Array) -> int:
+    """The model that decides: what was brought, while it has clearly predicted better lately."""
+    return 1 if len(models) > 1 and models[1, LOSS] + PROOF <= models[0, LOSS] else 0
+
+
+@kernel
+def teach_reach(models: Array, short: int) -> None:
+    """A chain returned but for its last `short` blocks. Remembers about a thousand returns."""
+    for m in range(len(models)):
+        for i in range(REACHES):
+            models[m, REACH + i] *= FORGET
+        models[m, REACH + min(short, REACHES - 1)] += 1.0
+
+
+@inner
+def reach(models: Array, short: int) -> float:
+    """The share of the returning chains that use the block `short` before their end."""
+    m, total, used = speaker(models), 0.0, 0.0
+    for i in range(REACHES):
+        total += models[m, REACH + i]
+        if i <= short:
+            used += models[m, REACH + i]
+    return used / total
+
+
+@kernel
+def index(models: Array, row: Array, i: int) -> float:
+    """The Gittins index at the beginning of bin `i`, in 1/s.
+
+    Ends as soon as no later horizon can be better. What is left to gain costs no less time than if
+    all of it came evenly within the next bin, since none of those after it is shorter.
+    """
+    model = models[speaker(models)]
+    alive, gained, spent, best = 1.0, 0.0, 0.0, 0.0
+    at, low, high = -1, 0.0, 0.0  # the last two knots, and what the features say there
+    for b in range(i, BINS):
+        k, u = BEFORE[b], BEYOND[b]
+        while at < k:
+            low = high if at >= 0 and at == k - 1 else said_at(model, row, k)
+            at = k
+            high = said_at(model, row, k + 1)
+        h = logistic(model[BASES + 2 * b] + (1.0 - u) * low + u * high)
+        gained += alive * h
+        spent += alive * WIDTHS[b] * (1.0 - 0.5 * h)
+        alive *= 1.0 - h
+        best = max(best, gained / spent)
+        if alive < 1e-3 or b + 1 == BINS:
+            break
+        if gained + alive < best * CERTAIN * (spent + 0.5 * alive * WIDTHS[b + 1]):
+            break
+    return min(best, MOST_INDEX)
+
+
+# The index of a chain whose return the application has announced: lognormal, about an eta.
+
+STEPS = 24
+LEAST_SIGMA, MOST_SIGMA = 0.05, 5.0
+HOPELESS = 1e-4
+ERFC = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+
+
+@inner
+def beyond(z: float) -> float:
+    """P(N > z) of a standard normal N, to 1e-7 (Abramowitz and Stegun, 7.1.26)."""
+    x = abs(z) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * x)
+    e = 0.0
+    for c in ERFC:
+        e = e * t + c
+    tail = 0.5 * e * t * decay(x * x)
+    return float(tail if z >= 0.0 else 1.0 - tail)
+
+
+@inner
+def later(t_s: float, eta_s: float, sigma: float) -> float:
+    """P(the return comes after t_s)."""
+    return beyond(LN2 * log2(t_s / eta_s) / sigma) if t_s > 0.0 else 1.0
+
+
+@kernel
+def hinted_index(eta_s: float, sigma: float, age_s: float) -> float:
+    """The Gittins index `age_s` after a hint; -1 once the hint has proved wrong.
+
+    Horizons grow by 1.2 from a tenth of the time that is typical.
+    """
+    eta_s = max(eta_s, 1e-3)
+    sigma = min(max(sigma, LEAST_SIGMA), MOST_SIGMA)
+    alive = later(age_s, eta_s, sigma)
+    if not alive > HOPELESS:
+        return -1.0
+    step = 0.1 * max(eta_s - age_s, 0.3 * sigma * max(eta_s, age_s))
+    now, spent, best, left = age_s, 0.0, 0.0, alive
+    for _ in range(STEPS):
+        now += step
+        after = later(now, eta_s, sigma)
+        spent += 0.5 * step * (left + after)
+        left = after
+        best = max(best, (alive - after) / spent)
+        step *= 1.2
+    return min(best, MOST_INDEX)
+
+
+# Chains and their ends: who owns a block, what is a return, and what each block is worth now.
+#
+# Every request leaves a *tip*, the record of its chain's end. A block belongs to the tip of the
+# last request that used it, so the blocks of one tip are a stretch of one chain, and at most one
+# of them is a leaf where parents are known. Tips lie in a vector in the order of their times:
+# those that reach a bin edge do so in that order too, and one counter per edge finds them without
+# a search.
+#
+# A tip *returns* when a request comes whose known blocks end at the tip or just before it (the last
+# block of a chain is often a partial one, that nobody uses again). It learns until then, also when
+# all its blocks have been given up.
+
+OWN = np.dtype(
+    [
+        ("tip", np.int32),  # the tip that it belongs to, -1: not known
+        ("at", np.int32),  # its place in that chain
+        ("up", np.int32),  # the block before it there, -1 for the first
+        ("next", np.int32),  # the block after it when last used, -1: none yet
+        ("forks", np.int32),  # how often that was another block than before
+        ("pause", np.float32),  # moving average of the seconds between forks
+        ("forked", np.int64),  # time of the last fork, or of the first use
+    ]
+)
+
+# Entries of the vector of counters: tips; when the next of them reaches an edge; then, for each
+# edge, how many have passed it and when the next one reaches it.
+TIPS, NEXT, PASSED = 0, 1, 2
+EDGE_COUNT = BINS - 1
+REACHED = PASSED + EDGE_COUNT
+COUNTERS = REACHED + EDGE_COUNT
+
+SHORT = 1  # how far before a tip a return may end
+BRANCHES = 4  # forks from which a block counts as shared
+KEY_SCALE = 2.0**-100
+
+
+@inner
+def key_of(value: float) -> int:
+    """An index as a key in [2^61, 2^62), in the same order; later than any clock."""
+    scaled = np.float64(min(max(value * KEY_SCALE, 2.0**-511), 1.0))
+    return int(scaled.view(np.int64))
+
+
+@inner
+def value_of(key: int) -> float:
+    """The index that a key stands for; the smallest stands for none."""
+    value = np.int64(key).view(np.float64)
+    return value / KEY_SCALE if value > 2.0**-511 else 0.0
+
+
+@kernel
+def index_of(tips: Array, traits: Array, rows: Array, model: Array, t: int, now: int) -> float:
+    """The index of a tip, computed once per age bin, for its beginning."""
+    tip = tips[t]
+    b = bin_of(now - tip.time)
+    if b == tip.bin:
+        return float(traits[t, INDEX])
+    value = -1.0
+    if tip.eta >= 0:
+        age = max(tip.time + EDGES_NS[b] - tip.told, 0)
+        value = hinted_index(tip.eta * 1e-9, traits[t, SIGMA], age * 1e-9)
+    if value < 0.0:
+        value = index(model, rows[t], b)
+    tip.bin = b
+    traits[t, INDEX] = value
+    return value
+
+
+@inner
+def worth_of(mind: tuple[Array, ...], s: int, now: int) -> float:
+    """What a block is worth: its tip's index, as far as returns reach it, and that of its forks."""
+    own, tips, traits, rows, model, _counters = mind
+    mine = own[s]
+    t = mine.tip
+    value = 0.0
+    if t >= 0:
+        short = tips[t].blocks - 1 - mine.at
+        value = index_of(tips, traits, rows, model, t, now)
+        if short < REACHES:
+            value *= reach(model, max(short, 0))
+    if mine.forks >= BRANCHES:
+        value += 1.0 / (max(mine.pause, 1e-3) + (now - mine.forked) * 1e-9)
+    return value
+
+
+@inner
+def rekey(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int) -> None:
+    """Gives a resident leaf its present place among the leaves, while this order decides."""
+    nodes, terms, heaps, state = order
+    if state[MODE] != 0:  # another key is in use; see `flowkv.policy.hedge`
+        return
+    nodes[s].key = key_of(worth_of(mind, s, now))
+    i, row = nodes[s].place, nodes[s].row
+    if i >= 0:
+        put(heaps[row], nodes["place"], state[row], i, words(nodes, terms, s, row))
+
+
+@inner
+def give_up(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int) -> None:
+    """Ends the residence of a slot; the parent that becomes a leaf by that is judged as one.
+
+    It is judged first, so that it moves once.
+    """
+    nodes, terms, heaps, state = order
+    p = parent_of(nodes, s)
+    if p >= 0 and nodes[p].kids == 1:
+        rekey(order, mind, p, now)
+    drop(nodes, terms, heaps, state, s)
+
+
+@inner
+def rekey_tip(order: tuple[Array, ...], mind: tuple[Array, ...], t: int, now: int) -> None:
+    """Re-keys the leaves of a tip: one where parents are known, else any number."""
+    nodes = order[0]
+    own, tips = mind[0], mind[1]
+    s, found = tips[t].low, False
+    while s >= 0 and own[s].tip == t:
+        if nodes[s].birth != 0:
+            if not found:
+                tips[t].low, found = s, True
+            if nodes[s].kids == 0:
+                rekey(order, mind, s, now)
+            p = nodes[s].parent
+            if p >= 0 and nodes[p].birth == nodes[s].bond:
+                break
+        up = own[s].up
+        if up >= 0 and own[up].at >= own[s].at:
+            break
+        s = up
+    if not found:
+        tips[t].low = -1  # all have gone: `follow` or `join` tells when one is back
+
+
+@inner
+def await_edge(tips: Array, counters: Array, i: int) -> None:
+    """Notes when the next tip reaches edge `i`."""
+    c = counters[PASSED + i]
+    counters[REACHED + i] = tips[c].time + EDGES_NS[i + 1] if c < counters[TIPS] else NEVER
+
+
+@inner
+def await_next(counters: Array) -> int:
+    """Notes when the next tip reaches any edge; returns which."""
+    first = 0
+    for i in range(1, EDGE_COUNT):
+        if counters[REACHED + i] < counters[REACHED + first]:
+            first = i
+    counters[NEXT] = counters[REACHED + first]
+    return first
+
+
+@kernel
+def await_all(tips: Array, counters: Array) -> None:
+    """Notes when the next tip reaches each edge."""
+    for i in range(EDGE_COUNT):
+        await_edge(tips, counters, i)
+    await_next(counters)
+
+
+@kernel
+def advance(order: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> None:
+    """Lets the tips that reach an edge by `now` learn it and be judged anew, in order of time.
+
+    So what is known at a time does not depend on how often anybody has asked in between.
+    """
+    _own, tips, _traits, rows, model, counters = mind
+    while counters[NEXT] <= now:
+        i = await_next(counters)
+        if counters[NEXT] > now:
+            break
+        c = counters[PASSED + i]
+        if tips[c].done == 0:
+            teach(model, rows[c], i, 0)
+        rekey_tip(order, mind, c, counters[NEXT])
+        counters[PASSED + i] = c + 1
+        await_edge(tips, counters, i)
+
+
+@inner
+def averaged(old: float, new: float, share: float) -> float:
+    """A moving average whose first value is taken as it is."""
+    return new if old == NO_PACE else old + share * (new - old)
+
+
+@inner
+def succeed(tips: Array, traits: Array, t: int, q: int) -> None:
+    """Tip `t` is the turn after `q`, or a first one: what its history is."""
+    tips[t].turn = 0
+    traits[t, GAP] = traits[t, PACE] = NO_PACE
+    traits[t, SPREAD] = 1.0
+    for k in range(4):
+        traits[t, STOP_PACE + k] = NO_PACE
+    tips[t].turn = 0
+    if q < 0:
+        return
+    gap = log2(max((tips[t].time - tips[q].time) * 1e-9, 0.1))
+    tips[t].turn = tips[q].turn + 1
+    traits[t, GAP] = gap
+    traits[t, PACE] = averaged(traits[q, PACE], gap, 0.3)
+    if traits[q, PACE] != NO_PACE:
+        off = abs(gap - traits[q, PACE])
+        traits[t, SPREAD] = traits[q, SPREAD] + 0.3 * (off - traits[q, SPREAD])
+    for k in range(4):
+        traits[t, STOP_PACE + k] = traits[q, STOP_PACE + k]
+    k = STOP_PACE + (tips[q].stop & 3)
+    traits[t, k] = averaged(traits[q, k], gap, 0.4)
+
+
+@inner
+def judge(mind: tuple[Array, ...], t: int) -> None:
+    """Describes a tip anew; its index is computed when it is asked for."""
+    _own, tips, traits, rows, _model, _counters = mind
+    describe(tips, traits, rows, t)
+    tips[t].bin = -1
+
+
+@inner
+def begin(mind: tuple[Array, ...], now: int, q: int, known: int, blocks: int) -> int:
+    """A new tip, the turn after `q` (-1: a first one). There is room for it."""
+    _own, tips, traits, _rows, _model, counters = mind
+    t = counters[TIPS]
+    counters[TIPS] += 1
+    tip = tips[t]
+    tip.time = now
+    tip.eta = tip.slot = tip.low = tip.output = -1
+    tip.blocks, tip.known, tip.seen = blocks, known, 0
+    tip.stop = tip.done = 0
+    succeed(tips, traits, t, q)
+    judge(mind, t)
+    for i in range(EDGE_COUNT):
+        if counters[PASSED + i] == t:
+            await_edge(tips, counters, i)
+    counters[NEXT] = min(counters[NEXT], now + EDGES_NS[1])
+    return int(t)
+
+
+@inner
+def follow(own: Array, tips: Array, t: int, s: int, now: int) -> None:
+    """Block `s` is the next one of the chain of tip `t`."""
+    before = tips[t].slot
+    mine = own[s]
+    if mine.tip < 0:
+        mine.next, mine.forks, mine.pause, mine.forked = -1, 0, -1.0, now
+    if before >= 0:
+        above = own[before]
+        if above.next >= 0 and above.next != s:
+            pause = (now - above.forked) * 1e-9
+            above.pause = pause if above.forks == 0 else 0.7 * above.pause + 0.3 * pause
+            above.forks += 1
+            above.forked = now
+        above.next = s
+    mine.tip, mine.at, mine.up = t, tips[t].seen, before
+    tips[t].seen += 1
+    tips[t].slot = tips[t].low = s
+
+
+@inner
+def find_return(mind: tuple[Array, ...], slots: Array, now: int) -> tuple[int, int]:
+    """How many leading blocks are known, and the tip that returns with them, or -1. It learns."""
+    own, tips, _traits, rows, model, _counters = mind
+    known = 0
+    while known < len(slots) and own[slots[known]].tip >= 0:
+        known += 1
+    if known == 0:
+        return 0, -1
+    q = own[slots[known - 1]].tip
+    short = max(tips[q].blocks - known, 0)
+    if short > SHORT or (short > 0 and known == 1):
+        return known, -1
+    if tips[q].done == 0:
+        tips[q].done = 1
+        teach(model, rows[q], bin_of(now - tips[q].time), 1)
+        teach_reach(model, short)
+    return known, int(q)
+
+
+# The calls of the `Policy` protocol that a learned order answers otherwise than a static one.
+#
+# `order` is what `calls` works on: nodes, terms, heaps, state. `mind` is what is learned from: own
+# (per slot), tips, traits and rows (per tip), model, counters.
+
+
+@kernel
+def room_needed(capacity: int, slots: Array) -> int:
+    """See `room_for`."""
+    return int(room_for(capacity, slots))
+
+
+@kernel
+def visit(
+    order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, now: int, blocks: int
+) -> int:
+    """A request uses these blocks, of `blocks` in all: returns its tip; -1 if there is no room."""
+    nodes, terms, heaps, state = order
+    own, tips, _traits, _rows, _model, counters = mind
+    if room_for(len(nodes), slots) != 0 or counters[TIPS] >= len(tips):
+        return -1
+    compiled.access(nodes, terms, heaps, state, slots, now)
+    now = state[CLOCK]
+    advance(order, mind, now)
+    known, q = find_return(mind, slots, now)
+    t = begin(mind, now, q, known, max(blocks, len(slots)))
+    for s in slots:
+        follow(own, tips, t, s, now)
+    rekey_path(order, mind, slots)
+    return int(t)
+
+
+@kernel
+def rekey_path(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> None:
+    """Re-keys the resident leaves among these slots, as of now."""
+    nodes, now = order[0], order[3][CLOCK]
+    for s in slots:
+        if nodes[s].birth != 0 and nodes[s].kids == 0:
+            rekey(order, mind, s, now)
+
+
+@kernel
+def join(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, parents: Array) -> None:
+    """Blocks became resident; those not known yet continue a chain. There is room for each.
+
+    A block continues the tip that ends at its parent, at the block before it, or, for the first one
+    without a parent, the latest tip while blocks of its request are missing; or begins a tip.
+    """
+    own, tips, _traits, _rows, _model, counters = mind
+    now = order[3][CLOCK]
+    for s in slots:  # those that come back, before time passes
+        if own[s].tip >= 0:
+            mine = tips[own[s].tip]
+            if mine.low < 0 or own[mine.low].at < own[s].at:
+                mine.low = s
+    advance(order, mind, now)
+    latest = counters[TIPS] - 1
+    for i in range(len(slots)):
+        s = slots[i]
+        if own[s].tip >= 0:
+            continue
+        known = 0 <= parents[i] < len(own)  # beyond, nothing is resident
+        above = parents[i] if known else (slots[i - 1] if i > 0 else -1)
+        t = -1
+        if above >= 0:
+            t = own[above].tip
+            if t >= 0 and tips[t].slot != above:
+                t = begin(mind, now, -1, own[above].at + 1, own[above].at + 1)
+                tips[t].seen, tips[t].slot = own[above].at + 1, above
+        elif latest >= 0 and tips[latest].seen < tips[latest].blocks:
+            t = latest
+        if t < 0:
+            t = begin(mind, now, -1, 0, 0)
+        follow(own, tips, t, s, now)
+        if tips[t].seen > tips[t].blocks:
+            tips[t].blocks = tips[t].seen
+            judge(mind, t)
+    rekey_path(order, mind, slots)
+
+
+@kernel
+def finish(order: tuple[Array, ...], mind: tuple[Array, ...], t: int, stop: int, out: int) -> None:
+    """The request of tip `t` has ended."""
+    tips = mind[1]
+    tips[t].stop = stop
+    tips[t].output = out
+    judge(mind, t)
+    rekey_tip(order, mind, t, order[3][CLOCK])
+
+
+@kernel
+def announce(
+    order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, eta: int, sigma: float
+) -> None:
+    """The tip that owns the last of these blocks returns in about `eta`; -1: nothing is known."""
+    own, tips, traits = mind[0], mind[1], mind[2]
+    nodes, terms, heaps, state = order
+    now = state[CLOCK]
+    for s in slots:
+        if 0 <= s < len(nodes) and nodes[s].marks & DEAD:
+            nodes[s].marks &= ~DEAD
+            reorder(nodes, terms, heaps, state, s)
+    s = slots[len(slots) - 1]
+    if s < 0 or s >= len(own) or own[s].tip < 0:
+        return
+    t = own[s].tip
+    tips[t].eta, tips[t].told, tips[t].bin = eta, now, -1
+    traits[t, SIGMA] = sigma
+    rekey_tip(order, mind, t, now)
+
+
+@kernel
+def remove(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> None:
+    """Drops what is resident; a parent that becomes a leaf is judged as one."""
+    nodes, state = order[0], order[3]
+    for s in slots:
+        if 0 <= s < len(nodes) and nodes[s].birth != 0:
+            give_up(order, mind, s, state[CLOCK])
+
+
+@kernel
+def forget(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> None:
+    """These numbers, where not resident, name nothing any more."""
+    nodes, own, tips = order[0], mind[0], mind[1]
+    for s in slots:
+        if 0 <= s < len(own) and nodes[s].birth == 0:
+            t = own[s].tip
+            if t >= 0 and tips[t].slot == s:
+                tips[t].slot, tips[t].seen = own[s].up, own[s].at
+            if t >= 0 and tips[t].low == s:
+                tips[t].low = own[s].up
+            own[s].tip = own[s].up = -1
+
+
+@kernel
+def evict(
+    order: tuple[Array, ...],
+    mind: tuple[Array, ...],
+    protected: Array,
+    victims: Array,
+    now: int,
+) -> bool:
+    """As `calls.evict`; a parent that becomes a leaf is judged as one."""
+    nodes, terms, heaps, state = order
+    now = expire(nodes, terms, heaps, state, now)
+    advance(order, mind, now)
+    change_pins(nodes, terms, heaps, state, protected, 1)
+    enough = state[COUNT] - state[BLOCKED] >= len(victims)
+    fold(state, DIGEST, len(victims) if enough else -1)
+    if enough:
+        for i in range(len(victims)):
+            s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
+            victims[i] = s
+            fold(state, DIGEST, s)
+            give_up(order, mind, s, now)
+            if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
+                expire(nodes, terms, heaps, state, now)
+    change_pins(nodes, terms, heaps, state, protected, -1)
+    return bool(enough)
+
+
+@kernel
+def compact(mind: tuple[Array, ...], nodes: Array, keep: Array, ghosts: int) -> int:
+    """Drops tips that no longer matter; `keep[t]` becomes a tip's new number, -1 if dropped.
+
+    Kept: tips with a resident block, and of the others that have not returned the latest ones, at
+    most `ghosts` and four times as many as there are of the first kind.
+    """
+    own, tips, traits, rows, _model, counters = mind
+    n = counters[TIPS]
+    keep[:n] = 0
+    live = 0
+    for s in range(len(own)):
+        t = own[s].tip
+        if t >= 0 and nodes[s].birth != 0 and keep[t] == 0:
+            keep[t] = 1
+            live += 1
+    left = ghosts + 4 * live
+    for t in range(n - 1, -1, -1):
+        if keep[t] == 0 and left > 0 and tips[t].done == 0:
+            keep[t] = 1
+            left -= 1
+    kept = 0
+    for t in range(n):
+        if keep[t] == 0:
+            keep[t] = -1
+            continue
+        if kept != t:
+            tips[kept] = tips[t]
+            for k in range(traits.shape[1]):
+                traits[kept, k] = traits[t, k]
+            for k in range(rows.shape[1]):
+                rows[kept, k] = rows[t, k]
+        keep[t] = kept
+        kept += 1
+    for i in range(EDGE_COUNT):
+        t = counters[PASSED + i]
+        while t < n and keep[t] < 0:
+            t += 1
+        counters[PASSED + i] = keep[t] if t < n else kept
+    for s in range(len(own)):
+        if own[s].tip >= 0:
+            own[s].tip = keep[own[s].tip]
+    counters[TIPS] = kept
+    await_all(tips, counters)
+    return int(kept)
+
+
+@kernel
+def tick(order: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> int:
+    """As `calls.tick`; the tips follow the time as well."""
+    nodes, terms, heaps, state = order
+    advance(order, mind, expire(nodes, terms, heaps, state, now))
+    return int(state[EXPIRED])
+
+
+@kernel
+def worth(order: tuple[Array, ...], mind: tuple[Array, ...], s: int) -> float:
+    """What a block is worth as of the last call, in 1/s; whole classes apart lie further."""
+    nodes, terms, _heaps, state = order
+    own, tips, traits, _rows, _model, _counters = mind
+    if nodes[s].kids == 0:
+        value = value_of(nodes[s].key)
+    else:
+        t = own[s].tip
+        seen, known = tips[t].bin, traits[t, INDEX]
+        value = worth_of(mind, s, state[CLOCK])
+        tips[t].bin, traits[t, INDEX] = seen, known  # a question changes nothing
+    here = class_of(nodes, s)
+    fell = nodes[s].marks & RANKED and terms[s].fall <= state[CLOCK]
+    if fell and FIRST_CLASS <= here < QUEUED_CLASS:
+        here = FIRST_CLASS + DEFAULT_RANK  # noted only once it may go
+    return float((here - FIRST_CLASS - DEFAULT_RANK) * CLASS_WORTH + value)
+
+
+# The calls of a learned order as Python makes them: one compiled call each, over a `Desk`.
+
+MIND = (
+    (OWN, 1),
+    (TIP, 1),
+    (np.float64, 2),
+    (np.int32, 2),
+    (np.float64, 2),
+    (np.int64, 1),
+)
+"""Own, tips, traits, rows, models, counters."""
+
+KINDS = ORDER + MIND
+mind_on = opener(len(ORDER), MIND)
+
+NOT_DONE, NOT_JOINED = -1, -2
+
+
+@kernel
+def call_visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
+    """See `calls.visit`."""
+    return int(visit(order_on(desk), mind_on(desk), slots, now, blocks))
+
+
+@kernel
+def call_insert(
+    desk: Array, slots: Array, parents: Array, lease: Array, said: tuple[int, int, int]
+) -> int:
+    """See `insertion.insert` and `calls.join`; `NOT_JOINED` if tips lack room."""
+    order, mind = order_on(desk), mind_on(desk)
+    nodes, terms, heaps, state = order
+    room = compiled.insert(nodes, terms, heaps, state, slots, parents, lease, said)
+    if room != 0:
+        return int(room)
+    if mind[5][TIPS] + len(slots) > len(mind[1]):
+        return NOT_JOINED
+    join(order, mind, slots, parents)
+    return 0
+
+
+@kernel
+def call_finish(desk: Array, now: int, t: int, stop: int, out: int) -> None:
+    """See `calls.finish`."""
+    order, mind = order_on(desk), mind_on(desk)
+    tick(order, mind, now)
+    finish(order, mind, t, stop, out)
+
+
+@kernel
+def call_evict(desk: Array, protected: Array, victims: Array, now: int) -> bool:
+    """See `calls.evict`."""
+    return bool(evict(order_on(desk), mind_on(desk), protected, victims, now))
+
+
+@kernel
+def call_tick(desk: Array, now: int) -> int:
+    """See `calls.tick`."""
+    return int(tick(order_on(desk), mind_on(desk), now))

@@ -1,5 +1,0 @@
-"""Identity, residence, pins and fills for drivers without an index of their own."""
-
-from flowkv.policy.ledger.ledger import Ledger, Meta, Move, Place, Plan
-
-__all__ = ["Ledger", "Meta", "Move", "Place", "Plan"]

@@ -1,0 +1,341 @@
+"""Schedulers: who is served next, and who has to make room.
+
+A scheduler is pure like every policy here: no I/O, no clock of its own, no randomness, no state
+that its answers depend on beside what it is shown. The engine (`flowkv.engine`) and the simulator
+(`flowkv.sim.serving`) drive the same objects through the same mechanism (`turns.Turns`), which sees
+to it that no order starves anybody: nobody passes by a request that waits in front, whoever ranks
+first is never preempted, and who was preempted is left alone for a while once it is back.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from flowkv.core.errors import ConfigError, did_you_mean
+
+# What a scheduler knows of one request.
+
+WAITING, COMING, RUNNING, ASIDE, OVER = range(5)
+"""Where a request is: not begun or begun anew; admitted, part of its prefix on its way; in every
+step; preempted with its pages in host memory; finished, failed or cancelled."""
+
+
+class Job:
+    """One request, as schedulers see it. Executors move it; policies only read it.
+
+    Attributes:
+        number: Order of submission, unique in an engine.
+        arrived_s: When it was submitted.
+        prompt: Tokens of the prompt.
+        limit: Most new tokens.
+        priority: Larger is more urgent.
+        deadline_s: When it is of no use any more; `math.inf` without one.
+        state: `WAITING`, `COMING`, `RUNNING`, `ASIDE` or `OVER`; changed by `move` alone.
+        since_s: Since when it has been in this state.
+        ready: Tokens whose K and V are there.
+        made: New tokens so far; they are part of what is to be computed.
+        pages: Device pages that nobody else holds and that it would give back, those included
+            that are reserved for what is on its way.
+        shared: While it waits, pages of its prefix that rows in progress hold, as far as anybody
+            has looked: it needs no room for these.
+        waited_s: Time spent waiting or set aside before `since_s`.
+        preempted: How often it was preempted.
+        back_at: `made` when it entered last.
+        moves: How often its state changed.
+    """
+
+    __slots__ = (
+        "arrived_s",
+        "back_at",
+        "deadline_s",
+        "limit",
+        "made",
+        "moves",
+        "number",
+        "pages",
+        "preempted",
+        "priority",
+        "prompt",
+        "ready",
+        "shared",
+        "since_s",
+        "state",
+        "waited_s",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        arrived_s: float,
+        prompt: int,
+        limit: int,
+        *,
+        priority: int = 0,
+        deadline_s: float = math.inf,
+    ) -> None:
+        self.number, self.arrived_s = number, arrived_s
+        self.prompt, self.limit, self.priority = prompt, limit, priority
+        self.deadline_s = deadline_s
+        self.state, self.since_s = WAITING, arrived_s
+        self.ready = self.made = self.pages = self.shared = 0
+        self.preempted = self.back_at = self.moves = 0
+        self.waited_s = 0.0
+
+    @property
+    def missing(self) -> int:
+        """Tokens that are known and not computed; 1 for a row that decodes."""
+        return self.prompt + self.made - self.ready
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are still to be computed, at most, the new ones included."""
+        return self.missing + self.limit - self.made
+
+    def move(self, state: int, now_s: float) -> None:
+        """Enters another state. Who preempts it counts that in `preempted`."""
+        if self.state in (WAITING, ASIDE):
+            self.waited_s += now_s - self.since_s
+            self.back_at = self.made
+        self.state, self.since_s = state, now_s
+        self.moves += 1
+
+    def __repr__(self) -> str:
+        name = ("waiting", "coming", "running", "aside", "over")[self.state]
+        return f"<Job {self.number} {name}: {self.ready} of {self.prompt}+{self.made} tokens>"
+
+
+class Scheduler(ABC):
+    """An order of requests, and a choice of victims.
+
+    Attributes:
+        name: Its name.
+        steady: Whether the rank of a request stays the same while its state does, whatever the
+            time, and whatever of its prefix others hold (`shared`): it is asked once then, rather
+            than in every turn.
+        preempts: Whether `victims` may name anybody for a request that waits; False saves asking.
+    """
+
+    name: ClassVar[str]
+    steady: ClassVar[bool] = False
+    preempts: bool = True
+
+    @abstractmethod
+    def rank(self, job: Job, now_s: float) -> tuple[float, ...]:
+        """Sort key of a request: the smallest is served first. Ends with its number: no ties."""
+
+    def victims(self, active: Sequence[Job], wanting: Job | None, now_s: float) -> Sequence[Job]:
+        """Whom to preempt, as far as need be, the first first.
+
+        Whoever ranks before `wanting` is not preempted for it, even if named.
+
+        Args:
+            active: Rows that could go, never empty; `wanting` is not among them.
+            wanting: Who cannot enter for lack of room or rows; None if a row in progress cannot
+                grow, in which case somebody has to go.
+            now_s: The time.
+
+        Returns:
+            Some of `active`, each once; none if `wanting` has to wait.
+        """
+        if wanting is not None:
+            return ()
+        return sorted(active, key=lambda job: self.rank(job, now_s), reverse=True)
+
+    def bound_s(self, job: Job) -> float:
+        """How far behind this request others may be submitted and still be served before it.
+
+        Whatever is submitted later than `job.arrived_s + bound_s(job)` ranks behind it at all
+        times. `math.inf` promises nothing.
+        """
+        return math.inf
+
+
+# First come, first served.
+
+
+class FirstCome(Scheduler):
+    """In order of submission; whoever came last makes room."""
+
+    name = "fcfs"
+    steady = True
+    preempts = False
+
+    def rank(self, job: Job, now_s: float) -> tuple[float, ...]:
+        """By submission."""
+        return (job.number,)
+
+    def bound_s(self, job: Job) -> float:
+        """Nobody overtakes anybody."""
+        return 0.0
+
+
+# By priority, with aging; the lowest priority makes room.
+
+
+class Priority(Scheduler):
+    """The highest priority first; requests that wait preempt rows of lower priority.
+
+    A step of priority is worth `aging_s` seconds: a request is overtaken by those that are one step
+    above it and came less than `aging_s` later. Its place in the order does not change with time.
+
+    Args:
+        aging_s: What a step of priority is worth; `math.inf`: low ones wait for as long as
+            there are higher ones.
+        top: The highest priority there is; what is above counts as that. Bounds how long
+            anybody can be overtaken.
+
+    Raises:
+        ConfigError: `aging_s` is not above 0.
+    """
+
+    name = "priority"
+    steady = True
+
+    def __init__(self, aging_s: float = 30.0, *, top: int = 10) -> None:
+        if not aging_s > 0:
+            raise ConfigError(f"aging_s={aging_s}", "Pass seconds above 0")
+        self.aging_s, self.top = float(aging_s), top
+
+    def level(self, job: Job) -> int:
+        """Its priority, not above `top`."""
+        return min(job.priority, self.top)
+
+    def rank(self, job: Job, now_s: float) -> tuple[float, ...]:
+        """By when it came, `aging_s` sooner for each step of priority."""
+        level = min(job.priority, self.top)
+        if self.aging_s == math.inf:
+            return (-level, job.number)
+        return (job.arrived_s - self.aging_s * level, job.number)
+
+    def victims(self, active: Sequence[Job], wanting: Job | None, now_s: float) -> Sequence[Job]:
+        """The lowest priority first, of those whoever comes last in the order."""
+        if wanting is not None:
+            level = self.level(wanting)
+            active = [job for job in active if job.priority < level]
+        return sorted(
+            active, key=lambda job: (-self.level(job), self.rank(job, now_s)), reverse=True
+        )
+
+    def bound_s(self, job: Job) -> float:
+        """`aging_s` for each step that it is below the top."""
+        steps = self.top - self.level(job)
+        return steps * self.aging_s if steps else 0.0
+
+
+# Shortest remaining work first, with aging.
+
+_PROMPT = 1 / 32  # of a new token, which takes a step, what a token of a prompt takes of one
+
+
+class Shortest(Scheduler):
+    """Shortest remaining work first; nobody is overtaken by what came `aging_s` later.
+
+    Every request has a time when it is due: `arrived_s + aging_s * work / (work + typical)`, `work`
+    being the new tokens it may still make, and a small share of those of its prompt. Among requests
+    of about the same age that is the order of their work, which makes the mean completion least
+    (Smith 1956; Schrage 1968 for preemption). As `work / (work + typical)` is below 1, whatever is
+    submitted `aging_s` later than a request is due after it: that is the bound. The due time of a
+    request that waits does not change, so that its place in the order is found once.
+
+    Args:
+        aging_s: The bound, in seconds; above 0.
+        typical: New tokens of a typical answer: such a request may be overtaken by negligible ones
+            for half of `aging_s`.
+        times: Preempt a row for a request that waits if its work is more than this many times the
+            other's. None preempts nobody for that: where moving a row takes as long as a few steps,
+            which hold up everybody, the mean gets worse (simulated), and else hardly better.
+
+    Raises:
+        ConfigError: One of these is out of range.
+    """
+
+    name = "shortest"
+    steady = True
+
+    def __init__(
+        self, aging_s: float = 30.0, *, typical: float = 256.0, times: float | None = None
+    ) -> None:
+        if not (0 < aging_s < math.inf and 0 < typical < math.inf):
+            raise ConfigError(
+                f"aging_s={aging_s}, typical={typical}", "Pass finite numbers above 0"
+            )
+        if times is not None and not times >= 1:
+            raise ConfigError(f"times={times}: would preempt shorter ones", "Pass 1 or more")
+        self.aging_s, self.typical, self.times = float(aging_s), float(typical), times
+        self.preempts = times is not None
+
+    def work(self, job: Job) -> float:
+        """What a request still takes, in new tokens."""
+        left = job.limit - job.made
+        return left + _PROMPT * (job.prompt + job.made - job.ready)
+
+    def rank(self, job: Job, now_s: float) -> tuple[float, ...]:
+        """By when it is due."""
+        work = self.work(job)
+        return (job.arrived_s + self.aging_s * work / (work + self.typical), job.number)
+
+    def victims(self, active: Sequence[Job], wanting: Job | None, now_s: float) -> Sequence[Job]:
+        """Those due last; for a request that waits, those with much more work than it has."""
+        if wanting is not None:
+            least = math.inf if self.times is None else self.times * self.work(wanting)
+            active = [job for job in active if self.work(job) > least]
+        return sorted(active, key=lambda job: self.rank(job, now_s), reverse=True)
+
+    def bound_s(self, job: Job) -> float:
+        """Less than `aging_s`, the less the shorter it is."""
+        work = job.limit + _PROMPT * job.prompt  # at most: a new token counts less once it is made
+        return self.aging_s * work / (work + self.typical)
+
+
+# Schedulers by name.
+#
+# | name | class | what it does |
+# |---|---|---|
+# | `fcfs` | `FirstCome` | in order of submission |
+# | `shortest` | `Shortest` | the shortest remaining work first, with aging |
+# | `priority` | `Priority` | the highest priority first, with aging; the lowest makes room |
+
+SCHEDULERS: Mapping[str, Callable[..., Scheduler]] = MappingProxyType(
+    {"fcfs": FirstCome, "shortest": Shortest, "priority": Priority}
+)
+
+
+def make_scheduler(scheduler: str | Scheduler, **options: Any) -> Scheduler:
+    """Makes a scheduler from its name, or passes an object through.
+
+    Args:
+        scheduler: A name in `SCHEDULERS`, or a `Scheduler`.
+        **options: Arguments of the scheduler's class; none with an object.
+
+    Raises:
+        ConfigError: The name or an option is unknown, or the object is no scheduler.
+    """
+    if isinstance(scheduler, Scheduler):
+        if options:
+            raise ConfigError(
+                f"scheduler {scheduler.name!r} is an object already, and options came with it",
+                "Configure the object where it is made",
+            )
+        return scheduler
+    if not isinstance(scheduler, str):
+        raise ConfigError(
+            f"{scheduler!r} is no scheduler",
+            f"Pass a name ({', '.join(SCHEDULERS)}) or an object of a Scheduler",
+        )
+    make = SCHEDULERS.get(scheduler)
+    if make is None:
+        hint = did_you_mean(scheduler, SCHEDULERS)
+        raise ConfigError(
+            f"there is no scheduler {scheduler!r}", f"{hint}Use one of {', '.join(SCHEDULERS)}"
+        )
+    try:
+        return make(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"scheduler {scheduler!r} does not take these options ({error})",
+            "See its class for what it takes",
+        ) from None

@@ -1,0 +1,651 @@
+"""What a ledger knows about each block, and the loops over one request's blocks.
+
+One record per slot; the table of ids (`.table`) finds it, or, along a chain that was
+used before, the record of the block before it (`heir`), without hashing. Places are bits of `here`.
+A block that lies nowhere is a *ghost*: it stays known, in a ring from the youngest to the oldest,
+until too many are. A slot outlives its block by nothing: who remembers a parent's or a child's slot
+remembers its `birth` too, or compares the id.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.core.errors import ConfigError
+from flowkv.policy.order.compiled import SLOT_LIMIT, Array, fold, inner, kernel
+
+# An open-addressing table from 128-bit ids to small integers.
+#
+# A bucket is one word: 32 bits of the hash, and the slot + 1; the id itself lies in the slot's
+# record and is compared in full, so that a look-up costs about two cache misses and never errs.
+# Collisions go to the next bucket; removal moves later entries back, so that no tombstones
+# gather. The hash is vector multiply-shift (Dietzfelbinger, "Universal hashing and k-wise
+# independent random variables via integer arithmetic without primes", STACS 1996) with seeded
+# factors: whoever chooses ids without knowing the seed finds no two that collide more often than
+# by chance. Which bucket an entry has is never seen from outside, so a secret seed changes no
+# decision.
+#
+# Each id belongs to a *space* (a 31-bit number): equal ids of two spaces are two entries.
+
+Ids = NDArray[np.uint64]
+
+KEY = np.dtype([("lo", np.uint64), ("hi", np.uint64), ("space", np.int32)])
+"""What a record needs at least. `space` is -1 while its slot has no entry."""
+
+FACTORS = 6
+LOW_32 = np.uint64(0xFFFF_FFFF)
+HALF = np.uint64(32)
+NOTHING = np.uint64(0)
+ONE = np.uint64(1)
+
+
+def factors(seed: int) -> NDArray[np.uint64]:
+    """The multipliers of a hash: 64-bit numbers drawn by SplitMix64."""
+    drawn = []
+    for i in range(1, FACTORS + 1):
+        x = (seed + i * 0x9E37_79B9_7F4A_7C15) & (1 << 64) - 1
+        x = (x ^ x >> 30) * 0xBF58_476D_1CE4_E5B9 & (1 << 64) - 1
+        x = (x ^ x >> 27) * 0x94D0_49BB_1331_11EB & (1 << 64) - 1
+        drawn.append(x ^ x >> 31)
+    return np.array(drawn, np.uint64)
+
+
+# ---- compiled
+
+
+@inner
+def tag_of(mix: Array, lo: int, hi: int, space: int) -> int:
+    """32 bits of hash; the lowest of them say which bucket is its home."""
+    a, b = np.uint64(lo), np.uint64(hi)
+    x = mix[0] + mix[1] * (a & LOW_32) + mix[2] * (a >> HALF)
+    x += mix[3] * (b & LOW_32) + mix[4] * (b >> HALF) + mix[5] * np.uint64(space)
+    tag: int = x >> HALF
+    return tag
+
+
+@inner
+def find(keys: Array, buckets: Array, mix: Array, lo: int, hi: int, space: int) -> int:
+    """The slot of an id, or -1."""
+    mask = np.uint64(len(buckets) - 1)
+    tag = tag_of(mix, lo, hi, space)
+    i = tag & mask
+    while buckets[i] != NOTHING:
+        entry = buckets[i]
+        if entry >> HALF == tag:
+            s = np.int64(entry & LOW_32) - 1
+            if keys[s].lo == lo and keys[s].hi == hi and keys[s].space == space:
+                return int(s)
+        i = (i + ONE) & mask
+    return -1
+
+
+@inner
+def place(buckets: Array, entry: int) -> None:
+    """Puts an entry into the first empty bucket from its home on."""
+    mask = np.uint64(len(buckets) - 1)
+    i = (entry >> HALF) & mask
+    while buckets[i] != NOTHING:
+        i = (i + ONE) & mask
+    buckets[i] = entry
+
+
+@inner
+def put(keys: Array, buckets: Array, mix: Array, s: int, lo: int, hi: int, space: int) -> None:
+    """Slot `s`, which has no entry, takes an id that has none."""
+    keys[s].lo, keys[s].hi, keys[s].space = lo, hi, space
+    place(buckets, tag_of(mix, lo, hi, space) << HALF | np.uint64(s + 1))
+
+
+@inner
+def cut(keys: Array, buckets: Array, mix: Array, s: int) -> None:
+    """Takes out the entry of a slot, and moves those back that it had pushed away."""
+    mask = np.uint64(len(buckets) - 1)
+    tag = tag_of(mix, keys[s].lo, keys[s].hi, keys[s].space)
+    keys[s].space = -1
+    i = tag & mask
+    while np.int64(buckets[i] & LOW_32) != s + 1:
+        i = (i + ONE) & mask
+    j = i
+    while True:
+        j = (j + ONE) & mask
+        if buckets[j] == NOTHING:
+            break
+        home = (buckets[j] >> HALF) & mask
+        if (j - home) & mask >= (j - i) & mask:  # its home is not after the hole
+            buckets[i] = buckets[j]
+            i = j
+    buckets[i] = NOTHING
+
+
+@kernel
+def rehash(buckets: Array, wider: Array) -> None:
+    """Enters everything into a table of another size."""
+    for entry in buckets:
+        if entry != NOTHING:
+            place(wider, entry)
+
+
+@kernel
+def find_all(keys: Array, buckets: Array, mix: Array, ids: Array, space: int, out: Array) -> None:
+    """Slots of many ids."""
+    for i in range(len(ids)):
+        out[i] = find(keys, buckets, mix, ids[i, 0], ids[i, 1], space)
+
+
+@kernel
+def put_all(keys: Array, buckets: Array, mix: Array, ids: Array, space: int, slots: Array) -> int:
+    """Enters ids under slots; returns the place of the first that cannot be, or the number."""
+    for i in range(len(ids)):
+        lo, hi, s = ids[i, 0], ids[i, 1], slots[i]
+        if s < 0 or s >= len(keys) or keys[s].space >= 0:
+            return i
+        if find(keys, buckets, mix, lo, hi, space) >= 0:
+            return i
+        put(keys, buckets, mix, s, lo, hi, space)
+    return len(ids)
+
+
+@kernel
+def cut_all(keys: Array, buckets: Array, mix: Array, slots: Array) -> int:
+    """Takes out the entries of slots; returns how many had one."""
+    count = 0
+    for s in slots:
+        if 0 <= s < len(keys) and keys[s].space >= 0:
+            cut(keys, buckets, mix, s)
+            count += 1
+    return count
+
+
+@kernel
+def enter_all(keys: Array, buckets: Array, mix: Array, n: int) -> bool:
+    """Enters the ids that the first `n` records hold already; False if two are equal."""
+    for s in range(n):
+        lo, hi, space = keys[s].lo, keys[s].hi, keys[s].space
+        if space >= 0:
+            if find(keys, buckets, mix, lo, hi, space) >= 0:
+                return False
+            put(keys, buckets, mix, s, lo, hi, space)
+    return True
+
+
+@kernel
+def longest_probe(buckets: Array) -> int:
+    """How far the worst entry lies from its home."""
+    mask = np.uint64(len(buckets) - 1)
+    worst = 0
+    for i in range(len(buckets)):
+        if buckets[i] != NOTHING:
+            away = (np.uint64(i) - (buckets[i] >> HALF)) & mask
+            worst = max(worst, int(away))
+    return worst
+
+
+# ---- for Python
+
+
+def buckets_for(capacity: int) -> NDArray[np.uint64]:
+    """An empty table that is at most half full with `capacity` entries."""
+    return np.zeros(max(16, 1 << (2 * capacity - 1).bit_length()), np.uint64)
+
+
+class IdTable:
+    """128-bit ids -> slots, in batches.
+
+    Args:
+        capacity: Slots are numbers below it; `grow` raises it.
+        seed: Of the hash.
+    """
+
+    def __init__(self, capacity: int = 64, seed: int = 0) -> None:
+        self._mix = factors(seed)
+        self._keys = np.zeros(0, KEY)
+        self._buckets = buckets_for(1)
+        self._count = 0
+        self.grow(capacity)
+
+    def find(self, ids: Ids, space: int = 0) -> NDArray[np.int64]:
+        """Slots of ids u64 [n, 2]; -1 where there is none."""
+        out = np.empty(len(ids), np.int64)
+        find_all(self._keys, self._buckets, self._mix, as_ids(ids), space, out)
+        return out
+
+    def insert(self, ids: Ids, slots: NDArray[np.int64], space: int = 0) -> None:
+        """Enters ids u64 [n, 2] under slots.
+
+        Raises:
+            ConfigError: If a slot is out of range or has an entry, or an id has one; those before
+                it are entered.
+        """
+        done = put_all(self._keys, self._buckets, self._mix, as_ids(ids), space, slots)
+        self._count += done
+        if done < len(ids):
+            raise ConfigError(
+                f"entry {done} cannot be made: its id or its slot {slots[done]} has one already, "
+                f"or the slot is not in 0..{len(self._keys) - 1}",
+                "Remove the slot's entry first, or grow the table",
+            )
+
+    def remove(self, slots: NDArray[np.int64]) -> None:
+        """Takes out what is entered under slots; those without entry are ignored."""
+        self._count -= cut_all(self._keys, self._buckets, self._mix, slots)
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for slots below `capacity`.
+
+        Raises:
+            ConfigError: If that is more than slots can number.
+        """
+        if capacity > SLOT_LIMIT:
+            raise ConfigError(
+                f"a table of {capacity} slots is too large", f"Use at most {SLOT_LIMIT}"
+            )
+        old = len(self._keys)
+        if capacity > old:
+            keys = np.zeros(capacity, KEY)
+            keys[:old] = self._keys
+            keys["space"][old:] = -1
+            buckets = buckets_for(capacity)
+            rehash(self._buckets, buckets)
+            self._keys, self._buckets = keys, buckets
+
+    @property
+    def longest_probe(self) -> int:
+        """Buckets between the worst entry and its home."""
+        return int(longest_probe(self._buckets))
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def as_ids(ids: Ids) -> Ids:
+    """Ids as compiled code takes them.
+
+    Raises:
+        ConfigError: If they are no u64 [n, 2].
+    """
+    if type(ids) is np.ndarray and ids.ndim == 2 and ids.shape[1] == 2 and ids.dtype == np.uint64:
+        return ids if ids.flags.c_contiguous else np.ascontiguousarray(ids)
+    raise ConfigError(
+        f"ids must be an array u64 [n, 2], not {np.asarray(ids).dtype} {np.shape(ids)}",
+        "Use np.frombuffer(digests, np.uint64).reshape(-1, 2), 16 bytes of digest a block",
+    )
+
+
+BLOCK = np.dtype(
+    [
+        ("lo", np.uint64),  # the id; with `space` as in `table.KEY`
+        ("hi", np.uint64),
+        ("bytes", np.int64),  # while it lies anywhere
+        ("birth", np.int64),  # a number never used twice
+        ("bond", np.int64),  # the parent's birth
+        ("space", np.int32),
+        ("parent", np.int32),  # a slot or -1; counts only while its birth equals `bond`
+        ("heir", np.int32),  # the child last seen, or -1; compare the id
+        ("pins", np.int32),  # requests under way that use it, and pins of the user's
+        ("watch", np.int32),  # queued requests that name it
+        ("younger", np.int32),  # neighbours in the ring of ghosts, or -1
+        ("older", np.int32),  # and the next free slot
+        ("here", np.uint8),  # bit k: it lies, or takes up room, in place k
+        ("flight", np.uint8),  # bit k: it is not complete there yet
+        ("stale", np.uint8),  # bit k: it expired there while pinned
+        ("ghost", np.uint8),  # 1: in the ring
+    ]
+)
+MAX_PLACES = 8
+NOWHERE, IN_FLIGHT = -1, -2
+
+# Entries of the state vector, also that of each place from USED and PINNED on.
+DIGEST, FRESH, FREE, GHOSTS, YOUNGEST, OLDEST, BIRTHS, RESIDENT, LARGEST = range(9)
+USED, PINNED = 16, 24
+STATE_SIZE = 32
+
+
+@inner
+def parent_of(blocks: Array, s: int) -> int:
+    """The slot of the known parent, or -1."""
+    p = blocks[s].parent
+    if p >= 0 and blocks[p].birth == blocks[s].bond and blocks[p].space >= 0:
+        return int(p)
+    return -1
+
+
+@inner
+def settled(blocks: Array, s: int) -> int:
+    """Places in which a block can be read, as bits."""
+    b = blocks[s]
+    return int(np.int64(b.here) & ~np.int64(b.flight) & ~np.int64(b.stale))
+
+
+@inner
+def fastest(places: int) -> int:
+    """The lowest bit that is set, or -1."""
+    for k in range(MAX_PLACES):
+        if places >> k & 1:
+            return k
+    return NOWHERE
+
+
+# ---- ghosts
+
+
+@inner
+def haunt(blocks: Array, state: Array, s: int) -> None:
+    """A block becomes the youngest ghost."""
+    first = state[YOUNGEST]
+    blocks[s].ghost = 1
+    blocks[s].younger = -1
+    blocks[s].older = first
+    if first >= 0:
+        blocks[first].younger = s
+    else:
+        state[OLDEST] = s
+    state[YOUNGEST] = s
+    state[GHOSTS] += 1
+
+
+@inner
+def calm(blocks: Array, state: Array, s: int) -> None:
+    """A block is a ghost no longer."""
+    younger, older = blocks[s].younger, blocks[s].older
+    if younger >= 0:
+        blocks[younger].older = older
+    else:
+        state[YOUNGEST] = older
+    if older >= 0:
+        blocks[older].younger = younger
+    else:
+        state[OLDEST] = younger
+    blocks[s].ghost = 0
+    state[GHOSTS] -= 1
+
+
+@inner
+def rest(blocks: Array, state: Array, s: int) -> None:
+    """A block that lies nowhere and is needed by nobody becomes a ghost."""
+    b = blocks[s]
+    if b.here == 0 and b.pins == 0 and b.watch == 0 and b.ghost == 0:
+        haunt(blocks, state, s)
+
+
+@kernel
+def lay_ghosts(
+    blocks: Array, buckets: Array, mix: Array, state: Array, bound: int, out: Array
+) -> int:
+    """Forgets the oldest ghosts beyond `bound`, as many as `out` takes; returns how many."""
+    n = 0
+    while state[GHOSTS] > bound and n < len(out):
+        s = state[OLDEST]
+        calm(blocks, state, s)
+        cut(blocks, buckets, mix, s)
+        blocks[s].older = state[FREE]
+        state[FREE] = s
+        out[n] = s
+        n += 1
+    return n
+
+
+# ---- coming and going
+
+
+@inner
+def arrive(blocks: Array, state: Array, k: int, s: int, size: int, flying: int) -> bool:
+    """A block takes up room in a place, where it does not yet or is stale; whether that is new."""
+    bit = np.uint8(1 << k)
+    b = blocks[s]
+    if b.here & bit:
+        if not b.stale & bit:
+            b.flight &= np.uint8(255) if flying else ~bit  # whoever is done has brought it
+            return False
+        b.stale &= ~bit
+        b.flight = b.flight & ~bit | (bit if flying else np.uint8(0))
+        return True
+    if b.here == 0:
+        b.bytes = size
+        state[LARGEST] = max(state[LARGEST], size)
+        state[RESIDENT] += 1
+        if b.ghost:
+            calm(blocks, state, s)
+    b.here |= bit
+    b.flight |= bit if flying else np.uint8(0)
+    state[USED + k] += b.bytes
+    if b.pins > 0:
+        state[PINNED + k] += b.bytes
+    return True
+
+
+@inner
+def depart(blocks: Array, state: Array, k: int, s: int) -> None:
+    """A block leaves a place."""
+    bit = np.uint8(1 << k)
+    b = blocks[s]
+    if not b.here & bit:
+        return
+    b.here &= ~bit
+    b.flight &= ~bit
+    b.stale &= ~bit
+    state[USED + k] -= b.bytes
+    if b.pins > 0:
+        state[PINNED + k] -= b.bytes
+    if b.here == 0:
+        state[RESIDENT] -= 1
+        rest(blocks, state, s)
+
+
+@inner
+def land_all(
+    blocks: Array, state: Array, slots: Array, terms: tuple[int, int, int], out: Array
+) -> int:
+    """Blocks take up room in a place; writes the new ones of them and their parents.
+
+    Args:
+        blocks: Records.
+        state: Totals.
+        slots: Root to leaf.
+        terms: (place, bytes of each, whether they are to be waited for).
+        out: [3, at least the slots]: slots, parents, 1 where it takes up room that it did not.
+
+    Returns:
+        How many are new there.
+    """
+    k, size, flying = terms
+    n = 0
+    for s in slots:
+        used = state[USED + k]
+        if arrive(blocks, state, k, s, size, flying):
+            out[2, n] = state[USED + k] > used
+            out[0, n] = s
+            out[1, n] = parent_of(blocks, s)
+            n += 1
+    return n
+
+
+# Loops over blocks that come, go, wait, or change their place.
+
+
+@kernel
+def land(blocks: Array, state: Array, slots: Array, terms: tuple[int, int, int], out: Array) -> int:
+    """`land_all`, as a call."""
+    return land_all(blocks, state, slots, terms, out)
+
+
+@kernel
+def fitting(blocks: Array, slots: Array, k: int, size: int, room: int) -> int:
+    """How many leading blocks a place has room for, where those present need none."""
+    for i in range(len(slots)):
+        b = blocks[slots[i]]
+        if not b.here >> k & 1:
+            room -= b.bytes if b.here else size
+            if room < 0:
+                return i
+    return len(slots)
+
+
+@kernel
+def held(blocks: Array, k: int, slots: Array) -> bool:
+    """Whether all these lie in a place, none of them named twice. Anything may be asked."""
+    bit = np.uint8(1 << k)
+    n = 0
+    for s in slots:
+        if not 0 <= s < len(blocks) or not blocks[s].here & bit:
+            break
+        blocks[s].here ^= bit  # so that the next one of this number does not
+        n += 1
+    for i in range(n):
+        blocks[slots[i]].here ^= bit
+    return n == len(slots)
+
+
+@kernel
+def leave(blocks: Array, state: Array, k: int, slots: Array) -> None:
+    """Blocks were given up by a place."""
+    fold(state, DIGEST, (k << 32) + len(slots))
+    for s in slots:
+        fold(state, DIGEST, s)
+        depart(blocks, state, k, s)
+
+
+@kernel
+def expire(blocks: Array, state: Array, k: int, slots: Array, out: Array) -> int:
+    """Takes away what expired, but marks what is pinned; writes what left, returns how many."""
+    bit = np.uint8(1 << k)
+    n = 0
+    for s in slots:
+        if not 0 <= s < len(blocks) or not blocks[s].here & bit:
+            continue
+        if blocks[s].pins > 0:
+            blocks[s].stale |= bit
+        else:
+            fold(state, DIGEST, s)
+            depart(blocks, state, k, s)
+            out[n] = s
+            n += 1
+    return n
+
+
+@kernel
+def pin(blocks: Array, state: Array, slots: Array) -> None:
+    """One more reason for blocks to stay, and to stay known."""
+    for s in slots:
+        b = blocks[s]
+        b.pins += 1
+        if b.pins > 1:
+            continue
+        if b.ghost:
+            calm(blocks, state, s)
+        for k in range(MAX_PLACES):
+            if b.here >> k & 1:
+                state[PINNED + k] += b.bytes
+
+
+@kernel
+def unpin(blocks: Array, state: Array, slots: Array, done: bool, out: Array) -> int:
+    """One reason less.
+
+    Args:
+        blocks: Records.
+        state: Totals.
+        slots: Blocks.
+        done: What was to be waited for has come; else it never will, unless others wait too.
+        out: Bit sets of places.
+
+    Returns:
+        How many blocks left a place, or several; `out[0]` names them and `out[1]` the places.
+    """
+    n = 0
+    for i in range(len(slots) - 1, -1, -1):
+        s = slots[i]
+        b = blocks[s]
+        b.pins -= 1
+        if done:
+            b.flight = 0
+        if b.pins > 0:
+            continue
+        for k in range(MAX_PLACES):
+            if b.here >> k & 1:
+                state[PINNED + k] -= b.bytes
+        out[0, n], out[1, n] = s, b.flight | b.stale
+        if out[1, n] == 0:
+            rest(blocks, state, s)
+            continue
+        for k in range(MAX_PLACES):
+            if out[1, n] >> k & 1:
+                depart(blocks, state, k, s)
+        n += 1
+    return n
+
+
+@kernel
+def watch(blocks: Array, state: Array, slots: Array, by: int) -> None:
+    """A queued request names blocks (`by` = 1), or does so no longer (-1)."""
+    for s in slots:
+        blocks[s].watch += by
+        if blocks[s].ghost:
+            calm(blocks, state, s)
+        if by < 0:
+            rest(blocks, state, s)
+
+
+@kernel
+def lower(blocks: Array, k: int, victims: Array, out: Array) -> int:
+    """What must be in place `k` so that the victims' chains are whole there; takes up the room.
+
+    Victims come leaf first. Writes root to leaf: the victims and those of their ancestors that can
+    be read anywhere and are not in `k`. Nothing of a chain that a gap cuts off, but the victim.
+    """
+    n = 0
+    bit = np.uint8(1 << k)
+    for i in range(len(victims) - 1, -1, -1):
+        s = np.int64(victims[i])
+        start = n
+        while s >= 0 and not blocks[s].here & bit and settled(blocks, s) and n < len(out):
+            out[n] = s
+            n += 1
+            s = parent_of(blocks, s)
+        for j in range((n - start) // 2):
+            out[start + j], out[n - 1 - j] = out[n - 1 - j], out[start + j]
+        for j in range(start, n):
+            blocks[out[j]].here |= bit
+    for j in range(n):
+        blocks[out[j]].here &= ~bit
+    return n
+
+
+@kernel
+def gap(blocks: Array, s: int, source: int, target: int, out: Array) -> tuple[int, int]:
+    """Writes the way up from a block to what is in `target`, leaf to root.
+
+    Returns:
+        How many blocks are missing there and can be had from `source` without a gap, and the slot
+        of the deepest that is there, or -1. None if the block itself cannot be had, or is none.
+    """
+    n = 0
+    if s >= len(blocks):
+        return 0, -1
+    while s >= 0 and not blocks[s].here >> target & 1:
+        if n == len(out):
+            return 0, -1
+        out[n] = s
+        n += 1
+        s = parent_of(blocks, s)
+    bottom = 0  # what lies below a block that cannot be had is of no use
+    for i in range(n):
+        if not settled(blocks, out[i]) >> source & 1:
+            bottom = i + 1
+    for i in range(bottom, n):
+        out[i - bottom] = out[i]
+    return n - bottom, s
+
+
+@kernel
+def readable(blocks: Array, slots: Array, source: int, target: int, out: Array) -> int:
+    """Writes the leading slots that can be read in `source` and are not in `target` yet."""
+    n = 0
+    for s in slots:
+        if not 0 <= s < len(blocks):
+            break
+        if blocks[s].here >> target & 1 or not settled(blocks, s) >> source & 1:
+            break
+        out[n] = s
+        n += 1
+    return n

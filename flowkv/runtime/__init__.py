@@ -1,1 +1,0 @@
-"""The runtime: pages, prefixes, residency, steps, and the `KV` facade over them."""

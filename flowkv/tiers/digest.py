@@ -1,0 +1,598 @@
+"""XXH3-128 in compiled code, over memory by address; frames checked and copied by it."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from flowkv.core.errors import StateError
+from flowkv.core.layout import GRANULE_BYTES
+from flowkv.tiers import frame
+from flowkv.tiers.frame import DIGEST_BYTES, DIGESTED_FROM, FIXED_BYTES, MAGIC, VERSION
+
+_I8, _I32, _I64, _I128 = (ir.IntType(n) for n in (8, 32, 64, 128))
+_PREFETCH = [_I8.as_pointer(), _I32, _I32, _I32]  # address, to read, into all caches, data
+
+
+def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
+    """What lies at an address, wherever that is; for other intrinsics."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Asks for a line of memory, which need not exist; for other intrinsics."""
+    pointer, kind = _I8.as_pointer(), ir.FunctionType(ir.VoidType(), _PREFETCH)
+    ask = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+    builder.call(ask, [builder.inttoptr(address, pointer), _I32(0), _I32(3), _I32(1)])
+
+
+@intrinsic
+def word(context, address):
+    """The eight bytes at an address, as uint64."""
+
+    def codegen(context, builder, signature, args):
+        return load(builder, args[0], _I64)
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def half_word(context, address):
+    """The four bytes at an address, as uint64."""
+
+    def codegen(context, builder, signature, args):
+        return builder.zext(load(builder, args[0], _I32), _I64)
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def byte(context, address):
+    """The byte at an address, as uint64."""
+
+    def codegen(context, builder, signature, args):
+        return builder.zext(load(builder, args[0], _I8), _I64)
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def put(context, address, value):
+    """Write a byte."""
+
+    def codegen(context, builder, signature, args):
+        builder.store(builder.trunc(args[1], _I8), builder.inttoptr(args[0], _I8.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def put_word(context, address, value):
+    """Write eight bytes."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], _I64.as_pointer())
+        builder.store(args[1], pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def fence(context):
+    """Everything written before is there for others before anything written after."""
+
+    def codegen(context, builder, signature, args):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def upper(context, a, b):
+    """The upper 64 bits of a product."""
+
+    def codegen(context, builder, signature, args):
+        product = builder.mul(*(builder.zext(arg, _I128) for arg in args))
+        return builder.trunc(builder.lshr(product, _I128(64)), _I64)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def swapped(context, x):
+    """The bytes of x in the other order."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bswap(args[0])
+
+    return types.uint64(types.uint64), codegen
+
+
+# XXH3-128 in numba: the digest of the `xxhash` library, bit for bit, without the interpreter.
+#
+# Code that stays in one compiled call while the interpreter is busy (`tiers.check`) cannot call
+# the library. Above 240 bytes the hash is eight 64-bit lanes that LLVM keeps in vector registers,
+# written here as vectors of its own language; below, it is scalar. The specification is
+# https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md; the seed is 0, the secret its
+# own.
+
+SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_P32_1, _P32_2, _P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_P64 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_START = (_P32_3, *_P64[:4], _P32_2, _P64[4], _P32_1)
+_STRIPE, _BLOCK = 64, 1024
+_AHEAD = 512  # bytes; the library's own distance
+_P1, _P2, _P3, _P4 = (np.uint64(prime) for prime in _P64[:4])
+_MX1, _MX2 = np.uint64(0x165667919E3779F9), np.uint64(0x9FB21C651E98DF25)
+_SHORT = np.uint64(_P32_2 - 1)
+_ONE, _THREE, _LOW32 = np.uint64(1), np.uint64(3), np.uint64(0xFFFFFFFF)
+_S8, _S13, _S16, _S19, _S24 = (np.uint64(n) for n in (8, 13, 16, 19, 24))
+_S28, _S29, _S32, _S33, _S35 = (np.uint64(n) for n in (28, 29, 32, 33, 35))
+_S37, _S54 = np.uint64(37), np.uint64(54)
+
+_XXH3_I8, _XXH3_I32, _XXH3_I64 = (ir.IntType(n) for n in (8, 32, 64))
+_LANES = ir.VectorType(_XXH3_I64, 8)
+_JIT = {"error_model": "numpy"}
+_INLINE = {**_JIT, "forceinline": True}
+
+
+def _vector(value: int) -> ir.Constant:
+    return ir.Constant(_LANES, [value] * 8)
+
+
+def _secret_of(builder: ir.IRBuilder) -> ir.Value:
+    data = ir.Constant(ir.ArrayType(_XXH3_I8, len(SECRET)), bytearray(SECRET))
+    return builder.ptrtoint(cgutils.global_constant(builder.module, "xxh3_secret", data), _XXH3_I64)
+
+
+@intrinsic
+def secret(context):
+    """Address of the secret."""
+    return types.uint64(), lambda context, builder, signature, args: _secret_of(builder)
+
+
+def _stripe_of(
+    keep: str, builder: ir.IRBuilder, state: ir.Value, at: tuple[ir.Value, ...]
+) -> ir.Value:
+    """Lanes after one more stripe: to each its neighbour's word, and a product of its own."""
+    data, key, target = at
+    words = load(builder, data, _LANES)
+    prefetch(builder, builder.add(data, _XXH3_I64(_AHEAD)))
+    if keep:
+        place, streams = builder.inttoptr(target, _LANES.as_pointer()), keep == "stream"
+        stored = builder.store(words, place, align=_STRIPE if streams else 1)
+        if streams:
+            stored.set_metadata("nontemporal", builder.module.add_metadata([_XXH3_I32(1)]))
+    mixed = builder.xor(words, load(builder, key, _LANES))
+    pairs = ir.Constant(ir.VectorType(_XXH3_I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
+    crossed = builder.shuffle_vector(words, ir.Constant(_LANES, ir.Undefined), pairs)
+    product = builder.mul(
+        builder.and_(mixed, _vector(0xFFFFFFFF)), builder.lshr(mixed, _vector(32))
+    )
+    return builder.add(builder.add(state, crossed), product)
+
+
+def _scrambled(builder: ir.IRBuilder, state: ir.Value, key: ir.Value) -> ir.Value:
+    mixed = builder.xor(state, builder.lshr(state, _vector(47)))
+    return builder.mul(builder.xor(mixed, load(builder, key, _LANES)), _vector(_P32_1))
+
+
+def _lanes_kept(keep: str) -> Any:
+    """Makes the loop over more than 240 bytes, which keeps what it reads: not, or in a copy."""
+
+    @intrinsic
+    def lanes(context, address, length, target):
+        """The eight lanes, as a tuple of uint64."""
+        signature = types.UniTuple(types.uint64, 8)(types.uint64, types.uint64, types.uint64)
+
+        def codegen(context, builder, signature, args):
+            key, held = _secret_of(builder), cgutils.alloca_once(builder, _LANES)
+            builder.store(ir.Constant(_LANES, list(_START)), held)
+
+            def add(state: ir.Value, offset: ir.Value, secret: ir.Value) -> ir.Value:
+                at = builder.add(args[0], offset), secret, builder.add(args[2], offset)
+                return _stripe_of(keep, builder, state, at)
+
+            last = builder.sub(args[1], _XXH3_I64(1))
+            blocks = builder.udiv(last, _XXH3_I64(_BLOCK))
+            with cgutils.for_range(builder, blocks) as loop:
+                start, state = builder.mul(loop.index, _XXH3_I64(_BLOCK)), builder.load(held)
+                for n in range(_BLOCK // _STRIPE):
+                    offset = builder.add(start, _XXH3_I64(n * _STRIPE))
+                    state = add(state, offset, builder.add(key, _XXH3_I64(8 * n)))
+                end = builder.add(key, _XXH3_I64(len(SECRET) - _STRIPE))
+                builder.store(_scrambled(builder, state, end), held)
+            start = builder.mul(blocks, _XXH3_I64(_BLOCK))
+            stripes = builder.udiv(builder.sub(last, start), _XXH3_I64(_STRIPE))
+            with cgutils.for_range(builder, stripes) as loop:
+                offset = builder.add(start, builder.mul(loop.index, _XXH3_I64(_STRIPE)))
+                secret = builder.add(key, builder.mul(loop.index, _XXH3_I64(8)))
+                builder.store(add(builder.load(held), offset, secret), held)
+            secret = builder.add(key, _XXH3_I64(len(SECRET) - _STRIPE - 7))
+            state = add(builder.load(held), builder.sub(args[1], _XXH3_I64(_STRIPE)), secret)
+            values = [builder.extract_element(state, _XXH3_I32(n)) for n in range(8)]
+            return context.make_tuple(builder, signature.return_type, values)
+
+        return signature, codegen
+
+    return lanes
+
+
+_lanes, _lanes_copied, _lanes_streamed = map(_lanes_kept, ("", "copy", "stream"))
+
+
+@njit(**_INLINE)
+def _avalanche(x):
+    x = (x ^ (x >> _S37)) * _MX1
+    return x ^ (x >> _S32)
+
+
+@njit(**_INLINE)
+def _avalanche_64(x):
+    x = (x ^ (x >> _S33)) * _P2
+    x = (x ^ (x >> _S29)) * _P3
+    return x ^ (x >> _S32)
+
+
+@njit(**_INLINE)
+def _folded(a, b):
+    return (a * b) ^ upper(a, b)
+
+
+@njit(**_INLINE)
+def _mixed(data, key):
+    return _folded(word(data) ^ word(key), word(data + _S8) ^ word(key + _S8))
+
+
+@njit(**_INLINE)
+def _mixed_two(low, high, one, two, key):
+    """Two sums after 32 bytes more."""
+    low = (low + _mixed(one, key)) ^ (word(two) + word(two + _S8))
+    high = (high + _mixed(two, key + _S16)) ^ (word(one) + word(one + _S8))
+    return low, high
+
+
+@njit(**_JIT)
+def _up_to_16(data, n, key):
+    if n > _S8:
+        flip = word(key + np.uint64(32)) ^ word(key + np.uint64(40))
+        first, last = word(data), word(data + n - _S8)
+        a = first ^ last ^ flip
+        last ^= word(key + np.uint64(48)) ^ word(key + np.uint64(56))
+        low, high = a * _P1, upper(a, _P1)
+        low += (n - _ONE) << _S54
+        high += last + (last & _LOW32) * _SHORT
+        low ^= swapped(high)
+        return _avalanche(low * _P2), _avalanche(upper(low, _P2) + high * _P2)
+    if n >= np.uint64(4):
+        both = half_word(data) + (half_word(data + n - np.uint64(4)) << _S32)
+        both ^= word(key + _S16) ^ word(key + _S24)
+        factor = _P1 + (n << np.uint64(2))
+        low, high = both * factor, upper(both, factor)
+        high += low << _ONE
+        low ^= high >> _THREE
+        low = (low ^ (low >> _S35)) * _MX2
+        return low ^ (low >> _S28), _avalanche(high)
+    if n:
+        low = byte(data) << _S16 | byte(data + (n >> _ONE)) << _S24 | n << _S8
+        low |= byte(data + n - _ONE)
+        high = swapped(low) >> _S32
+        high = (high << _S13 | high >> _S19) & _LOW32
+        low ^= half_word(key) ^ half_word(key + np.uint64(4))
+        high ^= half_word(key + _S8) ^ half_word(key + np.uint64(12))
+        return _avalanche_64(low), _avalanche_64(high)
+    low = word(key + np.uint64(64)) ^ word(key + np.uint64(72))
+    high = word(key + np.uint64(80)) ^ word(key + np.uint64(88))
+    return _avalanche_64(low), _avalanche_64(high)
+
+
+@njit(**_JIT)
+def _up_to_240(data, n, key):
+    low, high, end = n * _P1, np.uint64(0), data + n
+    if n <= np.uint64(128):
+        for i in range((np.int64(n) - 1) // 32, -1, -1):
+            at = np.uint64(16 * i)
+            low, high = _mixed_two(low, high, data + at, end - at - _S16, key + np.uint64(32 * i))
+    else:
+        for i in range(4):
+            at = data + np.uint64(32 * i)
+            low, high = _mixed_two(low, high, at, at + _S16, key + np.uint64(32 * i))
+        low, high = _avalanche(low), _avalanche(high)
+        for i in range(4, np.int64(n) // 32):
+            at = data + np.uint64(32 * i)
+            low, high = _mixed_two(low, high, at, at + _S16, key + np.uint64(32 * i - 125))
+        low, high = _mixed_two(low, high, end - _S16, end - _S32, key + np.uint64(103))
+    total = low * _P1 + high * _P4 + n * _P2
+    return _avalanche(low + high), np.uint64(0) - _avalanche(total)
+
+
+@njit(**_INLINE)
+def _merged(lanes, key, total):
+    total += _folded(lanes[0] ^ word(key), lanes[1] ^ word(key + _S8))
+    total += _folded(lanes[2] ^ word(key + _S16), lanes[3] ^ word(key + _S24))
+    total += _folded(lanes[4] ^ word(key + _S32), lanes[5] ^ word(key + np.uint64(40)))
+    total += _folded(lanes[6] ^ word(key + np.uint64(48)), lanes[7] ^ word(key + np.uint64(56)))
+    return _avalanche(total)
+
+
+@njit(**_INLINE)
+def _ended(lanes, n, key):
+    low = _merged(lanes, key + np.uint64(11), n * _P1)
+    return low, _merged(lanes, key + np.uint64(117), ~(n * _P2))
+
+
+@njit(**_JIT)
+def _longer(data, n, key):
+    return _ended(_lanes(data, n, data), n, key)
+
+
+@njit(**_JIT)
+def _longer_copied(data, n, key, target):
+    return _ended(_lanes_copied(data, n, target), n, key)
+
+
+@njit(**_JIT)
+def _longer_streamed(data, n, key, target):
+    return _ended(_lanes_streamed(data, n, target), n, key)
+
+
+@njit(**_JIT)
+def xxh3_128(address, n_bytes):
+    """The digest of memory.
+
+    Args:
+        address: uint64.
+        n_bytes: uint64.
+
+    Returns:
+        The low and the high half, uint64; the library's 16 bytes are both as big endian, the high
+        half first.
+    """
+    key = secret()
+    if n_bytes <= _S16:
+        return _up_to_16(address, n_bytes, key)
+    if n_bytes <= np.uint64(240):
+        return _up_to_240(address, n_bytes, key)
+    return _longer(address, n_bytes, key)
+
+
+@njit(**_JIT)
+def matches(address, n_bytes, digest):
+    """Whether memory has the digest whose 16 bytes lie at an address."""
+    low, high = xxh3_128(address, n_bytes)
+    return high == swapped(word(digest)) and low == swapped(word(digest + _S8))
+
+
+@njit(**_JIT)
+def digest_copied(address, n_bytes, target, streams):
+    """The digest of memory, as `xxh3_128` gives it; at `target` lies then what was digested.
+
+    Args:
+        address: uint64.
+        n_bytes: uint64.
+        target: Address of memory that does not overlap.
+        streams: Write past the caches, where alignment allows it; for more than they hold. The
+            caller then needs a `fence` before it tells anybody.
+    """
+    if n_bytes <= np.uint64(240):
+        for i in range(n_bytes):
+            put(target + i, byte(address + i))
+        return xxh3_128(target, n_bytes)
+    if streams and (target | n_bytes) % np.uint64(_STRIPE) == 0:
+        return _longer_streamed(address, n_bytes, secret(), target)
+    return _longer_copied(address, n_bytes, secret(), target)
+
+
+@njit(**_JIT)
+def matches_copied(address, n_bytes, digest, target, streams):
+    """Whether memory has the digest whose 16 bytes lie at an address; `digest_copied` besides."""
+    low, high = digest_copied(address, n_bytes, target, streams)
+    return high == swapped(word(digest)) and low == swapped(word(digest + _S8))
+
+
+@njit(cache=True, nogil=True, **_JIT)
+def _digest_many(addresses, n_bytes, digests):
+    for i in range(len(addresses)):
+        low, high = xxh3_128(np.uint64(addresses[i]), n_bytes)
+        digests[i, 0], digests[i, 1] = swapped(high), swapped(low)
+
+
+def digest_many(addresses: NDArray[np.uint64], n_bytes: int) -> NDArray[np.uint8]:
+    """The digests of pieces of memory of one length, without the interpreter.
+
+    Args:
+        addresses: uint64 `[n]`.
+        n_bytes: Of each piece.
+
+    Returns:
+        uint8 `[n, 16]`, as the library gives them.
+    """
+    digests = np.empty((len(addresses), 2), np.uint64)
+    _digest_many(addresses, np.uint64(n_bytes), digests)
+    return digests.view(np.uint8)
+
+
+def digest(address: int, n_bytes: int) -> bytes:
+    """The digest of one piece of memory."""
+    return digest_many(np.array([address], np.uint64), n_bytes).tobytes()
+
+
+# Plain frames checked and copied many at a time, in one compiled call that needs no interpreter.
+#
+#     checks = np.array([(header, header_bytes, data, data_bytes, target, step, all, first, n),
+#     ...],
+#                       CHECK)                                          one row a frame
+#     expected = np.frombuffer(b"".join(fields), np.uint8)              256 bytes a frame
+#     reasons = check_frames(checks, expected.reshape(-1, 256))         0 where all is right
+#
+# `fields` are `tiers.frame.fixed_fields(header)` of the frame that should be there. What a row
+# says is checked before anything is looked at, so a frame that lies about itself leads nowhere.
+# In this order: magic, version, integrity, pages and digest of the header, all fixed fields, then
+# each wished stripe. A stripe is read once, digested and copied in the same pass, so that
+# checking costs next to nothing beside copying, and what was digested is what was copied, whoever
+# else writes to the source. The names of the reasons are `REASONS`.
+#
+# The caller has claimed all items: a target is undefined where the reason is not 0.
+
+CHECK = np.dtype(
+    [
+        ("header", "<u8"),
+        ("header_bytes", "<u8"),
+        ("data", "<u8"),
+        ("data_bytes", "<u8"),
+        ("target", "<u8"),
+        ("step", "<u8"),
+        ("all", "<u4"),
+        ("first", "<u4"),
+        ("stripes", "<u4"),
+    ]
+)
+"""One frame: address of its header and bytes that are there; address of the first wished stripe and
+bytes that are there; address of the target, which may be `data` itself, or 0 if nothing is copied;
+bytes of a stripe, stripes of the frame, first wished stripe and how many are wished for."""
+
+REASONS = ("", "foreign", "version", "truncated", "digest", "key", "integrity", "stripes")
+"""Names of the reasons; those of `BadFrame`."""
+
+STREAMED_BYTES = 4 << 20
+"""A call that copies so much writes past the caches: they are too small for it, and need not read
+lines that will be overwritten, which is two fifths of the time."""
+
+_OK, _FOREIGN, _VERSION, _TRUNCATED, _DIGEST, _KEY, _INTEGRITY, _STRIPES = range(len(REASONS))
+_MAGIC = np.uint64(int.from_bytes(MAGIC, "little"))
+_DIGEST_AT, _INTEGRITY_AT, _KEY_AT, _KEY_END = 16, 35, 40, 72
+
+
+@njit(**_JIT)
+def _same(address, expected, start, end):
+    differ = np.uint64(0)
+    for at in range(start, end):
+        differ |= byte(address + np.uint64(at)) ^ np.uint64(expected[at])
+    return differ == 0
+
+
+@njit(**_JIT)
+def _check_header(header, there, stripes, expected):
+    """Check a header; `there` bytes are readable."""
+    used = np.uint64(FIXED_BYTES) + np.uint64(DIGEST_BYTES) * stripes
+    granule = np.uint64(GRANULE_BYTES)
+    size = (used + granule - np.uint64(1)) // granule * granule
+    if there < granule:
+        return _TRUNCATED
+    if word(header) != _MAGIC:
+        return _FOREIGN
+    if half_word(header + np.uint64(8)) & np.uint64(0xFFFF) != np.uint64(VERSION):
+        return _VERSION
+    if not _same(header, expected, 8, _DIGEST_AT):
+        return _FOREIGN
+    if not _same(header, expected, _INTEGRITY_AT, _INTEGRITY_AT + 1):
+        return _INTEGRITY
+    if there < size:
+        return _TRUNCATED
+    digested = np.uint64(DIGESTED_FROM)
+    if not matches(header + digested, size - digested, header + np.uint64(_DIGEST_AT)):
+        return _DIGEST
+    if not _same(header, expected, _KEY_AT, _KEY_END):
+        return _KEY
+    if not _same(header, expected, DIGESTED_FROM, FIXED_BYTES):
+        return _FOREIGN
+    return _OK
+
+
+@njit(**_JIT)
+def check_frame(row, expected, streams):
+    """Check one row of `CHECK`; for compiled code, which owes a `fence` if it `streams`."""
+    step, first, n = np.uint64(row.step), np.uint64(row.first), np.uint64(row.stripes)
+    if n == 0 or first + n > row.all or step == 0:
+        return _STRIPES
+    reason = _check_header(row.header, row.header_bytes, np.uint64(row.all), expected)
+    if reason != _OK:
+        return reason
+    if row.data_bytes // n < step:
+        return _TRUNCATED
+    digests = row.header + np.uint64(FIXED_BYTES) + np.uint64(DIGEST_BYTES) * first
+    for i in range(n):
+        at, digest = row.data + step * i, digests + np.uint64(DIGEST_BYTES) * i
+        if row.target and row.target != row.data:
+            sound = matches_copied(at, step, digest, row.target + step * i, streams)
+        else:
+            sound = matches(at, step, digest)
+        if not sound:
+            return _DIGEST
+    return _OK
+
+
+def _entry(stamp: int, *, cache: bool) -> Any:
+    # numba keeps machine code until the function's own file changes, whatever becomes of those it
+    # calls: a constant that it closes over makes their sources part of the key.
+    @njit(cache=cache, nogil=True, **_JIT)
+    def check_all(checks, expected, reasons):
+        n_bytes = np.uint64(0)
+        for i in range(len(checks) if stamp else 0):
+            n_bytes += np.uint64(checks[i].step) * np.uint64(checks[i].stripes)
+        streams = n_bytes >= np.uint64(STREAMED_BYTES)
+        for i in range(len(checks) if stamp else 0):
+            reasons[i] = check_frame(checks[i], expected[i], streams)
+        if streams:
+            fence()
+
+    return check_all
+
+
+_SOURCES = b"".join(Path(str(f)).read_bytes() for f in (frame.__file__, __file__, __file__))
+_STAMP = 1 + zlib.crc32(_SOURCES)
+try:
+    _check_all = _entry(_STAMP, cache=True)
+except RuntimeError:  # no directory to write to: some seconds of compilation in every process
+    _check_all = _entry(_STAMP, cache=False)
+
+
+def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Checks frames and copies what was wished for; holds no lock of the interpreter meanwhile.
+
+    The first call on a machine compiles for seconds, the first in a process loads what was
+    compiled; with empty arrays that can be done before anybody waits.
+
+    Args:
+        checks: `[n]` of dtype `CHECK`. All memory named must stay until the call returns.
+        expected: `[n, 256]`, the fixed fields of each frame; their digests are not looked at.
+
+    Returns:
+        uint8 `[n]`: indices into `REASONS`; 0 where the wished stripes lie verified in the target.
+
+    Raises:
+        StateError: The arrays do not have these types and shapes.
+    """
+    n = len(checks)
+    if checks.dtype != CHECK or expected.dtype != np.uint8 or expected.shape != (n, FIXED_BYTES):
+        raise StateError(
+            f"checks of {checks.dtype} with fields of shape {expected.shape}",
+            "Pass an array of dtype CHECK and 256 bytes of fields per row",
+        )
+    reasons = np.empty(n, np.uint8)
+    _check_all(checks, expected, reasons)
+    return reasons

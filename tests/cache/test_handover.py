@@ -1,0 +1,407 @@
+"""Pages handed from one process to another while they are computed, and shared between ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from flowkv import KV, Geometry, Step, kernels
+from flowkv.core.errors import StateError
+from flowkv.core.keys import Shard
+from flowkv.observe.events import LayerArrived
+from flowkv.testing.tiers import Faults, FlakyTier
+from flowkv.tiers.base import Tier
+from flowkv.tiers.shared import SharedTier
+from flowkv.tiers.shared.tier import file_name
+
+from . import toy
+from .audit import audit
+from .relay import LAYERS, PAGE, PROMPT, Model, answer, fresh_answer, geometry, opened
+
+PAGES = (len(PROMPT) - 1) // PAGE
+SLOW_S = 0.2
+NUMBERS = itertools.count()
+
+
+class Process:
+    """A worker that takes orders."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.cache.relay"]
+        self.pipes = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def tell(self, do: str, **order: Any) -> None:
+        assert self.pipes.stdin is not None
+        self.pipes.stdin.write(json.dumps({"do": do, **order}) + "\n")
+        self.pipes.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.pipes.stdout is not None
+        found: dict[str, Any] = json.loads(self.pipes.stdout.readline())
+        return found
+
+    def ask(self, do: str, **order: Any) -> dict[str, Any]:
+        self.tell(do, **order)
+        return self.hear()
+
+    def end(self) -> None:
+        self.pipes.kill()
+        self.pipes.communicate()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Process, Process]]:
+    both = Process(), Process()
+    try:
+        yield both
+    finally:
+        for process in both:
+            process.end()
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[int]:
+    return fresh_answer(PROMPT)
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A tier that two processes can open: shared memory, or a directory."""
+    if request.param == "disk":
+        yield f"disk:{tmp_path}/kv:8MiB"
+        return
+    name = f"test-{os.getpid()}-{next(NUMBERS)}"
+    try:
+        yield f"host:{name}:8MiB"
+    finally:
+        (Path("/dev/shm") / file_name(name)).unlink(missing_ok=True)
+
+
+BOTH = pytest.mark.parametrize("place", ["host", "disk"], indirect=True)
+
+
+def when(times: list[list[Any]], event: str, layer: int, pick: Callable[..., float]) -> float:
+    return pick(at for name, which, at in times if name == event and which == layer)
+
+
+@BOTH
+def test_layers_arrive_before_the_last_is_sent(
+    pair: tuple[Process, Process], place: str, wanted: list[int]
+) -> None:
+    sender, receiver = pair
+    sender.ask("open", tier=place)
+    receiver.ask("open", tier=place)
+    receiver.tell("receive", patience_s=30.0)
+    sent = sender.ask("send", layer_s=SLOW_S)
+    got = receiver.hear()
+    assert sent["flushed"] and sent["stripes"] == PAGES * LAYERS
+    assert got["tokens"] == wanted
+    assert got["forwards"] == [len(PROMPT) - PAGES * PAGE]  # nothing was computed twice
+    assert got["known"] == PAGES * PAGE
+    first = when(got["times"], "LayerArrived", 0, max)
+    last = when(sent["times"], "LayerSent", LAYERS - 1, min)
+    assert first < last, "layer 0 of all pages was there before the last layer was sent"
+    assert {layer for name, layer, _ in got["times"]} == set(range(LAYERS))
+    left = sender.ask("close")["kinds"]
+    assert left.count("memo") == 0 and left.count("page") == PAGES
+    receiver.ask("close")
+
+
+@BOTH
+def test_chunks_are_sent_as_they_are_computed(
+    pair: tuple[Process, Process], place: str, wanted: list[int]
+) -> None:
+    sender, receiver = pair
+    sender.ask("open", tier=place)
+    receiver.ask("open", tier=place)
+    receiver.tell("receive", patience_s=30.0)
+    sent = sender.ask("send", layer_s=0.005, chunk=40)
+    assert sent["stripes"] == PAGES * LAYERS
+    got = receiver.hear()
+    assert got["tokens"] == wanted
+    assert got["forwards"] == [len(PROMPT) - PAGES * PAGE]
+    sender.ask("close")
+    receiver.ask("close")
+
+
+@pytest.mark.parametrize("place", ["host"], indirect=True)
+def test_two_ranks_hand_over_to_one(
+    pair: tuple[Process, Process], place: str, wanted: list[int]
+) -> None:
+    for rank, sender in enumerate(pair):
+        sender.ask("open", tier=place, shard=(rank, 2))
+    for rank, sender in enumerate(pair):
+        sender.tell("send", layer_s=0.01, shard=(rank, 2))
+    model, forwards = Model(), []
+
+    def forward(step: Step) -> torch.Tensor:
+        forwards.append(int(step.counts.sum()))
+        return model(step)
+
+    with opened({"tier": place, "shard": (0, 1)}) as kv, kv.open(PROMPT) as seq:
+        arrived = []
+        kv.bus.subscribe(arrived.append, LayerArrived)
+        logits = kv.take_over(seq, forward, patience_s=30.0)
+        assert answer(kv, seq, model, logits) == wanted
+        assert forwards == [len(PROMPT) - PAGES * PAGE] or seq.reused
+        assert arrived or seq.reused
+    for sender in pair:
+        assert sender.hear()["stripes"] == PAGES * LAYERS
+        sender.ask("close")
+
+
+@pytest.mark.parametrize("place", ["host"], indirect=True)
+def test_a_sender_that_never_sends(
+    pair: tuple[Process, Process], place: str, wanted: list[int]
+) -> None:
+    _, receiver = pair
+    receiver.ask("open", tier=place)
+    got = receiver.ask("receive", patience_s=0.05)
+    assert got["tokens"] == wanted
+    assert sum(got["forwards"][1:]) == len(PROMPT)
+    receiver.ask("close")
+
+
+@BOTH
+def test_a_sender_killed_before(
+    pair: tuple[Process, Process], place: str, wanted: list[int]
+) -> None:
+    sender, receiver = Process(), pair[1]
+    try:
+        sender.ask("open", tier=place)
+        receiver.ask("open", tier=place)
+        sender.tell("send", layer_s=0.0, die_after=LAYERS - 2)
+        assert sender.pipes.wait(60) == -9
+        got = receiver.ask("receive", patience_s=0.1)
+        assert got["tokens"] == wanted
+        assert got["forwards"][0] == len(PROMPT) - PAGES * PAGE
+        assert sum(got["forwards"][1:]) == len(PROMPT)
+        assert {layer for name, layer, _ in got["times"]} == set(range(LAYERS - 1))
+        receiver.ask("close")
+    finally:
+        sender.end()
+
+
+@BOTH
+def test_a_sender_killed_meanwhile(
+    pair: tuple[Process, Process], place: str, wanted: list[int]
+) -> None:
+    sender, receiver = Process(), pair[1]
+    try:
+        sender.ask("open", tier=place)
+        receiver.ask("open", tier=place)
+        receiver.tell("receive", patience_s=1.0)
+        sender.tell("send", layer_s=0.02, die_after=0)
+        got = receiver.hear()
+        assert sender.pipes.wait(60) == -9
+        assert got["tokens"] == wanted
+        assert sum(got["forwards"][1:]) == len(PROMPT)
+        receiver.ask("close")
+    finally:
+        sender.end()
+
+
+@BOTH
+def test_two_ranks_write_and_one_reads(
+    pair: tuple[Process, Process], place: str, wanted: list[int]
+) -> None:
+    if place.startswith("disk"):  # one directory has one owner: the ranks take turns
+        for rank, process in enumerate(pair):
+            process.ask("rank", tier=place, shard=(rank, 2))
+    else:
+        for rank, process in enumerate(pair):
+            process.tell("rank", tier=place, shard=(rank, 2))
+        for process in pair:
+            process.hear()
+    model = Model()
+    with opened({"tier": place, "shard": (0, 1)}) as kv, kv.open(PROMPT) as seq:
+        assert seq.reused == PAGES * PAGE
+        for step in kv.prefill([seq]):
+            logits = model(step)
+        assert answer(kv, seq, model, logits) == wanted
+    assert pair[0].ask("rank", tier=place, shard=(3, 4))["reused"] == PAGES * PAGE
+
+
+def test_one_rank_writes_and_two_read(pair: tuple[Process, Process], tmp_path: Path) -> None:
+    place, model = f"disk:{tmp_path}/kv:8MiB", Model()
+    with opened({"tier": place}) as kv, kv.open(PROMPT) as seq:  # it need not know of ranks
+        for step in kv.prefill([seq]):
+            model(step)
+    for rank, process in enumerate(pair):
+        assert process.ask("rank", tier=place, shard=(rank, 2))["reused"] == PAGES * PAGE
+
+
+def test_who_can_send() -> None:
+    with KV(geometry(), gpu="4MiB") as kv, pytest.raises(StateError, match="host:NAME"):
+        kv.hand_over()
+    with KV(geometry(), namespace="x", gpu="4MiB", shard=Shard(1, 2)) as kv:
+        assert kv.geometry is not None and kv.geometry.groups[0].kv_heads == 2
+
+
+# ---- in one process: every kind of page, and everything that can go wrong
+
+
+def shape(codec: str) -> Geometry:
+    """Four layers in two groups; of codecs, with pages and heads large enough."""
+    if codec == "raw":
+        return toy.geometry(layers=4)
+    return Geometry.uniform(layers=2, kv_heads=2, head_dim=64, page_size=64)
+
+
+def write(step: Step) -> None:
+    """Like `toy.write`, layer by layer as a model does."""
+    geometry = step.seqs[0].planner.geometry
+    (seq,), (count,) = step.seqs, step.counts.tolist()
+    for layer in sorted(layer for group in geometry.groups for layer in group.layers):
+        known = seq.tokens[: seq.length + count].tolist()
+        k, v = toy.keys_values(geometry, layer, known, seq.length)
+        kernels.append(k, v, step.pages(layer), step.batch(geometry.locate(layer)[0]))
+        step.appended(layer)
+
+
+@settings(max_examples=25)
+@given(
+    codec=st.sampled_from(("raw", "raw", "kv8")),
+    length=st.integers(1, 4),
+    known=st.integers(0, 2),
+    chunk=st.sampled_from((5, 16, 200)),
+    fail=st.sampled_from((0.0, 0.0, 0.1, 0.5)),
+    seed=st.integers(0, 99),
+)
+def test_whatever_arrives_is_right(
+    tmp_path_factory: pytest.TempPathFactory,
+    codec: str,
+    length: int,
+    known: int,
+    chunk: int,
+    fail: float,
+    seed: int,
+) -> None:
+    home, geometry = tmp_path_factory.mktemp("shm"), shape(codec)
+    size, layers = geometry.page_size, sum(len(group.layers) for group in geometry.groups)
+    prompt = [(seed * 31 + 7 * n * n) % 50 for n in range(length * size + 3)]
+
+    def place(number: int) -> Tier:
+        tier = SharedTier("x", 8 << 20, directory=home)
+        faults = Faults(fail=fail, lose=fail / 2, flip=fail)
+        return FlakyTier(tier, seed + number, faults) if fail else tier
+
+    with toy.make_kv(geometry, tiers=[place(1)], codec=codec) as first:
+        toy.published(first, prompt[: known * size])  # the sender need not compute these
+        with (
+            toy.make_kv(geometry, tiers=[place(2)], codec=codec) as second,
+            first.hand_over() as sender,
+        ):
+            with first.open(prompt, reuse=bool(seed % 2)) as seq:
+                for step in first.prefill([seq], chunk=chunk):
+                    write(step)
+                sender.flush()
+            tier = SharedTier("x", 8 << 20, directory=home)
+            pages = [entry.key for entry in tier.scan() if entry.info.kind == "page"]
+            tier.delete(pages[known:])  # as if they were late
+            tier.close()
+            arrived: list[LayerArrived] = []
+            second.bus.subscribe(arrived.append, LayerArrived)
+            with second.open(prompt) as seq:
+                fresh = length - seq.reused // size
+                second.take_over(seq, write, patience_s=0.02)
+                toy.check_content(second, seq, prompt, within=0.02 if codec == "kv8" else 0.0)
+                if not fail and not known:  # else the first ones were not sent
+                    assert sum(event.pages for event in arrived) == fresh * layers
+            audit(second)
+        audit(first)
+    tier = SharedTier("x", 8 << 20, directory=home)
+    assert fail or {entry.info.kind for entry in tier.scan()} <= {"page"}
+    tier.remove()
+
+
+def test_stripes_are_forgotten_with_their_prompt(tmp_path: Path) -> None:
+    geometry, prompt = toy.simple(layers=3), list(range(30))
+    tier = SharedTier("x", 1 << 20, directory=tmp_path)
+    with toy.make_kv(geometry, tiers=[tier]) as kv, kv.hand_over() as sender:
+        with kv.open(prompt) as seq:
+            for step in kv.prefill([seq]):
+                write(step)
+        assert sender.flush() and sender.stripes == 9
+        assert len(list(tier.scan())) == 9 + 3
+        assert kv.forget(prompt) == 9 + 3
+        assert list(tier.scan()) == []
+    with pytest.raises(StateError), toy.make_kv(geometry, tiers=["host:64KiB"]) as kv:
+        kv.hand_over()
+
+
+def test_a_late_receiver_reads_whole_pages(tmp_path: Path) -> None:
+    prompt, geometry = list(range(30)), toy.simple(layers=3)
+    here, there = (SharedTier("x", 1 << 20, directory=tmp_path) for _ in range(2))
+    with (
+        toy.make_kv(geometry, tiers=[here]) as first,
+        toy.make_kv(geometry, tiers=[there]) as second,
+        second.open(prompt) as late,
+    ):
+        with first.hand_over() as sender, first.open(prompt) as seq:
+            for step in first.prefill([seq]):
+                write(step)
+            assert sender.flush()
+            assert sum(entry.info.kind == "memo" for entry in here.scan()) == 9
+            sender.release(seq)
+            assert {entry.info.kind for entry in here.scan()} == {"page"}
+        arrived: list[LayerArrived] = []
+        second.bus.subscribe(arrived.append, LayerArrived)
+        second.take_over(late, write, patience_s=5.0)
+        assert sum(event.pages for event in arrived) == 9
+        toy.check_content(second, late, prompt)
+
+
+def test_one_sender_at_a_time_and_none_after(tmp_path: Path) -> None:
+    tier = SharedTier("x", 1 << 20, directory=tmp_path)
+    with toy.make_kv(toy.simple(), tiers=[tier]) as kv:
+        with kv.hand_over() as sender, pytest.raises(StateError, match="one sender"):
+            kv.hand_over()
+        sender.close()
+        with kv.open(list(range(20))) as seq:
+            for step in kv.prefill([seq]):
+                write(step)
+        assert sender.stripes == 0
+        last = kv.hand_over()
+    assert kv.closed and kv.planner.sender is None
+    last.close()
+
+
+def test_what_is_not_finite_is_not_sent(tmp_path: Path) -> None:
+    tier = SharedTier("x", 1 << 20, directory=tmp_path)
+    with toy.make_kv(toy.simple(), tiers=[tier]) as kv, kv.hand_over() as sender:
+        with kv.open(list(range(20))) as seq, pytest.warns(UserWarning, match="NaN"):
+            for step in kv.prefill([seq]):
+                k = torch.zeros(20, 1, 8)
+                k[3] = float("nan")
+                kernels.append(k, k, step.pages(0), step.batch(0))
+                step.appended(0)
+        assert sender.stripes == 1  # the second page
+
+
+def test_errors_of_the_model_pass_through(tmp_path: Path) -> None:
+    tier = SharedTier("x", 1 << 20, directory=tmp_path)
+    with toy.make_kv(toy.simple(), tiers=[tier]) as kv, kv.open(list(range(20))) as seq:
+
+        def broken(step: Step) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            kv.take_over(seq, broken, patience_s=0.02)
+        assert seq.length == 0  # nothing arrived, and nothing is believed to
+        assert kv.take_over(seq, write, patience_s=0.02) is None
+        toy.check_content(kv, seq, list(range(20)))
+        audit(kv)

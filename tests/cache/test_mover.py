@@ -1,0 +1,533 @@
+"""Transfers over tiers that answer late, never, or badly: what is shared, bounded, called off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowkv import KV
+from flowkv.cache.mover import Mover
+from flowkv.core.clock import ManualClock
+from flowkv.observe.events import Demoted, Failed, Hit, Miss, Promoted, Published
+from flowkv.testing import MemoryTier
+from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
+from flowkv.tiers.disk import DiskTier
+from flowkv.tiers.host import HostTier
+from tests.cache.audit import audit, audit_empty
+from tests.cache.fakes import Deferred, Wrapped, lasting
+from tests.cache.toy import check_content, make_kv, opened, published, simple
+
+P, Q, R = [1] * 24, [2] * 24, [3] * 24
+BODY = bytes(range(256)) * 16
+LAYOUT = bytes(16)
+INFO = FrameInfo("page", 0, 0, LAYOUT, bytes(32), bytes(32), 0, 8, 4096)
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+class Slow(Wrapped):
+    """Takes everything; answers as many items as it is told to, in the order they came."""
+
+    def __init__(self, inner: Any, **changes: Any) -> None:
+        super().__init__(inner, **changes)
+        self.jobs: list[tuple[str, int]] = []
+        self.waiting: list[tuple[int, int, Load | Store]] = []
+        self.allowed = 0
+        self.cancelled: list[int] = []
+        self._ready: list[Completion] = []
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        return self._take("load", items)
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        return self._take("store", items)
+
+    def _take(self, kind: str, items: Sequence[Any]) -> int:
+        self.jobs.append((kind, len(items)))
+        number = len(self.jobs)
+        self.waiting += [(number, index, item) for index, item in enumerate(items)]
+        return number
+
+    def cancel(self, job: int) -> None:
+        self.cancelled.append(job)
+        for number, index, item in [each for each in self.waiting if each[0] == job]:
+            self.waiting.remove((number, index, item))
+            answer = Completion(number, index, item.key, Outcome.FAILED, "cancelled")
+            self._ready.append(answer)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+        if timeout_s > 0:
+            self.allowed += 1
+        while self.allowed and self.waiting:
+            self.allowed -= 1
+            number, index, item = self.waiting.pop(0)
+            submit = self.inner.submit_load if isinstance(item, Load) else self.inner.submit_store
+            submit([item])
+            (answer,) = self.inner.poll(0.0)
+            self._ready.append(answer._replace(job=number, item=index))
+        ready, self._ready = self._ready, []
+        return ready
+
+
+def mover_over(*tiers: Any, deadline_s: float = 5.0) -> Mover:
+    mover = Mover(deadline_s)
+    for tier in tiers:
+        mover.add(tier)
+    return mover
+
+
+def stored(tier: MemoryTier, *numbers: int) -> None:
+    for number in numbers:
+        tier.submit_store([Store(key_of(number), INFO, memoryview(BODY))])
+        tier.poll()
+
+
+def load_of(number: int) -> tuple[Load, bytearray]:
+    target = bytearray(4096)
+    return Load(key_of(number), memoryview(target), LAYOUT), target
+
+
+# ---- the mover itself
+
+
+def test_a_load_takes_what_is_being_stored_from_memory() -> None:
+    tier = Slow(MemoryTier())
+    mover, answers = mover_over(tier), list[Completion]()
+    assert mover.store(0, key_of(1), INFO, memoryview(BODY), answers.append)
+    load, target = load_of(1)
+    (answer,), lent = mover.load([(0, load)], lambda _: None)
+    assert answer.outcome is Outcome.HIT and answer.info == INFO and target == BODY
+    assert not lent and not tier.jobs and mover.from_memory == 1
+    mover.drain()
+    load, target = load_of(1)
+    assert mover.load([(0, load)], lambda _: None)[0][0].outcome is Outcome.HIT
+    assert tier.jobs == [("store", 1)]
+    tier.allowed = 9
+    assert mover.flush(1.0) and [a.outcome for a in answers] == [Outcome.STORED]
+    assert mover.on_the_way(key_of(1)) is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"layout": b"x" * 16}, {"first": 1}, {"stripes": 2}, {"target": bytearray(100)}]
+)
+def test_memory_gives_only_what_was_asked_for(change: dict[str, Any]) -> None:
+    mover = mover_over(Slow(MemoryTier()))
+    mover.store(0, key_of(1), INFO, memoryview(BODY), lambda _: None)
+    if "target" in change:
+        change = {"target": memoryview(change["target"])}
+    wanted = load_of(1)[0]._replace(**change)
+    (answer,), _ = mover.load([(0, wanted)], lambda _: None)
+    assert mover.from_memory == 0 and answer.outcome is not Outcome.HIT
+
+
+def test_a_part_is_given_from_memory_too() -> None:
+    mover = mover_over(Slow(MemoryTier()))
+    two = bytes(4096) + BODY
+    mover.store(0, key_of(1), INFO, memoryview(two), lambda _: None)
+    load, target = load_of(1)
+    (answer,), _ = mover.load([(0, load._replace(first=1, stripes=1))], lambda _: None)
+    assert answer.outcome is Outcome.HIT and answer.n_bytes == 4096 and target == BODY
+
+
+def test_loads_of_several_tiers_are_one_job_each() -> None:
+    near, far = Slow(MemoryTier(name="near")), Slow(MemoryTier(name="far"))
+    stored(near.inner, 1, 2)
+    stored(far.inner, 3)
+    near.allowed = far.allowed = 9
+    loads = {number: load_of(number) for number in (1, 2, 3)}
+    mover = mover_over(near, far)
+    wanted = [(number == 3, loads[number][0]) for number in (1, 3, 2)]
+    answers, lent = mover.load(wanted, lambda _: None)
+    assert [a.key for a in answers] == [key_of(n) for n in (1, 3, 2)] and not lent
+    assert all(a.outcome is Outcome.HIT for a in answers)
+    assert all(target == BODY for _, target in loads.values())
+    assert near.jobs == [("load", 2)] and far.jobs == [("load", 1)]
+
+
+def test_the_same_frame_is_loaded_once() -> None:
+    tier = Slow(MemoryTier())
+    stored(tier.inner, 1)
+    mover, told = mover_over(tier), list[Completion]()
+    first, one = load_of(1)
+    assert mover.prefetch(0, [(first, told.append)], "owner") == 1
+    mover.drain()
+    second, two = load_of(1)
+    tier.allowed = 9
+    (answer,), _ = mover.load([(0, second)], lambda _: None)
+    assert answer.outcome is Outcome.HIT and one == two == BODY and len(told) == 1
+    assert tier.jobs == [("load", 1)] and mover.lanes[0].schedule.joined == 1
+
+
+def test_who_waits_with_another_asks_anew_when_that_fails() -> None:
+    tier = Slow(MemoryTier())
+    stored(tier.inner, 1)
+    mover, told = mover_over(tier), list[Completion]()
+    first, _ = load_of(1)
+    mover.prefetch(0, [(first, told.append)], "owner")
+    mover.drain()
+    second, two = load_of(1)
+
+    def fail() -> None:
+        job, index, item = tier.waiting.pop(0)
+        tier._ready.append(Completion(job, index, item.key, Outcome.FAILED, "EIO"))
+        tier.allowed = 9
+
+    original = tier.poll
+    tier.poll = lambda timeout_s=0.0: (fail() if len(tier.jobs) == 1 else None) or original()
+    (answer,), _ = mover.load([(0, second)], lambda _: None)
+    assert answer.outcome is Outcome.HIT and two == BODY and told[0].reason == "EIO"
+    assert tier.jobs == [("load", 1), ("load", 1)]
+
+
+def test_a_cancelled_prefetch_is_answered_and_its_job_called_off() -> None:
+    tier = Slow(MemoryTier())
+    stored(tier.inner, *range(4))
+    mover, told = mover_over(tier), list[Completion]()
+    for owner in "ab":
+        for number in (0, 1) if owner == "a" else (2, 3):
+            mover.prefetch(0, [(load_of(number)[0], told.append)], owner)
+    mover.drain()
+    assert tier.jobs == [("load", 2)] * 2, "those of two owners are two jobs"
+    assert mover.cancel("a") == 2 and tier.cancelled == [1]
+    tier.allowed = 9
+    mover.drain()
+    assert [a.reason for a in told] == ["cancelled"] * 2 + [""] * 2
+    assert mover.lanes[0].cancelled == 2 and not mover.lanes[0].busy
+
+
+def test_what_somebody_waits_for_is_not_called_off() -> None:
+    tier = Slow(MemoryTier())
+    stored(tier.inner, 1)
+    mover, told = mover_over(tier), list[Completion]()
+    mover.prefetch(0, [(load_of(1)[0], told.append)], "owner")
+    lane, (load, target) = mover.lanes[0], load_of(1)
+
+    def cancelling(timeout_s: float = 0.0) -> list[Completion]:
+        assert mover.cancel("owner") == (not told)
+        tier.allowed = 9
+        return Slow.poll(tier, timeout_s)
+
+    tier.poll = cancelling
+    (answer,), _ = mover.load([(0, load)], lambda _: None)
+    assert answer.outcome is Outcome.HIT and target == BODY and not tier.cancelled
+    assert len(told) == 1 and not lane.busy
+
+
+def test_an_overdue_load_is_owed_and_called_off() -> None:
+    tier = Slow(MemoryTier())
+    stored(tier.inner, 1)
+    tier.poll = lambda timeout_s=0.0: []
+    mover, late = mover_over(tier, deadline_s=0.02), list[int]()
+    (answer,), lent = mover.load([(0, load_of(1)[0])], late.append)
+    assert (answer.outcome, answer.reason) == (Outcome.FAILED, "deadline passed") and lent == {0}
+    assert mover.overdue(0) == 1 and tier.cancelled == [1] and not late
+    del tier.poll
+    mover.drain()
+    assert late == [0] and mover.overdue(0) == 0 and not mover.lanes[0].busy
+
+
+def test_what_was_never_sent_is_not_owed() -> None:
+    tier = Slow(MemoryTier())
+    tier.poll = lambda timeout_s=0.0: []
+    mover = mover_over(tier, deadline_s=0.02)
+    mover.lanes[0].schedule.demand_bytes = 4096
+    loads = [(0, load_of(number)[0]) for number in range(3)]
+    answers, lent = mover.load(loads, lambda _: None)
+    assert all(a.outcome is Outcome.FAILED for a in answers) and lent == {0}
+    assert tier.jobs == [("load", 1)]
+
+
+def test_a_closed_tier_fails_what_it_is_asked() -> None:
+    from flowkv.core.errors import StateError
+
+    class Closed(Wrapped):
+        def submit_load(self, items: Any, *, deadline_s: float = 0.0) -> int:
+            raise StateError("tier is closed", "Open another one")
+
+        submit_store = submit_load
+
+    mover, told = mover_over(Closed(MemoryTier())), list[Completion]()
+    mover.store(0, key_of(1), INFO, memoryview(BODY), told.append)
+    (answer,), lent = mover.load([(0, load_of(2)[0])], lambda _: None)
+    assert answer.reason == told[0].reason == "closed" and not lent and not mover.storing()
+
+
+def test_stores_are_measured_and_bound_what_is_in_flight() -> None:
+    class Timed(MemoryTier):
+        def submit_store(self, items: Any, *, deadline_s: float = 60.0) -> int:
+            return self._answer([self._store(item)._replace(seconds=0.5) for item in items])
+
+    mover = mover_over(Timed())
+    for number in range(12):
+        mover.store(0, key_of(number), INFO, memoryview(BODY), lambda _: None)
+    mover.drain()
+    lane = mover.lanes[0]
+    assert lane.stores.bytes_per_s == pytest.approx(12 * 4096 / 0.5)
+    assert lane.schedule.background_bytes == 1 << 23, "a slow tier gets no less than this"
+
+
+# ---- with pages
+
+
+def simple_kv(*tiers: Any, pages: int = 8, **options: Any) -> KV:
+    return make_kv(simple(), pages=pages, tiers=tiers, **options)
+
+
+def test_pages_that_are_on_their_way_down_are_found() -> None:
+    disk = Deferred(lasting())
+    kv = simple_kv(disk, pages=4, write_back=False)
+    published(kv, P)
+    with kv.lock:
+        while kv.planner.store._give_up(0, 1):
+            pass
+    assert disk.waiting == 3 and not disk.frames
+    assert kv.explain([*P, 0]).residency == {"lasting": 24}
+    disk.poll = lambda timeout_s=0.0: []  # it takes its time
+    kv.planner.store.pool(0).release(kv.planner.store.allocate(0, 1)[0])
+    with kv.open([*P, 0], limit=8) as seq:
+        assert seq.reused == 8
+        check_content(kv, seq, P[:8])
+    assert kv.planner.store.mover.from_memory == 1
+    del disk.poll
+    disk.work()
+    assert kv.flush(5.0)
+    audit(kv)
+
+
+def test_pages_wait_while_a_tier_is_busy_and_are_written_later() -> None:
+    disk = Deferred(lasting())
+    kv = simple_kv(disk, pages=16)
+    kv.planner.store.mover.lanes[0].schedule.queue_bytes = 4096
+    kv.planner.store.mover.lanes[0].schedule.background_bytes = 4096
+    for prompt in (P, Q, R):
+        published(kv, prompt)
+    store = kv.planner.store
+    assert disk.waiting == 1 and store._unwritten
+    audit(kv)
+    assert kv.flush(5.0) and len(disk.frames) == 9 and not store._unwritten
+    assert kv.stats()["tiers"]["lasting"]["dropped"] == 0
+    assert kv.stats()["tiers"]["lasting"]["queued_bytes"] == 0
+
+
+def test_pages_that_cannot_wait_any_longer_are_dropped_and_counted() -> None:
+    disk = Deferred(lasting())
+    disk.poll = lambda timeout_s=0.0: []
+    kv = simple_kv(disk, pages=16)
+    kv.planner.store.mover.lanes[0].schedule.queue_bytes = 4096
+    kv.planner.store.mover.lanes[0].schedule.background_bytes = 4096
+    published(kv, P)
+    published(kv, Q)
+    with kv.lock:
+        while kv.planner.store._give_up(0, 1):
+            pass
+    dropped = kv.stats()["tiers"]["lasting"]["dropped"]
+    assert dropped == 4, "one is in flight, one waits in the queue"
+    audit(kv)
+    del disk.poll
+    assert kv.flush(5.0) and len(disk.frames) == 2
+    audit(kv)
+
+
+class Away(Wrapped):
+    """A tier whose breaker is open."""
+
+    asked = 0
+    away = True
+
+    def _refuse(self, items: Sequence[Any]) -> int:
+        self.asked += 1
+        if not self.away:
+            return -1
+        self.inner._answer(
+            [Completion(0, 0, item.key, Outcome.FAILED, "breaker") for item in items]
+        )
+        return int(self.inner.inner._jobs) if hasattr(self.inner, "inner") else self.inner._jobs
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        job = self._refuse(items)
+        return job if job > 0 else int(self.inner.submit_load(items))
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        job = self._refuse(items)
+        return job if job > 0 else int(self.inner.submit_store(items))
+
+
+def test_a_tier_whose_breaker_is_open_is_left_alone_and_gets_its_pages_later() -> None:
+    clock, inner = ManualClock(), MemoryTier(name="remote")
+    remote = Away(inner, kind="remote")
+    kv = simple_kv(remote, pages=16, clock=clock)
+    published(kv, P)
+    assert not kv.stats()["tiers"]["remote"]["answers"]
+    asked = remote.asked
+    published(kv, Q)
+    assert remote.asked == asked, "it rests"
+    assert not kv.flush(5.0), "what waits for it goes on waiting"
+    remote.away = False
+    clock.advance(s=2.0)
+    assert kv.flush(5.0)
+    assert len(inner.frames) == 6 and kv.stats()["tiers"]["remote"]["answers"]
+    audit(kv)
+
+
+def test_prompts_are_prefetched_while_others_compute() -> None:
+    disk = Slow(lasting())
+    disk.allowed = 99
+    kv = simple_kv(disk, pages=8)
+    published(kv, P)
+    kv.flush()
+    with kv.lock:
+        while kv.planner.store._give_up(0, 1):
+            pass
+    disk.allowed = 0
+    coming = kv.prefetch([*P, 0])
+    assert (coming.pages, coming.left, coming.arrived) == (3, 3, 0)
+    audit(kv)
+    kv.defragment()
+    published(kv, [9] * 16)
+    audit(kv)
+    disk.allowed = 2
+    published(kv, [8] * 8)
+    assert coming.arrived == 2 and coming.left == 1
+    audit(kv)
+    assert coming.wait(5.0) and kv.explain([*P, 0]).residency == {"device": 24}
+    loads = [n for kind, n in disk.jobs if kind == "load"]
+    assert loads == [3]
+    with kv.open([*P, 0]) as seq:
+        check_content(kv, seq, P)
+        assert seq.reused == 24
+    assert kv.stats()["tiers"]["lasting"]["loaded_bytes"] == 3 * 4096
+    assert repr(coming) == "<flowkv.Prefetch: 3 of 3 pages arrived, 0 left>"
+    kv.close()
+
+
+def test_opening_waits_for_what_is_prefetched_already() -> None:
+    disk = Slow(lasting())
+    disk.allowed = 99
+    kv = simple_kv(disk, pages=8)
+    published(kv, P)
+    kv.flush()
+    with kv.lock:
+        while kv.planner.store._give_up(0, 1):
+            pass
+    disk.allowed = 0
+    coming = kv.prefetch(P)
+    with kv.open([*P, 0]) as seq:
+        assert seq.reused == 24
+        check_content(kv, seq, P)
+        audit(kv)
+    assert coming.arrived == 3 and [n for kind, n in disk.jobs if kind == "load"] == [3]
+    stats = kv.stats()["tiers"]["lasting"]
+    assert stats["coalesced"] == 3 and stats["loaded_bytes"] == 3 * 4096
+    kv.close()
+
+
+@pytest.mark.parametrize("how", ["cancel", "forget", "invalidate", "close"])
+def test_a_prefetch_that_is_not_wanted_any_more_leaves_nothing_behind(how: str) -> None:
+    disk = Slow(lasting())
+    disk.allowed = 99
+    kv = simple_kv(disk, pages=8)
+    published(kv, P)
+    kv.flush()
+    with kv.lock:
+        while kv.planner.store._give_up(0, 1):
+            pass
+    disk.allowed = 0
+    coming = kv.prefetch(P)
+    if how == "cancel":
+        coming.cancel()
+        coming.cancel()
+        assert coming.left == 0 and disk.cancelled and not coming.arrived
+        assert kv.stats()["tiers"]["lasting"]["cancelled"] == 3
+        assert not kv.stats()["events"].get('failures_total{operation="load",tier="lasting"}')
+    elif how == "forget":
+        disk.inner.erase = disk.inner.inner.erase
+        kv.forget(P)
+    elif how == "invalidate":
+        kv.invalidate()
+    else:
+        kv.close()
+        assert disk.cancelled
+        return
+    disk.allowed = 99
+    assert coming.wait(5.0)
+    if how == "cancel":
+        kv.invalidate()
+    audit_empty(kv)
+
+
+# ---- what is told
+
+
+def test_events_say_what_moved_and_for_whom() -> None:
+    host = HostTier(1 << 20)
+    kv, told = simple_kv(host, pages=4), list[Any]()
+    kv.bus.subscribe(told.append, Promoted, Demoted, Hit, Miss, Published, Failed)
+    published(kv, P, tenant="alice")
+    assert {e.tenant for e in told if isinstance(e, Published)} == {"alice"}
+    published(kv, Q, tenant="bob")
+    down = [e for e in told if isinstance(e, Demoted)]
+    assert down and {(e.source, e.tier, e.n_bytes) for e in down} == {("device", "host", 4096)}
+    told.clear()
+    with kv.open([*P, 0], tenant="alice") as seq:
+        assert seq.reused == 24
+    (up,) = [e for e in told if isinstance(e, Promoted)]
+    assert (up.source, up.tier) == ("host", "device") and up.n_bytes == 4096 * up.pages
+    hits = {e.tier: e for e in told if isinstance(e, Hit)}
+    assert hits["host"].tenant == "alice" and hits["host"].n_bytes == up.n_bytes
+    assert sum(e.tokens for e in hits.values()) == 24
+    (miss,) = [e for e in told if isinstance(e, Miss)] or [None]
+    assert miss is None or (miss.tenant, miss.tokens) == ("alice", 0)
+
+
+def test_statistics_tell_what_a_tier_was_measured_to_do() -> None:
+    kv = simple_kv(HostTier(1 << 20), pages=4)
+    for prompt in (P, Q, P, R):
+        opened(kv, prompt).close()
+    stats = kv.stats()["tiers"]["host"]
+    assert stats["load_bytes_per_s"] > 0 and stats["store_bytes_per_s"] > 0
+    assert stats["load_latency_s"] >= 0 and stats["answers"] is True
+    assert kv.gate.rates["host"].bytes_per_s == stats["load_bytes_per_s"]
+
+
+def test_two_disks_are_waited_for_at_once(tmp_path: Path) -> None:
+    """Both have file descriptors to wait on, and threads that answer some time."""
+    disks = [DiskTier(tmp_path / name, 4 << 20, name=name) for name in ("near", "far")]
+    mover, told = mover_over(*disks), list[Completion]()
+    for number in range(8):
+        mover.store(number % 2, key_of(number), INFO, memoryview(BODY), told.append)
+    assert mover.flush(20.0) and len(told) == 8
+    loads = {number: load_of(number) for number in range(8)}
+    wanted = [(number % 2, load) for number, (load, _) in loads.items()]
+    answers, lent = mover.load(wanted, lambda _: None)
+    assert [a.key for a in answers] == [key_of(n) for n in range(8)] and not lent
+    assert all(a.outcome is Outcome.HIT for a in answers)
+    assert all(target == BODY for _, target in loads.values())
+    for disk in disks:
+        disk.close()
+
+
+def test_a_load_that_finds_the_breaker_open_is_not_tried_again_at_once() -> None:
+    clock = ManualClock()
+    remote = Away(MemoryTier(name="remote"), kind="remote", away=False)
+    kv = simple_kv(remote, pages=8, clock=clock)
+    published(kv, P)
+    assert kv.flush(5.0)
+    with kv.lock:
+        while kv.planner.store._give_up(0, 1):
+            pass
+    remote.away = True
+    kv.open([*P, 0]).close()
+    asked = remote.asked
+    with kv.open([*P, 0]) as seq:
+        assert seq.reused == 0 and remote.asked == asked
+    remote.away = False
+    clock.advance(s=2.0)
+    with kv.open([*P, 0]) as seq:
+        assert seq.reused == 24
+        check_content(kv, seq, P)
+    audit(kv)

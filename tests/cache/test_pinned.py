@@ -1,0 +1,505 @@
+"""Copies beside the computation, on a device that does things as late and as oddly as it may."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowkv import KV
+from flowkv.cache import pinned as line
+from flowkv.cache.mover import CudaStreams
+from flowkv.cache.pinned import Copies, Crossover, calibrate, open_copies, remember, remembered
+from flowkv.kernels import dispatch
+from flowkv.tiers.io.staging import Arena
+from tests.cache.fakes import Silent, lasting
+from tests.cache.toy import check_content, make_kv, published
+
+GRANULE = 4096
+PAGES = 8
+
+
+class FakeMark:
+    def __init__(self, device: FakeStreams) -> None:
+        self.device, self.passed = device, False
+
+    def done(self) -> bool:
+        self.device.advance(self.device.random.randrange(3))
+        return self.passed
+
+    def wait(self) -> None:
+        while not self.passed:
+            self.device.advance(1)
+
+
+def at(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What lies where these rows lie now: a device holds no reference to memory."""
+    address, shape = rows.data_ptr(), rows.shape
+
+    def found() -> torch.Tensor:
+        memory = (ctypes.c_ubyte * shape.numel()).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+
+    return found
+
+
+class FakeStreams:
+    """Two streams on the CPU: each in its own order, and any order between them that is allowed.
+
+    Args:
+        seed: Of the order.
+        faults: Names of methods that are left out, to see that a test notices.
+    """
+
+    name = "fake"
+
+    def __init__(self, seed: int, *faults: str) -> None:
+        self.random, self.faults = random.Random(seed), faults
+        self.queues: dict[str, list[tuple[FakeMark | None, Callable[[], object]]]] = {
+            "compute": [],
+            "copies": [],
+        }
+        self.calls: list[str] = []
+
+    # ---- what the device does
+
+    def advance(self, steps: int) -> None:
+        for _ in range(steps):
+            able = [q for q in self.queues.values() if q and (q[0][0] is None or q[0][0].passed)]
+            if not able:
+                return
+            self.random.choice(able).pop(0)[1]()
+
+    def finish(self) -> None:
+        while any(self.queues.values()):
+            self.advance(1)
+
+    def compute(self, call: Callable[[], object]) -> None:
+        self.queues["compute"].append((None, call))
+
+    def _mark(self, queue: str) -> FakeMark:
+        mark = FakeMark(self)
+        self.queues[queue].append((None, lambda: setattr(mark, "passed", True)))
+        return mark
+
+    # ---- Streams
+
+    def follow(self) -> None:
+        if "follow" not in self.faults:
+            self.queues["copies"].append((self._mark("compute"), lambda: None))
+
+    def lead(self) -> None:
+        if "lead" not in self.faults:
+            self.queues["compute"].append((self._mark("copies"), lambda: None))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.shape == source.shape
+        self.calls.append(f"copy {len(target)}")
+        places = target.data_ptr(), source.data_ptr(), len(target)
+        self.queues["copies"].append((None, lambda: ctypes.memmove(*places)))
+
+    def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
+        self.calls.append(f"scatter {len(rows)}")
+        where = torch.tensor(granules, dtype=torch.int32)
+        each, lines = rows.shape[1] // GRANULE, at(rows)
+        self.queues["copies"].append(
+            (None, lambda: dispatch.scatter_pages(pages, where, each, lines()))
+        )
+
+    def gather(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
+        self.calls.append(f"gather {len(rows)}")
+        where = torch.tensor(granules, dtype=torch.int32)
+        each, lines = rows.shape[1] // GRANULE, at(rows)
+        self.queues["copies"].append(
+            (None, lambda: dispatch.gather_pages(pages, where, each, lines()))
+        )
+
+    def mark(self) -> FakeMark:
+        mark = self._mark("copies")
+        if "mark" in self.faults:
+            mark.passed = True
+        return mark
+
+    def timed(self, call: Callable[[], object]) -> float:
+        before = len(self.calls)
+        call()
+        self.queues["copies"].clear()  # 2 GB of copying shows nothing
+        return sum(self.price(*name.split()) for name in self.calls[before:])
+
+    def pin(self, address: int, n_bytes: int) -> str:
+        self.calls.append("pin")
+        return "no rights" if "pin" in self.faults else ""
+
+    def unpin(self, address: int) -> None:
+        self.calls.append("unpin")
+
+    def price(self, kind: str, count: str) -> float:
+        return 5.0 if kind == "copy" else 160.0
+
+
+class World:
+    """Pages of one device, and what they must hold if everything happened in the order asked."""
+
+    def __init__(self, seed: int, granules: int, rows: int, *faults: str) -> None:
+        self.device = FakeStreams(seed, *faults)
+        self.granules, self.n_bytes = granules, granules * GRANULE
+        self.arena = Arena(rows * self.n_bytes)
+        self.pages = torch.zeros(PAGES * self.n_bytes, dtype=torch.uint8)
+        self.copies = Copies(self.device, self.pages, self.arena, Crossover(8192, 8192, 3))
+        self.model = [0] * PAGES
+        self.wrong: list[str] = []
+        self.value = 0
+
+    def page(self, number: int) -> torch.Tensor:
+        return self.pages[number * self.n_bytes :][: self.n_bytes]
+
+    def fresh(self) -> int:
+        self.value = self.value % 250 + 1
+        return self.value
+
+    def check(self, what: str, found: torch.Tensor, wanted: int) -> None:
+        if not bool((found == wanted).all()):
+            self.wrong.append(f"{what}: {found.unique().tolist()}, not {wanted}")
+
+    def compute_write(self, number: int) -> None:
+        value = self.fresh()
+        self.model[number] = value
+        self.device.compute(lambda: self.page(number).fill_(value))
+
+    def compute_read(self, number: int) -> None:
+        wanted = self.model[number]
+        self.device.compute(lambda: self.check("read", self.page(number), wanted))
+
+    def load(self, numbers: list[int]) -> None:
+        rows = self.copies.stage(len(numbers), self.n_bytes)
+        for number, row in zip(numbers, rows, strict=True):
+            value = self.fresh()
+            row.fill_(value)  # a tier: at once
+            if value % 5:
+                self.copies.upload(row, number * self.granules)
+                self.model[number] = value  # else a miss
+        self.copies.flush()
+
+    def save(self, numbers: list[int]) -> None:
+        rows = self.copies.download([n * self.granules for n in numbers], self.n_bytes)
+        for number, row in zip(numbers, rows, strict=True):
+            self.check("saved", row, self.model[number])
+
+    def finish(self) -> None:
+        self.copies.close()
+        self.device.finish()
+        for number, wanted in enumerate(self.model):
+            self.check("at the end", self.page(number), wanted)
+        assert self.device.calls[-1] == "unpin"
+
+
+some = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=5, unique=True)
+steps = st.lists(
+    st.tuples(st.sampled_from(["compute_write", "compute_read"]), st.integers(0, PAGES - 1))
+    | st.tuples(st.sampled_from(["load", "save"]), some),
+    max_size=40,
+)
+
+
+@settings(max_examples=80)
+@given(st.integers(0, 1 << 30), st.sampled_from([1, 2]), st.sampled_from([3, 6, 20]), steps)
+def test_every_order_of_the_device_gives_the_same_bytes(
+    seed: int, granules: int, rows: int, steps: list
+) -> None:
+    """Little staging memory, so that slots are used again as soon as that is allowed."""
+    world = World(seed, granules, rows)
+    for name, argument in steps:
+        getattr(world, name)(argument)
+    world.finish()
+    assert not world.wrong
+
+
+@pytest.mark.parametrize("fault", ["follow", "lead", "mark"])
+def test_a_missing_dependency_is_noticed(fault: str) -> None:
+    """The property above can fail: leave out one of its three orders, and bytes are wrong."""
+    for seed in range(200):
+        world, picks = World(seed, 1, 3, fault), random.Random(seed)
+        for _ in range(30):
+            numbers = picks.sample(range(PAGES), 2)
+            name = picks.choice(["compute_write", "compute_read", "load", "save"])
+            getattr(world, name)(numbers if name in ("load", "save") else numbers[0])
+        world.device.finish()
+        if world.wrong:
+            return
+    pytest.fail("nothing was wrong in 200 runs")
+
+
+def test_a_page_is_saved_as_its_slow_producer_left_it() -> None:
+    """Fault F6: the copy is asked for while the kernel that fills the page has not even begun."""
+    world = World(0, 4, 8)
+    world.device.random.choice = lambda queues: queues[-1]  # copies first, whenever they may
+    for value in range(10):
+        world.compute_write(3)
+        world.save([3])
+        world.compute_read(3)
+        assert world.value == value + 1
+    world.finish()
+    assert not world.wrong
+
+
+def test_a_slot_is_not_used_before_its_copy_is_over() -> None:
+    world = World(0, 1, 2)
+    rows = world.copies.stage(2, GRANULE)
+    for number, row in enumerate(rows):
+        row.fill_(number + 1)
+        world.copies.upload(row, number)
+    assert world.copies.staged_bytes() == 2 * GRANULE
+    world.copies.flush()
+    assert not world.page(0).any()  # nothing has happened yet
+    places = [row.data_ptr() for row in rows]
+    del rows, row
+    again = world.copies.stage(2, GRANULE)  # there is room only once the copies are over
+    assert [row.data_ptr() for row in again] == places
+    assert world.page(0).unique().tolist() == [1]
+    assert world.page(1).unique().tolist() == [2]
+
+
+def test_another_stream_joins_copies_that_it_did_not_ask_for() -> None:
+    """Pages are prefetched by one thread and read by another, whose stream knows of no copy."""
+    world = World(3, 1, 8, "lead")
+    world.load([1, 2, 3])
+    world.device.faults = ()
+    world.copies.join()
+    for number in (1, 2, 3):
+        world.compute_read(number)
+    world.device.random.choice = lambda queues: queues[0]  # computation first, whenever it may
+    world.device.finish()
+    assert not world.wrong
+    before = [len(queue) for queue in world.device.queues.values()]
+    world.copies.join()  # nothing is under way: nothing is waited for
+    assert [len(queue) for queue in world.device.queues.values()] == before
+
+
+def test_neighbours_are_one_piece() -> None:
+    world = World(0, 2, 20)
+    rows = world.copies.stage(6, 2 * GRANULE)
+    for row, granule in zip(rows, (4, 6, 8, 0, 12, 14), strict=True):
+        world.copies.upload(row, granule)
+    world.copies.flush()
+    sizes = [3 * 2 * GRANULE, 2 * GRANULE, 2 * 2 * GRANULE]
+    assert world.device.calls == [f"copy {n}" for n in sizes]
+
+
+def test_small_pieces_are_moved_by_a_kernel() -> None:
+    world = World(0, 1, 20)
+    world.load([5, 1, 3])
+    assert world.device.calls == ["scatter 3"]
+    world.save([5, 1])  # too few for a kernel
+    world.save([7, 0, 2, 4])
+    assert world.device.calls[1:] == [f"copy {GRANULE}"] * 2 + ["gather 4"]
+    world.finish()
+    assert not world.wrong
+
+
+def test_what_does_not_fit_into_the_arena_lies_elsewhere() -> None:
+    world = World(0, 1, 2)
+    held = world.copies.stage(2, GRANULE)
+    world.load([1, 2])  # nothing can leave: the rows are held
+    world.load([0, 1, 2, 3, 4])  # more than the arena
+    assert world.copies.staged_bytes() == 2 * GRANULE
+    memory = held[1].numpy().data  # as a tier has it that is late
+    del held
+    assert world.copies.staged_bytes() == 2 * GRANULE
+    del memory
+    world.finish()
+    assert not world.wrong
+    without = Copies(world.device, world.pages, None, why="refused")
+    rows = without.download([0], GRANULE)
+    assert rows[0].unique().tolist() == [world.model[0]]
+    assert without.staged_bytes() == 0
+
+
+def test_the_arena_is_pinned_once_and_the_machine_measured_once(tmp_path: Path) -> None:
+    device, file = FakeStreams(0), tmp_path / "copies.json"
+    pages = torch.zeros(line._BYTES_NEEDED, dtype=torch.uint8)
+    copies = open_copies(device, pages, len(pages), file)
+    assert copies.crossover == Crossover(1 << 20, 1 << 20)
+    measured = len(device.calls)
+    held = copies.stage(1, GRANULE)
+    copies.close()
+    copies.close()
+    held[0].fill_(1)  # a tier that is late: the memory is there, pinned or not
+    assert copies.stage(1, GRANULE)[0].data_ptr() != held[0].data_ptr()
+    again = open_copies(device, pages, len(pages), file)
+    assert device.calls[measured:] == ["unpin", "pin"]
+    assert again.crossover == copies.crossover
+    refused = open_copies(FakeStreams(0, "pin"), pages, len(pages), file)
+    assert (refused.arena, refused.why) == (None, "no rights")
+    assert refused.stage(2, GRANULE)[1].shape == (GRANULE,)
+
+
+def test_forgotten_copies_end_before_their_memory_goes() -> None:
+    world = World(0, 1, 4)
+    world.load([1, 2])
+    device, calls, model = world.device, world.device.calls, list(world.model)
+    pages = world.pages
+    del world.copies
+    gc.collect()
+    assert calls[-1] == "unpin"
+    assert pages.view(PAGES, GRANULE)[:, 0].tolist() == model
+    device.finish()
+
+
+def test_nothing_costs_nothing() -> None:
+    world = World(0, 1, 2)
+    world.copies.flush()
+    assert world.copies.stage(0, GRANULE) == []
+    assert world.copies.download([], GRANULE) == []
+    assert not world.device.calls
+
+
+# ---- where kernels end
+
+
+def test_the_line_is_where_the_engine_is_not_slower() -> None:
+    """The fake needs 5 for each piece, and 160 for 64 in one kernel: twice as fast at any size."""
+    staging = torch.zeros(line._BYTES_NEEDED, dtype=torch.uint8)
+    assert calibrate(FakeStreams(0), staging.clone(), staging) == Crossover(1 << 20, 1 << 20)
+
+    class Wide(FakeStreams):
+        """A kernel that takes as long as its bytes, an engine as long as its pieces."""
+
+        def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
+            super().scatter(pages, granules, rows)
+            self.calls[-1] = f"scatter {rows.numel()}"
+
+        def price(self, kind: str, count: str) -> float:
+            return {"copy": 8.0, "scatter": 400 + int(count) / 4096, "gather": 513.0}[kind]
+
+    assert calibrate(Wide(0), staging.clone(), staging) == Crossover(8192, 4096)
+    assert calibrate(FakeStreams(0), staging[:GRANULE], staging) == Crossover()
+
+
+def test_what_was_measured_is_remembered(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "copies.json"
+    assert remembered("a", file) is None
+    remember("a", Crossover(1, 2), file)
+    remember("b", Crossover(3, 4), file)
+    assert remembered("a", file) == Crossover(1, 2)
+    assert remembered("b", file) == Crossover(3, 4)
+    for damage in (b"{", b'{"a": {"up_bytes": "x"}}', b"[]", b"\xff"):
+        file.write_bytes(damage)
+        assert remembered("a", file) is None
+    remember("c", Crossover(5, 6), file)
+    assert remembered("c", file) == Crossover(5, 6)
+    remember("d", Crossover(), file / "no directory")  # not remembered, and no error
+
+
+# ---- the runtime over such a device
+
+
+class Eager(FakeStreams):
+    """Its computation is numpy's, in the caller's thread: it waits where a device would."""
+
+    def lead(self) -> None:
+        self.finish()
+
+
+def behind_a_bus(kv: KV) -> list[Copies]:
+    """Gives every pool of a cache on the CPU a staging arena, as pools on a GPU have."""
+    pools = kv.planner.store.pools.values()
+    for seed, pool in enumerate(pools):
+        pool.copies = Copies(Eager(seed), pool.arena, Arena(1 << 18), Crossover(8192, 8192, 3))
+    return [pool.copies for pool in pools]
+
+
+def test_pages_come_and_go_through_the_arena() -> None:
+    kv = make_kv(pages=20, tiers=[lasting()])
+    (copies,) = behind_a_bus(kv)
+    texts = [[number, *range(48)] for number in range(6)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+    for text in [*texts, *texts]:
+        with kv.open([*text, 99]) as seq:
+            assert seq.reused == 48
+            check_content(kv, seq, text[:48])
+    calls = copies.streams.calls
+    # Of both groups 5 pages and more were missing each time: they went up together.
+    assert sum(name.startswith("scatter") for name in calls) >= 6
+    assert sum(name.startswith(("copy", "gather")) for name in calls) >= 6 * 6
+    for text in texts:
+        waits = kv.prefetch([*text, 99])
+        assert waits.wait() and waits.arrived == waits.pages
+        with kv.open([*text, 99]) as seq:
+            check_content(kv, seq, text[: seq.length])
+            assert seq.reused == 48
+    gc.collect()
+    staging = kv.stats()["devices"]["cpu"]["staging"]
+    assert staging == {"used_bytes": 0, "why_not_pinned": ""}
+    kv.close()
+
+
+def test_a_tier_that_is_late_keeps_its_rows() -> None:
+    """What it writes after its deadline lands in memory that nobody else was given."""
+    tier = Silent(lasting())
+    tier.silent = False
+    kv = make_kv(pages=20, tiers=[tier], load_deadline_s=0.05)
+    (copies,) = behind_a_bus(kv)
+    texts = [[number, *range(48)] for number in range(6)]
+    for text in texts:
+        published(kv, text)
+    kv.flush()
+    tier.silent = True
+    with kv.open([*texts[0], 99]) as seq:
+        assert seq.reused < 48
+    held = copies.staged_bytes()
+    assert held > 0
+    rows = copies.stage(3, GRANULE)
+    for row in rows:
+        row.fill_(7)
+    tier.scribble()
+    assert all(row.unique().tolist() == [7] for row in rows)
+    del rows, row
+    tier.speak()
+    kv.planner.store.drain()
+    gc.collect()
+    assert copies.staged_bytes() == 0
+    kv.close()
+
+
+# ---- the same on a device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granules", [1, 512])
+def test_a_slow_producer_on_a_gpu(granules: int, tmp_path: Path) -> None:
+    """Fault F6: what leaves is what the producer left, what arrives is what its reader sees."""
+    device, count, n_bytes = torch.device("cuda"), 32, granules * GRANULE
+    pages = torch.zeros(2 * count * n_bytes, dtype=torch.uint8, device=device)
+    copies = open_copies(CudaStreams(device), pages, 128 << 20, tmp_path / "copies.json")
+    assert copies.why == ""
+    places = [2 * i * granules for i in torch.randperm(count).tolist()]
+    for value in range(1, 6):
+        torch.cuda._sleep(50_000_000)  # the kernel that fills the pages comes late
+        pages.fill_(value)
+        rows = copies.download(places, n_bytes)
+        assert all(row.unique().tolist() == [value] for row in rows)
+        for row in rows:
+            row.fill_(100 + value)
+        torch.cuda._sleep(50_000_000)
+        before = pages.clone()  # reads the pages late, as they were
+        for row, place in zip(rows, places, strict=True):
+            copies.upload(row, place)
+        del rows, row
+        copies.flush()
+        after = pages.view(2 * count, n_bytes)[0::2].clone()
+        again = copies.stage(count, n_bytes)
+        for row in again:
+            row.fill_(99)  # the slots are used again: not while they are being read
+        assert before.unique().tolist() == [value]
+        assert after.unique().tolist() == [100 + value]
+        del again, row
+    copies.close()

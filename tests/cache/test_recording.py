@@ -1,0 +1,176 @@
+"""A live cache and the simulator: the same calls give the same decisions, and the same hits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowkv import KV, NEVER, Retain
+from flowkv.core.clock import ManualClock
+from flowkv.core.errors import ConfigError
+from flowkv.policy import make_policy
+from flowkv.residency import Ledger, Meta, Place
+from flowkv.sim.formats import Reader
+from flowkv.sim.replay import CallLog, repeat, run_through
+from flowkv.sim.trace import Trace
+from flowkv.tiers.host import HostTier
+from tests.cache.audit import audit
+from tests.cache.toy import PAGE, advance, geometry, make_kv, prefill, published, simple
+
+
+def live(tmp_path: Path, policy: str) -> tuple[list[CallLog], int]:
+    """A day in the life of a cache of three places, and of the one that opens its disk again."""
+    logs: list[CallLog] = []
+
+    def make() -> CallLog:
+        logs.append(CallLog(make_policy(policy)))
+        return logs[-1]
+
+    random, clock, evictions = np.random.default_rng(7), ManualClock(), 0
+    for write_back in (False, True):
+        tiers = [HostTier(30 * 5300), f"disk:{tmp_path}:2MiB"]
+        more = {"policy": make, "clock": clock, "write_back": write_back}
+        kv = make_kv(geometry(), pages=24, tiers=tiers, **more)
+        for turn in range(80):
+            converse(kv, random, clock, turn)
+        audit(kv)
+        kv.close()
+        evictions += sum(n for name, n in kv.metrics.snapshot().items() if "evictions" in name)
+    return logs, evictions
+
+
+def converse(kv: KV, random: np.random.Generator, clock: ManualClock, turn: int) -> None:
+    clock.advance(s=float(random.exponential(9.0)))
+    session = int(random.integers(8))
+    prompt = [session // 4] * 16 + [session] * int(random.integers(1, 40))
+    more: dict[str, Any] = {"session": session}
+    if turn % 7 == 0:
+        more |= {"lease": "one_shot", "retain": [Retain(0, 16, priority=80, for_s=60.0)]}
+    waiting = kv.enqueue(prompt) if turn % 5 == 0 else None
+    with prefill(kv, kv.open(prompt, **more)) as seq:
+        for token in range(int(random.integers(0, 5))):
+            clock.advance(s=0.1)
+            advance(kv, [seq], [[token]])
+        seq.close("turn_end" if turn % 3 else "tool_use")
+    if turn % 11 == 0:
+        kv.hint(session, NEVER if turn % 2 else 20.0)
+    if turn % 25 == 24:
+        kv.forget([session // 4] * 16 + [session] * 8)
+    assert waiting is None or not waiting.waiting
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "hazard", "auto"])
+def test_the_same_calls_give_the_same_decisions_in_the_simulator(
+    tmp_path: Path, policy: str
+) -> None:
+    logs, evictions = live(tmp_path / "kv", policy)
+    assert len(logs) == 6 and evictions > 50
+    for log in logs:
+        fresh = make_policy(policy)
+        assert repeat(log.calls, fresh) == log.calls
+        assert fresh.digest() == log.digest()
+        assert sorted(fresh.resident()) == sorted(log.resident())
+    names = {call.name for log in logs for call in log.calls}
+    assert names >= {"insert", "access", "complete", "evict", "pin", "unpin", "hint", "enqueue"}
+    assert names >= {"remove", "forget", "expired", "admit"}
+    assert len({log.digest() for log in logs}) > 1
+
+
+def test_a_call_left_out_changes_the_decisions(tmp_path: Path) -> None:
+    logs, _ = live(tmp_path / "kv", "lru")
+    device = logs[0]
+    calls = [call for call in device.calls if call.name != "access"]
+    assert repeat(calls, make_policy("lru")) != calls
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "hazard"])
+def test_a_recording_gives_the_hits_that_were_measured(tmp_path: Path, policy: str) -> None:
+    """Prompts end behind a page, so that the token that must run fills the one open page."""
+    random, clock, pages = np.random.default_rng(3), ManualClock(), 30
+    kv = make_kv(simple(), pages=pages, policy=policy, clock=clock, record=str(tmp_path / "trace"))
+    capacity = kv.planner.store.pools["cpu"].capacity_granules - 1
+    talks = [[n % 3] * 16 for n in range(6)]
+    hits = []
+    for _ in range(300):
+        clock.advance(s=float(random.exponential(5.0)))
+        n = int(random.integers(6))
+        talks[n] += random.integers(0, 3, PAGE).tolist()
+        if len(talks[n]) > 12 * PAGE:
+            talks[n] = [n % 3] * 16
+        with kv.open([*talks[n], 9], session=n) as seq:
+            hits.append(seq.reused // PAGE)
+            prefill(kv, seq, chunk=1 << 10)
+    kv.close()
+    trace = Reader(tmp_path / "trace").trace()
+    assert len(trace) == 300 and trace.block_tokens == PAGE
+    assert trace.blocks.shape[0] == trace.offsets[-1] == np.diff(trace.offsets).sum()
+    assert served(trace, policy, capacity) == hits
+    if policy == "lru":  # which never declines to keep what was just computed
+        assert run_through(trace, make_policy(policy), capacity).tolist() == hits
+    assert 0.2 < sum(hits) / len(trace.blocks) < 0.9
+    assert len(set(trace.sessions.tolist())) == 6 and (trace.input_tokens % PAGE == 1).all()
+
+
+def served(trace: Trace, policy: str, capacity: int) -> list[int]:
+    """Hits of a ledger in which the blocks of a request stay while it runs, as in a live cache."""
+    ledger, hits = Ledger([Place(make_policy(policy), capacity)]), []
+    space = ledger.namespace(b"")
+    for r, now in enumerate(trace.times_ns.tolist()):
+        chain = trace.blocks[trace.offsets[r] : trace.offsets[r + 1]].astype(np.uint64)
+        ids = np.stack([chain + 1, chain], axis=1)
+        hits.append(ledger.begin(now, r, space, ids, Meta(tokens=int(trace.input_tokens[r]))).hits)
+        ledger.complete(now, r)
+    return hits
+
+
+def test_a_recording_holds_no_key_no_token_and_no_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    kv = make_kv(simple(), pages=16)
+    with kv.record(path) as recording:
+        published(kv, [77] * 25, tenant="alice", session="secret-session")
+        published(kv, [77] * 25, tenant="bob")
+        kv.forget(tenant="alice")
+        assert recording.requests == 2
+    recording.close()
+    published(kv, [5] * 25)
+    kv.close()
+    first, second = Reader(path)
+    with make_kv(simple(), pages=16) as other, other._probe([77] * 25, "alice", ()) as seq:
+        raw = path.read_bytes() + first.ids + second.ids
+        assert all(seq.key(0, page)[:16] not in raw for page in range(3))
+    assert b"alice" not in raw and b"secret" not in raw and first.ids != second.ids
+    assert (first.tenant, second.tenant, second.session) == (0, 1, -1) and first.session >= 0
+    assert first.input_tokens == 25 and len(Reader(path).trace()) == 2
+
+
+def test_forks_and_what_was_not_served_are_not_recorded(tmp_path: Path) -> None:
+    kv = make_kv(simple(), pages=16)
+    with kv.record(tmp_path / "trace") as recording:
+        seq = prefill(kv, kv.open([1] * 9))
+        kv.fork(seq).close()
+        kv.enqueue([1] * 9).cancel()
+        kv.warm([1] * 9)
+        assert recording.requests == 0
+        seq.close()
+        assert recording.requests == 1 and "1 requests" in repr(recording)
+    kv.close()
+
+
+def test_a_recording_that_cannot_be_written_harms_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        make_kv(simple(), record=str(tmp_path / "nowhere" / "trace"))
+    kv = make_kv(simple(), pages=16)
+    recording = kv.record(tmp_path / "trace")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    recording._writer.request = fail
+    with pytest.warns(UserWarning, match="ends here"):
+        published(kv, [1] * 25)
+    published(kv, [2] * 25)
+    assert recording.requests == 0 and kv.explain([1] * 25).known == 24
+    kv.close()

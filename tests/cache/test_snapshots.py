@@ -1,0 +1,321 @@
+"""States of recurrent layers beside the pages of the same prefix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from flowkv import KV, Sequence
+from flowkv.cache.restore import Late
+from flowkv.cache.states import encode_state
+from flowkv.core.keys import Salt
+from flowkv.testing import FlakyTier, MemoryTier
+from flowkv.testing.tiers import Faults
+from flowkv.tiers.base import Load
+from flowkv.tiers.host import HostTier
+from tests.cache.audit import audit
+from tests.cache.fakes import lasting
+from tests.cache.links import Link, Trouble, evict, forward
+from tests.cache.toy import (
+    PAGE,
+    advance,
+    check_content,
+    history,
+    make_kv,
+    opened,
+    prefill,
+    published,
+    simple,
+)
+
+TEXT = list(range(60))
+
+
+def state_of(tokens: list[int]) -> dict[str, Any]:
+    """What a recurrent layer would remember of the tokens."""
+    past = int(history(tokens)[-1]) if tokens else 0
+    return {
+        "conv": torch.tensor([past % 1009, len(tokens)], dtype=torch.float32),
+        "ssm": (torch.arange(6).view(2, 3) + past % 97).bfloat16(),
+        "seen": len(tokens),
+    }
+
+
+def save(kv: KV, seq: Sequence) -> bool:
+    return kv.save_state(seq, state_of(seq.tokens[: seq.length].tolist()))
+
+
+def talk(kv: KV, tokens: list[int], *, every: int = 10**9, **options: Any) -> None:
+    """Computes a prompt and keeps states: every so many tokens, and at its end."""
+    seq = kv.open(tokens, **options)
+    while seq.length < len(tokens):
+        end = min(seq.length + every, len(tokens))
+        advance(kv, [seq], [tokens[seq.length : end]])
+        assert save(kv, seq)
+    seq.close()
+
+
+def check(kv: KV, tokens: list[int], **options: Any) -> int:
+    """Opens a prompt, checks that state and pages fit together; returns the tokens reused."""
+    with kv.open(tokens, state=True, **options) as seq:
+        assert seq.reused == seq.length
+        check_content(kv, seq, tokens[: seq.length])
+        assert (seq.state is None) == (seq.length == 0)
+        if seq.state is not None:
+            want = state_of(tokens[: seq.length])
+            assert seq.state.keys() == want.keys() and seq.state["seen"] == want["seen"]
+            assert all(torch.equal(seq.state[name], want[name]) for name in ("conv", "ssm"))
+        audit(kv)
+        length = seq.length
+        prefill(kv, seq)
+        check_content(kv, seq, tokens)
+        return length
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 20])
+def test_a_state_is_found_at_its_exact_length(length: int) -> None:
+    kv = make_kv()
+    talk(kv, TEXT[:length])
+    assert check(kv, TEXT[: length + 5]) == length
+    assert check(kv, TEXT[:length]) == 0, "the last token must run, and no earlier state is kept"
+    assert check(kv, [*TEXT[: length - 1], 77, 78]) == 0
+    assert kv.open(TEXT[: length + 5]).reused == (length + 4) // PAGE * PAGE
+
+
+@given(st.integers(1, 9), st.lists(st.integers(1, 59), max_size=5))
+def test_the_longest_state_within_the_prompt_is_used(every: int, lengths: list[int]) -> None:
+    kv = make_kv(pages=80)
+    talk(kv, TEXT[:40], every=every)
+    for length in lengths:
+        wanted = min(40, length - 1)
+        kept = [n for n in range(1, 41) if n % every == 0 or n == 40]
+        assert check(kv, [*TEXT[:length]]) == max([n for n in kept if n <= wanted], default=0)
+    kv.close()
+
+
+def test_a_tail_is_a_copy_of_its_tokens_only() -> None:
+    """Neither what a page held before nor what follows the state travels with it."""
+    memory = MemoryTier()
+    kv = make_kv(simple(), tiers=[memory])
+    kv.planner.store.pools["cpu"].arena.fill_(0x41)
+    seq = opened(kv, TEXT[:11])
+    assert save(kv, seq)
+    (body,) = (body for header, body in memory.frames.values() if header.info.kind == "state")
+    assert b"AAAAAAAA" not in body
+    advance(kv, [seq], [[99] * 4])
+    seq.close()
+    assert check(kv, TEXT[:20]) == 11
+
+
+def test_states_survive_a_restart_with_their_tails(tmp_path: Path) -> None:
+    def start() -> KV:
+        return make_kv(tiers=[f"disk:{tmp_path / 'kv'}:64MiB"])
+
+    with start() as kv:
+        talk(kv, TEXT[:21], every=10)
+        talk(kv, TEXT[:21], tenant="bob")
+    with start() as kv:
+        assert kv.stats()["blocks"] == 2 * (2 * 2) + 3 + 1, "pages of both, and their states"
+        store = kv.planner.store
+        for block in store.index:  # lengths are known roughly until a frame is read
+            if block.kind == "state":
+                info, body = store.read(block, 0)
+                assert len(body) % info.stripe_bytes == 0 and len(body) < block.n_bytes
+        assert check(kv, TEXT) == 21
+        assert check(kv, TEXT, tenant="carol") == 0
+        assert kv.forget(tenant="bob") > 0
+        assert check(kv, TEXT, tenant="bob") == 0
+    with start() as kv:
+        assert check(kv, TEXT, tenant="bob") == 0
+        assert kv.forget(TEXT[:21]) > 0
+    with start() as kv:
+        assert check(kv, TEXT) == 0
+
+
+def test_forgetting_a_prompt_takes_the_states_along_it() -> None:
+    kv = make_kv()
+    talk(kv, TEXT[:30], every=7)
+    assert kv.forget(TEXT[:30]) == 3 * 2 + 5
+    assert kv.stats()["blocks"] == 0
+    talk(kv, TEXT[:30], every=7)
+    talk(kv, [*TEXT[:20], 9, 9, 9, 9])
+    kv.forget(TEXT[:30])
+    assert check(kv, [*TEXT[:20], 9, 9, 9, 9, 9]) == 24
+    assert check(kv, TEXT[:31]) <= 16
+
+
+def test_states_go_down_the_stack() -> None:
+    near, far = HostTier(4 * 5300, name="near"), MemoryTier(name="far")
+    kv = make_kv(simple(), tiers=[near, far], pages=20)
+    for number in range(6):
+        talk(kv, [number] * 11)
+    assert sum(entry.info.kind == "state" for entry in far.scan()) >= 2
+    for number in range(6):
+        assert check(kv, [number] * 20) == 11
+
+
+def test_states_are_written_near_and_where_they_last() -> None:
+    near, disk = MemoryTier(), lasting()
+    kv = make_kv(tiers=[near, disk])
+    talk(kv, TEXT[:11])
+    kv.flush()
+    assert all(
+        any(header.info.kind == "state" for header, _ in tier.frames.values())
+        for tier in (near, disk)
+    )
+
+
+def test_pages_that_are_gone_take_the_state_along() -> None:
+    kv = make_kv(simple(), pages=6)
+    talk(kv, TEXT[:20])
+    published(kv, [7] * 40)
+    assert check(kv, TEXT[:40]) == 0
+
+
+def test_a_tail_that_does_not_fit_is_no_error() -> None:
+    kv = make_kv(simple(), pages=4)
+    talk(kv, TEXT[:12])
+    held = opened(kv, [5] * 24)
+    with kv.open(TEXT[:20], state=True) as seq:
+        assert seq.length == 0 and seq.state is None
+    held.close()
+    audit(kv)
+
+
+def test_states_of_damaged_or_foreign_frames_are_misses() -> None:
+    memory = MemoryTier()
+    kv = make_kv(simple(), tiers=[memory])
+    talk(kv, TEXT[:11])
+    talk(kv, TEXT[:19])
+    for key, (header, body) in list(memory.frames.items()):
+        if header.info.kind == "state" and header.info.tokens == 3:
+            memory.frames[key] = header, body[:9] + b"\xff" + body[10:]
+            break
+    assert check(kv, TEXT) in (11, 19)
+    kv.invalidate()
+    flaky = make_kv(
+        simple(), tiers=[FlakyTier(MemoryTier(), 5, Faults(fail=0.3, lose=0.2, flip=0.2))]
+    )
+    for _ in range(20):
+        seq = flaky.open(TEXT[:11], state=True)
+        check_content(flaky, seq, TEXT[: seq.length])
+        prefill(flaky, seq)
+        flaky.save_state(seq, state_of(TEXT[:11]))
+        seq.close()
+        check(flaky, TEXT)
+
+
+class Faulty(Link):
+    """A link that troubles pages only."""
+
+    def _carry_out(self, job: int, index: int, item: Load) -> None:
+        header, _ = self.inner.frames[item.key]
+        trouble = self.trouble
+        if header.info.kind == "state":
+            self.trouble = Trouble()
+        super()._carry_out(job, index, item)
+        self.trouble = trouble
+
+
+@given(
+    length=st.integers(1, 40),
+    keep=st.integers(0, 3),
+    fail=st.sampled_from([0.0, 0.3]),
+    plain=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_pages_below_a_state_come_behind(
+    length: int, keep: int, fail: float, plain: bool, seed: int
+) -> None:
+    link = Faulty(per_poll=100, seed=seed)
+    kv = make_kv(simple() if plain else None, tiers=[link], prefetch="off")
+    talk(kv, TEXT[:length])
+    evict(kv, keep)
+    link.per_poll, link.trouble = 1, Trouble(fail=fail, miss=fail / 3)
+    with kv.open(TEXT, state=True, wait=False) as seq:
+        there, coming = seq.reused, seq.restoration
+        if coming is not None:
+            assert coming.settled and not coming.request.computable
+            assert seq.length == length and there == length - coming.tokens + coming.front
+        assert seq.length == length or (fail and not seq.length), "all of it or nothing"
+        assert (seq.state is None) == (seq.length == 0)
+        first = kv.step([seq], [TEXT[seq.length : seq.length + 3]])
+        try:
+            with first as step:
+                forward(step)
+            kept = True
+        except Late:
+            kept = False
+        if coming is not None:
+            coming.finish(ok=kept)
+        assert kept or fail
+        if not kept and seq.length < length:
+            assert seq.length == 0 and seq.state is None
+        check_content(kv, seq, TEXT[: seq.length])
+        audit(kv)
+        prefill(kv, seq)
+        check_content(kv, seq, TEXT)
+        audit(kv)
+    kv.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"flowkv.tail.0.k": 1},
+        {"flowkv.tail.0.v": torch.zeros(1, 1, 2, 8)},
+        {"flowkv.tail.0.v": torch.zeros(1, 1, 3, 8, dtype=torch.float64)},
+    ],
+)
+def test_a_state_with_wrong_tails_is_a_miss(wrong: dict[str, Any]) -> None:
+    kv = make_kv(simple())
+    seq = opened(kv, TEXT[:11])
+    assert kv.save_state(seq, {})
+    sound = {"flowkv.tail.0.k": torch.zeros(1, 1, 3, 8), "flowkv.tail.0.v": torch.zeros(1, 1, 3, 8)}
+    blob = encode_state({**sound, **wrong})
+    read = kv.planner.store.read
+    kv.planner.store.read = lambda block, number: (read(block, number)[0], blob)
+    with kv.open(TEXT[:20], state=True) as other:
+        assert other.length == 0
+        audit(kv)
+        prefill(kv, other)
+        check_content(kv, other, TEXT[:20])
+
+
+def test_non_finite_tails_are_not_kept() -> None:
+    kv = make_kv(simple())
+    seq = opened(kv, TEXT[:3])
+    page = int(kv.planner.tables.pages[0][seq.row, 0])
+    kv.planner.store.pool(0).page_bytes(page, 4096).view(torch.float32)[0] = float("nan")
+    assert not save(kv, seq)
+
+
+def test_salted_states_are_apart() -> None:
+    kv = make_kv()
+    talk(kv, TEXT[:11], salts=[Salt(9, b"c" * 32)])
+    assert check(kv, TEXT[:20]) == 0
+    assert check(kv, TEXT[:20], salts=[Salt(9, b"d" * 32)]) == 0
+    assert check(kv, TEXT[:20], salts=[Salt(9, b"c" * 32)]) == 11
+
+
+def test_what_cannot_be_kept_says_so() -> None:
+    kv = make_kv()
+    seq = kv.open([])
+    assert not save(kv, seq), "no token, no state"
+    kv.plan([seq], [3]).commit()
+    assert not save(kv, seq), "its tokens are not known"
+    full = make_kv(simple(), tiers=[MemoryTier(5000)])
+    published(full, TEXT[:8])
+    other = opened(full, TEXT[:12])
+    assert not full.save_state(other, {"big": torch.zeros(9000)})
+    audit(full)
+    kv.invalidate()
+    other.close()
+    silent = opened(kv, TEXT[:12])
+    kv.invalidate()
+    assert not save(kv, silent)
