@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<ticks>```+) *python\b(?P<info>[^\n`]*)\n"
@@ -66,6 +67,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"`[^`\n]+`", "", page.read_text())  # `kernel[grid](...)` is no link
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", prose):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_first_page_leads_to_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", (DOCS / "index.md").read_text()))
+    assert linked == {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")} - {"index.md"}
 
 
 def test_every_page_is_in_the_navigation() -> None:
