@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from flowkv.testing import tiers
+from flowkv.testing import tier_machine
 from flowkv.testing.tiers import FlakyTier, MemoryTier, check_tier
 from flowkv.tiers.base import Completion, Outcome, Tier
 
@@ -36,8 +36,8 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture
 def impatient(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "GRACE_S", 0.3)
-    monkeypatch.setattr(tiers, "PATIENCE_S", 1.5)
+    monkeypatch.setattr(tier_machine, "GRACE_S", 0.3)
+    monkeypatch.setattr(tier_machine, "PATIENCE_S", 1.5)
 
 
 def flip(tier: Tier, number: int) -> None:

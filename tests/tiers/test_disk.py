@@ -64,6 +64,19 @@ def test_warm_restart(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_stores_are_listed_as_they_began_whichever_ended_first(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 4 * MIB)
+    stored(tier, range(20))
+    index = tier._store._index
+    before = list(tier.scan())
+    first, held = next(iter(index.items()))
+    index.pop(first)
+    index[first] = held  # as if its write had ended last
+    assert next(iter(index.items()))[0] != first
+    assert list(tier.scan()) == before
+    tier.close()
+
+
 def test_what_a_hit_tells(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, MIB)
     stored(tier, ["a"], codec=1, fidelity=2)

@@ -868,9 +868,10 @@ class DiskStore:
             return self._index.get(key)
 
     def entries(self) -> list[tuple[bytes, Held]]:
-        """The index, oldest store first."""
+        """The index, oldest store first: in the order in which stores began, as after a replay."""
         with self._lock:
-            return list(self._index.items())
+            listed = list(self._index.items())
+        return sorted(listed, key=lambda entry: entry[1].seq)
 
     # --- loads ---------------------------------------------------------------------------------
 
