@@ -64,9 +64,9 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "F6": (
         "memory is used again before a device has read or written it",
         (
-            "runtime/test_pinned.py::test_a_page_is_saved_as_its_slow_producer_left_it",
-            "runtime/test_pinned.py::test_every_order_of_the_device_gives_the_same_bytes",
-            "runtime/test_pinned.py::test_a_slot_is_not_used_before_its_copy_is_over",
+            "cache/test_pinned.py::test_a_page_is_saved_as_its_slow_producer_left_it",
+            "cache/test_pinned.py::test_every_order_of_the_device_gives_the_same_bytes",
+            "cache/test_pinned.py::test_a_slot_is_not_used_before_its_copy_is_over",
             "tiers/test_disk_overdue.py::test_an_overdue_load_does_not_touch_its_target",
         ),
     ),
@@ -88,8 +88,8 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "any of the wanted frames cannot be loaded",
         (
             "tiers/test_faults.py::test_F8_logits_are_those_of_no_cache",
-            "runtime/test_store.py::test_a_load_that_fails_is_a_miss_and_never_an_answer",
-            "runtime/test_restore.py::test_damaged_files_miss",
+            "cache/test_store.py::test_a_load_that_fails_is_a_miss_and_never_an_answer",
+            "cache/test_restore.py::test_damaged_files_miss",
         ),
     ),
     "F9": (
@@ -98,7 +98,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "core/test_keys.py::test_every_field_of_a_namespace_matters",
             "tiers/test_frame.py::test_every_field_is_part_of_the_frame",
             "tiers/test_check.py::test_every_fixed_field_is_compared",
-            "runtime/test_restore.py::test_whatever_differs_misses",
+            "cache/test_restore.py::test_whatever_differs_misses",
             "hooks/test_never_wrong.py::test_changed_weights_are_not_served_from_disk",
         ),
     ),
@@ -153,8 +153,8 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "tiers/test_faults.py::test_S2_work_does_not_depend_on_another_tenant",
             "tiers/test_faults.py::test_S2_time_does_not_depend_on_another_tenant",
-            "runtime/test_properties.py::test_what_one_tenant_stores_never_changes_what_another_is_answered",
-            "runtime/test_properties.py::test_a_secret_makes_keys_of_equal_prompts_unguessable",
+            "cache/test_properties.py::test_what_one_tenant_stores_never_changes_what_another_is_answered",
+            "cache/test_properties.py::test_a_secret_makes_keys_of_equal_prompts_unguessable",
         ),
     ),
     "S3": (
@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/test_aead.py::test_attacks_are_refused",
             "tiers/test_aead.py::test_no_downgrade",
             "tiers/test_aead.py::test_no_plaintext_is_stored",
-            "runtime/test_erasure.py::test_an_encrypted_disk_never_holds_plaintext",
+            "cache/test_erasure.py::test_an_encrypted_disk_never_holds_plaintext",
         ),
     ),
     "S4": (
@@ -202,7 +202,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/test_envelope.py::test_stale_bytes_of_reused_places_are_never_returned",
             "tiers/test_check_tier.py::test_wrong_tier_is_found",
             "tiers/test_shared.py::test_erased_bytes_are_nowhere",
-            "runtime/test_erasure.py::test_the_bytes_of_a_tenant_are_gone_from_the_disk",
+            "cache/test_erasure.py::test_the_bytes_of_a_tenant_are_gone_from_the_disk",
         ),
     ),
     "S9": (
@@ -229,7 +229,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/test_check.py::test_rows_that_lie_lead_nowhere",
             "tiers/remote/test_resp.py::test_garbage_raises_only_typed_errors",
             "tiers/remote/test_objects.py::test_catalogs_of_noise",
-            "runtime/test_export.py::test_no_damage_gives_a_wrong_byte",
+            "cache/test_export.py::test_no_damage_gives_a_wrong_byte",
         ),
     ),
 }

@@ -149,7 +149,7 @@ SCHEDULERS = [
 
 def _stories(fault) -> int:
     """As many as the suite tells by default, but for faults that few stories show."""
-    return 2000 if fault in (NoTop, LeavesTheFirstOut, OldOrder) else 100
+    return 2000 if fault in (NoTop, LeavesTheFirstOut, OldOrder, PreemptsInVain) else 100
 
 
 @pytest.mark.parametrize("fault", SCHEDULERS)
