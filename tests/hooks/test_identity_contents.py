@@ -955,3 +955,14 @@ def test_a_door_that_somebody_traces_is_in_no_name(monkeypatch: pytest.MonkeyPat
         generate(model, 2, input_ids=models.prompt(60))
         assert seen
         assert Identity(model).namespace == name
+
+
+def test_a_function_that_is_bound_to_something_of_flowkv_is_foreign() -> None:
+    name, model = Identity(models.causal("llama")).namespace, models.causal("llama")
+
+    def doubled(held: Undo, module: Any, given: Any, out: Any) -> Any:
+        return out * 2
+
+    with attached(models.causal("llama")) as kv:
+        model.model.layers[0].mlp.register_forward_hook(types.MethodType(doubled, kv))
+        assert Identity(model).namespace != name

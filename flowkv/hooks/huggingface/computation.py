@@ -1145,8 +1145,11 @@ def _root(value: Any) -> str:
     """The package in which something was written."""
     inner = value
     while isinstance(inner, (functools.partial, types.MethodType)):
-        if type(getattr(inner, "__self__", None)).__module__.partition(".")[0] == "flowkv":
-            return "flowkv"  # of a door, whoever counts or traces what it does
+        if isinstance(inner, types.MethodType):
+            kind = type(inner.__self__)  # a door, whoever counts or traces what its class does
+            own = kind.__module__.partition(".")[0] == "flowkv"
+            if own and any(inner.__func__ is one for one in vars(kind).values()):
+                return "flowkv"
         inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
     if isinstance(inner, types.FunctionType) and not _genuine(inner):
         return ""
