@@ -458,7 +458,7 @@ class Walk:
         def same() -> bool:
             if held["training"] is not training:
                 return False
-            if len(held) != size + sum(name in held for name in free):
+            if len(held) != size and len(held) - size != sum(name in held for name in free):
                 return False
             for name, value in items:
                 found = held.get(name, _MISSING)
@@ -471,7 +471,7 @@ class Walk:
                 now = held[name]
                 if len(now) != len(keys):
                     return False
-                if all(map(_is, now.values(), values)) and tuple(now) == keys:
+                if tuple(now) == keys and all(map(_is, now.values(), values)):
                     continue
                 tensors = name in ("_parameters", "_buffers")  # others run in their order
                 if not tensors or not _only(now, keys, values, free):

@@ -55,10 +55,10 @@ class Weights:
     """
 
     def __init__(self) -> None:
-        self.n_bytes = self.passes = 0
-        self._reads: dict[int, _Read] = {}
-        self._blocks: list[tuple[torch.Tensor, int, bytes]] | None = None
-        self._next = 0
+        self.n_bytes = self.passes = self._next = 0
+        self._reads: dict[int, _Read]
+        self._blocks: list[tuple[torch.Tensor, int, bytes]] | None
+        self._hold({})
 
     def read(self, named: Mapping[str, torch.Tensor]) -> str:
         """Hex digest of names, dtypes, shapes and every byte; the same on every device.
@@ -81,7 +81,7 @@ class Weights:
         for key, sums in _sums({key: parts for key, (_, parts) in fresh.items()}).items():
             tensor, parts = fresh[key]
             reads[key] = _Read(tensor, _layout(tensor), *counts[key], parts, sums)
-        self._reads, self._blocks, self._next = reads, None, 0
+        self._hold(reads)
         self.n_bytes = sum(_n_bytes(part) for read in reads.values() for part in read.parts)
         digest = hashlib.sha256(b"flowkv.weights/2")
         for name, tensor in sorted(named.items()):
@@ -94,9 +94,20 @@ class Weights:
     def counted(self, tensor: torch.Tensor | None = None) -> bool:
         """Whether nothing, or not one tensor, was written to in the open since it was read."""
         if tensor is None:
-            return all(read.counted() for read in self._reads.values())
+            return self._all_counted()
         known = self._reads.get(id(tensor))
         return known is not None and known.tensor is tensor and known.counted()
+
+    def _all_counted(self) -> bool:
+        tensors, *columns = self._columns
+        try:  # by column: a decode step pays for this
+            return [
+                [t._version for t in tensors],
+                [t.data_ptr() for t in tensors],
+                [(t.shape, t.stride()) for t in tensors],
+            ] == columns
+        except RuntimeError:  # some have no versions, addresses or strides
+            return all(read.counted() for read in self._reads.values())
 
     def differing(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Ids of those tensors that do not hold any more what they held when they were read."""
@@ -106,7 +117,17 @@ class Weights:
 
     def forget(self) -> None:
         """Lets go of all tensors."""
-        self._reads, self._blocks, self._next = {}, None, 0
+        self._hold({})
+
+    def _hold(self, reads: dict[int, _Read]) -> None:
+        self._reads, self._blocks, self._next = reads, None, 0
+        met = reads.values()
+        self._columns: list[list[Any]] = [
+            [read.tensor for read in met],
+            [read.version for read in met],
+            [read.address for read in met],
+            [read.layout for read in met],
+        ]
 
     def roll(self, n_bytes: int) -> bool:
         """Reads the next bytes of a rolling reading, at least one block; False if they changed."""
