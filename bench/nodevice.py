@@ -11,7 +11,6 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from flowkv.kernels.triton import direct as triton_direct
 from flowkv.kernels.triton import launch as triton_launch
 from flowkv.kernels.triton.launch import Traits
 
@@ -112,7 +111,7 @@ def no_device(arch: str, ptx: bool = True) -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     known = ARCHES[arch]
 
-    def official(kernel: Any, grid: Any, args: Any, constants: dict[str, Any]) -> Any:
+    def run_kernel(kernel: Any, grid: Any, args: Any, constants: dict[str, Any]) -> Any:
         if not known.ptx:
             constants = {name: x for name, x in constants.items() if name != "maxnreg"}
         compiled = kernel[grid](*args, **constants)
@@ -123,9 +122,7 @@ def no_device(arch: str, ptx: bool = True) -> Iterator[list[Launch]]:
     with (
         active(NoDevice(arch)),
         mock.patch.object(triton_launch, "INTERPRETED", given),
-        mock.patch.object(triton_launch, "official", official),
-        mock.patch.object(triton_direct, "known", lambda: False),
-        mock.patch.dict(triton_direct.SITES, clear=True),
+        mock.patch.object(triton_launch, "run_kernel", run_kernel),
     ):
         triton_launch.traits.cache_clear()
         try:

@@ -192,21 +192,6 @@ def _gpu(report: dict[str, Any]) -> str:
 
 
 @block
-def launch(results: Results) -> str:
-    reports = [report for name, report in results.items() if name.startswith("launch-")]
-    rows = []
-    for report in reports:
-        for row in report["launches"]:
-            what = f"`{row['kernel']}`, {row['arguments']} arguments"
-            ours, theirs = row["flowkv_us"], row["triton_us"]
-            times = figure(theirs / ours, "x")
-            rows.append([report["triton"], what, figure(ours), figure(theirs), times])
-    if not rows:
-        return NOT_YET.capitalize() + "."
-    return table(["Triton", "kernel", "FlowKV, us", "`kernel[grid]`, us", "ratio"], rows)
-
-
-@block
 def generate(results: Results) -> str:
     rows = []
     for row in results.get("generate_cpu", []):

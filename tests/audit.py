@@ -16,8 +16,6 @@ TRUSTING = frozenset(
 )
 """Bytes become code, or objects of any class."""
 OPENING = frozenset({"socket.bind"})
-MAKES_SOURCE = ("kernels/triton/direct.py",)
-"""Compiles text that it made itself, of argument numbers (see tests/test_house.py)."""
 
 
 class Forbidden(AssertionError):
@@ -46,4 +44,4 @@ def _look(event: str, arguments: tuple[object, ...]) -> None:
 
 def _ours(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return name.startswith(PACKAGE) and not name.endswith(MAKES_SOURCE)
+    return name.startswith(PACKAGE)

@@ -49,19 +49,7 @@ def jobs(machine: Machine) -> Iterator[Job]:
     yield "remade", remade
     yield "transcode", seals
     yield "stream", lambda machine: [streamed(machine)]
-    yield "launch", launch
     yield "restore", restores
-
-
-def launch(machine: Machine) -> Iterator[dict[str, Any]]:
-    """What launches cost in Python on this machine."""
-    try:
-        from bench.bench_launch import launches
-    except ImportError as error:
-        print(f"Launches are not timed: {error}.", file=sys.stderr)
-        return
-    for row in launches(rounds=1 if machine.dry else 60):
-        yield {"case": f"launch {row['kernel']}", "us": row["flowkv_us"], **row}
 
 
 def compare(results: list[dict[str, Any]]) -> None:

@@ -113,14 +113,24 @@ def watch() -> None:
     event.register("numba:compiler_lock", _WATCHING[0])
 
 
+def begin() -> None:
+    """The calling thread compiles, or loads what was compiled, from now on; nests."""
+    _INTERVALS.begin()
+
+
+def end() -> None:
+    """The calling thread is done with what it began last."""
+    _INTERVALS.end()
+
+
 @contextmanager
 def around() -> Iterator[None]:
     """What runs in it compiles, or loads what was compiled."""
-    _INTERVALS.begin()
+    begin()
     try:
         yield
     finally:
-        _INTERVALS.end()
+        end()
 
 
 def now_ns() -> int:

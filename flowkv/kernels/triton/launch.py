@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.runtime import driver
+import triton.knobs
 from triton.runtime.interpreter import InterpretedFunction
 
+from flowkv.core import compiling
 from flowkv.core.geometry import ITEMSIZE
 from flowkv.core.layout import GRANULE_BYTES, PageLayout
-from flowkv.kernels.triton.direct import SITES, hooked, site_of, watched
 
 
 def interpreted(kernel: Any) -> bool:
@@ -51,6 +53,33 @@ def traits(device: torch.device) -> Traits:
     return Traits(found.major if ptx else 0, found.multi_processor_count, shared_bytes, ptx)
 
 
+@cache
+def _prepare() -> None:
+    """Before the first launch: warns of a Triton that compiles badly, and hears when one compiles.
+
+    Triton says that it is about to compile, but of no end that comes whatever happens: that is the
+    end of the launch, which also loads what was compiled.
+    """
+    if triton.__version__.startswith("3.8."):
+        warnings.warn(
+            "Triton 3.8 compiles 4-bit kernels so that registers spill. "
+            "Use Triton 3.7 or 3.9, or no codec smaller than kv8",
+            stacklevel=4,
+        )
+    others: Any = triton.knobs.runtime.jit_cache_hook
+
+    def hear(*args: Any, **given: Any) -> Any:
+        if getattr(_THREAD, "launching", False) and not _THREAD.compiling:
+            _THREAD.compiling = True
+            compiling.begin()
+        return others(*args, **given) if others is not None else None
+
+    triton.knobs.runtime.jit_cache_hook = hear
+
+
+_THREAD = threading.local()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run `kernel` over `grid` on the device of its first argument, a tensor.
 
@@ -58,7 +87,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     asked for by name: its default differs between versions of Triton.
 
     Args:
-        kernel: A function under `triton.jit`, constants behind its other parameters.
+        kernel: A function under `triton.jit`.
         grid: Programs along up to three dimensions.
         *args: All parameters but the constants.
         **constants: The constants, and options of the compiler.
@@ -69,37 +98,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         with torch.cuda.device(index):
             launch(kernel, grid, *args, **constants)
         return
-    site = SITES.get(id(kernel)) or site_of(kernel, args)
-    if not site.direct or hooked(kernel):
-        official(kernel, grid, args, constants)
-        return
-    active = driver.active
-    device = index if index >= 0 else active.get_current_device()
+    _prepare()
+    _THREAD.launching, _THREAD.compiling = True, False
     try:
-        key = site.key(device, constants, *args)
-        if key[0]:
-            key = site.exact(key, args)
-        handle = site.handles.get(key) or site.adopt(key)
-    except (AttributeError, TypeError):  # other kinds of arguments, or a constant without a hash
-        official(kernel, grid, args, constants)
-        return
-    if handle is None:
-        if site.fits(args):
-            site.keep(key, watched(kernel, grid, args, constants))
-        else:
-            official(kernel, grid, args, constants)
-        return
-    handle.run(
-        *(*grid, 1, 1)[:3],
-        active.get_current_stream(device),
-        *handle.head,
-        *args,
-        *handle.constants,
-    )
+        run_kernel(kernel, grid, args, constants)
+    finally:
+        _THREAD.launching = False
+        if _THREAD.compiling:
+            compiling.end()
 
 
-def official(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> Any:
-    """Run `kernel` as Triton documents it, on the current device; the compiled kernel."""
+def run_kernel(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> Any:
+    """The launch itself, on the current device; the compiled kernel."""
     return kernel[grid](*args, **constants)
 
 
