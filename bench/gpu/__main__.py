@@ -3,7 +3,7 @@
     python -m bench.gpu                  # writes bench/results/gpu-<device>.json
     python -m bench.gpu -k "32 x 4k"     # only cases whose names match; prints, writes nothing
     python -m bench.gpu --dry-run        # every case, tiny, on the CPU: nothing is timed
-    python -m bench.render               # the figures into docs/benchmarks.md
+    python -m bench.render               # the figures into docs/benchmarks/
 
 Each case runs over fresh random data in several sets that together exceed the L2 cache, and answers
 over poisoned memory; a case that answers wrongly is reported and not timed. Calls are captured in
