@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from bench.restore.model import DECODERS
 from bench.restore.modelled import Timed, bounds_of, outcome
 from bench.restore.protocol import BUSY, CAKE_GBPS, OTHER_SUFFIXES, SUFFIX
@@ -18,7 +19,6 @@ from bench.restore.row import Bounds, Cell, Label, Outcome
 from bench.restore.torch_engine import Prompt, TorchEngine
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Span
-from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
 from flowkv.policy.restore.costs import Measured
 from flowkv.sim.restore import GRID_GBPS, GRID_MODELS, GRID_TOKENS
 

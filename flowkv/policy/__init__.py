@@ -15,10 +15,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flowkv.core.errors import ConfigError, did_you_mean
 from flowkv.policy.arc import ARC
 from flowkv.policy.base import Policy, Slots, Visit
 from flowkv.policy.config import (
@@ -31,6 +31,7 @@ from flowkv.policy.config import (
     LfuTtlConfig,
     LruConfig,
     PolicyConfig,
+    made,
 )
 from flowkv.policy.cost_aware import CostAware
 from flowkv.policy.cyclic import Cyclic
@@ -109,22 +110,5 @@ def make_policy(policy: str | Policy, **options: object) -> Policy:
     Raises:
         ConfigError: If the name or an option is unknown, or the object is no policy.
     """
-    if isinstance(policy, str):
-        entry = CATALOGUE.get(policy)
-        if entry is None:
-            hint = did_you_mean(policy, CATALOGUE)
-            raise ConfigError(
-                f"there is no policy {policy!r}", f"{hint}Use one of {', '.join(CATALOGUE)}"
-            )
-        return entry.make(**{**entry.defaults, **options})
-    if isinstance(policy, type) or not isinstance(policy, Policy):
-        raise ConfigError(
-            f"{policy!r} is no policy",
-            f"Pass a name ({', '.join(CATALOGUE)}) or an object that implements Policy",
-        )
-    if options:
-        raise ConfigError(
-            f"policy {policy.name!r} is an object already, and {', '.join(options)} came with it",
-            "Configure the object where it is made",
-        )
-    return policy
+    makers = {name: partial(entry.make, **entry.defaults) for name, entry in CATALOGUE.items()}
+    return made(policy, makers, Policy, "policy", options)  # type: ignore[type-abstract]

@@ -205,20 +205,3 @@ class Policy(ABC):
     @abstractmethod
     def digest(self) -> int:
         """64-bit rolling hash of every decision so far."""
-
-    # ---- carrying it over
-
-    def snapshot(self) -> bytes:
-        """All state, so that `restore` on a fresh object with equal options goes on from here.
-
-        msgpack of plain values and arrays; no pickle (DESIGN D11).
-        """
-        raise NotImplementedError
-
-    def restore(self, snapshot: bytes) -> None:
-        """Takes over what `snapshot` gave.
-
-        Raises:
-            ConfigError: If it comes from another policy or version, or is damaged.
-        """
-        raise NotImplementedError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_VISIT, Slots, Visit
 from flowkv.policy.config import Lease, LeaseConfig, configure
 from flowkv.policy.order.compiled import CLOCK, LATEST, assign
-from flowkv.policy.order.leaf import LeafOrder, as_slots, column, length_of, uncolumn
+from flowkv.policy.order.leaf import LeafOrder, as_slots
 
 PAST = np.dtype(
     [
@@ -54,7 +53,7 @@ class ByScore(LeafOrder):
     """Gives up, among the leaves, the one with the least score; override `score`, nothing else.
 
     Leaves only, pins, leases, ranks, tenants, queued requests, hints that a block is never used
-    again, snapshots: all that a policy must do besides is done. (A hint of a time is ignored: what
+    again: all that a policy must do besides is done. (A hint of a time is ignored: what
     it is worth beside a score of any unit nobody knows.) A score counts from the block's use until
     its next one, so a policy that ages needs a score to which time adds the same for all, as the
     logarithm of a decaying count; see `flowkv.policy.order.compiled`.
@@ -163,17 +162,6 @@ class ByScore(LeafOrder):
             f"score() of policy {self.name!r} {problem}",
             "Return one number for each of use.slots, none of them NaN",
         )
-
-    def _more(self) -> dict[str, object]:
-        return {f"past_{field}": column(self._past[field]) for field in PAST.names or ()}
-
-    def _take_more(self, values: Mapping[str, Any], n: int) -> None:
-        columns = {field: values.get(f"past_{field}") for field in PAST.names or ()}
-        length = max(length_of(numbers, 8) for numbers in columns.values())
-        past = np.zeros(max(n, length), PAST)
-        for field, numbers in columns.items():
-            past[field][:length] = uncolumn(numbers, np.int64, length)
-        self._past = past
 
 
 def _keys(scores: NDArray[Any]) -> Slots:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, did_you_mean
 
 HalfLife = Annotated[float, Meta(ge=0.0, le=30 * 86_400.0)]
 Duration = Annotated[float, Meta(gt=0.0)]
@@ -162,3 +162,52 @@ def configure(kind: type[C], name: str, options: Mapping[str, object]) -> C:
         f"policy {name!r}: {problem}",
         f"Its fields are {fields}; see {kind.__name__}" if fields else "Pass no options",
     )
+
+
+T = TypeVar("T")
+
+
+def made(
+    given: object,
+    catalogue: Mapping[str, Callable[..., T]],
+    kind: type[T],
+    what: str,
+    options: Mapping[str, object],
+) -> T:
+    """An object from its name in a catalogue, or the object that was given.
+
+    Args:
+        given: A name or an object.
+        catalogue: Name -> what makes one.
+        kind: What an object must be.
+        what: The same in words, for messages.
+        options: For `catalogue[given]`; none with an object.
+
+    Raises:
+        ConfigError: The name or an option is unknown, or the object is of another kind.
+    """
+    if isinstance(given, str):
+        if given not in catalogue:
+            hint = did_you_mean(given, catalogue)
+            raise ConfigError(
+                f"there is no {what} {given!r}", f"{hint}Use one of {', '.join(catalogue)}"
+            )
+        try:
+            return catalogue[given](**options)
+        except TypeError as error:
+            raise ConfigError(
+                f"{what} {given!r} does not take these options ({error})",
+                "See its class for what it takes",
+            ) from None
+    if not isinstance(given, kind):
+        raise ConfigError(
+            f"{given!r} is no {what}",
+            f"Pass a name ({', '.join(catalogue)}) or an object of a {kind.__name__}",
+        )
+    if options:
+        raise ConfigError(
+            f"{what} {getattr(given, 'name', '')!r} is an object already, "
+            f"and {', '.join(options)} came with it",
+            "Configure the object where it is made",
+        )
+    return given

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from collections.abc import Collection
 
-import msgspec
 import numpy as np
 
 from flowkv.policy.base import NO_VISIT, Slots, Visit
@@ -25,10 +23,9 @@ from flowkv.policy.order.compiled import (
     enlist,
     inner,
     kernel,
-    members,
     reorder,
 )
-from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder, as_slots, column, damaged, uncolumn
+from flowkv.policy.order.leaf import LeafOrder, as_slots
 
 # Is the traffic a circle? What least-recently-used would find, against a set that stays.
 #
@@ -109,18 +106,6 @@ def forsake(nodes: Array, shadow: Array, counts: Array, slots: Array) -> None:
                 delist(shadow, counts, 0, s)
                 counts[RECENTS] -= 1
             shadow[s].marks = 0
-
-
-@kernel
-def recall(shadow: Array, counts: Array, recent: Array) -> None:
-    """Fills the ring with slots that are marked so, newest first, and counts all marks."""
-    counts[LISTS] = counts[KNOWN] = counts[STAYERS] = 0
-    counts[RECENTS] = len(recent)
-    for i in range(len(recent) - 1, -1, -1):
-        enlist(shadow, counts, 0, recent[i])
-    for s in range(len(shadow)):
-        counts[KNOWN] += shadow[s].marks & SEEN != 0
-        counts[STAYERS] += shadow[s].marks & STAYS != 0
 
 
 @kernel
@@ -213,41 +198,3 @@ class Cyclic(LeafOrder):
             if self.cycle and spare > 0:
                 fix(*self._arrays, self._state, spare)
         return victims
-
-    def _more(self) -> dict[str, object]:
-        recent = np.empty(self._counts[RECENTS], np.int64)
-        members(self._shadow, self._counts, 0, recent)
-        return {
-            "shadow": column(self._shadow["marks"]),
-            "shadows": len(self._shadow),
-            "recent": recent.tolist(),
-            "rounds": self._counts[:LISTS].tolist(),
-            "size": self._size,
-            "cycle": self.cycle,
-        }
-
-    def _take_more(self, values: Mapping[str, Any], n: int) -> None:
-        try:
-            more = msgspec.convert(values, _More, strict=True)
-            recent, counts = np.array(more.recent, np.int64), np.array(more.rounds, np.int64)
-        except (msgspec.ValidationError, OverflowError):
-            raise damaged("its counts are none") from None
-        if not 0 <= more.shadows <= max(n, FIRST_CAPACITY):
-            raise damaged("its counts are out of range")
-        shadow = np.zeros(more.shadows, SHADOW)
-        shadow["marks"] = uncolumn(more.shadow, np.int32, more.shadows)
-        marked = np.flatnonzero(shadow["marks"] & RECENT)
-        if len(counts) != LISTS or not np.array_equal(np.sort(recent), marked):
-            raise damaged("its counts do not fit")
-        self._counts[:LISTS] = counts
-        recall(shadow, self._counts, recent)
-        self._shadow, self._size, self.cycle = shadow, more.size, more.cycle
-
-
-class _More(msgspec.Struct):
-    shadow: bytes
-    shadows: int
-    recent: list[int]
-    rounds: list[int]
-    size: Annotated[int, msgspec.Meta(ge=0)]
-    cycle: bool

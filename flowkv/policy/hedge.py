@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,7 +32,7 @@ from flowkv.policy.order.compiled import (
     sift_down,
     take,
 )
-from flowkv.policy.order.leaf import LeafOrder, as_slots, column, damaged, seal, uncolumn, unseal
+from flowkv.policy.order.leaf import LeafOrder, as_slots
 
 # What plain LRU would have here, exactly: a whole place of the same size, without the blocks.
 #
@@ -602,143 +601,6 @@ def turn(sums: Array, chosen: int) -> None:
     sums[LATELY] = sums[SQUARES] = 0.0
 
 
-# What a hedge remembers beside its order, as plain values, and back.
-#
-# The list of what LRU would hold is carried over as a list; of the shadows, which blocks each
-# holds and by which key: heaps and counts are built anew. A snapshot may come from anywhere, so
-# whatever is used as an index later, or decides how long a loop runs, is checked before anything
-# is taken over.
-
-FIELDS = ("up", "next", "depth", "line", "birth", "bond")
-
-
-class HedgeValues(NamedTuple):
-    """What a hedge remembers.
-
-    Attributes:
-        cells: See `flowkv.policy.hedge`.
-        book: Likewise.
-        sums: See `flowkv.policy.hedge`.
-        keys: i8 [rows, slots], the key of each block in each shadow, the learned one last.
-        held: Likewise, which blocks each of them holds.
-    """
-
-    cells: NDArray[Any]
-    book: NDArray[np.int64]
-    sums: NDArray[np.float64]
-    keys: NDArray[np.int64]
-    held: NDArray[np.bool_]
-
-
-def columns_of(memory: HedgeValues) -> dict[str, object]:
-    """A memory as plain values."""
-    cells, book, sums, keys, held = memory
-    n = int(np.flatnonzero(cells["line"] >= 0).max(initial=-1)) + 1
-    ghosts = np.empty(book[GHOSTS], np.int64)
-    list_ghosts(cells, book, ghosts)
-    return {
-        "slots": n,
-        "cells": [column(cells[name][:n]) for name in FIELDS],
-        "ghosts": column(ghosts + 1),
-        "book": column(book),
-        "sums": column(sums),
-        "keys": column(keys[:, :n].reshape(-1)),
-        "held": column(held[:, :n].reshape(-1)),
-    }
-
-
-def memory_of(values: Mapping[str, Any], here: NDArray[np.bool_], rows: int) -> HedgeValues:
-    """The memory that `columns_of` told of.
-
-    Args:
-        values: What it gave.
-        here: Which slots are resident, of all that there is room for.
-        rows: How many shadows there are.
-
-    Raises:
-        ConfigError: It cannot have given that.
-    """
-    room = len(here)
-    n = values.get("slots")
-    told = values.get("cells")
-    if type(n) is not int or not 0 <= n <= room or type(told) is not list:
-        raise damaged("it tells of other slots")
-    if len(told) != len(FIELDS) or here[n:].any():
-        raise damaged("it tells of other slots")
-    book = uncolumn(values.get("book"), np.int64, BOOK_SIZE)
-    sums = uncolumn(values.get("sums"), np.float64, len(fresh_sums(rows)))
-    cells, keys = fresh_cells(room), np.full((rows, room), NO_KEY)
-    held = np.zeros((rows, room), np.bool_)
-    for name, values_of in zip(FIELDS, told, strict=True):
-        cells[name][:n] = uncolumn(values_of, np.int32, n)
-    cells["here"] = here
-    keys[:, :n] = uncolumn(values.get("keys"), np.int64, rows * n).reshape(rows, n)
-    held[:, :n] = uncolumn(values.get("held"), np.uint8, rows * n).reshape(rows, n) != 0
-    ghosts = uncolumn(values.get("ghosts"), np.int64, int(min(max(book[GHOSTS], 0), n))) - 1
-    if not _fits(cells, book, sums, ghosts, held):
-        raise damaged("its numbers do not fit each other")
-    cells["ghost"][ghosts] = 1
-    book[OLDEST] = book[NEWEST] = -1
-    link_ghosts(cells, book, ghosts)
-    return HedgeValues(cells, book, sums, keys, held)
-
-
-def _fits(cells: Any, book: Any, sums: Any, ghosts: Any, held: Any) -> bool:
-    """Whether all of it can be used without looking."""
-    n, up, line = len(cells), cells["up"], cells["line"]
-    ranges = (
-        (up, -1, n - 1),
-        (cells["next"], -1, n - 1),
-        (cells["depth"], 0, np.iinfo(np.int32).max),
-        (line, -1, SERIALS),
-        (cells["birth"], 0, SERIALS + 1),
-        (ghosts, 0, n - 1),
-        (book[LAST], -1, n - 1),
-        (np.delete(book, NOW), -1, np.iinfo(np.int64).max),
-        (book[MASK], 0, SERIALS),
-    )
-    if not all(((low <= x) & (x <= high)).all() for x, low, high in ranges):
-        return False
-    bound = (up >= 0) & (cells["birth"][np.maximum(up, 0)] == cells["bond"])
-    used = cells["here"] == 1
-    used |= held.any(axis=0)
-    used[ghosts] = True
-    whole = (
-        len(np.unique(ghosts)) == len(ghosts) == book[GHOSTS],
-        book[HERE] == cells["here"].sum(),
-        book[MASK] & (book[MASK] + 1) == 0,
-        (line[used] >= 0).all() and (book[LAST] < 0 or line[book[LAST]] >= 0),
-        (cells["depth"][bound] == cells["depth"][up[bound]] + 1).all(),  # so there is no circle
-        np.isfinite(sums).all(),
-    )
-    return all(whole)
-
-
-@kernel
-def list_ghosts(cells: Array, book: Array, out: Array) -> None:
-    """What LRU would hold, the newest first."""
-    s = book[NEWEST]
-    for i in range(len(out)):
-        out[i] = s
-        s = cells[s].older
-
-
-@kernel
-def link_ghosts(cells: Array, book: Array, slots: Array) -> None:
-    """The list that `list_ghosts` told of."""
-    for i in range(len(slots) - 1, -1, -1):
-        link_below(cells, book, slots[i], -1)
-
-
-@kernel
-def refill(shadow: tuple[Array, ...], cells: Array, held: Array) -> None:
-    """A shadow that knows its keys holds these blocks. Its heap is wide enough."""
-    shade, leaves, count = shadow
-    for s in range(len(held)):
-        if held[s]:
-            hold(shade, leaves, count, cells, s)
-
-
 # One compiled function per thing that a hedge does beside the order that decides.
 #
 # Arguments: `watch` is what is kept about the place itself: cells, book (`flowkv.policy.hedge`)
@@ -1132,56 +994,11 @@ class Hedge(HazardIndex):
         """Blocks that hit so far, less those that plain LRU would have hit."""
         return int(self._watch[2][SURPLUS])
 
-    # ---- carrying it over
-
-    def snapshot(self) -> bytes:
-        """See `Policy.snapshot`. About 100 bytes per slot more than `HazardIndex`'s."""
-        shades = np.concatenate([self._sampled[0], self._learned[0][None]])
-        memory = HedgeValues(*self._watch, shades["key"], shades["place"] != AWAY)
-        own = {"mind": super().snapshot(), "active": self._active, "grown": self._grown}
-        return seal(self.name, self.config, own | columns_of(memory))
-
-    def restore(self, snapshot: bytes) -> None:
-        """See `Policy.restore`. Nothing has changed if it is refused."""
-        values = unseal(snapshot, self.name, self.config)
-        mind, active = values.get("mind"), values.get("active")
-        if not isinstance(mind, bytes) or type(active) is not int:
-            raise damaged("it holds no order")
-        if not 0 <= active <= len(self._taus):
-            raise damaged("it holds no order")
-        heir = Hedge(**msgspec.structs.asdict(self.config))
-        heir._active = active
-        heir._state[MODE], heir._state[TAU] = heir._mode()
-        HazardIndex.restore(heir, mind)
-        here = heir._arrays[0]["birth"] != 0
-        memory = memory_of(values, here, len(self._taus) + 1)
-        heir._take(memory)
-        heir._grown = values.get("grown") is True
-        vars(self).update(vars(heir))
-
     # ---- parts
 
     def _proved(self) -> bool:
         """Whether a model that was brought predicts well here, and no rule has failed yet."""
         return speaker(self._mind[4]) == 1 and self._watch[2][FAILED] == 0.0
-
-    def _mode(self) -> tuple[int, int]:
-        """How the order sorts while the present row decides."""
-        learned = self._active == len(self._taus)
-        return (LEARNED, 1) if learned else (ASIDE, self._taus[self._active])
-
-    def _take(self, memory: HedgeValues) -> None:
-        """Takes over what a snapshot told of."""
-        cells, rows = memory.cells, len(self._taus)
-        n = len(cells)
-        shades = fresh_shades(rows + 1, n)
-        shades["key"] = memory.keys
-        heaps, counts = np.zeros((rows + 1, n, 2), np.int64), np.zeros((rows + 1, 2), np.int64)
-        for row in zip(shades, heaps, counts, memory.held, strict=True):
-            refill(row[:3], cells, row[3])
-        self._watch = cells, memory.book, memory.sums
-        self._sampled = shades[:rows].copy(), heaps[:rows].copy(), counts[:rows].copy()
-        self._learned = shades[rows].copy(), heaps[rows].copy(), counts[rows].copy()
 
     def _turn(self, chosen: int) -> None:
         """Another row decides from now on."""

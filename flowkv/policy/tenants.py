@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, Policy, Slots, Visit
 from flowkv.policy.config import Lease
-from flowkv.policy.order.leaf import damaged, seal, unseal
 
 # What a tenant may have of a place, and what it has.
 
@@ -109,96 +107,6 @@ def evictable(accounts: Mapping[int, TenantAccount], stuck: Mapping[int, int]) -
     return can
 
 
-# What a place of several tenants remembers as bytes: whose each block is, and their policies.
-
-
-class TenantsValues(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The state of `Tenants`, in plain values.
-
-    Attributes:
-        accounts: Tenant, its policy's snapshot, bytes of its largest block ever.
-        owner: Slot, tenant.
-        here: Resident slot, its parent, its bytes.
-        pins: Slot, how often it is pinned.
-        requests: Request, tenant.
-        untold: A request whose tenant is not known yet: time, slots, visit.
-        digest: Rolling hash of the decisions.
-        now: Latest time.
-    """
-
-    accounts: list[tuple[int, bytes, int]]
-    owner: list[tuple[int, int]]
-    here: list[tuple[int, int, int]]
-    pins: list[tuple[int, int]]
-    requests: list[tuple[int, int]]
-    untold: tuple[int, list[int], tuple[int, int, int, int, int]] | None
-    digest: int
-    now: int
-
-
-def tenancy_of(values: dict[str, Any]) -> TenantsValues:
-    """The state that a snapshot holds.
-
-    Raises:
-        ConfigError: It cannot be one.
-    """
-    try:
-        found = msgspec.convert(values.get("tenancy"), TenantsValues)
-    except msgspec.ValidationError as error:
-        raise damaged(str(error)) from None
-    tenants = {tenant for tenant, _, _ in found.accounts}
-    owner = dict(found.owner)
-    whole = (
-        len(tenants) == len(found.accounts)
-        and all(largest > 0 for _, _, largest in found.accounts)
-        and tenants.issuperset(owner.values())
-        and tenants.issuperset(tenant for _, tenant in found.requests)
-        and all(slot in owner and n_bytes >= 0 for slot, _, n_bytes in found.here)
-        and all(count > 0 for _, count in found.pins)
-        and not _circles({slot: parent for slot, parent, _ in found.here})
-    )
-    if not whole:
-        raise damaged("its numbers do not fit each other")
-    return found
-
-
-def _circles(parents: dict[int, int]) -> bool:
-    """Whether a block is above itself."""
-    sound: set[int] = set()
-    for first in list(parents):
-        slot, mine = first, set[int]()
-        while slot in parents and slot not in sound:
-            if slot in mine:
-                return True
-            mine.add(slot)
-            slot = parents[slot]
-        sound |= mine
-    return False
-
-
-def accounts_of(
-    found: TenantsValues, make: Callable[[], Policy], quota_of: Callable[[int], Quota]
-) -> dict[int, TenantAccount]:
-    """The tenants' accounts, with policies that go on from where they were.
-
-    Raises:
-        ConfigError: A policy refuses its snapshot, or holds other blocks than its tenant.
-    """
-    theirs: dict[int, dict[int, int]] = {tenant: {} for tenant, _, _ in found.accounts}
-    owner = dict(found.owner)
-    for slot, _, n_bytes in found.here:
-        theirs[owner[slot]][slot] = n_bytes
-    accounts = {}
-    for tenant, inner, largest in found.accounts:
-        account = accounts[tenant] = TenantAccount(make(), quota_of(tenant))
-        account.policy.restore(inner)
-        if sorted(account.policy.resident()) != sorted(theirs[tenant]):
-            raise damaged("tenants hold other blocks than their policies")
-        account.largest, account.count = largest, len(theirs[tenant])
-        account.used = sum(theirs[tenant].values())
-    return accounts
-
-
 def models_of(saved: bytes) -> dict[int, bytes]:
     """What the policies of tenants learned.
 
@@ -275,41 +183,6 @@ class Holdings(Policy):
         for tenant in models.keys() & self._accounts.keys():
             self._accounts[tenant].learn(models.pop(tenant))
         self._models = models
-
-    def snapshot(self) -> bytes:
-        """See `Policy.snapshot`. Of all tenants, with the snapshots of their policies."""
-        untold = self._untold
-        tenancy = TenantsValues(
-            accounts=[(t, a.policy.snapshot(), a.largest) for t, a in self._accounts.items()],
-            owner=list(self._owner.items()),
-            here=[(slot, *rest) for slot, rest in self._here.items()],
-            pins=list(self._pins.items()),
-            requests=list(self._requests.items()),
-            untold=None if untold is None else (untold[0], untold[1].tolist(), untold[2]),
-            digest=self._digest,
-            now=self._now,
-        )
-        return seal(self.name, None, {"tenancy": tenancy, "models": self._models})
-
-    def restore(self, snapshot: bytes) -> None:
-        """See `Policy.restore`. Nothing has changed if it is refused."""
-        values = unseal(snapshot, self.name, None)
-        found = tenancy_of(values)
-        heir = object.__new__(type(self))
-        Holdings.__init__(heir, self._make, self._quotas, self._default)
-        heir._models = models_of(msgspec.msgpack.encode(values.get("models")))
-        heir._owner = dict(found.owner)
-        heir._here = {slot: (parent, n_bytes) for slot, parent, n_bytes in found.here}
-        for slot, parent, _ in found.here:
-            if parent >= 0:
-                heir._below.setdefault(parent, set()).add(slot)
-        heir._pins, heir._requests = Counter(dict(found.pins)), dict(found.requests)
-        if found.untold is not None:
-            now, slots, visit = found.untold
-            heir._untold = now, np.array(slots, np.int64), Visit(*visit)
-        heir._digest, heir._now = found.digest, found.now
-        heir._accounts = accounts_of(found, self._make, self._quota)
-        vars(self).update(vars(heir))
 
     # ---- parts
 

@@ -1203,14 +1203,6 @@ class CallLog(Policy):
         """See `Policy.digest`."""
         return self.inner.digest()
 
-    def snapshot(self) -> bytes:
-        """See `Policy.snapshot`."""
-        return self.inner.snapshot()
-
-    def restore(self, snapshot: bytes) -> None:
-        """See `Policy.restore`. What was written down before stays."""
-        self.inner.restore(snapshot)
-
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
         answer = getattr(self.inner, name)(*arguments, **options)
         self.calls.append(PolicyCall(name, tuple(map(_plain, arguments)), options, _plain(answer)))

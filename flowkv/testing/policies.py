@@ -88,9 +88,8 @@ def check_policy(
     refused that could be had leaf by leaf; expired and invalid blocks go first, stay expired and
     are resident; queued blocks go last, and lower ranks before higher ones; the smallest priority
     goes first, and none is NaN; time that runs backwards stands still; removal, forgetting and
-    reuse of slots; equal stories, and a story that is saved and taken up again, give equal answers
-    and digests; arrays are neither kept nor written; nothing is raised. Methods that are not
-    overridden are not used.
+    reuse of slots; equal stories give equal answers and digests; arrays are neither kept nor
+    written; nothing is raised. Methods that are not overridden are not used.
 
     Args:
         make: Makes a fresh policy: its class, or any callable without arguments.
@@ -229,9 +228,8 @@ class PolicyModel:
 # A policy's life as a Hypothesis state machine: everything its driver may tell and ask it.
 #
 # Three copies of the policy live through the same story. One gets the times as they come,
-# backwards too; one gets the clamped times, and is saved and restored now and then; one hears
-# nothing but what must have an effect: no questions, no refused evictions. All three must answer
-# alike.
+# backwards too; one gets the clamped times; one hears nothing but what must have an effect: no
+# questions, no refused evictions. All three must answer alike.
 
 SLOTS = 12
 SECOND = 10**9
@@ -410,15 +408,6 @@ class PolicyStory(RuleBasedStateMachine):
         self.ask_expired(0)
         if overrides(self.raw, "invalidate"):
             require(stale <= self.model.gone, "an invalid block had not expired")
-
-    @precondition(lambda self: overrides(self.twin, "snapshot", "restore"))
-    @rule()
-    def save(self) -> None:
-        """One copy is saved, and a fresh one goes on from there."""
-        image, fresh = self.twin.snapshot(), self.make()
-        require(isinstance(image, bytes), "a snapshot is bytes")
-        fresh.restore(image)
-        self.twin = fresh
 
     # --- what is decided ------------------------------------------------------------------------
 
@@ -725,8 +714,7 @@ class LedgerModel:
 #
 # Chains over three tokens, six deep at most, two namespaces and a dozen bytes, so that prefixes and
 # evictions collide. Three ledgers live through the same story: one gets the times as they come; one
-# gets clamped times, has another seed for its table of ids, and is saved and restored; one is never
-# asked anything.
+# gets clamped times, and has another seed for its table of ids; one is never asked anything.
 
 chains = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 namespaces = st.integers(0, 1)
@@ -754,7 +742,6 @@ class LedgerStory(RuleBasedStateMachine):
             capacities = [max(capacity, 8) for capacity in capacities]
         self.model = LedgerModel(capacities)
         self.raw, self.twin, self.quiet = (self.new(seed) for seed in (0, 7, 0))
-        self.restores = overrides(self.raw.policy(0), "snapshot", "restore")
         self.tick(0)
 
     def new(self, seed: int) -> Ledger:
@@ -956,14 +943,6 @@ class LedgerStory(RuleBasedStateMachine):
             ledger.namespace(b"ab"[namespace : namespace + 1], generation)
             require(ledger.lookup(namespace, ids_of((0, 0))) == 0, "a stale block was found")
         self.tick(0)
-
-    @precondition(lambda self: self.restores and self.quotas is None)
-    @rule()
-    def save(self) -> None:
-        """One of the ledgers is saved, and a fresh one goes on from there."""
-        image = self.twin.snapshot()
-        self.twin = self.new(seed=8)
-        self.twin.restore(image)
 
     @rule(namespace=namespaces, tokens=chains)
     def look_up(self, namespace: int, tokens: tuple[int, ...]) -> None:

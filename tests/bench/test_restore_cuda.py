@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from bench.restore import cuda
+from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from bench.restore.executor import Executor, Unit
 from bench.restore.model import DECODERS
 from bench.restore.processor import Link
 from bench.restore.torch_engine import Prompt, TorchEngine
 from flowkv.policy.restore import Compute, Load, Suffix
-from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
 from flowkv.policy.restore.costs import Measured
 from flowkv.policy.restore.state import Caps, verify
 from flowkv.sim.restore import Decoder

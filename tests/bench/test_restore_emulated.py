@@ -10,13 +10,13 @@ from itertools import pairwise
 
 import pytest
 
+from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from bench.restore.device import Clock, Done, Ended, Mark, stopwatch
 from bench.restore.emulated import Sleeper, emulate
 from bench.restore.executor import Executor, Unit
 from bench.restore.protocol import EMULATED
 from flowkv.core.errors import StateError
 from flowkv.policy.restore import Compute, Load, Op, Request, RestorePolicy, State, Suffix
-from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
 from flowkv.policy.restore.costs import Measured
 from flowkv.policy.restore.flowkv import TwoPointer
 from flowkv.policy.restore.state import Caps, Source, Span, verify

@@ -15,6 +15,7 @@ import torch
 
 from bench.__main__ import main
 from bench.restore import protocol
+from bench.restore.baselines import RESTORE_POLICIES
 from bench.restore.engines import ENGINES, make_engine
 from bench.restore.modelled import Emulated, Virtual, costs_of, requests_of
 from bench.restore.protocol import (
@@ -27,7 +28,6 @@ from bench.restore.real import Cuda, Processor, cuda_cells
 from bench.restore.row import OURS, Bounds, Cell, Label, Outcome, Row
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Request, Source, Span
-from flowkv.policy.restore.catalogue import RESTORE_POLICIES
 from flowkv.sim.restore import GPUS, SHAPES, Modelled
 
 # What the command's rows are promised to have, at least.

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from bench.restore.canvas import Canvas
 from bench.restore.device import stopwatch
 from bench.restore.encoded import EncodedStore
@@ -23,7 +24,6 @@ from bench.restore.store import FileStore, HostStore, Ring
 from bench.restore.torch_engine import Prompt, TorchEngine
 from flowkv.core.errors import ConfigError, StoreError
 from flowkv.policy.restore import Compute, Load, Request, Suffix
-from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
 from flowkv.policy.restore.costs import Measured
 from flowkv.policy.restore.state import Caps, Span, verify
 from flowkv.sim.restore import Decoder

@@ -65,7 +65,6 @@ def calls(policy: Policy, rng: random.Random, step: int) -> list[Callable[[], ob
         lambda: policy.expired(now),
         lambda: policy.wanted(now, rng.choice([-1, 0, 5, 1000])),
         lambda: policy.priority(number),
-        lambda: policy.restore(policy.snapshot()),
     ]
     if hasattr(policy, "foresee"):
         told.append(lambda: policy.foresee(slots, other))

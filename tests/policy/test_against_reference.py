@@ -132,14 +132,6 @@ class Both(RuleBasedStateMachine):
         assert self.fast.expired(now).tolist() == self.slow.expired(now).tolist()
 
     @rule()
-    def carry_over(self):
-        """A fresh object goes on from a snapshot, and its own is the same."""
-        before, self.fast = self.fast, self.make(self.slow.tau)
-        self.fast.restore(before.snapshot())
-        assert self.fast.snapshot() == before.snapshot()
-        assert self.fast.digest() == before.digest()
-
-    @rule()
     def priorities(self):
         """As of the last call; so both look at the clock first."""
         self.expired(0)

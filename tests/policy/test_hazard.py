@@ -30,7 +30,7 @@ from flowkv.policy.hazard.compiled import (
     beyond,
     bin_of,
     decay,
-    describe_all,
+    describe,
     fresh_model,
     hazard,
     hinted_index,
@@ -84,7 +84,7 @@ def test_every_history_has_one_bucket_per_feature(counts, pace, spread):
     tips["turn"] = abs(tips["turn"])
     tips["stop"], traits[0, 2] = counts[0] & 127, spread
     rows = np.zeros((1, FEATURES), np.int32)
-    describe_all(tips, traits, rows)
+    describe(tips, traits, rows, 0)
     inside = (rows[0] >= STARTS) & (rows[0] < STARTS + np.array(list(SIZES.values())))
     assert inside.all(), rows
 
@@ -291,21 +291,3 @@ def test_damaged_models_are_refused(spoil):
     }[spoil]
     with pytest.raises(ConfigError, match=r"start without it|hazard model"):
         HazardIndex().load_model(damaged)
-
-
-def test_a_snapshot_goes_on_as_if_nothing_had_happened():
-    policy = HazardIndex()
-    now = teach_policy(policy, 20)
-    for k in range(6):
-        turn(policy, now + k * S, [8000 + 10 * k, 8001 + 10 * k], 500 + k)
-    policy.access(now + 9 * S, ids(8000, 8001), Visit(900, blocks=3))
-    copy = HazardIndex()
-    copy.restore(policy.snapshot())
-    for p in (policy, copy):
-        p.complete(now + 10 * S, 900, stop=TURN_END, output_tokens=9)
-        p.evict(now + 30 * S, 7)
-        turn(p, now + 31 * S, [8010, 8011, 8012], 901)
-        p.evict(now + 90 * S, 4)
-    assert policy.digest() == copy.digest()
-    assert policy.resident() == copy.resident()
-    assert [policy.priority(s) for s in range(8100)] == [copy.priority(s) for s in range(8100)]

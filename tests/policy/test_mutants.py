@@ -238,11 +238,6 @@ class InvalidatesTheOther(Fast):
         super().invalidate(now_ns, 1 - tenant if tenant < 2 else 2)
 
 
-class RestoresNothing(Fast):
-    def restore(self, snapshot):
-        pass
-
-
 class PriorityIsNaN(Fast):
     def hint(self, now_ns, slots, eta_ns, sigma=0.5):
         super().hint(now_ns, slots, eta_ns, sigma)
@@ -442,13 +437,6 @@ class ResizesOnPaper(Ledger):
         self._advance(now_ns)
         self._shelves[place].resize(capacity_bytes)
         return self._flush()
-
-
-class SavesNoQueue(Ledger):
-    def restore(self, snapshot):
-        super().restore(snapshot)
-        self._queued.clear()
-        self._live.clear()
 
 
 class SeedDecides(Ledger):

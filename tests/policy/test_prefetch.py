@@ -477,16 +477,12 @@ def test_the_rate_of_a_hint_is_that_of_a_lognormal_time(sigma: float, passed: fl
     assert Hint(0, S, sigma).rate(10**6 * S) > 0
 
 
-def test_it_begins_with_a_little_of_what_another_one_earned() -> None:
-    teacher, pupil = Prefetcher(1000), Prefetcher(500)
+def test_it_says_how_right_it_was_and_refuses_what_is_no_option() -> None:
+    prefetcher = Prefetcher(1000)
     purse = class_of(LEARNED, 1.0)
-    teacher.credit.used(purse, 200)
-    teacher.credit.wasted(purse, 100)
-    pupil.warm(teacher.snapshot(), trust=0.1)
-    assert pupil.credit.purses[purse] == pytest.approx(0.1 * 500 * 0.5)
-    assert pupil.precision(LEARNED) == pytest.approx(2 / 3, abs=0.01)
-    with pytest.raises(ConfigError, match="no state of a prefetcher"):
-        pupil.warm(b"rubbish")
+    prefetcher.credit.used(purse, 200)
+    prefetcher.credit.wasted(purse, 100)
+    assert prefetcher.precision(LEARNED) == pytest.approx(2 / 3, abs=0.01)
     with pytest.raises(ConfigError, match="margin"):
         Prefetcher(8, margin=-1)
-    assert "0 bytes brought" in repr(pupil)
+    assert "0 bytes brought" in repr(prefetcher)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError
-from flowkv.residency.blocks import IdTable, buckets_for
+from flowkv.residency.blocks import buckets_for
+from tests.policy.id_table import IdTable
 
 
 def ids_of(numbers, shift=0):

@@ -1,4 +1,4 @@
-"""Tenants: prefetches, snapshots and what was learned keep to quotas and owners."""
+"""Tenants: prefetches and what was learned keep to quotas and owners."""
 
 from __future__ import annotations
 
@@ -48,44 +48,6 @@ def test_a_likely_prefetch_takes_only_what_is_worth_less():
     assert policy.digest() == digest
     took = policy.displace(4 * S, 9, 1e9, guarded).tolist()
     assert sorted(took) == [4, 20, 21, 22]
-
-
-@pytest.mark.parametrize("make", [LRU, HazardIndex])
-def test_a_snapshot_goes_on_from_here(make):
-    policy = filled(make)
-    policy.pin(np.array([21]))
-    policy.access(4 * S, np.array([40, 41]), Visit(9))  # nobody's yet
-    copy = Tenants(make, QUOTAS)
-    copy.restore(policy.snapshot())
-    for each in (policy, copy):
-        each.insert(4 * S, np.array([40, 41]), np.array([-1, 40]), tenant=3)
-        each.complete(5 * S, 9, stop=TOOL_USE)
-        each.unpin(np.array([21]))
-    assert copy.used_bytes(2) == 8
-    assert copy.evict(6 * S, 9).tolist() == policy.evict(6 * S, 9).tolist()
-    assert copy.digest() == policy.digest()
-    assert sorted(copy.resident()) == sorted(policy.resident())
-
-
-def test_a_damaged_snapshot_changes_nothing():
-    policy = filled()
-    saved = policy.snapshot()
-    image = msgspec.msgpack.decode(saved)
-    for spoil in ("here", "owner", "circle", "accounts"):
-        spoilt = msgspec.msgpack.decode(saved)
-        accounts, owner, here = spoilt[3]["tenancy"][:3]
-        if spoil == "here":
-            here.pop()
-        elif spoil == "owner":
-            owner[0][1] = 9
-        elif spoil == "circle":
-            here[0][1] = here[1][0]
-        else:
-            accounts.append(accounts[0])
-        with pytest.raises(ConfigError, match="damaged"):
-            policy.restore(msgspec.msgpack.encode(spoilt))
-    assert policy.snapshot() == saved
-    assert msgspec.msgpack.encode(image) == saved
 
 
 def test_each_tenant_begins_with_what_it_learned_itself():

@@ -165,13 +165,6 @@ def describe(tips: Array, traits: Array, rows: Array, t: int) -> None:
         row[f] += STARTS[f]
 
 
-@kernel
-def describe_all(tips: Array, traits: Array, rows: Array) -> None:
-    """`describe`, for all tips."""
-    for t in range(len(tips)):
-        describe(tips, traits, rows, t)
-
-
 # When does it return? A logistic hazard per age bin, learned online, and the index made of it.
 #
 # *Hazard.* Age, the time since a chain was used, is cut into bins that grow by a factor of 1.5. The

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -24,7 +24,6 @@ from flowkv.policy.hazard.compiled import (
     INDEX,
     KNOTS,
     LOSS,
-    MODEL_SIZE,
     NEXT,
     OWN,
     REACH,
@@ -35,9 +34,7 @@ from flowkv.policy.hazard.compiled import (
     TRAITS,
     WEIGHT_LIMIT,
     advance,
-    await_all,
     bin_of,
-    describe_all,
     fresh_model,
     give_up,
     value_of,
@@ -69,7 +66,7 @@ from flowkv.policy.order.compiled import (
     inner,
     kernel,
 )
-from flowkv.policy.order.leaf import LeafOrder, as_slots, column, damaged, seal, uncolumn, unseal
+from flowkv.policy.order.leaf import LeafOrder, as_slots
 
 # What a learned order tells a prefetcher: which chains are worth bringing back, at whose cost.
 
@@ -189,9 +186,8 @@ def displace(
     return int(found)
 
 
-# What a learned order carries over: the whole of it, or only its model, for a warm start.
+# What a learned order carries over: its model, for a warm start.
 
-Mind = tuple[NDArray[Any], ...]
 MODEL_VERSION = 1
 TAIL_LIMIT = 1e15  # counts of a model; a sum of them is finite
 PSEUDO, PSEUDO_BASE = 0.5, 5.0  # sums of squared steps that a loaded weight starts with
@@ -260,91 +256,6 @@ def is_model(models: NDArray[np.float64]) -> bool:
         and ((tail >= 0) & (tail <= TAIL_LIMIT)).all()
         and (models[:, REACH : REACH + 8].sum(axis=1) > 0).all()
     )
-
-
-def mind_columns(mind: Mind) -> dict[str, object]:
-    """What a mind remembers, as plain values."""
-    own, tips, traits, _rows, models, counters = mind
-    n = int(counters[TIPS])
-    known = 1 + max(
-        int(np.flatnonzero(own["tip"] >= 0).max(initial=-1)),
-        int(own["up"].max(initial=-1)),
-        int(tips["slot"][:n].max(initial=-1)),
-        int(tips["low"][:n].max(initial=-1)),
-    )
-    return {
-        "own": own[:known].tobytes(),
-        "tips": tips[:n].tobytes(),
-        "traits": column(traits[:n]),
-        "models": column(models),
-        "counters": column(counters),
-    }
-
-
-def mind_of(values: Mapping[str, Any]) -> Mind:
-    """The mind that `mind_columns` told of, with no room to spare.
-
-    Raises:
-        ConfigError: It cannot be one.
-    """
-    size = [len(values.get(name) or b"") for name in ("own", "tips", "models")]
-    known, n = size[0] // OWN.itemsize, size[1] // TIP.itemsize
-    if known > SLOT_LIMIT:
-        raise damaged("more blocks are known than there can be")
-    own = uncolumn(values.get("own"), OWN, known)
-    tips = uncolumn(values.get("tips"), TIP, n)
-    traits = uncolumn(values.get("traits"), np.float64, n * TRAITS).reshape(n, TRAITS)
-    counters = uncolumn(values.get("counters"), np.int64, COUNTERS)
-    m = max(size[2] // (8 * MODEL_SIZE), 1)
-    models = uncolumn(values.get("models"), np.float64, m * MODEL_SIZE).reshape(m, MODEL_SIZE)
-    rows = np.zeros((n, FEATURES), np.int32)
-    if m > 2 or not is_model(models) or not _fits(own, tips, traits, counters):
-        raise damaged("what it learned is out of range")
-    describe_all(tips, traits, rows)
-    await_all(tips, counters)
-    return own, tips, traits, rows, models, counters
-
-
-def requests_of(value: object, n: int) -> dict[int, int]:
-    """Requests under way and their tips, of `n`.
-
-    Raises:
-        ConfigError: They are not.
-    """
-    try:
-        requests = msgspec.convert(value, dict[int, int])
-    except msgspec.ValidationError as error:
-        raise damaged(str(error)) from None
-    if any(not 0 <= t < n for t in requests.values()):
-        raise damaged("a request has no tip")
-    return requests
-
-
-def _fits(own: Any, tips: Any, traits: Any, counters: Any) -> bool:
-    """Whether all numbers that are used as an index, or decide how long a loop runs, are sound."""
-    n, room = len(tips), len(own)
-    ranges = (
-        (own["tip"], -1, n),
-        (own["up"], -1, room),
-        (own["next"], -1, 1 << 31),
-        (own["at"], 0, 1 << 31),
-        (tips["slot"], -1, room),
-        (tips["low"], -1, room),
-        (tips["stop"], 0, 128),
-        (tips["done"], 0, 2),
-        (tips["bin"], -1, BINS),
-        (tips["turn"], 0, 1 << 31),
-        (tips["known"], 0, 1 << 31),
-        (tips["blocks"], 0, 1 << 31),
-        (tips["seen"], 0, 1 << 31),
-        (tips["output"], -1, 1 << 31),
-        (counters[2 : 2 + BINS - 1], 0, n + 1),
-    )
-    if counters[TIPS] != n or not np.isfinite(traits).all() or not np.isfinite(own["pause"]).all():
-        return False
-    if n and (np.diff(tips["time"]) < 0).any():
-        return False
-    return all(bool(((low <= x) & (x < high)).all()) for x, low, high in ranges)
 
 
 FIRST_TIPS = 1024
@@ -524,29 +435,6 @@ class HazardIndex(LeafOrder):
         return float(hazard_calls.worth(self._order, self._mind, slot))
 
     # ---- carrying it over
-
-    def snapshot(self) -> bytes:
-        """See `Policy.snapshot`. 32 bytes per slot and 130 per chain more than `LeafOrder`'s."""
-        hazard_calls.tick(self._order, self._mind, self._state[CLOCK])
-        values = {"order": super().snapshot(), "open": self._open, "room": len(self._mind[1])}
-        return seal(self.name, self.config, values | mind_columns(self._mind))
-
-    def restore(self, snapshot: bytes) -> None:
-        """See `Policy.restore`. Nothing has changed if it is refused."""
-        values = unseal(snapshot, self.name, self.config)
-        order = values.get("order")
-        if not isinstance(order, bytes):
-            raise damaged("it holds no order")
-        mind = mind_of(values)
-        requests = requests_of(values.get("open"), len(mind[1]))
-        super().restore(order)
-        self._mind, self._open = mind, requests
-        self._asked = np.zeros(0, ASKED)
-        self._grow(len(mind[0]))
-        room, used = values.get("room"), len(mind[1])
-        if not isinstance(room, int) or not used <= room <= FIRST_TIPS + 64 * used:
-            room = used + FIRST_TIPS
-        self._widen(used, room)  # as it was, so that tips go when they would have gone
 
     def save_model(self) -> bytes:
         """What has been learned, for `load_model` elsewhere: less than 100 KB of msgpack.

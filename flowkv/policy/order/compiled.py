@@ -22,12 +22,15 @@ Array = NDArray[Any]
 # makes or returns an array, so numba is asked to leave it out, where it knows how.
 LEAN = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
 
-ROOM = Path(__file__).parent.parent
-SOURCES = sorted((path.stat().st_mtime_ns, path.stat().st_size) for path in ROOM.rglob("*.py"))
+# Rooms with code that is compiled into other files' functions.
+ROOMS = [Path(__file__).parents[2] / room for room in ("policy", "residency")]
+SOURCES = sorted(
+    (path.stat().st_mtime_ns, path.stat().st_size) for room in ROOMS for path in room.rglob("*.py")
+)
 
 
 def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` whose cache on disk is good for as long as no file of this room changes.
+    """`numba.njit` whose cache on disk is good for as long as no file of these rooms changes.
 
     By itself numba looks at the file of a function only, not at those that it calls into, and
     would go on with code that no longer fits the arrays it is given.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
@@ -35,8 +34,6 @@ UNSEEN = 1.0 / 65536.0  # of a symbol that no order knows
 TRUST = 1.0 / 256.0  # step of the weights
 LEAST = 1.0 / 64.0  # every order keeps a chance
 HISTORY, CLOCK = 3, 3  # entries of the state: the last symbols, latest last; symbols so far
-
-_VERSION = 1
 
 
 class MarkovConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -301,35 +298,6 @@ class Markov:
     def seen(self) -> int:
         """Symbols so far."""
         return int(self._state[CLOCK])
-
-    def snapshot(self) -> bytes:
-        """What it has learned, for `restore` on an object with equal options."""
-        arrays = (self._tables, self._trust, self._state)
-        options = msgspec.structs.asdict(self.config)
-        return msgspec.msgpack.encode([_VERSION, options, [a.tobytes() for a in arrays]])
-
-    def restore(self, snapshot: bytes) -> None:
-        """Takes over what `snapshot` gave.
-
-        Raises:
-            ConfigError: If it is damaged, or from an object with other options.
-        """
-        arrays = (self._tables, self._trust, self._state)
-        try:
-            kind = tuple[int, dict[str, int], list[bytes]]
-            version, options, parts = msgspec.msgpack.decode(snapshot, type=kind)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"no snapshot of Markov: {error}", "Start without one") from None
-        sizes = [a.nbytes for a in arrays]
-        if (version, options) != (_VERSION, msgspec.structs.asdict(self.config)) or sizes != [
-            len(part) for part in parts
-        ]:
-            raise ConfigError(
-                f"the snapshot of Markov has version {version} and options {options}",
-                "Restore it on an object with these, or start without one",
-            )
-        for array, part in zip(arrays, parts, strict=True):
-            array[...] = np.frombuffer(part, array.dtype).reshape(array.shape)
 
     def __repr__(self) -> str:
         return f"Markov(order={self.config.order}, {self.seen} uses seen)"

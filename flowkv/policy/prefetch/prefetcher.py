@@ -18,15 +18,13 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Iterator
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, Slots
 from flowkv.policy.config import PolicyConfig, configure
 from flowkv.policy.rates import Rates
@@ -206,18 +204,6 @@ class Credit:
         last = CLASSES if kind == LEARNED else kind + 1
         used, wasted = self._outcomes[kind:last].sum(0)
         return float(used / (used + wasted)) if used + wasted else 1.0
-
-    def state(self) -> list[Any]:
-        """What `restore` takes: plain values."""
-        return [self.most_bytes, self.purses.tolist(), self._outcomes.tolist()]
-
-    def restore(self, state: list[Any], trust: float) -> None:
-        """Begins with a share `trust` of what another one had earned, as far as it was right."""
-        most, purses, outcomes = state
-        scale = self.most_bytes / max(most, 1)
-        self.purses = np.minimum(np.array(purses) * scale, self.most_bytes)
-        self.purses[LEARNED:] *= trust
-        self._outcomes = np.array(outcomes).reshape(CLASSES, 2) * trust
 
     def _count(self, purse: int, which: int, n_bytes: float) -> None:
         kept = (1.0 - _FADE) ** min(n_bytes / max(self.most_bytes * _FADE, 1.0), 1e6)
@@ -582,7 +568,6 @@ class RegretGuard:
         return f"RegretGuard({state}, saved {self._saved:.0f}, cost {self._cost:.0f} bytes lately)"
 
 
-_VERSION = 1
 _RESTLESS = 16
 _TOGETHER = 16  # hints that are due within this part of a period are looked at together
 
@@ -878,7 +863,7 @@ class Prefetcher:
         self._learn(now_ns, self._outcomes.tick(now_ns))
         return now_ns
 
-    # ---- carrying it over
+    # ---- what came of it
 
     @property
     def unproven_bytes(self) -> int:
@@ -892,28 +877,6 @@ class Prefetcher:
     def digest(self) -> int:
         """64-bit rolling hash of every decision so far."""
         return self._digest
-
-    def snapshot(self) -> bytes:
-        """How right each reason was, for `warm`."""
-        return msgspec.msgpack.encode([_VERSION, self.credit.state()])
-
-    def warm(self, snapshot: bytes, trust: float = 0.1) -> None:
-        """Begins with a small share of what another one had earned; a weak start by intent.
-
-        Args:
-            snapshot: What `snapshot` gave, perhaps for a place of another size.
-            trust: The share.
-
-        Raises:
-            ConfigError: If it is damaged or of another version.
-        """
-        try:
-            version, state = msgspec.msgpack.decode(snapshot, type=tuple[int, list[Any]])
-            if version != _VERSION:
-                raise ValueError(f"version {version}")
-            self.credit.restore(state, trust)
-        except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            raise ConfigError(f"no state of a prefetcher: {error}", "Start without it") from None
 
     def __repr__(self) -> str:
         used, all_ = sum(self.used_bytes), sum(self.fetched_bytes)

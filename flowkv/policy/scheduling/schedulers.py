@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from flowkv.core.errors import ConfigError, did_you_mean
+from flowkv.core.errors import ConfigError
+from flowkv.policy.config import made
 
 # What a scheduler knows of one request.
 
@@ -314,28 +315,4 @@ def make_scheduler(scheduler: str | Scheduler, **options: Any) -> Scheduler:
     Raises:
         ConfigError: The name or an option is unknown, or the object is no scheduler.
     """
-    if isinstance(scheduler, Scheduler):
-        if options:
-            raise ConfigError(
-                f"scheduler {scheduler.name!r} is an object already, and options came with it",
-                "Configure the object where it is made",
-            )
-        return scheduler
-    if not isinstance(scheduler, str):
-        raise ConfigError(
-            f"{scheduler!r} is no scheduler",
-            f"Pass a name ({', '.join(SCHEDULERS)}) or an object of a Scheduler",
-        )
-    make = SCHEDULERS.get(scheduler)
-    if make is None:
-        hint = did_you_mean(scheduler, SCHEDULERS)
-        raise ConfigError(
-            f"there is no scheduler {scheduler!r}", f"{hint}Use one of {', '.join(SCHEDULERS)}"
-        )
-    try:
-        return make(**options)
-    except TypeError as error:
-        raise ConfigError(
-            f"scheduler {scheduler!r} does not take these options ({error})",
-            "See its class for what it takes",
-        ) from None
+    return made(scheduler, SCHEDULERS, Scheduler, "scheduler", options)  # type: ignore[type-abstract]

@@ -6,27 +6,19 @@ import itertools
 
 import pytest
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy.restore import (
+from bench.restore.baselines import (
     RESTORE_POLICIES,
-    Compute,
-    Load,
-    Request,
-    RestorePolicy,
-    Source,
-    Span,
-    Suffix,
-    make_restore_policy,
-)
-from flowkv.policy.restore.catalogue import (
     LoadOnly,
     Recompute,
     Staircase,
     TwoPointerSeed,
     TwoPointerV1,
+    make_restore_policy,
     over_layers_s,
     over_tokens_s,
 )
+from flowkv.core.errors import ConfigError
+from flowkv.policy.restore import Compute, Load, Request, RestorePolicy, Source, Span, Suffix
 from flowkv.policy.restore.state import State
 from flowkv.testing import check_restore_policy
 from flowkv.testing.restores import MadeUpCosts, RestoreStory, RestoreWorld

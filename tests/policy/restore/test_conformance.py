@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowkv.policy.restore import RESTORE_POLICIES
+from bench.restore.baselines import RESTORE_POLICIES
 from flowkv.testing import check_restore_policy
 
 

@@ -6,9 +6,16 @@ import itertools
 
 import pytest
 
+from bench.restore.baselines import (
+    RESTORE_POLICIES,
+    Cake,
+    LayerWise,
+    LoadLayers,
+    LoadOnly,
+    Recompute,
+)
 from flowkv.core.errors import StateError
-from flowkv.policy.restore import RESTORE_POLICIES, Compute, Load, RestorePolicy, Span, Suffix
-from flowkv.policy.restore.catalogue import Cake, LayerWise, LoadLayers, LoadOnly, Recompute
+from flowkv.policy.restore import Compute, Load, RestorePolicy, Span, Suffix
 from flowkv.testing import check_restore_policy
 
 FAULTS = (AssertionError, StateError, IndexError, KeyError, TypeError)

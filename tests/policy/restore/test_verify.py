@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.restore.baselines import RESTORE_POLICIES
 from flowkv.policy.restore import (
-    RESTORE_POLICIES,
     Caps,
     Compute,
     Load,

@@ -8,7 +8,8 @@ from itertools import product
 
 import pytest
 
-from flowkv.policy.restore import Caps, Request, make_restore_policy, verify
+from bench.restore.baselines import make_restore_policy
+from flowkv.policy.restore import Caps, Request, verify
 from flowkv.policy.restore.flowkv import TwoPointer
 from flowkv.sim.restore import (
     GPUS,

@@ -7,18 +7,9 @@ from collections.abc import Collection
 
 import pytest
 
+from bench.restore.baselines import make_restore_policy
 from flowkv.core.errors import ConfigError, StateError
-from flowkv.policy.restore import (
-    Caps,
-    Compute,
-    Load,
-    RestorePolicy,
-    Span,
-    State,
-    Suffix,
-    make_restore_policy,
-    verify,
-)
+from flowkv.policy.restore import Caps, Compute, Load, RestorePolicy, Span, State, Suffix, verify
 from flowkv.policy.restore.costs import Measured
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, run
 

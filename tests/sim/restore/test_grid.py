@@ -7,7 +7,8 @@ from itertools import product
 
 import pytest
 
-from flowkv.policy.restore import RESTORE_POLICIES, Caps, make_restore_policy, verify
+from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
+from flowkv.policy.restore import Caps, verify
 from flowkv.policy.restore.state import Span
 from flowkv.sim.restore import Cell, grid, run
 

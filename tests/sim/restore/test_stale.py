@@ -6,7 +6,8 @@ import statistics
 
 import pytest
 
-from flowkv.policy.restore import Caps, make_restore_policy, verify
+from bench.restore.baselines import make_restore_policy
+from flowkv.policy.restore import Caps, verify
 from flowkv.policy.restore.costs import Measured
 from flowkv.sim.restore import Cell, Modelled, grid, run
 
