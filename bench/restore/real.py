@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from bench.restore.grid import GRID_GBPS, GRID_MODELS, GRID_TOKENS
 from bench.restore.model import DECODERS
 from bench.restore.modelled import Timed, bounds_of, outcome
 from bench.restore.protocol import BUSY, CAKE_GBPS, OTHER_SUFFIXES, SUFFIX
@@ -20,7 +21,6 @@ from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Span
 from flowkv.policy.restore.catalogue import RESTORE_POLICIES, make_restore_policy
 from flowkv.policy.restore.costs import Measured
-from flowkv.sim.restore import GRID_GBPS, GRID_MODELS, GRID_TOKENS
 
 _GIGABIT = 1e9 / 8  # bytes
 _SMALL_TOKENS, _SMALL_SUFFIX = 2048, 128

@@ -16,9 +16,9 @@ from flowkv.policy.hedge import AWAY, HERE, MASK, ROOM, list_ghosts
 from flowkv.policy.order.compiled import BIRTHS
 from flowkv.policy.order.leaf import unseal
 from flowkv.sim.generate import generate
-from flowkv.sim.replay import run_through
 from flowkv.testing import check_policy
 from tests.policy.hedge_reference import SlowHedge
+from tests.sim.stories import run_through
 
 S = 10**9
 
