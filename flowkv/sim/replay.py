@@ -116,15 +116,15 @@ class OnePlace:
     # ---- what a prefetcher asks
 
     def room_bytes(self) -> int:
-        """See `Reach`."""
+        """Blocks that still fit."""
         return self.capacity_bytes - self.used
 
     def sizes(self, slots: Slots) -> Slots:
-        """See `Reach`."""
+        """One each."""
         return np.ones(len(slots), np.int64)
 
     def missing(self, tip: int) -> tuple[int, Slots]:
-        """See `Reach`."""
+        """The deepest block above that is here, or -1, and what lacks from there to `tip`."""
         if tip >= len(self.here):
             return -1, self._path[:0].copy()
         n, top = climb(self.here, self.seen, self.trace.parents, tip, self._path)
@@ -988,7 +988,7 @@ def sweep(
     extra: Mapping[Maker, ReplaySettings] = policies if isinstance(policies, Mapping) else {}  # type: ignore[assignment]
     makers = list(policies)
     jobs = [(maker, size) for size in list(sizes) for maker in makers]
-    given = [_merged(settings, extra.get(maker)) for maker, _ in jobs]
+    given = [settings | extra.get(maker, ReplaySettings()) for maker, _ in jobs]
     results: list[Result] = []
 
     def note(result: Result) -> None:
@@ -1014,12 +1014,6 @@ def sweep(
         for future in futures:
             note(future.result())
     return results
-
-
-def _merged(common: ReplaySettings, own: ReplaySettings | None) -> ReplaySettings:
-    merged = common.copy()
-    merged.update(own or {})
-    return merged
 
 
 def _carry(trace: Trace) -> None:

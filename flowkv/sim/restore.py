@@ -170,7 +170,7 @@ class _Ending(NamedTuple):
 
 
 class VirtualClock:
-    """See `run`; `inputs_s` can be extended."""
+    """Executes a policy, event by event; arguments as of `run`."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class VirtualClock:
             self.busy[engine] = False
         (self.state.end if ok else self.state.fail)(op)
         if ok and isinstance(self.believed, Measured):
-            self._tell(self.believed, progress.request, op, took_s)
+            learn(self.believed, progress.request, op, took_s)
         self._drop_if_done(progress)
 
     def _drop_if_done(self, progress: Progress) -> None:
@@ -273,14 +273,15 @@ class VirtualClock:
             self.state.remove(progress.request.number)
             self.policy.forget(progress.request.number)
 
-    @staticmethod
-    def _tell(measured: Measured, request: Request, op: Op, seconds: float) -> None:
-        if isinstance(op, Compute):
-            measured.computed(request, op.layers.size, op.tokens, seconds)
-        elif isinstance(op, Suffix):
-            measured.suffixed(request, seconds * request.layers)
-        else:
-            measured.loaded(request, op.source, op.layers.size * op.tokens.size, seconds)
+
+def learn(measured: Measured, request: Request, op: Op, seconds: float) -> None:
+    """Tells costs that are measured what an op took."""
+    if isinstance(op, Compute):
+        measured.computed(request, op.layers.size, op.tokens, seconds)
+    elif isinstance(op, Suffix):
+        measured.suffixed(request, seconds * request.layers)
+    else:
+        measured.loaded(request, op.source, op.layers.size * op.tokens.size, seconds)
 
 
 # What restores cost: from a model's shape, an accelerator's data sheet and the rate of a link.
