@@ -20,7 +20,7 @@ from flowkv.core.errors import FlowKVError
 from flowkv.policy import LRU
 from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
 from flowkv.sim import Trace, build_trace, generate, read_trace
-from flowkv.sim.replay import bounds_of, run_through
+from flowkv.sim.replay import OnePlace, bounds_of
 from flowkv.sim.trace import wide
 
 SIZES = (0.005, 0.01, 0.05, 0.1)
@@ -58,7 +58,7 @@ def compare(library: Any, trace: Trace) -> list[tuple[float, ...]]:
     for size in SIZES:
         capacity = max(1, int(size * trace.unique))
         lru, best = theirs(library, single, capacity)
-        own_lru = run_through(single, LRU(), capacity).sum() / n
+        own_lru = OnePlace(single, LRU(), capacity).run().hits.sum() / n
         own_best = belady(single.offsets, single.blocks, single.parents, capacity).sum() / n
         both = bounds_of(trace, capacity)
         rows.append((size, lru, own_lru, best, own_best, both.lru.sum() / n, both.opt.sum() / n))

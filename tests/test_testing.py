@@ -80,7 +80,8 @@ def test_it_needs_pytest_and_hypothesis_of_all_that_development_needs(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "check", ["check_policy", "check_codec", "check_scheduler", "check_restore_policy"]
+    "check",
+    ["check_policy", "check_codec", "check_scheduler", "check_restore_policy", "check_tier"],
 )
 def test_the_error_names_what_is_needed(tmp_path: Path, check: str) -> None:
     done = run(tmp_path, f"from flowkv.testing import {check}", {"hypothesis"})

@@ -7,12 +7,13 @@ from time import thread_time
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from bench.restore.emulated import emulate
+from bench.restore.grid import staged
 from bench.restore.protocol import emulated_cells, paper_cells
 from bench.restore.row import OURS, Bounds, Cell, Label, Outcome
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Compute, Costs, Load, Request, RestorePolicy, State, Suffix
 from flowkv.policy.restore.costs import Measured, lower_bound
-from flowkv.sim.restore import GPUS, SHAPES, Modelled, Run, asked, run, staged
+from flowkv.sim.restore import GPUS, SHAPES, Modelled, Run, asked, run
 
 STAGED = "stages"
 """The part of the protocol that is about several devices."""

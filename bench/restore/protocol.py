@@ -13,10 +13,10 @@ from itertools import product
 from statistics import median
 from typing import Protocol
 
+from bench.restore.grid import GRID_GBPS, GRID_GPUS, GRID_MODELS, GRID_TOKENS, lengths
 from bench.restore.row import Bounds, Cell, Label, Outcome, Row
 from bench.restore.table import known_median
 from flowkv.core.errors import ConfigError
-from flowkv.sim.restore import GRID_GBPS, GRID_GPUS, GRID_MODELS, GRID_TOKENS, lengths
 
 Tell = Callable[[int, int, str], None]
 

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
+from bench.restore.grid import GRID_GBPS, GRID_MODELS, GRID_TOKENS
 from bench.restore.model import DECODERS
 from bench.restore.modelled import Timed, bounds_of, outcome
 from bench.restore.protocol import BUSY, CAKE_GBPS, OTHER_SUFFIXES, SUFFIX
@@ -20,7 +21,6 @@ from bench.restore.torch_engine import Prompt, TorchEngine
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Span
 from flowkv.policy.restore.costs import Measured
-from flowkv.sim.restore import GRID_GBPS, GRID_MODELS, GRID_TOKENS
 
 _GIGABIT = 1e9 / 8  # bytes
 _SMALL_TOKENS, _SMALL_SUFFIX = 2048, 128

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.policy.order.compiled import Array, inner, kernel
-from flowkv.sim.replay import Row
 from flowkv.sim.trace import Trace, next_turns
 
 # Reuse distances: how far down the stack of leaf-first LRU a block lies when it is asked for.
@@ -77,6 +76,13 @@ def lru_hit_ratios(distances: Ints, pages: Sequence[int]) -> list[float]:
     known = np.sort(distances[distances >= 0])
     found = np.searchsorted(known, np.asarray(pages), side="left")
     return [float(n / max(len(distances), 1)) for n in found.tolist()]
+
+
+def lru_hits(trace: Trace, capacity: int) -> Ints:
+    """i8 [R]: leading blocks of each request that leaf-first LRU has, where so many blocks fit."""
+    distances = stack_distances(trace)
+    found = np.cumsum((distances >= 0) & (distances < capacity))
+    return np.diff(np.concatenate(([0], found))[trace.offsets])
 
 
 def _ranks(trace: Trace) -> Ints:
@@ -161,16 +167,6 @@ class Character(msgspec.Struct, frozen=True, kw_only=True):
     working_set: dict[float, float]
     returns: dict[int, float]
     lru: dict[float, float]
-
-    def row(self) -> Row:
-        """Plain values, nested ones under joined names."""
-        flat: Row = {}
-        for name, value in msgspec.to_builtins(self, str_keys=True).items():
-            if isinstance(value, dict):
-                flat.update({f"{name}_{key}": inner for key, inner in value.items()})
-            else:
-                flat[name] = value
-        return flat
 
 
 def characterise(trace: Trace) -> Character:

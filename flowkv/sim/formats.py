@@ -85,7 +85,6 @@ STOPS = {
     "": UNKNOWN_STOP, "tool_use": TOOL_USE, "tool_calls": TOOL_USE, "end_turn": TURN_END,
     "stop": TURN_END, "max_tokens": CUT_OFF, "length": CUT_OFF,
 }  # fmt: skip
-WORDS = {UNKNOWN_STOP: "", TOOL_USE: "tool_use", TURN_END: "end_turn", CUT_OFF: "length"}
 MOST_BLOCKS = 1 << 31
 
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -145,18 +144,6 @@ def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
     )
 
 
-def write_mooncake(path: Path, trace: Trace) -> None:
-    """Writes JSON lines; compressed if the name ends in `.zst`.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    body = b"".join(_line(trace, r) for r in range(len(trace)))
-    if path.suffix == ".zst":
-        body = zstandard.ZstdCompressor(level=10).compress(body)
-    path.write_bytes(body)
-
-
 def _ids(path: Path, numbers: list[int]) -> NDArray[np.int64]:
     """Ids of 64 bits, signed or not."""
     try:
@@ -167,27 +154,6 @@ def _ids(path: Path, numbers: list[int]) -> NDArray[np.int64]:
         return np.array(numbers, np.uint64).view(np.int64)
     except OverflowError:
         raise ConfigError(f"{path} has ids of more than 64 bits", REMEDY) from None
-
-
-def _line(trace: Trace, r: int) -> bytes:
-    line: dict[str, object] = {
-        "timestamp": _milliseconds(int(trace.times_ns[r])),
-        "input_length": int(trace.input_tokens[r]),
-        "output_length": int(trace.output_tokens[r]),
-        "hash_ids": trace.blocks[trace.offsets[r] : trace.offsets[r + 1]].tolist(),
-    }
-    if trace.sessions[r] >= 0:
-        line["session"] = int(trace.sessions[r])
-    if trace.stops[r] != UNKNOWN_STOP:
-        line["stop"] = WORDS[int(trace.stops[r])]
-    if trace.tenants[r] > 0:
-        line["tenant"] = int(trace.tenants[r])
-    return msgspec.json.encode(line) + b"\n"
-
-
-def _milliseconds(time_ns: int) -> int | float:
-    whole, rest = divmod(time_ns, 10**6)
-    return time_ns / 1e6 if rest else whole
 
 
 def _stem(path: Path) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
@@ -570,45 +571,29 @@ def generate(kind: str, **options: object) -> Trace:
     return row.make(configure(row.config, kind, options))
 
 
-def _talked(name: str, config: TalkConfig, talk: Talk, starts: Any) -> Trace:
+def _steady(draft: Draft, config: TalkConfig) -> Iterator[float]:
+    return poisson(draft.rng, config.sessions_per_s)
+
+
+def _in_bursts(draft: Draft, config: BurstsConfig) -> Iterator[float]:
+    terms = {"factor": config.factor, "calm_s": config.calm_s, "burst_s": config.burst_s}
+    return bursts(draft.rng, config.sessions_per_s, **terms)
+
+
+def _drifting(draft: Draft, config: DriftConfig) -> Iterator[float]:
+    draft.renamed = lambda at, n: (at + 7919 * int(draft.now // config.phase_s)) % n
+    return poisson(draft.rng, config.sessions_per_s)
+
+
+def _talked(
+    name: str,
+    talk: Callable[[Any], Talk],
+    config: Any,
+    starts: Callable[[Draft, Any], Iterator[float]] = _steady,
+) -> Trace:
     draft = Draft(config, np.random.default_rng(config.seed))
-    draft.play(starts(draft), talk)
+    draft.play(starts(draft, config), talk(config))
     return draft.trace(name)
-
-
-def _steady(draft: Draft) -> Any:
-    return poisson(draft.rng, draft.config.sessions_per_s)
-
-
-def _chat(config: ChatConfig) -> Trace:
-    return _talked("chat", config, chat(config), _steady)
-
-
-def _agents(config: AgentsConfig) -> Trace:
-    return _talked("agents", config, agents(config), _steady)
-
-
-def _rag(config: RagConfig) -> Trace:
-    return _talked("rag", config, rag(config), _steady)
-
-
-def _bursts(config: BurstsConfig) -> Trace:
-    def starts(draft: Draft) -> Any:
-        terms = {"factor": config.factor, "calm_s": config.calm_s, "burst_s": config.burst_s}
-        return bursts(draft.rng, config.sessions_per_s, **terms)
-
-    return _talked("bursts", config, chat(config), starts)
-
-
-def _drift(config: DriftConfig) -> Trace:
-    def starts(draft: Draft) -> Any:
-        def renamed(at: int, n: int) -> int:
-            return (at + 7919 * int(draft.now // config.phase_s)) % n
-
-        draft.renamed = renamed
-        return poisson(draft.rng, config.sessions_per_s)
-
-    return _talked("drift", config, rag(config), starts)
 
 
 def _mix(config: MixConfig) -> Trace:
@@ -623,11 +608,11 @@ def _streamed(make: Callable[[Any, np.random.Generator], Trace]) -> Callable[[An
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "chat": Kind(ChatConfig, _chat),
-        "agents": Kind(AgentsConfig, _agents),
-        "rag": Kind(RagConfig, _rag),
-        "bursts": Kind(BurstsConfig, _bursts),
-        "drift": Kind(DriftConfig, _drift),
+        "chat": Kind(ChatConfig, partial(_talked, "chat", chat)),
+        "agents": Kind(AgentsConfig, partial(_talked, "agents", agents)),
+        "rag": Kind(RagConfig, partial(_talked, "rag", rag)),
+        "bursts": Kind(BurstsConfig, partial(_talked, "bursts", chat, starts=_in_bursts)),
+        "drift": Kind(DriftConfig, partial(_talked, "drift", rag, starts=_drifting)),
         "mix": Kind(MixConfig, _mix),
         "scan": Kind(ScanConfig, _streamed(scan)),
         "cyclic": Kind(CyclicTraceConfig, _streamed(cyclic)),

@@ -11,9 +11,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -379,16 +381,13 @@ class RunCounters:
         reads: Blocks that the steps read.
         sram_hits: Of these, how many lay staged, and in time.
         read_bytes: Bytes read, by tier.
-        prefetched_bytes: Of these, how many came before they were needed.
         moved_bytes: Bytes moved between tiers, prefetches included.
         saved_bytes: Bytes that encoding took away.
         encoded: Blocks encoded smaller.
         staged: Blocks that a prefetch staged.
-        left: Blocks that left device memory because it was full.
         total_ns: The whole run.
         exposed_ns: Of this, time in which compute waited for bytes.
         exposed_decode_ns: Time in which it waited for decoding, where that is counted apart.
-        hidden_ns: Transfer that compute covered.
         peak_bytes: The most that was occupied at the end of a step, by tier.
     """
 
@@ -397,16 +396,13 @@ class RunCounters:
     read_bytes: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("hbm", "cxl", "dram"), 0)
     )
-    prefetched_bytes: int = 0
     moved_bytes: int = 0
     saved_bytes: int = 0
     encoded: int = 0
     staged: int = 0
-    left: int = 0
     total_ns: float = 0.0
     exposed_ns: float = 0.0
     exposed_decode_ns: float = 0.0
-    hidden_ns: float = 0.0
     peak_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -421,12 +417,8 @@ class RunCounters:
 
     def usd_per_million_tokens(self, machine: Machine, tokens: int) -> float:
         """What the occupied memory costs for as long as a million tokens take; a proxy."""
-        prices = {
-            "hbm": machine.hbm.usd_per_gib_hour,
-            "cxl": machine.cxl.usd_per_gib_hour,
-            "dram": machine.dram.usd_per_gib_hour,
-        }
-        per_hour = sum(prices[t] * n / GIB for t, n in self.peak_bytes.items())
+        peaks = self.peak_bytes.items()
+        per_hour: float = sum(getattr(machine, t).usd_per_gib_hour * n / GIB for t, n in peaks)
         return per_hour * self.total_ns / _NS_PER_HOUR * 1e6 / tokens
 
 
@@ -544,8 +536,8 @@ class Blocks:
         self.occupied[tier] += self.n_bytes(slot)
 
 
-class PlacementPlan(Protocol):
-    """What a run asks while its steps go by."""
+class Everything:
+    """All blocks raw in HBM, nothing fetched ahead: the published baseline. Other plans differ."""
 
     def start(self, blocks: Blocks) -> None:
         """Sets tier, form and temperature of every block before the first step."""
@@ -554,40 +546,19 @@ class PlacementPlan(Protocol):
         self, blocks: Blocks, slot: int, newest: int, now_ns: float
     ) -> tuple[str, ModelledCodec]:
         """Tier and form of a block that this step reads; may classify it, and move others."""
-
-    def ahead(self, blocks: Blocks, slots: Sequence[int], flying: Sequence[int]) -> list[int]:
-        """Which blocks of the next step to fetch now; `flying` ones are on their way."""
-
-    def stage(self, blocks: Blocks, slot: int, room: int, now_ns: float) -> list[int] | None:
-        """Blocks that leave the staging memory of `room` bytes for this one; None to leave it."""
-
-    def unstage(self, blocks: Blocks) -> list[int]:
-        """Blocks that leave the staging memory after a step."""
-
-
-class Everything:
-    """All blocks raw in HBM, nothing fetched ahead: the published baseline."""
-
-    def start(self, blocks: Blocks) -> None:
-        """See `PlacementPlan`."""
-
-    def place(
-        self, blocks: Blocks, slot: int, newest: int, now_ns: float
-    ) -> tuple[str, ModelledCodec]:
-        """See `PlacementPlan`."""
         return "hbm", RAW
 
     def ahead(self, blocks: Blocks, slots: Sequence[int], flying: Sequence[int]) -> list[int]:
-        """See `PlacementPlan`."""
+        """Which blocks of the next step to fetch now; `flying` ones are on their way."""
         return []
 
     def stage(self, blocks: Blocks, slot: int, room: int, now_ns: float) -> list[int] | None:
-        """See `PlacementPlan`."""
+        """Blocks that leave the staging memory of `room` bytes for this one; None to leave it."""
         used = sum(blocks.staged.values())
         return [] if used + blocks.n_bytes(slot) <= room else None
 
     def unstage(self, blocks: Blocks) -> list[int]:
-        """See `PlacementPlan`."""
+        """Blocks that leave the staging memory after a step."""
         return []
 
 
@@ -595,7 +566,7 @@ class Classes(Everything):
     """Hot, warm and cold: the published plan. Cold blocks are encoded and live behind CXL."""
 
     def start(self, blocks: Blocks) -> None:
-        """See `PlacementPlan`."""
+        """Classifies all blocks by their tokens."""
         for slot in range(blocks.shape.blocks):
             token = blocks.first_token(slot)
             if token <= RECENT_TOKENS:
@@ -610,7 +581,7 @@ class Classes(Everything):
     def place(
         self, blocks: Blocks, slot: int, newest: int, now_ns: float
     ) -> tuple[str, ModelledCodec]:
-        """See `PlacementPlan`."""
+        """Classifies the block anew; a cold one is encoded."""
         age = blocks.age(slot, newest)
         if age <= RECENT_TOKENS:
             blocks.temperature[slot] = HOT
@@ -626,7 +597,7 @@ class Classes(Everything):
         return [s for s in hot[:_WINDOW][:_PER_STEP] if s not in flying]
 
     def unstage(self, blocks: Blocks) -> list[int]:
-        """See `PlacementPlan`."""
+        """Cold ones."""
         return [slot for slot in blocks.staged if blocks.temperature[slot] == COLD]
 
 
@@ -638,8 +609,7 @@ class Kept(Everything):
         workload: What will be read; only its shape is looked at.
         codec: Form of every block.
         per_step: Blocks fetched ahead per step, at most.
-        sram_policy: Decides what leaves the staging memory.
-        hbm_policy: Decides what leaves device memory.
+        policy: A name of the catalogue; decides what leaves staging and device memory.
     """
 
     def __init__(
@@ -648,13 +618,12 @@ class Kept(Everything):
         workload: BlockWorkload,
         codec: ModelledCodec,
         per_step: int,
-        sram_policy: Policy,
-        hbm_policy: Policy,
+        policy: str,
     ) -> None:
         n_bytes = codec.n_bytes(workload.geometry.block_bytes)
         self._codec, self._per_step = codec, per_step
-        self._sram = BoundedMemory(machine.sram.capacity, n_bytes, sram_policy)
-        self._hbm = BoundedMemory(machine.hbm.capacity, n_bytes, hbm_policy)
+        self._sram = BoundedMemory(machine.sram.capacity, n_bytes, make_policy(policy))
+        self._hbm = BoundedMemory(machine.hbm.capacity, n_bytes, make_policy(policy))
 
     def start(self, blocks: Blocks) -> None:
         """Device memory as a prefill leaves it."""
@@ -665,7 +634,7 @@ class Kept(Everything):
     def place(
         self, blocks: Blocks, slot: int, newest: int, now_ns: float
     ) -> tuple[str, ModelledCodec]:
-        """See `PlacementPlan`."""
+        """Into device memory, if its policy does not keep it out."""
         self._sram.use(now_ns, slot)
         if not self._hbm.use(now_ns, slot):
             for gone in self._hbm.add(now_ns, slot):
@@ -678,7 +647,7 @@ class Kept(Everything):
         return missing[: self._per_step]
 
     def stage(self, blocks: Blocks, slot: int, room: int, now_ns: float) -> list[int] | None:
-        """See `PlacementPlan`."""
+        """What the policy gives up; None if that is the block itself."""
         gone = self._sram.add(now_ns, slot)
         return None if slot in gone else gone
 
@@ -715,7 +684,7 @@ class _Engine:
         return done
 
 
-def run_published(workload: BlockWorkload, machine: Machine, plan: PlacementPlan) -> RunCounters:
+def run_published(workload: BlockWorkload, machine: Machine, plan: Everything) -> RunCounters:
     """Runs a plan under the published rules.
 
     Args:
@@ -738,7 +707,6 @@ def run_published(workload: BlockWorkload, machine: Machine, plan: PlacementPlan
         following = min(step + 1, len(workload.steps) - 1)
         for slot in plan.ahead(blocks, workload.distinct(following), list(engine.flying)):
             engine.order(blocks, slot, now)
-            counted.prefetched_bytes += blocks.n_bytes(slot)
             counted.moved_bytes += blocks.n_bytes(slot)
         now += _serve(workload.steps[step], blocks, machine, counted)
         for slot in plan.unstage(blocks):
@@ -749,7 +717,7 @@ def run_published(workload: BlockWorkload, machine: Machine, plan: PlacementPlan
 
 
 def _stage(
-    plan: PlacementPlan, blocks: Blocks, slot: int, room: int, now_ns: float, counted: RunCounters
+    plan: Everything, blocks: Blocks, slot: int, room: int, now_ns: float, counted: RunCounters
 ) -> None:
     leaving = plan.stage(blocks, slot, room, now_ns)
     if leaving is None:
@@ -761,7 +729,7 @@ def _stage(
 
 
 def _place(
-    plan: PlacementPlan, blocks: Blocks, slot: int, newest: int, now_ns: float, counted: RunCounters
+    plan: Everything, blocks: Blocks, slot: int, newest: int, now_ns: float, counted: RunCounters
 ) -> None:
     before, home = blocks.n_bytes(slot), blocks.tier[slot]
     tier, codec = plan.place(blocks, slot, newest, now_ns)
@@ -790,7 +758,6 @@ def _serve(reads: Sequence[int], blocks: Blocks, machine: Machine, counted: RunC
         blocks.reads[slot] += 1
     compute = machine.compute_ns * len(reads)
     hidden = min(compute, transfer)
-    counted.hidden_ns += hidden
     counted.exposed_ns += max(0.0, transfer - compute)
     counted.exposed_decode_ns += max(0.0, decode - (compute - hidden))
     return max(compute, transfer + decode)
@@ -826,24 +793,6 @@ class StrictPlan(NamedTuple):
     thrifty: bool = False
 
 
-class _Channels:
-    """When the two channels are free."""
-
-    def __init__(self, machine: Machine, n_bytes: int) -> None:
-        self._machine, self._n_bytes = machine, n_bytes
-        self._hbm = self._cxl = 0.0
-
-    def over_hbm(self, now_ns: float) -> float:
-        """Takes a turn on the HBM channel; returns when the bytes are through."""
-        self._hbm = max(self._hbm, now_ns) + self._n_bytes / self._machine.hbm.bytes_per_ns
-        return self._hbm
-
-    def over_cxl(self, now_ns: float) -> float:
-        """Takes a turn on the CXL channel; returns when the bytes are through."""
-        self._cxl = max(self._cxl, now_ns) + self._n_bytes / self._machine.cxl.bytes_per_ns
-        return self._cxl
-
-
 class _Run:
     """One run: levels, channels, counters."""
 
@@ -853,7 +802,7 @@ class _Run:
         self.n_bytes = plan.codec.n_bytes(shape.block_bytes)
         self.sram = BoundedMemory(machine.sram.capacity, self.n_bytes, plan.sram)
         self.hbm = BoundedMemory(machine.hbm.capacity, self.n_bytes, plan.hbm)
-        self.channels = _Channels(machine, self.n_bytes)
+        self.free_ns = {"hbm": 0.0, "cxl": 0.0}  # when the channels are free
         self.ready: dict[int, float] = {}
         self.counted = RunCounters()
         self.hbm.fill(shape.newest(self.hbm.room))
@@ -863,17 +812,27 @@ class _Run:
     def fetch(self, slot: int, now_ns: float, busy: set[int]) -> None:
         """Brings a block into SRAM, from HBM or, through it or past it, over CXL."""
         if self.hbm.use(now_ns, slot):
-            through = self.channels.over_hbm(now_ns) + self.machine.hbm.latency_ns
-            self.counted.read_bytes["hbm"] += self.n_bytes
+            through = self.read(now_ns, "hbm")
         else:
-            through = self.channels.over_cxl(now_ns) + self.machine.cxl.latency_ns
-            self.counted.read_bytes["cxl"] += self.n_bytes
+            through = self.read(now_ns, "cxl")
             if self._enters(slot):
                 self._into_hbm(slot, now_ns)
         self.ready[slot] = through + self.plan.codec.decode_ns
         for gone in self.sram.add(now_ns, slot, busy):
             if gone != slot:
                 del self.ready[gone]
+
+    def read(self, now_ns: float, tier: str) -> float:
+        """Counts a read; returns when its bytes are there."""
+        self.counted.read_bytes[tier] += self.n_bytes
+        latency_ns: float = getattr(self.machine, tier).latency_ns
+        return self.move(now_ns, tier) + latency_ns
+
+    def move(self, now_ns: float, tier: str) -> float:
+        """Takes a turn on a channel; returns when the bytes are through."""
+        took_ns = self.n_bytes / getattr(self.machine, tier).bytes_per_ns
+        self.free_ns[tier] = max(self.free_ns[tier], now_ns) + took_ns
+        return self.free_ns[tier]
 
     def _enters(self, slot: int) -> bool:
         if not self.plan.thrifty or len(self.hbm.held) < self.hbm.room:
@@ -886,12 +845,12 @@ class _Run:
         gone = self.hbm.add(now_ns, slot)
         if slot in gone:
             return
-        self.channels.over_hbm(now_ns)
+        self.move(now_ns, "hbm")
         self.counted.moved_bytes += self.n_bytes
         for victim in gone:
             if victim not in self.spilled:
                 self.spilled.add(victim)
-                self.channels.over_cxl(now_ns)
+                self.move(now_ns, "cxl")
                 self.counted.moved_bytes += self.n_bytes
 
 
@@ -916,13 +875,9 @@ def run_strict(workload: BlockWorkload, machine: Machine, plan: StrictPlan) -> R
             busy.update(slots)
             for slot in slots:
                 if not run.sram.use(now, slot):
-                    before = run.counted.read_bytes.copy()
                     run.fetch(slot, now, busy)
-                    if nearest > step:
-                        ahead = sum(run.counted.read_bytes.values()) - sum(before.values())
-                        run.counted.prefetched_bytes += ahead
         now = _consume(run, workload, step, now)
-    run.counted.total_ns, run.counted.left = now, run.hbm.left
+    run.counted.total_ns = now
     _occupy(run, workload)
     return run.counted
 
@@ -1019,11 +974,7 @@ def run_experiment(
         make_policy(name)  # better now than after the first half of the rows
     strict = machine._replace(sram=machine.sram._replace(capacity=sram_bytes))
     tight = strict._replace(hbm=strict.hbm._replace(capacity=pressure_bytes))
-    plans = [
-        *_published(given, machine, policies),
-        *_strict(given, strict, policies),
-        *_pressure(given, tight, policies),
-    ]
+    plans = list(_plans(given, machine, strict, tight, policies))
     rows = []
     for done, (label, run) in enumerate(plans, 1):
         rows.append(run())
@@ -1032,84 +983,71 @@ def run_experiment(
     return rows
 
 
-_Planned = tuple[str, Callable[[], ExperimentRow]]
-
-
-def _published(
-    workload: BlockWorkload, machine: Machine, policies: Sequence[str]
-) -> Iterator[_Planned]:
-    def row(label: str, source: str, make: Callable[[], Everything]) -> _Planned:
-        def run() -> ExperimentRow:
-            outcome = run_published(workload, machine, make())
-            return _row("published", label, source, outcome, workload, machine)
-
-        return label, run
-
-    yield row("all in HBM", "kvflow", Everything)
-    yield row("hot, warm, cold", "kvflow", Classes)
-    for codec, ahead in _AHEAD:
-        for name in policies:
-
-            def make(codec: ModelledCodec = codec, ahead: int = ahead, name: str = name) -> Kept:
-                policy = make_policy(name), make_policy(name)
-                return Kept(machine, workload, codec, ahead, *policy)
-
-            yield row(f"{codec.name}, {name}, +{ahead} blocks", "flowkv", make)
-
-
-def _strict(
-    workload: BlockWorkload, machine: Machine, policies: Sequence[str]
-) -> Iterator[_Planned]:
+def _plans(
+    workload: BlockWorkload,
+    machine: Machine,
+    strict: Machine,
+    tight: Machine,
+    policies: Sequence[str],
+) -> Iterator[tuple[str, Callable[[], ExperimentRow]]]:
+    """Every row by its label, and what computes it."""
+    published = partial(_published_row, workload, machine)
+    yield "all in HBM", partial(published, "all in HBM", "kvflow", Everything)
+    yield "hot, warm, cold", partial(published, "hot, warm, cold", "kvflow", Classes)
+    for (codec, ahead), name in product(_AHEAD, policies):
+        label = f"{codec.name}, {name}, +{ahead} blocks"
+        make = partial(Kept, machine, workload, codec, ahead, name)
+        yield label, partial(published, label, "flowkv", make)
+    row = partial(_strict_row, "strict", workload, strict)
+    for codec, name, steps in product(CODECS.values(), policies, (0, 1)):
+        label = f"{codec.name}, {name}, +{steps} {'step' if steps == 1 else 'steps'}"
+        yield label, partial(row, label, codec, name, steps)
     for codec in CODECS.values():
-        for name in policies:
-            for steps in (0, 1):
-                label = f"{codec.name}, {name}, +{steps} steps".replace("+1 steps", "+1 step")
-                yield _strict_row("strict", label, workload, machine, (codec, name, steps, False))
-    for codec in CODECS.values():
-
-        def floor(codec: ModelledCodec = codec) -> ExperimentRow:
-            n_bytes = compulsory_bytes(workload, codec)
-            return ExperimentRow(
-                "strict", f"{codec.name}, each block once", "floor", n_bytes, 0, 0.0
-            )
-
-        yield "floor", floor
-
-
-def _pressure(
-    workload: BlockWorkload, machine: Machine, policies: Sequence[str]
-) -> Iterator[_Planned]:
-    for name in policies:
-        for thrifty in (False, True):
-            label = f"raw, {name}" + (", CXL-aware" if thrifty else "")
-            yield _strict_row("pressure", label, workload, machine, (RAW, name, 1, thrifty))
+        yield "floor", partial(_each_block_once, workload, codec)
+    row = partial(_strict_row, "pressure", workload, tight)
+    for name, thrifty in product(policies, (False, True)):
+        label = f"raw, {name}" + (", CXL-aware" if thrifty else "")
+        yield label, partial(row, label, RAW, name, 1, thrifty)
     for codec in (INT8, INT4):
         label = f"{codec.name}, {policies[-1]}"
-        yield _strict_row("pressure", label, workload, machine, (codec, policies[-1], 1, False))
+        yield label, partial(row, label, codec, policies[-1], 1)
+    yield "floor", partial(_belady, workload, tight)
 
-    def floor() -> ExperimentRow:
-        over_cxl = least_cxl_bytes(workload, machine, RAW)
-        label = "raw, Belady"
-        return ExperimentRow("pressure", label, "floor", None, over_cxl)
 
-    yield "floor", floor
+def _published_row(
+    workload: BlockWorkload,
+    machine: Machine,
+    label: str,
+    source: str,
+    make: Callable[[], Everything],
+) -> ExperimentRow:
+    counted = run_published(workload, machine, make())
+    return _row("published", label, source, counted, workload, machine)
 
 
 def _strict_row(
     rules: str,
-    label: str,
     workload: BlockWorkload,
     machine: Machine,
-    told: tuple[ModelledCodec, str, int, bool],
-) -> _Planned:
-    codec, name, steps, thrifty = told
+    label: str,
+    codec: ModelledCodec,
+    policy: str,
+    steps: int,
+    thrifty: bool = False,
+) -> ExperimentRow:
+    plan = StrictPlan(codec, make_policy(policy), make_policy(policy), steps, thrifty)
+    counted = run_strict(workload, machine, plan)
+    return _row(rules, label, "flowkv", counted, workload, machine)
 
-    def run() -> ExperimentRow:
-        plan = StrictPlan(codec, make_policy(name), make_policy(name), steps, thrifty)
-        outcome = run_strict(workload, machine, plan)
-        return _row(rules, label, "flowkv", outcome, workload, machine)
 
-    return label, run
+def _each_block_once(workload: BlockWorkload, codec: ModelledCodec) -> ExperimentRow:
+    n_bytes = compulsory_bytes(workload, codec)
+    return ExperimentRow("strict", f"{codec.name}, each block once", "floor", n_bytes, 0, 0.0)
+
+
+def _belady(workload: BlockWorkload, machine: Machine) -> ExperimentRow:
+    over_cxl = least_cxl_bytes(workload, machine, RAW)
+    return ExperimentRow("pressure", "raw, Belady", "floor", None, over_cxl)
 
 
 def _row(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from time import perf_counter, perf_counter_ns
 from typing import Annotated, Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
@@ -24,22 +24,19 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy import make_policy
-from flowkv.policy.base import NEVER_NS, NO_VISIT, UNKNOWN_STOP, Policy, Slots, Visit
-from flowkv.policy.config import Lease
-from flowkv.policy.lru import LRU
+from flowkv.policy.base import NEVER_NS, Policy, Slots, Visit
 from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.order.compiled import Array, kernel
 from flowkv.policy.prefetch import Prefetcher
 from flowkv.residency import Ledger, Place
 from flowkv.residency import Meta as About
+from flowkv.sim.character import lru_hits
 from flowkv.sim.hardware import CODECS, HARDWARE, MODELS, Hardware, Shape, block_costs
 from flowkv.sim.trace import Trace, TraceHints, hints_of
 
 # One place that a trace is replayed through: policy, hints, queue and prefetches in their order.
 #
-# Without hints, queue and prefetches this is `run_through` (`flowkv.sim.replay`), decision by
-# decision. What the prefetcher brings is there at once; how long a transfer takes is for
-# `flowkv.sim.replay`.
+# What the prefetcher brings is there at once; times come from a model of the hardware, below.
 
 Progress = Callable[[int, int], None]
 """Called with what is done, and all there is to do."""
@@ -119,15 +116,15 @@ class OnePlace:
     # ---- what a prefetcher asks
 
     def room_bytes(self) -> int:
-        """See `Reach`."""
+        """Blocks that still fit."""
         return self.capacity_bytes - self.used
 
     def sizes(self, slots: Slots) -> Slots:
-        """See `Reach`."""
+        """One each."""
         return np.ones(len(slots), np.int64)
 
     def missing(self, tip: int) -> tuple[int, Slots]:
-        """See `Reach`."""
+        """The deepest block above that is here, or -1, and what lacks from there to `tip`."""
         if tip >= len(self.here):
             return -1, self._path[:0].copy()
         n, top = climb(self.here, self.seen, self.trace.parents, tip, self._path)
@@ -262,46 +259,6 @@ class OnePlace:
         self.used -= len(slots)
 
 
-# The innermost loop of a replay: one place, equal blocks, requests that take no time.
-
-
-def run_through(trace: Trace, policy: Policy, capacity: int) -> NDArray[np.int64]:
-    """Leading resident blocks of each request, from cold, where `capacity` blocks fit.
-
-    All blocks of a request become resident, and afterwards what is too much leaves; the request's
-    own blocks may be among it, so that a policy can decline to keep them.
-    """
-    here = np.zeros(trace.unique, np.bool_)
-    hits = np.zeros(len(trace), np.int64)
-    used = 0
-    times, offsets = trace.times_ns.tolist(), trace.offsets.tolist()
-    for r, now in enumerate(times):
-        chain = trace.blocks[offsets[r] : offsets[r + 1]]
-        run_out = policy.expired(now)
-        if len(run_out):
-            policy.remove(run_out)
-            here[run_out] = False
-            used -= len(run_out)
-        held = here[chain]
-        run = len(chain) if held.all() else int(held.argmin())
-        hits[r] = run
-        n_tokens = int(trace.input_tokens[r])
-        policy.access(now, chain, Visit(r, int(trace.sessions[r]), n_tokens, len(chain)))
-        new = chain[~held]
-        if len(new):
-            policy.insert(now, new, trace.parents[new])
-            here[new] = True
-            used += len(new)
-        stop, output = int(trace.stops[r]), int(trace.output_tokens[r])
-        policy.complete(now, r, stop=stop, output_tokens=output)
-        if used > capacity:
-            victims = policy.evict(now, used - capacity)
-            assert victims is not None
-            here[victims] = False
-            used = capacity
-    return hits
-
-
 # The two ends of the scale: leaf-first LRU and Belady, once per trace and size.
 
 _MOST = 256
@@ -345,7 +302,7 @@ def bounds_of(trace: Trace, capacity: int) -> Bounds:
     key = (digest_of(trace), capacity)
     if key not in _known:
         opt = belady(trace.offsets, trace.blocks, trace.parents, capacity)
-        _known[key] = Bounds(run_through(trace, LRU(), capacity), opt)
+        _known[key] = Bounds(lru_hits(trace, capacity), opt)
         if len(_known) > _MOST:
             _known.popitem(last=False)
     _known.move_to_end(key)
@@ -1031,7 +988,7 @@ def sweep(
     extra: Mapping[Maker, ReplaySettings] = policies if isinstance(policies, Mapping) else {}  # type: ignore[assignment]
     makers = list(policies)
     jobs = [(maker, size) for size in list(sizes) for maker in makers]
-    given = [_merged(settings, extra.get(maker)) for maker, _ in jobs]
+    given = [settings | extra.get(maker, ReplaySettings()) for maker, _ in jobs]
     results: list[Result] = []
 
     def note(result: Result) -> None:
@@ -1059,175 +1016,9 @@ def sweep(
     return results
 
 
-def _merged(common: ReplaySettings, own: ReplaySettings | None) -> ReplaySettings:
-    merged = common.copy()
-    merged.update(own or {})
-    return merged
-
-
 def _carry(trace: Trace) -> None:
     _carried["trace"] = trace
 
 
 def _one(policy: Maker, size: float | str, settings: ReplaySettings) -> Result:
     return replay(_carried["trace"], policy, size=size, **settings)
-
-
-# The calls that somebody made on a policy, written down, and made again on a fresh one.
-#
-# What a policy decides follows from its calls alone. So what it decided in a live cache can be had
-# again elsewhere, looked at step by step, or compared with what another policy would have done.
-
-
-class PolicyCall(NamedTuple):
-    """One call.
-
-    Attributes:
-        name: Of the method.
-        arguments: By position; arrays as tuples of numbers.
-        options: By name.
-        answer: What the policy said, likewise.
-    """
-
-    name: str
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    answer: Any
-
-
-class CallLog(Policy):
-    """A policy that writes down what it is told, and lets another one decide.
-
-    Args:
-        inner: Decides.
-
-    Attributes:
-        calls: All calls that tell or decide something, in their order.
-    """
-
-    def __init__(self, inner: Policy) -> None:
-        self.inner, self.name = inner, inner.name
-        self.calls: list[PolicyCall] = []
-
-    def insert(
-        self,
-        now_ns: int,
-        slots: Slots,
-        parents: Slots,
-        *,
-        n_bytes: int = 1,
-        cost_ns: int = 0,
-        lease: str | Lease = "",
-        tenant: int = 0,
-    ) -> None:
-        """See `Policy.insert`."""
-        more = {"n_bytes": n_bytes, "cost_ns": cost_ns, "lease": lease, "tenant": tenant}
-        self._call("insert", now_ns, slots, parents, **more)
-
-    def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """See `Policy.access`."""
-        self._call("access", now_ns, slots, visit)
-
-    def remove(self, slots: Slots) -> None:
-        """See `Policy.remove`."""
-        self._call("remove", slots)
-
-    def forget(self, slots: Slots) -> None:
-        """See `Policy.forget`."""
-        self._call("forget", slots)
-
-    def complete(
-        self, now_ns: int, request: int, *, stop: int = UNKNOWN_STOP, output_tokens: int = 0
-    ) -> None:
-        """See `Policy.complete`."""
-        self._call("complete", now_ns, request, stop=stop, output_tokens=output_tokens)
-
-    def abort(self, now_ns: int, request: int) -> None:
-        """See `Policy.abort`."""
-        self._call("abort", now_ns, request)
-
-    def pin(self, slots: Slots) -> None:
-        """See `Policy.pin`."""
-        self._call("pin", slots)
-
-    def unpin(self, slots: Slots) -> None:
-        """See `Policy.unpin`."""
-        self._call("unpin", slots)
-
-    def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """See `Policy.hint`."""
-        self._call("hint", now_ns, slots, eta_ns, sigma)
-
-    def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
-        """See `Policy.enqueue`."""
-        self._call("enqueue", now_ns, request, slots)
-
-    def invalidate(self, now_ns: int, tenant: int) -> None:
-        """See `Policy.invalidate`."""
-        self._call("invalidate", now_ns, tenant)
-
-    def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """See `Policy.evict`."""
-        victims: Slots | None = self._call("evict", now_ns, n, tuple(protected))
-        return victims
-
-    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """See `Policy.displace`."""
-        victims: Slots = self._call("displace", now_ns, n, rate, tuple(protected))
-        return victims
-
-    def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
-        """See `Policy.admit`."""
-        admitted: NDArray[np.bool_] = self._call("admit", now_ns, slots)
-        return admitted
-
-    def expired(self, now_ns: int) -> Slots:
-        """See `Policy.expired`."""
-        run_out: Slots = self._call("expired", now_ns)
-        return run_out
-
-    def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """See `Policy.wanted`."""
-        found: tuple[Slots, NDArray[np.float64]] = self._call("wanted", now_ns, n)
-        return found
-
-    def priority(self, slot: int) -> float:
-        """See `Policy.priority`."""
-        return self.inner.priority(slot)
-
-    def resident(self) -> Sequence[int]:
-        """See `Policy.resident`."""
-        return self.inner.resident()
-
-    def digest(self) -> int:
-        """See `Policy.digest`."""
-        return self.inner.digest()
-
-    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        answer = getattr(self.inner, name)(*arguments, **options)
-        self.calls.append(PolicyCall(name, tuple(map(_plain, arguments)), options, _plain(answer)))
-        return answer
-
-
-def repeat(calls: Sequence[PolicyCall], policy: Policy) -> list[PolicyCall]:
-    """Makes calls again, on another policy.
-
-    Args:
-        calls: Of a `CallLog`.
-        policy: A fresh one.
-
-    Returns:
-        The same calls with the answers that it gave.
-    """
-    log = CallLog(policy)
-    for call in calls:
-        arguments = (np.array(a, np.int64) if type(a) is tuple else a for a in call.arguments)
-        getattr(log, call.name)(*arguments, **call.options)
-    return log.calls
-
-
-def _plain(value: Any) -> Any:
-    """A value without arrays."""
-    if isinstance(value, np.ndarray):
-        return tuple(value.tolist())
-    return tuple(map(_plain, value)) if type(value) is tuple else value

@@ -180,28 +180,6 @@ def read_npz(path: Path) -> Trace:
     return trace
 
 
-def write_npz(path: Path, trace: Trace) -> None:
-    """Writes a trace for `read_npz`; tenants are left out.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    np.savez_compressed(
-        path,
-        allow_pickle=False,
-        ts=trace.times_ns / 1e9,
-        off=trace.offsets,
-        blk=trace.blocks.astype(np.int32),
-        parent=trace.parents.astype(np.int32),
-        depth=trace.depths,
-        inl=trace.input_tokens,
-        outl=trace.output_tokens,
-        sess=trace.sessions,
-        kind=trace.stops,
-        btok=np.int64(trace.block_tokens),
-    )
-
-
 def _array(file: zipfile.ZipFile, name: str, kinds: str) -> NDArray[np.generic]:
     """One array, whose size is looked at before there is room for it."""
     with file.open(f"{name}.npy") as stream:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from flowkv.testing.policies import check_policy as check_policy
     from flowkv.testing.restores import check_restore_policy as check_restore_policy
     from flowkv.testing.schedulers import check_scheduler as check_scheduler
+    from flowkv.testing.tier_machine import check_tier as check_tier
     from flowkv.testing.tiers import FlakyTier as FlakyTier
     from flowkv.testing.tiers import MemoryTier as MemoryTier
-    from flowkv.testing.tiers import check_tier as check_tier
 
 _PLACES = {
     "FlakyTier": "flowkv.testing.tiers",
@@ -25,7 +25,7 @@ _PLACES = {
     "check_policy": "flowkv.testing.policies",
     "check_restore_policy": "flowkv.testing.restores",
     "check_scheduler": "flowkv.testing.schedulers",
-    "check_tier": "flowkv.testing.tiers",
+    "check_tier": "flowkv.testing.tier_machine",
 }
 
 __all__ = [

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from flowkv.core.errors import MissingDependencyError
 from flowkv.core.geometry import LayerGroup
 from flowkv.core.layout import GRANULE_BYTES, PageLayout, page_layout
 from flowkv.kernels import reference as reference_codec
@@ -20,13 +19,7 @@ from flowkv.kernels import (
 )
 from flowkv.kernels.dispatch import SOUND
 from flowkv.kernels.loss import bounds
-from flowkv.testing.policies import tell, told
-
-try:
-    from hypothesis import given
-    from hypothesis import strategies as st
-except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
+from flowkv.testing.stories import given, require, st, tell, told
 
 Run = tuple[torch.Tensor, torch.Tensor]
 
@@ -132,7 +125,7 @@ class CatalogueCodec:
         begin, end = place * GRANULE_BYTES, (place + new.granules) * GRANULE_BYTES
         result = arena[begin:end].clone()
         arena[begin:end] = before[begin:end]
-        _require(torch.equal(arena, before), "bytes outside of the target were written")
+        require(torch.equal(arena, before), "bytes outside of the target were written")
         return result.cpu().numpy().tobytes(), int(status)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> bytes:
@@ -144,7 +137,7 @@ class CatalogueCodec:
         page = runs.numpy().tobytes()
         code, status = self.moved(page, self.raw, self.layout, self.backend)
         same = code, status
-        _require(
+        require(
             same == self.moved(page, self.raw, self.layout, "reference"),
             "the backend and the oracle write different bytes",
         )
@@ -160,8 +153,8 @@ class CatalogueCodec:
         page = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         for got, exact in zip(reference_codec.decoded(page, self.raw, 0, [0]), (k, v), strict=True):
             expected = reference_codec.narrowed(exact, getattr(torch, self.raw.dtype))
-            _require(torch.equal(got, expected.float()), "a page decodes to something else")
-        _require(status == SOUND, "a sealed page decodes to NaN or infinity")
+            require(torch.equal(got, expected.float()), "a page decodes to something else")
+        require(status == SOUND, "a sealed page decodes to NaN or infinity")
         return k[0], v[0]
 
     def bounds(self, k: torch.Tensor, v: torch.Tensor) -> Run:
@@ -232,10 +225,10 @@ def judge(codec: Codec, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, se
     """
     given_k, given_v = k.clone(), v.clone()
     code = codec.encode(k, v)
-    _require(torch.equal(k, given_k) and torch.equal(v, given_v), "encode wrote to its operands")
-    _require(codec.encode(k.clone(), v.clone()) == code, "equal pages must give equal bytes")
+    require(torch.equal(k, given_k) and torch.equal(v, given_v), "encode wrote to its operands")
+    require(codec.encode(k.clone(), v.clone()) == code, "equal pages must give equal bytes")
     zero = codec.encode(torch.zeros_like(k), torch.zeros_like(v))
-    _require(len(zero) == len(code), "the number of bytes must depend on the shape alone")
+    require(len(zero) == len(code), "the number of bytes must depend on the shape alone")
     near = codec.decode(code)
     _within(near, (k, v), codec, "an element is off by more than the bound")
     once = [reference_codec.narrowed(x, dtype).float() for x in near]
@@ -259,10 +252,5 @@ def judge(codec: Codec, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, se
 
 def _within(got: Run, exact: Run, codec: Codec, sentence: str) -> None:
     for x, y, most in zip(got, exact, codec.bounds(*exact), strict=True):
-        _require(x.shape == y.shape and bool(x.isfinite().all()), "decode gives finite runs")
-        _require(bool(((x.double() - y.double()).abs() <= most).all()), sentence)
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(sentence)
+        require(x.shape == y.shape and bool(x.isfinite().all()), "decode gives finite runs")
+        require(bool(((x.double() - y.double()).abs() <= most).all()), sentence)

@@ -11,63 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.errors import FlowKVError, MissingDependencyError
 from flowkv.policy.base import NEVER_NS, Policy, Slots, Visit
 from flowkv.policy.config import DEFAULT_RANK, Lease
 from flowkv.policy.tenants import Quota, Tenants
 from flowkv.residency import Ledger, Meta, Move, Place, Plan
 from flowkv.residency.blocks import Ids
 from flowkv.residency.ledger import LedgerReach
-
-# How the conformance suites tell their stories: the same every time, and one fault at most.
-
-try:
-    from hypothesis import HealthCheck, Phase, settings
-    from hypothesis import strategies as st
-    from hypothesis.errors import Flaky
-    from hypothesis.stateful import (
-        RuleBasedStateMachine,
-        initialize,
-        invariant,
-        precondition,
-        rule,
-        run_state_machine_as_test,
-    )
-except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
-
-
-def told(max_examples: int, *, shrink: bool = True, steps: int = 50) -> settings:
-    """Settings of a suite.
-
-    Args:
-        max_examples: Stories to tell.
-        shrink: Look for the shortest story that shows a fault, rather than tell the first.
-        steps: Most steps of a state machine's story.
-    """
-    return settings(
-        max_examples=max_examples,
-        stateful_step_count=steps,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-def tell(stories: Callable[[], object]) -> None:
-    """Tells stories until one shows a fault.
-
-    Raises:
-        AssertionError: A story ended differently when it was told again, so that what is judged is
-            not deterministic; or what a story raised.
-    """
-    try:
-        stories()
-    except Flaky as error:
-        raise AssertionError("the same story told again ended differently") from error
+from flowkv.testing.stories import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    require,
+    rule,
+    st,
+    tell_machine,
+)
 
 
 def check_policy(
@@ -111,24 +70,7 @@ def check_policy(
     tell_machine(type("LedgerStory", (LedgerStory,), said), max_examples, steps, shrink)
 
 
-def tell_machine(
-    machine: type[RuleBasedStateMachine], max_examples: int, steps: int, shrink: bool
-) -> None:
-    """Tells stories of a state machine."""
-    how = told(max_examples, shrink=shrink, steps=steps)
-    try:
-        tell(lambda: run_state_machine_as_test(machine, settings=how))
-    except FlowKVError as error:
-        raise AssertionError(f"it raised {type(error).__name__}: {error}") from error
-
-
 # What may be said of any policy's next victim, whatever its taste: a model over a dozen slots.
-
-
-def require(holds: bool, sentence: str) -> None:
-    """Fails with a sentence."""
-    if not holds:
-        raise AssertionError(sentence)
 
 
 class PolicyModel:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from flowkv.core.errors import MissingDependencyError
 from flowkv.policy.restore.costs import Measured
 from flowkv.policy.restore.state import (
     Caps,
@@ -26,7 +25,8 @@ from flowkv.policy.restore.state import (
     require,
     verify,
 )
-from flowkv.testing.policies import tell, told
+from flowkv.sim.restore import learn
+from flowkv.testing.stories import given, st, tell, told
 
 # One restore policy, executed on made-up engines whose ops take and lose what a story says.
 
@@ -203,30 +203,15 @@ class RestoreStory:
         if op.request in self.state.requests:
             if ok:
                 self.state.end(op)
-                self._measure(op, end_s - start_s)
+                request = self.state.requests[op.request].request
+                learn(self._measured, request, op, end_s - start_s)
             else:
                 self.state.fail(op)
-
-    def _measure(self, op: Op, seconds: float) -> None:
-        request = self.state.requests[op.request].request
-        if isinstance(op, Compute):
-            self._measured.computed(request, op.layers.size, op.tokens, seconds)
-        elif isinstance(op, Load):
-            cells = op.layers.size * op.tokens.size
-            self._measured.loaded(request, op.source, cells, seconds)
-        else:
-            self._measured.suffixed(request, seconds * request.layers)
 
     def _tier(self, op: Load) -> str:
         asked = next(r for r in self.world.requests if r.number == op.request)
         return asked.sources[op.source].tier
 
-
-try:
-    from hypothesis import given
-    from hypothesis import strategies as st
-except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
 
 _TIERS = ("host", "disk")
 _UNKNOWN = 0.0

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import msgspec
 
-from flowkv.core.errors import MissingDependencyError
 from flowkv.policy.restore.state import VerificationError
 from flowkv.policy.scheduling import (
     COMING,
@@ -23,7 +22,7 @@ from flowkv.policy.scheduling import (
     Turns,
 )
 from flowkv.sim.serving import ServingResult, StepCosts, VirtualEngine, VirtualRequest
-from flowkv.testing.policies import tell, told
+from flowkv.testing.stories import given, st, tell, told
 
 # Turns that are checked as they are decided, by rules that are written down again here.
 
@@ -350,12 +349,6 @@ class SchedulerStory(VirtualEngine):
     def _keeps(self, job: Job) -> bool:
         return self.world.keeps[(job.number + job.preempted) % len(self.world.keeps)]
 
-
-try:
-    from hypothesis import given
-    from hypothesis import strategies as st
-except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
 
 _priorities = st.sampled_from([0, 0, 0, 1, 2, -1, 10, 99])
 _gaps = st.sampled_from([0, 0, 0, 1, 3, 12])  # steps

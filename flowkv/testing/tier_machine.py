@@ -1,4 +1,4 @@
-"""The state machine behind `check_tier`: any tier against a model of what it may hold."""
+"""`check_tier`: any tier against a model of what it may hold, as a state machine."""
 
 from __future__ import annotations
 
@@ -8,26 +8,22 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flowkv.core.errors import MissingDependencyError, StoreError
+from flowkv.core.errors import StoreError
 from flowkv.core.layout import CODECS, GRANULE_BYTES
-from flowkv.testing.policies import tell
+from flowkv.testing.stories import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+    settings,
+    st,
+    tell,
+)
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store, Tier
 from flowkv.tiers.frame import (
     KINDS,
 )
-
-try:
-    from hypothesis import settings
-    from hypothesis import strategies as st
-    from hypothesis.stateful import (
-        RuleBasedStateMachine,
-        invariant,
-        precondition,
-        rule,
-        run_state_machine_as_test,
-    )
-except ImportError:  # pragma: no cover
-    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
 
 # What a tier may hold, seen from outside: the model that `check_tier` compares it with.
 #
@@ -635,16 +631,46 @@ class TierMachine(RuleBasedStateMachine):
         assert all(memory == kept for memory, kept in self.done), "memory touched after its answer"
 
 
-def run(factory: Callable[[int], Tier], **options: Any) -> None:
-    """Runs the machine under the caller's hypothesis profile; options as of `check_tier`."""
-    functions = {name: options.pop(name) for name in ("reopen", "peer", "damage")}
-    names = {"reopen": "reopener", "peer": "peer", "damage": "damager"}
+def check_tier(
+    factory: Callable[[int], Tier],
+    *,
+    reopen: Callable[[Tier], Tier] | None = None,
+    peer: Callable[[Tier], Tier] | None = None,
+    damage: Callable[[Tier, int], None] | None = None,
+    lossy: bool = False,
+    capacity_bytes: int = 4 << 20,
+) -> None:
+    """Drives a tier through random calls and compares it with a model.
+
+    Several jobs are in flight at a time, their answers are polled whenever, and the memory of every
+    item is used for something else the moment it is answered. Checked: every item is answered once
+    and in time; a `HIT` has exactly the bytes and the description that were stored, and only the
+    stripes wished for; another layout, a fidelity above the accepted one, or stripes that are not
+    there are a `MISS` that says so; unfit targets and impossible frames fail; nothing is written
+    past what was wished for, nor after an answer; a store that failed is not there; deleted and
+    erased frames stay away; `scan` and `contains` agree; the capacity holds; a frame for which
+    there is room is stored; closing answers what is in flight; after `reopen` everything is there.
+
+    Args:
+        factory: Makes an empty tier of a capacity in bytes.
+        reopen: Closes a tier and opens it again, where frames should survive that.
+        peer: Opens a second handle of the same place: a reader, or another writer.
+        damage: `damage(tier, number)` spoils a bit where the frames lie, which one is up to the
+            number. The tier may lose frames from then on, but never give wrong bytes.
+        lossy: The tier may fail and lose frames (never lie), as `FlakyTier` does.
+        capacity_bytes: Capacity to test with; about fifty frames should fit.
+
+    Raises:
+        AssertionError: The tier broke the protocol; the message has the calls that led there.
+    """
     members: dict[str, Any] = {
-        names[name]: staticmethod(function) if function else None
-        for name, function in functions.items()
+        "factory": staticmethod(factory),
+        "reopener": reopen and staticmethod(reopen),
+        "peer": peer and staticmethod(peer),
+        "damager": damage and staticmethod(damage),
+        "lossy": lossy,
+        "capacity_bytes": capacity_bytes,
     }
-    machine = type(
-        "TierMachine", (TierMachine,), {"factory": staticmethod(factory), **members, **options}
-    )
-    how = settings(stateful_step_count=STEPS)
+    machine = type("TierMachine", (TierMachine,), members)
+    how = settings(stateful_step_count=STEPS)  # and the caller's profile
     tell(lambda: run_state_machine_as_test(machine, settings=how))

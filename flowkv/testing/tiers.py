@@ -1,4 +1,4 @@
-"""Tiers to test with: the simplest correct one, one that fails on purpose, the check of yours."""
+"""Tiers to test with: the simplest correct one, and one that fails on purpose."""
 
 from __future__ import annotations
 
@@ -295,47 +295,3 @@ class FlakyTier:
             self.inner.delete([answer.key])
             answer = answer._replace(outcome=Outcome.MISS, reason="digest", info=None, n_bytes=0)
         return self._due_ns(deadline_ns), answer
-
-
-def check_tier(
-    factory: Callable[[int], Tier],
-    *,
-    reopen: Callable[[Tier], Tier] | None = None,
-    peer: Callable[[Tier], Tier] | None = None,
-    damage: Callable[[Tier, int], None] | None = None,
-    lossy: bool = False,
-    capacity_bytes: int = 4 << 20,
-) -> None:
-    """Drives a tier through random calls and compares it with a model; needs `hypothesis`.
-
-    Several jobs are in flight at a time, their answers are polled whenever, and the memory of every
-    item is used for something else the moment it is answered. Checked: every item is answered once
-    and in time; a `HIT` has exactly the bytes and the description that were stored, and only the
-    stripes wished for; another layout, a fidelity above the accepted one, or stripes that are not
-    there are a `MISS` that says so; unfit targets and impossible frames fail; nothing is written
-    past what was wished for, nor after an answer; a store that failed is not there; deleted and
-    erased frames stay away; `scan` and `contains` agree; the capacity holds; a frame for which
-    there is room is stored; closing answers what is in flight; after `reopen` everything is there.
-
-    Args:
-        factory: Makes an empty tier of a capacity in bytes.
-        reopen: Closes a tier and opens it again, where frames should survive that.
-        peer: Opens a second handle of the same place: a reader, or another writer.
-        damage: `damage(tier, number)` spoils a bit where the frames lie, which one is up to the
-            number. The tier may lose frames from then on, but never give wrong bytes.
-        lossy: The tier may fail and lose frames (never lie), as `FlakyTier` does.
-        capacity_bytes: Capacity to test with; about fifty frames should fit.
-
-    Raises:
-        AssertionError: The tier broke the protocol; the message has the calls that led there.
-    """
-    from flowkv.testing.tier_machine import run  # needs Hypothesis
-
-    run(
-        factory,
-        reopen=reopen,
-        peer=peer,
-        damage=damage,
-        lossy=lossy,
-        capacity_bytes=capacity_bytes,
-    )

@@ -14,11 +14,12 @@ from flowkv.core.errors import ConfigError
 from flowkv.policy import make_policy
 from flowkv.residency import Ledger, Meta, Place
 from flowkv.sim.formats import Reader
-from flowkv.sim.replay import CallLog, repeat, run_through
 from flowkv.sim.trace import Trace
 from flowkv.tiers.host import HostTier
 from tests.cache.audit import audit
 from tests.cache.toy import PAGE, advance, geometry, make_kv, prefill, published, simple
+from tests.policy.call_log import CallLog, repeat
+from tests.sim.stories import run_through
 
 
 def live(tmp_path: Path, policy: str) -> tuple[list[CallLog], int]:

@@ -11,9 +11,9 @@ import flowkv
 from flowkv import Retain
 from flowkv.hooks.huggingface import restore
 from flowkv.policy import LRU, Lease
-from flowkv.sim.replay import CallLog
 from tests.hooks import models
 from tests.hooks.compare import attached, generate
+from tests.policy.call_log import CallLog
 
 
 def test_a_call_says_what_becomes_of_its_pages() -> None:

@@ -10,7 +10,8 @@ import pytest
 from flowkv.policy import CATALOGUE, LRU, Lease, LfuTtl, Policy, make_policy
 from flowkv.policy.tenants import Quota, Tenants
 from flowkv.testing import check_policy
-from flowkv.testing.policies import LedgerStory, tell_machine
+from flowkv.testing.policies import LedgerStory
+from flowkv.testing.stories import tell_machine
 from tests.policy.reference import SlowLfuTtl
 
 S = 10**9

@@ -11,9 +11,9 @@ from flowkv.policy.hazard.compiled import worth_of
 from flowkv.policy.hedge import AWAY, HERE, MASK, OLDEST, ROOM
 from flowkv.policy.order.compiled import BIRTHS
 from flowkv.sim.generate import generate
-from flowkv.sim.replay import run_through
 from flowkv.testing import check_policy
 from tests.policy.hedge_reference import SlowHedge
+from tests.sim.stories import run_through
 
 S = 10**9
 

@@ -9,8 +9,8 @@ from flowkv.core.errors import StateError
 from flowkv.policy import LRU, make_policy
 from flowkv.residency import Ledger, Meta, Place
 from flowkv.residency.ledger import LedgerReach
-from flowkv.sim.replay import run_through
 from flowkv.sim.trace import Trace
+from tests.sim.stories import run_through
 
 
 def random_trace(seed, requests=400, roots=3, step_ns=10**8):

@@ -15,7 +15,8 @@ from flowkv.policy.by_score import ByScore
 from flowkv.residency import Ledger
 from flowkv.residency.ledger import Move
 from flowkv.testing import check_policy
-from flowkv.testing.policies import LedgerStory, tell_machine
+from flowkv.testing.policies import LedgerStory
+from flowkv.testing.stories import tell_machine
 from tests.policy.test_conformance import LEASES, Fast, Slow
 
 # --- policies ------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from flowkv.core.errors import ConfigError
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.optimum import NOT_AGAIN, Optimum, belady, next_uses
-from flowkv.sim.replay import run_through
 from flowkv.sim.trace import Trace, read_npz
+from tests.sim.stories import run_through
 
 S = 10**9
 words = st.lists(st.integers(0, 2), min_size=1, max_size=4)

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from flowkv.policy import LRU
-from flowkv.sim import characterise, generate
+from flowkv.sim import characterise
 from flowkv.sim.character import lru_hit_ratios, stack_distances
-from flowkv.sim.replay import run_through
-from tests.sim.stories import chains, needs_traces, public, traces
+from tests.sim.stories import chains, needs_traces, public, run_through, traces
 
 
 @settings(max_examples=60)
@@ -46,13 +45,6 @@ def test_against_definitions(trace):
             windows.setdefault((now - int(trace.times_ns[0])) // (60 * 10**9), set()).update(chain)
     sizes = list(map(len, windows.values()))
     assert got.working_set[60.0] == pytest.approx(sum(sizes) / max(len(sizes), 1))
-
-
-def test_a_row_is_flat():
-    row = characterise(generate("chat", requests=300, seed=1)).row()
-    assert row["requests"] == 300
-    assert row["gap_s_p50"] > 0
-    assert all(not isinstance(value, dict) for value in row.values())
 
 
 PUBLISHED = {  # measured by other code: chains alone tell what continues what

@@ -15,9 +15,9 @@ from flowkv.policy.base import NEVER_NS
 from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.prefetch import Prefetcher
 from flowkv.sim import generate, replay, sweep
-from flowkv.sim.replay import OnePlace, bounds_of, pages_of, run_through, share_of
+from flowkv.sim.replay import OnePlace, bounds_of, pages_of, share_of
 from flowkv.sim.trace import hints_of, next_turns
-from tests.sim.stories import PUBLIC, fresh, needs_traces, public, told, traces
+from tests.sim.stories import PUBLIC, fresh, needs_traces, public, run_through, told, traces
 
 ROW = [
     "policy",

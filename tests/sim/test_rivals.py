@@ -7,8 +7,7 @@ import pytest
 from bench import bench_simulator
 from flowkv.policy import LRU
 from flowkv.sim import generate
-from flowkv.sim.replay import run_through
-from tests.sim.stories import chains
+from tests.sim.stories import chains, run_through
 
 
 def test_single_blocks_are_read_leaf_to_root():

@@ -11,8 +11,8 @@ from flowkv.core.errors import ConfigError
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.sim import generate, replay
 from flowkv.sim.hardware import CODECS, HARDWARE, MODELS, Shape, block_costs
-from flowkv.sim.replay import PlaceStack, ReplayTier, first_tokens_s, run_through, tier_from
-from tests.sim.stories import fresh, told, traces
+from flowkv.sim.replay import PlaceStack, ReplayTier, first_tokens_s, tier_from
+from tests.sim.stories import fresh, run_through, told, traces
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from flowkv.testing import tier_machine
-from flowkv.testing.tiers import FlakyTier, MemoryTier, check_tier
+from flowkv.testing import check_tier, tier_machine
+from flowkv.testing.tiers import FlakyTier, MemoryTier
 from flowkv.tiers.base import Completion, Outcome, Tier
 
 from . import mutants

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from flowkv.testing.tiers import Faults, FlakyTier, MemoryTier, check_tier
+from flowkv.testing import check_tier
+from flowkv.testing.tiers import Faults, FlakyTier, MemoryTier
 from flowkv.tiers.base import Tier
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.host import HostTier

@@ -12,7 +12,8 @@ from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.geometry import Geometry, LayerGroup
 from flowkv.core.keys import Shard
 from flowkv.core.layout import CODECS, PageLayout, page_layout
-from flowkv.testing.tiers import Faults, FlakyTier, check_tier
+from flowkv.testing import check_tier
+from flowkv.testing.tiers import Faults, FlakyTier
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.host import HostTier

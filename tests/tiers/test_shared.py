@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 
 from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.testing.tiers import check_tier
+from flowkv.testing import check_tier
 from flowkv.tiers.base import Load, Store, Tier
 from flowkv.tiers.shared import SharedTier, table
 from flowkv.tiers.shared import table as changes

@@ -9,20 +9,10 @@ from itertools import product
 import pytest
 
 from bench.restore.baselines import make_restore_policy
+from bench.restore.grid import GRID_GBPS, GRID_GPUS, GRID_MODELS, lengths
 from flowkv.policy.restore import Caps, Request, verify
 from flowkv.policy.restore.flowkv import TwoPointer
-from flowkv.sim.restore import (
-    GPUS,
-    GRID_GBPS,
-    GRID_GPUS,
-    GRID_MODELS,
-    SHAPES,
-    Modelled,
-    asked,
-    lengths,
-    lower_bound,
-    run,
-)
+from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound, run
 
 
 def together(costs: Modelled, tokens: Sequence[int], every_s: float = 0.0) -> list[Request]:

@@ -7,17 +7,9 @@ from itertools import product
 
 import pytest
 
+from bench.restore.grid import GRID_GPUS, GRID_MODELS, staged
 from flowkv.core.errors import ConfigError
-from flowkv.sim.restore import (
-    GPUS,
-    GRID_GPUS,
-    GRID_MODELS,
-    SHAPES,
-    Modelled,
-    asked,
-    lower_bound,
-    staged,
-)
+from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound
 
 
 def efficiency(costs: Modelled, tokens: int, stages: int) -> float:

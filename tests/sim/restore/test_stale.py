@@ -7,9 +7,10 @@ import statistics
 import pytest
 
 from bench.restore.baselines import make_restore_policy
+from bench.restore.grid import Cell, grid
 from flowkv.policy.restore import Caps, verify
 from flowkv.policy.restore.costs import Measured
-from flowkv.sim.restore import Cell, Modelled, grid, run
+from flowkv.sim.restore import Modelled, run
 
 CELLS = grid()[1::4] + grid()[2::4]  # 16K and 30K
 # How much faster the accelerator and the link are believed to be.

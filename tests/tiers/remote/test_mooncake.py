@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flowkv.core.errors import ConfigError
-from flowkv.testing.tiers import check_tier
+from flowkv.testing import check_tier
 from flowkv.tiers.base import Load, Outcome, Store, Tier
 from flowkv.tiers.remote.backend import RemoteLimits
 from flowkv.tiers.remote.tier import RemoteTier

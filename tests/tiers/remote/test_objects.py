@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
-from flowkv.testing.tiers import check_tier
+from flowkv.testing import check_tier
 from flowkv.tiers import open_tier
 from flowkv.tiers.base import Load, Outcome, Store, Tier
 from flowkv.tiers.envelope import Envelope, Keyring
@@ -244,7 +244,7 @@ def test_opening_reads_catalogs_and_no_headers(tmp_path: Path) -> None:
     entries = list(tier.scan())
     assert {entry.key for entry in entries} == {key_of(n) for n in range(1, count)}
     assert {entry.info for entry in entries} == {info_of(16)}
-    catalogs = len(tier.backend.list_catalogs(1.0))
+    catalogs = len(list(tier.backend.names(objects.INDEX, 1.0)))
     assert sum(calls.values()) <= 3 + catalogs <= 3 + count / 100, calls
     assert hits(tier, range(1, 50), size=16) == 49
     tier.close()
@@ -278,7 +278,7 @@ def test_many_catalogs_are_merged(tmp_path: Path) -> None:
     tier.delete([key_of(0)])
     tier.close()
     tier = ObjectTier(uri)
-    assert len(tier.backend.list_catalogs(1.0)) == 1
+    assert len(list(tier.backend.names(objects.INDEX, 1.0))) == 1
     assert [entry.key for entry in tier.scan()] == [key_of(n) for n in range(1, MOST_CATALOGS + 1)]
     tier.close()
 

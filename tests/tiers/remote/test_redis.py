@@ -15,7 +15,7 @@ import pytest
 
 from flowkv.core.config import parse_place, parse_size
 from flowkv.core.errors import ConfigError, StoreError
-from flowkv.testing.tiers import check_tier
+from flowkv.testing import check_tier
 from flowkv.tiers import open_tier
 from flowkv.tiers.base import Load, Outcome, Store, Tier
 from flowkv.tiers.remote.backend import ABSENT, RemoteLimits

@@ -11,7 +11,7 @@ import pytest
 
 from flowkv.core.clock import ManualClock
 from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.testing.tiers import check_tier
+from flowkv.testing import check_tier
 from flowkv.tiers.base import UNBOUNDED, Completion, Load, Outcome, Store, Tier
 from flowkv.tiers.frame import Header, pack_header
 from flowkv.tiers.remote.tier import BreakerState, Fact, Known, RemoteLimits, RemoteTier

@@ -1,0 +1,89 @@
+"""How the conformance suites tell their stories: the same every time, and one fault at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flowkv.core.errors import FlowKVError, MissingDependencyError
+
+try:
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import Flaky
+    from hypothesis.stateful import (
+        RuleBasedStateMachine,
+        initialize,
+        invariant,
+        precondition,
+        rule,
+        run_state_machine_as_test,
+    )
+except ImportError:  # pragma: no cover
+    raise MissingDependencyError("flowkv.testing", "testing", "pytest and hypothesis") from None
+
+# Hypothesis is imported here alone, so that whoever lacks it is told what to install.
+__all__ = [
+    "RuleBasedStateMachine",
+    "given",
+    "initialize",
+    "invariant",
+    "precondition",
+    "require",
+    "rule",
+    "run_state_machine_as_test",
+    "settings",
+    "st",
+    "tell",
+    "tell_machine",
+    "told",
+]
+
+
+def told(max_examples: int, *, shrink: bool = True, steps: int = 50) -> settings:
+    """Settings of a suite.
+
+    Args:
+        max_examples: Stories to tell.
+        shrink: Look for the shortest story that shows a fault, rather than tell the first.
+        steps: Most steps of a state machine's story.
+    """
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def tell(stories: Callable[[], object]) -> None:
+    """Tells stories until one shows a fault.
+
+    Raises:
+        AssertionError: A story ended differently when it was told again, so that what is judged is
+            not deterministic; or what a story raised.
+    """
+    try:
+        stories()
+    except Flaky as error:
+        raise AssertionError("the same story told again ended differently") from error
+
+
+def tell_machine(
+    machine: type[RuleBasedStateMachine], max_examples: int, steps: int, shrink: bool
+) -> None:
+    """Tells stories of a state machine."""
+    how = told(max_examples, shrink=shrink, steps=steps)
+    try:
+        tell(lambda: run_state_machine_as_test(machine, settings=how))
+    except FlowKVError as error:
+        raise AssertionError(f"it raised {type(error).__name__}: {error}") from error
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Fails with a sentence."""
+    if not holds:
+        raise AssertionError(sentence)
