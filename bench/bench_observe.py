@@ -30,12 +30,12 @@ from prometheus_client import CollectorRegistry
 
 import flowkv
 from flowkv.data import tiny_path
-from flowkv.observe.account import Account
 from flowkv.observe.events import Bus, EngineStep
 from flowkv.observe.metrics import Level, Metrics
 from flowkv.observe.prometheus import Exporter
 from flowkv.observe.timeline import Serving
 from flowkv.observe.trace import TraceFile
+from flowkv.report.account import Account
 
 ROWS = 64
 STEP_S = 0.01

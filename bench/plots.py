@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+from html import escape
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import msgspec
 
 from bench.restore.report import BOUND, ratios
 from bench.restore.row import Row
-from flowkv.observe.charts import Curves, draw_curves
-from flowkv.observe.report import STYLE
 from flowkv.policy.restore import Span
+from flowkv.report.charts import WIDTH, Curves, palette_css
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound
 
 MODEL, GPU, GBPS, TOKENS = "Llama-3.1-8B", "H100", 40.0, 30720
-_WIDTH, _LINE = 720, 22
+_LINE = 22
 
 
 def plots(results: dict[str, Any]) -> dict[str, str]:
@@ -65,27 +65,25 @@ def lengths(rows: list[Row]) -> Curves:
 
 def picture(chart: Curves) -> str:
     """A chart as an SVG file: its caption, what its curves are, and the curves."""
-    figure = draw_curves(chart)
-    drawing = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"[^>]*>(.*)</svg>', figure, re.DOTALL)
-    assert drawing
+    drawn = chart.draw()
     legend, x, y = [], 20, 44 + _LINE
-    for name, number in {
-        name: chart.colours.get(name, i) for i, name in enumerate(chart.series)
-    }.items():
-        wide = 26 + round(7.6 * len(name))
-        if x + wide > _WIDTH:
+    for key in drawn.legend:
+        wide = 26 + round(7.6 * len(key.name))
+        if x + wide > WIDTH:
             x, y = 20, y + _LINE
         legend.append(
-            f'<rect class="s{number}" x="{x}" y="{y - 10}" width="10" height="10" rx="3"/>'
-            f'<text class="v" x="{x + 17}" y="{y}">{name}</text>'
+            f'<tspan x="{x}" y="{y}" style="fill:var(--c{key.colour})">{key.mark}</tspan>'
+            f'<tspan x="{x + 17}" y="{y}">{escape(key.name)}</tspan>'
         )
         x += wide + 8
     top = y + 12
-    height = top + int(drawing[2]) + 8
+    *_, width, high = ET.fromstring(drawn.svg).attrib["viewBox"].split()
+    height = top + round(float(high)) + 8
+    drawing = drawn.svg.replace("<svg", f'<svg y="{top}" width="{width}" height="{high}"', 1)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}">'
-        f"<style>{STYLE}svg{{min-width:0}}.h{{font-weight:600}}</style>"
-        f'<rect width="{_WIDTH}" height="{height}" rx="10" style="fill:var(--card)"/>'
-        f'<text class="h" x="20" y="32">{chart.caption}</text>{"".join(legend)}'
-        f'<g transform="translate(0 {top})">{drawing[3]}</g></svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">'
+        f"<style>{palette_css()}\ntext{{font:13px var(--font);fill:var(--ink)}}</style>"
+        f'<rect width="{WIDTH}" height="{height}" rx="10" style="fill:var(--card)"/>'
+        f'<text x="20" y="32" style="font-weight:600">{escape(drawn.caption)}</text>'
+        f'<text style="fill:var(--soft)">{"".join(legend)}</text>{drawing}</svg>\n'
     )

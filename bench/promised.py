@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowkv.demo.report import Screen
+from flowkv.report.screen import Screen
 
 _STATES = {True: "ok", False: "bad", None: "note"}
 _WORDS = {True: "met", False: "missed", None: "-"}

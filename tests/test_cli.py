@@ -18,10 +18,10 @@ from flowkv.cli.generate import read_prompts
 from flowkv.core import errors
 from flowkv.core.errors import ConfigError, FlowKVError, UnsupportedModelError
 from flowkv.data import tiny_path
-from flowkv.demo import report
 from flowkv.demo.timing import timed_generate
 from flowkv.hooks.huggingface.load import load_model
 from flowkv.observe import doctor
+from flowkv.report import screen, words
 from flowkv.tiers.base import FrameInfo, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from tests.observe.chrome import read_chrome
@@ -436,11 +436,11 @@ def test_a_model_of_bytes() -> None:
 def test_tables_without_rich(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda _name: None)
-    screen = report.Screen()
-    screen.table(["way", "time"], [["cold", "421 ms"], ["restored", "9 ms"]], title="TTFT")
-    screen.say("done", style="bold")
-    with screen.progress("first") as tell:
+    monkeypatch.setattr(screen.importlib.util, "find_spec", lambda _name: None)
+    shown = screen.Screen()
+    shown.table(["way", "time"], [["cold", "421 ms"], ["restored", "9 ms"]], title="TTFT")
+    shown.say("done", style="bold")
+    with shown.progress("first") as tell:
         tell(1, 2, "loading")
     out = capsys.readouterr().out.splitlines()
     assert out[1:5] == ["TTFT", "way         time", "cold      421 ms", "restored    9 ms"]
@@ -449,21 +449,21 @@ def test_tables_without_rich(
 
 
 def test_tables_with_rich_show_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    report.Screen().table(["a"], [["flowkv[hf]"]])
+    screen.Screen().table(["a"], [["flowkv[hf]"]])
     assert "flowkv[hf]" in capsys.readouterr().out
 
 
 def test_a_model_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    report.Screen().say("a\x1b[2Jb\r\nc")
+    screen.Screen().say("a\x1b[2Jb\r\nc")
     assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(4.2e-5, "42 us"), (0.0042, "4.2 ms"), (0.42, "420 ms"), (4.2, "4.20 s"), (float("nan"), "-")],
+    [(4.2e-5, "42 µs"), (0.0042, "4.2 ms"), (0.42, "420 ms"), (4.2, "4.2 s"), (float("nan"), "-")],
 )
 def test_times_for_people(value: float, text: str) -> None:
-    assert report.seconds(value) == text
+    assert words.seconds(value) == text
 
 
 def test_flowkv_errors_are_never_swallowed_as_unexpected() -> None:

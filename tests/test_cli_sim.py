@@ -10,6 +10,7 @@ import pytest
 from flowkv import cli
 from flowkv.sim import generate, replay
 from flowkv.sim.hierarchy import published_workload, write_workload
+from tests.report.drawn import curves
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
@@ -110,7 +111,7 @@ def test_sweep_walks_traces_and_writes_a_report(
     assert [row["trace"] for row in found] == [CHAT] * 4 + [AGENTS] * 4
     page = file.read_text()
     assert f"<h2>{CHAT}</h2>" in page and f"<h2>{AGENTS}</h2>" in page
-    assert page.count("<polyline") == 4
+    assert curves(page) == 4
 
 
 def test_replays_in_other_processes_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -214,10 +215,10 @@ def test_second_process_answers_from_disk(
     assert "Time to the first token" in err, "people read on standard error"
 
 
-def test_wrong_tokens_fail_the_command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wrong = findings([sample("disk", "talk", 0.1, identical=False)])
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> tuple[Findings, Findings]:
+    """What the two processes say, which are not started."""
+    pair = findings([sample("disk", "talk", 0.1)])
     machine = {
         "device_name": "x",
         "threads": 1,
@@ -225,12 +226,38 @@ def test_wrong_tokens_fail_the_command(
         "parameters": 1,
         "wait_policy": "",
     }
-    wrong[1].machine |= {**machine, "flowkv": "", "torch": "", "python": ""}
-    phases = iter(wrong)
+    pair[1].machine |= {**machine, "flowkv": "", "torch": "", "python": ""}
+    phases = iter(pair)
     monkeypatch.setattr(run, "_phase", lambda *_, **__: next(phases))
     monkeypatch.setattr(run, "inspect", lambda _directory: Inspection(format=1))
+    return pair
+
+
+def test_wrong_tokens_fail_the_command(
+    told: tuple[Findings, Findings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told[1].samples[0].identical = False
     assert cli.main(["demo", "--report", str(tmp_path / "r.html")]) == 1
     assert "Some answers differ" in capsys.readouterr().out
+
+
+def test_without_the_extra_there_is_no_report(
+    told: tuple[Findings, Findings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else there(name)
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo", "--report", str(tmp_path / "r.html")]) == 2
+    assert "pip install 'flowkv[report]'" in capsys.readouterr().err
+    assert cli.main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert "pip install 'flowkv[report]'" in out and "goes on without one" in out
+    assert "Report:" not in out and not list(tmp_path.iterdir())
 
 
 def test_what_a_process_cannot_do_is_explained(

@@ -202,7 +202,7 @@ def test_dev_extra_and_dev_group_are_one_list() -> None:
     extra = project["project"]["optional-dependencies"]["dev"]
     assert sorted(extra) == sorted(
         [
-            "flowkv[hf,cli,aead,object,redis,metrics,otel]",
+            "flowkv[hf,cli,report,aead,object,redis,metrics,otel]",
             *groups["lint"],
             *groups["test"],
             *groups["servers"],

@@ -12,7 +12,7 @@ from bench.policy.finding import GROUPS
 from bench.promised import show_promises
 from flowkv.cli.arguments import AddVerb
 from flowkv.core.errors import ConfigError
-from flowkv.demo.report import Screen
+from flowkv.report.screen import Screen
 
 
 def add_verbs(verb: AddVerb) -> None:

@@ -16,7 +16,7 @@ import flowkv
 from bench.promised import show_promises
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.errors import ConfigError
-from flowkv.demo.report import Screen
+from flowkv.report.screen import Screen
 
 if TYPE_CHECKING:
     from bench.restore.row import Row

@@ -13,8 +13,8 @@ from bench.restore.protocol import PARTS
 from bench.restore.row import OURS, Row
 from bench.restore.table import Summary, by_cell, summaries
 from flowkv.core.errors import ConfigError
-from flowkv.observe.charts import MOST_CURVES, Curves
-from flowkv.observe.report import Bars, Figures, Section, Table, write_report
+from flowkv.report.charts import MOST_CURVES, Curves
+from flowkv.report.page import Bars, Figures, Section, Table, write_report
 
 BOUND = "bound"
 _BOUND_COLOUR = 5  # grey

@@ -13,7 +13,7 @@ from bench.promised import show_promises
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.cli.generate import model_arguments
 from flowkv.core.errors import ConfigError
-from flowkv.demo.report import Screen
+from flowkv.report.screen import Screen
 
 if TYPE_CHECKING:
     from bench.serve.protocol import Plan

@@ -12,8 +12,8 @@ from bench.serve.protocol import PARTS
 from bench.serve.row import Row
 from bench.serve.run import Report
 from bench.serve.soak import Soak
-from flowkv.observe.charts import Curves
-from flowkv.observe.report import Bars, Figures, Section, Table, Text, write_report
+from flowkv.report.charts import Curves
+from flowkv.report.page import Bars, Figures, Section, Table, Text, write_report
 
 COLUMNS = ["", "clients", "tokens/s", "TTFT ms p50 / 95 / 99", "TPOT ms p50 / 99", "KV"]
 """Of the table of a part; the last is the share of pages that anybody holds."""

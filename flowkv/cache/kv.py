@@ -47,7 +47,6 @@ from flowkv.core.errors import (
 )
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, Shard, as_tokens, tenant_salt
-from flowkv.observe.account import Account
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
 from flowkv.observe.metrics import Metrics
 from flowkv.observe.timeline import Tenancy
@@ -58,6 +57,7 @@ from flowkv.policy.config import Lease, configure
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Quota, Tenants
+from flowkv.report.account import Account
 from flowkv.tiers.base import Tier
 
 
@@ -1314,6 +1314,7 @@ class KV:
 
         Raises:
             ConfigError: The file cannot be made.
+            MissingDependencyError: Without the extra `report`.
             StateError: The cache is closed.
         """
         self._alive()

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from flowkv.demo.report import Screen
+from flowkv.report.screen import Screen
 
 Run = Callable[[argparse.Namespace, Screen], tuple[int, Any]]
 """What a verb does: (arguments, where people read) -> (exit status, result of `--json`)."""

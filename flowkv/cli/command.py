@@ -18,8 +18,8 @@ import flowkv
 from flowkv.cli import demo, doctor, generate, sim, stores
 from flowkv.cli.arguments import Misused, Parser, adder
 from flowkv.core.errors import FlowKVError
-from flowkv.demo.report import Screen
 from flowkv.demo.run import DemoFailed
+from flowkv.report.screen import Screen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

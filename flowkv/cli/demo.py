@@ -11,8 +11,11 @@ import msgspec
 from flowkv.cli.arguments import AddVerb, count
 from flowkv.cli.generate import model_arguments, trace_argument
 from flowkv.core.config import load_config
-from flowkv.core.errors import ConfigError
-from flowkv.demo.report import Screen
+from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.report.page import check_installed
+from flowkv.report.screen import Screen
+
+REPORT = "flowkv-report.html"
 
 
 def add_verbs(verb: AddVerb) -> None:
@@ -29,9 +32,8 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report",
         type=Path,
-        default=Path("flowkv-report.html"),
         metavar="FILE",
-        help="default %(default)s",
+        help=f"default {REPORT}; needs the extra `report`, without which there is none",
     )
     trace_argument(parser)
     parser.add_argument(
@@ -55,6 +57,14 @@ def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     if given.turns < 2:
         raise ConfigError("a conversation of one turn has no past", "Give --turns 2 or more")
     load_config(disk=given.store or None)  # better before a model is loaded than after it
+    report = given.report or Path(REPORT)
+    try:
+        check_installed()
+    except MissingDependencyError as error:
+        if given.report:
+            raise
+        report = None
+        screen.say(f"Note: {error} The demo goes on without one.", style="yellow")
     sizes = DemoSizes(turns=given.turns, rows=given.rows, answer=given.max_new_tokens)
     if given.context:
         sizes = msgspec.structs.replace(sizes, context=given.context)
@@ -68,5 +78,5 @@ def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         threads=given.threads,
         trace=str(given.trace.absolute()) if given.trace else "",
     )
-    summary = run_demo(plan, screen, report=given.report, keep=given.keep, debug=given.debug)
+    summary = run_demo(plan, screen, report=report, keep=given.keep, debug=given.debug)
     return (0 if summary.tokens_identical else 1), summary

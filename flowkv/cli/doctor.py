@@ -8,7 +8,7 @@ from typing import Any
 
 import flowkv
 from flowkv.cli.arguments import AddVerb
-from flowkv.demo.report import Screen
+from flowkv.report.screen import Screen
 
 
 def add_verbs(verb: AddVerb) -> None:

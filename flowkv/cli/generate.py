@@ -16,7 +16,8 @@ import flowkv
 from flowkv.cli.arguments import AddVerb, count
 from flowkv.core.config import load_config
 from flowkv.core.errors import ConfigError
-from flowkv.demo.report import Screen, one_line, seconds
+from flowkv.report.screen import Screen, one_line
+from flowkv.report.words import seconds
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

@@ -15,8 +15,8 @@ import flowkv
 from flowkv.cli.arguments import AddVerb, adder, count, names
 from flowkv.core.config import parse_size
 from flowkv.core.errors import ConfigError
-from flowkv.demo.report import Screen
-from flowkv.observe.charts import MOST_CURVES
+from flowkv.report.charts import MOST_CURVES
+from flowkv.report.screen import Screen
 
 if TYPE_CHECKING:
     from flowkv.sim.character import Character, Percentiles
@@ -138,7 +138,8 @@ def _replay(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
 
 def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     from flowkv.policy import make_policy
-    from flowkv.sim.report import write_replay_report
+    from flowkv.report.page import check_installed
+    from flowkv.report.replay import write_replay_report
 
     if given.policy is None:
         given.policy = [name for name in POLICIES if name != "opt" or not given.tiers]
@@ -146,6 +147,8 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         make_policy(name)  # better refused now than after the first replays
     if given.html is not None and not given.html.absolute().parent.is_dir():
         raise ConfigError(f"there is no directory for {given.html}", "Make it first")
+    if given.html is not None:
+        check_installed()
     if given.html is not None and len(given.policy) > MOST_CURVES:
         raise ConfigError(
             f"{len(given.policy)} curves cannot be told apart",

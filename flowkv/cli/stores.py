@@ -10,7 +10,7 @@ import msgspec
 
 from flowkv.cli.arguments import AddVerb
 from flowkv.core.config import format_size, load_config
-from flowkv.demo.report import Screen
+from flowkv.report.screen import Screen
 from flowkv.tiers.envelope import Keyring
 
 if TYPE_CHECKING:

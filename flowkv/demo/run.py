@@ -37,10 +37,12 @@ from flowkv.demo.records import (
     WatchedRestore,
     build_workload,
 )
-from flowkv.demo.report import Screen, Summary, Tell, seconds, summarise, times, write_demo_report
+from flowkv.demo.report import Summary, summarise, write_demo_report
 from flowkv.demo.timing import NOTHING, Reuse, timed_generate
 from flowkv.hooks.huggingface.load import LoadedModel, load_model
 from flowkv.observe.timeline import Timeline, Timelines
+from flowkv.report.screen import Screen, Tell
+from flowkv.report.words import seconds, times
 from flowkv.tiers.base import UNBOUNDED, Completion, Outcome, Tier
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.inspect import inspect
@@ -53,14 +55,14 @@ class DemoFailed(RuntimeError):
 
 
 def run_demo(
-    plan: DemoPlan, screen: Screen, *, report: Path, keep: bool = False, debug: bool = False
+    plan: DemoPlan, screen: Screen, *, report: Path | None, keep: bool = False, debug: bool = False
 ) -> Summary:
     """Runs both processes, writes the report and shows a summary.
 
     Args:
         plan: What is asked of which model; an empty `store` makes a fresh temporary directory.
         screen: Where people read.
-        report: The HTML file to write.
+        report: The HTML file to write, if any.
         keep: Keep the temporary directory of the store.
         debug: Show what the processes write on standard error.
 
@@ -68,7 +70,8 @@ def run_demo(
         FlowKVError: What a process could explain.
         DemoFailed: What it could not.
     """
-    _check_file(report, "the report", "--report")
+    if report is not None:
+        _check_file(report, "the report", "--report")
     if plan.trace:
         _check_file(Path(plan.trace), "the trace", "--trace")
     started = time.monotonic()
@@ -85,9 +88,10 @@ def run_demo(
     summary = summarise(plan, stored, restored, store_bytes=store_bytes)
     summary.store = str(lasting) if lasting.exists() else ""
     summary.seconds = time.monotonic() - started
-    summary.report = str(
-        write_demo_report(report, plan, summary, stored.texts, restores=restored.restores)
-    )
+    if report is not None:
+        summary.report = str(
+            write_demo_report(report, plan, summary, stored.texts, restores=restored.restores)
+        )
     _show(summary, plan, screen)
     return summary
 
@@ -240,7 +244,8 @@ def _show(summary: Summary, plan: DemoPlan, screen: Screen) -> None:
         )
     if summary.store:
         screen.say(f"Store:  {summary.store}")
-    screen.say(f"Report: {summary.report}")
+    if summary.report:
+        screen.say(f"Report: {summary.report}")
     if plan.trace:
         screen.say(f"Trace:  {plan.trace}  (open it in https://ui.perfetto.dev)")
     screen.say(f"Took {summary.seconds:.0f} s.", style="dim")

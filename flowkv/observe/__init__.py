@@ -1,1 +1,1 @@
-"""What happens, told once: events on one bus, metrics counted from them, reports to read."""
+"""What happens, told once: events on one bus, and metrics, traces and timelines made of them."""

@@ -31,6 +31,7 @@ EXTRAS = {  # extra -> (distribution, oldest version, what it is for, whether an
     "object": ("obstore", "0.6", "object storage", True),
     "redis": ("redis", "5", "Redis and Valkey", True),
     "mooncake": ("mooncake-transfer-engine", "0.3", "Mooncake Store", True),
+    "report": ("matplotlib", "3.10", "reports as HTML", True),
     "metrics": ("prometheus-client", "0.20", "Prometheus metrics", True),
     "otel": ("opentelemetry-api", "1.25", "OpenTelemetry metrics and spans", True),
 }

@@ -20,7 +20,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.observe import events
 from flowkv.observe.events import Bus, EngineStep, Event, Subscription
 
-# How events are counted: the one table that metrics and other exporters read.
+# How events are counted, by rules that are made of the one table of metrics.
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -77,143 +77,6 @@ class Level(NamedTuple):
     kind: Kind = "gauge"
 
 
-RULES: Mapping[type[Event], Rule] = MappingProxyType(
-    {
-        events.Published: Rule("published_total", ("group",), {"tokens": "published_tokens_total"}),
-        events.Encoded: Rule(
-            "encodings_total",
-            ("source", "target"),
-            {
-                "pages": "encoded_pages_total",
-                "n_bytes_before": "encoded_source_bytes_total",
-                "n_bytes": "encoded_bytes_total",
-            },
-        ),
-        events.Hit: Rule(
-            "hits_total", ("tier",), {"tokens": "hit_tokens_total", "n_bytes": "hit_bytes_total"}
-        ),
-        events.Miss: Rule("misses_total", (), {"tokens": "miss_tokens_total"}),
-        events.Restored: Rule(
-            "restores_total",
-            ("tier",),
-            {"tokens": "restored_tokens_total", "n_bytes": "restored_bytes_total"},
-            {"seconds": "restore_seconds"},
-        ),
-        events.RestoreSpan: Rule(
-            "restore_spans_total", ("engine",), {"n_bytes": "restore_span_bytes_total"}
-        ),
-        events.RestoreEnded: Rule(
-            "overlapped_restores_total",
-            (),
-            {
-                "computed_tokens": "restore_computed_tokens_total",
-                "loaded_tokens": "restore_loaded_tokens_total",
-                "failed": "restore_failed_loads_total",
-            },
-            {"seconds": "overlapped_restore_seconds", "exposed_s": "restore_exposed_seconds"},
-        ),
-        events.Audited: Rule("audited_pages_total", ("tier", "codec")),
-        events.Stored: Rule(
-            "stores_total",
-            ("tier",),
-            {"pages": "stored_pages_total", "n_bytes": "stored_bytes_total"},
-            {"seconds": "store_seconds"},
-        ),
-        events.Evicted: Rule(
-            "evictions_total",
-            ("tier", "reason"),
-            {"pages": "evicted_pages_total", "n_bytes": "evicted_bytes_total"},
-        ),
-        events.LayerSent: Rule(
-            "layers_sent_total", (), {"pages": "sent_pages_total", "n_bytes": "sent_bytes_total"}
-        ),
-        events.LayerArrived: Rule(
-            "layers_arrived_total",
-            (),
-            {"pages": "arrived_pages_total", "n_bytes": "arrived_bytes_total"},
-        ),
-        events.Promoted: Rule(
-            "promotions_total",
-            ("source", "tier"),
-            {"pages": "promoted_pages_total", "n_bytes": "promoted_bytes_total"},
-        ),
-        events.Demoted: Rule(
-            "demotions_total",
-            ("source", "tier"),
-            {"pages": "demoted_pages_total", "n_bytes": "demoted_bytes_total"},
-        ),
-        events.Defragmented: Rule(
-            "defragmentations_total",
-            ("device",),
-            {
-                "pages": "defragmented_pages_total",
-                "n_bytes": "defragmented_bytes_total",
-                "slabs": "defragmented_slabs_total",
-            },
-            {"seconds": "defragmentation_seconds"},
-            {"fragmentation": "fragmentation"},
-        ),
-        events.Failed: Rule(
-            "failures_total", ("tier", "operation"), {"items": "failed_items_total"}
-        ),
-        events.Quarantined: Rule("quarantined_total", ("tier",)),
-        events.StepPlanned: Rule(
-            "steps_total",
-            (),
-            {"new_tokens": "step_tokens_total"},
-            {"rows": "step_rows", "context_tokens": "step_context_tokens"},
-        ),
-        events.Queued: Rule(
-            "requests_total",
-            (),
-            {"prompt_tokens": "request_prompt_tokens_total"},
-        ),
-        events.Admitted: Rule(
-            "admissions_total",
-            ("resumed",),
-            {"reused_tokens": "admitted_reused_tokens_total"},
-            {"queued_s": "queue_seconds"},
-        ),
-        events.Preempted: Rule(
-            "preemptions_total",
-            ("kept",),
-            {"pages": "preempted_pages_total", "n_bytes": "preempted_bytes_total"},
-        ),
-        events.EngineStep: Rule(
-            "engine_steps_total",
-            (),
-            {
-                "prefill_tokens": "prefill_tokens_total",
-                "decode_tokens": "decode_tokens_total",
-                "made_tokens": "made_tokens_total",
-            },
-            {
-                "seconds": "engine_step_seconds",
-                "model_s": "engine_model_seconds",
-                "sampling_s": "engine_sampling_seconds",
-                "gaps_s": "inter_token_seconds",
-            },
-            {
-                "rows": "engine_rows",
-                "waiting": "requests_waiting",
-                "aside": "requests_aside",
-                "pages": "engine_pages",
-                "total_pages": "engine_total_pages",
-            },
-        ),
-        events.Finished: Rule(
-            "finished_total",
-            ("reason",),
-            {"new_tokens": "finished_tokens_total"},
-            {"seconds": "request_seconds", "ttft_s": "ttft_seconds", "tpot_s": "tpot_seconds"},
-            maybe=("ttft_s", "tpot_s"),
-        ),
-        events.Warned: Rule("warnings_total", ("code",)),
-    }
-)
-"""Event type -> how it is counted."""
-
-
 def rule_of(kind: type[Event]) -> Rule:
     """The rule of an event type: its own, or that of its nearest base that has one."""
     return next(RULES[base] for base in kind.__mro__ if base in RULES)
@@ -249,7 +112,7 @@ def text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# Every metric by name: what it is, which labels it has, what it means.
+# Every metric: what it is, which labels it has, what tells it, what it means.
 
 
 class Name(NamedTuple):
@@ -266,134 +129,172 @@ class Name(NamedTuple):
     meaning: str
 
 
-def _table(text: str) -> dict[str, Name]:
-    names = dict[str, Name]()
-    for line in text.strip().splitlines():
-        name, kind, labels, said = (cell.strip() for cell in line.split("|"))
-        names[name] = Name(_KINDS[kind], tuple(labels.split()), said)
-    return names
+# name | c(ounter), g(auge) or h(istogram) | labels | what tells it | meaning
+#
+# An event tells how often it came; `Event.field` what the field adds up to, is at, or how its
+# values are spread. A "?" means that 0.0 says that there was nothing to measure. What no event
+# tells is read when somebody asks.
+_TABLE = """
+requests_total | c | | Queued | Requests that an engine accepted
+request_prompt_tokens_total | c | | Queued.prompt_tokens | Tokens of their prompts
+requests_waiting | g | | EngineStep.waiting | Requests that wait for their first admission
+requests_aside | g | | EngineStep.aside | Preempted requests whose pages lie in host memory
+admissions_total | c | resumed | Admitted | Requests that entered the batch; resumed: again, after \
+they were preempted
+admitted_reused_tokens_total | c | resumed | Admitted.reused_tokens | Tokens that needed no \
+computing when they entered
+queue_seconds | h | resumed | Admitted.queued_s | Wait that ended with an admission
+preemptions_total | c | kept | Preempted | Requests that made room; kept: their pages went to host \
+memory, else they were dropped
+preempted_pages_total | c | kept | Preempted.pages | Device pages that they gave back
+preempted_bytes_total | c | kept | Preempted.n_bytes | Bytes of those pages
+finished_total | c | reason | Finished | Requests that are over: stop, length, cancelled, deadline \
+or failed
+finished_tokens_total | c | reason | Finished.new_tokens | New tokens that they got
+request_seconds | h | reason | Finished.seconds | From submission to the end
+ttft_seconds | h | reason | Finished.ttft_s? | From submission to the first new token
+tpot_seconds | h | reason | Finished.tpot_s? | Mean time of a further token of a request
+inter_token_seconds | h | | EngineStep.gaps_s | Time between two tokens of a row
+engine_steps_total | c | | EngineStep | Steps of engines
+engine_step_seconds | h | | EngineStep.seconds | A whole step
+engine_model_seconds | h | | EngineStep.model_s | The forward in it
+engine_sampling_seconds | h | | EngineStep.sampling_s | The choice of tokens in it
+prefill_tokens_total | c | | EngineStep.prefill_tokens | Prompt tokens that engines computed
+decode_tokens_total | c | | EngineStep.decode_tokens | Tokens of rows that decode, computed
+made_tokens_total | c | | EngineStep.made_tokens | New tokens that requests got
+engine_rows | g | | EngineStep.rows | Rows of the last step
+engine_pages | g | | EngineStep.pages | Device pages that anybody held in the last step
+engine_total_pages | g | | EngineStep.total_pages | Device pages that there are
+tokens_seen_total | c | | | Prompt tokens that were looked up
+tokens_reused_total | c | | | Those of them that were found
+open_sequences | g | | | Sequences that are open
+known_pages | g | | | Pages and states that the index knows, wherever they lie
+hits_total | c | tier | Hit | Prompts of which a part was found
+hit_tokens_total | c | tier | Hit.tokens | Prompt tokens found
+hit_bytes_total | c | tier | Hit.n_bytes | Bytes of what was found; 0 on the device
+misses_total | c | | Miss | Prompts of which a part was found nowhere
+miss_tokens_total | c | | Miss.tokens | Prompt tokens found nowhere
+restores_total | c | tier | Restored | Loads of prefixes
+restored_tokens_total | c | tier | Restored.tokens | Tokens of prefixes that were loaded
+restored_bytes_total | c | tier | Restored.n_bytes | Bytes of them
+restore_seconds | h | tier | Restored.seconds | From the beginning of such a load to its end
+overlapped_restores_total | c | | RestoreEnded | Restores from both ends
+overlapped_restore_seconds | h | | RestoreEnded.seconds | From the beginning of a restore to its end
+restore_exposed_seconds | h | | RestoreEnded.exposed_s | The part of that in which somebody waited \
+for loads
+restore_computed_tokens_total | c | | RestoreEnded.computed_tokens | Tokens that restores computed
+restore_loaded_tokens_total | c | | RestoreEnded.loaded_tokens | Tokens that restores loaded
+restore_failed_loads_total | c | | RestoreEnded.failed | Loads that did not come and were recomputed
+restore_spans_total | c | engine | RestoreSpan | Pieces of restores (not counted unless followed)
+restore_span_bytes_total | c | engine | RestoreSpan.n_bytes | Bytes of them
+published_total | c | group | Published | Times that full pages became known to the index
+published_tokens_total | c | group | Published.tokens | Tokens of those pages
+encodings_total | c | source target | Encoded | Times that full pages were encoded
+encoded_pages_total | c | source target | Encoded.pages | Pages that were encoded
+encoded_source_bytes_total | c | source target | Encoded.n_bytes_before | Their bytes before
+encoded_bytes_total | c | source target | Encoded.n_bytes | Their bytes afterwards
+stores_total | c | tier | Stored | Writes to a tier
+stored_pages_total | c | tier | Stored.pages | Pages written
+stored_bytes_total | c | tier | Stored.n_bytes | Bytes written
+store_seconds | h | tier | Stored.seconds | From the beginning of a write to its end
+evictions_total | c | tier reason | Evicted | Times that a tier gave up pages: space, unused, \
+lease, quota, prefetch or close
+evicted_pages_total | c | tier reason | Evicted.pages | Pages that it gave up
+evicted_bytes_total | c | tier reason | Evicted.n_bytes | Bytes of them
+promotions_total | c | source tier | Promoted | Times that pages were copied to a faster tier
+promoted_pages_total | c | source tier | Promoted.pages | Pages copied
+promoted_bytes_total | c | source tier | Promoted.n_bytes | Bytes of them
+demotions_total | c | source tier | Demoted | Times that pages moved to a slower tier to make room
+demoted_pages_total | c | source tier | Demoted.pages | Pages moved
+demoted_bytes_total | c | source tier | Demoted.n_bytes | Bytes of them
+layers_sent_total | c | | LayerSent | Layers of pages handed over to other processes
+sent_pages_total | c | | LayerSent.pages | Pages of them
+sent_bytes_total | c | | LayerSent.n_bytes | Bytes of them
+layers_arrived_total | c | | LayerArrived | Layers of pages taken over from other processes
+arrived_pages_total | c | | LayerArrived.pages | Pages of them
+arrived_bytes_total | c | | LayerArrived.n_bytes | Bytes of them
+defragmentations_total | c | device | Defragmented | Times that pages moved within a pool
+defragmented_pages_total | c | device | Defragmented.pages | Pages moved
+defragmented_bytes_total | c | device | Defragmented.n_bytes | Bytes of them
+defragmented_slabs_total | c | device | Defragmented.slabs | Slabs that became empty
+defragmentation_seconds | h | device | Defragmented.seconds | How long that took
+fragmentation | g | device | Defragmented.fragmentation | Fragmentation right after the last one
+device_used_bytes | g | device | | Bytes of a pool in use
+device_capacity_bytes | g | device | | Bytes of a pool
+device_fragmentation | g | device | | Share of the bytes of occupied slabs that no page uses, 0 to 1
+tier_used_bytes | g | tier | | Bytes that a tier holds
+tier_capacity_bytes | g | tier | | Bytes that it may hold; +Inf without a limit
+tier_answers | g | tier | | 1 if the tier may be asked now, 0 if it owes answers or rests
+tier_breaker | g | tier state | | 1 for the state that the tier's breaker is in: closed, half-open \
+or open
+tier_breaker_trips_total | c | tier | | Times that the breaker of a remote tier opened
+tier_queued_bytes | g | tier | | Bytes that wait to be moved
+tier_in_flight_bytes | g | tier | | Bytes under way
+tier_loaded_bytes_total | c | tier | | Bytes loaded, for whatever reason
+tier_refused_total | c | tier | | Frames that were damaged or of another kind
+tier_dropped_total | c | tier | | Pages that were not written, as the tier was too slow or away
+tier_unpaid_total | c | tier | | Pages that were not written, as loading them could not pay
+tier_load_bytes_per_second | g | tier | | Measured rate of loads
+tier_store_bytes_per_second | g | tier | | Measured rate of writes
+prefetch_used_bytes_total | c | tier | | Bytes brought early from a tier, and used
+prefetch_wasted_bytes_total | c | tier | | Bytes brought early from a tier, and evicted unused
+prefetch_precision | g | tier | | Used share of those of either kind, 0 to 1
+audited_pages_total | c | tier codec | Audited | Restored pages that were recomputed and compared
+audit_mismatches_total | c | | | Those of them that were wrong
+audit_skipped_total | c | | | Sampled pages that could not be recomputed
+audit_worst | g | | | Greatest error of a sound page as a share of its bound
+failures_total | c | tier operation | Failed | Operations that a tier did not do
+failed_items_total | c | tier operation | Failed.items | Items of them
+quarantined_total | c | tier | Quarantined | Stored pages that failed their check
+steps_total | c | | StepPlanned | Forward passes that were planned (not counted unless followed)
+step_tokens_total | c | | StepPlanned.new_tokens | New tokens of them
+step_rows | h | | StepPlanned.rows | Rows of one
+step_context_tokens | h | | StepPlanned.context_tokens | Context tokens of one
+warnings_total | c | code | Warned | Warnings
+"""
 
 
-_KINDS: dict[str, Kind] = {"c": "counter", "g": "gauge", "h": "histogram"}
+class _Row(NamedTuple):
+    """A line of the table; `event` and `field` are "" where there is none."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    event: str
+    field: str
+    maybe: bool
+    meaning: str
+
+
+def _rows() -> Iterator[_Row]:
+    kinds: dict[str, Kind] = {"c": "counter", "g": "gauge", "h": "histogram"}
+    for line in _TABLE.strip().splitlines():
+        name, kind, labels, source, said = (cell.strip() for cell in line.split("|"))
+        event, _, field = source.rstrip("?").partition(".")
+        maybe = source.endswith("?")
+        yield _Row(name, kinds[kind], tuple(labels.split()), event, field, maybe, said)
+
+
+def _rule(number: _Row, rows: list[_Row]) -> Rule:
+    own = [row for row in rows if row.event == number.event and row.field]
+    kinds: tuple[Kind, ...] = ("counter", "histogram", "gauge")
+    told = ({row.field: row.name for row in own if row.kind == kind} for kind in kinds)
+    return Rule(number.name, number.labels, *told, tuple(row.field for row in own if row.maybe))
+
 
 NAMES: Mapping[str, Name] = MappingProxyType(
-    _table("""
-requests_total | c | | Requests that an engine accepted
-request_prompt_tokens_total | c | | Tokens of their prompts
-requests_waiting | g | | Requests that wait for their first admission
-requests_aside | g | | Preempted requests whose pages lie in host memory
-admissions_total | c | resumed | Requests that entered the batch; resumed: again, after they were \
-preempted
-admitted_reused_tokens_total | c | resumed | Tokens that needed no computing when they entered
-queue_seconds | h | resumed | Wait that ended with an admission
-preemptions_total | c | kept | Requests that made room; kept: their pages went to host memory, \
-else they were dropped
-preempted_pages_total | c | kept | Device pages that they gave back
-preempted_bytes_total | c | kept | Bytes of those pages
-finished_total | c | reason | Requests that are over: stop, length, cancelled, deadline or failed
-finished_tokens_total | c | reason | New tokens that they got
-request_seconds | h | reason | From submission to the end
-ttft_seconds | h | reason | From submission to the first new token
-tpot_seconds | h | reason | Mean time of a further token of a request
-inter_token_seconds | h | | Time between two tokens of a row
-engine_steps_total | c | | Steps of engines
-engine_step_seconds | h | | A whole step
-engine_model_seconds | h | | The forward in it
-engine_sampling_seconds | h | | The choice of tokens in it
-prefill_tokens_total | c | | Prompt tokens that engines computed
-decode_tokens_total | c | | Tokens of rows that decode, computed
-made_tokens_total | c | | New tokens that requests got
-engine_rows | g | | Rows of the last step
-engine_pages | g | | Device pages that anybody held in the last step
-engine_total_pages | g | | Device pages that there are
-tokens_seen_total | c | | Prompt tokens that were looked up
-tokens_reused_total | c | | Those of them that were found
-open_sequences | g | | Sequences that are open
-known_pages | g | | Pages and states that the index knows, wherever they lie
-hits_total | c | tier | Prompts of which a part was found
-hit_tokens_total | c | tier | Prompt tokens found
-hit_bytes_total | c | tier | Bytes of what was found; 0 on the device
-misses_total | c | | Prompts of which a part was found nowhere
-miss_tokens_total | c | | Prompt tokens found nowhere
-restores_total | c | tier | Loads of prefixes
-restored_tokens_total | c | tier | Tokens of prefixes that were loaded
-restored_bytes_total | c | tier | Bytes of them
-restore_seconds | h | tier | From the beginning of such a load to its end
-overlapped_restores_total | c | | Restores from both ends
-overlapped_restore_seconds | h | | From the beginning of a restore to its end
-restore_exposed_seconds | h | | The part of that in which somebody waited for loads
-restore_computed_tokens_total | c | | Tokens that restores computed
-restore_loaded_tokens_total | c | | Tokens that restores loaded
-restore_failed_loads_total | c | | Loads that did not come and were recomputed
-restore_spans_total | c | engine | Pieces of restores (not counted unless followed)
-restore_span_bytes_total | c | engine | Bytes of them
-published_total | c | group | Times that full pages became known to the index
-published_tokens_total | c | group | Tokens of those pages
-encodings_total | c | source target | Times that full pages were encoded
-encoded_pages_total | c | source target | Pages that were encoded
-encoded_source_bytes_total | c | source target | Their bytes before
-encoded_bytes_total | c | source target | Their bytes afterwards
-stores_total | c | tier | Writes to a tier
-stored_pages_total | c | tier | Pages written
-stored_bytes_total | c | tier | Bytes written
-store_seconds | h | tier | From the beginning of a write to its end
-evictions_total | c | tier reason | Times that a tier gave up pages: space, unused, lease, \
-quota, prefetch or close
-evicted_pages_total | c | tier reason | Pages that it gave up
-evicted_bytes_total | c | tier reason | Bytes of them
-promotions_total | c | source tier | Times that pages were copied to a faster tier
-promoted_pages_total | c | source tier | Pages copied
-promoted_bytes_total | c | source tier | Bytes of them
-demotions_total | c | source tier | Times that pages moved to a slower tier to make room
-demoted_pages_total | c | source tier | Pages moved
-demoted_bytes_total | c | source tier | Bytes of them
-layers_sent_total | c | | Layers of pages handed over to other processes
-sent_pages_total | c | | Pages of them
-sent_bytes_total | c | | Bytes of them
-layers_arrived_total | c | | Layers of pages taken over from other processes
-arrived_pages_total | c | | Pages of them
-arrived_bytes_total | c | | Bytes of them
-defragmentations_total | c | device | Times that pages moved within a pool
-defragmented_pages_total | c | device | Pages moved
-defragmented_bytes_total | c | device | Bytes of them
-defragmented_slabs_total | c | device | Slabs that became empty
-defragmentation_seconds | h | device | How long that took
-fragmentation | g | device | Fragmentation right after the last one
-device_used_bytes | g | device | Bytes of a pool in use
-device_capacity_bytes | g | device | Bytes of a pool
-device_fragmentation | g | device | Share of the bytes of occupied slabs that no page uses, 0 to 1
-tier_used_bytes | g | tier | Bytes that a tier holds
-tier_capacity_bytes | g | tier | Bytes that it may hold; +Inf without a limit
-tier_answers | g | tier | 1 if the tier may be asked now, 0 if it owes answers or rests
-tier_breaker | g | tier state | 1 for the state that the tier's breaker is in: closed, half-open \
-or open
-tier_breaker_trips_total | c | tier | Times that the breaker of a remote tier opened
-tier_queued_bytes | g | tier | Bytes that wait to be moved
-tier_in_flight_bytes | g | tier | Bytes under way
-tier_loaded_bytes_total | c | tier | Bytes loaded, for whatever reason
-tier_refused_total | c | tier | Frames that were damaged or of another kind
-tier_dropped_total | c | tier | Pages that were not written, as the tier was too slow or away
-tier_unpaid_total | c | tier | Pages that were not written, as loading them could not pay
-tier_load_bytes_per_second | g | tier | Measured rate of loads
-tier_store_bytes_per_second | g | tier | Measured rate of writes
-prefetch_used_bytes_total | c | tier | Bytes brought early from a tier, and used
-prefetch_wasted_bytes_total | c | tier | Bytes brought early from a tier, and evicted unused
-prefetch_precision | g | tier | Used share of those of either kind, 0 to 1
-audited_pages_total | c | tier codec | Restored pages that were recomputed and compared
-audit_mismatches_total | c | | Those of them that were wrong
-audit_skipped_total | c | | Sampled pages that could not be recomputed
-audit_worst | g | | Greatest error of a sound page as a share of its bound
-failures_total | c | tier operation | Operations that a tier did not do
-failed_items_total | c | tier operation | Items of them
-quarantined_total | c | tier | Stored pages that failed their check
-steps_total | c | | Forward passes that were planned (not counted unless followed)
-step_tokens_total | c | | New tokens of them
-step_rows | h | | Rows of one
-step_context_tokens | h | | Context tokens of one
-warnings_total | c | code | Warnings
-""")
+    {row.name: Name(row.kind, row.labels, row.meaning) for row in _rows()}
 )
 """Names, without their prefix `flowkv_`."""
+
+RULES: Mapping[type[Event], Rule] = MappingProxyType(
+    {
+        getattr(events, row.event): _rule(row, list(_rows()))
+        for row in _rows()
+        if row.event and not row.field
+    }
+)
+"""Event type -> how it is counted."""
 
 
 def meaning(name: str) -> str:

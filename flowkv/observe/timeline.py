@@ -126,12 +126,12 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
     def busy_s(self, *engines: str) -> float:
         """Seconds in which one of these engines, or several at once, worked for it."""
-        return _union(self.at(span) for span in self.spans if span.engine in engines)
+        return covered_s(self.at(span) for span in self.spans if span.engine in engines)
 
     def overlap_s(self) -> float:
         """Seconds in which the model computed while something was being loaded."""
         computing, loading = self.busy_s(*COMPUTING), self.busy_s(*self.tiers)
-        return max(0.0, computing + loading - _union(map(self.at, self.spans)))
+        return max(0.0, computing + loading - covered_s(map(self.at, self.spans)))
 
     def describe(self) -> str:
         """One line for people."""
@@ -212,13 +212,20 @@ def idle(span: RestoreSpan) -> bool:
     return not (span.seconds or span.n_bytes)
 
 
-def _union(pieces: Iterable[tuple[float, float]]) -> float:
-    """Length of what intervals cover together."""
-    covered, until = 0.0, 0.0
+def joined(pieces: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Intervals, ascending, with those that touch or overlap as one."""
+    found: list[tuple[float, float]] = []
     for first, stop in sorted(pieces):
-        covered += max(0.0, stop - max(first, until))
-        until = max(until, stop)
-    return covered
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((first, stop))
+    return found
+
+
+def covered_s(pieces: Iterable[tuple[float, float]]) -> float:
+    """Length of what intervals cover together."""
+    return sum(stop - first for first, stop in joined(pieces))
 
 
 # What requests of an engine went through: waiting, prefill, decoding, set aside.

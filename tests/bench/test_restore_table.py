@@ -14,6 +14,7 @@ from bench.restore.report import BOUND, colours, situation, write_restore_report
 from bench.restore.row import OURS, Row
 from bench.restore.table import by_cell, summaries
 from flowkv.core.errors import ConfigError
+from tests.report.drawn import curves
 
 
 def row(policy: str, ttft_s: float = 2.0, **changed: object) -> Row:
@@ -189,7 +190,7 @@ def test_curves_of_every_policy_and_the_bound(tmp_path: Path) -> None:
     page = report(tmp_path, [*lengths(OURS, (1.1, 2.0)), *lengths("load", (2.0, 4.0))])
     assert "Seconds to the first token, 40 Gbps, suffix of 512 tokens" in page
     ratio, time = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert time.count("<polyline") == 3 and time.count("stroke-dasharray") == 1
+    assert curves(time) == 3 and time.count("stroke-dasharray") == 1
     assert f"{BOUND}, 1024: 0.5" in time and f"{OURS}, 2048: 2" in time
     assert f"{BOUND}, 1024: 1<" in ratio and f"{OURS}, 2048: 4<" in ratio
     assert '<span class="source simulated">simulated</span>' in page
@@ -199,7 +200,7 @@ def test_curves_of_every_policy_and_the_bound(tmp_path: Path) -> None:
 def test_one_length_is_shown_as_bars_beside_the_bound(tmp_path: Path) -> None:
     rows = [row(OURS, 1.1, repetitions=5, ttft_min_s=0.9, ttft_max_s=1.4), row("load", 2.0)]
     page = report(tmp_path, [msgspec.structs.replace(r, label="measured") for r in rows])
-    assert "<polyline" not in page and page.count("<rect") == 3
+    assert "<svg" not in page and page.count('<div class="bar">') == 3
     assert ">1,100.0<" in page and ">900.0<" in page and ">1,400.0<" in page
     assert ">simulated<" not in page and ">measured<" in page
 

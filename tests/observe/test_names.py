@@ -57,3 +57,10 @@ def test_the_documentation_has_the_same_table() -> None:
     assert shown == markdown(), (
         "python -c 'from flowkv.observe.metrics import *; print(markdown())'"
     )
+
+
+def test_what_is_counted_is_a_field_of_its_event() -> None:
+    for kind, rule in RULES.items():
+        fields = {*rule.labels, *rule.sums, *rule.spreads, *rule.levels}
+        assert fields <= set(kind.__struct_fields__), kind
+        assert set(rule.maybe) <= set(rule.spreads)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.observe.account import restore_section
-from flowkv.observe.charts import Overlap, draw_overlap
 from flowkv.observe.events import Bus, RestoreEnded, RestoreSpan
-from flowkv.observe.report import Section, render_report
 from flowkv.observe.timeline import Meeting, Timeline, Timelines
 
 BEGUN_S = 1000.0
@@ -62,25 +57,9 @@ def test_what_was_computed_what_was_loaded_and_when_they_met() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"computed_tokens": 0, "resident_tokens": 0}, "all of it was loaded from disk"),
-        ({"loaded_tokens": 0}, "all of it was computed"),
-    ],
-)
-def test_one_engine_alone_meets_nobody(fields: dict[str, int], said: str) -> None:
-    timeline = met(**fields)
-    assert timeline.met is None and timeline.bound_ratio == 0
-    assert "met" not in timeline.describe()
-    page = render_report("r", [restore_section(timeline)])
-    assert said in page and "met at" not in page and "bound" not in page
-
-
 def test_a_bound_that_was_beaten_is_none() -> None:
     timeline = met(bound_s=0.061)
     assert timeline.bound_s == timeline.bound_ratio == 0
-    assert "bound" not in render_report("r", [restore_section(timeline)])
 
 
 def test_the_bus_collects_restores_apart() -> None:
@@ -138,80 +117,3 @@ def test_busy_time_counts_every_millisecond_once(drawn: list[tuple[str, int, int
     assert timeline.busy_s("disk", "host") == pytest.approx(loading / 1e3, abs=1e-9)
     both = sum("compute" in found and len(found) > 1 for found in at.values())
     assert timeline.overlap_s() == pytest.approx(both / 1e3, abs=1e-9)
-
-
-# ---- how they are drawn
-
-
-def shapes(page: str, kind: str) -> list[dict[str, str]]:
-    svg = re.search(r"<svg.*?</svg>", page, re.DOTALL)
-    assert svg
-    return [dict(found.attrib) for found in ET.fromstring(svg[0]).iter(kind)]
-
-
-def test_pieces_lie_where_their_tokens_and_times_are() -> None:
-    page = draw_overlap(Overlap("c", met(bound_s=0.03)))
-    there, computed, late, early, *rest = shapes(page, "rect")
-    if float(late["x"]) < float(early["x"]):
-        late, early = early, late
-    for rect in (there, computed, late, early):
-        assert float(rect["x"]) >= 92 and float(rect["x"]) + float(rect["width"]) <= 698.5
-    low = float(computed["y"]) + float(computed["height"])
-    assert low == pytest.approx(float(there["y"]), abs=0.6), "computed from what was there on"
-    assert float(early["y"]) + float(early["height"]) == pytest.approx(float(late["y"]), abs=0.6)
-    assert float(late["y"]) + float(late["height"]) == pytest.approx(float(computed["y"]), abs=0.6)
-    assert float(early["x"]) == float(computed["x"]) < float(late["x"])
-    assert float(computed["width"]) == pytest.approx(1.5 * float(early["width"]), abs=1)
-    suffix = [rect for rect in rest if float(rect["height"]) < 10]
-    assert len(suffix) == 2, "a band per layer"
-    assert float(suffix[0]["y"]) > float(suffix[1]["y"]), "the first layer is the lowest"
-    lanes = [rect for rect in rest if float(rect["height"]) == 16]
-    assert len(lanes) == 3, "pieces that touch are one bar"
-    (circle,) = shapes(page, "circle")
-    assert float(circle["cy"]) == pytest.approx(float(computed["y"]), abs=0.6)
-    assert float(circle["cx"]) == pytest.approx(float(late["x"]) + float(late["width"]), abs=0.6)
-    assert "lower bound" in page and "met at token 256, 40 ms" in page
-
-
-@pytest.mark.parametrize("seconds", [2e-6, 0.06, 3.0, 4000.0])
-def test_labels_of_the_axis_fit(seconds: float) -> None:
-    page = draw_overlap(Overlap("c", Timeline(ended=ended(seconds=seconds), spans=())))
-    labels = re.findall(r'<text class="v" x="([0-9.]+)" y="[0-9.]+" text-anchor="middle">', page)
-    assert 4 <= len(labels) <= 11
-    assert ("seconds" in page) and ("milliseconds" in page) == (seconds < 5)
-
-
-def test_ten_thousand_pieces_are_no_burden() -> None:
-    stripes = [
-        span("disk", n / 900, (n + 1) / 900, token=512 - n // 32, tokens=1, layer=n % 32, layers=1)
-        for n in range(10_000)
-    ]
-    page = draw_overlap(Overlap("c", Timeline(ended=ended(), spans=tuple(stripes))))
-    rects = shapes(page, "rect")
-    assert 300 < len(rects) < 2500
-
-
-def test_everything_is_escaped() -> None:
-    timeline = met()
-    odd = span("<b>&'\"", 1, 2)
-    timeline = Timeline(ended=timeline.ended, spans=(*timeline.spans, odd))
-    page = render_report("r", [restore_section(timeline, title="<i>", source="emulated")])
-    assert "<b>" not in page.replace("<b>192", "") or "<b>&" not in page
-    assert "<i>" not in page.replace("<i>4", "") and "&lt;i&gt;" in page and "&lt;b&gt;" in page
-    assert shapes(page, "rect") and 'class="source emulated"' in page
-
-
-def test_the_section_tells_it_in_words_and_numbers() -> None:
-    page = render_report("r", [restore_section(met(bound_s=0.05, failed=3))])
-    assert "Here the two met at token 256" in page and "3 loads failed" in page
-    assert "57% of what was missing" in page and "1.20x" in page
-    cells = re.findall(r"<td[^>]*>(.*?)</td>", page)
-    assert cells[:6] == ["compute", "192", "1", "\N{EN DASH}", "30", "50"]
-    assert cells[12:] == ["disk", "256", "2", "3", "40", "66.7"]
-    assert 'class="source measured"' in page
-
-
-def test_nothing_at_all_can_be_drawn() -> None:
-    bare = ended(tokens=0, computed_tokens=0, loaded_tokens=0, resident_tokens=0, seconds=0.0)
-    section = restore_section(Timeline(ended=bare, spans=()))
-    assert isinstance(section, Section) and shapes(render_report("r", [section]), "line")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from flowkv.report.replay import write_replay_report
 from flowkv.sim.replay import Result
-from flowkv.sim.report import write_replay_report
+from tests.report.drawn import curves
 
 NOTHING = np.zeros(0, np.int64)
 
@@ -66,8 +67,8 @@ def rows(trace: str) -> list[Result]:
 
 def test_a_report_shows_curves_closures_and_the_table(tmp_path: Path) -> None:
     page = write_replay_report(tmp_path / "r.html", rows("chat"), footer="made now").read_text()
-    assert page.count("<polyline") == 4, "three curves of hits, one of closures"
-    assert page.count("stroke-dasharray=") == 1, "the bound"
+    assert curves(page) == 4, "three curves of hits, one of closures"
+    assert page.count("stroke-dasharray") == 1, "the bound"
     assert "mean closure of 2 sizes" in page and ">0.50<" in page
     assert ">30.00<" in page and ">0.500<" in page and "made now" in page
     assert "simulated" in page
@@ -83,10 +84,11 @@ def test_each_trace_has_its_own_card(tmp_path: Path) -> None:
 def test_without_a_bound_there_is_no_closure(tmp_path: Path) -> None:
     one = [row("t", "lru", 0.1, 0.5)]
     page = write_replay_report(tmp_path / "r.html", one).read_text()
-    assert page.count("<polyline") == 1 and "Closure" not in page
+    assert page.count("<figure>") == page.count("<title>lru, ") == 1 and "Closure" not in page
 
 
 def test_sizes_that_a_policy_lacks_are_left_out(tmp_path: Path) -> None:
     some = [r for r in rows("t") if r.policy != "new" or r.size == 0.01]
     page = write_replay_report(tmp_path / "r.html", some).read_text()
-    assert page.count("<polyline") == 4 and "mean closure of one size" in page
+    assert curves(page) == 2, "a point is no line"
+    assert page.count("<title>new, ") == 2 and "mean closure of one size" in page

@@ -15,15 +15,24 @@ import os
 import platform
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError
-from flowkv.observe import charts
-from flowkv.observe.charts import MOST, Distributions, Gantt, Overlap, OverTime, brief
 from flowkv.observe.events import Bus
 from flowkv.observe.metrics import Level
-from flowkv.observe.report import Figures, Section, Table, Text, write_report
 from flowkv.observe.timeline import COMPUTING, LATENCIES, RequestLane, Serving, Timeline, Timelines
+from flowkv.report.charts import MOST_CURVES, Distributions, Gantt, Overlap, OverTime
+from flowkv.report.page import (
+    Figures,
+    Section,
+    Source,
+    Table,
+    Text,
+    check_installed,
+    write_report,
+)
+from flowkv.report.words import seconds, share
 
 # Restores as a section of a report: the picture, key figures, and what each engine did.
 
@@ -32,7 +41,7 @@ def restore_section(
     timeline: Timeline,
     *,
     title: str = "One restore, as it went",
-    source: Literal["measured", "simulated", "emulated"] = "measured",
+    source: Source = "measured",
 ) -> Section:
     """What was computed, what was loaded, and when the two met.
 
@@ -46,7 +55,7 @@ def restore_section(
         title,
         _told(timeline),
         [
-            Overlap(f"{ended.tokens:,} tokens of prefix in {brief(ended.seconds)}", timeline),
+            Overlap(f"{ended.tokens:,} tokens of prefix in {seconds(ended.seconds)}", timeline),
             Figures(_figures(timeline)),
             Table(["engine", "tokens", "pieces", "MB", "busy, ms", "busy, %"], _rows(timeline)),
         ],
@@ -82,10 +91,10 @@ def _told(timeline: Timeline) -> str:
 def _figures(timeline: Timeline) -> list[tuple[str, object, str]]:
     ended = timeline.ended
     known = ended.tokens - ended.resident_tokens
-    share = 100 * ended.loaded_tokens / known if known else 0.0
+    loaded = ended.loaded_tokens / known if known else 0.0
     figures: list[tuple[str, object, str]] = [
         ("Computed", f"{ended.computed_tokens:,}", "tokens, from the front"),
-        ("Loaded", f"{ended.loaded_tokens:,}", f"tokens, {share:.0f}% of what was missing"),
+        ("Loaded", f"{ended.loaded_tokens:,}", f"tokens, {loaded:.0%} of what was missing"),
         (
             "Both at work",
             f"{100 * timeline.overlap_s() / timeline.until_s:.0f}%" if timeline.until_s else "0%",
@@ -110,7 +119,7 @@ def _rows(timeline: Timeline) -> list[list[object]]:
         cells = sum(span.tokens * span.layers for span in spans)
         n_bytes = sum(span.n_bytes for span in spans)
         busy_s = timeline.busy_s(engine)
-        share = 100 * busy_s / timeline.until_s if timeline.until_s else 0.0
+        busy = busy_s / timeline.until_s if timeline.until_s else 0.0
         rows.append(
             [
                 timeline.names[engine],
@@ -118,15 +127,13 @@ def _rows(timeline: Timeline) -> list[list[object]]:
                 len(spans),
                 None if engine in COMPUTING else n_bytes / 1e6,
                 busy_s * 1e3,
-                share,
+                100 * busy,
             ]
         )
     return rows
 
 
 # How a cache and its engines served, as sections of a report.
-
-Source = Literal["measured", "simulated", "emulated"]
 
 _SHOWN = {
     "First token": "ttft_s",
@@ -188,19 +195,17 @@ def _headline(told: dict[str, Any]) -> list[Any]:
         items.append(("Tokens per second", _count(told["tokens_per_s"]), f"{made:,} in all"))
         items.append(("Rows in a step", f"{rows['mean']:.1f}", f"at most {rows['max']:g}"))
         used = told["kv_utilisation"]
-        items.append(
-            ("KV in use", charts.share(used["mean"]), f"at most {charts.share(used['max'])}")
-        )
+        items.append(("KV in use", share(used["mean"]), f"at most {share(used['max'])}"))
     for label, name in (("First token", "ttft_s"), ("Between tokens", "inter_token_s")):
         if told[name]["count"]:
-            p50, p99 = charts.seconds(told[name]["p50"]), charts.seconds(told[name]["p99"])
+            p50, p99 = seconds(told[name]["p50"]), seconds(told[name]["p99"])
             items.append((label, p50, f"median; P99 {p99}"))
     if told["hit_rate"]:
-        items.append(("Found", charts.share(sum(told["hit_rate"].values())), "of prompt tokens"))
+        items.append(("Found", share(sum(told["hit_rate"].values())), "of prompt tokens"))
     if told["restore_s"]["count"]:
         whole = told["restore_s"]["mean"]
         hidden = told["restore_hidden_s"]["mean"] / whole if whole else 0.0
-        items.append(("Restores hidden", charts.share(hidden), "nobody waited for that part"))
+        items.append(("Restores hidden", share(hidden), "nobody waited for that part"))
     return [Figures(items)] if items else []
 
 
@@ -209,13 +214,13 @@ def _latencies(serving: Serving, told: dict[str, Any]) -> list[Any]:
     if not known:
         return []
     rows = [
-        [LATENCIES[name], told[name]["count"], *(charts.seconds(told[name][q]) for q in _QUANTILES)]
+        [LATENCIES[name], told[name]["count"], *(seconds(told[name][q]) for q in _QUANTILES)]
         for name in known
     ]
-    shown = {title: serving.spreads[name] for title, name in _SHOWN.items()}
-    picture = Distributions("How they are spread", shown)
+    shown = {title: serving.spreads[name] for title, name in _SHOWN.items() if name in known}
     columns = ["time", "count", "P50", "P90", "P95", "P99", "max"]
-    return [*([picture] if picture.draw() else []), Table(columns, rows)]
+    pictures = [Distributions("How they are spread", shown)] if shown else []
+    return [*pictures, Table(columns, rows)]
 
 
 def _requests(serving: Serving) -> list[Any]:
@@ -257,7 +262,7 @@ def _lanes(serving: Serving) -> list[RequestLane]:
 
 def _memory(serving: Serving, by_place: dict[str, dict[str, float]]) -> list[Any]:
     series, parts = serving.series, list[Any]()
-    places = serving.places()[:MOST]
+    places = serving.places()[:MOST_CURVES]
     until_s = series.cells * series.cell_s
     if "kv" in series.names:
         used = {"pages in use": series.level("kv")}
@@ -270,11 +275,11 @@ def _memory(serving: Serving, by_place: dict[str, dict[str, float]]) -> list[Any
     rows = [
         [
             place,
-            charts.amount(held[f"{kind}_used_bytes"]),
+            _bytes(held[f"{kind}_used_bytes"]),
             _capacity(held[f"{kind}_capacity_bytes"]),
-            charts.share(held["device_fragmentation"]) if kind == "device" else None,
-            charts.amount(held["tier_loaded_bytes_total"]) if kind == "tier" else None,
-            charts.amount(serving.moves.total("stored_bytes_total", tier=place)),
+            share(held["device_fragmentation"]) if kind == "device" else None,
+            _bytes(held["tier_loaded_bytes_total"]) if kind == "tier" else None,
+            _bytes(serving.moves.total("stored_bytes_total", tier=place)),
             _breaker(held),
         ]
         for place, held in by_place.items()
@@ -296,9 +301,9 @@ def _reuse(
     missed = moves.total("miss_tokens_total")
     if known := sum(found.values()) + missed:
         rows: list[list[object]] = [
-            [tier, int(tokens), charts.share(tokens / known)] for tier, tokens in found.items()
+            [tier, int(tokens), share(tokens / known)] for tier, tokens in found.items()
         ]
-        rows.append(["nowhere: computed", int(missed), charts.share(missed / known)])
+        rows.append(["nowhere: computed", int(missed), share(missed / known)])
         parts.append(Table(["found in", "prompt tokens", "share"], rows))
     early = {
         place: (held["prefetch_used_bytes_total"], held["prefetch_wasted_bytes_total"])
@@ -309,9 +314,9 @@ def _reuse(
         rows = [
             [
                 place,
-                charts.amount(used),
-                charts.amount(wasted),
-                charts.share(used / (used + wasted)),
+                _bytes(used),
+                _bytes(wasted),
+                share(used / (used + wasted)),
             ]
             for place, (used, wasted) in early.items()
         ]
@@ -328,7 +333,7 @@ def _reuse(
 
 def _tenant(report: dict[str, Any]) -> list[object]:
     tokens = sum(report["hit_tokens"].values()) + report["miss_tokens"]
-    return [tokens, charts.share(report["hit_rate"])]
+    return [tokens, share(report["hit_rate"])]
 
 
 def _audits(serving: Serving, levels: list[Level]) -> list[Any]:
@@ -340,7 +345,7 @@ def _audits(serving: Serving, levels: list[Level]) -> list[Any]:
     wrong, worst = told.get("audit_mismatches_total", 0), told.get("audit_worst", 0.0)
     figures: list[tuple[str, object, str]] = [
         ("Mismatches", f"{wrong:g}", since),
-        ("Greatest error", charts.share(worst), "of what is allowed, of sound pages"),
+        ("Greatest error", share(worst), "of what is allowed, of sound pages"),
     ]
     rows = [[tier, int(pages)] for tier, pages in audited.items()]
     return [Figures(figures), Table(["restored from", "pages compared"], rows)]
@@ -386,8 +391,12 @@ def _breaker(held: dict[str, float]) -> str | None:
     return states[0] if states else None
 
 
+def _bytes(value: float) -> str:
+    return format_size(round(value))
+
+
 def _capacity(n_bytes: float) -> str:
-    return charts.amount(n_bytes) if n_bytes < 2**60 else "no limit"
+    return _bytes(n_bytes) if n_bytes < 2**60 else "no limit"
 
 
 def _count(value: float) -> str:
@@ -407,6 +416,7 @@ class Account:
 
     Raises:
         ConfigError: The file cannot be made.
+        MissingDependencyError: Without the extra `report`.
 
     Attributes:
         serving: What is collected; `serving.summary()` has the numbers.
@@ -428,6 +438,7 @@ class Account:
                 f"a report cannot be written to {self.path}",
                 "Name a file in a directory that can be written",
             )
+        check_installed()
         self._levels, self._last, self.closed = levels, list[Level](), False
         self._begun = datetime.datetime.now().astimezone()
         self._restores = Timelines(bus, most=1)
@@ -456,8 +467,8 @@ class Account:
         Raises:
             OSError: The file cannot be written.
         """
-        seconds = self.serving.summary()["seconds"]
-        lead = f"{seconds:,.1f} seconds from {self._begun:%Y-%m-%d %H:%M:%S %Z} on"
+        collected_s = self.serving.summary()["seconds"]
+        lead = f"{collected_s:,.1f} seconds from {self._begun:%Y-%m-%d %H:%M:%S %Z} on"
         machine = (
             f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
         )

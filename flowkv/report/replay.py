@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowkv.observe.charts import Curves
-from flowkv.observe.report import Figures, Section, Table, write_report
+from flowkv.report.charts import Curves
+from flowkv.report.page import Figures, Section, Table, write_report
 from flowkv.sim.replay import Result
 
 BOUND = "opt"

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.core.errors import ConfigError
-from flowkv.observe import charts, events
-from flowkv.observe.account import Account, serving_sections
-from flowkv.observe.charts import Distributions, Gantt, OverTime, Scale, _apart, _bars, _ends
+from flowkv.observe import events
 from flowkv.observe.events import Bus, EngineStep
 from flowkv.observe.metrics import Level, Spread
-from flowkv.observe.report import render_report
 from flowkv.observe.timeline import RequestLane, RequestPhase, Serving
+from flowkv.report.account import Account, serving_sections
+from flowkv.report.charts import Distributions, Gantt, OverTime
+from flowkv.report.page import render_report
+from flowkv.report.words import seconds
 from tests.observe.story import BEGIN_S, Clock, finished, step, tell
-from tests.observe.test_report import read
+from tests.report.drawn import Drawn, points
+from tests.report.test_page import read
 
 LEVELS = [
     Level("device_used_bytes", 3 * 2**20, {"device": "cpu"}),
@@ -38,27 +38,6 @@ LEVELS = [
         for s in ("closed", "half-open", "open")
     ),
 ]
-
-
-def drawn(picture: OverTime | Distributions | Gantt) -> ET.Element:
-    """The picture, which is well-formed and lies within its frame."""
-    root = ET.fromstring(picture.draw())
-    (svg,) = root.iter("svg")
-    _, _, width, height = map(float, svg.attrib["viewBox"].split())
-    moved = {
-        id(part): tuple(map(float, group.attrib["transform"][10:-1].split()))
-        for group in root.iter("g")
-        for part in group.iter()
-    }
-    for part in root.iter():
-        dx, dy = moved.get(id(part), (0.0, 0.0))
-        corners = [tuple(map(float, at.split(","))) for at in part.get("points", "").split()]
-        if part.tag == "rect":
-            x, y = float(part.attrib["x"]), float(part.attrib["y"])
-            corners += [(x, y), (x + float(part.attrib["width"]), y + float(part.attrib["height"]))]
-        for x, y in corners:
-            assert -3 <= x + dx <= width + 3 and -3 <= y + dy <= height + 3, part.attrib
-    return root
 
 
 def test_everything_that_happened_is_told(tmp_path: Path) -> None:
@@ -89,7 +68,7 @@ def test_everything_that_happened_is_told(tmp_path: Path) -> None:
     shown = read(page)
     cells = shown.of("td")
     assert "alice" not in page and "tenant 1" in cells and "<kv>" not in page
-    for told in ("3 MiB", "25%", "1 GiB", "no limit", "open", "2 KiB", "75%", "deadline", "host"):
+    for told in ("3MiB", "25%", "1GiB", "no limit", "open", "2KiB", "75%", "deadline", "host"):
         assert told in cells, told
     assert "far" in cells and {"7", "12.5%"} <= set(shown.of("b"))
     assert "3" in shown.of("b") and "2 finished, 1 called off" in shown.of("span")
@@ -117,7 +96,7 @@ def test_an_account_writes_when_it_ends(tmp_path: Path) -> None:
         path.unlink()
     assert not bus.wants(EngineStep) and not bus.wants(events.RestoreSpan)
     shown = read(path.read_text(encoding="utf-8"))
-    assert shown.of("h1") == ["A & B"] and "3 MiB" in shown.of("td")
+    assert shown.of("h1") == ["A & B"] and "3MiB" in shown.of("td")
     assert account.summary()["requests"] == 2
     path.unlink()
     account.close()
@@ -158,53 +137,62 @@ finite = st.floats(0, 1e12)
     st.booleans(),
     st.sampled_from(["", "%", "bytes", "s"]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_curves_are_drawn_within_their_frame(
     curves: dict[str, list[float]], stacked: bool, unit: str
 ) -> None:
     picture = OverTime("<c>", [0, 1, 2, 3.5, 9], curves, unit=unit, stacked=stacked)  # type: ignore[arg-type]
-    root = drawn(picture)
-    assert len([p for p in root.iter("polygon")]) == (len(curves) if stacked else 0)
+    assert [shape.said[0] for shape in Drawn(picture).shapes] == list(curves)
 
 
 def test_areas_lie_on_each_other() -> None:
-    root = drawn(OverTime("c", [0, 1], {"a": [1, 1], "b": [2, 1]}, stacked=True, height=100))
-    tops = [[float(p.split(",")[1]) for p in line.attrib["points"].split()]
-            for line in root.iter("polyline")]  # fmt: skip
-    (a, b) = tops
+    chart = OverTime("c", [0, 1], {"a": [1, 1], "b": [2, 1]}, stacked=True, height=100)
+    drawn = Drawn(chart)
+    a, b = ([y for _, y in line] for line in drawn.lines())
     assert a[0] - b[0] == pytest.approx(2 * (b[1] - b[0]), abs=0.3), "b is 3 high, then 2"
     assert a[0] == a[1] > b[1] > b[0]
+    assert [shape.said for shape in drawn.shapes] == ["a: at most 1", "b: at most 2"]
+
+
+def test_several_curves_have_markers_of_their_own() -> None:
+    several = OverTime("c", [0, 1], {"a": [1, 1], "b": [2, 1]}).draw().legend
+    assert len({key.mark for key in several}) == 2
 
 
 def test_wrong_curves_are_refused() -> None:
     with pytest.raises(ConfigError, match="lacks values"):
-        OverTime("c", [0, 1], {"a": [1]}).draw()
+        OverTime("c", [0, 1], {"a": [1]})
     with pytest.raises(ConfigError, match="Show 1 to"):
-        OverTime("c", [0], {}).draw()
+        OverTime("c", [0], {})
 
 
-@given(st.dictionaries(st.sampled_from("abc"), st.lists(st.floats(0, 1e4), max_size=30)))
-@settings(max_examples=60, deadline=None)
+def test_bytes_have_round_labels() -> None:
+    drawn = Drawn(OverTime("c", [0, 1], {"a": [0, 900 * 2**20]}, unit="bytes"))
+    assert list(drawn.labels("end")) == ["0B", "256MiB", "512MiB", "768MiB", "1GiB"]
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.lists(st.floats(0, 1e4), min_size=1), min_size=1))
+@settings(max_examples=20, deadline=None)
 def test_any_spread_is_drawn_within_its_frame(values: dict[str, list[float]]) -> None:
     spreads = {name: Spread(found) for name, found in values.items()}
-    there = [spread for spread in spreads.values() if spread.count]
-    picture = Distributions("c", spreads)
-    if not there:
-        assert picture.draw() == ""
-        return
-    assert len(list(drawn(picture).iter("g"))) == len(there)
-    for spread in there:
-        low, high = _ends(spread)
-        assert sum(_bars(spread, Scale(math.log(low), math.log(high), 0, 300))) == spread.count
+    drawn = Drawn(Distributions("c", spreads))
+    assert set(values) <= set(drawn.texts)
+    counted = [int(shape.said.partition(" of ")[0].replace(",", "")) for shape in drawn.shapes]
+    assert sum(counted) == sum(spread.count for spread in spreads.values())
+    for shape in drawn.shapes:
+        if shape.said.startswith("0 of "):
+            assert shape.height == 0
 
 
-@given(st.lists(st.floats(0, 342), min_size=3, max_size=3), st.integers(40, 100))
-@settings(max_examples=80, deadline=None)
-def test_labels_of_quantiles_never_overlap(places: list[float], width: int) -> None:
-    widths = [float(width)] * 3
-    lefts = _apart([at - width / 2 for at in sorted(places)], widths, Scale(0, 1, 0.0, 342.0))
-    assert lefts[0] >= -1e-6 and lefts[-1] + width <= 342 + 1e-6
-    assert all(b - a >= width + 8 - 1e-6 for a, b in pairwise(lefts))
+def test_quantiles_are_marked_where_they_are() -> None:
+    spread = Spread([0.001 * n for n in range(1, 1001)])
+    drawn = Drawn(Distributions("c", {"a": spread}))
+    (said,) = (text for text in drawn.texts if "P50" in text)
+    assert said.startswith("P50 50") and " · P95 9" in said and " · P99 9" in said
+    dashes = [path for path in drawn.paths if "opacity: 0.6" in path.attrib["style"]]
+    places = [points(path)[0][0] for path in dashes]
+    assert len(places) == 3 and places == sorted(places)
+    assert len({path.attrib["style"] for path in dashes}) == 3, "each of its own dash"
 
 
 @pytest.mark.parametrize("count", [1, 20, 128])
@@ -215,27 +203,20 @@ def test_requests_are_bars_over_time(count: int) -> None:
              finished(n, BEGIN_S + n, 2.0, reason="failed" if n == 0 else "stop"))
         for n in range(count)
     ]  # fmt: skip
-    root = drawn(Gantt("c", lanes, BEGIN_S, count + 2.0))
-    titles = [t.text or "" for t in root.iter("title")]
-    assert sum("waiting, 1 s" in t for t in titles) == count
-    assert [t for t in titles if "failed" in t] == ["request 0: failed"]
+    drawn = Drawn(Gantt("c", lanes, BEGIN_S, count + 2.0))
+    waiting = [shape for shape in drawn.shapes if "waiting, 1 s" in shape.said]
+    decoding = [shape for shape in drawn.shapes if "further tokens, 1 s" in shape.said]
+    assert len(waiting) == len(decoding) == count
+    assert all(thin.height < high.height for thin, high in zip(waiting, decoding, strict=True))
+    assert all(a.right == pytest.approx(b.left) for a, b in zip(waiting, decoding, strict=True))
+    assert [s.said for s in drawn.shapes if "failed" in s.said] == ["request 0: failed"]
+    assert [key.name for key in drawn.picture.legend][-1] == "cancelled, late or failed"
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("value", "said"),
     [(0, "0 s"), (2.5, "2.5 s"), (0.0123, "12.3 ms"), (0.9999, "1 s"), (4e-6, "4 µs"),
-     (9.996e-4, "1 ms"), (3e-8, "30 ns")],
+     (9.996e-4, "1 ms"), (3e-8, "30 ns"), (0.42, "420 ms"), (math.nan, "-")],
 )  # fmt: skip
-def test_times_read_well(seconds: float, said: str) -> None:
-    assert charts.seconds(seconds) == said
-
-
-def test_bytes_and_steps_read_well() -> None:
-    assert [charts.amount(n) for n in (0, 512, 1536, 1023.9 * 1024, 3 * 2**40)] == [
-        "0 B", "512 B", "1.5 KiB", "1 MiB", "3 TiB",
-    ]  # fmt: skip
-    assert charts.round_step(7, 4) == 2 and charts.round_step(0, 4) == 1
-    assert charts.round_step(0.3, 3) == pytest.approx(0.1)
-    assert charts.binary_step(100, 4) == 32
-    for length in (0.013, 1.0, 37, 1e7):
-        assert length / charts.round_step(length, 4) <= 4
+def test_times_read_well(value: float, said: str) -> None:
+    assert seconds(value) == said

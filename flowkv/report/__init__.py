@@ -1,0 +1,1 @@
+"""What people read: reports as one HTML file with charts, and what a terminal shows."""
