@@ -402,7 +402,6 @@ class PrefetchManager:
             for device in store.pools
         }
         self._groups = [self._lookouts[store.device(g)] for g in range(len(windows))]
-        store.unproven.on_leave, store.on_drop = self._left, self._dropped
         self.due_ns = NEVER_NS
         self._expect()
 
@@ -448,10 +447,12 @@ class PrefetchManager:
         self._groups[block.group].told(block, arrived)
         self._expect()
 
-    def _left(self, block: Block) -> None:
+    def unused(self, block: Block) -> None:
+        """A page that was prefetched left its device unused."""
         self._groups[block.group].left(self._store.now_ns(), block)
 
-    def _dropped(self, slots: Sequence[int]) -> None:
+    def dropped(self, slots: Sequence[int]) -> None:
+        """Slots that name nothing any more."""
         for lookout in self._lookouts.values():
             lookout.dropped(slots)
 
