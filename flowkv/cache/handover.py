@@ -182,18 +182,8 @@ class Sender:
         block = self._store.index.publish(name, key, group, "memo")
         block.tenant, block.namespace, block.n_bytes = seq.tenant, seq.namespace, body.nbytes
         block.fidelity = seq.fidelity
-        info = FrameInfo(
-            kind="memo",
-            codec=0,
-            fidelity=seq.fidelity,
-            layout=stripe_layout(geometry.groups[group], geometry.page_size).fingerprint(),
-            parent=key,
-            namespace=seq.namespace,
-            group=group,
-            tokens=geometry.page_size,
-            stripe_bytes=body.nbytes,
-            tenant=seq.tenant,
-        )
+        layout = stripe_layout(geometry.groups[group], geometry.page_size).fingerprint()
+        info = block.info(layout, tokens=geometry.page_size, stripe_bytes=body.nbytes)
         self._store.keep(block)  # no policy may take it before it is anywhere
         self._sent[name] = block
         self._waiting.append((block, info, body))

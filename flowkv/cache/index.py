@@ -19,6 +19,7 @@ from flowkv.core.errors import StateError
 from flowkv.core.keys import ROOT
 from flowkv.core.layout import CODEC_SHIFT
 from flowkv.policy.config import Lease
+from flowkv.tiers.base import FrameInfo
 
 # Blocks that lie nowhere any more: their slots stay theirs for a while, so that policies learn.
 #
@@ -202,6 +203,28 @@ class Block:
         """A tier holds a copy of this codec."""
         self.tiers |= 1 << tier
         self.codecs = self.codecs & ~(UNKNOWN << 4 * tier) | codec << 4 * tier
+
+    def info(self, layout: bytes, *, tokens: int, stripe_bytes: int, codec: int = 0) -> FrameInfo:
+        """What a frame of its says about itself.
+
+        Args:
+            layout: Fingerprint of how the body is laid out.
+            tokens: How many it holds.
+            stripe_bytes: Of each part that can be read alone.
+            codec: Index of the body's codec.
+        """
+        return FrameInfo(
+            kind=self.kind,
+            codec=codec,
+            fidelity=self.fidelity,
+            layout=layout,
+            parent=self.parent,
+            namespace=self.namespace,
+            group=self.group,
+            tokens=tokens,
+            stripe_bytes=stripe_bytes,
+            tenant=self.tenant,
+        )
 
     def codec_on(self, tier: int) -> int:
         """Index of the codec of a tier's copy; `UNKNOWN` where others may have written it."""

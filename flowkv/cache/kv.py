@@ -26,6 +26,7 @@ from flowkv.cache.block_table import Planner
 from flowkv.cache.export import Bundles, Exported, Loaded
 from flowkv.cache.guard import Guard
 from flowkv.cache.handover import Arrival, Sender
+from flowkv.cache.load import PageLoader
 from flowkv.cache.match import PrefixMatcher
 from flowkv.cache.prefetch import Prefetch, PrefetchManager
 from flowkv.cache.requests import Queue, Recording, RequestTracker, WaitingRequest
@@ -380,7 +381,9 @@ class KV:
             ),
             on_drop=lambda slots: foresight.dropped(slots) if foresight is not None else None,
             on_unused=lambda block: foresight.unused(block) if foresight is not None else None,
+            give_up_late=lambda: loader.expire(),  # noqa: PLW0108 - which needs the store
         )
+        self.loader = loader = PageLoader(store)
         self.foresight = foresight = self._look_out(store)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
         self.planner = planner = Planner(
@@ -389,9 +392,9 @@ class KV:
             on_non_finite=self._non_finite,
             on_refusal=self._refused,
         )
-        self.restorer = PrefixMatcher(self.planner, self.gate, self.bus)
+        self.restorer = PrefixMatcher(self.planner, self.gate, self.bus, loader)
         self.snapshots = Snapshots(self.restorer)
-        self.restores = RestoreScheduler(store, self.gate, self.bus)
+        self.restores = RestoreScheduler(store, self.gate, self.bus, loader)
         if (directory := self._learned()) is not None:
             self._tell(partial(learned.load, directory, store.places))
         self.visits = RequestTracker(self.planner, foresight)
@@ -423,7 +426,9 @@ class KV:
             else None
             for group in store.geometry.groups
         ]
-        return PrefetchManager(store, self.lock, pages, said if isinstance(said, dict) else {})
+        return PrefetchManager(
+            store, self.loader, self.lock, pages, said if isinstance(said, dict) else {}
+        )
 
     def _policy(self, kind: str, capacity_bytes: int) -> Policy:
         """The policy of a place."""
@@ -804,7 +809,7 @@ class KV:
         Returns at once; `cancel` what is returned if the prompt is not going to be used.
         """
         with self._probe(tokens, tenant, salts) as seq:
-            prefetch = Prefetch(Planner.of(seq).store, self.lock)
+            prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)
             prefetch.start(self.restorer.absent(seq))
             return prefetch
 
@@ -839,7 +844,7 @@ class KV:
         absent = self.restorer.absent(seq)
         if self.foresight is not None:
             return self.foresight.enqueue(queued.request, self.visits.chains(seq))
-        prefetch = Prefetch(Planner.of(seq).store, self.lock)
+        prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)
         prefetch.start(absent)
         return prefetch
 

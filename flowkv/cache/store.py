@@ -375,6 +375,7 @@ class PageStore:
             worth loading; `reach(most)` are the pages of its longest prompt, as far as `most`.
         on_drop: Told the slots that name nothing any more.
         on_unused: Told of pages that were prefetched and left their device unused.
+        give_up_late: Gives up loads that are overdue, so that nothing waits behind them.
 
     Raises:
         ConfigError: A layer group cannot have the codec, or two tiers have one name.
@@ -392,7 +393,6 @@ class PageStore:
         refused: Frames that a tier gave and that were refused, by tier name.
         dropped: Pages that should have been saved and were not, as a tier was busy or away.
         unpaid: Pages that were not saved as loading them could never pay, by tier name.
-        give_up_late: Gives up loads that are overdue, so that nothing waits behind them.
     """
 
     def __init__(  # noqa: PLR0913 - what a store stands on is named where it is made
@@ -410,6 +410,7 @@ class PageStore:
         pays: Callable[[str, int, Callable[[int], int]], bool],
         on_drop: Callable[[Sequence[int]], None],
         on_unused: Callable[[Block], None],
+        give_up_late: Callable[[], None],
     ) -> None:
         self.geometry = geometry
         self.forms = make_forms(geometry, config)
@@ -449,7 +450,7 @@ class PageStore:
         self._lent: dict[tuple[str, int], int] = {}
         self._awaited: set[tuple[str, int]] = set()
         self._unwritten: dict[Block, None] = {}
-        self.give_up_late: Callable[[], None] = lambda: None
+        self._give_up_late = give_up_late
         self._held_back = False  # until the first page that would not pay
         self.unproven = PrefetchedUnused(self.mover, on_unused)
         for tier in tiers:
@@ -919,7 +920,7 @@ class PageStore:
         for layout in wished:
             body = bytearray(self.body_bytes(block, number))
             wanted = Load(block.key, memoryview(body), layout, self.fidelity)
-            (answer,), _ = self.mover.load([(number, wanted)], lambda _: None)
+            (answer,), _ = self.mover.load([(number, wanted)])
             if answer.outcome is Outcome.HIT and answer.info is not None:
                 self.count_loaded(number, answer.n_bytes)
                 return answer.info, bytes(memoryview(body)[: answer.n_bytes])
@@ -1381,7 +1382,7 @@ class PageStore:
     def drain(self, timeout_s: float = 0.0) -> int:
         """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""
         handled = self.mover.drain(timeout_s)
-        self.give_up_late()
+        self._give_up_late()
         number = self.lasting() if self._unwritten else -1
         while number >= 0 and self._unwritten:
             block = next(iter(self._unwritten))
@@ -1437,18 +1438,13 @@ class PageStore:
 
     def describe(self, block: Block) -> FrameInfo:
         """What the frame of a block's device page says about itself."""
-        layout = self.forms[block.group].of(block.page)
-        return FrameInfo(
-            kind="page",
-            codec=block.page >> CODEC_SHIFT,
-            fidelity=block.fidelity,
-            layout=self.forms[block.group].fingerprints[block.page >> CODEC_SHIFT],
-            parent=block.parent,
-            namespace=block.namespace,
-            group=block.group,
+        forms, codec = self.forms[block.group], block.page >> CODEC_SHIFT
+        layout = forms.of(block.page)
+        return block.info(
+            forms.fingerprints[codec],
             tokens=layout.page_size,
             stripe_bytes=layout.stripe_stride_bytes,
-            tenant=block.tenant,
+            codec=codec,
         )
 
     def condemn(self, block: Block) -> None:

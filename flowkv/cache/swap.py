@@ -19,7 +19,6 @@ from flowkv.core.errors import CapacityError, StateError, StoreError
 from flowkv.core.keys import within
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.observe.events import Hit
-from flowkv.tiers.base import FrameInfo
 
 
 def weigh(lines: Planner, seq: Sequence) -> int:
@@ -222,18 +221,7 @@ class Snapshots:
         block.tokens = seq.tokens[pages * size : length].copy()
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
-        info = FrameInfo(
-            kind="state",
-            codec=0,
-            fidelity=block.fidelity,
-            layout=LAYOUT,
-            parent=parent,
-            namespace=seq.namespace,
-            group=0,
-            tokens=block.tail,
-            stripe_bytes=GRANULE_BYTES,
-            tenant=seq.tenant,
-        )
+        info = block.info(LAYOUT, tokens=block.tail, stripe_bytes=GRANULE_BYTES)
         saved = self.store.save_state(block, info, body)
         self.store.drain()
         return saved
