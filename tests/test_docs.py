@@ -94,7 +94,7 @@ def test_the_reference_lists_every_method_of_a_cache() -> None:
     ]
     assert sorted(listed) == sorted(methods)
     properties = {name for name, member in public.items() if isinstance(member, property)}
-    assert set(re.findall(r"`(\w+)` \(", rest.split(":::")[0])) == properties
+    assert set(re.findall(r"`(\w+)`\s\(", rest.split(":::")[0])) == properties
 
 
 def test_collector_sees_blocks() -> None:
