@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from flowkv import KV, Geometry, Sequence, kernels
+from flowkv.cache.kv import plan
 from flowkv.tiers.host import HostTier
 
 ROWS, PAGE, ROUNDS = 64, 64, 256
@@ -42,7 +43,7 @@ def fill(kv: KV, seq: Sequence) -> None:
 
 def check(kv: KV, seq: Sequence) -> None:
     """What was computed is there, page by page."""
-    step = kv.plan([seq], [0])
+    step = plan(kv, [seq], [0])
     with kernels.checking():
         k, v = kernels.gather_dense(step.pages(3), step.batch(0), seq.length)
     step.rollback()
@@ -81,7 +82,7 @@ def test_decode_step(benchmark, rows: tuple[KV, list[Sequence]], context: int, d
         assert seqs[0].length == context + position
 
     def planned() -> None:
-        step = kv.plan(seqs, counts)
+        step = plan(kv, seqs, counts)
         step.batch(0)
         for layer in range(4):
             step.pages(layer)
@@ -102,7 +103,7 @@ def test_decode_step(benchmark, rows: tuple[KV, list[Sequence]], context: int, d
 
     for _ in range(2):  # compiled, and right
         before()
-        with kv.plan(seqs, counts) as step:
+        with plan(kv, seqs, counts) as step:
             if door == "step":
                 for seq in seqs:
                     seq.note([7])
@@ -128,7 +129,7 @@ def test_step_that_encodes(benchmark, codec: str) -> None:
     counts = np.ones(ROWS, np.int64)
 
     def planned() -> None:
-        step = kv.plan(seqs, counts)
+        step = plan(kv, seqs, counts)
         step.batch(0)
         for layer in range(4):
             step.pages(layer)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from flowkv import KV
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -77,6 +79,22 @@ def test_the_first_page_leads_to_every_page() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(p.relative_to(ROOT / "docs").as_posix() for p in PAGES[1:])
+
+
+def test_the_reference_lists_every_method_of_a_cache() -> None:
+    public = {name: member for name, member in vars(KV).items() if not name.startswith("_")}
+    methods = {name for name, member in public.items() if callable(member)}
+    assert len(methods) <= 34, "what only hooks need is no method of a cache"
+    text = (ROOT / "docs" / "reference.md").read_text()
+    table, rest = text.split("| method |")[1].split("Its properties are", 1)
+    listed = [
+        name
+        for row in table.splitlines()[2:]
+        for name in re.findall(r"`(\w+)`", row[: row.find("|", 1)])
+    ]
+    assert sorted(listed) == sorted(methods)
+    properties = {name for name, member in public.items() if isinstance(member, property)}
+    assert set(re.findall(r"`(\w+)`\s\(", rest.split(":::")[0])) == properties
 
 
 def test_collector_sees_blocks() -> None:

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from bench.gpu.machine import Machine
-from flowkv.cache.mover import CudaStreams
-from flowkv.cache.pinned import Copies, Crossover, open_copies
+from flowkv.cache.pinned import Copies, Crossover, CudaStreams, open_copies
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.io.engine import OPERATION, READ, WRITE
 from flowkv.tiers.io.staging import Arena

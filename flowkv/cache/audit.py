@@ -19,7 +19,6 @@ import torch
 
 from flowkv import kernels
 from flowkv.cache.block_table import Planner
-from flowkv.cache.facade import Cache
 from flowkv.cache.index import Block
 from flowkv.cache.match import PrefixMatcher
 from flowkv.cache.pool import Forms, PagePool
@@ -149,32 +148,40 @@ REASON = "audit"
 class Audit:
     """The audit of one page number of a sequence, in all layer groups.
 
-    Attributes:
+    Args:
+        seq: The sequence.
         page: The number.
         twin: A sequence with the same pages before it, and the page's tokens still to be computed
             in it. Its own pages are never published.
+        condemned: Told the tier of a page that was wrong, once it is forgotten.
+
+    Attributes:
+        page: The number.
+        twin: The other sequence.
         sound: False once a page was found that is not what the model computes.
     """
 
-    def __init__(self, kv: Cache, seq: Sequence, page: int, twin: Sequence) -> None:
-        self._kv, self._seq, self.page, self.twin = kv, seq, page, twin
-        self.sound = True
+    def __init__(
+        self, seq: Sequence, page: int, twin: Sequence, condemned: Callable[[str, Verdict], None]
+    ) -> None:
+        self._seq, self.page, self.twin, self._condemned = seq, page, twin, condemned
+        self._planner, self.sound = Planner.of(seq), True
 
     def judge(self) -> None:
         """Compares what `twin` has computed with what was restored, and quarantines what differs.
 
         Nothing is said of a page that was given up, cut off or not computed meanwhile.
         """
-        with self._kv.lock:
-            seq, twin, size = self._seq, self.twin, self._kv.page_size
+        with self._planner.guard:
+            seq, twin, size = self._seq, self.twin, self._planner.page_size
             if twin.closed or seq.closed or twin.length < (self.page + 1) * size:
-                _skip(self._kv, seq, self.page)
+                _skip(seq, self.page)
             else:
                 for group in range(len(seq.blocks)):
                     self._judge(group)
 
     def _judge(self, group: int) -> None:
-        seq, number, samples = self._seq, self.page, Planner.of(self._seq).store.samples
+        seq, number, samples = self._seq, self.page, self._planner.store.samples
         key = seq.key(group, number)
         block = seq.blocks[group][number] if number < len(seq.blocks[group]) else None
         if block is None or block.gone:
@@ -183,7 +190,7 @@ class Audit:
             self._compare(group, block, tier)
 
     def _compare(self, group: int, block: Block, tier: str) -> None:
-        seq, number, planner = self._seq, self.page, Planner.of(self._seq)
+        seq, number, planner = self._seq, self.page, self._planner
         page, computed = (
             int(planner.tables.pages[group][line.row, number]) for line in (seq, self.twin)
         )
@@ -213,7 +220,7 @@ class Audit:
 
     def _condemn(self, group: int, tier: str, verdict: Verdict) -> None:
         """Forgets a page on every tier, and all that may have been computed from it."""
-        kv, seq, store = self._kv, self._seq, Planner.of(self._seq).store
+        seq, store = self._seq, self._planner.store
         key = seq.key(group, self.page)
         doomed = [store.index.find(key)]
         for g in range(len(seq.blocks)):  # a layer of one group reads those of all others
@@ -223,26 +230,17 @@ class Audit:
         for block in doomed:
             if block is not None:
                 store.condemn(block)
-        kv.visits.purge()
-        kv.queue.purge(store.index.slot)
-        for other in kv._open.values():
-            other.publishable &= not other.forgotten
-        kv.warn(
-            "audit",
-            f"A page restored from {tier} is not what the model computes: it is "
-            f"{verdict.error:.3g} of its size away, and {verdict.bound:.3g} is allowed. It was "
-            "forgotten, and all that continues it. Run `flowkv scrub` on the store, and check the "
-            "namespace, if you gave one: it must change with the weights.",
-        )
+        self._condemned(tier, verdict)
 
 
-def due(kv: Cache, seq: Sequence) -> list[int]:
+def due(seq: Sequence) -> list[int]:
     """Numbers of the pages of a sequence that are to be audited, first to last."""
-    with kv.lock:
-        samples = Planner.of(seq).store.samples
+    planner = Planner.of(seq)
+    with planner.guard:
+        samples = planner.store.samples
         if not samples or seq.closed:
             return []
-        pages = min(seq.length, seq.known) // kv.page_size
+        pages = min(seq.length, seq.known) // planner.page_size
         return [
             page
             for page in range(pages)
@@ -253,140 +251,122 @@ def due(kv: Cache, seq: Sequence) -> list[int]:
         ]
 
 
-@contextmanager
-def audit(kv: Cache, seq: Sequence, page: int) -> Iterator[Audit | None]:
-    """One audit: within, the page's tokens are to be computed in `twin`, then `judge` be called.
-
-    None where they cannot: the pages before are not all there (those of a sliding window, say),
-    the model keeps a recurrent state, or there is no room. That is counted.
-    """
-    twin = _twin(kv, seq, page)
-    if twin is None:
-        _skip(kv, seq, page)
-        yield None
-        return
-    try:
-        yield Audit(kv, seq, page, twin)
-    finally:
-        twin.close()
-
-
-def _skip(kv: Cache, seq: Sequence, page: int) -> None:
-    with kv.lock:
+def _skip(seq: Sequence, page: int) -> None:
+    planner = Planner.of(seq)
+    with planner.guard:
         for group in range(len(seq.blocks)):
-            Planner.of(seq).store.samples.skip(seq.key(group, page))
+            planner.store.samples.skip(seq.key(group, page))
 
 
-def _twin(kv: Cache, seq: Sequence, page: int) -> Sequence | None:
-    """A sequence that ends where a page of another one begins."""
-    with kv.lock:
-        planner, size = Planner.of(seq), kv.page_size
-        if planner is not kv.planner or not kv._may_publish(seq) or seq.state is not None:
-            return None
-        try:
-            twin = kv._sequence(planner, None, seq.salts)
-        except CapacityError:
-            return None
-        try:
-            twin.tenant, twin.namespace, twin.chains = seq.tenant, seq.namespace, seq.chains
-            twin.owner, twin.publishable = seq.owner, False
-            twin.note(seq.tokens[: (page + 1) * size])
-            tokens, _ = kv.restorer.attach(twin, page)
-            if tokens == page * size:
-                if planner.sealer:
-                    planner.sealer.exempt(twin.row)
-                return twin
-        except BaseException:
-            twin.close()
-            raise
-        twin.close()
-        return None
-
-
-def steps(kv: Cache, seqs: Items[Sequence], *, whole: bool = False) -> Iterator[Step]:
-    """Steps that recompute what is to be audited, each entered while the loop body runs.
-
-    A sequence that a wrong page was found in ends before it afterwards, as long as part of its
-    prompt is still to be computed: what is wrong is computed with it then.
+class Auditor:
+    """Audits of one cache.
 
     Args:
-        kv: The cache.
-        seqs: Sequences in no step.
-        whole: Cut those too whose prompt is computed to its end, and nothing behind it.
+        restorer: Finds and attaches the pages before one that is audited.
+        empty: Makes an empty sequence of what another one belongs to.
+        step: See `KV.step`.
+        condemned: Told the tier of a page that was wrong, once it is forgotten.
     """
-    for seq in seqs:
-        for page in due(kv, seq):
-            if seq.length < (page + 1) * kv.page_size:
-                break  # it was cut
-            with audit(kv, seq, page) as case:
-                step = _step(kv, case) if case is not None else None
-                if case is None or step is None:
-                    continue
-                with step:
-                    yield step
-                case.judge()
-            if not case.sound:
-                _cut(kv, seq, page, whole=whole)
+
+    def __init__(
+        self,
+        restorer: PrefixMatcher,
+        empty: Callable[[Sequence], Sequence],
+        step: Callable[[Items[Sequence], Items[Any]], Step],
+        condemned: Callable[[str, Verdict], None],
+    ) -> None:
+        self._restorer, self._planner = restorer, restorer.planner
+        self._empty, self._step, self._condemned = empty, step, condemned
+
+    @contextmanager
+    def audit(self, seq: Sequence, page: int) -> Iterator[Audit | None]:
+        """One audit: within, the page's tokens are computed in `twin`, and then it is to `judge`.
+
+        None where they cannot: the pages before are not all there (those of a sliding window, say),
+        the model keeps a recurrent state, or there is no room. That is counted.
+        """
+        twin = self._twin(seq, page)
+        if twin is None:
+            _skip(seq, page)
+            yield None
+            return
+        try:
+            yield Audit(seq, page, twin, self._condemned)
+        finally:
+            twin.close()
+
+    def _twin(self, seq: Sequence, page: int) -> Sequence | None:
+        """A sequence that ends where a page of another one begins."""
+        planner, size = self._planner, self._planner.page_size
+        with planner.guard:
+            mine = Planner.of(seq) is planner and planner.publisher.allowed(seq)
+            if not mine or seq.state is not None:
+                return None
+            try:
+                twin = self._empty(seq)
+            except CapacityError:
+                return None
+            try:
+                twin.owner, twin.publishable = seq.owner, False
+                twin.note(seq.tokens[: (page + 1) * size])
+                tokens, _ = self._restorer.attach(twin, page)
+                if tokens == page * size:
+                    if planner.sealer:
+                        planner.sealer.exempt(twin.row)
+                    return twin
+            except BaseException:
+                twin.close()
+                raise
+            twin.close()
+            return None
+
+    def steps(self, seqs: Items[Sequence], *, whole: bool = False) -> Iterator[Step]:
+        """Steps that recompute what is to be audited, each entered while the loop body runs.
+
+        A sequence that a wrong page was found in ends before it afterwards, as long as part of its
+        prompt is still to be computed: what is wrong is computed with it then.
+
+        Args:
+            seqs: Sequences in no step.
+            whole: Cut those too whose prompt is computed to its end, and nothing behind it.
+        """
+        for seq in seqs:
+            size = Planner.of(seq).page_size
+            for page in due(seq):
+                if seq.length < (page + 1) * size:
+                    break  # it was cut
+                with self.audit(seq, page) as case:
+                    step = self._begin(case) if case is not None else None
+                    if case is None or step is None:
+                        continue
+                    with step:
+                        yield step
+                    case.judge()
+                if not case.sound:
+                    _cut(seq, page, whole=whole)
+
+    def _begin(self, case: Audit) -> Step | None:
+        first = case.page * self._planner.page_size
+        try:
+            step = self._step([case.twin], [case.twin.tokens[first:].copy()])
+        except CapacityError:
+            case.judge()  # which counts it as skipped
+            return None
+        step.audits = True
+        return step
 
 
-def _step(kv: Cache, case: Audit) -> Step | None:
-    first = case.page * kv.page_size
-    try:
-        step = kv.step([case.twin], [case.twin.tokens[first:].copy()])
-    except CapacityError:
-        case.judge()  # which counts it as skipped
-        return None
-    step.audits = True
-    return step
-
-
-def _cut(kv: Cache, seq: Sequence, page: int, *, whole: bool) -> None:
-    with kv.lock:
+def _cut(seq: Sequence, page: int, *, whole: bool) -> None:
+    planner = Planner.of(seq)
+    with planner.guard:
         if seq.closed or seq.position >= len(seq.tokens) + whole:
             return
         try:
-            Planner.of(seq).shorten(seq, page)
+            planner.shorten(seq, page)
         except StateError:  # it reaches behind a window
-            Planner.of(seq).shorten(seq, 0)
+            planner.shorten(seq, 0)
         kept = (block for blocks in seq.blocks for block in blocks if block is not None)
         seq.publishable = not any(block.gone for block in kept)
-
-
-def run(kv: Cache, seq: Sequence, forward: Callable[[Step], Any]) -> int:
-    """See `KV.audit`."""
-    samples = Planner.of(seq).store.samples
-    before = samples.mismatches
-    for step in steps(kv, [seq]):
-        forward(step)
-    return samples.mismatches - before
-
-
-def mend(
-    kv: Cache,
-    seqs: Items[Sequence],
-    forward: Callable[[Step], Any],
-    outputs: list[Any],
-    chunk: int,
-) -> list[Any]:
-    """Audits prompts that were just restored to their end, and computes anew what was wrong.
-
-    Args:
-        kv: The cache.
-        seqs: Their sequences.
-        forward: Called with each step.
-        outputs: What `forward` returned for the end of each prompt.
-        chunk: Most tokens in one step.
-
-    Returns:
-        The outputs, those of prompts that were wrong replaced.
-    """
-    for row, seq in enumerate(seqs):
-        for step in steps(kv, [seq], whole=True):
-            forward(step)
-        if not seq.closed:
-            for step in kv.prefill([seq], chunk=chunk):
-                outputs[row] = forward(step)
-    return outputs
 
 
 # Says in words how much of a prompt is known, and what prevents more.

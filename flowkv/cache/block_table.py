@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from flowkv import kernels
 from flowkv.cache.guard import Guard
-from flowkv.cache.prefetch import PrefetchManager
-from flowkv.cache.seal import Publisher, Sealer
+from flowkv.cache.seal import Publisher, Refusal, Sealer
 from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
@@ -234,6 +233,16 @@ class Follower(Protocol):
         ...
 
 
+class Foresight(Protocol):
+    """Who brings what is expected next, at the edges of steps."""
+
+    due_ns: int
+
+    def edge(self) -> None:
+        """Looks ahead if that is due."""
+        ...
+
+
 class Planner:
     """Steps over the lines of sequences.
 
@@ -242,9 +251,12 @@ class Planner:
         tables: Lines of all sequences.
         guard: The KV lock; every public method takes it.
         measured: Told the tokens and seconds of each committed step.
+        foresight: Brings what is expected next; None where there are no tiers to bring it from.
+        allowed: See `Publisher`.
+        on_non_finite: See `Publisher`.
+        on_refusal: See `Sealer`.
 
     Attributes:
-        foresight: Brings what is expected next, where there are tiers to bring it from.
         sender: Told which layers have written new tokens, see `flowkv.cache.handover`.
     """
 
@@ -254,6 +266,11 @@ class Planner:
         tables: Tables,
         guard: Guard,
         measured: Callable[[int, float], None],
+        foresight: Foresight | None,
+        *,
+        allowed: Callable[[Sequence], bool],
+        on_non_finite: Callable[[int, int], None],
+        on_refusal: Callable[[Refusal], None],
     ) -> None:
         self.store, self.tables, self.guard = store, tables, guard
         self.geometry = store.geometry
@@ -265,12 +282,11 @@ class Planner:
         self._leaving: list[Sequence] = []
         self.aside_bytes = self.copied_bytes = 0
         encodes = any(forms.ladder.rungs for forms in store.forms)
-        self.sealer = Sealer(store, tables) if encodes else None
+        self.sealer = Sealer(store, tables, on_refusal) if encodes else None
         self.compactor = Compactor(store, tables, store.defragment_bytes)
-        self.measured = measured
-        self.publisher = Publisher(store, tables)
+        self.measured, self._foresight = measured, foresight
+        self.publisher = Publisher(store, tables, allowed, on_non_finite)
         self.sender: Follower | None = None
-        self.foresight: PrefetchManager | None = None
         self._places = {
             layer: (g, i)
             for g, group in enumerate(self.geometry.groups)
@@ -671,8 +687,12 @@ class Planner:
                 finish(self.tables, step)
                 self._let_leave()
             self.store.drain()
-            if self.foresight is not None and self.foresight.due_ns < NEVER_NS:
-                self.foresight.edge()
+            self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Brings what is expected next, if anything is. Callers hold the KV lock."""
+        if self._foresight is not None and self._foresight.due_ns < NEVER_NS:
+            self._foresight.edge()
 
     def undo(self, step: Advance) -> None:
         """Gives back the pages of a step that did not happen."""

@@ -522,24 +522,13 @@ class Bundles:
 
     def _save(self, number: int, key: bytes, parent: bytes, body: bytearray, step: int) -> bool:
         """Hands one frame to a tier; waits while that is busy."""
-        info = FrameInfo(
-            kind="weights",
-            codec=0,
-            fidelity=0,
-            layout=BUNDLE_LAYOUT,
-            parent=parent,
-            namespace=self.namespace,
-            group=GROUP,
-            tokens=0,
-            stripe_bytes=min(step, len(body)),
-            tenant=self.tenant,
-        )
         end_s = compiling.now_s() + _BUNDLES_PATIENCE_S
         while compiling.now_s() < end_s:
             with self.guard:
                 block = self.store.index.publish(key, parent, GROUP, "weights")
                 block.tenant, block.namespace = self.tenant, self.namespace
-                block.n_bytes = len(body)
+                block.n_bytes, stripe_bytes = len(body), min(step, len(body))
+                info = block.info(BUNDLE_LAYOUT, tokens=0, stripe_bytes=stripe_bytes)
                 busy = not self.store.takes(number, len(body))
                 saved = self.store.save(block, number, info, memoryview(body))
                 self.store.settle(block)
@@ -631,7 +620,7 @@ class Bundles:
                 wanted = [
                     Load(p.block.key, p.target, BUNDLE_LAYOUT, 0, p.first, p.stripes) for p in here
                 ]
-                answers, lent = self.store.mover.load([(number, one) for one in wanted], _ignore)
+                answers, lent = self.store.mover.load([(number, one) for one in wanted])
                 for piece, answer in zip(here, answers, strict=True):
                     if answer.outcome is Outcome.HIT:
                         self.store.count_loaded(number, answer.n_bytes)
@@ -639,7 +628,7 @@ class Bundles:
                     elif not piece.block.gone and piece.block.tiers >> number & 1:
                         self.store.not_served(piece.block, number, answer)
                 self.store.touch([p.block for p in here if not p.block.gone])
-                if lent:
+                if lent:  # a late answer fills what nobody reads any more
                     return False  # it may still write there: no other tier's bytes would be safe
             return not pieces
 
@@ -658,10 +647,6 @@ class Bundles:
 
     def _part_key(self, table: _Table, number: int) -> bytes:
         return self._key(b"part", table.digest, number.to_bytes(8, "little"))
-
-
-def _ignore(_: int) -> None:
-    """A late answer: its target is the loader's, and nobody reads it any more."""
 
 
 def _padded(n_bytes: int) -> int:

@@ -17,15 +17,13 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 from flowkv.cache.block_table import Planner
-from flowkv.cache.facade import Cache
 from flowkv.cache.index import Block
 from flowkv.cache.restore import Late
 from flowkv.cache.seal import finite
@@ -60,7 +58,9 @@ class Sender:
     finds whole pages. Pages that may not be published are not sent, nor those that a tier has.
 
     Args:
-        kv: The cache whose steps are followed.
+        planner: Whose steps are followed.
+        deadline_s: Longest wait for stores when it ends.
+        flush: See `KV.flush`.
 
     Attributes:
         stripes: Layers of pages sent.
@@ -69,10 +69,10 @@ class Sender:
         StateError: No tier of the stack can be read by others, or another sender is active.
     """
 
-    def __init__(self, kv: Cache) -> None:
-        with kv.lock:
-            self._kv, self._planner = kv, kv._bound()
-            self._store, self.stripes = self._planner.store, 0
+    def __init__(self, planner: Planner, deadline_s: float, flush: Callable[[float], bool]) -> None:
+        with planner.guard:
+            self._planner, self._deadline_s, self._flush = planner, deadline_s, flush
+            self._store, self.stripes = planner.store, 0
             tiers = enumerate(self._store.tiers)
             together = (number for number, tier in tiers if tier.writable and tier.shared)
             self._number = next(together, self._store.lasting())
@@ -88,7 +88,7 @@ class Sender:
 
     def release(self, seq: Sequence) -> None:
         """Takes back what was sent of a sequence's pages: the receivers have it."""
-        with self._kv.lock:
+        with self._planner.guard:
             for group, spec in enumerate(self._planner.geometry.groups):
                 for page_no in range(seq.known // self._planner.page_size):
                     key = seq.key(group, page_no)
@@ -99,13 +99,13 @@ class Sender:
 
     def close(self) -> None:
         """Sends nothing more, and takes back what was sent. Safe to call again."""
-        with self._kv.lock:
+        with self._planner.guard:
             if self._planner.sender is not self:
                 return
             self._planner.sender = None
             for block, _, _ in self._waiting:
                 self._store.unkeep(block)
-            self._store.flush(self._kv.config.load_deadline_s)
+            self._store.flush(self._deadline_s)
             for block in self._sent.values():
                 self._store.forget(block)
             self._waiting.clear()
@@ -115,10 +115,10 @@ class Sender:
         """Waits until all that was sent can be read; False if that took too long."""
         end_s = compiling.now_s() + timeout_s
         while self._waiting and compiling.now_s() < end_s:
-            with self._kv.lock:
+            with self._planner.guard:
                 self._store.drain(_LONGEST_PAUSE_S)
                 self._pump()
-        return self._kv.flush(max(0.0, end_s - compiling.now_s())) and not self._waiting
+        return self._flush(max(0.0, end_s - compiling.now_s())) and not self._waiting
 
     def __enter__(self) -> Sender:
         return self
@@ -128,7 +128,7 @@ class Sender:
 
     def appended(self, step: Step, layer: int) -> None:
         """Sends what a layer of a step has filled; see `Step.appended`."""
-        with self._kv.lock:
+        with self._planner.guard:
             for seq, count in zip(step.seqs, step.counts.tolist(), strict=True):
                 if count and self._planner.publisher.allowed(seq):
                     self._send(seq, layer, count)
@@ -182,18 +182,8 @@ class Sender:
         block = self._store.index.publish(name, key, group, "memo")
         block.tenant, block.namespace, block.n_bytes = seq.tenant, seq.namespace, body.nbytes
         block.fidelity = seq.fidelity
-        info = FrameInfo(
-            kind="memo",
-            codec=0,
-            fidelity=seq.fidelity,
-            layout=stripe_layout(geometry.groups[group], geometry.page_size).fingerprint(),
-            parent=key,
-            namespace=seq.namespace,
-            group=group,
-            tokens=geometry.page_size,
-            stripe_bytes=body.nbytes,
-            tenant=seq.tenant,
-        )
+        layout = stripe_layout(geometry.groups[group], geometry.page_size).fingerprint()
+        info = block.info(layout, tokens=geometry.page_size, stripe_bytes=body.nbytes)
         self._store.keep(block)  # no policy may take it before it is anywhere
         self._sent[name] = block
         self._waiting.append((block, info, body))
@@ -231,7 +221,6 @@ class Arrival:
     """Pages of a sequence that another process sends, on their way.
 
     Args:
-        kv: The cache.
         seq: A sequence in no step, whose `length` is a whole number of pages.
         pages: How many pages it will have.
         patience_s: Longest wait for a layer while nothing at all arrives.
@@ -240,10 +229,10 @@ class Arrival:
         CapacityError: The pages do not fit.
     """
 
-    def __init__(self, kv: Cache, seq: Sequence, pages: int, patience_s: float) -> None:
-        self._kv, self._seq, self._patience_s = kv, seq, patience_s
-        with kv.lock:
-            self._planner = planner = Planner.of(seq)
+    def __init__(self, seq: Sequence, pages: int, patience_s: float) -> None:
+        self._seq, self._patience_s = seq, patience_s
+        self._planner = planner = Planner.of(seq)
+        with planner.guard:
             self._store, size = planner.store, planner.page_size
             self._first, self._pages = seq.length // size, pages
             self._layouts = [stripe_layout(group, size) for group in planner.geometry.groups]
@@ -279,7 +268,7 @@ class Arrival:
 
     def settle(self) -> None:
         """Keeps the pages that are complete, from the first one on, and makes them known."""
-        with self._kv.lock:
+        with self._planner.guard:
             if self._left:
                 complete = min(stripe.page_no for stripe in self._left)
                 self._planner.shorten(self._seq, complete)
@@ -288,7 +277,7 @@ class Arrival:
 
     def _take(self) -> int:
         """Loads what is there by now; returns how many stripes came."""
-        with self._kv.lock:
+        with self._planner.guard:
             here = (stripe for stripe in self._left if stripe not in self._lost)
             wanted = list(islice(here, _MOST_ASKED))  # layer by layer
             found: dict[_Stripe, tuple[int, _Source]] = {}
@@ -371,29 +360,3 @@ class Arrival:
         if self._store.pool(stripe.group).device.type != "cpu":
             self._place(stripe).copy_(buffer)
         self._seq.fidelity = max(self._seq.fidelity, info.fidelity)
-
-
-def take_over(
-    kv: Cache,
-    seq: Sequence,
-    forward: Callable[[Step], Any],
-    *,
-    patience_s: float,
-    chunk: int,
-) -> Any:
-    """See `KV.take_over`."""
-    output, pages = None, (len(seq.tokens) - 1) // kv.page_size
-    if pages * kv.page_size > seq.length and not seq.length % kv.page_size:
-        arrival = Arrival(kv, seq, pages, patience_s)
-        rest: Items[int] = seq.tokens[pages * kv.page_size :].tolist()
-        try:
-            with kv.step([seq], [rest]) as step:
-                step.awaits = arrival.wait
-                output = forward(step)
-        except Late:
-            pass
-        finally:
-            arrival.settle()
-    for step in kv.prefill([seq], chunk=chunk):
-        output = forward(step)
-    return output

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache.pool import Forms, PagePool
 from flowkv.core.errors import StateError
 from flowkv.core.keys import ROOT
 from flowkv.core.layout import CODEC_SHIFT
 from flowkv.policy.config import Lease
+from flowkv.tiers.base import FrameInfo
 
 # Blocks that lie nowhere any more: their slots stay theirs for a while, so that policies learn.
 #
@@ -141,7 +141,6 @@ class Block:
         fidelity: Lossiest codec index among itself and its ancestors (DESIGN D6).
         holds: Open sequences that use the device page.
         idle: Granules of its device page, while that can be had for another one; else 0.
-        keepsake: Its device page as suspended sequences need it; None if none does.
         kept: Reasons, beside holds, for which no policy may take it from anywhere.
         moving: Stores of it that are under way.
         pinned: `KV.pin` protects it.
@@ -162,7 +161,6 @@ class Block:
         "group",
         "holds",
         "idle",
-        "keepsake",
         "kept",
         "key",
         "kind",
@@ -188,7 +186,6 @@ class Block:
         self.pinned, self.gone, self.sealable = False, False, True
         self.n_bytes = self.tail = 0
         self.lease: str | Lease = ""
-        self.keepsake: SwappedCopy | None = None
         self.tokens: NDArray[np.uint32] | None = None
         self.tenant = self.namespace = b""
 
@@ -207,6 +204,28 @@ class Block:
         self.tiers |= 1 << tier
         self.codecs = self.codecs & ~(UNKNOWN << 4 * tier) | codec << 4 * tier
 
+    def info(self, layout: bytes, *, tokens: int, stripe_bytes: int, codec: int = 0) -> FrameInfo:
+        """What a frame of its says about itself.
+
+        Args:
+            layout: Fingerprint of how the body is laid out.
+            tokens: How many it holds.
+            stripe_bytes: Of each part that can be read alone.
+            codec: Index of the body's codec.
+        """
+        return FrameInfo(
+            kind=self.kind,
+            codec=codec,
+            fidelity=self.fidelity,
+            layout=layout,
+            parent=self.parent,
+            namespace=self.namespace,
+            group=self.group,
+            tokens=tokens,
+            stripe_bytes=stripe_bytes,
+            tenant=self.tenant,
+        )
+
     def codec_on(self, tier: int) -> int:
         """Index of the codec of a tier's copy; `UNKNOWN` where others may have written it."""
         return self.codecs >> 4 * tier & UNKNOWN
@@ -216,16 +235,17 @@ class PrefixIndex:
     """All known blocks, and the slots of some that were. Callers hold the KV lock.
 
     Args:
-        least_ghosts: Forgotten blocks that keep their slots, if there are not more known ones.
-
-    Attributes:
         on_drop: Told the slots that belong to no key any more, before others get them.
+        least_ghosts: Forgotten blocks that keep their slots, if there are not more known ones.
     """
 
-    def __init__(self, least_ghosts: int = LEAST_GHOSTS) -> None:
-        self._least_ghosts = least_ghosts
+    def __init__(
+        self,
+        on_drop: Callable[[list[int]], None] = lambda slots: None,
+        least_ghosts: int = LEAST_GHOSTS,
+    ) -> None:
+        self._on_drop, self._least_ghosts = on_drop, least_ghosts
         self.ghosts = Ghosts(self._drop)
-        self.on_drop: Callable[[list[int]], None] = lambda slots: None
         self._by_key: dict[bytes, Block] = {}
         self._slots: list[Block | None] = []
         self._free: list[int] = []
@@ -348,7 +368,7 @@ class PrefixIndex:
         self.ghosts.add(block.key, block.slot, block.parent, realm, most)
 
     def _drop(self, slots: list[int]) -> None:
-        self.on_drop(slots)
+        self._on_drop(slots)
         self._free += slots
 
     def _unlink(self, key: bytes, parent: bytes) -> None:
@@ -364,22 +384,6 @@ class PrefixIndex:
 
 
 # What suspended sequences need again, bit for bit, of pages that others know too.
-
-AT_ONCE_BYTES = 1 << 26
-"""Of pages in one transfer: they take as much again of a device that is full."""
-
-
-class PageSource(Protocol):
-    """What holds the pages of blocks: a pool and the codecs of each layer group."""
-
-    @property
-    def forms(self) -> list[Forms]:
-        """The codecs and layouts of each group's pages."""
-        ...
-
-    def pool(self, group: int) -> PagePool:
-        """The pool of a group's device."""
-        ...
 
 
 class Copy(NamedTuple):
@@ -399,7 +403,7 @@ class SwappedCopy:
 
     While the page stays where it is, nothing is copied: a prefix that many share costs nothing to
     suspend, and whoever comes back before it is needed for others moves no byte. Just before it is
-    given up, encoded or erased, it is copied once for all of them.
+    given up, encoded or erased, it is copied once for all of them (`PageStore.swapped`).
 
     Args:
         block: Whose page.
@@ -416,60 +420,7 @@ class SwappedCopy:
         self.block, self.codec = block, block.page >> CODEC_SHIFT
         self.content: torch.Tensor | None = None
         self.users = 0
-        block.keepsake = self
-
-    @classmethod
-    def of(cls, block: Block) -> SwappedCopy:
-        """The one of a block, for one more sequence."""
-        keepsake = block.keepsake or cls(block)
-        keepsake.users += 1
-        return keepsake
-
-    def save(self, store: PageSource) -> None:
-        """The page is about to change, or to go: copies it."""
-        self.content = download(store, self.block.group, [self.block.page])[0]
-        self.block.keepsake = None
-
-    def let_go(self) -> bool:
-        """A sequence needs it no more; whether that was the last one."""
-        self.users -= 1
-        if not self.users and self.block.keepsake is self:
-            self.block.keepsake = None
-        return not self.users
 
 
 Saved = list[list[Copy | SwappedCopy | None]]
 """Per group what brings each page of a suspended sequence back, None behind the window."""
-
-
-def download(store: PageSource, group: int, pages: list[int]) -> list[torch.Tensor]:
-    """Copies of pages of one group and codec in host memory, in as few transfers as may be."""
-    if not pages:
-        return []
-    pool, n_bytes = store.pool(group), store.forms[group].of(pages[0]).page_bytes
-    copies: list[torch.Tensor] = []
-    for part in _parts(len(pages), n_bytes):
-        some = [pool.page_bytes(page, n_bytes) for page in pages[part]]
-        if len(some) == 1:  # as when one is evicted from a device without memory for a copy
-            copies.append(some[0].to("cpu", copy=True))
-        else:
-            copies += torch.stack(some).to("cpu")
-    return copies
-
-
-def upload(store: PageSource, group: int, pages: list[int], contents: list[torch.Tensor]) -> None:
-    """Puts such copies into pages of the same codec."""
-    if not pages:
-        return
-    pool, n_bytes = store.pool(group), contents[0].numel()
-    for part in _parts(len(pages), n_bytes):
-        some: Iterable[torch.Tensor] = contents[part]
-        if pool.device.type != "cpu":
-            some = torch.stack(contents[part]).to(pool.device)
-        for page, content in zip(pages[part], some, strict=True):
-            pool.page_bytes(page, n_bytes).copy_(content)
-
-
-def _parts(pages: int, n_bytes: int) -> Iterator[slice]:
-    most = max(1, AT_ONCE_BYTES // n_bytes)
-    return (slice(first, first + most) for first in range(0, pages, most))

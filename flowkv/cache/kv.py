@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache import audit, erasure, export, swap
+from flowkv.cache import erasure, export, swap
 from flowkv.cache import stack as learned
-from flowkv.cache.audit import Explanation, explain
+from flowkv.cache.audit import Auditor, Explanation, explain
 from flowkv.cache.block_table import Planner
 from flowkv.cache.export import Bundles, Exported, Loaded
 from flowkv.cache.guard import Guard
-from flowkv.cache.handover import Sender, take_over
+from flowkv.cache.handover import Arrival, Sender
+from flowkv.cache.load import PageLoader
 from flowkv.cache.match import PrefixMatcher
 from flowkv.cache.prefetch import Prefetch, PrefetchManager
 from flowkv.cache.requests import Queue, Recording, RequestTracker, WaitingRequest
@@ -32,9 +34,9 @@ from flowkv.cache.restore import Late, RestoreJob, RestoreScheduler, begin, begi
 from flowkv.cache.seal import Refusal, describe
 from flowkv.cache.sequence import Retain, Sequence, Tables, eta_ns, make_care, session_number
 from flowkv.cache.stack import divided, make_envelope, open_pools, open_tiers
-from flowkv.cache.statistics import source, statistics
+from flowkv.cache.statistics import store_levels, store_report
 from flowkv.cache.step import Step, chosen, sparsify
-from flowkv.cache.store import PageStore
+from flowkv.cache.store import PageStore, Verdict
 from flowkv.cache.swap import Snapshots
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import PLACE_KINDS, format_size, load_config, parse_quota
@@ -48,11 +50,11 @@ from flowkv.core.errors import (
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, Shard, as_tokens, tenant_salt
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
-from flowkv.observe.metrics import Metrics
+from flowkv.observe.metrics import Level, Metrics
 from flowkv.observe.timeline import Tenancy
 from flowkv.observe.trace import TraceFile
 from flowkv.policy import CATALOGUE, make_policy
-from flowkv.policy.base import NEVER_NS, Policy
+from flowkv.policy.base import Policy
 from flowkv.policy.config import Lease, configure
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
@@ -218,6 +220,34 @@ def end(kv: KV, restoration: RestoreJob, *, ok: bool) -> None:
 
 # `KV`: the cache as users hold it: sequences, steps, known prompts, upkeep.
 
+
+def levels(kv: KV) -> Iterator[Level]:
+    """Levels and counts of a cache, without its lock; none of one that is closed.
+
+    See `flowkv.cache.statistics.store_levels`.
+    """
+    if kv.closed:
+        return
+    # What was opened in vain is taken out again: these wait until they grow beyond it. The present
+    # value is read before the one that it may give way to, so that no correction slips between.
+    yield Level("tokens_seen_total", max(kv.tokens_seen, kv.seen_most), kind="counter")
+    yield Level("tokens_reused_total", max(kv.tokens_reused, kv.reused_most), kind="counter")
+    yield Level("open_sequences", len(kv._open))
+    if kv.planner is not None:
+        yield from store_levels(kv.planner.store)
+
+
+def source(kv: KV) -> Callable[[], list[Level]]:
+    """What reads `levels` of a cache again and again, without keeping the cache alive."""
+    ref = weakref.ref(kv)
+
+    def read() -> list[Level]:
+        there = ref()
+        return list(levels(there)) if there is not None else []
+
+    return read
+
+
 cache_door: Callable[..., Any] | None = None
 """Makes the object behind `KV.cache`; put here by the package, since hooks lie above this floor."""
 
@@ -292,6 +322,7 @@ class KV:
         self._recordings: list[Recording] = []
         self._traces: list[TraceFile] = []
         self.planner: Planner | None = None
+        self.foresight: PrefetchManager | None = None
         self._levels, self._accounts = source(self), list[Account]()
         self.metrics.source(self._levels)
         if geometry is not None:
@@ -302,7 +333,7 @@ class KV:
                 )
             name = namespace or self.config.namespace
             self._need_name(bool(name), geometry)
-            self.bind(geometry, name if isinstance(name, Namespace) else Namespace(model=name))
+            bind(self, geometry, name if isinstance(name, Namespace) else Namespace(model=name))
 
     def _need_name(self, named: bool, geometry: Geometry) -> None:
         places = self.config.places(on_cpu=_on_cpu(geometry))
@@ -313,30 +344,6 @@ class KV:
                 "a cache with a lasting or shared tier has no namespace",
                 'Name the model and its weights: KV(geometry, namespace="my-model@3", ...)',
             )
-
-    def bind(self, geometry: Geometry, namespace: Namespace) -> None:
-        """Says which model this cache serves from now on.
-
-        Sequences that are open keep their pages, but what they compute is not published any more.
-        A new geometry gets fresh pools; the tiers stay.
-
-        Raises:
-            CapacityError: The device pool is too small for the geometry.
-            GeometryError: The heads cannot be divided evenly among the ranks.
-            StateError: The cache is closed.
-        """
-        with self.lock:
-            self._alive()
-            shard = self.shard
-            local = geometry.local(shard.rank, shard.world) if shard else geometry
-            exact = msgspec.structs.replace(namespace, geometry=geometry.fingerprint().hex())
-            if self.planner is None or local != self.planner.geometry:
-                self._build(local, geometry, exact)
-            else:
-                self._introduce(exact)
-            self.namespace = exact.digest()
-            for seq in self._open.values():  # also if the old name comes back while they are open
-                seq.publishable = False
 
     def _introduce(self, namespace: Namespace) -> None:
         """Tells tiers that note it whose frames are in use from now on."""
@@ -356,6 +363,7 @@ class KV:
             self.planner.store.flush(self.config.load_deadline_s)
             self.planner.store.detach_tiers()
         self._introduce(namespace)
+        foresight: PrefetchManager | None = None  # which needs the store that tells it
         store = PageStore(
             geometry,
             pools,
@@ -365,27 +373,33 @@ class KV:
             bus=self.bus,
             config=self.config,
             rates=self.gate.rates,
+            page_cost_ns=lambda: round(self.gate.seconds_per_token * geometry.page_size * 1e9),
+            # What a sender writes is for others, whose rates nobody here knows.
+            pays=lambda tier, n_bytes, reach: (
+                planner.sender is not None
+                or self.gate.pays_to_store(tier, n_bytes, geometry.page_size, reach)
+            ),
+            on_drop=lambda slots: foresight.dropped(slots) if foresight is not None else None,
+            on_unused=lambda block: foresight.unused(block) if foresight is not None else None,
+            give_up_late=lambda: loader.expire(),  # noqa: PLW0108 - which needs the store
         )
-        store.page_cost_ns = lambda: round(self.gate.seconds_per_token * geometry.page_size * 1e9)
+        self.loader = loader = PageLoader(store)
+        self.foresight = foresight = self._look_out(store)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
-        self.planner = planner = Planner(store, tables, self.lock, self.gate.computed)
-        # What a sender writes is for others, whose rates nobody here knows.
-        store.pays = lambda tier, n_bytes, reach: (
-            planner.sender is not None
-            or self.gate.pays_to_store(tier, n_bytes, geometry.page_size, reach)
+        self.planner = planner = Planner(
+            *(store, tables, self.lock, self.gate.computed, foresight),
+            allowed=self._may_publish,
+            on_non_finite=self._non_finite,
+            on_refusal=self._refused,
         )
-        self.planner.foresight = self._foresight(self.planner)
-        self.planner.publisher.allowed = self._may_publish
-        self.planner.publisher.on_non_finite = self._non_finite
-        if self.planner.sealer:
-            self.planner.sealer.on_refusal = self._refused
-        self.restorer = PrefixMatcher(self.planner, self.gate, self.bus)
+        self.restorer = PrefixMatcher(self.planner, self.gate, self.bus, loader)
         self.snapshots = Snapshots(self.restorer)
-        self.restores = RestoreScheduler(store, self.gate, self.bus)
+        self.restores = RestoreScheduler(store, self.gate, self.bus, loader)
         if (directory := self._learned()) is not None:
             self._tell(partial(learned.load, directory, store.places))
-        self.visits = RequestTracker(self.planner)
+        self.visits = RequestTracker(self.planner, foresight)
         self.queue = Queue(self.visits, self.lock)
+        self.auditor = Auditor(self.restorer, self._like, self.step, self._condemned)
         if self.config.record and not self._recordings:
             self.record(self.config.record)
 
@@ -401,15 +415,20 @@ class KV:
         if isinstance(self.config.prefetch, dict):
             configure(PrefetchConfig, "prefetch", self.config.prefetch)
 
-    def _foresight(self, planner: Planner) -> PrefetchManager | None:
+    def _look_out(self, store: PageStore) -> PrefetchManager | None:
         """What brings pages nearer before they are asked for; None without a tier, or if off."""
-        if not planner.store.tiers or self.config.prefetch == "off":
+        if not store.tiers or self.config.prefetch == "off":
             return None
-        said, size = self.config.prefetch, planner.page_size
-        windows = [planner.window(g) for g in range(len(planner.geometry.groups))]
-        pages = [None if w is None else max(1, -(-(w - 1) // size)) for w in windows]
-        options = said if isinstance(said, dict) else {}
-        return PrefetchManager(planner.store, self.lock, pages, options)
+        said, size = self.config.prefetch, store.geometry.page_size
+        pages = [
+            max(1, -(-(group.window - 1) // size))
+            if group.window and group.kind == "sliding"
+            else None
+            for group in store.geometry.groups
+        ]
+        return PrefetchManager(
+            store, self.loader, self.lock, pages, said if isinstance(said, dict) else {}
+        )
 
     def _policy(self, kind: str, capacity_bytes: int) -> Policy:
         """The policy of a place."""
@@ -470,7 +489,7 @@ class KV:
             self.visits,
             self.lock,
             page_size=planner.page_size,
-            warn=lambda problem: self.warn("recording", f"{problem} Check the disk."),
+            warn=lambda problem: warn(self, "recording", f"{problem} Check the disk."),
         )
         self._recordings.append(recording)
         return recording
@@ -493,15 +512,30 @@ class KV:
         """
         self._alive()
         check = "Check the disk."
-        trace = TraceFile(path, self.bus, warn=lambda said: self.warn("trace", f"{said} {check}"))
+        trace = TraceFile(path, self.bus, warn=lambda said: warn(self, "trace", f"{said} {check}"))
         self._traces = [*(other for other in self._traces if not other.closed), trace]
         return trace
 
     def _may_publish(self, seq: Sequence) -> bool:
         return seq.publishable and seq.namespace == self.namespace and not self.closed
 
+    def _condemned(self, tier: str, verdict: Verdict) -> None:
+        """A page was found wrong, and is forgotten with all that continues it."""
+        self._purge()
+        for seq in self._open.values():
+            seq.publishable &= not seq.forgotten
+        warn(
+            self,
+            "audit",
+            f"A page restored from {tier} is not what the model computes: it is "
+            f"{verdict.error:.3g} of its size away, and {verdict.bound:.3g} is allowed. It was "
+            "forgotten, and all that continues it. Run `flowkv scrub` on the store, and check the "
+            "namespace, if you gave one: it must change with the weights.",
+        )
+
     def _non_finite(self, group: int, page: int) -> None:
-        self.warn(
+        warn(
+            self,
             "non-finite",
             f"Page {page} of layer group {group} holds NaN or infinity and is neither shared nor "
             "stored. Check the model's dtype and inputs.",
@@ -511,7 +545,8 @@ class KV:
         problem = describe(refusal)
         if self.config.non_finite == "error":
             raise NonFiniteError(problem, "Check the model's dtype and inputs, or use codec='raw'")
-        self.warn(
+        warn(
+            self,
             "unencoded",
             f"P{problem[1:]}: it stays raw, and so does every other one of this kind, without "
             "another warning. Check the model's dtype and inputs.",
@@ -531,26 +566,6 @@ class KV:
     def inherited(self) -> bool:
         """Whether this process was forked from the one that opened it."""
         return os.getpid() != self._pid
-
-    def warn(self, code: str, message: str) -> None:
-        """Warns once per `code`."""
-        if code not in self._warned:
-            self._warned.add(code)
-            if not self.inherited:  # who listens may have been busy when the child was forked
-                self.bus.emit(Warned(code=code, message=message))
-            warnings.warn(message, stacklevel=3)
-
-    def on_detach(self, callback: Callable[[], None]) -> None:
-        """Registers what `detach` does."""
-        self._detach.append(callback)
-
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Registers what `close` does before anything is released."""
-        self._closings.append(callback)
-
-    def on_prove(self, callback: Callable[[], None]) -> None:
-        """Registers what proves pages that were computed so far, so that they can be kept."""
-        self._proofs.append(callback)
 
     def _prove(self) -> None:
         if not self.closed:
@@ -671,6 +686,12 @@ class KV:
         self._open[id(seq)] = seq
         return seq
 
+    def _like(self, seq: Sequence) -> Sequence:
+        """An empty sequence of the tenant, model and salts of another one."""
+        twin = self._sequence(Planner.of(seq), None, seq.salts)
+        twin.tenant, twin.namespace, twin.chains = seq.tenant, seq.namespace, seq.chains
+        return twin
+
     def _lineless(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
         """A sequence that can look things up, and hold nothing."""
         name = self.config.tenant if tenant is None else tenant
@@ -706,11 +727,7 @@ class KV:
             Planner.of(seq).release(seq)
             if self.config.quotas:
                 Planner.of(seq).store.shed()
-            self._look_ahead(Planner.of(seq))
-
-    def _look_ahead(self, planner: Planner) -> None:
-        if planner.foresight is not None and planner.foresight.due_ns < NEVER_NS:
-            planner.foresight.edge()
+            Planner.of(seq).look_ahead()
 
     def fork(self, seq: Sequence) -> Sequence:
         """A second sequence with the same past; pages are shared until one of them writes.
@@ -721,8 +738,7 @@ class KV:
         """
         with self.lock:
             self._alive()
-            child = self._sequence(Planner.of(seq), None, seq.salts)
-            child.tenant, child.namespace, child.chains = seq.tenant, seq.namespace, seq.chains
+            child = self._like(seq)
             try:
                 Planner.of(seq).fork(seq, child)
             except BaseException:
@@ -759,7 +775,7 @@ class KV:
         with self.lock:
             planner = self._bound()
             planner.store.drain()
-            self._look_ahead(planner)
+            planner.look_ahead()
             seq = self._lineless(planner, tenant, salts)
             seq.note(as_tokens(plain(tokens)))
             yield seq
@@ -793,7 +809,7 @@ class KV:
         Returns at once; `cancel` what is returned if the prompt is not going to be used.
         """
         with self._probe(tokens, tenant, salts) as seq:
-            prefetch = Prefetch(Planner.of(seq).store, self.lock)
+            prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)
             prefetch.start(self.restorer.absent(seq))
             return prefetch
 
@@ -825,10 +841,10 @@ class KV:
             return queued
 
     def _nearer(self, seq: Sequence, queued: WaitingRequest) -> Prefetch:
-        absent, foresight = self.restorer.absent(seq), Planner.of(seq).foresight
-        if foresight is not None:
-            return foresight.enqueue(queued.request, self.visits.chains(seq))
-        prefetch = Prefetch(Planner.of(seq).store, self.lock)
+        absent = self.restorer.absent(seq)
+        if self.foresight is not None:
+            return self.foresight.enqueue(queued.request, self.visits.chains(seq))
+        prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)
         prefetch.start(absent)
         return prefetch
 
@@ -946,8 +962,12 @@ class KV:
         try:
             yield
         finally:
-            self.visits.purge()
-            self.queue.purge(self._bound().store.index.slot)
+            self._purge()
+
+    def _purge(self) -> None:
+        """Requests name nothing that was forgotten."""
+        self.visits.purge()
+        self.queue.purge(self._bound().store.index.slot)
 
     def _forget_realm(self, realm: erasure.Realm) -> int:
         for seq in self._open.values():
@@ -1056,17 +1076,6 @@ class KV:
         store, envelope = self._bound().store, make_envelope(self.config)
         return export.read(store, self.lock, path, envelope, self.namespace)
 
-    def plan(self, seqs: Items[Sequence], counts: Items[int] | NDArray[np.int64]) -> Step:
-        """A step over rows whose new token ids are told elsewhere (`Sequence.note`), or never.
-
-        Args:
-            seqs: The rows.
-            counts: New tokens of each.
-        """
-        self._alive()
-        planner = Planner.of(seqs[0]) if seqs else self._bound()
-        return Step(planner, seqs, np.asarray(counts, np.int64))
-
     def step(self, seqs: Items[Sequence], new_tokens: Items[Tokens]) -> Step:
         """A step of your own model: `with kv.step(seqs, tokens) as step: model(step.tokens, ...)`.
 
@@ -1083,7 +1092,7 @@ class KV:
         """
         given = [plain(ids) for ids in new_tokens]
         packed = pack(given)
-        step = self.plan(seqs, [len(ids) for ids in given])
+        step = plan(self, seqs, [len(ids) for ids in given])
         step.give(packed)
         return step
 
@@ -1110,7 +1119,9 @@ class KV:
         if not all(isinstance(seq, Sequence) for seq in seqs):
             raise StateError("some of these are no sequences", "Pass what kv.open(...) returned")
         yield from prefill(self, seqs, chunk)
-        yield from audit.steps(self, [seq for seq in seqs if seq.position < len(seq.tokens)])
+        if seqs:
+            incomplete = [seq for seq in seqs if seq.position < len(seq.tokens)]
+            yield from self.auditor.steps(incomplete)
         while True:
             rows = [seq for seq in seqs if seq.position < len(seq.tokens)]
             if not rows:
@@ -1145,7 +1156,13 @@ class KV:
         if chunk < 1:
             raise ConfigError(f"chunk={chunk}", "Compute at least one token per step")
         outputs = restore(self, seqs, forward, chunk)
-        return audit.mend(self, seqs, forward, outputs, chunk)
+        for row, seq in enumerate(seqs):  # what is found wrong is computed anew
+            for step in self.auditor.steps([seq], whole=True):
+                forward(step)
+            if not seq.closed:
+                for step in self.prefill([seq], chunk=chunk):
+                    outputs[row] = forward(step)
+        return outputs
 
     def audit(self, seq: Sequence, forward: Callable[[Step], Any]) -> int:
         """Recomputes those restored pages of a sequence that `audit=` samples, and compares.
@@ -1162,7 +1179,11 @@ class KV:
         Returns:
             Pages that were wrong.
         """
-        return audit.run(self, seq, forward)
+        samples = Planner.of(seq).store.samples
+        before = samples.mismatches
+        for step in self.auditor.steps([seq]):
+            forward(step)
+        return samples.mismatches - before
 
     def hand_over(self) -> Sender:
         """Sends pages to other processes while they are computed, layer by layer.
@@ -1174,7 +1195,7 @@ class KV:
             StateError: No tier of the stack can be read by others, or another sender is active.
         """
         self._prove()
-        return Sender(self)
+        return Sender(self._bound(), self.config.load_deadline_s, self.flush)
 
     def take_over(
         self,
@@ -1203,7 +1224,21 @@ class KV:
             CapacityError: The pages do not fit.
         """
         patience_s = self.config.load_deadline_s if patience_s is None else patience_s
-        return take_over(self, seq, forward, patience_s=patience_s, chunk=chunk)
+        output, pages = None, (len(seq.tokens) - 1) // self.page_size
+        if pages * self.page_size > seq.length and not seq.length % self.page_size:
+            arrival = Arrival(seq, pages, patience_s)
+            rest = seq.tokens[pages * self.page_size :].copy()
+            try:
+                with self.step([seq], [rest]) as step:
+                    step.awaits = arrival.wait
+                    output = forward(step)
+            except Late:
+                pass
+            finally:
+                arrival.settle()
+        for step in self.prefill([seq], chunk=chunk):
+            output = forward(step)
+        return output
 
     def cache(
         self,
@@ -1289,7 +1324,31 @@ class KV:
     def stats(self) -> dict[str, Any]:
         """Plain numbers: tokens seen and reused, hit rate, pages, bytes and events by place."""
         with self.lock:
-            return statistics(self)
+            seen, reused, planner = self.tokens_seen, self.tokens_reused, self.planner
+            found = self.metrics.by("hit_tokens_total", "tier")
+            known = sum(found.values()) + self.metrics.total("miss_tokens_total")
+            report: dict[str, Any] = {
+                "tokens_seen": seen,
+                "tokens_reused": reused,
+                "hit_rate": reused / seen if seen else 0.0,
+                "hits": {tier: tokens / known for tier, tokens in found.items() if known},
+                "tenants": self.tenants.report(),
+                "sequences": len(self._open),
+                "blocks": 0,
+                "devices": {},
+                "tiers": {},
+                "policies": {},
+                "prefetch": {},
+                "ghosts": 0,
+                "audit": {},
+                "events": self.metrics.snapshot(),
+            }
+            if planner is None:
+                return report
+            if self.foresight is not None:
+                report["prefetch"] = self.foresight.report()
+            ours, quotas = not self.inherited, self.config.quotas
+            return report | store_report(planner.store, planner.tables, quotas, tiers=ours)
 
     def report(
         self,
@@ -1363,6 +1422,76 @@ class KV:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "unbound" if self.planner is None else "open"
         return f"<flowkv.KV {state}: {self.tokens_reused} of {self.tokens_seen} tokens reused>"
+
+
+# What only those need who attach a cache to a model: no business of its users.
+
+
+def bind(kv: KV, geometry: Geometry, namespace: Namespace) -> None:
+    """Says which model a cache serves from now on.
+
+    Sequences that are open keep their pages, but what they compute is not published any more.
+    A new geometry gets fresh pools; the tiers stay.
+
+    Raises:
+        CapacityError: The device pool is too small for the geometry.
+        GeometryError: The heads cannot be divided evenly among the ranks.
+        StateError: The cache is closed.
+    """
+    with kv.lock:
+        kv._alive()
+        shard = kv.shard
+        local = geometry.local(shard.rank, shard.world) if shard else geometry
+        exact = msgspec.structs.replace(namespace, geometry=geometry.fingerprint().hex())
+        if kv.planner is None or local != kv.planner.geometry:
+            kv._build(local, geometry, exact)
+        else:
+            kv._introduce(exact)
+        kv.namespace = exact.digest()
+        for seq in kv._open.values():  # also if the old name comes back while they are open
+            seq.publishable = False
+
+
+def follow(
+    kv: KV,
+    *,
+    prove: Callable[[], None] | None = None,
+    detach: Callable[[], None] | None = None,
+    close: Callable[[], None] | None = None,
+) -> None:
+    """Registers who takes part in the end of a cache.
+
+    Args:
+        kv: The cache.
+        prove: Proves pages that were computed so far, so that they can be kept.
+        detach: What `KV.detach` does.
+        close: What `KV.close` does before anything is released.
+    """
+    kv._proofs += [prove] if prove else []
+    kv._detach += [detach] if detach else []
+    kv._closings += [close] if close else []
+
+
+def warn(kv: KV, code: str, message: str) -> None:
+    """Warns once per `code`."""
+    if code not in kv._warned:
+        kv._warned.add(code)
+        if not kv.inherited:  # who listens may have been busy when the child was forked
+            kv.bus.emit(Warned(code=code, message=message))
+        warnings.warn(message, stacklevel=3)
+
+
+def plan(kv: KV, seqs: Items[Sequence], counts: Items[int] | NDArray[np.int64]) -> Step:
+    """A step over rows whose new token ids are told elsewhere (`Sequence.note`), or never.
+
+    Args:
+        kv: The cache.
+        seqs: The rows.
+        counts: New tokens of each.
+    """
+    kv._alive()
+    planner = Planner.of(seqs[0]) if seqs else kv._bound()
+    return Step(planner, seqs, np.asarray(counts, np.int64))
 
 
 # Rows of an engine that are sequences and nothing else, however the model is run over them.

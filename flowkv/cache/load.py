@@ -13,16 +13,19 @@ import torch
 
 from flowkv import kernels
 from flowkv.cache.index import Block
-from flowkv.cache.mover import TransferRequest
-from flowkv.cache.pool import PagePool
+from flowkv.cache.mover import IOPriority, TransferRequest
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.store import PageStore, ReadFrom
 from flowkv.core import compiling
 from flowkv.core.errors import NonFiniteError, StateError
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, granule_of
-from flowkv.observe.events import Promoted
 from flowkv.policy.restore import Load as LoadOp
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome
+
+Allocate = Callable[[int, int, int], list[int] | None]
+"""`allocate(group, count, codec)`: private pages, or fewer than that, or None."""
+
+_LONGEST_S = 0.1
 
 
 class PageLoad:
@@ -36,6 +39,8 @@ class PageLoad:
         store: Where its block is known.
         block: What is to come.
         page_no: Which page of the sequence it is.
+        awaited: Somebody waits for it: until it comes, no tier gives it up, and its page is not
+            counted among those that come free.
 
     Attributes:
         page: Id of the device page; -1 without one.
@@ -46,19 +51,21 @@ class PageLoad:
     """
 
     __slots__ = (
-        *("_came", "_kept", "_lent", "_line", "_store", "block", "fidelity"),
+        *("_awaited", "_came", "_kept", "_lent", "_line", "_store", "block", "fidelity"),
         *("flying", "held", "page", "page_no", "wanted"),
     )
 
-    def __init__(self, store: PageStore, block: Block, page_no: int) -> None:
-        self._store, self.block, self.page_no = store, block, page_no
+    def __init__(
+        self, store: PageStore, block: Block, page_no: int, *, awaited: bool = True
+    ) -> None:
+        self._store, self.block, self.page_no, self._awaited = store, block, page_no, awaited
         self.page, self.flying, self._came = -1, 0, 0
         self.held, self.wanted, self._lent = False, True, -1  # the page lent
         self._line: Sequence | None = None
-        self.fidelity, self._kept = 0, block.page < 0
+        self.fidelity, self._kept = 0, awaited and block.page < 0
         if self._kept:
             store.keep(block)
-        else:
+        elif block.page >= 0:
             self._hold()
 
     # ---- what is there
@@ -131,8 +138,10 @@ class PageLoad:
         Args:
             first: Number of the tier that is asked before the others; -1 for the nearest.
         """
-        known = list(self._store.sources(self.block)) if not self.block.gone else []
-        for source in sorted(known, key=lambda one: one.tier != first):
+        known: Iterable[ReadFrom] = self._store.sources(self.block) if not self.block.gone else ()
+        if first >= 0:
+            known = sorted(known, key=lambda one: one.tier != first)
+        for source in known:
             if self.page >= 0 and self.change(source.codec):
                 yield source
 
@@ -256,7 +265,7 @@ class PageLoad:
 
     def _lend(self) -> None:
         self._store.lend(self.group, self.page)
-        self._store.awaits(self.group, self.page, True)
+        self._store.awaits(self.group, self.page, self._awaited)
         self._store.pool(self.group).release(self.page)
         self._lent = self.page
 
@@ -266,7 +275,8 @@ class PageLoad:
             self._store.give_back(self.group, page)
 
 
-# Loads of restores under way: one flight per `Load` of the policy, many answers of tiers.
+# All loads of pages: those that a restore's policy asks for, those that somebody waits for at once,
+# and prefetches. A batch of them has many answers of tiers.
 
 
 class LayerSlice(NamedTuple):
@@ -284,36 +294,51 @@ class LayerSlice(NamedTuple):
 
 
 class LoadBatch:
-    """One load under way.
+    """Pieces of pages that were asked for together.
+
+    Args:
+        owner: Whose; batches of one owner are called off together.
+        done: Called when all is answered.
+        op: What the policy of restores wanted; None where it was not asked.
+        tier: The tier that it meant.
+        priority: Of its transfers. A prefetch has no deadline.
 
     Attributes:
-        op: What the policy wanted.
-        owner: Whose; flights of one owner are called off together.
-        tier: The tier that the policy meant.
         started_s: When it was asked for, as by `time.perf_counter`.
         ended_s: When its last answer came, as the tier says.
         end_s: When it is given up, as by `compiling.now_s`.
         left: Answers that are owed.
         n_bytes: Bytes that came, by number of the tier.
+        joined: Those of them that came for others, too, and were asked for by those.
+        pages: Pages that a tier completed, by its number and layer group.
         seconds: Of the link's time that it took, once that is known.
         lost: Some of it cannot be had.
+        refused: There was no room for a prefetch.
         called_off: Nobody is told that it arrived.
     """
 
     __slots__ = (
-        *("_done", "called_off", "end_s", "ended_s", "left", "lost"),
-        *("n_bytes", "op", "owner", "seconds", "started_s", "tier", "trips"),
+        *("_done", "called_off", "end_s", "ended_s", "fresh", "joined", "left", "lost"),
+        *("n_bytes", "op", "owner", "pages", "priority", "refused", "seconds", "started_s", "tier"),
+        "trips",
     )
 
     def __init__(
-        self, op: LoadOp, owner: object, tier: str, done: Callable[[LoadBatch], None]
+        self,
+        owner: object,
+        done: Callable[[LoadBatch], None],
+        op: LoadOp | None = None,
+        tier: str = "",
+        priority: IOPriority = IOPriority.DEMAND,
     ) -> None:
-        self.op, self.owner, self.tier, self._done = op, owner, tier, done
+        self.op, self.owner, self.tier, self._done, self.priority = op, owner, tier, done, priority
         self.started_s = self.ended_s = time.perf_counter()
         self.end_s, self.left, self.seconds = compiling.now_s(), 1, 0.0
-        self.lost = self.called_off = False
-        self.n_bytes: Counter[int] = Counter()
+        self.lost = self.called_off = self.refused = False
+        self.n_bytes, self.joined = Counter[int](), Counter[int]()
+        self.pages = Counter[tuple[int, int]]()
         self.trips: dict[_Trip, int] = {}  # what each asks of its tier, in bytes
+        self.fresh: list[Block] | None = None  # of which policies are to be told together
 
     def arrived(self) -> None:
         """All is answered."""
@@ -323,19 +348,22 @@ class LoadBatch:
 class _Trip:
     """One question to one tier, and where to ask next."""
 
-    __slots__ = ("asked_s", "buffer", "flight", "given_up", "piece", "source", "sources", "wish")
+    __slots__ = (
+        *("asked_s", "buffer", "flight", "given_up", "joined", "piece", "source", "sources"),
+        "wish",
+    )
 
     def __init__(
         self, flight: LoadBatch, piece: LayerSlice, source: ReadFrom, sources: Iterator[ReadFrom]
     ) -> None:
         self.flight, self.piece, self.source, self.sources = flight, piece, source, sources
-        self.asked_s, self.given_up = time.perf_counter(), False
+        self.asked_s, self.given_up, self.joined = time.perf_counter(), False, False
         self.wish: TransferRequest | None = None
         self.buffer: torch.Tensor | None = None
 
 
-class LoadBatches:
-    """All flights of a cache. Callers hold the KV lock.
+class PageLoader:
+    """All loads of pages of a cache. Callers hold the KV lock.
 
     Args:
         store: Where pages are known.
@@ -360,6 +388,26 @@ class LoadBatches:
         """Numbers of the tiers that owe something."""
         return {trip.source.tier for flight in self._flights for trip in flight.trips}
 
+    def load(self, loads: Items[PageLoad], owner: object) -> LoadBatch:
+        """Loads whole pages that have their memory, and waits for all of them.
+
+        Returns:
+            The batch, which is over: each page is held by then, or cannot be had.
+        """
+        batch = LoadBatch(owner, lambda _: None)
+        batch.fresh = []
+        self.begin(batch, [LayerSlice(one, 0, one.stripes) for one in loads], -1)
+        while batch.left:
+            now, tiers = compiling.now_s(), {trip.source.tier for trip in batch.trips}
+            self._store.mover.wait(tiers, min(max(batch.end_s - now, 0.0), _LONGEST_S))
+            # Once more after the end: the tier may have given up by itself.
+            self.expire(now)
+        # Neighbours in one call, as they lie in a chain; what went meanwhile is nobody's.
+        there = set(batch.fresh)
+        blocks = (one.block for one in loads if one.block in there)
+        self._store.insert([block for block in blocks if block.page >= 0 and not block.gone])
+        return batch
+
     def begin(self, flight: LoadBatch, pieces: Iterable[LayerSlice], prefer: int) -> int:
         """Asks tiers for pieces of pages; `LoadBatch.arrived` is called now or in a later `drain`.
 
@@ -371,7 +419,8 @@ class LoadBatches:
         Returns:
             Bytes asked for.
         """
-        self._flights[flight] = None
+        if flight.priority is IOPriority.DEMAND:  # a prefetch has no deadline, and nobody waits
+            self._flights[flight] = None
         asked = 0
         try:
             for piece in pieces:
@@ -384,9 +433,15 @@ class LoadBatches:
             self._less(flight)
         return asked
 
-    def expire(self) -> None:
-        """Gives up what is overdue; where a tier may still write stays lent to it."""
-        now, moment_s = time.perf_counter(), compiling.now_s()
+    def expire(self, moment_s: float | None = None) -> None:
+        """Gives up what is overdue; where a tier may still write stays lent to it.
+
+        Args:
+            moment_s: The time, as by `compiling.now_s`; None for now.
+        """
+        if not self._flights:
+            return
+        now, moment_s = time.perf_counter(), compiling.now_s() if moment_s is None else moment_s
         for flight in [flight for flight in self._flights if flight.end_s <= moment_s]:
             for trip in list(flight.trips):
                 self._abandon(trip)
@@ -416,8 +471,10 @@ class LoadBatches:
         piece.inbound.flying += 1
         flight.left += 1
         flight.trips[trip] = load.target.nbytes
-        done = partial(self._answered, trip)
-        trip.wish = self._store.mover.demand(source.tier, load, done, flight.owner)
+        trip.wish = self._store.mover.ask(
+            source.tier, load, partial(self._answered, trip), flight.owner, flight.priority
+        )
+        trip.joined = trip.wish is not None and trip.wish.leader is not None
         return load.target.nbytes
 
     def _allow(self, flight: LoadBatch) -> None:
@@ -435,7 +492,10 @@ class LoadBatches:
             end_s = trip.asked_s + answer.seconds if answer.seconds else time.perf_counter()
             flight.ended_s = max(flight.ended_s, min(end_s, time.perf_counter()))
             if answer.outcome is Outcome.HIT and answer.info is not None:
-                store.count_loaded(trip.source.tier, answer.n_bytes)
+                if trip.joined:
+                    flight.joined[trip.source.tier] += answer.n_bytes
+                else:
+                    store.count_loaded(trip.source.tier, answer.n_bytes)
                 flight.n_bytes[trip.source.tier] += answer.n_bytes
                 self._landed(trip, answer.info)
             else:
@@ -444,19 +504,28 @@ class LoadBatches:
         inbound.let_go()
 
     def _landed(self, trip: _Trip, info: FrameInfo) -> None:
-        inbound, first, count = trip.piece
-        if inbound.wanted and not inbound.complete and trip.buffer is not None:
-            inbound.came(first, count, trip.buffer, info)
-            if inbound.publish(trip.source):
-                self._store.insert([inbound.block])
+        (inbound, first, count), batch = trip.piece, trip.flight
+        if not inbound.wanted or inbound.complete or trip.buffer is None:
+            return
+        inbound.came(first, count, trip.buffer, info)
+        fresh = inbound.publish(trip.source)
+        if inbound.held and (fresh or batch.priority is IOPriority.DEMAND):
+            batch.pages[trip.source.tier, inbound.group] += 1
+        if fresh and batch.fresh is None:
+            self._store.insert([inbound.block])
+        elif fresh and batch.fresh is not None:
+            batch.fresh.append(inbound.block)
 
     def _missed(self, trip: _Trip, answer: Completion) -> None:
         """Counts a miss, and asks elsewhere."""
         inbound, source, flight = trip.piece.inbound, trip.source, trip.flight
         known = not inbound.block.gone and (source.last or answer.reason != "layout")
-        if known and answer.reason != "cancelled":
+        unasked = answer.reason in ("cancelled", "busy")
+        if known and not unasked:
             self._store.not_served(inbound.block, source.tier, answer)
-        if inbound.wanted and not inbound.held and not flight.called_off:
+        flight.refused |= answer.reason == "busy"
+        again = flight.priority is IOPriority.DEMAND or not unasked
+        if again and inbound.wanted and not inbound.held and not flight.called_off:
             self._ask(flight, trip.piece, trip.sources)
             self._allow(flight)
         else:
@@ -472,203 +541,30 @@ class LoadBatches:
 
     def _less(self, flight: LoadBatch) -> None:
         flight.left -= 1
-        if not flight.left and flight in self._flights:
-            del self._flights[flight]
+        if not flight.left:
+            self._flights.pop(flight, None)
             if not flight.called_off:
                 flight.arrived()
 
 
-# Brings blocks from tiers onto their device, verified, each held for the sequence that asked.
+def ways(store: PageStore, loads: Iterable[PageLoad]) -> list[dict[int, int]]:
+    """For each page, the codec that it has on each tier that can be asked, the nearest first."""
+    found = []
+    for one in loads:
+        codecs: dict[int, int] = {}
+        for source in store.sources(one.block):
+            codecs.setdefault(source.tier, source.codec)
+        found.append(codecs)
+    return found
 
 
-class Fetched(NamedTuple):
-    """What came from one tier.
-
-    Attributes:
-        pages: Pages of the layer group that got most.
-        n_bytes: Bytes of all groups.
-        seconds: Time it took.
-        counted_s: The same as far as it says anything (`core.compiling`).
-    """
-
-    pages: int
-    n_bytes: int
-    seconds: float
-    counted_s: float
-
-
-class Landing(NamedTuple):
-    """A device page that waits for a block's bytes.
-
-    Attributes:
-        block: Whose.
-        source: Where from.
-        page: Its id.
-        buffer: Where the tier puts the bytes: the page itself, or memory beside a GPU.
-        key: The block's key, which it may lose meanwhile.
-    """
-
-    block: Block
-    source: ReadFrom
-    page: int
-    buffer: torch.Tensor
-    key: bytes
-
-
-def fetch(store: PageStore, blocks: Iterable[Block]) -> dict[str, Fetched]:
-    """Loads blocks that are not on their device, and holds each that arrived.
-
-    All tiers are asked at once, each for the blocks that it is the nearest place of; what one of
-    them does not give is asked of the next.
-
-    Args:
-        store: Where they are known.
-        blocks: Blocks without a device page.
-
-    Returns:
-        What came, by tier name.
-    """
-    waiting = [(block, store.sources(block)) for block in blocks]
-    moved: dict[int, list[Landing]] = {}
-    times: dict[int, list[tuple[float, float]]] = {}
-    while waiting:
-        started = time.perf_counter()
-        arrived, waiting = _load(store, landings(store, waiting, store.try_allocate))
-        for landing in arrived:
-            moved.setdefault(landing.source.tier, []).append(landing)
-        ended = time.perf_counter()
-        took = ended - started, compiling.measured_s(started, ended)
-        for tier in {landing.source.tier for landing in arrived}:
-            times.setdefault(tier, []).append(took)
-    return {store.tiers[n].name: _told(store, n, moved[n], times[n]) for n in sorted(moved)}
-
-
-def landings(
-    store: PageStore,
-    waiting: Items[tuple[Block, Iterator[ReadFrom]]],
-    allocate: Callable[[int, int, int], list[int] | None],
-) -> list[tuple[Landing, Iterator[ReadFrom]]]:
-    """Pages for the blocks that may be read from somewhere, group by group and codec by codec.
-
-    Args:
-        store: Where they are known.
-        waiting: Blocks, and where each may be read from.
-        allocate: `allocate(group, count, codec)`: private pages, or fewer than that.
-
-    Returns:
-        Where blocks will land, and where each may be read from if it does not.
-    """
-    wanted: dict[tuple[int, int], list[tuple[Block, ReadFrom, Iterator[ReadFrom]]]] = {}
-    for block, path in waiting:
-        source = next(path, None) if block.page < 0 else None
-        if source is not None:
-            wanted.setdefault((block.group, source.codec), []).append((block, source, path))
-    prepared = []
+def reserve(loads: Items[PageLoad], codecs: Items[dict[int, int]], allocate: Allocate) -> bool:
+    """Gives pages their places on the device, of the codecs in `ways`; False if some have none."""
+    wanted: dict[tuple[int, int], list[PageLoad]] = {}
+    for one, way in zip(loads, codecs, strict=True):
+        if way:
+            wanted.setdefault((one.group, next(iter(way.values()))), []).append(one)
     for (group, codec), those in wanted.items():
-        pages = allocate(group, len(those), codec) or []
-        buffers = _buffers(store.pool(group), pages, store.page_bytes(group, codec))
-        for (block, source, path), page, buffer in zip(those, pages, buffers, strict=False):
-            prepared.append((Landing(block, source, page, buffer, block.key), path))
-    return prepared
-
-
-def _load(
-    store: PageStore, prepared: list[tuple[Landing, Iterator[ReadFrom]]]
-) -> tuple[list[Landing], list[tuple[Block, Iterator[ReadFrom]]]]:
-    """What arrived, each held, and what may be read from elsewhere."""
-    places = [landing for landing, _ in prepared]
-    # A page whose load is overdue is lent until the tier has let go of it (DESIGN D10).
-    wishes = [(landing.source.tier, wish(store, landing)) for landing in places]
-    answers, lent = store.mover.load(wishes, partial(_late, store, places))
-    _bring(store, places, answers)
-    arrived, again, fresh = [], [], list[Block]()
-    for number, ((landing, path), answer) in enumerate(zip(prepared, answers, strict=True)):
-        block = landing.block
-        if number in lent:
-            store.lend(block.group, landing.page)
-        if land(store, landing, answer, brought=True):
-            arrived.append(landing)
-            fresh.append(block)
-        elif block.page >= 0:  # a prefetch brought it, and counts its bytes
-            arrived.append(landing._replace(buffer=landing.buffer[:0]))
-        else:
-            again.append((block, path))
-            continue
-        store.hold(block)
-    store.insert(fresh)
-    return arrived, again
-
-
-def wish(store: PageStore, landing: Landing) -> Load:
-    """What a tier is asked for a landing."""
-    layout = store.forms[landing.block.group].fingerprints[landing.source.codec]
-    return Load(landing.key, landing.buffer.numpy().data, layout, store.fidelity)
-
-
-def _bring(store: PageStore, places: list[Landing], answers: Items[Completion]) -> None:
-    """Copies what came to its pages, all at once, where those lie beside a GPU."""
-    for landing, answer in zip(places, answers, strict=True):
-        copies = store.pool(landing.block.group).copies
-        if copies is not None and answer.outcome is Outcome.HIT:
-            copies.upload(landing.buffer, granule_of(landing.page))
-    for pool in store.pools.values():
-        if pool.copies is not None:
-            pool.copies.flush()
-
-
-def land(store: PageStore, landing: Landing, answer: Completion, *, brought: bool = False) -> bool:
-    """Publishes a page that came, or gives it back; whether it is the block's page now.
-
-    Policies are to be told of it then (`PageStore.insert`).
-
-    Args:
-        store: Where its block is known.
-        landing: The page.
-        answer: What the tier says.
-        brought: Whether its bytes lie in the page already, also where that is beside a GPU.
-    """
-    block, source, page, buffer, _ = landing
-    pool = store.pool(block.group)
-    if answer.outcome is Outcome.HIT and answer.info is not None:
-        if block.page < 0 and not block.gone:
-            if pool.copies is not None and not brought:
-                pool.copies.upload(buffer, granule_of(page))
-                pool.copies.flush()
-            block.fidelity = answer.info.fidelity
-            if block.tiers >> source.tier & 1:
-                block.enter(source.tier, source.codec)
-            store.publish(block, page)
-            store.samples.came(block.key, store.tiers[source.tier].name)
-            return True
-        pool.release(page)  # it came by another way, or was forgotten meanwhile
-        return False
-    pool.release(page)
-    if not block.gone and (source.last or answer.reason != "layout"):  # else: the next codec
-        store.not_served(block, source.tier, answer)
-    return False
-
-
-def _told(
-    store: PageStore, number: int, landings: list[Landing], times: list[tuple[float, float]]
-) -> Fetched:
-    """Counts and announces what came from one tier."""
-    name, pages = store.tiers[number].name, dict[int, int]()
-    n_bytes = sum(len(landing.buffer) for landing in landings)
-    for landing in landings:
-        pages[landing.block.group] = pages.get(landing.block.group, 0) + 1
-    store.count_loaded(number, n_bytes)
-    store.bus.emit(Promoted(source=name, tier="device", pages=len(landings), n_bytes=n_bytes))
-    seconds, counted_s = (sum(column) for column in zip(*times, strict=True))
-    known = all(counted for _, counted in times)
-    return Fetched(max(pages.values()), n_bytes, seconds, counted_s if known else 0.0)
-
-
-def _late(store: PageStore, landings: list[Landing], number: int) -> None:
-    store.give_back(landings[number].block.group, landings[number].page)
-
-
-def _buffers(pool: PagePool, pages: list[int], n_bytes: int) -> list[torch.Tensor]:
-    """Where the tier puts the bytes: the pages themselves, or pinned memory beside a GPU."""
-    if pool.copies is None:
-        return [pool.page_bytes(page, n_bytes) for page in pages]
-    return pool.copies.stage(len(pages), n_bytes)
+        for one, page in zip(those, allocate(group, len(those), codec) or (), strict=False):
+            one.take(page)
+    return all(one.page >= 0 for one in loads)

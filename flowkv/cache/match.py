@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from flowkv.cache.block_table import Planner
 from flowkv.cache.index import Block
-from flowkv.cache.load import PageLoad, fetch
+from flowkv.cache.load import LoadBatch, PageLoad, PageLoader, reserve, ways
 from flowkv.cache.sequence import Sequence
+from flowkv.core import compiling
 from flowkv.core.layout import CODECS
-from flowkv.observe.events import Bus, Hit, Miss, Restored
+from flowkv.observe.events import Bus, Hit, Miss, Promoted, Restored
 from flowkv.policy.restore import LoadGate, Source
 
 
@@ -22,11 +23,12 @@ class PrefixMatcher:
         planner: Tables and store.
         gate: Decides whether loading helps.
         bus: Where hits and misses go.
+        loader: Brings what is not on its device.
     """
 
-    def __init__(self, planner: Planner, gate: LoadGate, bus: Bus) -> None:
+    def __init__(self, planner: Planner, gate: LoadGate, bus: Bus, loader: PageLoader) -> None:
         self.planner, self.store, self.tables = planner, planner.store, planner.tables
-        self.gate, self.bus = gate, bus
+        self.gate, self.bus, self._loader = gate, bus, loader
         self.page_size = planner.page_size
 
     # ---- what is known
@@ -107,16 +109,59 @@ class PrefixMatcher:
         """
         wanted = limit_pages
         while pages := self.match(seq, wanted):
-            blocks = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
-            absent = [block for group in blocks for block in group if block.page < 0]
-            first = min(self._first_absent(g, pages, group) for g, group in enumerate(blocks))
-            if self._worth(absent, pages - first) and self._bring(seq, blocks, absent):
+            loads = self.loads(seq, 0, pages)
+            absent = [one for group in loads for one in group.values() if not one.held]
+            first = min((one.page_no for one in absent), default=pages)
+            try:
+                stop = self._bring(seq, absent, first, pages)
+            except BaseException:
+                drop(loads)
+                raise
+            if stop == pages:  # what each page is held for is its sequence from here on
+                blocks = [[one.block for one in group.values()] for group in loads]
                 self._attach(seq, blocks, pages)
                 return pages * self.page_size, (pages - first) * self.page_size
-            # What is not on the device now is not worth loading, or could not be loaded.
-            wanted = min(self._first_absent(g, pages, group) for g, group in enumerate(blocks))
-            wanted = min(wanted, pages - 1)
+            drop(loads)
+            wanted = min(stop, pages - 1)
         return 0, 0
+
+    def loads(self, seq: Sequence, first: int, pages: int) -> list[dict[int, PageLoad]]:
+        """Per group, the pages of a known prefix from page `first` on that are needed, by number.
+
+        Those on their device are held for the sequence.
+        """
+        found: list[dict[int, PageLoad]] = []
+        for g in range(len(seq.blocks)):
+            numbers = range(max(first, self.first(g, pages)), pages)
+            blocks = [(page, self.find(seq, g, page)) for page in numbers]
+            found.append({n: PageLoad(self.store, b, n) for n, b in blocks if b is not None})
+        return found
+
+    def _bring(self, seq: Sequence, absent: list[PageLoad], first: int, pages: int) -> int:
+        """Loads what is not on its device; where the prefix ends now, `pages` if all came."""
+        if not self._worth([one.block for one in absent], pages - first):
+            return first
+        codecs = ways(self.store, absent)
+        away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
+        if away or not reserve(absent, codecs, self.store.try_allocate):
+            return min(away, default=first)
+        if absent:
+            self._tell(seq, self._loader.load(absent, self))
+        return min((one.page_no for one in absent if not one.held), default=pages)
+
+    def _tell(self, seq: Sequence, batch: LoadBatch) -> None:
+        """Announces what was loaded, and what that took."""
+        seconds = batch.ended_s - batch.started_s
+        counted_s = compiling.measured_s(batch.started_s, batch.ended_s)
+        for number in sorted({tier for tier, _ in batch.pages}):
+            name = self.store.tiers[number].name
+            count = max(n for (tier, _), n in batch.pages.items() if tier == number)
+            total = sum(n for (tier, _), n in batch.pages.items() if tier == number)
+            tokens, n_bytes = count * self.page_size, batch.n_bytes[number] - batch.joined[number]
+            self.bus.emit(Promoted(source=name, tier="device", pages=total, n_bytes=n_bytes))
+            self.gate.loaded(name, n_bytes, counted_s)
+            self.bus.emit(Hit(tier=name, tokens=tokens, n_bytes=n_bytes, tenant=seq.owner))
+            self.bus.emit(Restored(tier=name, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
 
     def attach_resident(self, seq: Sequence, pages: int) -> None:
         """Attaches so many leading pages, all of which are on their device."""
@@ -137,10 +182,6 @@ class PrefixMatcher:
         found = (self.find(seq, group, page) for page in range(self.first(group, pages), pages))
         return [block for block in found if block is not None]
 
-    def _first_absent(self, group: int, pages: int, blocks: list[Block]) -> int:
-        first = pages - len(blocks)
-        return next((first + i for i, block in enumerate(blocks) if block.page < 0), pages)
-
     def _worth(self, absent: list[Block], pages: int) -> bool:
         n_bytes: dict[str, int] = {}
         for block in absent:
@@ -148,32 +189,6 @@ class PrefixMatcher:
             tier = self.store.tiers[number].name
             n_bytes[tier] = n_bytes.get(tier, 0) + self.store.body_bytes(block, number)
         return not absent or self.gate.worth(n_bytes, pages * self.page_size)
-
-    def _bring(self, seq: Sequence, blocks: list[list[Block]], absent: list[Block]) -> bool:
-        """Holds all blocks, the absent ones loaded; False, and none is held, if one is missing."""
-        held = [block for group in blocks for block in group if block.page >= 0]
-        for block in held:
-            self.store.hold(block)
-        for block in absent:
-            self.store.keep(block)
-        try:
-            self._load(seq, absent)
-        finally:
-            for block in absent:
-                self.store.unkeep(block)
-        arrived = [block for block in absent if block.page >= 0]
-        if len(arrived) < len(absent):
-            for block in (*held, *arrived):
-                self.store.drop(block)
-        return len(arrived) == len(absent)
-
-    def _load(self, seq: Sequence, absent: Iterable[Block]) -> None:
-        for tier, (pages, n_bytes, seconds, counted_s) in fetch(self.store, absent).items():
-            tokens = pages * self.page_size
-            self.gate.loaded(tier, n_bytes, counted_s)
-            found = Hit(tier=tier, tokens=tokens, n_bytes=n_bytes, tenant=seq.owner)
-            self.bus.emit(found)
-            self.bus.emit(Restored(tier=tier, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
 
     def _attach(self, seq: Sequence, blocks: list[list[Block]], pages: int) -> None:
         self.tables.reserve(pages)
@@ -225,9 +240,14 @@ class RestorePlan(NamedTuple):
 
     def drop(self) -> None:
         """Gives everything back."""
-        for group in self.inbound:
-            for page in group.values():
-                page.drop()
+        drop(self.inbound)
+
+
+def drop(loads: Iterable[dict[int, PageLoad]]) -> None:
+    """Wants none of these pages any more."""
+    for group in loads:
+        for one in group.values():
+            one.drop()
 
 
 def resident_pages(restorer: PrefixMatcher, seq: Sequence, pages: int) -> int:
@@ -262,42 +282,27 @@ def look(restorer: PrefixMatcher, seq: Sequence, resident: int, pages: int) -> R
         None if nothing of it can be loaded: it is out of reach for now, or does not fit.
     """
     while resident < pages:
-        inbound: list[dict[int, PageLoad]] = []
-        for g in range(len(seq.blocks)):
-            numbers = range(max(resident, restorer.first(g, pages)), pages)
-            found = [(page, restorer.find(seq, g, page)) for page in numbers]
-            inbound.append({n: PageLoad(restorer.store, b, n) for n, b in found if b is not None})
+        inbound = restorer.loads(seq, resident, pages)
         absent = [one for group in inbound for one in group.values() if not one.held]
-        ways = _ways(restorer, absent)
+        codecs = ways(restorer.store, absent)
         stop = max((one.page_no for one in absent), default=-1) + 1
-        sources, tiers = _sources(restorer, absent, ways, (stop - resident) * restorer.page_size)
+        sources, tiers = _sources(restorer, absent, codecs, (stop - resident) * restorer.page_size)
         prospect = RestorePlan(pages, resident, stop, inbound, sources, tiers)
-        if sources and _reserve(restorer, absent, ways):
+        if sources and reserve(absent, codecs, restorer.store.try_allocate):
             return prospect
         prospect.drop()
-        away = [one.page_no for one, way in zip(absent, ways, strict=True) if not way]
+        away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
         if not away:
             return None
         pages = restorer.match(seq, min(away))  # as far as it can be reached
     return None
 
 
-def _ways(restorer: PrefixMatcher, absent: list[PageLoad]) -> list[dict[int, int]]:
-    """For each page, the codec that it has on each tier that can be asked, the nearest first."""
-    found = []
-    for one in absent:
-        ways: dict[int, int] = {}
-        for source in restorer.store.sources(one.block):
-            ways.setdefault(source.tier, source.codec)
-        found.append(ways)
-    return found
-
-
 def _sources(
-    restorer: PrefixMatcher, absent: list[PageLoad], ways: list[dict[int, int]], tokens: int
+    restorer: PrefixMatcher, absent: list[PageLoad], codecs: list[dict[int, int]], tokens: int
 ) -> tuple[tuple[Source, ...], tuple[int, ...]]:
     """Tiers that have all of it, the most precise first; else one that stands for several."""
-    if not ways or not all(ways):
+    if not codecs or not all(codecs):
         return (), ()
     store = restorer.store
     cells = tokens * sum(len(group.layers) for group in store.geometry.groups)
@@ -305,31 +310,17 @@ def _sources(
     def bytes_of(one: PageLoad, codec: int) -> int:
         return store.page_bytes(one.group, codec)
 
-    def source(tier: int, codecs: list[int]) -> Source:
-        n_bytes = sum(map(bytes_of, absent, codecs))
-        usual = Counter(codecs).most_common(1)[0][0]
+    def source(tier: int, chosen: list[int]) -> Source:
+        n_bytes = sum(map(bytes_of, absent, chosen))
+        usual = Counter(chosen).most_common(1)[0][0]
         return Source(store.tiers[tier].name, CODECS[usual], n_bytes / cells)
 
-    common = set.intersection(*(set(one) for one in ways))
+    common = set.intersection(*(set(one) for one in codecs))
     if common:
-        made = {tier: source(tier, [one[tier] for one in ways]) for tier in sorted(common)}
+        made = {tier: source(tier, [one[tier] for one in codecs]) for tier in sorted(common)}
         order = sorted(common, key=lambda tier: (CODECS.index(made[tier].codec), tier))
         return tuple(made[tier] for tier in order), tuple(order)
-    nearest = [next(iter(one)) for one in ways]
+    nearest = [next(iter(one)) for one in codecs]
     main = Counter(nearest).most_common(1)[0][0]
-    codecs = [one[tier] for one, tier in zip(ways, nearest, strict=True)]
-    return (source(main, codecs),), (-1,)
-
-
-def _reserve(restorer: PrefixMatcher, absent: list[PageLoad], ways: list[dict[int, int]]) -> bool:
-    """Gives every page its place on the device; False if they do not fit."""
-    wanted: dict[tuple[int, int], list[PageLoad]] = {}
-    for one, way in zip(absent, ways, strict=True):
-        wanted.setdefault((one.group, next(iter(way.values()))), []).append(one)
-    for (group, codec), those in wanted.items():
-        taken = restorer.store.try_allocate(group, len(those), codec)
-        if taken is None:
-            return False
-        for one, page in zip(those, taken, strict=True):
-            one.take(page)
-    return True
+    chosen = [one[tier] for one, tier in zip(codecs, nearest, strict=True)]
+    return (source(main, chosen),), (-1,)

@@ -9,19 +9,16 @@ stop a DMA or a read that is under way (DESIGN D10).
 
 from __future__ import annotations
 
-import contextlib
 import select
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, IntEnum
-from typing import NamedTuple, Protocol, cast
-
-import torch
+from functools import partial
+from typing import NamedTuple, cast
 
 from flowkv.core import compiling
 from flowkv.core.errors import FlowKVError
-from flowkv.kernels import dispatch
 from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.rates import Rates
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store, Tier
@@ -213,12 +210,7 @@ class Schedule:
         return batch
 
     def end(self, wish: TransferRequest) -> tuple[TransferRequest, ...]:
-        """A wish in flight was answered; returns those that followed it, which are free again."""
-        self._land(wish)
-        return self._part(wish)
-
-    def retire(self, wish: TransferRequest) -> tuple[TransferRequest, ...]:
-        """Counts a wish in flight no more: its answer is overdue, and others should not wait.
+        """A wish in flight was answered, or is overdue and waited for no longer.
 
         Returns those that followed it; whoever asks for the same begins anew.
         """
@@ -499,7 +491,7 @@ class Lane:
             return False
         if wish.ended:
             return False
-        self._ask_again(self.schedule.retire(wish))
+        self._ask_again(self.schedule.end(wish))
         self.overdue += 1
         done = wish.done
 
@@ -653,16 +645,6 @@ class Mover:
         """Handles the answers that are there, and sends nothing more. Returns how many came."""
         return sum(lane.poll() for lane in self.lanes)
 
-    def flush(self, timeout_s: float) -> bool:
-        """Waits until nothing is being stored; False if that took too long."""
-        end = compiling.now_s() + timeout_s
-        while self._storing:
-            left = end - compiling.now_s()
-            if left <= 0:
-                return False
-            self.drain(min(left, _LONGEST_S))
-        return True
-
     def _wait(self, lanes: Sequence[Lane], timeout_s: float) -> int:
         """Sends what can be sent, and waits for the first answers; returns how many came."""
         handled = sum(lane.settle() for lane in lanes)
@@ -687,7 +669,7 @@ class Mover:
         return self.lanes[tier].overdue
 
     def load(
-        self, wanted: Sequence[tuple[int, Load]], late: Callable[[int], None]
+        self, wanted: Sequence[tuple[int, Load]], late: Callable[[int], None] = lambda index: None
     ) -> tuple[list[Completion], set[int]]:
         """Reads frames of any tiers, all at once, and waits for all of them.
 
@@ -700,37 +682,61 @@ class Mover:
             One answer for each, and those whose target is lent to a tier that is overdue (they are
             answered as `FAILED` here).
         """
-        demand = _Demand(wanted, late)
-        for index, (tier, item) in enumerate(wanted):
-            held = self.on_the_way(item.key) if self._storing else None
-            answer = from_memory(item, held.store) if held else None
-            if answer is not None:
-                self.from_memory += 1
-                demand.answers[index] = answer
-            else:
-                self.lanes[tier].ask(demand.wish(index))
-        started = compiling.now_s()
-        ends = {t: started + self.lanes[t].patience_s(n) for t, n in demand.n_bytes.items()}
-        while demand.left:
-            now = compiling.now_s()
-            left = min(ends[tier] for tier in demand.left) - now
-            # Once more after the end: the tier may have given up by itself.
-            self._wait([self.lanes[tier] for tier in demand.left], min(max(left, 0.0), _LONGEST_S))
-            for tier in [tier for tier in demand.left if ends[tier] <= now]:
-                demand.give_up(tier, self.lanes[tier], now - started)
-        return [demand.answers[index] for index in range(len(wanted))], demand.lent
+        answers, lent = dict[int, Completion](), set[int]()
+        left, n_bytes = Counter(tier for tier, _ in wanted), Counter[int]()
 
-    def demand(self, tier: int, item: Load, done: Done, owner: object) -> TransferRequest | None:
-        """Reads a frame that somebody is going to wait for; a later `drain` sends it.
+        def answered(index: int, answer: Completion) -> None:
+            if index in answers:
+                late(index)
+                return
+            answers[index], tier = answer, wanted[index][0]
+            left[tier] -= 1
+            if not left[tier]:
+                del left[tier]
+
+        wishes = list[TransferRequest | None]()
+        for index, (tier, item) in enumerate(wanted):
+            wishes.append(self.ask(tier, item, partial(answered, index)))
+            n_bytes[tier] += item.target.nbytes
+        started = compiling.now_s()
+        ends = {tier: started + self.lanes[tier].patience_s(n) for tier, n in n_bytes.items()}
+        while left:
+            now = compiling.now_s()
+            # Once more after the end: the tier may have given up by itself.
+            self.wait(left, min(max(min(ends[tier] for tier in left) - now, 0.0), _LONGEST_S))
+            overdue = {tier for tier in left if ends[tier] <= now}
+            for index, ((tier, item), wish) in enumerate(zip(wanted, wishes, strict=True)):
+                if tier in overdue and index not in answers and wish is not None:
+                    failed = Completion(0, index, item.key, Outcome.FAILED, "deadline passed")
+                    answered(index, failed._replace(seconds=now - started))
+                    if self.give_up(tier, wish):
+                        lent.add(index)
+        return [answers[index] for index in range(len(wanted))], lent
+
+    def wait(self, tiers: Iterable[int], timeout_s: float) -> int:
+        """Like `drain`, of these tiers only."""
+        return self._wait([self.lanes[tier] for tier in tiers], timeout_s)
+
+    def ask(
+        self,
+        tier: int,
+        item: Load,
+        done: Done,
+        owner: object = None,
+        priority: IOPriority = IOPriority.DEMAND,
+    ) -> TransferRequest | None:
+        """Reads a frame that somebody waits for, or may need; a later `drain` sends it.
 
         Args:
             tier: Number in the stack.
             item: What to read, and where to.
-            done: Called with the answer, now or in a later `drain`.
+            done: Called with the answer, now or in a later `drain`; "busy" where there is no room
+                for a prefetch.
             owner: What `cancel` calls it off by.
+            priority: Whether somebody waits for it.
 
         Returns:
-            What `give_up` takes; None if it was answered from memory.
+            What `give_up` takes; None if it was answered at once, from memory for instance.
         """
         held = self.on_the_way(item.key) if self._storing else None
         answer = from_memory(item, held.store) if held else None
@@ -738,8 +744,10 @@ class Mover:
             self.from_memory += 1
             done(answer)
             return None
-        wish = TransferRequest(item, done, IOPriority.DEMAND, owner)
-        self.lanes[tier].ask(wish)
+        wish = TransferRequest(item, done, priority, owner)
+        if self.lanes[tier].ask(wish) is SubmitResult.REFUSED:
+            done(Completion(0, 0, item.key, Outcome.FAILED, "busy"))
+            return None
         return wish
 
     def give_up(self, tier: int, wish: TransferRequest) -> bool:
@@ -749,230 +757,6 @@ class Mover:
         """
         return self.lanes[tier].give_up(wish)
 
-    def prefetch(self, tier: int, items: Sequence[tuple[Load, Done]], owner: object) -> int:
-        """Reads frames of one tier in the background, as far as there is room for that.
-
-        Args:
-            tier: Number in the stack.
-            items: What to read, and who is told the answer, now or in a later `drain`.
-            owner: What `cancel` calls them off by.
-
-        Returns:
-            How many of the items, from the first one on, were taken.
-        """
-        for count, (item, done) in enumerate(items):
-            held = self.on_the_way(item.key)
-            if held and (answer := from_memory(item, held.store)):
-                self.from_memory += 1
-                done(answer)
-                continue
-            wish = TransferRequest(item, done, IOPriority.PREFETCH, owner)
-            if self.lanes[tier].ask(wish) is SubmitResult.REFUSED:
-                return count
-        return len(items)
-
     def cancel(self, owner: object = None) -> int:
         """Calls off the loads of an owner, or all prefetches; each is still answered."""
         return sum(lane.cancel(owner) for lane in self.lanes)
-
-
-class _Demand:
-    """Loads that are waited for together.
-
-    Attributes:
-        answers: By index.
-        left: Loads of each tier that are not answered; a tier without any is not in it.
-        n_bytes: Bytes asked of each tier.
-        lent: Loads given up that a tier still owes.
-    """
-
-    def __init__(self, wanted: Sequence[tuple[int, Load]], late: Callable[[int], None]) -> None:
-        self._wanted, self._late = wanted, late
-        self._wishes: dict[int, TransferRequest] = {}
-        self.answers: dict[int, Completion] = {}
-        self.left: Counter[int] = Counter()
-        self.n_bytes: Counter[int] = Counter()
-        self.lent: set[int] = set()
-
-    def wish(self, index: int) -> TransferRequest:
-        tier, item = self._wanted[index]
-
-        def take(answer: Completion) -> None:
-            if index in self.answers:
-                self._late(index)
-            else:
-                self._take(index, answer)
-
-        self._wishes[index] = wish = TransferRequest(item, take, IOPriority.DEMAND)
-        self.left[tier] += 1
-        self.n_bytes[tier] += wish.n_bytes
-        return wish
-
-    def give_up(self, tier: int, lane: Lane, waited_s: float) -> None:
-        for index, wish in self._wishes.items():
-            if self._wanted[index][0] == tier and index not in self.answers:
-                failed = Completion(0, index, wish.item.key, Outcome.FAILED, "deadline passed")
-                self._take(index, failed._replace(seconds=waited_s))
-                if lane.give_up(wish):
-                    self.lent.add(index)
-
-    def _take(self, index: int, answer: Completion) -> None:
-        tier, _ = self._wanted[index]
-        self.answers[index] = answer
-        self.left[tier] -= 1
-        if not self.left[tier]:
-            del self.left[tier]
-
-
-# What copies between pinned memory and a device need of it: order, and nothing else.
-#
-# Copies run on a stream of their own. `follow` makes it wait for what the caller's stream was
-# given so far, `lead` the caller's for what it was given so far, and a mark tells when it has
-# come so far. A copy reads its source when the stream comes to it, never before: the order in
-# which a driver may read sources ahead of the stream (`cudaMemcpySrcAccessOrderAny`) has sent
-# half-written pages to disks elsewhere (vLLM issue 45704), and nothing here asks for it.
-
-_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: for all contexts, and for kernels
-
-
-class Mark(Protocol):
-    """A place in the order of copies."""
-
-    def done(self) -> bool:
-        """Whether all copies before it are over."""
-        ...
-
-    def wait(self) -> None:
-        """Returns when they are."""
-        ...
-
-
-class Streams(Protocol):
-    """One device's stream of copies, beside the stream that its caller computes on."""
-
-    name: str
-
-    def follow(self) -> None:
-        """Copies given from now on begin after what the caller's stream was given so far."""
-        ...
-
-    def lead(self) -> None:
-        """What the caller's stream is given from now on begins after the copies given so far."""
-        ...
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies bytes of equal number, in either direction."""
-        ...
-
-    def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        """Copies `rows`, uint8 `[n, bytes]`, to the pages of an arena that begin there."""
-        ...
-
-    def gather(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        """Copies pages of an arena into `rows`."""
-        ...
-
-    def mark(self) -> Mark:
-        """The place after the copies given so far."""
-        ...
-
-    def timed(self, call: Callable[[], None]) -> float:
-        """Seconds that the copies of a call take on the device."""
-        ...
-
-    def pin(self, address: int, n_bytes: int) -> str:
-        """Has the device reach memory without the processor; why that does not work, or ""."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Ends `pin`."""
-        ...
-
-
-class CudaMark:
-    """An event."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(stream)
-
-    def done(self) -> bool:
-        """See `Mark`."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """See `Mark`."""
-        self._event.synchronize()
-
-
-class CudaStreams:
-    """The copy stream of a CUDA (or ROCm) device.
-
-    Args:
-        device: Which.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.name = torch.cuda.get_device_name(device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def follow(self) -> None:
-        """See `Streams`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def lead(self) -> None:
-        """See `Streams`."""
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Streams`."""
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-
-    def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        """See `Streams`."""
-        with torch.cuda.stream(self._stream):
-            dispatch.scatter_pages(pages, self._places(granules), _granules(rows), rows)
-
-    def gather(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        """See `Streams`."""
-        with torch.cuda.stream(self._stream):
-            dispatch.gather_pages(pages, self._places(granules), _granules(rows), rows)
-
-    def mark(self) -> CudaMark:
-        """See `Streams`."""
-        return CudaMark(self._stream)
-
-    def timed(self, call: Callable[[], None]) -> float:
-        """See `Streams`."""
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record(self._stream)
-        call()
-        end.record(self._stream)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def pin(self, address: int, n_bytes: int) -> str:
-        """See `Streams`."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(address, n_bytes, _PORTABLE_AND_MAPPED))
-        if not code:
-            return ""
-        with contextlib.suppress(RuntimeError):  # a later launch would be blamed for it
-            torch.zeros(1, device=self.device)
-        return f"cudaHostRegister of {n_bytes} bytes failed with error {code}"
-
-    def unpin(self, address: int) -> None:
-        """See `Streams`."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostUnregister(address)
-
-    def _places(self, granules: list[int]) -> torch.Tensor:
-        # Made on the copy stream, so that its memory is not used again before the kernel has run.
-        return torch.tensor(granules, dtype=torch.int32, device=self.device)
-
-
-def _granules(rows: torch.Tensor) -> int:
-    return rows.shape[1] // 4096

@@ -571,3 +571,37 @@ def make_forms(geometry: Geometry, config: Config) -> list[Forms]:
         ConfigError: A group's pages cannot have the codec.
     """
     return [Forms(group, geometry.page_size, config) for group in geometry.groups]
+
+
+# Pages in host memory, such as those of suspended sequences.
+
+AT_ONCE_BYTES = 1 << 26
+"""Of pages in one transfer: they take as much again of a device that is full."""
+
+
+def download(pool: PagePool, pages: list[int], n_bytes: int) -> list[torch.Tensor]:
+    """Copies of pages of so many bytes in host memory, in as few transfers as may be."""
+    copies: list[torch.Tensor] = []
+    for part in _parts(len(pages), n_bytes):
+        some = [pool.page_bytes(page, n_bytes) for page in pages[part]]
+        if len(some) == 1:  # as when one is evicted from a device without memory for a copy
+            copies.append(some[0].to("cpu", copy=True))
+        else:
+            copies += torch.stack(some).to("cpu")
+    return copies
+
+
+def upload(pool: PagePool, pages: list[int], contents: list[torch.Tensor]) -> None:
+    """Puts such copies into pages of the same codec."""
+    n_bytes = contents[0].numel()
+    for part in _parts(len(pages), n_bytes):
+        some: Iterable[torch.Tensor] = contents[part]
+        if pool.device.type != "cpu":
+            some = torch.stack(contents[part]).to(pool.device)
+        for page, content in zip(pages[part], some, strict=True):
+            pool.page_bytes(page, n_bytes).copy_(content)
+
+
+def _parts(pages: int, n_bytes: int) -> Iterator[slice]:
+    most = max(1, AT_ONCE_BYTES // n_bytes)
+    return (slice(first, first + most) for first in range(0, pages, most))

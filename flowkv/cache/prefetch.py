@@ -11,7 +11,8 @@ import numpy as np
 
 from flowkv.cache.guard import Guard
 from flowkv.cache.index import Block
-from flowkv.cache.load import Landing, land, landings, wish
+from flowkv.cache.load import Allocate, LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
+from flowkv.cache.mover import IOPriority
 from flowkv.cache.store import PageStore, as_slots
 from flowkv.core import compiling
 from flowkv.core.keys import ROOT
@@ -19,9 +20,7 @@ from flowkv.observe.events import Promoted
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, Policy, Slots
 from flowkv.policy.prefetch import Fetch, Prefetcher
 from flowkv.policy.prefetch.prefetcher import KINDS, QUEUE
-from flowkv.tiers.base import Completion
 
-Allocate = Callable[[int, int, int], list[int] | None]
 _LONGEST_S = 0.1
 
 
@@ -33,6 +32,7 @@ class Prefetch:
 
     Args:
         store: Where pages are known.
+        loader: Loads them.
         guard: The KV lock; `cancel` and `wait` take it.
         told: Called with each block that was asked for, and whether it came by this.
 
@@ -45,10 +45,11 @@ class Prefetch:
     def __init__(
         self,
         store: PageStore,
+        loader: PageLoader,
         guard: Guard,
         told: Callable[[Block, bool], None] = lambda block, arrived: None,
     ) -> None:
-        self._store, self._guard, self._told = store, guard, told
+        self._store, self._loader, self._guard, self._told = store, loader, guard, told
         self.pages = self.arrived = self.left = 0
 
     def start(self, blocks: Sequence[Block], allocate: Allocate | None = None) -> None:
@@ -56,27 +57,19 @@ class Prefetch:
 
         Args:
             blocks: Blocks that are not on their device.
-            allocate: Makes room, see `landings`; by default idle pages are given up for it.
+            allocate: Makes room; by default idle pages are given up for it.
         """
         store = self._store
-        allocate = allocate or store.spare
-        prepared = landings(store, [(b, store.sources(b)) for b in blocks], allocate)
-        placed = {one.block for one, _ in prepared}
-        for block in blocks:
-            if block not in placed:
-                self._told(block, False)
-        tiers: dict[int, list[Landing]] = {}
-        for landing, _ in prepared:
-            tiers.setdefault(landing.source.tier, []).append(landing)
-        for tier, those in tiers.items():
-            items = [(wish(store, one), partial(self._done, one)) for one in those]
-            for one in those:  # until it is answered, only the transfer has the page
-                store.lend(one.block.group, one.page)
-                store.pool(one.block.group).release(one.page)
-            self.pages, self.left = self.pages + len(those), self.left + len(those)
-            for one in those[store.mover.prefetch(tier, items, self) :]:  # too much waits already
-                store.give_back(one.block.group, one.page)
-                self.pages, self.left = self.pages - 1, self.left - 1
+        loads = [PageLoad(store, block, -1, awaited=False) for block in blocks]
+        codecs = ways(store, loads)
+        reserve(loads, codecs, allocate or store.spare)
+        for one in loads:
+            if one.page >= 0:
+                self.pages, self.left = self.pages + 1, self.left + 1
+                batch = LoadBatch(self, partial(self._done, one), priority=IOPriority.PREFETCH)
+                self._loader.begin(batch, [LayerSlice(one, 0, one.stripes)], -1)
+            else:
+                one.drop()
                 self._told(one.block, False)
         store.drain()
 
@@ -97,23 +90,18 @@ class Prefetch:
                 self._store.drain(min(left_s, _LONGEST_S))
         return True
 
-    def _done(self, landing: Landing, answer: Completion) -> None:
-        store, group = self._store, landing.block.group
+    def _done(self, load: PageLoad, batch: LoadBatch) -> None:
+        store, block = self._store, load.block
         self.left -= 1
-        came = False
-        store.pool(group).share(landing.page)
-        if answer.reason == "cancelled":
-            store.pool(group).release(landing.page)
-        elif land(store, landing, answer):
-            self.arrived, came = self.arrived + 1, True
-            store.insert([landing.block])
-            store.count_loaded(landing.source.tier, answer.n_bytes)
-            store.unproven.add(landing.block, landing.source.tier, answer.n_bytes)
-            name = store.tiers[landing.source.tier].name
-            event = Promoted(source=name, tier="device", pages=1, n_bytes=answer.n_bytes)
-            store.bus.emit(event)
-        store.give_back(group, landing.page)
-        self._told(landing.block, came)
+        self.pages -= batch.refused
+        load.drop()  # nobody holds it yet
+        for tier, _ in batch.pages:
+            n_bytes = batch.n_bytes[tier]
+            self.arrived += 1
+            store.unproven.add(block, tier, n_bytes)
+            name = store.tiers[tier].name
+            store.bus.emit(Promoted(source=name, tier="device", pages=1, n_bytes=n_bytes))
+        self._told(block, bool(batch.pages))
 
     def __repr__(self) -> str:
         return f"<flowkv.Prefetch: {self.arrived} of {self.pages} pages arrived, {self.left} left>"
@@ -138,6 +126,7 @@ class DevicePrefetcher:
 
     Args:
         store: Where everything lies.
+        loader: Loads pages.
         guard: The KV lock.
         device: Name of the device.
         windows: Pages that each layer group needs before the end of a chain; None for all.
@@ -152,12 +141,13 @@ class DevicePrefetcher:
     def __init__(
         self,
         store: PageStore,
+        loader: PageLoader,
         guard: Guard,
         device: str,
         windows: Sequence[int | None],
         options: Mapping[str, Any],
     ) -> None:
-        self._store, self._guard, self._windows = store, guard, windows
+        self._store, self._loader, self._guard, self._windows = store, loader, guard, windows
         self._place, self._pool = store.device_places[device], store.pools[device]
         self._groups = {g for g in range(len(windows)) if store.device(g) == device}
         self.capacity_bytes = self._pool.capacity_bytes()
@@ -343,7 +333,7 @@ class DevicePrefetcher:
         """Those who wait may call off what comes for them."""
         waiting = (one.handle for one in self._queued.values() if one.tip == self._tip)
         handle = next(waiting, None) if kind == QUEUE else None
-        return Prefetch(self._store, self._guard, self.told) if handle is None else handle
+        return handle or Prefetch(self._store, self._loader, self._guard, self.told)
 
     def _free(self, group: int, count: int, codec: int) -> list[int]:
         """Pages that are free; nothing goes for them that the prefetcher did not choose."""
@@ -381,6 +371,7 @@ class PrefetchManager:
 
     Args:
         store: Where everything lies.
+        loader: Loads pages.
         guard: The KV lock.
         windows: See `DevicePrefetcher`.
         options: Fields of `PrefetchConfig`.
@@ -392,17 +383,17 @@ class PrefetchManager:
     def __init__(
         self,
         store: PageStore,
+        loader: PageLoader,
         guard: Guard,
         windows: Sequence[int | None],
         options: Mapping[str, Any],
     ) -> None:
-        self._store, self._guard = store, guard
+        self._store, self._loader, self._guard = store, loader, guard
         self._lookouts = {
-            device: DevicePrefetcher(store, guard, device, windows, options)
+            device: DevicePrefetcher(store, loader, guard, device, windows, options)
             for device in store.pools
         }
         self._groups = [self._lookouts[store.device(g)] for g in range(len(windows))]
-        store.unproven.on_leave, store.on_drop = self._left, self._dropped
         self.due_ns = NEVER_NS
         self._expect()
 
@@ -429,7 +420,7 @@ class PrefetchManager:
     def enqueue(self, request: int, chains: Sequence[Slots]) -> Prefetch:
         """A request waits that will use these chains; what comes for it is what is returned."""
         now = self._store.now_ns()
-        handle = Prefetch(self._store, self._guard, self._told)
+        handle = Prefetch(self._store, self._loader, self._guard, self._told)
         for group, slots in enumerate(chains):
             self._groups[group].enqueue(now, request + group, group, slots, handle)
         self._expect()
@@ -448,10 +439,12 @@ class PrefetchManager:
         self._groups[block.group].told(block, arrived)
         self._expect()
 
-    def _left(self, block: Block) -> None:
+    def unused(self, block: Block) -> None:
+        """A page that was prefetched left its device unused."""
         self._groups[block.group].left(self._store.now_ns(), block)
 
-    def _dropped(self, slots: Sequence[int]) -> None:
+    def dropped(self, slots: Sequence[int]) -> None:
+        """Slots that name nothing any more."""
         for lookout in self._lookouts.values():
             lookout.dropped(slots)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from flowkv.cache.block_table import Planner
 from flowkv.cache.guard import Guard
 from flowkv.cache.index import Block
-from flowkv.cache.prefetch import Prefetch
+from flowkv.cache.prefetch import Prefetch, PrefetchManager
 from flowkv.cache.sequence import NO_CARE, Sequence
 from flowkv.cache.store import as_slots
 from flowkv.core.errors import ConfigError
@@ -34,15 +34,16 @@ class RequestTracker:
 
     Args:
         planner: Groups and store.
+        foresight: Told of requests, too; None where nothing is prefetched.
 
     Attributes:
         followers: Told of every request that ended: its sequence, the whole pages of its prompt,
             and when it arrived.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, foresight: PrefetchManager | None) -> None:
         self.store, self.page_size = planner.store, planner.page_size
-        self.foresight = planner.foresight
+        self.foresight = foresight
         self._windows = [planner.window(g) for g in range(len(planner.geometry.groups))]
         self.followers: list[Callable[[Sequence, int, int], None]] = []
         self._requests = 0

@@ -25,7 +25,7 @@ from enum import Enum
 from itertools import groupby
 from typing import NamedTuple, cast
 
-from flowkv.cache.load import LayerSlice, LoadBatch, LoadBatches, PageLoad
+from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader
 from flowkv.cache.match import PrefixMatcher, RestorePlan, look, resident_pages
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.store import PageStore
@@ -116,21 +116,20 @@ class RestoreScheduler:
         store: Where pages are known.
         gate: Told what loads take.
         bus: Where spans go.
+        flights: Loads under way.
 
     Attributes:
         policy: Decides; another one can take its place while nothing is restored.
         costs: What was measured so far.
         state: How far all of them are.
-        flights: Loads under way.
         s_per_byte: Seconds of the thread that drives them; 0.0 while that is not known.
     """
 
-    def __init__(self, store: PageStore, gate: LoadGate, bus: Bus) -> None:
-        self.store, self.gate, self.bus = store, gate, bus
+    def __init__(self, store: PageStore, gate: LoadGate, bus: Bus, flights: PageLoader) -> None:
+        self.store, self.gate, self.bus, self.flights = store, gate, bus, flights
         self.policy: RestorePolicy = make_restore_policy("flowkv")
         self.costs = Measured(Prior(gate))
-        self.state, self.flights = State(self.costs), LoadBatches(store)
-        store.give_up_late = self.flights.expire
+        self.state = State(self.costs)
         self._active: dict[int, RestoreJob] = {}
         self._busy_s: dict[str, float] = {}
         self._computed_s: dict[int, float] = {}
@@ -238,7 +237,7 @@ class RestoreScheduler:
     def _load(self, op: Load, tier: str) -> int:
         self.state.begin(op)
         restoration = self._active[op.request]
-        flight = LoadBatch(op, restoration, tier, self._arrived)
+        flight = LoadBatch(restoration, self._arrived, op, tier)
         return self.flights.begin(
             flight, restoration.back.pieces(op), restoration.back.tier_of(op.source)
         )
@@ -263,16 +262,17 @@ class RestoreScheduler:
         return files if len(files) == len(tiers) and min(files, default=0) >= 0 else []
 
     def _arrived(self, flight: LoadBatch) -> None:
-        restoration = self._active.get(flight.op.request)
-        if restoration is None or restoration is not flight.owner:
+        op = flight.op
+        restoration = self._active.get(op.request) if op is not None else None
+        if op is None or restoration is None or restoration is not flight.owner:
             return
         self._now()
-        self._measure(flight)
-        restoration.arrived(flight)
+        self._measure(flight, op)
+        restoration.arrived(flight, op)
 
-    def _measure(self, flight: LoadBatch) -> None:
+    def _measure(self, flight: LoadBatch, op: Load) -> None:
         """Loads in flight at one time share the link: each counts from the end of the last."""
-        n_bytes, op = flight.n_bytes.total(), flight.op
+        n_bytes = flight.n_bytes.total()
         request = self._active[op.request].request
         begun_s = max(flight.started_s, self._busy_s.get(flight.tier, 0.0))
         self._busy_s[flight.tier] = max(flight.ended_s, begun_s)
@@ -564,11 +564,11 @@ class Tally:
         self._restores.costs.computed(self._request, op.layers.size, op.tokens, counted_s)
         self._span("compute", op.tokens, Span(0, self._request.layers), started_s, seconds)
 
-    def loaded(self, flight: LoadBatch) -> None:
+    def loaded(self, flight: LoadBatch, op: Load) -> None:
         """A load is over."""
         self._failed += flight.lost
         if flight.n_bytes:
-            (first, stop), unit = flight.op.tokens, self._request.unit
+            (first, stop), unit = op.tokens, self._request.unit
             self._pages.update(range(first // unit, -(-stop // unit)))
         for tier, n_bytes in flight.n_bytes.items():
             self._n_bytes[tier] += n_bytes
@@ -780,10 +780,10 @@ class RestoreJob:
 
     # ---- loads
 
-    def arrived(self, flight: LoadBatch) -> None:
+    def arrived(self, flight: LoadBatch, op: Load) -> None:
         """A load is over. Callers hold the KV lock."""
-        state, op = self._restores.state, flight.op
-        self._tally.loaded(flight)
+        state = self._restores.state
+        self._tally.loaded(flight, op)
         if flight.lost and self.request.computable:
             state.fail(op)
         else:

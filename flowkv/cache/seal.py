@@ -57,15 +57,14 @@ class Sealer:
 
     Args:
         store: Blocks, pools, and the ladder of each layer group.
-        tables: Planner of all sequences.
-
-    Attributes:
+        tables: Lines of all sequences.
         on_refusal: Told of pages that stay as they are, once everything is in order.
     """
 
-    def __init__(self, store: PageStore, tables: Tables) -> None:
-        self.store, self.tables = store, tables
-        self.on_refusal: Callable[[Refusal], None] = lambda refusal: None
+    def __init__(
+        self, store: PageStore, tables: Tables, on_refusal: Callable[[Refusal], None]
+    ) -> None:
+        self.store, self.tables, self._on_refusal = store, tables, on_refusal
         self._refusals: list[Refusal] = []
         # Per group: pages of a line before this one have had their turn at each rung.
         rows = tables.max_rows + 1
@@ -167,7 +166,7 @@ class Sealer:
     def _holders(
         self, group: int, page_no: int, page: int, row: int, block: Block | None
     ) -> list[int]:
-        """Planner with the page, as a block or their own; it has the same number in all of them."""
+        """Lines with the page, as a block or their own; it has the same number in all of them."""
         known = block is not None and not block.gone
         if self.store.pool(group).references(page) == 1 + known:
             return [row]
@@ -252,7 +251,7 @@ class Sealer:
     def _report(self) -> None:
         refusals, self._refusals = self._refusals, []
         for refusal in refusals:
-            self.on_refusal(refusal)
+            self._on_refusal(refusal)
 
 
 def describe(refusal: Refusal) -> str:
@@ -272,18 +271,21 @@ class Publisher:
 
     Args:
         store: Where the pages become known.
-        tables: Planner of all sequences.
-
-    Attributes:
+        tables: Lines of all sequences.
         allowed: Whether a sequence's pages may become known.
         on_non_finite: Told (group, page) that holds NaN or infinity.
     """
 
-    def __init__(self, store: PageStore, tables: Tables) -> None:
-        self.store, self.tables = store, tables
+    def __init__(
+        self,
+        store: PageStore,
+        tables: Tables,
+        allowed: Callable[[Sequence], bool],
+        on_non_finite: Callable[[int, int], None],
+    ) -> None:
+        self.store, self.tables, self.allowed = store, tables, allowed
         self.page_size = store.geometry.page_size
-        self.allowed: Callable[[Sequence], bool] = lambda seq: seq.publishable
-        self.on_non_finite: Callable[[int, int], None] = lambda group, page: None
+        self._on_non_finite = on_non_finite
 
     def publish(self, seqs: Iterable[Sequence], *, exact: bool = False) -> None:
         """Makes the sequences' full pages with known tokens known to the index.
@@ -351,7 +353,7 @@ class Publisher:
         codec = page >> CODEC_SHIFT
         if not codec and not self._sound(group, page):
             seq.publishable = False
-            self.on_non_finite(group, page_no)
+            self._on_non_finite(group, page_no)
             return
         if block is not None:
             store.supersede(block)

@@ -12,8 +12,7 @@ import msgspec
 import torch
 import xxhash
 
-from flowkv.cache.mover import CudaStreams
-from flowkv.cache.pinned import open_copies
+from flowkv.cache.pinned import CudaStreams, open_copies
 from flowkv.cache.pool import PagePool, make_forms
 from flowkv.cache.store import PolicyPlace
 from flowkv.core.clock import Clock

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.cache.index import UNKNOWN, Block, PrefixIndex
+from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy
 from flowkv.cache.mover import Mover
-from flowkv.cache.pool import PagePool, make_forms
+from flowkv.cache.pool import PagePool, download, make_forms
 from flowkv.cache.states import BUNDLE_LAYOUT, LAYOUT
 from flowkv.core import compiling
 from flowkv.core.clock import Clock
@@ -317,14 +317,11 @@ class PrefetchedUnused:
 
     Args:
         mover: Has the guards.
-
-    Attributes:
         on_leave: Told of those that left unused.
     """
 
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
-        self.on_leave: Callable[[Block], None] = lambda block: None
+    def __init__(self, mover: Mover, on_leave: Callable[[Block], None]) -> None:
+        self._mover, self._on_leave = mover, on_leave
         self._pages: dict[Block, tuple[int, int]] = {}
 
     def __len__(self) -> int:
@@ -347,7 +344,7 @@ class PrefetchedUnused:
         if found is not None and found[0] < len(self._mover.lanes):
             lane = self._mover.lanes[found[0]]
             lane.guard.wasted(lane.clock_ns(), found[1])
-            self.on_leave(block)
+            self._on_leave(block)
 
 
 # The devices: which block lies on which page there, and who uses it.
@@ -372,7 +369,13 @@ class PageStore:
         bus: Where events go.
         config: The codec of sealed pages (also what a reader accepts, DESIGN D6), whether they are
             written down at once, and how long a load may take.
-        rates: Load rates by tier name, where somebody decides by them.
+        rates: Load rates by tier name; whoever decides whether to load reads them.
+        page_cost_ns: Says how long it takes to compute a page; 0 while that is not known.
+        pays: `pays(tier, n_bytes, reach)` says whether a page of so many bytes there can ever be
+            worth loading; `reach(most)` are the pages of its longest prompt, as far as `most`.
+        on_drop: Told the slots that name nothing any more.
+        on_unused: Told of pages that were prefetched and left their device unused.
+        give_up_late: Gives up loads that are overdue, so that nothing waits behind them.
 
     Raises:
         ConfigError: A layer group cannot have the codec, or two tiers have one name.
@@ -382,10 +385,7 @@ class PageStore:
         fidelity: Index of the lossiest codec that is accepted.
         mover: Transfers to and from the tiers.
         tier_places: The tiers as policies see them, in the order of the stack.
-        on_drop: Told the slots that name nothing any more.
-        page_cost_ns: Says how long it takes to compute a page; 0 while that is not known.
-        pays: `pays(tier, n_bytes, reach)` says whether a page of so many bytes there can ever be
-            worth loading; `reach(most)` are the pages of its longest prompt, as far as `most`.
+        swapped: Pages on their device that suspended sequences need as they are now.
         samples: Restored pages that are to be audited.
         provisional: Blocks that must not leave the process yet.
         loaded_bytes: Bytes loaded, by tier name.
@@ -393,10 +393,9 @@ class PageStore:
         refused: Frames that a tier gave and that were refused, by tier name.
         dropped: Pages that should have been saved and were not, as a tier was busy or away.
         unpaid: Pages that were not saved as loading them could never pay, by tier name.
-        give_up_late: Gives up loads that are overdue, so that nothing waits behind them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a store stands on is named where it is made
         self,
         geometry: Geometry,
         pools: dict[str, PagePool],
@@ -406,19 +405,21 @@ class PageStore:
         clock: Clock,
         bus: Bus,
         config: Config,
-        rates: dict[str, Rates] | None = None,
+        rates: dict[str, Rates],
+        page_cost_ns: Callable[[], int],
+        pays: Callable[[str, int, Callable[[int], int]], bool],
+        on_drop: Callable[[Sequence[int]], None],
+        on_unused: Callable[[Block], None],
+        give_up_late: Callable[[], None],
     ) -> None:
         self.geometry = geometry
         self.forms = make_forms(geometry, config)
         self.fidelity = max(codec for forms in self.forms for codec in forms.layouts)
         self.clock, self.bus, self.write_back = clock, bus, config.write_back
         self.tiers: list[Tier] = []
-        self.index, self.mover = PrefixIndex(), Mover(config.load_deadline_s, rates)
-        self.index.on_drop = self._drop
-        self.on_drop: Callable[[Sequence[int]], None] = lambda slots: None
+        self.index, self.mover = PrefixIndex(self._drop), Mover(config.load_deadline_s, rates)
         self._policies, self.tier_places = policies, list[PolicyPlace]()
-        self.page_cost_ns: Callable[[], int] = lambda: 0
-        self.pays: Callable[[str, int, Callable[[int], int]], bool] = lambda *page: True
+        self._page_cost_ns, self._pays, self._on_drop = page_cost_ns, pays, on_drop
         self._tenants: dict[bytes, int] = {}
         for name in config.quotas:  # these have the first numbers
             self.tenant(tenant_salt(name, config.secret_bytes))
@@ -444,13 +445,14 @@ class PageStore:
         self._places = [self.device_places[group.device] for group in geometry.groups]
         self.defragment_bytes = config.defragment_bytes
         self._orphans: set[Block] = set()
+        self.swapped: dict[Block, SwappedCopy] = {}
         self._idle = dict.fromkeys(pools, 0)
         self._lent: dict[tuple[str, int], int] = {}
         self._awaited: set[tuple[str, int]] = set()
         self._unwritten: dict[Block, None] = {}
-        self.give_up_late: Callable[[], None] = lambda: None
+        self._give_up_late = give_up_late
         self._held_back = False  # until the first page that would not pay
-        self.unproven = PrefetchedUnused(self.mover)
+        self.unproven = PrefetchedUnused(self.mover, on_unused)
         for tier in tiers:
             self.add_tier(tier)
 
@@ -708,7 +710,7 @@ class PageStore:
             as_slots([block.slot for block in blocks]),
             as_slots([slot(block.parent) for block in blocks]),
             n_bytes=self.size(first, number),
-            cost_ns=self.page_cost_ns(),
+            cost_ns=self._page_cost_ns(),
             lease=first.lease,
             tenant=self.tenant(first.tenant),
         )
@@ -720,7 +722,7 @@ class PageStore:
     def _drop(self, slots: Sequence[int]) -> None:
         for place in self.places:
             place.forget(slots)
-        self.on_drop(slots)
+        self._on_drop(slots)
 
     def size(self, block: Block, number: int) -> int:
         """Most bytes of a block's body on a tier, or (-1) on its device; at least 1."""
@@ -750,7 +752,7 @@ class PageStore:
         if block.kind != "page" or block.group >= len(self.forms):
             return True
         name = self.tiers[number].name
-        if self.pays(name, self._prompt_bytes, partial(self.index.reach, block)):
+        if self._pays(name, self._prompt_bytes, partial(self.index.reach, block)):
             return True
         self.unpaid[name] = self.unpaid.get(name, 0) + 1
         return False
@@ -918,7 +920,7 @@ class PageStore:
         for layout in wished:
             body = bytearray(self.body_bytes(block, number))
             wanted = Load(block.key, memoryview(body), layout, self.fidelity)
-            (answer,), _ = self.mover.load([(number, wanted)], lambda _: None)
+            (answer,), _ = self.mover.load([(number, wanted)])
             if answer.outcome is Outcome.HIT and answer.info is not None:
                 self.count_loaded(number, answer.n_bytes)
                 return answer.info, bytes(memoryview(body)[: answer.n_bytes])
@@ -1088,10 +1090,32 @@ class PageStore:
 
     def change(self, block: Block, page: int) -> None:
         """A block has another device page, or (-1) none any more; who is suspended keeps a copy."""
-        if block.keepsake is not None:
-            block.keepsake.save(self)
+        self._swap_out(block)
         block.page = page
         self.recount(block)
+
+    def swapped_copy(self, block: Block) -> SwappedCopy:
+        """What brings a block's page back for one more suspended sequence."""
+        copy = self.swapped.get(block)
+        if copy is None:
+            copy = self.swapped[block] = SwappedCopy(block)
+        copy.users += 1
+        return copy
+
+    def unswap(self, copy: SwappedCopy) -> bool:
+        """A sequence needs such a page no more; whether that was the last one."""
+        copy.users -= 1
+        if not copy.users and copy.content is None:
+            del self.swapped[copy.block]
+        return not copy.users
+
+    def _swap_out(self, block: Block) -> None:
+        """A page is about to change, or to go: what suspended sequences need of it is copied."""
+        copy = self.swapped.get(block)
+        if copy is not None:
+            n_bytes = self.page_bytes(block.group, copy.codec)
+            copy.content = download(self.pool(block.group), [block.page], n_bytes)[0]
+            del self.swapped[block]
 
     def room(self, device: str) -> int:
         """Granules of a device that are free, or held by nobody but the index and no pin."""
@@ -1358,7 +1382,7 @@ class PageStore:
     def drain(self, timeout_s: float = 0.0) -> int:
         """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""
         handled = self.mover.drain(timeout_s)
-        self.give_up_late()
+        self._give_up_late()
         number = self.lasting() if self._unwritten else -1
         while number >= 0 and self._unwritten:
             block = next(iter(self._unwritten))
@@ -1414,18 +1438,13 @@ class PageStore:
 
     def describe(self, block: Block) -> FrameInfo:
         """What the frame of a block's device page says about itself."""
-        layout = self.forms[block.group].of(block.page)
-        return FrameInfo(
-            kind="page",
-            codec=block.page >> CODEC_SHIFT,
-            fidelity=block.fidelity,
-            layout=self.forms[block.group].fingerprints[block.page >> CODEC_SHIFT],
-            parent=block.parent,
-            namespace=block.namespace,
-            group=block.group,
+        forms, codec = self.forms[block.group], block.page >> CODEC_SHIFT
+        layout = forms.of(block.page)
+        return block.info(
+            forms.fingerprints[codec],
             tokens=layout.page_size,
             stripe_bytes=layout.stripe_stride_bytes,
-            tenant=block.tenant,
+            codec=codec,
         )
 
     def condemn(self, block: Block) -> None:
@@ -1445,8 +1464,7 @@ class PageStore:
         page = block.page
         if page >= 0:
             self.remove(block)
-            if block.keepsake is not None:
-                block.keepsake.save(self)
+            self._swap_out(block)
             if block.holds:
                 self._orphans.add(block)
             else:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from flowkv.cache.block_table import Planner
-from flowkv.cache.index import Block, Copy, Saved, SwappedCopy, download, upload
+from flowkv.cache.index import Block, Copy, Saved, SwappedCopy
 from flowkv.cache.match import PrefixMatcher
+from flowkv.cache.pool import download, upload
 from flowkv.cache.seal import finite
 from flowkv.cache.sequence import READY, SUSPENDED, Sequence
 from flowkv.cache.states import LAYOUT, decode_state, encode_state
@@ -18,7 +19,6 @@ from flowkv.core.errors import CapacityError, StateError, StoreError
 from flowkv.core.keys import within
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.observe.events import Hit
-from flowkv.tiers.base import FrameInfo
 
 
 def weigh(lines: Planner, seq: Sequence) -> int:
@@ -27,7 +27,7 @@ def weigh(lines: Planner, seq: Sequence) -> int:
     for g, blocks in enumerate(seq.blocks):
         line = lines.tables.pages[g][seq.row, : len(blocks)].tolist()
         for page, block in zip(line, blocks, strict=True):
-            if page >= 0 and (block is None or block.gone or block.keepsake is None):
+            if page >= 0 and (block is None or block.gone or block not in lines.store.swapped):
                 total += lines.store.forms[g].of(page).page_bytes
     return total
 
@@ -58,7 +58,7 @@ def suspend(lines: Planner, seq: Sequence) -> int:
             if page in copies:
                 found.append(copies[page])
             else:
-                found.append(None if block is None else SwappedCopy.of(block))
+                found.append(None if block is None else lines.store.swapped_copy(block))
         saved.append(found)
     lines.vacate(seq)
     seq.suspended = saved
@@ -75,11 +75,10 @@ def _copies(
     for page, block in zip(line, blocks, strict=True):
         if page >= 0 and (block is None or block.gone):
             by_codec.setdefault(page >> CODEC_SHIFT, []).append(page)
-    copies = {
-        page: Copy(codec, content)
-        for codec, pages in by_codec.items()
-        for page, content in zip(pages, download(lines.store, group, pages), strict=True)
-    }
+    copies, pool = dict[int, Copy](), lines.store.pool(group)
+    for codec, pages in by_codec.items():
+        contents = download(pool, pages, lines.store.page_bytes(group, codec))
+        copies |= {p: Copy(codec, content) for p, content in zip(pages, contents, strict=True)}
     lines.copied_bytes += sum(copy.content.numel() for copy in copies.values())
     return copies
 
@@ -161,7 +160,7 @@ def _place(
         targets.append(line[-1])
         contents.append(page.content)
     for targets, contents in work.values():
-        upload(lines.store, group, targets, contents)
+        upload(lines.store.pool(group), targets, contents)
         lines.copied_bytes += sum(content.numel() for content in contents)
     return line
 
@@ -171,7 +170,7 @@ def discard(lines: Planner, seq: Sequence) -> None:
     for g, pages in enumerate(seq.suspended or ()):
         layouts = lines.store.forms[g].layouts
         for page in pages:
-            if page is not None and (isinstance(page, Copy) or page.let_go()):
+            if page is not None and (isinstance(page, Copy) or lines.store.unswap(page)):
                 lines.aside_bytes -= layouts[page.codec].page_bytes
     seq.suspended = None
 
@@ -222,18 +221,7 @@ class Snapshots:
         block.tokens = seq.tokens[pages * size : length].copy()
         block.tenant, block.namespace, block.tail = seq.tenant, seq.namespace, len(block.tokens)
         block.fidelity, block.lease = seq.fidelity, seq.care.lease
-        info = FrameInfo(
-            kind="state",
-            codec=0,
-            fidelity=block.fidelity,
-            layout=LAYOUT,
-            parent=parent,
-            namespace=seq.namespace,
-            group=0,
-            tokens=block.tail,
-            stripe_bytes=GRANULE_BYTES,
-            tenant=seq.tenant,
-        )
+        info = block.info(LAYOUT, tokens=block.tail, stripe_bytes=GRANULE_BYTES)
         saved = self.store.save_state(block, info, body)
         self.store.drain()
         return saved

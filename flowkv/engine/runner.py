@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache.kv import KV, PagedRow, Tokens, open_row
+from flowkv.cache.kv import KV, PagedRow, Tokens, open_row, plan
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core.errors import GeometryError
@@ -108,7 +108,7 @@ class PackedRunner:
     def step(self, rows: Items[OpenRow], tokens: Items[Tokens]) -> torch.Tensor:
         """See `Runner.step`."""
         packed = _packed(tokens)
-        step = self._kv.plan([row.seq for row in rows], [len(ids) for ids in tokens])
+        step = plan(self._kv, [row.seq for row in rows], [len(ids) for ids in tokens])
         step.give(packed)
         with step, torch.no_grad():
             last = torch.from_numpy(step.counts.cumsum() - 1)

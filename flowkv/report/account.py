@@ -157,7 +157,7 @@ def serving_sections(
 
     Args:
         serving: What was collected.
-        levels: How things are at the end, see `flowkv.cache.statistics.levels`.
+        levels: How things are at the end, see `flowkv.cache.kv.levels`.
         tenants: Whether tenants are named.
         source: How it came about.
     """
@@ -409,7 +409,7 @@ class Account:
     Args:
         path: The HTML file; an old one is replaced. It is tried at once.
         bus: `KV.bus`.
-        levels: How things are at a moment, see `flowkv.cache.statistics.levels`.
+        levels: How things are at a moment, see `flowkv.cache.kv.levels`.
         title: Heading of the report.
         tenants: Whether tenants are named in it.
         source: How what is told came about.

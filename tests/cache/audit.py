@@ -93,13 +93,12 @@ def audit_suspended(kv: KV) -> None:
                 if isinstance(page, SwappedCopy):
                     users[page] += 1
     assert kv.planner.aside_bytes == n_bytes
-    for keepsake, count in users.items():
-        assert keepsake.users == count
-        assert (keepsake.content is None) == (keepsake.block.keepsake is keepsake)
-        there = keepsake.block.page >> CODEC_SHIFT
-        assert keepsake.content is not None or there == keepsake.codec
-    known = [block.keepsake for block in store.index if block.keepsake is not None]
-    assert set(known) <= set(users)
+    for copy, count in users.items():
+        assert copy.users == count
+        assert (copy.content is None) == (store.swapped.get(copy.block) is copy)
+        there = copy.block.page >> CODEC_SHIFT
+        assert copy.content is not None or there == copy.codec
+    assert set(store.swapped.values()) <= set(users)
 
 
 def audit_residency(kv: KV, store: PageStore) -> None:

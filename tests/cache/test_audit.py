@@ -12,6 +12,7 @@ import torch
 from flowkv import KV, Geometry, Step
 from flowkv.cache import store
 from flowkv.cache.audit import due
+from flowkv.cache.kv import bind
 from flowkv.cache.store import Samples, Verdict
 from flowkv.core.errors import ConfigError
 from flowkv.core.layout import CODECS
@@ -99,7 +100,7 @@ def test_every_restored_page_is_audited_once_and_found_exact() -> None:
         assert counts(kv) == (12, 0, 0) and kv.stats()["audit"]["waiting"] == 0
         assert kv.metrics.total("audited_pages_total", tier="lasting", codec="raw") == 12
         with kv.open(TEXT) as seq:  # it lies on the device now
-            assert seq.reused == 96 and not due(kv, seq)
+            assert seq.reused == 96 and not due(seq)
         assert kv.flush()
 
 
@@ -248,8 +249,8 @@ def test_a_page_that_can_only_be_read_here_is_not_believed_again() -> None:
         with pytest.warns(UserWarning):
             prefill(kv, kv.open(TEXT)).close()
         assert bad in inner.frames
-        kv.bind(kv.geometry, _name("other"))
-        kv.bind(kv.geometry, _name("toy"))
+        bind(kv, kv.geometry, _name("other"))
+        bind(kv, kv.geometry, _name("toy"))
         for block in list(kv.planner.store.index):
             kv.planner.store.forget(block)
         assert kv.open(TEXT).length == 4 * PAGE
@@ -297,7 +298,7 @@ def test_weights_that_changed_meanwhile_are_no_reason() -> None:
     stored(tier)
     with again(tier) as kv:
         seq = kv.open(TEXT)
-        kv.bind(kv.geometry, _name("other"))
+        bind(kv, kv.geometry, _name("other"))
         prefill(kv, seq, tag=1).close()
         assert counts(kv) == (0, 0, 12) and not kv.heard
 

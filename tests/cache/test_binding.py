@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flowkv import KV, Namespace
+from flowkv.cache.kv import bind, follow, plan, warn
 from flowkv.core.errors import CapacityError, ConfigError, StateError
 from flowkv.policy import LRU
 from flowkv.testing import MemoryTier
@@ -40,7 +41,7 @@ def test_a_cache_learns_its_model_later() -> None:
     for call in (lambda: kv.open([1]), lambda: kv.explain([1]), kv.invalidate, kv.defragment):
         with pytest.raises(StateError, match=r"Call flowkv\.attach"):
             call()
-    kv.bind(geometry(), Namespace(model="m"))
+    bind(kv, geometry(), Namespace(model="m"))
     published(kv, TEXT)
     assert reused(kv, TEXT) == 48 and kv.geometry == geometry()
     kv.close()
@@ -50,7 +51,7 @@ def test_a_cache_learns_its_model_later() -> None:
 def test_another_namespace_shares_nothing_and_what_is_open_goes_on() -> None:
     kv = make_kv()
     seq = opened(kv, TEXT[:20])
-    kv.bind(geometry(), Namespace(model="toy", weights="new"))
+    bind(kv, geometry(), Namespace(model="toy", weights="new"))
     assert reused(kv, TEXT) == 0
     advance(kv, [seq], [TEXT[20:40]])
     check_content(kv, seq, TEXT[:40])
@@ -58,7 +59,7 @@ def test_another_namespace_shares_nothing_and_what_is_open_goes_on() -> None:
     advance(kv, [twin, seq], [TEXT[40:45], [7]])
     check_content(kv, twin, TEXT[:45])
     published(kv, TEXT[:30], tag=2)
-    kv.bind(geometry(), Namespace(model="toy"))
+    bind(kv, geometry(), Namespace(model="toy"))
     assert reused(kv, TEXT) == 16, "what the old weights computed under the new ones is not known"
     audit(kv)
 
@@ -68,7 +69,7 @@ def test_another_geometry_gets_pools_of_its_own_and_keeps_the_tiers() -> None:
     kv = make_kv(tiers=[disk])
     seq = opened(kv, TEXT[:20])
     kv.flush()
-    kv.bind(geometry(window=20), Namespace(model="toy"))
+    bind(kv, geometry(window=20), Namespace(model="toy"))
     assert reused(kv, TEXT) == 0
     advance(kv, [seq], [TEXT[20:40]])
     check_content(kv, seq, TEXT[:40])
@@ -84,7 +85,7 @@ def test_another_geometry_gets_pools_of_its_own_and_keeps_the_tiers() -> None:
         old.close()
     audit(kv)
     kv.flush()
-    kv.bind(geometry(), Namespace(model="toy"))
+    bind(kv, geometry(), Namespace(model="toy"))
     assert reused(kv, TEXT) == 16
     assert len(disk.frames) == 4 + 6
     audit(kv)
@@ -94,7 +95,7 @@ def test_a_geometry_that_does_not_fit_changes_nothing() -> None:
     kv = make_kv(pages=8)
     published(kv, TEXT[:20])
     with pytest.raises(CapacityError):
-        kv.bind(simple(head_dim=4096, layers=8), Namespace(model="big"))
+        bind(kv, simple(head_dim=4096, layers=8), Namespace(model="big"))
     assert reused(kv, TEXT) == 16
     audit(kv)
 
@@ -104,7 +105,7 @@ def test_stores_under_way_do_not_reach_the_next_model() -> None:
     kv = make_kv(tiers=[disk], load_deadline_s=0.01)
     published(kv, TEXT[:20])
     disk.poll = lambda timeout_s=0.0: []
-    kv.bind(geometry(window=20), Namespace(model="toy"))
+    bind(kv, geometry(window=20), Namespace(model="toy"))
     del disk.poll
     disk.work()
     assert kv.flush()
@@ -117,7 +118,7 @@ def test_invalidation_erases_this_model_only() -> None:
     disk = lasting()
     kv = make_kv(tiers=[disk])
     published(kv, TEXT[:20])
-    kv.bind(geometry(), Namespace(model="other"))
+    bind(kv, geometry(), Namespace(model="other"))
     published(kv, TEXT[:20])
     open_one = opened(kv, [9] * 20)
     assert kv.invalidate() == 8
@@ -125,7 +126,7 @@ def test_invalidation_erases_this_model_only() -> None:
     advance(kv, [open_one], [[9] * 20])
     open_one.close()
     assert kv.stats()["blocks"] == 4 and len(disk.frames) == 4
-    kv.bind(geometry(), Namespace(model="toy"))
+    bind(kv, geometry(), Namespace(model="toy"))
     assert reused(kv, TEXT) == 16
 
 
@@ -135,15 +136,15 @@ def test_invalidation_erases_this_model_only() -> None:
 def test_a_closed_cache_is_closed() -> None:
     kv = make_kv(tiers=[MemoryTier()])
     seq, told = opened(kv, TEXT), list[str]()
-    kv.on_detach(lambda: told.append("detached"))
+    follow(kv, detach=lambda: told.append("detached"))
     kv.close()
     kv.close()
     assert told == ["detached"] and seq.closed and "closed" in repr(seq) and seq.length == 0
     for call in (
         lambda: kv.open([1]),
-        lambda: kv.plan([], []),
+        lambda: plan(kv, [], []),
         lambda: kv.fork(seq),
-        lambda: kv.bind(geometry(), Namespace(model="x")),
+        lambda: bind(kv, geometry(), Namespace(model="x")),
         kv.invalidate,
     ):
         with pytest.raises(StateError, match="closed"):
@@ -215,7 +216,7 @@ def test_warnings_are_given_once() -> None:
     kv.bus.subscribe(told.append)
     with pytest.warns(UserWarning, match="look") as caught:
         for _ in range(3):
-            kv.warn("code", "look here")
+            warn(kv, "code", "look here")
     assert len(caught) == 1 and [event.code for event in told] == ["code"]
 
 

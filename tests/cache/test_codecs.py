@@ -15,6 +15,7 @@ from hypothesis import given, settings
 
 import flowkv
 from flowkv import KV, Geometry, LayerGroup, Sequence, kernels
+from flowkv.cache.kv import plan
 from flowkv.core.errors import CapacityError, ConfigError, NonFiniteError
 from flowkv.core.layout import CODEC_SHIFT, CODECS, page_layout
 from flowkv.observe.events import Encoded, Warned
@@ -193,7 +194,7 @@ def test_attention_over_encoded_pages_is_that_over_what_they_decode_to() -> None
         seq = kv.open(text(300))
         for step in kv.prefill([seq], chunk=128):
             write(step)
-        with kv.plan([seq], [1]) as step:
+        with plan(kv, [seq], [1]) as step:
             q, k, v = torch.randn(1, 4, 64), torch.randn(1, 2, 64), torch.randn(1, 2, 64)
             out = step.attend(0, q, k, v)
             keys, values = kernels.gather_dense(step.pages(0), step.batch(0), 301)
@@ -280,7 +281,7 @@ def test_what_another_still_needs_raw_is_encoded_when_it_is_gone() -> None:
 def silently(kv: KV, seq: Sequence, count: int) -> None:
     """A step of which nobody says which tokens it computes, so that nothing is published."""
     first = seq.length
-    with kv.plan([seq], [count]) as step:
+    with plan(kv, [seq], [count]) as step:
         for g, group in enumerate(step.groups):
             for layer in group.layers:
                 k, v = keys_values(kv.geometry, layer, text(first + count), first)
@@ -461,7 +462,7 @@ def test_pages_leave_and_come_back_encoded(codec: str, place: str, tmp_path: Any
     assert kv.flush()
     with kv.lock:
         while kv.planner.store._give_up(0, 8):
-            kv.planner.store.mover.flush(5.0)
+            kv.planner.store.flush(5.0)
     assert kv.planner.store.pool(0).used_bytes() == 0
     seq = kv.open(tokens)
     assert seq.reused == 5 * PAGE and "raw" not in codecs_of(kv, seq)
@@ -868,7 +869,7 @@ def test_a_page_that_a_step_reads_is_left_alone() -> None:
     reader = kv.fork(seq)
     advance(kv, [reader], [[1] * PAGE])
     kv.truncate(reader, 3 * PAGE)
-    step = kv.plan([reader], [0])
+    step = plan(kv, [reader], [0])
     before = codecs_of(kv, seq)
     advance(kv, [seq], [[2] * PAGE])
     assert codecs_of(kv, seq)[:2] == before == ["kv8", "raw"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flowkv import KV
+from flowkv.cache.kv import plan
 from tests.cache.toy import make_kv, opened, prefill, simple
 from tests.calls import calls_of
 
@@ -16,7 +17,7 @@ ROWS = 8
 
 def decode(kv: KV, seqs: list, tokens: int = 1) -> Callable[[], None]:
     def work() -> None:
-        step = kv.plan(seqs, np.full(len(seqs), tokens))
+        step = plan(kv, seqs, np.full(len(seqs), tokens))
         for group in range(len(step.groups)):
             step.batch(group)
         step.commit()

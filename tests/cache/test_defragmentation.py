@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from flowkv import KV, Sequence
+from flowkv.cache.kv import plan
 from flowkv.cache.pool import PagePool
 from flowkv.core.errors import CapacityError
 from flowkv.core.layout import GRANULE_BYTES, codec_of, granule_of
@@ -170,7 +171,7 @@ def test_an_edge_copies_no_more_than_allowed() -> None:
 def test_nothing_moves_while_another_step_is_under_way() -> None:
     kv, rows = churned(defragment_bytes=0)
     events = eager(kv)
-    step = kv.plan([rows[1][0]], [0])
+    step = plan(kv, [rows[1][0]], [0])
     lines = [table.copy() for table in kv.planner.tables.pages]
     advance(kv, [rows[0][0]], [[1] * PAGE])
     assert not events

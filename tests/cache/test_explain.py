@@ -7,6 +7,7 @@ import json
 import pytest
 
 from flowkv import KV, Namespace
+from flowkv.cache.kv import bind
 from flowkv.core.keys import Salt
 from flowkv.testing import MemoryTier
 from flowkv.tiers.host import HostTier
@@ -44,7 +45,7 @@ def test_other_reasons() -> None:
     explained = kv.explain(TEXT, salts=[image])
     assert explained.known == 8 and explained.differs_at == 8
     assert "beside another image" in explained.reason
-    kv.bind(simple(), Namespace(model="toy", adapter="lora"))
+    bind(kv, simple(), Namespace(model="toy", adapter="lora"))
     assert "3 blocks belong to other models, weights, adapters" in reason(kv, TEXT)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv import KV, Sequence
-from flowkv.cache.step import Footprint
+from flowkv.cache.footprint import Footprint
 from flowkv.core.errors import CapacityError
 
 from .links import Link, evict

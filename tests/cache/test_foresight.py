@@ -118,7 +118,7 @@ def test_what_is_never_used_again_is_not_brought() -> None:
         kv.clock.advance(s=10.0)
         edges(kv)
     assert here(kv, P) == 0 and numbers_of(kv)["hint"]["fetched_bytes"] == 0
-    assert kv.planner.foresight.due_ns == NEVER_NS
+    assert kv.foresight.due_ns == NEVER_NS
     kv.close()
 
 
@@ -381,7 +381,7 @@ def test_what_nobody_used_counts_as_wasted() -> None:
 def test_switched_off_nothing_comes_by_itself() -> None:
     kv = small(prefetch="off")
     away(kv, P, Q)
-    assert kv.planner.foresight is None and kv.stats()["prefetch"] == {}
+    assert kv.foresight is None and kv.stats()["prefetch"] == {}
     kv.hint([*P, 9], 1.0)
     for _ in range(5):
         kv.clock.advance(s=1.0)
@@ -393,7 +393,7 @@ def test_switched_off_nothing_comes_by_itself() -> None:
 
 def test_without_a_tier_there_is_nothing_to_bring() -> None:
     with make_kv(simple()) as kv:
-        assert kv.planner.foresight is None and kv.stats()["prefetch"] == {}
+        assert kv.foresight is None and kv.stats()["prefetch"] == {}
 
 
 @pytest.mark.parametrize("wrong", ["on", {"margins": 1.0}, {"margin": -1.0}])

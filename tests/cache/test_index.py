@@ -36,8 +36,8 @@ def test_a_forgotten_block_keeps_its_slot_for_its_key() -> None:
 
 
 def test_the_oldest_ghosts_drop_out_and_their_slots_are_used_again() -> None:
-    index, dropped = PrefixIndex(least_ghosts=8), list[int]()
-    index.on_drop = dropped.extend
+    dropped = list[int]()
+    index = PrefixIndex(dropped.extend, least_ghosts=8)
     for number in range(1, 200):
         index.forget(index.publish(key(number), ROOT, 0))
         assert len(index.ghosts) <= 8 + 9
@@ -60,8 +60,8 @@ def test_what_is_known_makes_room_for_as_many_ghosts_again() -> None:
 
 
 def test_ghosts_below_what_is_buried_are_buried_too() -> None:
-    index, dropped = PrefixIndex(), list[int]()
-    index.on_drop = dropped.extend
+    dropped = list[int]()
+    index = PrefixIndex(dropped.extend)
     chain = [index.publish(key(i), key(i - 1), 0) for i in range(1, 6)]
     side = index.publish(key(9), key(2), 0)
     other = index.publish(key(20), ROOT, 0)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from flowkv import KV
-from flowkv.cache.statistics import breaker, levels, source
+from flowkv.cache.kv import levels, source
+from flowkv.cache.statistics import breaker
 from flowkv.hooks.huggingface.restore import discard
 from flowkv.observe.metrics import NAMES, Level
 from flowkv.testing import MemoryTier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowkv import KV
-from flowkv.cache.mover import Mover
+from flowkv.cache.mover import IOPriority, Mover
 from flowkv.core.clock import ManualClock
 from flowkv.observe.events import Demoted, Failed, Hit, Miss, Promoted, Published
 from flowkv.testing import MemoryTier
@@ -87,6 +88,14 @@ def stored(tier: MemoryTier, *numbers: int) -> None:
         tier.poll()
 
 
+def flushed(mover: Mover, timeout_s: float) -> bool:
+    """Waits until nothing is being stored; False if that took too long."""
+    end = time.monotonic() + timeout_s
+    while mover.storing() and time.monotonic() < end:
+        mover.drain(0.1)
+    return not mover.storing()
+
+
 def load_of(number: int) -> tuple[Load, bytearray]:
     target = bytearray(4096)
     return Load(key_of(number), memoryview(target), LAYOUT), target
@@ -108,7 +117,7 @@ def test_a_load_takes_what_is_being_stored_from_memory() -> None:
     assert mover.load([(0, load)], lambda _: None)[0][0].outcome is Outcome.HIT
     assert tier.jobs == [("store", 1)]
     tier.allowed = 9
-    assert mover.flush(1.0) and [a.outcome for a in answers] == [Outcome.STORED]
+    assert flushed(mover, 1.0) and [a.outcome for a in answers] == [Outcome.STORED]
     assert mover.on_the_way(key_of(1)) is None
 
 
@@ -142,7 +151,7 @@ def test_loads_of_several_tiers_are_one_job_each() -> None:
     loads = {number: load_of(number) for number in (1, 2, 3)}
     mover = mover_over(near, far)
     wanted = [(number == 3, loads[number][0]) for number in (1, 3, 2)]
-    answers, lent = mover.load(wanted, lambda _: None)
+    answers, lent = mover.load(wanted)
     assert [a.key for a in answers] == [key_of(n) for n in (1, 3, 2)] and not lent
     assert all(a.outcome is Outcome.HIT for a in answers)
     assert all(target == BODY for _, target in loads.values())
@@ -154,7 +163,7 @@ def test_the_same_frame_is_loaded_once() -> None:
     stored(tier.inner, 1)
     mover, told = mover_over(tier), list[Completion]()
     first, one = load_of(1)
-    assert mover.prefetch(0, [(first, told.append)], "owner") == 1
+    assert mover.ask(0, first, told.append, "owner", IOPriority.PREFETCH)
     mover.drain()
     second, two = load_of(1)
     tier.allowed = 9
@@ -168,7 +177,7 @@ def test_who_waits_with_another_asks_anew_when_that_fails() -> None:
     stored(tier.inner, 1)
     mover, told = mover_over(tier), list[Completion]()
     first, _ = load_of(1)
-    mover.prefetch(0, [(first, told.append)], "owner")
+    mover.ask(0, first, told.append, "owner", IOPriority.PREFETCH)
     mover.drain()
     second, two = load_of(1)
 
@@ -190,7 +199,7 @@ def test_a_cancelled_prefetch_is_answered_and_its_job_called_off() -> None:
     mover, told = mover_over(tier), list[Completion]()
     for owner in "ab":
         for number in (0, 1) if owner == "a" else (2, 3):
-            mover.prefetch(0, [(load_of(number)[0], told.append)], owner)
+            mover.ask(0, load_of(number)[0], told.append, owner, IOPriority.PREFETCH)
     mover.drain()
     assert tier.jobs == [("load", 2)] * 2, "those of two owners are two jobs"
     assert mover.cancel("a") == 2 and tier.cancelled == [1]
@@ -204,7 +213,7 @@ def test_what_somebody_waits_for_is_not_called_off() -> None:
     tier = Slow(MemoryTier())
     stored(tier.inner, 1)
     mover, told = mover_over(tier), list[Completion]()
-    mover.prefetch(0, [(load_of(1)[0], told.append)], "owner")
+    mover.ask(0, load_of(1)[0], told.append, "owner", IOPriority.PREFETCH)
     lane, (load, target) = mover.lanes[0], load_of(1)
 
     def cancelling(timeout_s: float = 0.0) -> list[Completion]:
@@ -500,10 +509,10 @@ def test_two_disks_are_waited_for_at_once(tmp_path: Path) -> None:
     mover, told = mover_over(*disks), list[Completion]()
     for number in range(8):
         mover.store(number % 2, key_of(number), INFO, memoryview(BODY), told.append)
-    assert mover.flush(20.0) and len(told) == 8
+    assert flushed(mover, 20.0) and len(told) == 8
     loads = {number: load_of(number) for number in range(8)}
     wanted = [(number % 2, load) for number, (load, _) in loads.items()]
-    answers, lent = mover.load(wanted, lambda _: None)
+    answers, lent = mover.load(wanted)
     assert [a.key for a in answers] == [key_of(n) for n in range(8)] and not lent
     assert all(a.outcome is Outcome.HIT for a in answers)
     assert all(target == BODY for _, target in loads.values())

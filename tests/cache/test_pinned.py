@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 
 from flowkv import KV
 from flowkv.cache import pinned as line
-from flowkv.cache.mover import CudaStreams
-from flowkv.cache.pinned import Copies, Crossover, calibrate, open_copies, remember, remembered
+from flowkv.cache.pinned import (
+    Copies,
+    Crossover,
+    CudaStreams,
+    calibrate,
+    open_copies,
+    remember,
+    remembered,
+)
 from flowkv.kernels import dispatch
 from flowkv.tiers.io.staging import Arena
 from tests.cache.fakes import Silent, lasting

@@ -173,12 +173,14 @@ def fill(tier: Any, count: int, n_bytes: int) -> None:
 
 def ask(mover: Mover, numbers: Sequence[int], n_bytes: int) -> tuple[int, list[Completion]]:
     """Prefetches; returns how many were taken, and the answers that come."""
-    told = list[Completion]()
-    items = [
-        (Load(key_of(number), memoryview(bytearray(n_bytes)), LAYOUT), told.append)
-        for number in numbers
-    ]
-    return mover.prefetch(0, items, "owner"), told
+    told, taken = list[Completion](), 0
+    for number in numbers:
+        load = Load(key_of(number), memoryview(bytearray(n_bytes)), LAYOUT)
+        if mover.ask(0, load, told.append, "owner", IOPriority.PREFETCH) is None:
+            assert told.pop().reason == "busy"
+            break
+        taken += 1
+    return taken, told
 
 
 def demand(mover: Mover, number: int, n_bytes: int) -> Completion:

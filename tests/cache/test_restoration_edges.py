@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 
 from flowkv import Step
+from flowkv.cache.kv import plan
 from flowkv.cache.restore import Late
 from flowkv.core.errors import StateError
 from flowkv.observe.events import RestoreEnded
@@ -146,7 +147,7 @@ def test_a_page_that_left_the_line_is_not_put_back() -> None:
     ):
         restoration = seq.restoration
         assert restoration is not None and restoration.settle() == 4 * PAGE
-        step = kv.plan([seq], [200])
+        step = plan(kv, [seq], [200])
         step.commit()  # its layers did not wait, and pages behind windows were dropped
         link.per_poll = 100
         assert restoration.complete() and not seq.publishable

@@ -132,7 +132,7 @@ def run(moves: list[tuple], seed: int) -> None:
                     assert not was or one.leader is None
                     gone.add(one)
             elif one.flying and not one.ended and one in schedule._flying:
-                for follower in schedule.retire(one):
+                for follower in schedule.end(one):
                     assert schedule.ask(follower) is not None
                     if follower not in schedule and follower.leader is None:
                         gone.add(follower)  # refused

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 
 from flowkv import KV, Sequence
+from flowkv.cache.kv import plan
 from flowkv.cache.restore import Late
 from flowkv.cache.states import encode_state
 from flowkv.core.keys import Salt
@@ -307,7 +308,7 @@ def test_what_cannot_be_kept_says_so() -> None:
     kv = make_kv()
     seq = kv.open([])
     assert not save(kv, seq), "no token, no state"
-    kv.plan([seq], [3]).commit()
+    plan(kv, [seq], [3]).commit()
     assert not save(kv, seq), "its tokens are not known"
     full = make_kv(simple(), tiers=[MemoryTier(5000)])
     published(full, TEXT[:8])

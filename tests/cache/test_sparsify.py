@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import flowkv
 from flowkv import KV, Geometry, LayerGroup, Sequence
+from flowkv.cache.kv import plan
 from flowkv.core.errors import CapacityError, ConfigError, GeometryError, StateError
 from flowkv.policy.importance import Importance
 from tests.cache.audit import audit, audit_empty
@@ -255,7 +256,7 @@ def test_what_cannot_be_is_refused() -> None:
     for match, keep in bad.items():
         with pytest.raises(GeometryError, match=match):
             kv.sparsify(seq, keep)
-    step = kv.plan([seq], [1])
+    step = plan(kv, [seq], [1])
     with pytest.raises(StateError, match="in a step already"):
         kv.sparsify(seq, good)
     step.rollback()

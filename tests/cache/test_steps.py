@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flowkv import KV, kernels
+from flowkv.cache.kv import plan
 from flowkv.cache.step import CURRENT
 from flowkv.core.errors import CapacityError, ConfigError, GeometryError, StateError, TokenError
 from flowkv.core.keys import Salt
@@ -98,7 +99,7 @@ def test_a_dropped_step_is_rolled_back(kv: KV) -> None:
     seq = opened(kv, range(6))
     step = kv.step([seq], [[1] * 30])
     with pytest.raises(StateError, match="in a step already"):
-        kv.plan([seq], [1])
+        plan(kv, [seq], [1])
     del step
     gc.collect()
     assert seq.tokens.tolist() == list(range(6))
@@ -173,9 +174,9 @@ def test_rows_of_a_step_must_be_open_distinct_and_of_one_cache(kv: KV) -> None:
     with pytest.raises(GeometryError, match="1 rows with 2 counts"):
         kv.step([seq], [[1], [2]])
     with pytest.raises(GeometryError, match="1 rows with 2 counts"):
-        kv.plan([seq], [1, 1])
+        plan(kv, [seq], [1, 1])
     with pytest.raises(GeometryError, match="none of them negative"):
-        kv.plan([seq], [-1])
+        plan(kv, [seq], [-1])
     advance(kv, [seq], [[1]])
     other.close()
     audit(kv)
@@ -244,7 +245,7 @@ def test_steps_of_nothing(kv: KV) -> None:
 def test_planned_steps_publish_once_their_tokens_are_told(kv: KV) -> None:
     seq = kv.open([])
     for tokens in ([1] * 5, [2] * 5, [3] * 8):
-        step = kv.plan([seq], [len(tokens)])
+        step = plan(kv, [seq], [len(tokens)])
         assert step.tokens is None
         for g, group in enumerate(step.groups):
             for layer in group.layers:
@@ -263,7 +264,7 @@ def test_planned_steps_publish_once_their_tokens_are_told(kv: KV) -> None:
 def test_tokens_of_a_step_are_not_taken_for_those_of_a_gap(kv: KV) -> None:
     """Tokens whose past is unknown must not be noted as if they began the sequence."""
     seq = kv.open([])
-    kv.plan([seq], [3]).commit()
+    plan(kv, [seq], [3]).commit()
     step = kv.step([seq], [[7] * 20])
     for layer in (0, 1):
         step.pages(layer)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv import KV, Sequence
-from flowkv.cache import index, swap
+from flowkv.cache import pool, swap
 from flowkv.core.errors import CapacityError
 from flowkv.testing import MemoryTier
 
@@ -140,9 +140,9 @@ def test_long_sequences_move_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = make_kv(simple(), pages=16)
     seq = opened(kv, TEXT * 3)
     n_bytes = kv.planner.store.page_bytes(0)
-    monkeypatch.setattr(index, "AT_ONCE_BYTES", 4 * n_bytes)
-    assert [len(range(11)[part]) for part in index._parts(11, n_bytes)] == [4, 4, 3]
-    assert len(list(index._parts(2, 8 * n_bytes))) == 2
+    monkeypatch.setattr(pool, "AT_ONCE_BYTES", 4 * n_bytes)
+    assert [len(range(11)[part]) for part in pool._parts(11, n_bytes)] == [4, 4, 3]
+    assert len(list(pool._parts(2, 8 * n_bytes))) == 2
     kv.invalidate()  # nobody else knows it
     kv.suspend(seq)
     assert copied(seq) == 11
@@ -210,7 +210,7 @@ def test_a_copy_that_fails_suspends_nothing(nth: int, monkeypatch: pytest.Monkey
     with pytest.raises(torch.OutOfMemoryError):
         kv.suspend(seq)
     assert seq.suspended is None and kv.planner.aside_bytes == 0
-    assert all(block.keepsake is None for block in kv.planner.store.index)
+    assert not kv.planner.store.swapped
     assert nth == 2 or kv.planner.copied_bytes == before
     audit(kv)
     kv.suspend(seq)
@@ -236,7 +236,7 @@ def test_a_copy_back_that_fails_holds_nothing(
         with pytest.raises(torch.OutOfMemoryError):
             kv.resume(seq)
         audit(kv)
-        monkeypatch.setattr(swap, "upload", fails_at(nth, index.upload))
+        monkeypatch.setattr(swap, "upload", fails_at(nth, pool.upload))
     assert kv.planner.store.pool(0).used_bytes() == used and kv.planner.aside_bytes == aside
     assert seq.suspended is not None
     monkeypatch.undo()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from flowkv import KV, Geometry, LayerGroup, Sequence, Step, kernels
+from flowkv.cache.kv import plan
 from flowkv.core.layout import page_layout
 
 PAGE = 8
@@ -139,7 +140,7 @@ def published(kv: KV, tokens: Items[int], *, tag: int = 0, **options: Any) -> No
 def content(kv: KV, seq: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K `[S, Hk, D]` and V of a sequence, gathered from its pages; zeros where pages are gone."""
     group, _ = seq.planner.locate(layer)
-    step = kv.plan([seq], [0])
+    step = plan(kv, [seq], [0])
     try:
         with kernels.checking():
             k, v = kernels.gather_dense(step.pages(layer), step.batch(group), seq.length)

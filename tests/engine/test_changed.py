@@ -9,6 +9,7 @@ import pytest
 
 from flowkv import Namespace
 from flowkv.cache import swap
+from flowkv.cache.kv import bind
 from flowkv.core.errors import CapacityError
 from flowkv.policy.scheduling import ASIDE, RUNNING, WAITING
 
@@ -19,7 +20,7 @@ from .test_pressure import check, prompts
 
 def change(one: Pressed) -> None:
     """As a model does that is moved to another dtype: other pages, in pools of their own."""
-    one.kv.bind(simple(head_dim=64, layers=4), Namespace(model="changed"))
+    bind(one.kv, simple(head_dim=64, layers=4), Namespace(model="changed"))
 
 
 def test_pages_are_counted_where_rows_are_opened_now() -> None:
@@ -116,7 +117,7 @@ def test_requests_that_wait_are_looked_up_anew(pools: str) -> None:
         one.keeper.share(waits)
         assert waits.shared == 2
         if pools == "same":
-            one.kv.bind(simple(), Namespace(model="changed"))
+            bind(one.kv, simple(), Namespace(model="changed"))
         else:
             change(one)
         one.keeper.share(waits)
@@ -137,7 +138,7 @@ def test_what_was_set_aside_shares_nothing_with_pools_of_now() -> None:
         one.preempt(old, keep=True)
         assert old.state == ASIDE
         change(one)
-        one.kv.bind(simple(), Namespace(model="toy"))  # and back: keys are the same again
+        bind(one.kv, simple(), Namespace(model="toy"))  # and back: keys are the same again
         with opened(one.kv, prompt):
             one.keeper.share(old)
         assert old.shared == 0

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from flowkv.cache.kv import KV
+from flowkv.cache.kv import KV, bind, follow, warn
 from flowkv.core.errors import ConfigError, StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.cache import PagedCache
@@ -67,13 +67,13 @@ def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
         try:
             door = install(model, kv, reads=reads)
         except UnsupportedModelError as error:
-            kv.warn("unsupported", f"FlowKV leaves the model to its own cache: {error}")
+            warn(kv, "unsupported", f"FlowKV leaves the model to its own cache: {error}")
             return kv
         except BaseException:
             kv.close()
             raise
         _ATTACHED[model] = door
-        kv.on_detach(partial(_forget, weakref.ref(model)))
+        follow(kv, detach=partial(_forget, weakref.ref(model)))
         return kv
 
 
@@ -93,7 +93,7 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> ForwardHook:
         identity = Identity(model, kv.config.namespace)
         found = probe(model, kv.page_size, in_pages=in_pages, long=long)
     identity.learn(model, named=False)
-    kv.bind(found.plan.geometry, identity.namespace)
+    bind(kv, found.plan.geometry, identity.namespace)
     door = ForwardHook(model, kv, found.plan, identity, switch)
     door.hang()
     try:
@@ -105,10 +105,9 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> ForwardHook:
         door.read_dense("reads='dense' was asked for")
     _DOORS[kv] = weakref.ref(door)  # the model's hooks keep it
     identity.settle(model)  # with the hooks of the door, which are in no name
-    kv.bind(found.plan.geometry, identity.namespace)
+    bind(kv, found.plan.geometry, identity.namespace)
     door.tried()
-    kv.on_prove(door.proof.finish)
-    kv.on_detach(door.unhang)
+    follow(kv, prove=door.proof.finish, detach=door.unhang)
     return door
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils._device import DeviceContext
 
-from flowkv.cache.audit import audit, due
-from flowkv.cache.kv import KV
+from flowkv.cache.audit import due
+from flowkv.cache.kv import KV, bind, follow, warn
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.attention import RUNNING, Switch, decoder_of
 from flowkv.hooks.huggingface.cache import PagedCache
@@ -54,10 +54,10 @@ def audit_rows(cache: PagedCache) -> None:
     rows, kv = cache.rows, cache.rows.kv
     size = kv.page_size
     for row, (seq, pad) in enumerate(zip(list(rows.seqs), rows.pads.tolist(), strict=True)):
-        for page in due(kv, seq) if nested.cut else ():
+        for page in due(seq) if nested.cut else ():
             if not nested.alone(row, page * size, (page + 1) * size):
                 continue  # an image lies across its border; it waits for another sequence
-            with audit(kv, seq, page) as case:
+            with kv.auditor.audit(seq, page) as case:
                 if case is not None:
                     with suppress(CapacityError):
                         nested.compute([Part(row, case.twin, pad, size)])
@@ -204,7 +204,7 @@ class ForwardHook:
             model.register_forward_hook(self._last, always_call=True),
         ]
         model.__dict__.update(__deepcopy__=self._copy_model, __reduce_ex__=self._reduce_model)
-        self.kv.on_close(self.release)
+        follow(self.kv, close=self.release)
 
     def _copy_model(self, memo: dict[int, Any]) -> Any:
         """`copy.deepcopy` of the model: a plain model, without the hooks of this door."""
@@ -467,7 +467,8 @@ class ForwardHook:
             return given
         assert pads is not None
         if call.given.get("output_hidden_states"):
-            self.kv.warn(
+            warn(
+                self.kv,
                 "hidden states",
                 "FlowKV computes prompts whose hidden states are wanted from their first token: "
                 "the result is the same, nothing is reused. Leave output_hidden_states out.",
@@ -796,7 +797,7 @@ class ForwardHook:
             placed.in_pages = False
 
     def _rename(self) -> None:
-        self.kv.bind(self.plan.geometry, self.identity.namespace)
+        bind(self.kv, self.plan.geometry, self.identity.namespace)
         self.proof.watch()
 
     def _replan(self, model: torch.nn.Module) -> None:
@@ -812,7 +813,8 @@ class ForwardHook:
         return self.identity.same_content()
 
     def _refuse(self, problem: str, code: str = "") -> None:
-        self.kv.warn(
+        warn(
+            self.kv,
             f"native: {code or problem}",
             f"FlowKV leaves this call to the model's own cache: {problem}. The result is the same, "
             "nothing is reused.",
@@ -855,7 +857,8 @@ def unwritten(model: torch.nn.Module) -> Iterator[None]:
 
 def warn_inherited(kv: KV) -> None:
     """Warns once, in a forked child, that the cache is the parent's."""
-    kv.warn(
+    warn(
+        kv,
         "native: forked",
         "FlowKV's cache belongs to the parent process; this child uses the model's own. The result "
         "is the same, nothing is reused. flowkv.attach(model, ...) in the child gives it a cache.",

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.block_table import Planner
-from flowkv.cache.kv import KV
+from flowkv.cache.kv import KV, plan
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core.errors import StateError
@@ -184,7 +184,7 @@ class Rows:
         else:
             counts = (total - self.pads).clip(0, new)
             ragged = bool((counts < new).any())
-        self.step = self.kv.plan(self.seqs, counts)
+        self.step = plan(self.kv, self.seqs, counts)
         if self.restoring is not None:
             self.step.awaits = self._await
         self.new, self.total, self.updated, self.driven = new, total, 0, driven

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from flowkv.cache.kv import KV
+from flowkv.cache.kv import KV, bind
 from flowkv.core.errors import FlowKVError, UnsupportedModelError
 from flowkv.hooks.huggingface.attach import base_model, door_of, install, installing
 from flowkv.hooks.huggingface.door import ForwardHook
@@ -149,7 +149,7 @@ def _door(model: Any, kv: KV) -> Iterator[ForwardHook]:
         reads = any(placed.in_pages for placed in other.plan.placed.values())
         plan = probe(model, kv.page_size, in_pages=reads).plan
     identity = Identity(model)  # of a cache that is about to be closed
-    kv.bind(plan.geometry, identity.namespace)
+    bind(kv, plan.geometry, identity.namespace)
     door = ForwardHook(model, kv, plan, identity, other.switch)
     door.continues = other.continues
     yield door
