@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
+from bench.serve.models import batching
 from bench.serve.served import Outcome, Served
 from bench.serve.workload import Ask
 from flowkv.core.errors import ConfigError
 from flowkv.demo.timing import Stamps
-from flowkv.hooks.huggingface.load import batching
 
 SEQUENTIAL, STATIC, BATCHED = "sequential generate", "static batches", "generate_batch"
 

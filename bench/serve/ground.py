@@ -12,11 +12,12 @@ import torch
 
 import flowkv
 from bench.serve.baselines import Batched
+from bench.serve.models import endless, longer, shaped_model, twin
 from flowkv.core.config import DEFAULT_CPU_POOL_SIZE, DEFAULT_GPU_SIZE, parse_size
 from flowkv.core.errors import ConfigError
 from flowkv.core.layout import page_layout
 from flowkv.data import tiny_path
-from flowkv.hooks.huggingface.load import DTYPES, endless, load_model, longer, shaped_model, twin
+from flowkv.hooks.huggingface.load import DTYPES, load_model
 from flowkv.sim.restore import SHAPES
 
 _CONTEXT = 16384

@@ -10,9 +10,9 @@ import torch
 
 from bench.policy.finding import Finding
 from bench.serve.ground import Ground, Setting
+from bench.serve.models import longer, twin
 from bench.serve.turnstile import Turnstile
 from bench.serve.workload import Load, draw
-from flowkv.hooks.huggingface.load import longer, twin
 from flowkv.observe.events import EngineStep
 
 _STRIDE, _PROMPT, _POINTS = 50, 16, 40

@@ -13,15 +13,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import wait
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, fields, replace
-from dataclasses import fields as fields_of
 from functools import partial
 from itertools import count
-from threading import Lock
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -69,9 +68,9 @@ from flowkv.policy.scheduling import (
     ASIDE,
     COMING,
     OVER,
+    RUNNING,
     WAITING,
     Limits,
-    Room,
     Scheduler,
     Turns,
     make_scheduler,
@@ -90,6 +89,8 @@ class Inbox:
         fresh: New requests, in order of submission, until the engine has `taken` them.
         off: Numbers of requests that were called off; the engine takes them out.
         waiting: Requests that the engine has taken, and that wait there; it says so.
+        closed: Nothing is taken any more.
+        now: What was taken is called off as well.
     """
 
     def __init__(self, limit: int) -> None:
@@ -97,23 +98,13 @@ class Inbox:
         self._changed = threading.Condition()
         self.fresh: deque[RunningRequest] = deque()
         self.off: deque[int] = deque()
-        self._closed = self._now = False
+        self.closed = self.now = False
         self._why: BaseException | None = None
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing is taken any more."""
-        return self._closed
 
     @property
     def pending(self) -> bool:
         """Whether there is anything that the engine has not taken yet."""
         return bool(self.fresh or self.off)
-
-    @property
-    def now(self) -> bool:
-        """Whether what was taken is called off as well."""
-        return self._now
 
     def put(self, *lives: RunningRequest, limited: bool = True) -> None:
         """Hands requests in, all or none.
@@ -127,8 +118,7 @@ class Inbox:
             StateError: The engine is closed, or failed.
         """
         with self._changed:
-            if self._closed:
-                raise self._refusal()
+            self.check()
             waiting = self.waiting + len(self.fresh)
             if limited and waiting >= self._limit:
                 raise BusyError(
@@ -144,15 +134,10 @@ class Inbox:
         Raises:
             StateError: The engine is closed, or failed.
         """
-        if self._closed:
-            raise self._refusal()
-
-    def _refusal(self) -> StateError:
-        if self._why is None:
-            return StateError("the engine is closed", "Make a new one")
-        refusal = StateError(f"the engine failed: {self._why!r}", "Make a new one")
-        refusal.__cause__ = self._why
-        return refusal
+        if self.closed and self._why is None:
+            raise StateError("the engine is closed", "Make a new one")
+        if self.closed:
+            raise StateError(f"the engine failed: {self._why!r}", "Make a new one") from self._why
 
     def call_off(self, number: int) -> None:
         """Asks for a cancellation."""
@@ -168,7 +153,7 @@ class Inbox:
             why: What the engine failed with.
         """
         with self._changed:
-            self._closed, self._now = True, self._now or now
+            self.closed, self.now = True, self.now or now
             self._why = self._why or why
             self._changed.notify_all()
 
@@ -181,7 +166,7 @@ class Inbox:
     def wait(self) -> bool:
         """Waits until there is something to do; False once nothing is taken any more."""
         with self._changed:
-            while not (self.pending or self._closed):
+            while not (self.pending or self.closed):
                 self._changed.wait()
             return self.pending
 
@@ -189,158 +174,151 @@ class Inbox:
 # What an engine tells the bus. Events are made only if somebody listens.
 
 
-class Times(NamedTuple):
-    """When the parts of a step began and ended, in seconds of `time.perf_counter`.
+def tell_queued(bus: Bus, live: RunningRequest, waiting: int) -> None:
+    """A request was taken in; so many wait now. Told in the context of its submission."""
+    context, live.context = live.context, None
+    if bus.wants(Queued):
+        event = Queued(
+            request=live.number,
+            prompt_tokens=live.prompt,
+            waiting=waiting,
+            tenant=live.request.tenant or "",
+        )
+        if context is None:  # whoever told it was interrupted
+            bus.emit(event)
+        else:
+            context.run(bus.emit, event)
 
-    Attributes:
-        began_s: The turn began.
-        forward_s: The forward began.
-        sampling_s: The choice of tokens began.
-        chosen_s: It was over.
-    """
 
-    began_s: float
-    forward_s: float
-    sampling_s: float
-    chosen_s: float
-
-
-class EngineEvents:
-    """Tells the bus of an engine.
-
-    Args:
-        bus: Told.
-    """
-
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-
-    @property
-    def steps(self) -> bool:
-        """Whether anybody wants to know of steps."""
-        return self._bus.wants(EngineStep)
-
-    def queued(self, live: RunningRequest, waiting: int) -> None:
-        """A request was taken in; so many wait now. Told in the context of its submission."""
-        context, live.context = live.context, None
-        if self._bus.wants(Queued):
-            event = Queued(
+def tell_finished(bus: Bus, live: RunningRequest, completion: Completion, reason: str) -> None:
+    """A request is over."""
+    if bus.wants(Finished):
+        bus.emit(
+            Finished(
                 request=live.number,
-                prompt_tokens=live.prompt,
-                waiting=waiting,
+                reason=reason,
+                prompt_tokens=completion.prompt_tokens,
+                reused_tokens=completion.reused_tokens,
+                new_tokens=len(completion.tokens),
+                started_s=live.arrived_s,
+                seconds=completion.seconds,
+                queued_s=completion.queued_s,
+                ttft_s=completion.ttft_s,
+                tpot_s=completion.tpot_s,
+                preempted=completion.preempted,
+                restore_s=completion.restore_s,
+                exposed_s=completion.exposed_s,
                 tenant=live.request.tenant or "",
-            )
-            if context is None:
-                self._bus.emit(event)
-            else:
-                context.run(self._bus.emit, event)
-
-    def step(
-        self,
-        done: Items[Part],
-        made: int,
-        gaps: list[float],
-        times: Times,
-        waiting: Items[RunningRequest],
-        room: Room,
-    ) -> None:
-        """A step is over.
-
-        Args:
-            done: What was computed.
-            made: New tokens.
-            gaps: Seconds since their last token, of the rows that made a further one.
-            times: When it did what.
-            waiting: Who waits now.
-            room: Pages when all was computed, before rows that were over gave back theirs.
-        """
-        tokens, aside = sum(count for _, count in done), _aside(waiting)
-        self._bus.emit(
-            EngineStep(
-                rows=len(done),
-                prefill_tokens=tokens - len(gaps),
-                decode_tokens=len(gaps),
-                made_tokens=made,
-                waiting=len(waiting) - aside,
-                aside=aside,
-                pages=room.total - room.free,
-                total_pages=room.total,
-                started_s=times.began_s,
-                seconds=time.perf_counter() - times.began_s,
-                model_s=times.sampling_s - times.forward_s,
-                sampling_s=times.chosen_s - times.sampling_s,
-                gaps_s=tuple(gaps),
             )
         )
 
-    def finished(self, live: RunningRequest, completion: Completion, reason: str) -> None:
-        """A request is over."""
-        if self._bus.wants(Finished):
-            self._bus.emit(
-                Finished(
-                    request=live.number,
-                    reason=reason,
-                    prompt_tokens=completion.prompt_tokens,
-                    reused_tokens=completion.reused_tokens,
-                    new_tokens=len(completion.tokens),
-                    started_s=live.arrived_s,
-                    seconds=completion.seconds,
-                    queued_s=completion.queued_s,
-                    ttft_s=completion.ttft_s,
-                    tpot_s=completion.tpot_s,
-                    preempted=completion.preempted,
-                    restore_s=completion.restore_s,
-                    exposed_s=completion.exposed_s,
-                    tenant=live.request.tenant or "",
-                )
-            )
 
-
-def _aside(waiting: Items[RunningRequest]) -> int:
-    return sum(live.state == ASIDE for live in waiting)
-
-
-# Who is served by an engine: taken in, ended, answered.
+# The turns of an engine: requests come in, a step is run over all rows, tokens go out.
 
 _log = logging.getLogger("flowkv")
 _STOPS: dict[Reason, str] = {"stop": "turn_end", "length": "cut_off"}
+_PAUSE_S = 0.002
 
 
-class RequestTable(AnswerSource):
-    """Requests from their submission to their answer. Belongs to the thread that runs turns.
+class Loop:
+    """Requests from their submission to their answer, turn after turn, on one thread at a time.
 
     What is to be done stays where it is noted until it was done: whoever is interrupted in between
     finds it there again (`reset`), and to do it twice does no harm.
 
     Args:
+        runner: Runs the model.
         keeper: Keeps rows and pages.
+        turns: Decides who is served.
         inbox: What other threads ask.
-        news: Told what happens.
+        bus: Told what happens.
+        patience_s: How long a request that is alone waits for pages that others hold.
 
     Attributes:
         waiting: Requests that wait or were set aside.
         active: Requests that have part in steps.
+        source: What answers need of it.
+        drive: Held by the thread that runs turns.
     """
 
-    def __init__(self, keeper: KVManager, inbox: Inbox, news: EngineEvents) -> None:
-        super().__init__()
-        self.keeper, self.inbox, self.news = keeper, inbox, news
+    def __init__(
+        self,
+        runner: Runner,
+        keeper: KVManager,
+        turns: Turns,
+        inbox: Inbox,
+        bus: Bus,
+        *,
+        patience_s: float,
+    ) -> None:
+        self.runner, self.keeper, self.turns = runner, keeper, turns
+        self.inbox, self._bus, self._patience_s = inbox, bus, patience_s
+        self.source, self.drive = AnswerSource(inbox.call_off), threading.Lock()
         self.waiting: list[RunningRequest] = []
         self.active: list[RunningRequest] = []
         self._lives: dict[int, RunningRequest] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._stuck = -1, 0.0  # number of who waits for pages of others, and since when
+        # Tokens that were chosen, and the places where they belong, until they are handed out.
+        self._made: deque[tuple[RunningRequest, int, Drawn]] = deque()
         # Answers to be given, once everything else of the turn is in order.
         self._due: deque[tuple[Answer, Completion, BaseException | None]] = deque()
         self._told: list[Answer] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread runs turns, or there is something to do for one."""
+        return self.drive.locked() or not self.idle or self.inbox.pending
 
     @property
     def idle(self) -> bool:
         """Whether no request is under way."""
         return not self._lives
 
-    def call_off(self, number: int) -> None:
-        """See `AnswerSource.call_off`."""
-        self.inbox.call_off(number)
+    # ---- who runs it
+
+    def serve(self) -> None:
+        """Runs turns on this thread until the inbox is closed and all is answered."""
+        with self.drive:
+            self.source.driver = threading.get_ident()
+            try:
+                while not self.idle or self.inbox.wait():
+                    self.turn()
+            except BaseException as error:
+                _log.exception("an engine failed")
+                self.fail(error)
+            finally:
+                self.source.driver = 0
+
+    def drive_until(self, answers: Items[Answer]) -> None:
+        """Runs turns on this thread, which holds `drive`, until answers are made."""
+        self.source.driver = threading.get_ident()
+        try:
+            for answer in answers:
+                while not answer.done():
+                    self.turn()
+        except Exception as error:
+            self.fail(error)
+        except BaseException:  # by the user, anywhere in a turn
+            self.reset(answers)
+            raise
+        finally:
+            self.source.driver = 0
+
+    def turn(self) -> None:
+        """Takes in what was asked, runs one step if there is anything to compute, answers."""
+        if self.keeper.closed:
+            self.fail(StateError("the cache is closed", "Open a new one"))
+            return
+        began_s = time.perf_counter()
+        self._take_in(began_s)
+        alone = not any(live.state == RUNNING for live in self.active)
+        self.keeper.coming.pace(began_s, alone=alone)
+        if self.waiting:
+            self._admit(began_s)
+        if self.active:
+            self._step(began_s)
+        self._answer()
 
     # ---- in
 
@@ -363,7 +341,7 @@ class RequestTable(AnswerSource):
     def _take_fresh(self) -> None:
         while self.inbox.fresh:
             self._take(live := self.inbox.fresh[0])
-            self.news.queued(live, len(self.waiting))
+            tell_queued(self._bus, live, len(self.waiting))
             self.inbox.taken()
 
     def _take(self, live: RunningRequest) -> None:
@@ -400,7 +378,7 @@ class RequestTable(AnswerSource):
         completion = live.completion(reason, now_s)
         self._due.append((live.answer, completion, error))
         del self._lives[live.number]
-        self.news.finished(live, completion, "failed" if error else reason)
+        tell_finished(self._bus, live, completion, "failed" if error else reason)
 
     def _close(self, live: RunningRequest, now_s: float, stop: str = "") -> None:
         try:
@@ -439,6 +417,8 @@ class RequestTable(AnswerSource):
         Args:
             off: Those whose requests are called off instead.
         """
+        self._stuck = -1, 0.0
+        self._hand_out(None)
         now_s = time.perf_counter()
         self._take_fresh()
         for answer, _, _ in self._due:  # they ended, and nobody notes that again
@@ -454,64 +434,6 @@ class RequestTable(AnswerSource):
         self.inbox.waiting = len(self.waiting)
         self._answer()
 
-
-# The turns of an engine: requests come in, a step is run over all rows, tokens go out.
-
-_PAUSE_S = 0.002
-
-
-class Loop(RequestTable):
-    """Runs requests, turn after turn, on one thread at a time.
-
-    Args:
-        runner: Runs the model.
-        keeper: Keeps rows and pages.
-        turns: Decides who is served.
-        inbox: What other threads ask.
-        bus: Told what happens.
-        patience_s: How long a request that is alone waits for pages that others hold.
-
-    Attributes:
-        drive: Held by the thread that runs turns.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        keeper: KVManager,
-        turns: Turns,
-        inbox: Inbox,
-        bus: Bus,
-        *,
-        patience_s: float = 1.0,
-    ) -> None:
-        super().__init__(keeper, inbox, EngineEvents(bus))
-        self.runner, self.turns = runner, turns
-        self.drive = Lock()
-        self._patience_s = patience_s
-        self._stuck = -1, 0.0  # number of who waits for pages of others, and since when
-        # Tokens that were chosen, and the places where they belong, until they are handed out.
-        self._made: deque[tuple[RunningRequest, int, Drawn]] = deque()
-
-    @property
-    def busy(self) -> bool:
-        """Whether a thread runs turns, or there is something to do for one."""
-        return self.drive.locked() or not self.idle or self.inbox.pending
-
-    def turn(self) -> None:
-        """Takes in what was asked, runs one step if there is anything to compute, answers."""
-        if self.keeper.closed:
-            self.fail(StateError("the cache is closed", "Open a new one"))
-            return
-        began_s = time.perf_counter()
-        self._take_in(began_s)
-        self.keeper.pace(self.active, began_s)
-        if self.waiting:
-            self._admit(began_s)
-        if self.active:
-            self._step(began_s)
-        self._answer()
-
     # ---- who is in
 
     def _admit(self, now_s: float) -> None:
@@ -521,7 +443,7 @@ class Loop(RequestTable):
             self._force(now_s)
         if self.waiting:
             rank = self.turns.scheduler.rank
-            self.keeper.look_ahead(self.waiting, lambda live: rank(live, now_s))
+            self.keeper.ahead.look(self.waiting, lambda live: rank(live, now_s))
         self.inbox.waiting = len(self.waiting)
 
     def _let_in(self, now_s: float) -> bool:
@@ -583,7 +505,8 @@ class Loop(RequestTable):
     def _step(self, began_s: float) -> None:
         parts = self._parts(began_s)
         if not parts:
-            self.keeper.rest([live for live in self.active if live.state == COMING])
+            if any(live.state == COMING for live in self.active):
+                self.keeper.coming.rest()
             return
         forward_s = time.perf_counter()
         outcome = self._attempt(parts)
@@ -592,17 +515,34 @@ class Loop(RequestTable):
         if done:
             self._stuck = -1, 0.0
         self._advance(outcome)
-        times = Times(began_s, forward_s, sampling_s, time.perf_counter())
+        chosen_s = time.perf_counter()
         # Until tokens are chosen: before that, nobody waits for what a GPU has been asked.
         tokens = sum(count for _, count in done)
-        self.keeper.worth.step(tokens, compiling.measured_s(forward_s, times.chosen_s))
-        if not self.news.steps:
+        self.keeper.worth.step(tokens, compiling.measured_s(forward_s, chosen_s))
+        if not self._bus.wants(EngineStep):
             self._hand_out(None)
             return
         made, gaps = len(self._made), list[float]()
         room = self.keeper.room()  # before rows that are over are closed
         self._hand_out(gaps)
-        self.news.step(done, made, gaps, times, self.waiting, room)
+        aside = sum(live.state == ASIDE for live in self.waiting)
+        self._bus.emit(
+            EngineStep(
+                rows=len(done),
+                prefill_tokens=tokens - len(gaps),
+                decode_tokens=len(gaps),
+                made_tokens=made,
+                waiting=len(self.waiting) - aside,
+                aside=aside,
+                pages=room.total - room.free,
+                total_pages=room.total,
+                started_s=began_s,
+                seconds=time.perf_counter() - began_s,
+                model_s=sampling_s - forward_s,
+                sampling_s=chosen_s - sampling_s,
+                gaps_s=tuple(gaps),
+            )
+        )
 
     def _attempt(self, parts: Items[Part]) -> StepOutcome:
         """Runs a step, with as many rows as there is room for."""
@@ -615,7 +555,7 @@ class Loop(RequestTable):
         now_s = time.perf_counter()
         for live, error in outcome.failed:
             self._end(live, now_s, error=error)
-        behind = [self.keeper.late(live, now_s) for live, _ in outcome.late]
+        behind = [self.keeper.coming.late(live, now_s) for live, _ in outcome.late]
         if not any(behind):  # nobody waited for loads: who says so anyway would do it for ever
             for live, error in outcome.late:
                 self._end(live, now_s, error=error)
@@ -626,7 +566,7 @@ class Loop(RequestTable):
         coming = [live for live in self.active if live.state == COMING]
         if coming:
             left = self.turns.limits.token_budget - sum(count for _, count in shares)
-            shares += self.keeper.come(coming, left, alone=not shares, now_s=now_s)
+            shares += self.keeper.coming.parts(coming, left, alone=not shares, now_s=now_s)
         return shares
 
     def _relieve(self, short: CapacityError) -> bool:
@@ -663,7 +603,11 @@ class Loop(RequestTable):
                 self._made.append((live, live.made, Drawn(-1, True, error)))
 
     def _hand_out(self, gaps: list[float] | None) -> None:
-        """Gives tokens to those who wait for them, and ends what is over."""
+        """Gives tokens to those who wait for them, and ends what is over.
+
+        Args:
+            gaps: Takes the seconds since their last token, of rows that made a further one.
+        """
         now_s = time.perf_counter()
         while self._made:
             live, place, (token, over, error) = self._made[0]
@@ -690,12 +634,6 @@ class Loop(RequestTable):
         live.last_s = now_s
         if live.answer.heard:
             self._told.append(live.answer)
-
-    def reset(self, off: Iterable[Answer]) -> None:
-        """See `RequestTable.reset`."""
-        self._stuck = -1, 0.0
-        self._hand_out(None)
-        super().reset(off)
 
 
 def _rows(logits: torch.Tensor, places: list[int]) -> torch.Tensor:
@@ -872,7 +810,7 @@ def _transformers(model: Any, kv: KV, sampler: Sampler | None, fixed: bool) -> S
 # What a request has to be before an engine takes it: wrong ones are refused at submit.
 
 _NUMBERS = count()  # of all engines: whoever watches a cache of several tells them apart
-_FIELDS = [one.name for one in fields_of(Request) if one.name != "prompt"]
+_FIELDS = [one.name for one in fields(Request) if one.name != "prompt"]
 
 
 def make_request(prompt: Tokens | Request, fields: Mapping[str, Any]) -> Request:
@@ -919,72 +857,6 @@ def _check_identity(request: Request) -> None:
         raise ConfigError(f"a name that is no text: {error}", "Use valid Unicode") from None
 
 
-class Intake:
-    """Checks requests against the model and the device, and numbers them. Thread-safe.
-
-    Args:
-        served: The model.
-        settings: Of the engine.
-        longest: Says of how many tokens the longest request is that the device has pages for.
-        desk: Where answers are made.
-    """
-
-    def __init__(
-        self,
-        served: ServedModel,
-        settings: EngineSettings,
-        longest: Callable[[], int],
-        desk: AnswerSource,
-    ) -> None:
-        self._served, self._settings, self._desk = served, settings, desk
-        self._longest = longest
-        self._places = count()
-
-    def take(self, request: Request) -> RunningRequest:
-        """What the engine makes of a request.
-
-        Raises:
-            CapacityError: It can never fit.
-            ConfigError: An option of it is wrong.
-            TokenError: Its prompt is empty, or holds what are no token ids of the model.
-            UnsupportedModelError: It needs more than token ids.
-        """
-        prompt = self._prompt(request)
-        if self._settings.invariant:
-            request = marked(request)
-        place, seed = next(self._places), request.seed
-        seed = seed_of(self._settings.seed, place) if seed is None else int(seed)
-        choice = self._served.sampler.start(request, prompt, seed)
-        answer = Answer(self._desk, next(_NUMBERS))
-        return RunningRequest(request, prompt, choice, answer, time.perf_counter(), copy_context())
-
-    def _prompt(self, request: Request) -> NDArray[np.uint32]:
-        given: object = request.prompt  # callers may pass anything
-        if isinstance(given, str | Mapping):
-            kind = "text" if isinstance(given, str) else "a mapping"
-            raise TokenError(
-                f"the prompt is {kind}", "Pass token ids, as in tokenizer(text).input_ids"
-            )
-        prompt = as_tokens(plain(request.prompt), self._served.vocabulary)
-        if not prompt.size:
-            raise TokenError("the prompt is empty", "Begin with one token at least")
-        self._served.check(prompt, request.options)
-        total = len(prompt) + request.max_new_tokens
-        bounds = {
-            "settings allow": self._settings.context_tokens,
-            "model allows": self._served.positions,
-            "device has pages for": self._longest(),
-        }
-        for name, most in bounds.items():
-            if most is not None and total > most:
-                raise CapacityError(
-                    f"{len(prompt)} tokens and {request.max_new_tokens} new ones, where the "
-                    f"engine's {name} {most}",
-                    "Shorten the prompt, or lower max_new_tokens",
-                )
-        return prompt
-
-
 # Who runs an engine: a thread of its own, stopped before the interpreter goes, or a caller.
 
 _started: weakref.WeakKeyDictionary[Loop, threading.Thread] = weakref.WeakKeyDictionary()
@@ -994,10 +866,10 @@ _lock = threading.Lock()
 def start(loop: Loop) -> threading.Thread:
     """Runs a loop on a thread of its own.
 
-    It ends once the loop's inbox is closed and all is answered. At the end of the process, what is
-    under way is called off: a thread within a model must not outlive the interpreter.
+    At the end of the process, what is under way is called off: a thread within a model must not
+    outlive the interpreter.
     """
-    thread = threading.Thread(target=_serve, args=(loop,), name="flowkv-engine", daemon=True)
+    thread = threading.Thread(target=loop.serve, name="flowkv-engine", daemon=True)
     with _lock:
         if not _started:
             atexit.unregister(_stop)
@@ -1007,37 +879,8 @@ def start(loop: Loop) -> threading.Thread:
     return thread
 
 
-def _serve(loop: Loop) -> None:
-    with loop.drive:
-        loop.driver = threading.get_ident()
-        try:
-            while not loop.idle or loop.inbox.wait():
-                loop.turn()
-        except BaseException as error:
-            _log.exception("an engine failed")
-            loop.fail(error)
-        finally:
-            loop.driver = 0
-
-
-def drive_until(loop: Loop, answers: Items[Answer]) -> None:
-    """Runs turns on this thread, which holds `loop.drive`, until answers are made."""
-    loop.driver = threading.get_ident()
-    try:
-        for answer in answers:
-            while not answer.done():
-                loop.turn()
-    except Exception as error:
-        loop.fail(error)
-    except BaseException:  # by the user, anywhere in a turn
-        loop.reset(answers)
-        raise
-    finally:
-        loop.driver = 0
-
-
 def _stop() -> None:
-    mine = [(loop, thread) for loop, thread in _started.items() if loop.pid == os.getpid()]
+    mine = [(loop, thread) for loop, thread in _started.items() if loop.source.pid == os.getpid()]
     for loop, _ in mine:
         loop.inbox.close(now=True)
     for _, thread in mine:
@@ -1102,8 +945,8 @@ class Engine:
         self._loop = Loop(
             *(served.runner, keeper, turns, self._inbox, kv.bus), patience_s=made.patience_s
         )
-        longest = partial(keeper.longest, made.token_budget)
-        self._intake = Intake(served, made, longest, self._loop)
+        self._served, self._longest = served, partial(keeper.longest, made.token_budget)
+        self._places = count()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         # What was submitted is still computed when nobody holds the engine any more.
@@ -1147,30 +990,22 @@ class Engine:
             Exception: What the first of them failed with; the others are served nevertheless.
             StateError: Called by the engine's own thread, for instance in a callback.
         """
-        if self._loop.driver == threading.get_ident():
+        if self._loop.source.driver == threading.get_ident():
             raise StateError(
                 "the engine's own thread cannot run requests", "Use submit in callbacks"
             )
         answers = self._all(requests, fields)
-        try:
+        with _together(answers):
             self._drive(answers)
             return [answer.result() for answer in answers]
-        except BaseException:
-            for answer in answers:
-                answer.cancel()
-            raise
 
     async def arun(self, requests: Iterable[Tokens | Request], **fields: Any) -> list[Completion]:
         """`run` for event loops: what it waits for, it awaits."""
         answers = self._all(requests, fields)
         self._start()
-        try:
+        with _together(answers):
             await asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
             return [answer.result() for answer in answers]
-        except BaseException:
-            for answer in answers:
-                answer.cancel()
-            raise
 
     def _hand_in(self, request: Request, *, limited: bool) -> RunningRequest:
         live = self._live(request)
@@ -1190,14 +1025,47 @@ class Engine:
         return [live.answer for live in lives]
 
     def _live(self, request: Request) -> RunningRequest:
-        if os.getpid() != self._loop.pid:
+        if os.getpid() != self._loop.source.pid:
             raise StateError(
                 "the engine belongs to the parent process", "Make another one in this process"
             )
         self._inbox.check()
         if self.kv.closed:
             raise StateError("the engine's cache is closed", "Make a new engine over an open one")
-        return self._intake.take(request)
+        prompt = self._prompt(request)
+        if self.settings.invariant:
+            request = marked(request)
+        place, seed = next(self._places), request.seed
+        seed = seed_of(self.settings.seed, place) if seed is None else int(seed)
+        choice = self._served.sampler.start(request, prompt, seed)
+        answer = Answer(self._loop.source, next(_NUMBERS))
+        return RunningRequest(request, prompt, choice, answer, time.perf_counter(), copy_context())
+
+    def _prompt(self, request: Request) -> NDArray[np.uint32]:
+        given: object = request.prompt  # callers may pass anything
+        if isinstance(given, str | Mapping):
+            kind = "text" if isinstance(given, str) else "a mapping"
+            raise TokenError(
+                f"the prompt is {kind}", "Pass token ids, as in tokenizer(text).input_ids"
+            )
+        prompt = as_tokens(plain(request.prompt), self._served.vocabulary)
+        if not prompt.size:
+            raise TokenError("the prompt is empty", "Begin with one token at least")
+        self._served.check(prompt, request.options)
+        total = len(prompt) + request.max_new_tokens
+        bounds = {
+            "settings allow": self.settings.context_tokens,
+            "model allows": self._served.positions,
+            "device has pages for": self._longest(),
+        }
+        for name, most in bounds.items():
+            if most is not None and total > most:
+                raise CapacityError(
+                    f"{len(prompt)} tokens and {request.max_new_tokens} new ones, where the "
+                    f"engine's {name} {most}",
+                    "Shorten the prompt, or lower max_new_tokens",
+                )
+        return prompt
 
     # ---- threads
 
@@ -1206,7 +1074,7 @@ class Engine:
         loop = self._loop
         if self._thread is None and loop.drive.acquire(blocking=False):
             try:
-                drive_until(loop, answers)
+                loop.drive_until(answers)
             finally:
                 loop.drive.release()
             return
@@ -1228,10 +1096,10 @@ class Engine:
             drain: False calls off what is under way: it ends as "cancelled".
             timeout_s: Seconds after which what is still under way is called off, too.
         """
-        if os.getpid() != self._loop.pid:
+        if os.getpid() != self._loop.source.pid:
             return
         self._inbox.close(now=not drain)
-        if self._loop.driver == threading.get_ident():
+        if self._loop.source.driver == threading.get_ident():
             return  # in a callback: it ends once this turn and the rest are over
         if self._thread is None and not self._loop.busy:
             return
@@ -1263,6 +1131,17 @@ class Engine:
         return f"<flowkv.Engine {state}: {len(loop.active)} rows, {len(loop.waiting)} waiting>"
 
 
+@contextmanager
+def _together(answers: Items[Answer]) -> Iterator[None]:
+    """Calls off what is not over yet if one of them fails, or who waits is interrupted."""
+    try:
+        yield
+    except BaseException:
+        for answer in answers:
+            answer.cancel()
+        raise
+
+
 def _retire(loop: Loop) -> None:
-    if loop.pid == os.getpid():  # else a lock may be held by a thread that is not here
+    if loop.source.pid == os.getpid():  # else a lock may be held by a thread that is not here
         loop.inbox.close()

@@ -96,29 +96,20 @@ _log = logging.getLogger("flowkv")
 class AnswerSource:
     """What answers need of an engine.
 
+    Args:
+        call_off: Cancels the request of a number; returns at once.
+
     Attributes:
         driver: Identity of the thread that runs the model; 0 while none does.
         pid: The process that it works in.
     """
 
-    driver = 0
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-
-    def call_off(self, number: int) -> None:
-        """Cancels a request; returns at once."""
-        raise NotImplementedError
+    def __init__(self, call_off: Callable[[int], None]) -> None:
+        self.call_off, self.driver, self.pid = call_off, 0, os.getpid()
 
 
-class _Over(AnswerSource):
-    """The desk of answers that are given."""
-
-    def call_off(self, number: int) -> None:
-        """There is nothing to call off."""
-
-
-_OVER = _Over()
+_OVER = AnswerSource(lambda number: None)
+"""Of answers that are given: there is nothing to call off."""
 
 
 class Answer(Future[Completion]):
@@ -262,7 +253,7 @@ class Answer(Future[Completion]):
         """Whether anybody waits for tokens."""
         return bool(self._ears)
 
-    def settle(self, completion: Completion | None, error: BaseException | None = None) -> None:
+    def settle(self, completion: Completion, error: BaseException | None = None) -> None:
         """Ends it, once, and wakes whoever waits."""
         if self.done():
             return
@@ -272,7 +263,7 @@ class Answer(Future[Completion]):
         try:
             if error is not None:
                 self.set_exception(error)
-            elif completion is not None:
+            else:
                 self.set_result(completion)
         finally:
             self._desk = _OVER  # who keeps an answer keeps no engine, and no cache

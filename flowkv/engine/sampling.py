@@ -152,7 +152,7 @@ class Weighted(Largest):
     ) -> None:
         super().__init__(stops)
         self._seed = seed
-        self._generator: torch.Generator | None = None
+        self._draws: torch.Generator | None = None
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
 
     def choose(self, logits: torch.Tensor) -> int:
@@ -166,12 +166,9 @@ class Weighted(Largest):
             spare = rising.softmax(-1).cumsum(-1) <= 1.0 - self._top_p
             spare[..., -1] = False
             scores = scores.masked_fill(spare.scatter(-1, places, spare), -torch.inf)
-        return sample(scores.softmax(-1), self._draws(logits.device))
-
-    def _draws(self, device: torch.device) -> torch.Generator:
-        if self._generator is None:
-            self._generator = generator(self._seed, device)
-        return self._generator
+        if self._draws is None:  # equal to `torch.manual_seed(seed)` on that device
+            self._draws = torch.Generator(logits.device).manual_seed(self._seed)
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._draws))
 
 
 class Chosen(Largest):
@@ -202,16 +199,6 @@ class Chosen(Largest):
         """See `Choice.take`."""
         self._made.append(token)
         return super().take(token)
-
-
-def generator(seed: int, device: torch.device) -> torch.Generator:
-    """A stream of random numbers of its own, equal to `torch.manual_seed(seed)` on that device."""
-    return torch.Generator(device).manual_seed(seed)
-
-
-def sample(probabilities: torch.Tensor, draws: torch.Generator) -> int:
-    """Draws one of `[1, V]`."""
-    return int(torch.multinomial(probabilities, 1, generator=draws))
 
 
 class OwnSampler:

@@ -91,7 +91,7 @@ class RunningRequest(Job):
         choice: Choice,
         answer: Answer,
         arrived_s: float,
-        context: Context | None = None,
+        context: Context | None,
     ) -> None:
         late = math.inf if request.deadline_s is None else arrived_s + request.deadline_s
         super().__init__(
@@ -168,6 +168,7 @@ class RunningRequest(Job):
 # for loads as long as anybody can compute: rows join once all of their prefix is there. Where
 # nobody else computes, what follows the prefix is computed behind the loads, layer by layer.
 
+_PAUSE_S = 0.002
 _SHARE, _LONGEST_S = 0.05, 0.1
 """Part of a turn that loads take from rows that decode; a turn that waited says nothing."""
 
@@ -320,6 +321,12 @@ class RestoreQueue:
         if restoration is not None and restoration.settled and restoration.poll():
             end(self._kv, restoration, ok=True)
             self._reuse(live)
+
+    def rest(self) -> None:
+        """Waits a moment for what is on its way: there is nothing else to do."""
+        with self._kv.lock:
+            files = self._kv.restores.files()
+        rest(files, _PAUSE_S)
 
     def _due(self, coming: Items[RunningRequest], alone: bool) -> dict[RestoreJob, RunningRequest]:
         """Those of whose front something should be computed now, if there is anything.
@@ -501,7 +508,6 @@ class QueuePrefetch:
 
 # Carries out what turns decide: rows are opened, preempted, resumed, closed; pages are counted.
 
-_PAUSE_S = 0.002
 _EVERY = 32
 """Turns in which the pages of every row are counted at least once."""
 
@@ -515,14 +521,16 @@ class KVManager:
         swap_bytes: Most host memory for pages of preempted requests.
 
     Attributes:
+        coming: Rows whose prefix is on its way.
+        ahead: Looks at requests that wait.
         worth: Says whether pages are worth keeping, by what was measured.
     """
 
-    def __init__(self, kv: KV, runner: Runner, swap_bytes: int = 1 << 32) -> None:
+    def __init__(self, kv: KV, runner: Runner, swap_bytes: int) -> None:
         self._kv, self._runner, self._swap_bytes = kv, runner, swap_bytes
         self._planner = kv._bound()
         self._footprint = Footprint(self._planner)
-        self._coming, self._ahead = RestoreQueue(kv), QueuePrefetch(kv)
+        self.coming, self.ahead = RestoreQueue(kv), QueuePrefetch(kv)
         self._counted: dict[RunningRequest, int] = {}
         self._turns = 0
         # Pools of before the model changed are not held.
@@ -579,15 +587,9 @@ class KVManager:
 
     def share(self, live: RunningRequest) -> None:
         """Counts the pages that a request which waits will share with those in progress."""
-        live.shared = self._ahead.shared(live, self._pages())
+        live.shared = self.ahead.shared(live, self._pages())
 
     # ---- rows
-
-    def look_ahead(
-        self, waiting: Iterable[RunningRequest], rank: Callable[[RunningRequest], Any]
-    ) -> None:
-        """See `QueuePrefetch.look`."""
-        self._ahead.look(waiting, rank)
 
     def enter(self, live: RunningRequest, now_s: float) -> None:
         """Opens a request's row, or puts its pages back.
@@ -603,18 +605,18 @@ class KVManager:
             live.admitted(now_s)
             live.move(RUNNING, now_s)
         else:
-            self._coming.expect()
+            self.coming.expect()
             try:
                 live.row = self._runner.open(live.request, live.known, wait=False)
             except BaseException:
-                self._coming.forget(live, now_s)
+                self.coming.forget(live, now_s)
                 raise
             footprint = self._pages()
             footprint.learn(live.prompt + live.limit)
             self.worth.page_bytes = footprint.page_bytes
-            self._ahead.opened(live)
+            self.ahead.opened(live)
             live.admitted(now_s)
-            self._coming.begin(live, now_s)
+            self.coming.begin(live, now_s)
         live.shared = 0
         if self._kv.bus.wants(Admitted):
             self._kv.bus.emit(
@@ -652,8 +654,8 @@ class KVManager:
     def close(self, live: RunningRequest, now_s: float, stop: str = "") -> None:
         """Gives back what a request holds."""
         try:
-            self._ahead.over(live)
-            self._coming.finish(live)
+            self.ahead.over(live)
+            self.coming.finish(live)
         finally:
             self._forget(live, now_s)
             live.pages = 0
@@ -662,7 +664,7 @@ class KVManager:
             live.row = None
 
     def _forget(self, live: RunningRequest, now_s: float) -> None:
-        self._coming.forget(live, now_s)
+        self.coming.forget(live, now_s)
         self._counted.pop(live, None)
 
     def _fits(self, live: RunningRequest) -> bool:
@@ -685,29 +687,6 @@ class KVManager:
             seconds = compiling.measured_s(begun_s, time.perf_counter())
             self.worth.moved(n_bytes, seconds, out=out)
         return moved
-
-    # ---- rows whose prefix is on its way
-
-    def pace(self, active: Iterable[RunningRequest], now_s: float) -> None:
-        """See `RestoreQueue.pace`."""
-        self._coming.pace(now_s, alone=not any(live.state == RUNNING for live in active))
-
-    def come(
-        self, coming: Items[RunningRequest], budget: int, *, alone: bool, now_s: float
-    ) -> list[tuple[RunningRequest, int]]:
-        """See `RestoreQueue.parts`."""
-        return self._coming.parts(coming, budget, alone=alone, now_s=now_s)
-
-    def late(self, live: RunningRequest, now_s: float) -> bool:
-        """See `RestoreQueue.late`."""
-        return live.state == COMING and self._coming.late(live, now_s)
-
-    def rest(self, coming: Items[RunningRequest]) -> None:
-        """Waits a moment for what is on its way: there is nothing else to do."""
-        if any(live.state == COMING for live in coming):
-            with self._kv.lock:
-                files = self._kv.restores.files()
-            rest(files, _PAUSE_S)
 
 
 # Turns over real rows: pages are counted, and sharing looked up, right where it is decided.

@@ -132,14 +132,14 @@ class Pressed:
             assert live.pages == 0
         assert all(live.state != OVER for live in lives)
         assert set(self.keeper._counted) <= set(loop.active)
-        waits = self.keeper._coming._waits
+        waits = self.keeper.coming._waits
         assert set(waits) == {live for live in loop.active if live.state == COMING}
         # Others of the cache are held up only while something comes for the engine.
         assert waits or self.kv.restores._allowance_s == math.inf
         self._audit_queue(lives)
 
     def _audit_queue(self, lives: list[RunningRequest]) -> None:
-        ahead = self.keeper._ahead
+        ahead = self.keeper.ahead
         queued = {live for live in lives if live.queued is not None}
         assert ahead._queued == queued
         assert all(live.state == WAITING for live in queued)
@@ -154,7 +154,7 @@ def check_idle(pressed: Pressed) -> None:
     assert not kv._open and kv.planner.aside_bytes == 0
     assert not kv.queue._waiting
     keeper = pressed.keeper
-    assert not keeper._coming._waits and not keeper._ahead._queued and not keeper._ahead._probes
+    assert not keeper.coming._waits and not keeper.ahead._queued and not keeper.ahead._probes
     kv.flush()
     audit(kv)
 

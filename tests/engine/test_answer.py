@@ -278,4 +278,4 @@ def test_an_answer_may_be_given_while_somebody_begins_to_wait(
             return was
 
     monkeypatch.setattr(answer_module._OVER, "pid", -1)
-    assert Early(AnswerSource(), 0).result(5) is given
+    assert Early(AnswerSource(lambda number: None), 0).result(5) is given

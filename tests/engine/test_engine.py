@@ -225,7 +225,7 @@ def test_context_tokens_bound_a_request() -> None:
 
 def test_the_longest_request_that_is_taken_fits() -> None:
     with make_kv(pages=6, max_rows=2) as kv, Engine(nano := Nano(), kv, max_rows=2) as engine:
-        most = engine._intake._longest()
+        most = engine._longest()
         done = engine.run([[1] * 3, [2] * (most - 8)], max_new_tokens=8)
         assert done[1].tokens == nano.alone([2] * (most - 8), 8)
         with pytest.raises(CapacityError):

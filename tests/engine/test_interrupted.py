@@ -5,27 +5,43 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
 
 from flowkv import Answer, Engine
+from flowkv.engine import engine as serving
+from flowkv.engine import sampling, scheduler
 from flowkv.engine.engine import make_request
 from flowkv.engine.runner import PagedRow
 from tests.engine.nano import Nano, make_kv
 
-FOLDER = Path(sys.modules["flowkv.engine.engine"].__file__ or "").parent
-NAMES = ("ahead", "book", "coming", "inbox", "keeper", "live", "loop")
-FILES = {str(FOLDER / f"{name}.py") for name in NAMES}
-SAMPLING = str(FOLDER / "sampling.py")
+BOOKS = (
+    *(serving.Inbox, serving.Loop, scheduler.RunningRequest),
+    *(scheduler.RestoreQueue, scheduler.QueuePrefetch, scheduler.KVManager),
+)
+METHODS = {f"{book.__qualname__}.{name}" for book in BOOKS for name in vars(book)}
+METHODS -= {"Loop.drive_until", "Loop.serve"}
+"""What an engine does with requests, but for who drives it, and so is interrupted."""
 TAKING = ("_take_in", "_take_fresh", "taken", "_call_off")
 GIVING = ("draw", "_draw", "_hand_out", "_give", "_end", "_close", "_answer")
 DELICATE = (*TAKING, *GIVING)
 """Functions that change what cannot be done a second time."""
 SAMPLED = {"do_sample": True, "temperature": 3.0, "eos_token_id": 45}
+
+
+FILES = (serving.__file__, scheduler.__file__)
+
+
+def _traced(code: CodeType) -> bool:
+    if code.co_filename == sampling.__file__:
+        # Only that: one choice that is interrupted by half cannot be made again.
+        return code.co_name == "draw"
+    return (
+        code.co_filename in (serving.__file__, scheduler.__file__) and code.co_qualname in METHODS
+    )
 
 
 class Interrupt:
@@ -45,8 +61,7 @@ class Interrupt:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        # Of `sampling` only that: one choice that is interrupted by half cannot be made again.
-        if file not in FILES and not (file == SAMPLING and name == "draw"):
+        if not _traced(frame.f_code):
             return None
         # Leaving a `with` is a line to tracers, but no place where Python looks for signals.
         text = linecache.getline(file, frame.f_lineno).lstrip()

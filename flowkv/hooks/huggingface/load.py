@@ -6,7 +6,6 @@ Only the command line and the demo need this; a program brings its own model to 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,6 @@ from flowkv.core.errors import (
     MissingDependencyError,
     UnsupportedModelError,
 )
-from flowkv.sim.restore import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = (
@@ -244,84 +242,3 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:160]}".rstrip(": .")
-
-
-# What measuring needs of transformers: models of a shape, and its own continuous batching.
-
-_EPSILON, _THETA, _VOCABULARY = 1e-5, 500_000.0, 128_256
-
-
-def shaped_model(
-    shape: Decoder, *, context: int, dtype: torch.dtype, device: torch.device | str
-) -> Any:
-    """A Llama with random weights: what it computes costs what a trained one's costs.
-
-    Args:
-        shape: Layers, width, heads; without experts.
-        context: Most tokens of a prompt and its answer.
-        dtype: Of weights and cache.
-        device: Where it computes.
-    """
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=shape.width,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=context,
-        rms_norm_eps=_EPSILON,
-        rope_theta=_THETA,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
-def twin(model: Any) -> Any:
-    """The same model once more, with the same weights in the same memory, and hooks of its own."""
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
-
-
-def longer(model: Any, positions: int) -> Any:
-    """The model, made to take so many positions at least: what they cost, not what they say."""
-    config = model.config
-    config.max_position_embeddings = max(config.max_position_embeddings, positions)
-    return model
-
-
-def endless(model: Any) -> Any:
-    """The model, made to end answers at `max_new_tokens` only, so that costs can be compared."""
-    config = model.generation_config
-    config.eos_token_id = None
-    config.pad_token_id = 0 if config.pad_token_id is None else config.pad_token_id
-    return model
-
-
-def batching(model: Any, *, most_rows: int, token_budget: int, pool_tokens: int) -> Any:
-    """A context that runs transformers' continuous batching, and gives its manager.
-
-    Args:
-        model: A causal language model that FlowKV is not attached to.
-        most_rows: Requests in a step.
-        token_budget: Tokens in a step.
-        pool_tokens: Of its cache.
-    """
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    generation = copy.deepcopy(model.generation_config)
-    generation.eos_token_id = -1  # how it says that there is none
-    config = ContinuousBatchingConfig(max_batch_tokens=token_budget)
-    config.max_requests_per_batch = most_rows
-    config.num_blocks = -(-pool_tokens // config.page_size)
-    return model.continuous_batching_context_manager(
-        generation_config=generation,
-        continuous_batching_config=config,
-        warmup=model.device.type != "cpu",
-    )
