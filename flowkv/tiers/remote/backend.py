@@ -8,7 +8,10 @@ one that takes longer is abandoned by its tier, which gives its memory to nobody
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
+
+from flowkv.core.clock import Clock
+from flowkv.tiers.envelope import Envelope
 
 ABSENT = -1
 """What `Backend.get` returns for a name that is not there."""
@@ -120,3 +123,12 @@ class RemoteLimits(NamedTuple):
     erase_s: float = 30.0
     pause_s: float = 0.5
     every_s: float = 15.0
+
+
+class RemoteOptions(TypedDict, total=False):
+    """What all remote tiers can be told besides address and capacity; see `RemoteTier`."""
+
+    name: str
+    envelope: Envelope | None
+    clock: Clock | None
+    limits: RemoteLimits | None

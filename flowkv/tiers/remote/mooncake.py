@@ -17,17 +17,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 from urllib.parse import parse_qsl, urlsplit
 
 from flowkv.core import errors
-from flowkv.core.clock import Clock
 from flowkv.core.config import parse_size, without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, MissingLibraryError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.io.staging import Arena, ArenaSlot
-from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteLimits
+from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteLimits, RemoteOptions
 from flowkv.tiers.remote.tier import RemoteTier
 
 # A client of Mooncake Store and the memory registered with it: they live and die together.
@@ -109,7 +107,7 @@ LIMITS = RemoteLimits(threads=4, spares=4)
 # Error codes of the store (`mooncake-store/include/types.h`).
 NO_AVAILABLE_HANDLE, INVALID_PARAMS, REPLICA_IS_NOT_READY = -200, -600, -703
 OBJECT_NOT_FOUND, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED = -704, -705, -707
-TRANSFER_FAIL, RPC_FAIL, RPC_TIMEOUT, TENANT_QUOTA_EXCEEDED = -800, -900, -901, -1700
+RPC_FAIL, RPC_TIMEOUT, TENANT_QUOTA_EXCEEDED = -900, -901, -1700
 
 _FULL = {NO_AVAILABLE_HANDLE, TENANT_QUOTA_EXCEEDED}
 # Codes that say that nothing moves any more: no transfer began, or it has ended.
@@ -364,20 +362,7 @@ class MooncakeTier(RemoteTier):
     """
 
     def __init__(
-        self,
-        uri: str,
-        capacity_bytes: int = UNBOUNDED,
-        *,
-        name: str = "",
-        envelope: Envelope | None = None,
-        clock: Clock | None = None,
-        limits: RemoteLimits | None = None,
+        self, uri: str, capacity_bytes: int = UNBOUNDED, **options: Unpack[RemoteOptions]
     ) -> None:
-        super().__init__(
-            Mooncake(uri),
-            capacity_bytes,
-            name=name,
-            envelope=envelope,
-            clock=clock,
-            limits=limits or LIMITS,
-        )
+        options["limits"] = options.get("limits") or LIMITS
+        super().__init__(Mooncake(uri), capacity_bytes, **options)

@@ -16,20 +16,18 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import msgspec
 import xxhash
 
-from flowkv.core.clock import Clock
 from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.core.keys import KEY_BYTES
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, FrameInfo
-from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, count_stripes
-from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteLimits
+from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteOptions
 from flowkv.tiers.remote.tier import Fact, RemoteTier
 
 # Small objects that say which frames there are, so that opening need not read every header.
@@ -172,7 +170,7 @@ class ObjectBackend:
 
     def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> int:
         """Reads a range, in several requests if it is long."""
-        parts = self._read(f"{FRAMES}/{name}", offset, len(into), timeout_s)
+        parts = self.read(f"{FRAMES}/{name}", offset, len(into), timeout_s)
         return ABSENT if parts is None else _fill(into, parts)
 
     @property
@@ -182,18 +180,18 @@ class ObjectBackend:
 
     def lend(self, name: str, offset: int, n_bytes: int, timeout_s: float) -> memoryview | None:
         """Reads without a copy."""
-        parts = self._read(f"{FRAMES}/{name}", offset, n_bytes, timeout_s)
+        parts = self.read(f"{FRAMES}/{name}", offset, n_bytes, timeout_s)
         if parts is None or len(parts) == 1:
             return parts[0][:n_bytes] if parts else None
         return memoryview(b"".join(parts))
 
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:
         """Writes an object in one request."""
-        self._write(f"{FRAMES}/{name}", data, timeout_s)
+        self.write(f"{FRAMES}/{name}", data, timeout_s)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Removes objects, in one request for many where the store can."""
-        self._remove([f"{FRAMES}/{name}" for name in names], timeout_s)
+        self.remove([f"{FRAMES}/{name}" for name in names], timeout_s)
 
     def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
         """One request per name, or a listing where there are many."""
@@ -214,36 +212,17 @@ class ObjectBackend:
         return found
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
-        """All frames, a thousand per request."""
-        for name, n_bytes, stored_ns in self._names(FRAMES, timeout_s):
-            if _NAME.fullmatch(name):
-                yield Listed(name, n_bytes, stored_ns)
+        """All frames."""
+        return (found for found in self.names(FRAMES, timeout_s) if _NAME.fullmatch(found.name))
 
     def close(self) -> None:
         """Lets go of the clients; their connections end with them."""
         self._rungs.clear()
 
-    # ---- catalogs
-
-    def list_catalogs(self, timeout_s: float) -> Sequence[Listed]:
-        """Names and lengths of the catalogs."""
-        return [Listed(*found) for found in self._names(INDEX, timeout_s)]
-
-    def get_catalog(self, name: str, n_bytes: int, timeout_s: float) -> bytes:
-        """A catalog; empty if it is gone."""
-        return b"".join(self._read(f"{INDEX}/{name}", 0, n_bytes, timeout_s) or [])
-
-    def put_catalog(self, name: str, data: bytes, timeout_s: float) -> None:
-        """Writes one."""
-        self._write(f"{INDEX}/{name}", memoryview(data), timeout_s)
-
-    def delete_catalogs(self, names: Sequence[str], timeout_s: float) -> None:
-        """Removes some."""
-        self._remove([f"{INDEX}/{name}" for name in names], timeout_s)
-
     # ---- requests
 
-    def _read(self, path: str, offset: int, size: int, timeout_s: float) -> Parts | None:
+    def read(self, path: str, offset: int, size: int, timeout_s: float) -> Parts | None:
+        """Part of an object of any folder; None if it is not there."""
         store = self._store(timeout_s)
         try:
             if offset == 0 and GRANULE_BYTES < size < SPLIT_BYTES:  # probably all of it
@@ -292,7 +271,8 @@ class ObjectBackend:
 
         return [memoryview(part) for part in asyncio.run(fetch())]
 
-    def _write(self, path: str, data: memoryview, timeout_s: float) -> None:
+    def write(self, path: str, data: memoryview, timeout_s: float) -> None:
+        """Writes an object of any folder."""
         try:
             # A store in memory keeps what it is given, and `data` will be used again.
             whole = bytes(data) if self._uri.startswith("memory:") else data
@@ -300,7 +280,8 @@ class ObjectBackend:
         except self._any_error as error:
             raise self._translated(error) from error
 
-    def _remove(self, paths: Sequence[str], timeout_s: float) -> None:
+    def remove(self, paths: Sequence[str], timeout_s: float) -> None:
+        """Removes objects of any folder."""
         store = self._store(timeout_s)
         try:
             self._obs.delete(store, [*paths])
@@ -315,12 +296,14 @@ class ObjectBackend:
         except self._errors as error:
             raise self._translated(error) from error
 
-    def _names(self, folder: str, timeout_s: float) -> Iterator[tuple[str, int, int]]:
+    def names(self, folder: str, timeout_s: float) -> Iterator[Listed]:
+        """Names and lengths of a folder's objects, a thousand per request."""
         try:
             for page in self._obs.list(self._store(timeout_s), folder, chunk_size=LIST_PAGE):
                 for meta in page:
                     name = meta["path"].rpartition("/")[2]
-                    yield name, meta["size"], round(meta["last_modified"].timestamp() * 1e9)
+                    stored_ns = round(meta["last_modified"].timestamp() * 1e9)
+                    yield Listed(name, meta["size"], stored_ns)
         except self._any_error as error:
             raise self._translated(error) from error
 
@@ -428,23 +411,13 @@ class ObjectTier(RemoteTier):
         uri: str,
         capacity_bytes: int = UNBOUNDED,
         *,
-        name: str = "",
-        envelope: Envelope | None = None,
-        clock: Clock | None = None,
-        limits: RemoteLimits | None = None,
         options: dict[str, Any] | None = None,
+        **more: Unpack[RemoteOptions],
     ) -> None:
         self._seen: set[str] = set()  # catalogs
         self._old: list[str] = []  # those to be merged
         self._written_s = time.monotonic()
-        super().__init__(
-            ObjectBackend(uri, options),
-            capacity_bytes,
-            name=name,
-            envelope=envelope,
-            clock=clock,
-            limits=limits,
-        )
+        super().__init__(ObjectBackend(uri, options), capacity_bytes, **more)
 
     def recall(self) -> dict[bytes, Fact]:
         """What the catalogs say."""
@@ -471,18 +444,19 @@ class ObjectTier(RemoteTier):
 
     def _news(self) -> Iterator[tuple[bytes, Fact]]:
         """What catalogs say that were not read yet."""
-        for name, n_bytes, _ in self.backend.list_catalogs(self.limits.call_s):
+        for name, n_bytes, _ in list(self.backend.names(INDEX, self.limits.call_s)):
             if name not in self._seen and n_bytes <= MOST_BYTES:
-                data = self.backend.get_catalog(name, n_bytes, self.limits.call_s)
+                parts = self.backend.read(f"{INDEX}/{name}", 0, n_bytes, self.limits.call_s)
                 self._seen.add(name)
-                yield from decode_catalog(data)
+                yield from decode_catalog(b"".join(parts or []))  # it may be gone
 
     def _write(self, facts: Sequence[tuple[bytes, Fact]]) -> None:
         there = [(key, fact) for key, fact in facts if self.known.get(key) is not None]
         name = f"{time.time_ns():020d}-{os.urandom(8).hex()}"
         self._written_s = time.monotonic()
         if there:
-            self.backend.put_catalog(name, encode_catalog(there), self.limits.call_s)
+            catalog = memoryview(encode_catalog(there))
+            self.backend.write(f"{INDEX}/{name}", catalog, self.limits.call_s)
             self._seen.add(name)
 
     def _merge(self) -> None:
@@ -490,5 +464,5 @@ class ObjectTier(RemoteTier):
         facts = [(key, fact) for key, fact in self.known.facts() if fact.info is not None]
         for at in range(0, len(facts), MOST_FRAMES):
             self._write(facts[at : at + MOST_FRAMES])
-        self.backend.delete_catalogs(self._old, self.limits.call_s)
+        self.backend.remove([f"{INDEX}/{name}" for name in self._old], self.limits.call_s)
         self._old = []

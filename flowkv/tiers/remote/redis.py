@@ -12,15 +12,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, Unpack, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from flowkv.core.clock import Clock
 from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteLimits
+from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteOptions
 from flowkv.tiers.remote.tier import RemoteTier
 
 # The wire of Redis and Valkey (RESP2): requests out of frames, payloads into their slots.
@@ -36,6 +34,7 @@ from flowkv.tiers.remote.tier import RemoteTier
 Bytes: TypeAlias = bytes | bytearray | memoryview
 Reply: TypeAlias = "int | bytes | ServerError | list[Reply] | None"
 Replies: TypeAlias = list[Reply]
+Fits: TypeAlias = Callable[[Reply], bool]
 
 MAX_LINE_BYTES = 4096
 MAX_REPLY_BYTES = 8 << 20
@@ -151,7 +150,7 @@ class Wire:
         self,
         requests: Sequence[Iterable[Bytes]],
         end_s: float,
-        fits: Callable[[Reply], bool] = lambda reply: True,
+        fits: Fits | None = None,
     ) -> list[Reply]:
         """Sends requests, each in parts, and returns their short replies.
 
@@ -168,7 +167,7 @@ class Wire:
         echo = self._send([part for request in requests for part in request], end_s)
         self._budget, self._items = MAX_REPLY_BYTES, MAX_ITEMS
         replies = [self._reply(0) for _ in requests]
-        if not all(isinstance(reply, ServerError) or fits(reply) for reply in replies):
+        if fits and not all(isinstance(reply, ServerError) or fits(reply) for reply in replies):
             raise _doubt("a reply is none to its request")
         self._finish(echo)
         return replies
@@ -330,12 +329,8 @@ def _broken(error: OSError) -> WireError:
 _PAUSE_S = 0.02
 
 
-class Sending(Protocol):
-    """Sends one request to one server."""
-
-    def __call__(self, *words: bytes) -> Reply:
-        """Its reply; an `OSError` if it fails or is an error."""
-        ...
+Sending: TypeAlias = Callable[..., Reply]
+"""Sends the words of a request to a server: its reply; an `OSError` if it fails or is an error."""
 
 
 def rewrite(ask: Sending, end_s: float) -> None:
@@ -409,24 +404,21 @@ _FIXED = {"protocol": 2, "health_check_interval": 0, "decode_responses": False}
 _TRUE = ("1", "true", "yes")
 
 
-class Target(Protocol):
-    """Where the wires of one server lead."""
-
-    def connect(self, timeout_s: float) -> Wire:
-        """Opens a wire; several calls may each take the time."""
-        ...
-
-
-class Server:
-    """One server, as redis-py describes it.
+class Wires:
+    """Wires to one server, the one used last on top. Thread-safe; a forked child starts anew.
 
     Args:
         kind: Connection class of redis-py.
         options: Its arguments.
+
+    Raises:
+        ConfigError: redis-py does not know one of them.
     """
 
     def __init__(self, kind: type[Any], options: dict[str, Any]) -> None:
-        self._kind, self._options = kind, options
+        self._kind, self._options, self._lock = kind, options, threading.Lock()
+        self._idle: list[Wire] = []
+        self._pid, self._open = os.getpid(), True
         try:
             kind(**options)
         except TypeError as error:
@@ -435,14 +427,29 @@ class Server:
                 "Use prefix, ttl_s, cluster, or an option of redis-py's connections",
             ) from None
 
-    def connect(self, timeout_s: float) -> Wire:
-        """Connects and logs in.
+    def borrow(self, end_s: float) -> Wire:
+        """A wire that nobody else uses; give it back.
+
+        Args:
+            end_s: When to give up connecting (`time.monotonic`).
 
         Raises:
             PermissionError: The server does not let us in.
             TimeoutError: It does not answer.
             ConnectionError: It is not there.
         """
+        with self._lock:
+            if self._pid != os.getpid():  # our parent speaks through the others
+                self._idle, self._pid = [], os.getpid()
+            if self._idle:
+                return self._idle.pop()
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the time was over before a connection was open")
+        return self._connect(left_s)
+
+    def _connect(self, timeout_s: float) -> Wire:
+        """Connects and logs in; several calls may each take the time."""
         connection = self._kind(**self._options)
         connection.retry = Retry(NoBackoff(), 0)
         connection.socket_connect_timeout = connection.socket_timeout = timeout_s
@@ -459,38 +466,6 @@ class Server:
         # From here on the socket is the wire's: redis-py must neither read nor close it.
         sock, connection._sock = connection._sock, None
         return Wire(sock)
-
-
-class Wires:
-    """Idle wires to one server, the one used last on top. Thread-safe; a forked child starts anew.
-
-    Args:
-        target: Opens new ones.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self._target, self._lock = target, threading.Lock()
-        self._idle: list[Wire] = []
-        self._pid, self._open = os.getpid(), True
-
-    def borrow(self, end_s: float) -> Wire:
-        """A wire that nobody else uses; give it back.
-
-        Args:
-            end_s: When to give up connecting (`time.monotonic`).
-
-        Raises:
-            OSError: As `Server.connect`.
-        """
-        with self._lock:
-            if self._pid != os.getpid():  # our parent speaks through the others
-                self._idle, self._pid = [], os.getpid()
-            if self._idle:
-                return self._idle.pop()
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the time was over before a connection was open")
-        return self._target.connect(left_s)
 
     def give_back(self, wire: Wire) -> None:
         """Takes a wire back. If it broke, those that idle are as old: they are closed too."""
@@ -530,7 +505,7 @@ class Nodes:
         if not cluster:
             options = parse_url(uri) | _FIXED
             kind = options.pop("connection_class", Connection)
-            self._wires[""] = Wires(Server(kind, options))
+            self._wires[""] = Wires(kind, options)
 
     def of(self, key: bytes) -> Wires:
         """Wires to the server that has a key.
@@ -587,8 +562,8 @@ class Nodes:
             raise ConnectionError("no node of the cluster has the key")
         if node.name not in self._wires:
             pool = self._client.get_redis_connection(node).connection_pool
-            target = Server(pool.connection_class, dict(pool.connection_kwargs))
-            self._wires[node.name] = Wires(target)
+            options = dict(pool.connection_kwargs)
+            self._wires[node.name] = Wires(pool.connection_class, options)
         return self._wires[node.name]
 
 
@@ -631,7 +606,6 @@ def is_true(text: str) -> bool:
 Result = TypeVar("Result")
 Indices: TypeAlias = list[int]
 Requests: TypeAlias = Sequence[Iterable[Bytes]]
-Fits: TypeAlias = Callable[[Reply], bool]
 
 MOST_FRAME_BYTES = 512 << 20
 """Longest string of a server with its default `proto-max-bulk-len`."""
@@ -685,7 +659,8 @@ class Redis:
         key, end_s = self._key(name), time.monotonic() + timeout_s
         start = offset + _STAMP.size
         try:
-            count = self._at(key, end_s, lambda wire: wire.fetch(key, start, into, end_s))
+            wires = self._nodes.of(key)
+            count = self._with(wires, end_s, lambda wire: wire.fetch(key, start, into, end_s))
         except ServerError as error:
             if error.code == "WRONGTYPE":  # somebody else's list or set
                 return ABSENT
@@ -746,7 +721,7 @@ class Redis:
         for wires in self._nodes.all():
 
             def ask(*words: bytes, wires: Wires = wires) -> Reply:
-                return self._call(wires, [[pack(*words)]], end_s, _is_any)[0]
+                return self._call(wires, [[pack(*words)]], end_s)[0]
 
             rewrite(ask, end_s)
 
@@ -756,10 +731,6 @@ class Redis:
 
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode()
-
-    def _at(self, key: bytes, end_s: float, work: Callable[[Wire], Result]) -> Result:
-        """Does something with a wire to the server that has a key."""
-        return self._with(self._nodes.of(key), end_s, work)
 
     def _with(self, wires: Wires, end_s: float, work: Callable[[Wire], Result]) -> Result:
         wire = wires.borrow(end_s)
@@ -792,13 +763,16 @@ class Redis:
                 replies[index] = answer
         return replies
 
-    def _call(self, wires: Wires, requests: Requests, end_s: float, fits: Fits) -> Replies:
+    def _call(
+        self, wires: Wires, requests: Requests, end_s: float, fits: Fits | None = None
+    ) -> Replies:
         """Replies, none of them an error."""
         replies = self._with(wires, end_s, lambda wire: wire.call(requests, end_s, fits))
         for reply in replies:
-            if isinstance(reply, ServerError) and reply.code in _MOVED:
-                self._nodes.moved()
-            _checked(reply)
+            if isinstance(reply, ServerError):
+                if reply.code in _MOVED:
+                    self._nodes.moved()
+                raise _translated(reply) from reply
         return replies
 
     def _scan(self, wires: Wires, cursor: bytes, end_s: float) -> tuple[bytes, Sequence[Listed]]:
@@ -820,10 +794,6 @@ class Redis:
         return following, found
 
 
-def _is_any(reply: Reply) -> bool:
-    return True
-
-
 def _is_count(reply: Reply) -> bool:
     return reply in (0, 1)
 
@@ -833,12 +803,6 @@ def _is_scan(reply: Reply) -> bool:
         case [bytes(), [*keys]]:
             return all(isinstance(key, bytes) for key in keys)
     return False
-
-
-def _checked(reply: Reply) -> Reply:
-    if isinstance(reply, ServerError):
-        raise _translated(reply) from reply
-    return reply
 
 
 def _translated(error: ServerError) -> OSError:
@@ -872,19 +836,10 @@ class RedisTier(RemoteTier):
     """
 
     def __init__(
-        self,
-        uri: str,
-        capacity_bytes: int = UNBOUNDED,
-        *,
-        name: str = "",
-        envelope: Envelope | None = None,
-        clock: Clock | None = None,
-        limits: RemoteLimits | None = None,
+        self, uri: str, capacity_bytes: int = UNBOUNDED, **options: Unpack[RemoteOptions]
     ) -> None:
         self._redis, self._asked = Redis(uri), 0
-        super().__init__(
-            self._redis, capacity_bytes, name=name, envelope=envelope, clock=clock, limits=limits
-        )
+        super().__init__(self._redis, capacity_bytes, **options)
 
     def erase(self, keys: Sequence[bytes]) -> int:
         """Removes frames from the server and from its files, and asks whether they are gone.

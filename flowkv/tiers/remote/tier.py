@@ -16,9 +16,10 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from enum import Enum
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from flowkv.core import compiling
 from flowkv.core.clock import Clock, SystemClock
@@ -278,51 +279,22 @@ class Aside:
         """
         if not self._free.acquire(blocking=False):
             raise TimeoutError("earlier calls to the engine still hang")
-        task = _Task(work, self._free)
-        threading.Thread(target=task.run, name=f"flowkv {self._name}", daemon=True).start()
-        return task.result(timeout_s)
-
-
-class _Task(Generic[Result]):
-    def __init__(self, work: Callable[[], Result], free: threading.Semaphore) -> None:
-        self._work, self._free, self._ended = work, free, threading.Event()
-        self._result: list[Result] = []
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._result.append(self._work())
-        except BaseException as error:  # handed to whoever waits
-            self._error = error
-        finally:
-            self._free.release()
-            self._ended.set()
-
-    def result(self, timeout_s: float) -> Result:
-        if not self._ended.wait(timeout_s):
+        answer: Future[Result] = Future()
+        threading.Thread(
+            target=self._run, args=(work, answer), name=f"flowkv {self._name}", daemon=True
+        ).start()
+        if not wait([answer], timeout_s).done:
             raise TimeoutError(f"the engine did not answer within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
+        return answer.result()
 
-
-class OneShot:
-    """Something that happens once, and its end; `wait` is that of `threading.Event`."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self.error: OSError | None = None
-        self.wait = self._ended.wait
-
-    def run(self, work: Callable[[], None]) -> bool:
-        """Does it; whether it worked. What went wrong is then `error`."""
+    def _run(self, work: Callable[[], Result], answer: Future[Result]) -> None:
+        give: Callable[[], None]
         try:
-            work()
-        except OSError as error:
-            self.error = error
-        finally:
-            self._ended.set()
-        return self.error is None
+            give = partial(answer.set_result, work())
+        except BaseException as error:  # handed to whoever waits
+            give = partial(answer.set_exception, error)
+        self._free.release()  # first: whoever has the answer may call again
+        give()
 
 
 # Asks an engine about keys that are not known, for as long as a look-up may take.
@@ -378,16 +350,13 @@ class Lookup:
 #
 # A `Breaker` leaves an engine alone that failed too often; `attempt` retries, with jitter, inside
 # the one deadline of an operation and never beyond; `OperationRates` learns how fast the engine
-# is, for those who plan loads and choose deadlines.
+# is, so that one that was given too little time is not blamed.
 
 FAILURES = 3
 """Consecutive failures that open a breaker."""
 
 ANSWERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Failures of an engine that works: it has no room, for anything or for something so large."""
-
-GRACE_S = 0.05
-"""Least deadline that `OperationRates` proposes."""
 
 
 class BreakerState(Enum):
@@ -578,10 +547,6 @@ class OperationRates:
         """How long an operation of so many bytes will take."""
         return self._latency_s + n_bytes * self._s_per_byte
 
-    def deadline_s(self, n_bytes: int) -> float:
-        """A deadline for it that a healthy engine meets: grace, and twice what is expected."""
-        return GRACE_S + 2 * self.expected_s(n_bytes)
-
 
 def _weight(seen: int) -> float:
     return max(1 / seen, 1 / 16)
@@ -627,12 +592,13 @@ class Transfer:
     """Loads and stores of one tier, as its threads do them.
 
     Args:
+        name: Of its threads.
         backend: The engine.
         envelope: How frames are wrapped and checked.
         clock: Source of time.
         undo: Deletes the frame of a store that was answered before it was done.
         capacity_bytes: Most bytes of frames.
-        limits: How much may hang, and how long a failing engine is left alone.
+        limits: How much it may do, and how long a failing engine is left alone.
 
     Attributes:
         known: What is believed to be there.
@@ -641,13 +607,12 @@ class Transfer:
         reading: How fast it reads.
         writing: How fast it writes.
         corrupt: Frames found damaged so far.
-        workers: The threads; set by the tier.
+        workers: The threads.
     """
-
-    workers: Workers
 
     def __init__(
         self,
+        name: str,
         backend: Backend,
         envelope: Envelope,
         clock: Clock,
@@ -664,6 +629,16 @@ class Transfer:
         self.reading, self.writing, self.corrupt = OperationRates(), OperationRates(), 0
         self._lender = backend if isinstance(backend, Lender) else None
         self._begun: dict[Item, tuple[Pass, int]] = {}
+        self.workers = Workers(
+            name,
+            self.load,
+            self.store,
+            clock,
+            threads=limits.threads,
+            batch=1,
+            queue_bytes=limits.queue_bytes,
+            patience=Patience(limits.spares, max(1, limits.threads // 2), self.late),
+        )
 
     def load(self, item: Item, staging: ThreadMemory) -> None:
         """Reads, checks, and copies to the target last."""
@@ -993,6 +968,7 @@ class RemoteTier:
         self.backend, self.limits = backend, limits or RemoteLimits()
         self.envelope, self._clock = envelope or Envelope(), clock or SystemClock()
         self._moves = Transfer(
+            self.name,
             backend,
             self.envelope,
             self._clock,
@@ -1001,21 +977,12 @@ class RemoteTier:
             limits=self.limits,
         )
         self.known: Known = self._moves.known
-        self._workers = self._moves.workers = Workers(
-            self.name,
-            self._moves.load,
-            self._moves.store,
-            self._clock,
-            threads=self.limits.threads,
-            batch=1,
-            queue_bytes=self.limits.queue_bytes,
-            patience=Patience(
-                self.limits.spares, max(1, self.limits.threads // 2), self._moves.late
-            ),
-        )
+        self._workers = self._moves.workers
         self._aside, self._pid, self._open = Aside(self.name), os.getpid(), True
         self._lookup = Lookup(backend, self.known, self._clock, self._aside)
-        self._closing, self._wake, self._listed = threading.Lock(), threading.Event(), OneShot()
+        self._closing, self._wake = threading.Lock(), threading.Event()
+        self._listed: Future[None] = Future()
+        compiling.watch()  # imports numba, which no two threads may begin to do at a time
         self._keeper = threading.Thread(target=self._keep, name=f"flowkv {self.name}", daemon=True)
         self._keeper.start()
         self._begin()
@@ -1218,9 +1185,9 @@ class RemoteTier:
         """
 
     def _begin(self) -> None:
-        if not self._listed.wait(self.limits.open_s):
+        if not wait([self._listed], self.limits.open_s).done:
             return  # a long listing; it goes on
-        error = self._listed.error
+        error = self._listed.exception()
         if isinstance(error, PermissionError):
             self._open = False
             self._wake.set()
@@ -1237,7 +1204,13 @@ class RemoteTier:
 
     def _keep(self) -> None:
         """The life of the tier's own thread: lists, then deletes, looks and writes down."""
-        learnt = self._listed.run(self.learn)
+        learnt = False
+        try:
+            self.learn()
+            learnt = True
+            self._listed.set_result(None)
+        except BaseException as error:  # a client library may raise anything
+            self._listed.set_exception(error)
         looked_ns = self._clock.now_ns()
         while self._open:
             self._wake.wait(min(self.limits.every_s, 1.0))
