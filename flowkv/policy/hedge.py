@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, Policy, Slots, Visit
-from flowkv.policy.config import HedgeConfig, Lease, configure
+from flowkv.policy.config import HedgeConfig, configure
 from flowkv.policy.hazard.compiled import decay, key_of, rekey, speaker, worth_of
 from flowkv.policy.hazard.index import HazardIndex
 from flowkv.policy.order.compiled import (
@@ -17,6 +17,7 @@ from flowkv.policy.order.compiled import (
     DIGEST,
     ETA,
     KNOWN,
+    LISTS,
     MODE,
     SLOT_BITS,
     SLOT_MASK,
@@ -24,6 +25,9 @@ from flowkv.policy.order.compiled import (
     Array,
     aged,
     attend,
+    delist,
+    enlist,
+    enlist_behind,
     fold,
     inner,
     kernel,
@@ -47,8 +51,8 @@ from flowkv.policy.order.leaf import LeafOrder, as_slots
 
 CELL = np.dtype(
     [
-        ("older", np.int32),  # neighbours in the ghost's list, -1 at its ends
-        ("newer", np.int32),
+        ("before", np.int32),  # neighbours in the ring of ghosts: the newer, the older
+        ("after", np.int32),
         ("up", np.int32),  # the block above it, -1 for a root
         ("next", np.int32),  # the first block that was below it, -1: none yet
         ("depth", np.int32),
@@ -60,13 +64,13 @@ CELL = np.dtype(
     ]
 )
 
-# Entries of the book: the ends of the list; how many blocks LRU holds, how many are resident, how
-# many fit (0: not known yet); time, last block and lineage of the request at hand; numbers given;
-# the most that remained after an eviction lately, and before that; evictions. A lineage is in the
-# sample if it has none of the bits of the mask. `FOUND`: blocks of the request that LRU would have.
-OLDEST, NEWEST, GHOSTS, HERE, ROOM, NOW, LAST, LINE = range(8)
-SERIAL, BIRTHS, PEAK, OLD_PEAK, COUNT, MASK, FOUND = range(8, 15)
-BOOK_SIZE = 16
+# Entries of the book: how many blocks LRU holds, how many are resident, how many fit (0: not known
+# yet); time, last block and lineage of the request at hand; numbers given; the most that remained
+# after an eviction lately, and before that; evictions. A lineage is in the sample if it has none of
+# the bits of the mask. `FOUND`: blocks of the request that LRU would have. Last comes the front of
+# the ring of ghosts, the newest.
+GHOSTS, HERE, ROOM, NOW, LAST, LINE, SERIAL, BIRTHS, PEAK, OLD_PEAK, COUNT, MASK, FOUND = range(13)
+BOOK_SIZE = LISTS + 1
 EPOCH = 64  # evictions after which what remained after those before them no longer counts
 SERIALS = (1 << 30) - 1
 
@@ -74,7 +78,7 @@ SERIALS = (1 << 30) - 1
 def fresh_cells(n: int) -> Array:
     """Cells of blocks that nothing is known of."""
     cells = np.zeros(n, CELL)
-    for name in ("older", "newer", "up", "next", "line"):
+    for name in ("up", "next", "line"):
         cells[name] = -1
     return cells
 
@@ -82,7 +86,7 @@ def fresh_cells(n: int) -> Array:
 def fresh_book() -> Array:
     """The book of an empty place whose capacity is not known."""
     book = np.zeros(BOOK_SIZE, np.int64)
-    book[[OLDEST, NEWEST, LAST]] = -1
+    book[LAST] = -1
     return book
 
 
@@ -90,38 +94,9 @@ def fresh_book() -> Array:
 
 
 @inner
-def unlink(cells: Array, book: Array, s: int) -> None:
-    """Takes a block out of the list."""
-    older, newer = cells[s].older, cells[s].newer
-    if older >= 0:
-        cells[older].newer = newer
-    else:
-        book[OLDEST] = newer
-    if newer >= 0:
-        cells[newer].older = older
-    else:
-        book[NEWEST] = older
-
-
-@inner
-def link_below(cells: Array, book: Array, s: int, newer: int) -> None:
-    """Enters a block as the next older one of `newer`; as the newest of all if that is -1."""
-    older = cells[newer].older if newer >= 0 else book[NEWEST]
-    cells[s].older, cells[s].newer = older, newer
-    if older >= 0:
-        cells[older].newer = s
-    else:
-        book[OLDEST] = s
-    if newer >= 0:
-        cells[newer].older = s
-    else:
-        book[NEWEST] = s
-
-
-@inner
 def ghost_lose(cells: Array, book: Array, s: int) -> None:
     """LRU would not hold this block any more."""
-    unlink(cells, book, s)
+    delist(cells, book, 0, s)
     cells[s].ghost = 0
     book[GHOSTS] -= 1
 
@@ -131,7 +106,7 @@ def lose_surplus(cells: Array, book: Array) -> None:
     """LRU gives up what is too much, as far as the capacity is known."""
     if book[ROOM] > 0:
         while book[GHOSTS] > book[ROOM]:
-            ghost_lose(cells, book, book[OLDEST])
+            ghost_lose(cells, book, cells[book[LISTS] - 1].before)
 
 
 # ---- who belongs to whom
@@ -201,12 +176,12 @@ def arrive(cells: Array, book: Array, slots: Array, session: int, now: int) -> t
         here += cells[s].here
         if cells[s].ghost == 1:
             ghosts += 1
-            unlink(cells, book, s)
-            link_below(cells, book, s, -1)
+            delist(cells, book, 0, s)
+            enlist(cells, book, 0, s)
         elif cells[s].here == 1:
             cells[s].ghost = 1
             book[GHOSTS] += 1
-            link_below(cells, book, s, -1)
+            enlist(cells, book, 0, s)
     book[NOW] = now
     book[LAST] = slots[n - 1] if n > 0 else -1
     return here, ghosts
@@ -231,7 +206,10 @@ def ghost_insert(cells: Array, book: Array, slots: Array, parents: Array, now: i
         if cells[s].ghost == 0:
             cells[s].ghost = 1
             book[GHOSTS] += 1
-            link_below(cells, book, s, above if above >= 0 and cells[above].ghost == 1 else -1)
+            if above >= 0 and cells[above].ghost == 1:
+                enlist_behind(cells, s, above)
+            else:
+                enlist(cells, book, 0, s)
         above = s
 
 
@@ -301,11 +279,24 @@ SLACK_BITS = 5  # the learned shadow's size may be off by a 32nd
 LEAVES, HELD = 0, 1  # columns of the counts of a shadow
 
 
-def fresh_shades(rows: int, n: int) -> Array:
+def fresh_shades(*shape: int) -> Array:
     """Shadows that hold nothing."""
-    shades = np.zeros((rows, n), SHADE)
+    shades = np.zeros(shape, SHADE)
     shades["place"], shades["key"] = AWAY, NO_KEY
     return shades
+
+
+def longer(old: Array, new: Array) -> Array:
+    """`new`, which begins with what was in `old`, a shorter vector, or several."""
+    new[..., : old.shape[-1]] = old
+    return new
+
+
+def wider(heaps: Array, width: int) -> Array:
+    """A heap of so many entries, or several, with what was in `heaps`."""
+    made = np.zeros((*heaps.shape[:-2], width, 2), np.int64)
+    made[..., : heaps.shape[-2], :] = heaps
+    return made
 
 
 @inner
@@ -871,7 +862,7 @@ class Hedge(HazardIndex):
             np.zeros((rows, 2), np.int64),
         )
         self._learned: tuple[NDArray[Any], ...] = (
-            fresh_shades(1, 0)[0],
+            fresh_shades(0),
             np.zeros((FIRST_LEAVES, 2), np.int64),
             np.zeros(2, np.int64),
         )
@@ -883,21 +874,10 @@ class Hedge(HazardIndex):
 
     # ---- what happens
 
-    def insert(
-        self,
-        now_ns: int,
-        slots: Slots,
-        parents: Slots,
-        *,
-        n_bytes: int = 1,
-        cost_ns: int = 0,
-        lease: str | Lease = "",
-        tenant: int = 0,
-    ) -> None:
+    def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
         """See `LeafOrder.insert`."""
         slots, parents = as_slots(slots), as_slots(parents)
-        said: dict[str, Any] = {"n_bytes": n_bytes, "cost_ns": cost_ns, "tenant": tenant}
-        super().insert(now_ns, slots, parents, lease=lease, **said)
+        super().insert(now_ns, slots, parents, **said)
         now = self._state[CLOCK]
         kept = come(self._watch, self._sampled, slots, parents, now)
         if kept != 0:
@@ -1036,27 +1016,17 @@ class Hedge(HazardIndex):
 
     def _widen_learned(self, width: int) -> None:
         shade, leaves, count = self._learned
-        wider = np.zeros((width, 2), np.int64)
-        wider[: len(leaves)] = leaves
-        self._learned = shade, wider, count
+        self._learned = shade, wider(leaves, width), count
 
     def _widen_sampled(self) -> None:
         shades, heaps, counts = self._sampled
-        rows, width, _ = heaps.shape
-        wider = np.zeros((rows, 2 * width, 2), np.int64)
-        wider[:, :width] = heaps
-        self._sampled = shades, wider, counts
+        self._sampled = shades, wider(heaps, 2 * heaps.shape[1]), counts
 
     def _grow(self, room: int) -> None:
         super()._grow(room)
+        new = len(self._arrays[0])
         cells, book, sums = self._watch
-        old, new = len(cells), len(self._arrays[0])
-        more = fresh_cells(new)
-        more[:old] = cells
-        self._watch = more, book, sums
-        shades = fresh_shades(len(self._taus), new)
-        shades[:, :old] = self._sampled[0]
-        self._sampled = (shades, *self._sampled[1:])
-        shade = fresh_shades(1, new)[0]
-        shade[:old] = self._learned[0]
-        self._learned = (shade, *self._learned[1:])
+        self._watch = longer(cells, fresh_cells(new)), book, sums
+        shades, shade = self._sampled[0], self._learned[0]
+        self._sampled = longer(shades, fresh_shades(len(shades), new)), *self._sampled[1:]
+        self._learned = longer(shade, fresh_shades(new)), *self._learned[1:]

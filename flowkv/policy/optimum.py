@@ -10,12 +10,14 @@ A request's own blocks are among the candidates (bypass), and time is counted in
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, Slots, Visit
-from flowkv.policy.config import Lease, LeaseConfig, configure
+from flowkv.policy.config import LeaseConfig, configure
 from flowkv.policy.order.compiled import (
     SLOT_BITS,
     SLOT_LIMIT,
@@ -246,19 +248,9 @@ class Optimum(LeafOrder):
         self._chain = as_slots(slots).copy()
         self._rank()
 
-    def insert(
-        self,
-        now_ns: int,
-        slots: Slots,
-        parents: Slots,
-        *,
-        n_bytes: int = 1,
-        cost_ns: int = 0,
-        lease: str | Lease = "",
-        tenant: int = 0,
-    ) -> None:
+    def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
         """See `Policy.insert`: blocks of the request that was last accessed."""
-        super().insert(now_ns, slots, parents, lease=lease, tenant=tenant)
+        super().insert(now_ns, slots, parents, **said)
         slots = as_slots(slots)
         self._chain = np.append(self._chain, slots[~np.isin(slots, self._chain)])
         self._rank()

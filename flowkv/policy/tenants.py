@@ -90,45 +90,23 @@ def chains_above(slots: Iterable[int], here: Mapping[int, tuple[int, int]]) -> s
     return found
 
 
-def evictable(accounts: Mapping[int, TenantAccount], stuck: Mapping[int, int]) -> dict[int, int]:
-    """Blocks that each tenant can give up and may, down to its reserve.
-
-    Args:
-        accounts: By tenant.
-        stuck: How many blocks of a tenant may not go.
-    """
-    can = {}
-    for tenant, account in accounts.items():
-        free = account.count - stuck.get(tenant, 0)
-        if account.quota.reserve_bytes:
-            free = min(free, max(0, account.spare // account.largest))
-        if free > 0:
-            can[tenant] = free
-    return can
-
-
-def models_of(saved: bytes) -> dict[int, bytes]:
-    """What the policies of tenants learned.
-
-    Raises:
-        ConfigError: It is damaged.
-    """
-    try:
-        return msgspec.msgpack.decode(saved, type=dict[int, bytes])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"these are no models of tenants ({error})", "Start without them"
-        ) from None
-
-
-# What a place of several tenants knows: whose each block is, and how that is carried over.
-
 SHARED = 1 << 62
 """The account of all tenants without a quota."""
 
+MASK = (1 << 64) - 1
 
-class Holdings(Policy):
-    """Accounts, owners and pins of `flowkv.policy.tenants.Tenants`.
+
+class Tenants(Policy):
+    """Gives up what the tenants' own policies would, from the tenant whose loss is least.
+
+    Tenants above their limit go first, the one that is furthest above. Then the block of smallest
+    priority among those that the tenants' policies would give up next. Nothing of a tenant goes
+    that would take it below its reserve, be it by a part of its largest block: so reserves are best
+    whole numbers of blocks, and must fit the place together.
+
+    A block belongs to the tenant that it was inserted for, until `forget`. A request belongs to
+    the tenant that it names, else of its first known block, else of the blocks that it inserts.
+    Tenants without a quota of any kind share one policy.
 
     Args:
         make: Makes a policy for one tenant.
@@ -179,100 +157,15 @@ class Holdings(Policy):
         Raises:
             ConfigError: If it is damaged or of another version.
         """
-        models = models_of(saved)
+        try:
+            models = msgspec.msgpack.decode(saved, type=dict[int, bytes])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"these are no models of tenants ({error})", "Start without them"
+            ) from None
         for tenant in models.keys() & self._accounts.keys():
             self._accounts[tenant].learn(models.pop(tenant))
         self._models = models
-
-    # ---- parts
-
-    def _clock(self, now_ns: int) -> int:
-        """The time; never less than before, for a policy that is made only now as well."""
-        self._now = max(now_ns, self._now)
-        return self._now
-
-    def _account(self, tenant: int) -> TenantAccount:
-        account = self._accounts.get(tenant)
-        if account is None:
-            account = self._accounts[tenant] = TenantAccount(self._make(), self._quota(tenant))
-            if tenant in self._models:
-                account.learn(self._models.pop(tenant))
-        return account
-
-    def _payer(self, tenant: int) -> int:
-        """The account of a tenant: its own where it has a quota; all others share one."""
-        own = tenant in self._quotas or self._default != Quota()
-        return tenant if own else SHARED
-
-    def _quota(self, tenant: int) -> Quota:
-        return self._quotas.get(tenant, self._default)
-
-    def _parts(self, slots: Slots) -> list[tuple[int, Slots]]:
-        """The slots of each tenant that owns some, in order; unknown ones belong to nobody."""
-        owners = [self._owner.get(s, -1) for s in slots.tolist()]
-        kinds = sorted(set(owners) - {-1})
-        if len(kinds) == 1 and -1 not in owners:
-            return [(kinds[0], slots)]
-        each = np.array(owners, np.int64)
-        return [(t, slots[each == t]) for t in kinds]
-
-    def _of(self, tenant: int, slots: Slots) -> Slots:
-        return np.array([s for s in slots.tolist() if self._owner.get(s) == tenant], np.int64)
-
-    def _tell(self, tenant: int, account: TenantAccount) -> None:
-        """The request whose blocks nobody owned is this tenant's."""
-        if self._untold is not None:
-            then, slots, visit = self._untold
-            self._untold = None
-            if visit.request >= 0:
-                self._requests[visit.request] = tenant
-            account.policy.access(then, slots, visit)
-
-    def _hand_over(self, slot: int, tenant: int) -> None:
-        """A slot that is not resident belongs to this tenant now, and so do its pins."""
-        one, pins = np.array([slot]), self._pins[slot]
-        old = self._accounts.get(self._owner.get(slot, -1))
-        if old is not None:
-            for _ in range(pins if old.pins else 0):
-                old.policy.unpin(one)
-            old.policy.forget(one)
-        self._owner[slot] = tenant
-        for _ in range(pins if self._accounts[tenant].pins else 0):
-            self._accounts[tenant].policy.pin(one)
-
-    def _drop(self, slots: Slots) -> None:
-        for s in slots.tolist():
-            if s in self._here:
-                parent, n_bytes = self._here.pop(s)
-                if parent in self._below:
-                    self._below[parent].discard(s)
-                for child in self._below.pop(s, ()):  # a root, also if the number comes back
-                    self._here[child] = -1, self._here[child][1]
-                account = self._accounts[self._owner[s]]
-                account.used -= n_bytes
-                account.count -= 1
-
-
-MASK = (1 << 64) - 1
-
-
-class Tenants(Holdings):
-    """Gives up what the tenants' own policies would, from the tenant whose loss is least.
-
-    Tenants above their limit go first, the one that is furthest above. Then the block of smallest
-    priority among those that the tenants' policies would give up next. Nothing of a tenant goes
-    that would take it below its reserve, be it by a part of its largest block: so reserves are best
-    whole numbers of blocks, and must fit the place together.
-
-    A block belongs to the tenant that it was inserted for, until `forget`. A request belongs to
-    the tenant that it names, else of its first known block, else of the blocks that it inserts.
-    Tenants without a quota of any kind share one policy.
-
-    Args:
-        make: Makes a policy for one tenant.
-        quotas: Tenant -> quota.
-        default: Quota of all others.
-    """
 
     # ---- what happens
 
@@ -508,8 +401,15 @@ class Tenants(Holdings):
 
     def _evictable(self, guarded: Collection[int]) -> dict[int, int]:
         """Blocks that each tenant can give up leaf by leaf and may, down to its reserve."""
-        stuck = chains_above((*self._pins, *guarded), self._here)
-        return evictable(self._accounts, Counter(self._owner[s] for s in stuck))
+        stuck = Counter(self._owner[s] for s in chains_above((*self._pins, *guarded), self._here))
+        can = {}
+        for tenant, account in self._accounts.items():
+            free = account.count - stuck[tenant]
+            if account.quota.reserve_bytes:
+                free = min(free, max(0, account.spare // account.largest))
+            if free > 0:
+                can[tenant] = free
+        return can
 
     def _poorest(self, can: Collection[int], guarded: set[int]) -> int:
         """Whose turn it is to lose a block, of these tenants."""
@@ -551,3 +451,69 @@ class Tenants(Holdings):
         for s in (len(victims), *victims):
             self._digest = ((self._digest ^ s + 1) * 0xBF58_476D_1CE4_E5B9 + 1) & MASK
         return np.array(victims, np.int64)
+
+    def _clock(self, now_ns: int) -> int:
+        """The time; never less than before, for a policy that is made only now as well."""
+        self._now = max(now_ns, self._now)
+        return self._now
+
+    def _account(self, tenant: int) -> TenantAccount:
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = TenantAccount(self._make(), self._quota(tenant))
+            if tenant in self._models:
+                account.learn(self._models.pop(tenant))
+        return account
+
+    def _payer(self, tenant: int) -> int:
+        """The account of a tenant: its own where it has a quota; all others share one."""
+        own = tenant in self._quotas or self._default != Quota()
+        return tenant if own else SHARED
+
+    def _quota(self, tenant: int) -> Quota:
+        return self._quotas.get(tenant, self._default)
+
+    def _parts(self, slots: Slots) -> list[tuple[int, Slots]]:
+        """The slots of each tenant that owns some, in order; unknown ones belong to nobody."""
+        owners = [self._owner.get(s, -1) for s in slots.tolist()]
+        kinds = sorted(set(owners) - {-1})
+        if len(kinds) == 1 and -1 not in owners:
+            return [(kinds[0], slots)]
+        each = np.array(owners, np.int64)
+        return [(t, slots[each == t]) for t in kinds]
+
+    def _of(self, tenant: int, slots: Slots) -> Slots:
+        return np.array([s for s in slots.tolist() if self._owner.get(s) == tenant], np.int64)
+
+    def _tell(self, tenant: int, account: TenantAccount) -> None:
+        """The request whose blocks nobody owned is this tenant's."""
+        if self._untold is not None:
+            then, slots, visit = self._untold
+            self._untold = None
+            if visit.request >= 0:
+                self._requests[visit.request] = tenant
+            account.policy.access(then, slots, visit)
+
+    def _hand_over(self, slot: int, tenant: int) -> None:
+        """A slot that is not resident belongs to this tenant now, and so do its pins."""
+        one, pins = np.array([slot]), self._pins[slot]
+        old = self._accounts.get(self._owner.get(slot, -1))
+        if old is not None:
+            for _ in range(pins if old.pins else 0):
+                old.policy.unpin(one)
+            old.policy.forget(one)
+        self._owner[slot] = tenant
+        for _ in range(pins if self._accounts[tenant].pins else 0):
+            self._accounts[tenant].policy.pin(one)
+
+    def _drop(self, slots: Slots) -> None:
+        for s in slots.tolist():
+            if s in self._here:
+                parent, n_bytes = self._here.pop(s)
+                if parent in self._below:
+                    self._below[parent].discard(s)
+                for child in self._below.pop(s, ()):  # a root, also if the number comes back
+                    self._here[child] = -1, self._here[child][1]
+                account = self._accounts[self._owner[s]]
+                account.used -= n_bytes
+                account.count -= 1

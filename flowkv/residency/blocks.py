@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.order.compiled import Array, fold, inner, kernel
+from flowkv.policy.order.compiled import LISTS, Array, delist, enlist, fold, inner, kernel
 
 # An open-addressing table from 128-bit ids to small integers.
 #
@@ -160,8 +160,8 @@ BLOCK = np.dtype(
         ("heir", np.int32),  # the child last seen, or -1; compare the id
         ("pins", np.int32),  # requests under way that use it, and pins of the user's
         ("watch", np.int32),  # queued requests that name it
-        ("younger", np.int32),  # neighbours in the ring of ghosts, or -1
-        ("older", np.int32),  # and the next free slot
+        ("before", np.int32),  # neighbours in the ring of ghosts: the younger, the older
+        ("after", np.int32),  # and the next free slot
         ("here", np.uint8),  # bit k: it lies, or takes up room, in place k
         ("flight", np.uint8),  # bit k: it is not complete there yet
         ("stale", np.uint8),  # bit k: it expired there while pinned
@@ -171,10 +171,11 @@ BLOCK = np.dtype(
 MAX_PLACES = 8
 NOWHERE, IN_FLIGHT = -1, -2
 
-# Entries of the state vector, also that of each place from USED and PINNED on.
-DIGEST, FRESH, FREE, GHOSTS, YOUNGEST, OLDEST, BIRTHS, RESIDENT, LARGEST = range(9)
-USED, PINNED = 16, 24
-STATE_SIZE = 32
+# Entries of the state vector, also that of each place from USED and PINNED on. Last comes the front
+# of the ring of ghosts, the youngest.
+DIGEST, FRESH, FREE, GHOSTS, BIRTHS, RESIDENT, LARGEST = range(7)
+USED, PINNED = 8, 16
+STATE_SIZE = LISTS + 1
 
 
 @inner
@@ -206,32 +207,17 @@ def fastest(places: int) -> int:
 
 
 @inner
-def haunt(blocks: Array, state: Array, s: int) -> None:
+def ghost_insert(blocks: Array, state: Array, s: int) -> None:
     """A block becomes the youngest ghost."""
-    first = state[YOUNGEST]
     blocks[s].ghost = 1
-    blocks[s].younger = -1
-    blocks[s].older = first
-    if first >= 0:
-        blocks[first].younger = s
-    else:
-        state[OLDEST] = s
-    state[YOUNGEST] = s
+    enlist(blocks, state, 0, s)
     state[GHOSTS] += 1
 
 
 @inner
-def calm(blocks: Array, state: Array, s: int) -> None:
+def ghost_remove(blocks: Array, state: Array, s: int) -> None:
     """A block is a ghost no longer."""
-    younger, older = blocks[s].younger, blocks[s].older
-    if younger >= 0:
-        blocks[younger].older = older
-    else:
-        state[YOUNGEST] = older
-    if older >= 0:
-        blocks[older].younger = younger
-    else:
-        state[OLDEST] = younger
+    delist(blocks, state, 0, s)
     blocks[s].ghost = 0
     state[GHOSTS] -= 1
 
@@ -241,7 +227,7 @@ def rest(blocks: Array, state: Array, s: int) -> None:
     """A block that lies nowhere and is needed by nobody becomes a ghost."""
     b = blocks[s]
     if b.here == 0 and b.pins == 0 and b.watch == 0 and b.ghost == 0:
-        haunt(blocks, state, s)
+        ghost_insert(blocks, state, s)
 
 
 @kernel
@@ -251,10 +237,10 @@ def lay_ghosts(
     """Forgets the oldest ghosts beyond `bound`, as many as `out` takes; returns how many."""
     n = 0
     while state[GHOSTS] > bound and n < len(out):
-        s = state[OLDEST]
-        calm(blocks, state, s)
+        s = blocks[state[LISTS] - 1].before
+        ghost_remove(blocks, state, s)
         cut(blocks, buckets, mix, s)
-        blocks[s].older = state[FREE]
+        blocks[s].after = state[FREE]
         state[FREE] = s
         out[n] = s
         n += 1
@@ -281,7 +267,7 @@ def arrive(blocks: Array, state: Array, k: int, s: int, size: int, flying: int) 
         state[LARGEST] = max(state[LARGEST], size)
         state[RESIDENT] += 1
         if b.ghost:
-            calm(blocks, state, s)
+            ghost_remove(blocks, state, s)
     b.here |= bit
     b.flight |= bit if flying else np.uint8(0)
     state[USED + k] += b.bytes
@@ -308,10 +294,8 @@ def depart(blocks: Array, state: Array, k: int, s: int) -> None:
         rest(blocks, state, s)
 
 
-@inner
-def land_all(
-    blocks: Array, state: Array, slots: Array, terms: tuple[int, int, int], out: Array
-) -> int:
+@kernel
+def land(blocks: Array, state: Array, slots: Array, terms: tuple[int, int, int], out: Array) -> int:
     """Blocks take up room in a place; writes the new ones of them and their parents.
 
     Args:
@@ -337,12 +321,6 @@ def land_all(
 
 
 # Loops over blocks that come, go, wait, or change their place.
-
-
-@kernel
-def land(blocks: Array, state: Array, slots: Array, terms: tuple[int, int, int], out: Array) -> int:
-    """`land_all`, as a call."""
-    return land_all(blocks, state, slots, terms, out)
 
 
 @kernel
@@ -408,7 +386,7 @@ def pin(blocks: Array, state: Array, slots: Array) -> None:
         if b.pins > 1:
             continue
         if b.ghost:
-            calm(blocks, state, s)
+            ghost_remove(blocks, state, s)
         for k in range(MAX_PLACES):
             if b.here >> k & 1:
                 state[PINNED + k] += b.bytes
@@ -457,7 +435,7 @@ def watch(blocks: Array, state: Array, slots: Array, by: int) -> None:
     for s in slots:
         blocks[s].watch += by
         if blocks[s].ghost:
-            calm(blocks, state, s)
+            ghost_remove(blocks, state, s)
         if by < 0:
             rest(blocks, state, s)
 

@@ -25,7 +25,6 @@ from flowkv.policy.order.compiled import SLOT_LIMIT, Array, fold, inner, kernel
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.tenants import Tenants
 from flowkv.residency import blocks as at
-from flowkv.residency import blocks as calls
 from flowkv.residency.blocks import (
     BIRTHS,
     BLOCK,
@@ -45,8 +44,8 @@ from flowkv.residency.blocks import (
     factors,
     fastest,
     find,
-    haunt,
-    land_all,
+    ghost_insert,
+    land,
     parent_of,
     put,
     rehash,
@@ -258,7 +257,7 @@ def christen(blocks: Array, buckets: Array, mix: Array, state: Array, lo: int, h
     """Gives an id that is not known a slot, still without space and parent."""
     s = state[FREE]
     if s >= 0:
-        state[FREE] = blocks[s].older
+        state[FREE] = blocks[s].after
     else:
         s = state[FRESH]
         state[FRESH] += 1
@@ -270,8 +269,8 @@ def christen(blocks: Array, buckets: Array, mix: Array, state: Array, lo: int, h
     return s
 
 
-@inner
-def follow_all(
+@kernel
+def follow(
     blocks: Array,
     buckets: Array,
     mix: Array,
@@ -294,7 +293,7 @@ def follow_all(
         if s < 0:
             s = christen(blocks, buckets, mix, state, lo, hi)
             put(blocks, buckets, mix, s, lo, hi, space)
-            haunt(blocks, state, s)
+            ghost_insert(blocks, state, s)
         if above >= 0:
             blocks[above].heir = s
             if parent_of(blocks, s) < 0 and above != s:
@@ -312,21 +311,6 @@ def follow_all(
 
 
 @kernel
-def follow(
-    blocks: Array,
-    buckets: Array,
-    mix: Array,
-    state: Array,
-    ids: Array,
-    where: tuple[int, bool],
-    rows: Array,
-    sources: Array,
-) -> int:
-    """`follow_all`, as a call; slots go to `rows[0]`."""
-    return follow_all(blocks, buckets, mix, state, ids, where, rows[0], sources)
-
-
-@kernel
 def follow_and_land(
     blocks: Array,
     buckets: Array,
@@ -337,10 +321,10 @@ def follow_and_land(
     rows: Array,
     sources: Array,
 ) -> tuple[int, int]:
-    """`follow_all`, and `land_all` in the first place with `where[2]` bytes; returns both."""
+    """`follow`, and `land` in the first place with `where[2]` bytes; returns both."""
     chain, terms = rows[0, : len(ids)], (0, where[2], 0)
-    hits = follow_all(blocks, buckets, mix, state, ids, where[:2], chain, sources)
-    return hits, land_all(blocks, state, chain, terms, rows[1:])
+    hits = follow(blocks, buckets, mix, state, ids, where[:2], chain, sources)
+    return hits, land(blocks, state, chain, terms, rows[1:])
 
 
 @kernel
@@ -396,7 +380,7 @@ class Ledger:
         self._clock = FIRST_TIME
         self._moves: list[Move] = []
         self._state = np.zeros(at.STATE_SIZE, np.int64)
-        self._state[[at.FREE, at.YOUNGEST, at.OLDEST]] = -1
+        self._state[FREE] = -1
         self._state[LARGEST] = 1
         self._blocks = np.zeros(0, BLOCK)
         self._terms = np.zeros(0, TERMS)  # used only with several places
@@ -436,7 +420,7 @@ class Ledger:
     def _widen(self, n: int) -> None:
         """Makes room for requests of `n` blocks."""
         self._widest = 2 * n
-        self._rows = np.empty((4, 2 * n), np.int64)  # a chain, and what `land_all` writes of it
+        self._rows = np.empty((4, 2 * n), np.int64)  # a chain, and what `land` writes of it
         self._sources = np.empty(2 * n, np.int8)
         self._out = self._rows[1:]
 
@@ -445,7 +429,7 @@ class Ledger:
         if len(slots) > self._widest:
             self._widen(len(slots))
         said = (k, terms.n_bytes, int(flying))
-        n = int(calls.land(self._blocks, self._state, slots, said, self._out))
+        n = int(at.land(self._blocks, self._state, slots, said, self._out))
         if n:
             self._insert(now, k, n, terms)
         return n
@@ -486,7 +470,7 @@ class Ledger:
             run_out = as_slots(shelf.expired(now)) if shelf.expired is not None else NO_SLOTS
             if len(run_out):
                 gone = np.empty(len(run_out), np.int64)
-                n = calls.expire(self._blocks, self._state, shelf.number, run_out, gone)
+                n = at.expire(self._blocks, self._state, shelf.number, run_out, gone)
                 if n:
                     shelf.policy.remove(gone[:n])
                     self._moves.append(Move(gone[:n], shelf.number, -1))
@@ -512,7 +496,7 @@ class Ledger:
             StateError: They are not there, or named twice: the policy lost count.
         """
         victims = as_slots(victims)
-        if not calls.held(self._blocks, k, victims):
+        if not at.held(self._blocks, k, victims):
             raise StateError(
                 f"policy {self._shelves[k].policy.name!r} gave up blocks that do not lie in place "
                 f"{k}, or one of them twice: {victims[:8].tolist()}",
@@ -520,7 +504,7 @@ class Ledger:
             )
         if k + 1 < len(self._shelves):
             self._lower(now, k + 1, victims)
-        calls.leave(self._blocks, self._state, k, victims)
+        at.leave(self._blocks, self._state, k, victims)
         self._moves.append(Move(victims, k, -1))
 
     def _lower(self, now: int, k: int, victims: Slots) -> None:
@@ -539,7 +523,7 @@ class Ledger:
         if not len(missing):
             return
         chain = np.empty(int(self._state[RESIDENT]), np.int64)
-        chain = chain[: calls.lower(self._blocks, k, missing, chain)]
+        chain = chain[: at.lower(self._blocks, k, missing, chain)]
         start = len(self._moves)
         self._bring(now, k, chain)
         self._relieve(now, k)
@@ -584,7 +568,7 @@ class Ledger:
         return here >> k & 1 == 1
 
     def _pin(self, slots: Slots) -> None:
-        calls.pin(self._blocks, self._state, slots)
+        at.pin(self._blocks, self._state, slots)
         for shelf in self._shelves:
             if shelf.pins:
                 shelf.policy.pin(slots)
@@ -593,7 +577,7 @@ class Ledger:
         """Ends pins; what was only waited for, or expired meanwhile, goes."""
         if len(slots) > self._widest:
             self._widen(len(slots))
-        n = calls.unpin(self._blocks, self._state, slots, done, self._out)
+        n = at.unpin(self._blocks, self._state, slots, done, self._out)
         left = self._out[:, :n].copy()
         for shelf in self._shelves:
             if shelf.pins:
@@ -616,7 +600,7 @@ class Ledger:
         while n and self._state[shelf.used_at] > shelf.capacity:
             n -= 1
             shelf.policy.remove(fresh[n : n + 1])
-            calls.leave(self._blocks, self._state, k, fresh[n : n + 1])
+            at.leave(self._blocks, self._state, k, fresh[n : n + 1])
         return n
 
     @property
@@ -759,13 +743,13 @@ class Ledger:
         ids = self._prepare(ids)
         where = (self._spaces[namespace], meta.chained)
         sources = self._sources[: len(ids)]  # of this request, also if more room is needed below
-        hits = follow(*self._index, ids, where, self._rows, self._sources)
+        hits = follow(*self._index, ids, where, self._rows[0], self._sources)
         chain = self._rows[0, : len(ids)].copy()
         self._visit(now, request, chain, meta)
         self._live[request] = chain
         self._pin(chain)
         size = meta.n_bytes or self.block_bytes
-        kept = calls.fitting(self._blocks, chain, 0, size, self._room(0))
+        kept = at.fitting(self._blocks, chain, 0, size, self._room(0))
         terms = Terms(size, meta.cost_ns, meta.lease, namespace)
         n = self._land(now, 0, chain[:kept], terms, flying=True)
         first = self._shelves[0]
@@ -846,7 +830,7 @@ class Ledger:
         now = self._advance(now_ns)
         self._unqueue(request)
         self._queued[request] = slots = self._known(namespace, ids)
-        calls.watch(self._blocks, self._state, slots, 1)
+        at.watch(self._blocks, self._state, slots, 1)
         for shelf in self._shelves:
             shelf.policy.enqueue(now, request, slots)
         self._trim()
@@ -920,7 +904,7 @@ class Ledger:
     def _unqueue(self, request: int) -> None:
         slots = self._queued.pop(request, None)
         if slots is not None:
-            calls.watch(self._blocks, self._state, slots, -1)
+            at.watch(self._blocks, self._state, slots, -1)
 
 
 # From one place of a ledger into a faster one, before anybody asks.
@@ -970,7 +954,7 @@ class LedgerReach:
         Only as far as the source can be read without a gap; `tip` comes last.
         """
         path = np.empty(int(self._ledger._state[RESIDENT]) + 1, np.int64)
-        n, anchor = calls.gap(self._ledger._blocks, tip, self._source, self._target, path)
+        n, anchor = at.gap(self._ledger._blocks, tip, self._source, self._target, path)
         return int(anchor), path[:n][::-1].copy()
 
     def bring(self, now_ns: int, slots: Slots, victims: Slots = NO_SLOTS) -> list[Move]:
@@ -990,7 +974,7 @@ class LedgerReach:
             ledger._give_up(now, k, victims)
         slots = as_slots(slots)
         can = np.empty(len(slots), np.int64)
-        slots = can[: calls.readable(ledger._blocks, slots, self._source, k, can)]
+        slots = can[: at.readable(ledger._blocks, slots, self._source, k, can)]
         slots = slots[: np.searchsorted(self.sizes(slots).cumsum(), self.room_bytes(), "right")]
         if len(slots):
             ledger._bring(now, k, slots)

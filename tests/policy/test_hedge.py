@@ -8,8 +8,8 @@ import pytest
 from flowkv.policy import LRU, Hedge, Lease
 from flowkv.policy.base import NEVER_NS, NO_VISIT, Visit
 from flowkv.policy.hazard.compiled import worth_of
-from flowkv.policy.hedge import AWAY, HERE, MASK, OLDEST, ROOM
-from flowkv.policy.order.compiled import BIRTHS
+from flowkv.policy.hedge import AWAY, HERE, MASK, ROOM
+from flowkv.policy.order.compiled import BIRTHS, LISTS
 from flowkv.sim.generate import generate
 from flowkv.testing import check_policy
 from tests.policy.hedge_reference import SlowHedge
@@ -58,11 +58,13 @@ class Watched(Hedge):
         assert self._active == slow.active
         assert (book[HERE], book[ROOM], book[MASK]) == (len(slow.here), slow.room, slow.mask)
         assert set(self.resident()) == slow.here == set(np.flatnonzero(cells["here"]).tolist())
-        ghosts, s = [], book[OLDEST]
-        while s >= 0:
-            ghosts.append(int(s))
-            s = cells["newer"][s]
-        assert ghosts == slow.ghosts
+        ghosts, newest = [], int(book[LISTS]) - 1
+        s = newest
+        while s >= 0 and len(ghosts) <= len(slow.ghosts):
+            ghosts.append(s)
+            s = int(cells["after"][s])
+            s = s if s != newest else -1
+        assert ghosts[::-1] == slow.ghosts
         shades = [*self._sampled[0], self._learned[0]]
         for k, shade in enumerate(shades):
             if k < len(shades) - 1 or self._active < k:

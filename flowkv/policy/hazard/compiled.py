@@ -712,8 +712,24 @@ def find_return(mind: tuple[Array, ...], slots: Array, now: int) -> tuple[int, i
 
 # The calls of the `Policy` protocol that a learned order answers otherwise than a static one.
 #
-# `order` is what `calls` works on: nodes, terms, heaps, state. `mind` is what is learned from: own
-# (per slot), tips, traits and rows (per tip), model, counters.
+# `order` is what the order's calls work on: nodes, terms, heaps, state. `mind` is what is learned
+# from: own (per slot), tips, traits and rows (per tip), models, counters. Calls that every request
+# makes get both as one argument, the `desk` of an `ArrayCall`.
+
+MIND = (
+    (OWN, 1),
+    (TIP, 1),
+    (np.float64, 2),
+    (np.int32, 2),
+    (np.float64, 2),
+    (np.int64, 1),
+)
+"""Own, tips, traits, rows, models, counters."""
+
+KINDS = ORDER + MIND
+mind_on = opener(len(ORDER), MIND)
+
+NOT_DONE, NOT_JOINED = -1, -2
 
 
 @kernel
@@ -723,10 +739,9 @@ def room_needed(capacity: int, slots: Array) -> int:
 
 
 @kernel
-def visit(
-    order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, now: int, blocks: int
-) -> int:
+def visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
     """A request uses these blocks, of `blocks` in all: returns its tip; -1 if there is no room."""
+    order, mind = order_on(desk), mind_on(desk)
     nodes, terms, heaps, state = order
     own, tips, _traits, _rows, _model, counters = mind
     if room_for(len(nodes), slots) != 0 or counters[TIPS] >= len(tips):
@@ -791,8 +806,35 @@ def join(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, parent
 
 
 @kernel
-def finish(order: tuple[Array, ...], mind: tuple[Array, ...], t: int, stop: int, out: int) -> None:
+def insert(
+    desk: Array, slots: Array, parents: Array, lease: Array, said: tuple[int, int, int]
+) -> int:
+    """The order's `insert`, and `join`; `NOT_JOINED` if tips lack room for that."""
+    order, mind = order_on(desk), mind_on(desk)
+    nodes, terms, heaps, state = order
+    room = compiled.insert(nodes, terms, heaps, state, slots, parents, lease, said)
+    if room != 0:
+        return int(room)
+    if mind[5][TIPS] + len(slots) > len(mind[1]):
+        return NOT_JOINED
+    join(order, mind, slots, parents)
+    return 0
+
+
+@kernel
+def tick(desk: Array, now: int) -> int:
+    """The order's `tick`; the tips follow the time as well."""
+    order = order_on(desk)
+    nodes, terms, heaps, state = order
+    advance(order, mind_on(desk), expire(nodes, terms, heaps, state, now))
+    return int(state[EXPIRED])
+
+
+@kernel
+def finish(desk: Array, now: int, t: int, stop: int, out: int) -> None:
     """The request of tip `t` has ended."""
+    tick(desk, now)
+    order, mind = order_on(desk), mind_on(desk)
     tips = mind[1]
     tips[t].stop = stop
     tips[t].output = out
@@ -845,14 +887,9 @@ def forget(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> N
 
 
 @kernel
-def evict(
-    order: tuple[Array, ...],
-    mind: tuple[Array, ...],
-    protected: Array,
-    victims: Array,
-    now: int,
-) -> bool:
-    """As `calls.evict`; a parent that becomes a leaf is judged as one."""
+def evict(desk: Array, protected: Array, victims: Array, now: int) -> bool:
+    """As the order's `evict`; a parent that becomes a leaf is judged as one."""
+    order, mind = order_on(desk), mind_on(desk)
     nodes, terms, heaps, state = order
     now = expire(nodes, terms, heaps, state, now)
     advance(order, mind, now)
@@ -919,14 +956,6 @@ def compact(mind: tuple[Array, ...], nodes: Array, keep: Array, ghosts: int) -> 
 
 
 @kernel
-def tick(order: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> int:
-    """As `calls.tick`; the tips follow the time as well."""
-    nodes, terms, heaps, state = order
-    advance(order, mind, expire(nodes, terms, heaps, state, now))
-    return int(state[EXPIRED])
-
-
-@kernel
 def worth(order: tuple[Array, ...], mind: tuple[Array, ...], s: int) -> float:
     """What a block is worth as of the last call, in 1/s; whole classes apart lie further."""
     nodes, terms, _heaps, state = order
@@ -943,63 +972,3 @@ def worth(order: tuple[Array, ...], mind: tuple[Array, ...], s: int) -> float:
     if fell and FIRST_CLASS <= here < QUEUED_CLASS:
         here = FIRST_CLASS + DEFAULT_RANK  # noted only once it may go
     return float((here - FIRST_CLASS - DEFAULT_RANK) * CLASS_WORTH + value)
-
-
-# The calls of a learned order as Python makes them: one compiled call each, over a `Desk`.
-
-MIND = (
-    (OWN, 1),
-    (TIP, 1),
-    (np.float64, 2),
-    (np.int32, 2),
-    (np.float64, 2),
-    (np.int64, 1),
-)
-"""Own, tips, traits, rows, models, counters."""
-
-KINDS = ORDER + MIND
-mind_on = opener(len(ORDER), MIND)
-
-NOT_DONE, NOT_JOINED = -1, -2
-
-
-@kernel
-def call_visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
-    """See `calls.visit`."""
-    return int(visit(order_on(desk), mind_on(desk), slots, now, blocks))
-
-
-@kernel
-def call_insert(
-    desk: Array, slots: Array, parents: Array, lease: Array, said: tuple[int, int, int]
-) -> int:
-    """See `insertion.insert` and `calls.join`; `NOT_JOINED` if tips lack room."""
-    order, mind = order_on(desk), mind_on(desk)
-    nodes, terms, heaps, state = order
-    room = compiled.insert(nodes, terms, heaps, state, slots, parents, lease, said)
-    if room != 0:
-        return int(room)
-    if mind[5][TIPS] + len(slots) > len(mind[1]):
-        return NOT_JOINED
-    join(order, mind, slots, parents)
-    return 0
-
-
-@kernel
-def call_finish(desk: Array, now: int, t: int, stop: int, out: int) -> None:
-    """See `calls.finish`."""
-    order, mind = order_on(desk), mind_on(desk)
-    tick(order, mind, now)
-    finish(order, mind, t, stop, out)
-
-
-@kernel
-def call_evict(desk: Array, protected: Array, victims: Array, now: int) -> bool:
-    """See `calls.evict`."""
-    return bool(evict(order_on(desk), mind_on(desk), protected, victims, now))
-
-
-@kernel
-def call_tick(desk: Array, now: int) -> int:
-    """See `calls.tick`."""
-    return int(tick(order_on(desk), mind_on(desk), now))

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, UNKNOWN_STOP, Slots, Visit
 from flowkv.policy.config import HazardConfig, Lease, configure
-from flowkv.policy.hazard import compiled as desk
-from flowkv.policy.hazard import compiled as hazard_calls
+from flowkv.policy.hazard import compiled as learned
 from flowkv.policy.hazard.compiled import (
     BASE_LIMIT,
     BASES,
@@ -163,7 +162,7 @@ def displace(
     now: int,
     rate: float,
 ) -> int:
-    """As `calls.evict`, while what goes next is worth less than `rate`; returns how many."""
+    """As `evict`, while what goes next is worth less than `rate`; returns how many."""
     nodes, terms, heaps, state = order
     now = expire(nodes, terms, heaps, state, now)
     advance(order, mind, now)
@@ -323,27 +322,27 @@ class HazardIndex(LeafOrder):
     ) -> None:
         """See `LeafOrder.insert`."""
         slots, parents = as_slots(slots), as_slots(parents)
-        done = desk.NOT_DONE
+        done = learned.NOT_DONE
         if len(slots) == len(parents) and 0 <= tenant < len(self._state) - LISTS - TENANTS:
             numbers = now_ns, tenant, self._extra(n_bytes, cost_ns)
             arguments = slots, parents, self._lease(lease), numbers
-            done = desk.call_insert(self._desk, *arguments)
+            done = learned.insert(self._desk, *arguments)
         if done == 0:
             return
-        if done != desk.NOT_JOINED:  # there is no room, or something to complain of
+        if done != learned.NOT_JOINED:  # there is no room, or something to complain of
             said: dict[str, Any] = {"n_bytes": n_bytes, "cost_ns": cost_ns, "tenant": tenant}
             super().insert(now_ns, slots, parents, lease=lease, **said)
         self._make_room(len(slots))
-        hazard_calls.join(self._order, self._mind, slots, parents)
+        learned.join(self._order, self._mind, slots, parents)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
         """See `Policy.access`. Known blocks that are not resident teach as well."""
         slots = as_slots(slots)
         said = (now_ns, visit.blocks)
-        tip = desk.call_visit(self._desk, slots, *said)
+        tip = learned.visit(self._desk, slots, *said)
         if tip < 0:
             slots = self._fit(slots)
-            tip = desk.call_visit(self._desk, slots, *said)
+            tip = learned.visit(self._desk, slots, *said)
         if self._queued and visit.request in self._queued:
             self.abort(now_ns, visit.request)
         if visit.request >= 0:
@@ -355,7 +354,7 @@ class HazardIndex(LeafOrder):
         """See `Policy.complete`."""
         tip = self._open.pop(request, -1)
         if tip >= 0:
-            desk.call_finish(self._desk, now_ns, tip, stop, output_tokens)
+            learned.finish(self._desk, now_ns, tip, stop, output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
         """See `Policy.abort`."""
@@ -364,12 +363,12 @@ class HazardIndex(LeafOrder):
 
     def remove(self, slots: Slots) -> None:
         """See `LeafOrder.remove`."""
-        hazard_calls.remove(self._order, self._mind, as_slots(slots))
+        learned.remove(self._order, self._mind, as_slots(slots))
 
     def forget(self, slots: Slots) -> None:
         """See `Policy.forget`."""
         super().forget(slots)
-        hazard_calls.forget(self._order, self._mind, as_slots(slots))
+        learned.forget(self._order, self._mind, as_slots(slots))
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
         """See `Policy.hint`. Ignored if nothing is known of the chain's last block."""
@@ -377,10 +376,10 @@ class HazardIndex(LeafOrder):
         if eta_ns >= NEVER_NS:
             super().hint(now_ns, slots, eta_ns, sigma)
         elif len(slots):
-            hazard_calls.tick(self._order, self._mind, now_ns)
+            learned.tick(self._desk, now_ns)
             if eta_ns <= 0:
                 eta_ns, sigma = SOON_NS, max(sigma, SOON_SIGMA)
-            hazard_calls.announce(self._order, self._mind, slots, eta_ns, sigma)
+            learned.announce(self._order, self._mind, slots, eta_ns, sigma)
 
     # ---- what is decided
 
@@ -392,15 +391,14 @@ class HazardIndex(LeafOrder):
             n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
         victims = np.empty(n, np.int64)
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        done = desk.call_evict(self._desk, guarded, victims, now_ns)
+        done = learned.evict(self._desk, guarded, victims, now_ns)
         return victims if done else None
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """See `Policy.displace`. A queued request's blocks stay, whatever comes."""
         victims = np.empty(max(min(n, int(self._state[COUNT])), 0), np.int64)
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        prefetch = displace
-        count = prefetch(self._order, self._mind, guarded, victims, now_ns, rate)
+        count = displace(self._order, self._mind, guarded, victims, now_ns, rate)
         return victims[:count]
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
@@ -416,13 +414,13 @@ class HazardIndex(LeafOrder):
 
     def expired(self, now_ns: int) -> Slots:
         """See `LeafOrder.expired`."""
-        if desk.call_tick(self._desk, now_ns) == 0:
+        if learned.tick(self._desk, now_ns) == 0:
             return np.empty(0, np.int64)
         return super().expired(now_ns)
 
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
         """See `LeafOrder.admit`."""
-        hazard_calls.tick(self._order, self._mind, now_ns)
+        learned.tick(self._desk, now_ns)
         return super().admit(now_ns, slots)
 
     def priority(self, slot: int) -> float:
@@ -432,7 +430,7 @@ class HazardIndex(LeafOrder):
             return -np.inf
         if self._state[STALE]:
             compiled.tick(*self._order, self._state[CLOCK])
-        return float(hazard_calls.worth(self._order, self._mind, slot))
+        return float(learned.worth(self._order, self._mind, slot))
 
     # ---- carrying it over
 
@@ -463,12 +461,12 @@ class HazardIndex(LeafOrder):
 
     @property
     def _desk(self) -> NDArray[Any]:
-        """Where everything lies, for `desk`."""
+        """Where everything lies, for compiled calls."""
         laid, arrays, state, mind = self._laid, self._arrays, self._state, self._mind
         kept = laid.groups
         if kept and kept[0] is arrays and kept[1] is state and kept[2] is mind:
             return laid.words
-        return laid.lay(desk.KINDS, (arrays, state, mind))
+        return laid.lay(learned.KINDS, (arrays, state, mind))
 
     @property
     def _order(self) -> tuple[NDArray[Any], ...]:
@@ -476,10 +474,10 @@ class HazardIndex(LeafOrder):
 
     def _fit(self, slots: Slots) -> Slots:
         """The slot numbers among these, and makes room for them and for a tip."""
-        room = hazard_calls.room_needed(len(self._arrays[0]), slots)
+        room = learned.room_needed(len(self._arrays[0]), slots)
         if room < 0:
             slots = slots[(slots >= 0) & (slots < SLOT_LIMIT)]
-            room = hazard_calls.room_needed(len(self._arrays[0]), slots)
+            room = learned.room_needed(len(self._arrays[0]), slots)
         if room > 0:
             self._grow(room)
         self._make_room(1)
@@ -500,7 +498,7 @@ class HazardIndex(LeafOrder):
         if used + n <= len(tips):
             return
         keep = np.zeros(max(used, 1), np.int64)
-        used = hazard_calls.compact(self._mind, self._arrays[0], keep, GHOSTS)
+        used = learned.compact(self._mind, self._arrays[0], keep, GHOSTS)
         self._open = {r: int(keep[t]) for r, t in self._open.items() if keep[t] >= 0}
         if used + n > len(tips) // 2:
             self._widen(used, 2 * (used + n))

@@ -74,6 +74,15 @@ def room_for(capacity: int, slots: Array) -> int:
     return top + 1 if top >= capacity else 0
 
 
+@inner
+def room_beyond(capacity: int, slots: Array) -> int:
+    """0 if all slots fit that may name blocks, else the capacity that would do."""
+    room = 0
+    for s in slots:
+        room = max(room, s + 1 if capacity <= s < SLOT_LIMIT else 0)
+    return room
+
+
 # What the compiled order keeps about a slot: two records, and what a leaf is sorted by.
 #
 # `NODE` is one cache line, for what every call reads; `TERMS` is another, for what few do.
@@ -291,16 +300,22 @@ def take(heap: Array, place: Array, size: int, i: int) -> None:
 
 
 @inner
+def enlist_behind(terms: Array, s: int, t: int) -> None:
+    """Enters a slot behind another one, into the list that that is in."""
+    after = terms[t].after
+    terms[s].before, terms[s].after = t, after
+    terms[t].after = terms[after].before = s
+
+
+@inner
 def enlist(terms: Array, state: Array, which: int, s: int) -> None:
     """Enters a slot at the front of a list."""
     head = state[LISTS + which] - 1
     state[LISTS + which] = s + 1
     if head < 0:
         terms[s].before = terms[s].after = s
-        return
-    tail = terms[head].before
-    terms[s].before, terms[s].after = tail, head
-    terms[tail].after = terms[head].before = s
+    else:
+        enlist_behind(terms, s, terms[head].before)
 
 
 @inner
@@ -965,9 +980,7 @@ def change_pins(
 @kernel
 def pin(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
     """Adds `by` (1 or -1) to the pins of each. Returns the room it needs, having done nothing."""
-    room = 0
-    for s in slots:
-        room = max(room, s + 1 if len(nodes) <= s < SLOT_LIMIT else 0)
+    room = room_beyond(len(nodes), slots)
     if room > 0 and by > 0:
         return int(room)
     change_pins(nodes, terms, heaps, state, slots, by)
@@ -977,9 +990,7 @@ def pin(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, by
 @kernel
 def queue(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
     """Adds `by` (1 or -1) to the queued requests of each. Returns the room it needs, as `pin`."""
-    room = 0
-    for s in slots:
-        room = max(room, s + 1 if len(nodes) <= s < SLOT_LIMIT else 0)
+    room = room_beyond(len(nodes), slots)
     if room > 0 and by > 0:
         return int(room)
     for s in slots:
@@ -1001,9 +1012,7 @@ def hint(
     Never: on the last block and those above, up to one that another chain uses too. A time: on all
     of them, the earliest where there are several.
     """
-    room = 0
-    for s in slots:
-        room = max(room, s + 1 if len(nodes) <= s < SLOT_LIMIT else 0)
+    room = room_beyond(len(nodes), slots)
     if room > 0:
         return int(room)
     now = expire(nodes, terms, heaps, state, now)

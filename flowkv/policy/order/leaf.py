@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,13 @@ class LeafOrder(Policy):
         grown[0]["place"][old:] = grown[1]["due"][old:] = -1
         self._arrays = grown
 
+    def _call(self, kernel: Callable[..., int], *said: object) -> None:
+        """A compiled call; once more with more room, where it answers that it needs some."""
+        room = kernel(*self._arrays, self._state, *said)
+        if room > 0:
+            self._grow(room)
+            kernel(*self._arrays, self._state, *said)
+
     def insert(
         self,
         now_ns: int,
@@ -171,11 +178,7 @@ class LeafOrder(Policy):
 
     def pin(self, slots: Slots) -> None:
         """See `Policy.pin`. What is above a pinned block stays as well, while both are resident."""
-        slots = as_slots(slots)
-        room = compiled.pin(*self._arrays, self._state, slots, 1)
-        if room > 0:
-            self._grow(room)
-            compiled.pin(*self._arrays, self._state, slots, 1)
+        self._call(compiled.pin, as_slots(slots), 1)
 
     def unpin(self, slots: Slots) -> None:
         """See `Policy.unpin`. Slots that are not pinned are ignored."""
@@ -183,20 +186,13 @@ class LeafOrder(Policy):
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
         """See `Policy.hint` and the notes of this class."""
-        said = (as_slots(slots), now_ns, min(eta_ns, NEVER_NS))
-        room = compiled.hint(*self._arrays, self._state, *said)
-        if room > 0:
-            self._grow(room)
-            compiled.hint(*self._arrays, self._state, *said)
+        self._call(compiled.hint, as_slots(slots), now_ns, min(eta_ns, NEVER_NS))
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
         """See `Policy.enqueue`. A request that is enqueued again has another chain now."""
         self.abort(now_ns, request)
         slots = as_slots(slots).copy()
-        room = compiled.queue(*self._arrays, self._state, slots, 1)
-        if room > 0:
-            self._grow(room)
-            compiled.queue(*self._arrays, self._state, slots, 1)
+        self._call(compiled.queue, slots, 1)
         self._queued[request] = slots
 
     def invalidate(self, now_ns: int, tenant: int) -> None:

@@ -155,20 +155,16 @@ class Credit:
         most_bytes: What a purse can hold.
         floor: The precision from which on a reason pays for itself.
         probe_share: Of the bytes demanded, what learned reasons may risk without having earned it.
-        trusted: Whether queue and hints begin with a full purse.
 
     Attributes:
         purses: Bytes that each reason may bring.
         probes: Bytes that any may bring.
     """
 
-    def __init__(
-        self, most_bytes: int, floor: float, probe_share: float, trusted: bool = True
-    ) -> None:
+    def __init__(self, most_bytes: int, floor: float, probe_share: float) -> None:
         self.most_bytes, self.floor, self.probe_share = most_bytes, floor, probe_share
         self.purses = np.zeros(CLASSES)
-        if trusted:
-            self.purses[:LEARNED] = most_bytes
+        self.purses[:LEARNED] = most_bytes  # queue and hints are trusted until they prove wrong
         self.probes = 0.0
         self._outcomes = np.zeros((CLASSES, 2))
 
