@@ -93,3 +93,49 @@ def test_tiers_that_misbehave_need_neither(tmp_path: Path) -> None:
     code = "from flowkv.testing import FlakyTier, MemoryTier"
     done = run(tmp_path, code, {"hypothesis", "pytest"})
     assert done.returncode == 0, done.stderr
+
+
+PLAIN_INSTALL = """
+import importlib, pkgutil
+import torch, flowkv
+from flowkv.core.errors import MissingDependencyError
+
+rooms = "core kernels.cpu policy residency sim tiers cache engine observe hooks.attention"
+for room in rooms.split():
+    room = importlib.import_module(f"flowkv.{room}")
+    for module in pkgutil.walk_packages(getattr(room, "__path__", []), f"{room.__name__}."):
+        try:
+            importlib.import_module(module.name)
+        except MissingDependencyError:
+            print("needs an extra:", module.name)
+geometry = flowkv.Geometry(layers=1, kv_heads=1, head_dim=8, dtype=torch.float32)
+try:
+    flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"], integrity="aead")
+except MissingDependencyError as error:
+    print(error)
+flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"]).close()
+"""
+
+
+def test_a_plain_install_has_all_that_needs_no_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    extras = {name for extra in EXTRAS if extra != "dev" for name in modules_of(extra)}
+    needed = {
+        module
+        for line in PROJECT["dependencies"]
+        for module, owners in packages_distributions().items()
+        if plain(re.match(r"[\w.-]+", line)[0]) in map(plain, owners)
+    }
+    done = run(tmp_path, PLAIN_INSTALL, extras - needed)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *modules, refusal = done.stdout.splitlines()
+    assert "flowkv[aead]" in refusal
+    assert {line.rpartition(".")[2] for line in modules} <= {
+        "objects",
+        "redis",
+        "mooncake",
+        "otel",
+        "prometheus",
+    }

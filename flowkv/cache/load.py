@@ -48,11 +48,12 @@ class PageLoad:
         held: The block is on its device, and held for the sequence.
         wanted: Nobody has called it off.
         fidelity: Lossiest codec in the lineage of what came.
+        staged: Pinned memory for the whole page, beside that of its neighbours.
     """
 
     __slots__ = (
         *("_awaited", "_came", "_kept", "_lent", "_line", "_store", "block", "fidelity"),
-        *("flying", "held", "page", "page_no", "wanted"),
+        *("flying", "held", "page", "page_no", "staged", "wanted"),
     )
 
     def __init__(
@@ -62,6 +63,7 @@ class PageLoad:
         self.page, self.flying, self._came = -1, 0, 0
         self.held, self.wanted, self._lent = False, True, -1  # the page lent
         self._line: Sequence | None = None
+        self.staged: torch.Tensor | None = None
         self.fidelity, self._kept = 0, awaited and block.page < 0
         if self._kept:
             store.keep(block)
@@ -125,6 +127,8 @@ class PageLoad:
         if pool.copies is None:
             page = pool.page_bytes(self.page, layout.page_bytes)
             buffer = page[first * stride : (first + count) * stride]
+        elif self.staged is not None and len(self.staged) == count * stride:
+            buffer, self.staged = self.staged, None
         else:
             (buffer,) = pool.copies.stage(1, count * stride)
         fingerprint = store.forms[group].fingerprints[source.codec]
@@ -147,13 +151,16 @@ class PageLoad:
 
     # ---- what becomes of it
 
-    def came(self, first: int, count: int, buffer: torch.Tensor, info: FrameInfo) -> None:
-        """Some layers came, verified."""
+    def came(
+        self, first: int, count: int, buffer: torch.Tensor, info: FrameInfo, *, flush: bool
+    ) -> None:
+        """Some layers came, verified; `flush` sends them up now, else they go up with others."""
         pool = self._store.pool(self.group)
         if pool.copies is not None:
             stride = self._store.forms[self.group].of(self.page).stripe_stride_bytes
             pool.copies.upload(buffer, granule_of(self.page) + first * stride // GRANULE_BYTES)
-            pool.copies.flush()
+            if flush:
+                pool.copies.flush()
         self._came |= ((1 << count) - 1) << first
         self.fidelity = max(self.fidelity, info.fidelity)
         if self._line is not None:
@@ -396,17 +403,37 @@ class PageLoader:
         """
         batch = LoadBatch(owner, lambda _: None)
         batch.fresh = []
-        self.begin(batch, [LayerSlice(one, 0, one.stripes) for one in loads], -1)
-        while batch.left:
-            now, tiers = compiling.now_s(), {trip.source.tier for trip in batch.trips}
-            self._store.mover.wait(tiers, min(max(batch.end_s - now, 0.0), _LONGEST_S))
-            # Once more after the end: the tier may have given up by itself.
-            self.expire(now)
+        self._stage(loads)
+        try:
+            self.begin(batch, [LayerSlice(one, 0, one.stripes) for one in loads], -1)
+            while batch.left:
+                now, tiers = compiling.now_s(), {trip.source.tier for trip in batch.trips}
+                self._store.mover.wait(tiers, min(max(batch.end_s - now, 0.0), _LONGEST_S))
+                # Once more after the end: the tier may have given up by itself.
+                self.expire(now)
+        finally:
+            for one in loads:
+                one.staged = None  # a tier that is late keeps its own
+            for pool in self._store.pools.values():
+                if pool.copies is not None:
+                    pool.copies.flush()
         # Neighbours in one call, as they lie in a chain; what went meanwhile is nobody's.
         there = set(batch.fresh)
         blocks = (one.block for one in loads if one.block in there)
         self._store.insert([block for block in blocks if block.page >= 0 and not block.gone])
         return batch
+
+    def _stage(self, loads: Items[PageLoad]) -> None:
+        """Pages that come together lie side by side beside a GPU: they go up in one copy."""
+        alike: dict[tuple[int, int], list[PageLoad]] = {}
+        for one in loads:
+            if one.page >= 0 and self._store.pool(one.group).copies is not None:
+                alike.setdefault((one.group, one.codec), []).append(one)
+        for (group, codec), those in alike.items():
+            layout, copies = self._store.forms[group].layouts[codec], self._store.pool(group).copies
+            rows = copies.stage(len(those), layout.layers * layout.stripe_stride_bytes)
+            for one, row in zip(those, rows, strict=True):
+                one.staged = row
 
     def begin(self, flight: LoadBatch, pieces: Iterable[LayerSlice], prefer: int) -> int:
         """Asks tiers for pieces of pages; `LoadBatch.arrived` is called now or in a later `drain`.
@@ -507,7 +534,7 @@ class PageLoader:
         (inbound, first, count), batch = trip.piece, trip.flight
         if not inbound.wanted or inbound.complete or trip.buffer is None:
             return
-        inbound.came(first, count, trip.buffer, info)
+        inbound.came(first, count, trip.buffer, info, flush=batch.fresh is None)
         fresh = inbound.publish(trip.source)
         if inbound.held and (fresh or batch.priority is IOPriority.DEMAND):
             batch.pages[trip.source.tier, inbound.group] += 1

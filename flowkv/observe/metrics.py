@@ -277,9 +277,18 @@ def _rows() -> Iterator[_Row]:
 
 def _rule(number: _Row, rows: list[_Row]) -> Rule:
     own = [row for row in rows if row.event == number.event and row.field]
-    kinds: tuple[Kind, ...] = ("counter", "histogram", "gauge")
-    told = ({row.field: row.name for row in own if row.kind == kind} for kind in kinds)
-    return Rule(number.name, number.labels, *told, tuple(row.field for row in own if row.maybe))
+
+    def told(kind: Kind) -> dict[str, str]:
+        return {row.field: row.name for row in own if row.kind == kind}
+
+    return Rule(
+        number=number.name,
+        labels=number.labels,
+        sums=told("counter"),
+        spreads=told("histogram"),
+        levels=told("gauge"),
+        maybe=tuple(row.field for row in own if row.maybe),
+    )
 
 
 NAMES: Mapping[str, Name] = MappingProxyType(

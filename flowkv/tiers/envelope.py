@@ -30,9 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import xxhash
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.tiers.base import FrameInfo
@@ -62,6 +59,10 @@ from flowkv.tiers.frame import (
 if TYPE_CHECKING:
     from flowkv.tiers.lossless import CompressedBody, Lossless
 
+with contextlib.suppress(ImportError):  # the extra aead: without it no `Keyring` can be made
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 # Keys of encrypted frames, derived from one secret: per tenant, and per frame.
 #

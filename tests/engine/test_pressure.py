@@ -324,7 +324,7 @@ def test_a_request_that_waits_keeps_what_comes_for_its_own_prompt() -> None:
         assert all(live.queued.waiting for live in (mine, other, twin))
         opened(one.kv, [7] * 20).close()  # by somebody else
         served = other.queued
-        one.keeper._ahead.opened(twin)  # its prompt was opened, which served who came first
+        one.keeper.ahead.opened(twin)  # its prompt was opened, which served who came first
         assert other.queued is served and twin.queued is None
         one.run()
         check(mine, PROMPT)

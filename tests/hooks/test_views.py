@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 
 from flowkv.hooks.huggingface.attention import mask
 from flowkv.hooks.huggingface.cache import MaskRecipe, PagedView
-from flowkv.hooks.huggingface.plan import LayerSpec, place_layers
+from flowkv.hooks.huggingface.plan import place_layers, read_layer
 from flowkv.hooks.huggingface.versions import overlay_window
 from tests.hooks import models
 from tests.hooks.compare import attached
@@ -127,8 +127,8 @@ def test_layers_of_each_device_are_a_group() -> None:
             self.keys = torch.zeros(1, 2, 1, 16, device=device)
             self.values = torch.zeros(1, 2, 1, 8, device=device)
 
-    specs = [LayerSpec("full_attention", {}) for _ in range(4)]
-    specs.append(LayerSpec("sliding_attention", {"sliding_window": 9}))
+    specs = [read_layer("full_attention", {}) for _ in range(4)]
+    specs.append(read_layer("sliding_attention", {"sliding_window": 9}))
     layers = [Layer("cpu"), Layer("cpu"), Layer("meta"), Layer("meta"), Layer("meta")]
     plan = place_layers(specs, layers, 16, in_pages=True)
     found = [(group.layers, group.device, group.window) for group in plan.geometry.groups]

@@ -149,14 +149,13 @@ class Packing:
         Raises:
             Unpackable: It is neither causal nor sliding, or more than that.
         """
-        function, window = arguments.get("mask_function"), None
-        if function is not causal_mask_function:
-            window = overlay_window(function)
-            if window is None:
-                _refuse("a mask is neither causal nor a sliding window")
+        function = arguments.get("mask_function")
+        window = overlay_window(function)
+        if window is None and function is not causal_mask_function:
+            _refuse("a mask is neither causal nor a sliding window")
         if arguments.get("use_vmap") or arguments.get("attention_mask") is not None:
             _refuse("a mask is more than causality and a window")
-        dtype = arguments.get("dtype", torch.float32) if previous == "eager" else torch.bool
+        dtype = _mask_dtype(previous, arguments)
         found = self._masks.get((window, dtype))
         if found is None:
             shape = (1, 1, self._count, self._count)
@@ -262,20 +261,25 @@ def mask(previous: str, **arguments: Any) -> torch.Tensor | None:
     offset = arguments.get("q_offset", 0)
     if not isinstance(offset, int) or offset == 0 or arguments.get("use_vmap"):
         return build(**arguments)
-    function, window = arguments.get("mask_function"), None
-    if function is not causal_mask_function:
-        window = overlay_window(function)
-        if window is None:
-            return build(**arguments)
-    elif (
-        previous == "sdpa"
+    function = arguments.get("mask_function")
+    window = overlay_window(function)
+    if window is None and function is not causal_mask_function:
+        return build(**arguments)
+    if (
+        window is None
+        and previous == "sdpa"
         and arguments["q_length"] == 1
         and arguments.get("attention_mask") is None
         and arguments.get("allow_is_causal_skip", True)
     ):
         return None  # as sdpa's own function answers, without asking it
-    dtype = arguments.get("dtype", torch.float32) if previous == "eager" else torch.bool
-    return MaskRecipe(build, arguments, window, dtype)
+    return MaskRecipe(build, arguments, window, _mask_dtype(previous, arguments))
+
+
+def _mask_dtype(previous: str, arguments: dict[str, Any]) -> torch.dtype:
+    """What an implementation's masks are made of."""
+    given: torch.dtype = arguments.get("dtype", torch.float32)
+    return given if previous == "eager" else torch.bool
 
 
 @torch.compiler.disable

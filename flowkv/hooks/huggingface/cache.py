@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
@@ -617,13 +617,18 @@ class Recurrent:
         )
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [
-            value
-            for layer in self.layers.values()
-            for name in _state_names(layer)
-            for _, value in _items(name, getattr(layer, name))
-            if isinstance(value, torch.Tensor)
-        ]
+        return [value for _, value in self._items() if isinstance(value, torch.Tensor)]
+
+    def _items(self) -> Iterator[tuple[str, Any]]:
+        """What the layers keep, under names that `restore` knows."""
+        for index, layer in self.layers.items():
+            held = vars(LinearAttentionLayer()) if isinstance(layer, PagedLayer) else vars(layer)
+            for name in held:
+                value = getattr(layer, name)
+                if isinstance(value, dict):
+                    yield from ((f"{index}.{name}.{part}", item) for part, item in value.items())
+                else:
+                    yield f"{index}.{name}", value
 
     def due(self, every: int) -> bool:
         """Whether `every` tokens were seen since a state was saved."""
@@ -644,19 +649,17 @@ class Recurrent:
             return
         rows.flush()
         self._saved = rows.base
-        for row, (seq, pad) in enumerate(zip(rows.seqs, rows.pads.tolist(), strict=True)):
+        for row, (seq, pad) in enumerate(rows.padded):
             if not rows.blind and not pad and not seq.closed and rows.trusted(rows):
                 rows.kv.save_state(seq, self._take(row))
 
     def _take(self, row: int) -> dict[str, Any]:
         values: dict[str, Any] = {_MAKER: transformers.__version__}
-        for index, layer in self.layers.items():
-            for name in _state_names(layer):
-                for key, value in _items(name, getattr(layer, name)):
-                    if isinstance(value, torch.Tensor):
-                        values[f"{index}.{key}"] = value[row : row + 1].detach().cpu()
-                    elif isinstance(value, PLAIN):
-                        values[f"{index}.{key}"] = value
+        for name, value in self._items():
+            if isinstance(value, torch.Tensor):
+                values[name] = value[row : row + 1].detach().cpu()
+            elif isinstance(value, PLAIN):
+                values[name] = value
         return values
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> bool:
@@ -688,18 +691,6 @@ class Recurrent:
 def readable(state: Mapping[str, Any]) -> bool:
     """Whether a state was taken by this version of transformers."""
     return state.get(_MAKER) == transformers.__version__
-
-
-def _state_names(layer: Any) -> list[str]:
-    if isinstance(layer, PagedHybridLayer):
-        return list(vars(LinearAttentionLayer()))
-    return list(vars(layer))
-
-
-def _items(name: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [(f"{name}.{part}", found) for part, found in value.items()]
-    return [(name, value)]
 
 
 def _put(layer: Any, key: str, value: Any) -> None:
@@ -794,6 +785,19 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         cache.__class__ = cls
         cls.__init__(cache, rows, plan, door)
         return cache  # type: ignore[no-any-return]
+
+    def restore(self, states: Sequence[Mapping[str, Any]] | None) -> None:
+        """Puts one state per row into fresh recurrent layers, if there are any.
+
+        Raises:
+            StateError: They are of other layers.
+        """
+        if states is None:
+            return
+        if self.recurrent is None or not self.recurrent.restore(states):
+            raise StateError(
+                "a saved state does not fit the model", "Call kv.invalidate(), then try again"
+            )
 
     @property
     def paged(self) -> list[PagedLayer]:

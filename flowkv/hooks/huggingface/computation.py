@@ -38,7 +38,7 @@ import types
 import uuid
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ from flowkv.hooks.huggingface.versions import (
     settled,
 )
 from flowkv.hooks.huggingface.weights import MISSING as _MISSING
+from flowkv.hooks.huggingface.weights import PLAIN as _PLAIN
 from flowkv.hooks.huggingface.weights import Weights, Written, readable
 
 COMPILED = "compiled"
@@ -66,7 +67,6 @@ _MOST_LEAVES = 200_000
 _LONG = 64
 """Longer lists and dicts of plain values are one leaf."""
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 _OWN = ("transformers", "accelerate", "flowkv")
 """Their hooks and instance methods move data and record outputs; their releases are in the name."""
 _TOOLS = frozenset({"packaging", "huggingface_hub", "safetensors", "tokenizers", "tqdm", "regex"})
@@ -270,8 +270,32 @@ class Walk:
         """Whether a place is one that forwards write; then it is remembered how to look there."""
         if path not in self._written:
             return False
+        self.leaves |= self._written[path]
         self.spots.setdefault(path, get)
         return True
+
+    def _watch(self, path: str, get: Callable[[], Any]) -> None:
+        """Asks for what is at a place, unless forwards write it."""
+        if self._spot(path, get):
+            return
+        known = get()
+
+        def same() -> bool:
+            found = get()
+            return found is known or _equal(found, known)
+
+        self._checks.append(same)
+
+    def _free(self, path: str, names: Iterable[str]) -> set[str]:
+        """Attributes of what is at a path that forwards write."""
+        return {name for name in names if f"{path}.{name}" in self._written}
+
+    def _numbered(self, key: Any, what: Any, make: Callable[[], Any]) -> Any:
+        """What was made of something in an earlier walk, or is made now."""
+        known = self._numbers.get(key)
+        if known is None or known[0] is not what:
+            known = self._numbers[key] = (what, make())
+        return known[1]
 
     def _leaf(self, path: str, text: str) -> None:
         if path in self._written:
@@ -287,11 +311,9 @@ class Walk:
         if self._library:
             self.leaves[path] = _name(type(what))
             return
-        known = self._numbers.get(id(what))
-        if known is None or known[0] is not what:
-            known = self._numbers[id(what)] = (what, next(_COUNTER))
+        number = self._numbered(id(what), what, lambda: next(_COUNTER))
         self.unnamed.append(f"{path}: {why}")
-        self.leaves[path] = f"unnamed {_PROCESS} {known[1]}"
+        self.leaves[path] = f"unnamed {_PROCESS} {number}"
 
     def _visited(self, path: str, what: Any, label: str) -> bool:
         """Whether something was met before, and then is named by where; else it is from now on."""
@@ -331,7 +353,7 @@ class Walk:
             if passes and not name.endswith(f"original_{self._passing}"):
                 self._written.setdefault(f"{path}.{name}", ())
         every = [*held, *held["_buffers"], *held["_parameters"]]
-        free = {name for name in every if f"{path}.{name}" in self._written}
+        free = self._free(path, every)
         for kind in ("_parameters", "_buffers"):  # made anew by every forward
             free |= {n for n, t in held[kind].items() if _offloaded(module, n, t) is not None}
         skipped = BOOKKEEPING if _keeps_books(type(module)) else _MARKS
@@ -341,7 +363,6 @@ class Walk:
             if name not in _STANDARD and name not in skipped and name not in free
         }
         for name in free:
-            self.leaves |= self._written.get(f"{path}.{name}", ())
             self._spot(f"{path}.{name}", functools.partial(_attribute_of, held, name))
         for name, value in own.items():
             self._attribute(f"{path}.{name}", module, name, value)
@@ -433,10 +454,8 @@ class Walk:
         elif (held := where[name]) is where[name]:
             self._value(path, held)
         else:  # read from files anew each time: once is enough
-            known = self._numbers.get((id(where), name))
-            if known is None or known[0] is not where:
-                known = self._numbers[id(where), name] = (where, Weights().read({"": held}))
-            self._leaf(path, f"offloaded {known[1]}")
+            read = self._numbered((id(where), name), where, lambda: Weights().read({"": held}))
+            self._leaf(path, f"offloaded {read}")
 
     def _hooks(self, path: str, held: dict[str, Any]) -> None:
         for kind in _HOOKS:
@@ -565,26 +584,28 @@ class Walk:
             for name, item in list(vars(value).items()):
                 self._value(f"{path}.{name}", item)
                 self._spot(f"{path}.{name}", functools.partial(getattr, value, name, _MISSING))
-            free = {name for name in vars(value) if f"{path}.{name}" in self._written}
+            free = self._free(path, vars(value))
             known = {name: item for name, item in vars(value).items() if name not in free}
             self._checks.append(lambda: _as_known(vars(value), known, free))  # of who asks
         elif isinstance(value, threading.Event):
             self._value(f"{path}/set", value.is_set())
-            if not self._spot(f"{path}/set", value.is_set):
-                is_set = value.is_set()
-                self._checks.append(lambda: value.is_set() is is_set)
+            self._watch(f"{path}/set", value.is_set)
         elif isinstance(value, contextvars.ContextVar):
             content = value.get(_MISSING)
             self._value(f"{path}/content", None if content is _MISSING else content)
-            if not self._spot(f"{path}/content", functools.partial(value.get, _MISSING)):
-                self._checks.append(lambda: _same_thing(value.get(_MISSING), content))
+            self._watch(f"{path}/content", functools.partial(value.get, _MISSING))
         else:
             return False
         return True
 
     def _variables(self, code: types.CodeType) -> None:
         """Variables of the environment that code names; all of them if it names none."""
-        texts = {text for text in _texts(code) if text.replace("_", "").isalnum()}
+        texts = {
+            text
+            for part in _codes(code)
+            for text in part.co_consts
+            if isinstance(text, str) and text.replace("_", "").isalnum()
+        }
         for text in sorted(texts):
             found = os.environ.get(text, _MISSING)
             self._leaf(f"<environ>:{text}", "none" if found is _MISSING else found)
@@ -620,9 +641,7 @@ class Walk:
             self._attributes(path, value)
         for name in [s for c in type(value).__mro__ for s in _slots(c) if hasattr(value, s)]:
             self._value(f"{path}.{name}", getattr(value, name))
-            if self._spot(f"{path}.{name}", functools.partial(getattr, value, name, _MISSING)):
-                continue
-            self._checks.append(_unchanged_slot(value, name, getattr(value, name)))
+            self._watch(f"{path}.{name}", functools.partial(getattr, value, name, _MISSING))
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         kind = type(tensor)
@@ -631,10 +650,8 @@ class Walk:
             self._leaf(path, "tensor" if _root(kind) == "torch" else f"tensor {self._class(kind)}")
         else:
             count = _count(tensor)
-            known = self._numbers.setdefault((id(tensor), count), (tensor, object()))
-            if known[0] is not tensor:
-                known = self._numbers[id(tensor), count] = (tensor, object())
-            self._unname(path, f"a tensor of type {kind.__name__}", known[1])
+            one = self._numbered((id(tensor), count), tensor, object)
+            self._unname(path, f"a tensor of type {kind.__name__}", one)
             self._checks.append(lambda: _count(tensor) == count)
         beside = tensor.__dict__
         self._beside.append(beside)
@@ -643,8 +660,7 @@ class Walk:
         for name, item in named.items():
             self._value(f"{path}.{name}", item)
         if named:
-            free = {name for name in beside if f"{path}.{name}" in self._written}
-            self._checks.append(_unchanged(beside, free))
+            self._checks.append(_unchanged(beside, self._free(path, beside)))
 
     def _array(self, path: str, array: Any) -> None:
         plain = np.asarray(array)
@@ -660,10 +676,8 @@ class Walk:
                 view = view.view(view.dtype.newbyteorder("="))
             try:
                 # The same tensor over the same array from walk to walk: its content is compared.
-                known = self._numbers.get(("array", id(array)))
-                if known is None or known[0] is not array:
-                    known = self._numbers["array", id(array)] = array, torch.from_numpy(view)
-                self.tensors[path] = known[1]
+                same = self._numbered(("array", id(array)), array, lambda: torch.from_numpy(view))
+                self.tensors[path] = same
                 turns = "".join("-" if step < 0 else "+" for step in plain.strides)
                 self._leaf(path, f"array {array.dtype} {array.shape} {turns}")
             except (TypeError, ValueError):  # a dtype that torch does not have
@@ -677,9 +691,8 @@ class Walk:
     def _config(self, path: str, config: Any) -> None:
         if self._visited(path, config, path):
             return
-        free = {name for name in vars(config) if f"{path}.{name}" in self._written}
+        free = self._free(path, vars(config))
         for name in free:
-            self.leaves |= self._written[f"{path}.{name}"]
             self._spot(f"{path}.{name}", functools.partial(vars(config).get, name, _MISSING))
         try:
             text = _settings(config, free)
@@ -850,7 +863,7 @@ class Walk:
 
     def _attributes(self, path: str, value: Any) -> None:
         held = vars(value)
-        free = {name for name in held if f"{path}.{name}" in self._written}
+        free = self._free(path, held)
         for name, item in list(held.items()):
             self._value(f"{path}.{name}", item)
             self._spot(f"{path}.{name}", functools.partial(held.get, name, _MISSING))
@@ -919,21 +932,16 @@ class Walk:
         self._checks.append(same)
         if not library:  # `__wrapped__` is in a cell, where it is called
             held = vars(function)
-            free = {name for name in held if f"{label}.{name}" in self._written}
             for name, item in list(held.items()):
                 if name != "__wrapped__":
                     self._value(f"{label}.{name}", item)
-            self._checks.append(_unchanged(held, free))
+            self._checks.append(_unchanged(held, self._free(label, held)))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                content = cell.cell_contents
-            except ValueError:  # not filled yet
-                content = None
+            content = _content_of(cell)
             if isinstance(content, types.ModuleType):
                 self._members(content, _names(code), library)
-            self._value(f"{label}/{name}", content)
-            if not self._spot(f"{label}/{name}", functools.partial(_content_of, cell)):
-                self._checks.append(_unchanged_cell(cell, content))
+            self._value(f"{label}/{name}", None if content is _MISSING else content)
+            self._watch(f"{label}/{name}", functools.partial(_content_of, cell))
         if not library or module.startswith(_DEEP):
             self._globals(function, library=library)
         if not library:
@@ -972,7 +980,6 @@ class Walk:
         """Something that code names, among the globals of a Python module."""
         path, value = f"<{module}>:{name}", space[name]
         if self._spot(path, functools.partial(space.get, name, _MISSING)):
-            self.leaves |= self._written[path]
             return
         if not self._library and isinstance(value, _GENERATORS):
             self.random = True
@@ -1053,7 +1060,6 @@ class Walk:
             value = vars(home)[name]
             path = f"{label}.{name}"
             if self._spot(path, functools.partial(vars(home).get, name, _MISSING)):
-                self.leaves |= self._written[path]
                 continue
             self._items.append((vars(home), name, value))
             functions = list(_functions(value))
@@ -1256,15 +1262,13 @@ def _defined(module: str) -> Any:
         spec = importlib.util.find_spec(module)
         loader: Any = spec.loader if spec is not None else None
         code = loader.get_code(module)
-        found, todo = set[str](), [code]
-        while todo:
-            current = todo.pop()
-            for step in dis.get_instructions(current):
+        found = set[str]()
+        for part in _codes(code):
+            for step in dis.get_instructions(part):
                 if step.opname in ("STORE_NAME", "STORE_GLOBAL", "STORE_ATTR"):
                     found.add(str(step.argval))
                 elif step.opname == "IMPORT_STAR" or step.argrepr == "INTRINSIC_IMPORT_STAR":
                     return _Everything()
-            todo += [each for each in current.co_consts if isinstance(each, types.CodeType)]
     except Exception:  # no source: whatever lies there is its release's
         return _Everything()
     return frozenset(found)
@@ -1414,15 +1418,8 @@ def _same_thing(found: Any, known: Any) -> bool:
     return found is known or _equal(found, known)
 
 
-def _texts(code: types.CodeType) -> Iterator[str]:
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, types.CodeType):
-            yield from _texts(constant)
-
-
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of the functions and classes in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -1510,25 +1507,6 @@ def _content_of(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return _MISSING
-
-
-def _unchanged_cell(cell: types.CellType, content: Any) -> Callable[[], bool]:
-    def same() -> bool:
-        try:
-            found = cell.cell_contents
-        except ValueError:
-            return content is None
-        return found is content or _equal(found, content)
-
-    return same
-
-
-def _unchanged_slot(value: Any, name: str, content: Any) -> Callable[[], bool]:
-    def same() -> bool:
-        found = getattr(value, name, _MISSING)
-        return found is content or _equal(found, content)
-
-    return same
 
 
 def _same_length(cls: type) -> Callable[[], bool]:
@@ -1637,10 +1615,6 @@ def _inner(function: types.FunctionType) -> set[str]:
         seen.add(id(current))
         found |= _names(current.__code__)
         for cell in current.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:
-                continue
-            if isinstance(content, types.FunctionType):
+            if isinstance(content := _content_of(cell), types.FunctionType):
                 todo.append(content)
     return found

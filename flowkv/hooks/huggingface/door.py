@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from torch.utils._device import DeviceContext
 
 from flowkv.cache.audit import due
 from flowkv.cache.kv import KV, bind, follow, warn
+from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
-from flowkv.hooks.huggingface.attention import RUNNING, Switch, decoder_of
+from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.identity import Identity, Proof, usual
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, Prompt
@@ -53,7 +55,7 @@ def audit_rows(cache: PagedCache) -> None:
         return
     rows, kv = cache.rows, cache.rows.kv
     size = kv.page_size
-    for row, (seq, pad) in enumerate(zip(list(rows.seqs), rows.pads.tolist(), strict=True)):
+    for row, (seq, pad) in enumerate(list(rows.padded)):
         for page in due(seq) if nested.cut else ():
             if not nested.alone(row, page * size, (page + 1) * size):
                 continue  # an image lies across its border; it waits for another sequence
@@ -97,8 +99,7 @@ def extend(kv: KV, cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
     abort(kv, discard(kv, list(rows.seqs)))
     rows.seqs[:] = found.seqs
     rows.rebase(found.base)
-    if cache.recurrent is not None and found.states is not None:
-        cache.recurrent.restore(found.states)
+    cache.restore(found.states)
     cache.follow()
     return call.skip(gained)
 
@@ -108,7 +109,7 @@ def _prompts(cache: PagedCache, call: ForwardCall) -> list[Prompt]:
     rows, found = cache.rows, []
     assert call.ids is not None
     ids = call.ids.cpu().numpy().astype(np.uint32)
-    for row, (seq, pad) in enumerate(zip(rows.seqs, rows.pads.tolist(), strict=True)):
+    for row, (seq, pad) in enumerate(rows.padded):
         known = seq.tokens[: max(rows.base - pad, 0)]
         fresh = ids[row, max(pad - rows.base, 0) :]
         found.append(Prompt(np.concatenate([known, fresh]), pad, list(seq.salts)))
@@ -442,9 +443,8 @@ class ForwardHook:
         try:
             self.refresh()
         except FlowKVError as error:
-            self.passes.add(cache)
-            self._refuse(f"it has changed, and cannot be served any more: {error}", "changed")
-            return given
+            problem = f"it has changed, and cannot be served any more: {error}"
+            return self._pass(cache, given, problem, "changed")
         unsteady = self.identity.unsteady
         call = ForwardCall(self.names, given)
         if self.names.encoder and not call.keep and wants_last(self._model()):
@@ -462,9 +462,7 @@ class ForwardHook:
         elif not problem and self._alike_rows(call) == "mixed":
             problem = _MIXED
         if problem:
-            self.passes.add(cache)
-            self._refuse(problem)
-            return given
+            return self._pass(cache, given, problem)
         assert pads is not None
         if call.given.get("output_hidden_states"):
             warn(
@@ -480,16 +478,12 @@ class ForwardHook:
             if restoring:
                 found = restoring.restore(found, self._nested(call, call.types, fill), fill)
         except CapacityError as error:
-            self.passes.add(cache)
-            self._refuse(error.problem, "capacity")
-            return given
+            return self._pass(cache, given, error.problem, "capacity")
         except TypeError as error:
-            self.passes.add(cache)
-            self._refuse(str(error))
-            return given
-        rows, plan = self._rows(found, call, pads)
-        rows.checked, rows.restoring, rows.uneven = True, restoring or None, bool(restoring)
-        paged = PagedCache.take_over(cache, rows, plan, self)
+            return self._pass(cache, given, str(error))
+        rows = self._rows(found, call, pads)
+        rows.restoring, rows.uneven = restoring or None, bool(restoring)
+        paged = PagedCache.take_over(cache, rows, self.plan, self)
         paged.fresh = True
         if unsteady != self.identity.unsteady:
             rows.go_blind()
@@ -500,6 +494,14 @@ class ForwardHook:
         if not self._begin(paged, call, call.columns - found.base):
             return given
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
+
+    def _pass(
+        self, cache: Any, given: dict[str, Any], problem: str, code: str = ""
+    ) -> dict[str, Any]:
+        """Leaves a native cache to the model, and says why; returns the arguments as they are."""
+        self.passes.add(cache)
+        self._refuse(problem, code)
+        return given
 
     def _nested(self, call: ForwardCall, types: Mapping[str, torch.Tensor], fill: Fill) -> Nested:
         model = self._model()
@@ -539,10 +541,10 @@ class ForwardHook:
             )
         wait = bool(call.modal) or self.plan.stateful
         found, _ = self._admit(call, pads, call.columns - 1, tenant=tenant, care=care, wait=wait)
-        rows, plan = self._rows(found, call, pads)
+        rows = self._rows(found, call, pads)
         rows.restoring = Restoring(self.kv, rows.seqs, pads, call.types) or None
         rows.uneven = rows.restoring is not None
-        paged = PagedCache(rows, plan, self)
+        paged = PagedCache(rows, self.plan, self)
         self._enter(paged, found, call)
         return paged
 
@@ -607,31 +609,25 @@ class ForwardHook:
         pools = planner.store.pools
         return all(pools[device].capacity_granules >= n for device, n in wanted.items())
 
-    def _rows(
-        self, found: AdmittedRows, call: ForwardCall, pads: list[int]
-    ) -> tuple[Rows, ModelPlan]:
-        rows = Rows(
-            self.kv,
-            found.seqs,
-            pads,
-            found.base,
-            layers=len(self.plan.placed),
-            trusted=self.trusted,
-        )
-        rows.by_column = call.positions is None and any(pads)
+    def rows(self, seqs: list[Sequence], pads: Items[int], base: int) -> Rows:
+        """Rows of a cache of the model: named after what it is, for as long as it is that."""
+        layers = len(self.plan.placed)
+        rows = Rows(self.kv, seqs, pads, base, layers=layers, trusted=self.trusted)
         rows.switch = self.identity.switch
+        return rows
+
+    def _rows(self, found: AdmittedRows, call: ForwardCall, pads: list[int]) -> Rows:
+        rows = self.rows(found.seqs, pads, found.base)
+        rows.by_column = call.positions is None and any(pads)
         if self.plan.stateful and any(pads):
             rows.go_blind()
-        return rows, self.plan
+        return rows
 
     def _enter(self, cache: PagedCache, found: AdmittedRows, call: ForwardCall) -> None:
         cache.unsteady = self.identity.unsteady
         cache.options = {} if self.names.encoder else call.condition
+        cache.restore(found.states)
         if cache.recurrent is not None:
-            if found.states is not None and not cache.recurrent.restore(found.states):
-                raise StateError(
-                    "a saved state does not fit the model", "Call kv.invalidate(), then try again"
-                )
             self._live.add(cache)
         self._caches.add(cache)
 
@@ -673,7 +669,7 @@ class ForwardHook:
         if (
             training
             or not (filled or call.continues)
-            or self._options_changed(cache, call)
+            or not (self.names.encoder or call.conditioned(cache.options))
             or _modes()
             or not rows.padded_by(call.mask, rows.base + call.columns)
         ):
@@ -686,20 +682,12 @@ class ForwardHook:
             rows.prefilling = call.columns >= self.kv.page_size
             if rows.prefilling:
                 call = ForwardCall(self.names, extend(self.kv, cache, call))
-        return self._step(cache, call, given if whole else None)
-
-    def _options_changed(self, cache: PagedCache, call: ForwardCall) -> bool:
-        return not self.names.encoder and not call.conditioned(cache.options)
-
-    def _step(
-        self, cache: PagedCache, call: ForwardCall, whole: dict[str, Any] | None
-    ) -> dict[str, Any]:
         if call.ids is None:
-            cache.rows.go_blind()
+            rows.go_blind()
         else:
-            cache.rows.note(call.ids, call.positions)
-        begun = self._begin(cache, call, call.columns, whole=whole is not None)
-        return call.given if begun or whole is None else whole
+            rows.note(call.ids, call.positions)
+        begun = self._begin(cache, call, call.columns, whole=whole)
+        return call.given if begun or not whole else given
 
     def _begin(
         self, cache: PagedCache, call: ForwardCall, columns: int, *, whole: bool = True
@@ -819,12 +807,6 @@ class ForwardHook:
             f"FlowKV leaves this call to the model's own cache: {problem}. The result is the same, "
             "nothing is reused.",
         )
-
-    @property
-    def decoder(self) -> torch.nn.Module | None:
-        """The part of the model whose layers use the cache."""
-        model = self._model()
-        return None if model is None else decoder_of(model)
 
 
 def _wants_grad(door: ForwardHook, model: Any, given: Mapping[str, Any]) -> bool:

@@ -38,20 +38,10 @@ def condition_salts(condition: Mapping[str, Any], row: int, rows: int) -> list[S
     return [Salt(0, digest_of("condition", *parts))]
 
 
-def place_salts(row: int, rows: int) -> list[Salt]:
-    """A salt for a row's place in its batch, for models that treat rows by it."""
-    return [Salt(0, digest_of("place", row, rows))]
-
-
 def type_salts(name: str, types: NDArray[np.int64]) -> list[Salt]:
     """Salts for a row's token types: one wherever the type changes, none while it is zero."""
     changes = np.flatnonzero(np.diff(types, prepend=0))
     return [Salt(int(at), digest_of("type", name, int(types[at]))) for at in changes]
-
-
-def column_salts(pad: int, positions: torch.Tensor | None) -> list[Salt]:
-    """A salt for positions that the model makes itself, in which it may count the padding."""
-    return [Salt(0, digest_of("columns", pad))] if pad and positions is None else []
 
 
 def _flat(value: Any, rows: int) -> Any:
@@ -329,13 +319,15 @@ def _tables(features: Any) -> torch.Tensor | None:
 def _features(output: Any) -> list[torch.Tensor] | None:
     if not isinstance(output, Mapping) or output.get(_FEATURES[0]) is None:
         return None
-    layers = [output[_FEATURES[0]]]
     deep = output.get(_FEATURES[1])
-    if deep is not None:
-        nested = not isinstance(deep[0], torch.Tensor) or deep[0].dim() > 2
-        layers += list(deep) if nested else [deep]
-    tables = [_tables(layer) for layer in layers]
+    layers = [] if deep is None else list(deep) if _nested(deep) else [deep]
+    tables = [_tables(layer) for layer in (output[_FEATURES[0]], *layers)]
     return None if any(table is None for table in tables) else tables  # type: ignore[return-value]
+
+
+def _nested(deep: Any) -> bool:
+    """Whether features are told for each of several layers."""
+    return not isinstance(deep[0], torch.Tensor) or deep[0].dim() > 2
 
 
 def _take(output: Any, rows: list[int]) -> Any:
@@ -350,8 +342,7 @@ def _take(output: Any, rows: list[int]) -> Any:
     deep = output.get(_FEATURES[1])
     found = {_FEATURES[0]: take(output[_FEATURES[0]])}
     if deep is not None:
-        nested = not isinstance(deep[0], torch.Tensor) or deep[0].dim() > 2
-        found[_FEATURES[1]] = [take(layer) for layer in deep] if nested else take(deep)
+        found[_FEATURES[1]] = [take(layer) for layer in deep] if _nested(deep) else take(deep)
     return type(output)(**found)
 
 
@@ -584,8 +575,10 @@ class ForwardCall:
         found = []
         for row, pad in enumerate(pads):
             salts = condition_salts(self.condition, row, len(pads)) + fill.salts(row)
-            salts += column_salts(pad, self.positions)
-            salts += place_salts(row, len(pads)) if by_place else []
+            if pad and self.positions is None:  # the model makes them, and may count the padding
+                salts.append(Salt(0, digest_of("columns", pad)))
+            if by_place:
+                salts.append(Salt(0, digest_of("place", row, len(pads))))
             for name, value in types.items():
                 salts += type_salts(name, value[min(row, len(value) - 1), pad:].astype(np.int64))
             salts.sort(key=lambda salt: (salt.position, salt.digest))

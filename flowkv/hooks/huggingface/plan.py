@@ -36,26 +36,17 @@ class LayerSpec:
         kind: Kind of attention; "recurrent" for a state only, "none" for nothing.
         hybrid: A recurrent state lies beside the attention.
         arguments: Arguments of the native cache layer.
+
+    Args:
+        native: Class of the native cache layer.
     """
 
     __slots__ = ("_native", "arguments", "hybrid", "kind")
 
-    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
-        native = native_layer(name)
-        if native is None:
-            raise UnsupportedModelError(
-                f"a layer of type {name!r} has no known cache", "Use the model without FlowKV"
-            )
-        if name in _KINDS:
-            self.kind, self.hybrid = _KINDS[name]
-        elif issubclass(native, LinearAttentionCacheLayerMixin):
-            self.kind, self.hybrid = "recurrent", False
-        else:
-            raise UnsupportedModelError(
-                f"layers of type {name!r} keep more than keys and values",
-                "Use the model without FlowKV",
-            )
-        self.arguments, self._native = arguments, native
+    def __init__(
+        self, kind: Kind, native: Any, arguments: dict[str, Any], *, hybrid: bool = False
+    ) -> None:
+        self.kind, self.hybrid, self.arguments, self._native = kind, hybrid, arguments, native
 
     @property
     def window(self) -> int | None:
@@ -76,6 +67,29 @@ class LayerSpec:
     def make(self) -> Any:
         """A fresh native cache layer."""
         return self._native(**self.arguments)
+
+
+def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
+    """What a layer of a type that the configuration names keeps.
+
+    Raises:
+        UnsupportedModelError: FlowKV does not know it.
+    """
+    native = native_layer(name)
+    if native is None:
+        raise UnsupportedModelError(
+            f"a layer of type {name!r} has no known cache", "Use the model without FlowKV"
+        )
+    if name in _KINDS:
+        kind, hybrid = _KINDS[name]
+    elif issubclass(native, LinearAttentionCacheLayerMixin):
+        kind, hybrid = "recurrent", False
+    else:
+        raise UnsupportedModelError(
+            f"layers of type {name!r} keep more than keys and values",
+            "Use the model without FlowKV",
+        )
+    return LayerSpec(kind, native, arguments, hybrid=hybrid)
 
 
 class PlacedLayer:
@@ -174,7 +188,7 @@ def read_layers(config: Any) -> list[LayerSpec]:
             f"the configuration does not describe cache layers ({error})",
             "Use the model without FlowKV",
         ) from error
-    specs = [LayerSpec(name, arguments) for name, arguments in named]
+    specs = [read_layer(name, arguments) for name, arguments in named]
     if not any(spec.in_pages for spec in specs):
         raise UnsupportedModelError(
             "no layer keeps keys and values per token", "Use the model without FlowKV"
@@ -209,7 +223,7 @@ def place_layers(
             continue
         keys, values = layer.keys, layer.values
         if keys is None or keys.dim() != 4:  # it reads another layer's keys, or has none today
-            seen[index] = LayerSpec("none", {})
+            seen[index] = read_layer("none", {})
             continue
         shape = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
         groups.setdefault((spec.kind, spec.window, *shape), []).append(index)
@@ -243,20 +257,13 @@ def _group(key: tuple[Any, ...], layers: list[int]) -> LayerGroup:
 def plan_geometry(geometry: Geometry) -> ModelPlan:
     """A plan from a geometry alone, for caches of models that are not attached."""
     count = 1 + max(layer for group in geometry.groups for layer in group.layers)
-    specs = [_Plain("full", None) for _ in range(count)]
+    specs = [LayerSpec("full", DynamicLayer, {}) for _ in range(count)]
     for group in geometry.groups:
+        kind: Kind = "full" if group.kind == "latent" else group.kind
         for layer in group.layers:
-            kind: Kind = "full" if group.kind == "latent" else group.kind
-            specs[layer] = _Plain(kind, group.window)
+            specs[layer] = (
+                LayerSpec(kind, DynamicLayer, {})
+                if group.window is None
+                else LayerSpec(kind, DynamicSlidingWindowLayer, {"sliding_window": group.window})
+            )
     return ModelPlan(specs, geometry, in_pages=False)
-
-
-class _Plain(LayerSpec):
-    """A layer known by its geometry."""
-
-    __slots__ = ()
-
-    def __init__(self, kind: Kind, window: int | None) -> None:
-        self.kind, self.hybrid = kind, False
-        self.arguments = {} if window is None else {"sliding_window": window}
-        self._native = DynamicLayer if window is None else DynamicSlidingWindowLayer

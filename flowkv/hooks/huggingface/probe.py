@@ -20,7 +20,6 @@ from flowkv.core.errors import FlowKVError, UnsupportedModelError
 from flowkv.hooks.huggingface.cache import PagedCache
 from flowkv.hooks.huggingface.inputs import Names
 from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers, place_layers, read_layers
-from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
 _PARTS, _LONG_PARTS = (7, 4, 1), (53, 42, 1)
@@ -74,7 +73,7 @@ def probe(model: Any, page_size: int, *, in_pages: bool, long: bool = False) -> 
         with quiet(model):
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
             ids = ordinary_tokens(model, names, sum(parts))
-            logits = _forward(model, names, ids, cache)
+            logits = _forward(model, names, ids, pair(names, cache))
     except FlowKVError:
         raise
     except Exception as error:  # whatever the model raises: it cannot be probed
@@ -125,27 +124,28 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
 
 def native_continues(model: Any, found: Probe) -> bool:
     """Whether the model with its own cache answers in several forwards what it does in one."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    try:
-        with quiet(model):
-            return _close(_in_parts(model, found, cache), found, model.dtype)
-    except Exception:  # some models accept single tokens only
-        return False
+    return _continues(model, found, DynamicCache(config=model.config.get_text_config(decoder=True)))
 
 
 def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
     """Whether the model answers the same through pages; its hooks must hang."""
-    seq = kv.open(found.ids[0], reuse=False)
-    rows = Rows(kv, [seq], [0], 0, layers=len(door.plan.placed))
+    rows = door.rows([kv.open(found.ids[0], reuse=False)], [0], 0)
     rows.go_blind()
     cache = PagedCache(rows, door.plan, door)
     try:
-        with quiet(model):
-            return _close(_in_parts(model, found, cache), found, model.dtype)
-    except Exception:
-        return False
+        return _continues(model, found, cache)
     finally:
         cache.close()
+
+
+def _continues(model: Any, found: Probe, cache: Any) -> bool:
+    try:
+        with quiet(model):
+            logits = _in_parts(model, found, cache)
+            behind = slice(found.parts[0], None)  # what the first one answered is not in question
+            return close(logits[:, behind], found.logits[:, behind], model.dtype)
+    except Exception:  # some models accept single tokens only
+        return False
 
 
 def rows_alike(model: Any, names: Names, rows: int) -> Alike:
@@ -160,9 +160,9 @@ def rows_alike(model: Any, names: Names, rows: int) -> Alike:
             ids = ordinary_tokens(model, names, count).expand(rows, -1).contiguous()
             beside = ids.roll(7, 1)
             beside[0] = ids[0]
-            alike = _logits(model, names, ids)
-            company = _logits(model, names, beside)
-            alone = _logits(model, names, ids[:1])
+            alike = _forward(model, names, ids)
+            company = _forward(model, names, beside)
+            alone = _forward(model, names, ids[:1])
     except Exception:
         return "by place"
     exact = model.dtype in (torch.float32, torch.float64)
@@ -175,12 +175,6 @@ def rows_alike(model: Any, names: Names, rows: int) -> Alike:
     if far(company[:1]):
         return "mixed"
     return "by place" if far(alike) or far(alone) else "alike"
-
-
-def _logits(model: Any, names: Names, ids: torch.Tensor) -> torch.Tensor:
-    out = model(**{names.ids: ids, "use_cache": False, **encoder_inputs(model, names, len(ids))})
-    logits = out.logits if getattr(out, "logits", None) is not None else out[0]
-    return logits.detach().float()  # type: ignore[no-any-return]
 
 
 def _in_parts(model: Any, found: Probe, cache: Any) -> torch.Tensor:
@@ -196,14 +190,13 @@ def pair(names: Names, cache: Any) -> Any:
     return EncoderDecoderCache(cache, DynamicCache()) if names.encoder else cache
 
 
-def _forward(model: Any, names: Names, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    given: dict[str, Any] = {names.ids: ids, "use_cache": True}
-    given["past_key_values"] = (
-        cache if isinstance(cache, EncoderDecoderCache) else pair(names, cache)
-    )
-    given.update(encoder_inputs(model, names, len(ids)))
-    out = model(**given)
-    logits = out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
+def _forward(model: Any, names: Names, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    """What the model answers, without a cache unless one is given."""
+    given = {names.ids: ids, "use_cache": cache is not None}
+    if cache is not None:
+        given["past_key_values"] = cache
+    out = model(**given, **encoder_inputs(model, names, len(ids)))
+    logits = out.logits if getattr(out, "logits", None) is not None else out[0]
     return logits.detach().float()  # type: ignore[no-any-return]
 
 
@@ -246,11 +239,6 @@ def execution_device(model: Any) -> torch.device:
             if found is not None and torch.device(found).type != "meta":
                 return torch.device(found)
     return torch.device("cpu")
-
-
-def _close(logits: torch.Tensor, found: Probe, dtype: torch.dtype) -> bool:
-    behind = slice(found.parts[0], None)  # what the first forward answered is not in question
-    return close(logits[:, behind], found.logits[:, behind], dtype)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -57,7 +57,6 @@ class ReuseWish(NamedTuple):
         fill: What fills placeholders, which cannot be cut anywhere.
         care: `session`, `lease` and `retain` for `KV.open`, as far as they are said.
         wait: Everything is there when the rows are; otherwise `restoring` sees to the rest.
-        computable: What is on its way can be computed as well.
     """
 
     most: int
@@ -66,7 +65,6 @@ class ReuseWish(NamedTuple):
     fill: Fill | None = None
     care: Mapping[str, Any] = NOTHING
     wait: bool = True
-    computable: bool = True
 
 
 def admit(kv: KV, prompts: Items[Prompt], wish: ReuseWish) -> AdmittedRows:
@@ -121,7 +119,6 @@ def _open(
                     state=wish.stateful,
                     request=request,
                     wait=wish.wait,
-                    computable=wish.computable,
                     **wish.care,
                 )
             seqs.append(seq)
@@ -232,8 +229,8 @@ class Bypass(Protocol):
 
     kv: KV
 
-    def trusted(self, rows: Rows) -> bool:
-        """Whether what is computed for these rows may be shared."""
+    def rows(self, seqs: list[Sequence], pads: Items[int], base: int) -> Rows:
+        """The rows of a cache of the model."""
         ...
 
     def aside(self) -> AbstractContextManager[None]:
@@ -334,9 +331,7 @@ class Nested:
         pads = [total - stop for stop in stops]
         cache = self._cache([part.seq for part in parts], pads, total - new)
         rows = cache.rows
-        rows.begin(new)
-        assert rows.step is not None
-        rows.step.awaits = awaits
+        rows.begin(new).awaits = awaits
         try:
             with self._door.aside(), torch.no_grad():
                 self._model(**self._inputs(parts, pads, total - new, cache))
@@ -346,9 +341,8 @@ class Nested:
     def _cache(self, seqs: list[Sequence], pads: list[int], base: int) -> PagedCache:
         if self._state is not None and self._state.rows.seqs == seqs:
             return self._state  # recurrent layers go on in it
-        rows = Rows(self.kv, seqs, pads, base, layers=len(self._plan.placed))
-        rows.trusted = self._door.trusted
-        rows.checked, rows.uneven = True, True
+        rows = self._door.rows(seqs, pads, base)
+        rows.uneven = True
         cache = PagedCache(rows, self._plan, self._door)
         cache.close.detach()  # the sequences are somebody else's
         if self._plan.stateful:
@@ -539,14 +533,10 @@ class Restoring:
     def _short(self, columns: int) -> list[Part]:
         """What is missing of so many columns, a chunk of each row."""
         found = []
-        for part, left in ((p, columns - p.pad - p.seq.length) for p in self._parts):
-            if left > 0:
+        for part in [one.part for one in self._coming]:
+            if (left := columns - part.pad - part.seq.length) > 0:
                 found.append(part._replace(count=min(left, CHUNK)))
         return found
-
-    @property
-    def _parts(self) -> list[Part]:
-        return [one.part for one in self._coming]
 
     @property
     def _left(self) -> list[_Coming]:

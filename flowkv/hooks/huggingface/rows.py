@@ -30,8 +30,8 @@ from flowkv.kernels.operands import Pages, Ragged
 # The sequences of a batch, all at once.
 
 
-def close_all(seqs: list[Sequence], *_: Any) -> None:
-    """Closes sequences; a finalizer of caches."""
+def close_all(seqs: list[Sequence]) -> None:
+    """Closes sequences."""
     for seq in seqs:
         seq.close()
     seqs.clear()
@@ -89,7 +89,6 @@ class Rows:
         blind: Something the cache does not know went into K and V: nothing is published any more.
         by_column: Positions count columns, padding included: the model was given none.
         prefilling: Every forward so far was as long as a page.
-        checked: The model was looked at right before the first forward.
         promised: Columns of a prompt whose ids no hook will show, of a model not attached.
         switch: Length from which positions are encoded otherwise, if there is one.
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
@@ -109,7 +108,7 @@ class Rows:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
-        by_column prefilling checked uneven switch restoring promised lost pads most_pad
+        by_column prefilling uneven switch restoring promised lost pads most_pad
         _index _notes _one _left _known _next_full __weakref__""".split()
     )
 
@@ -130,7 +129,7 @@ class Rows:
         self.step: Step | None = None
         self.driven = False  # by layers: no hook says when a forward begins and ends
         self.wants_weights = self.blind = self.by_column = False
-        self.prefilling, self.checked, self.uneven = True, False, False
+        self.prefilling, self.uneven = True, False
         self.switch: int | None = None
         self.restoring: ArrivingRows | None = None
         self.promised = self.lost = 0
@@ -148,21 +147,26 @@ class Rows:
     def _look(self) -> None:
         """Finds the next columns at which there is something to do."""
         size = self.kv.page_size
-        known = [
-            len(seq.tokens) + pad for seq, pad in zip(self.seqs, self.pads.tolist(), strict=True)
-        ]
-        self._known = max(known, default=0)
+        self._known = max((len(seq.tokens) + pad for seq, pad in self.padded), default=0)
         filled = (self.base - self.pads).clip(0) // size * size
         self._next_full = int((self.pads + filled + size).min(initial=1 << 62))
 
+    @property
+    def padded(self) -> Iterator[tuple[Sequence, int]]:
+        """Each row's sequence, and its padding columns."""
+        return zip(self.seqs, self.pads.tolist(), strict=True)
+
     # ---- a step
 
-    def begin(self, new: int, *, driven: bool = False) -> None:
+    def begin(self, new: int, *, driven: bool = False) -> Step:
         """Plans the next forward, over `new` columns.
 
         Args:
             new: Columns.
             driven: Layers call this themselves, since no hook does.
+
+        Returns:
+            Its step.
 
         Raises:
             CapacityError: The pages do not fit; the rows are as before.
@@ -184,11 +188,12 @@ class Rows:
         else:
             counts = (total - self.pads).clip(0, new)
             ragged = bool((counts < new).any())
-        self.step = plan(self.kv, self.seqs, counts)
+        self.step = step = plan(self.kv, self.seqs, counts)
         if self.restoring is not None:
-            self.step.awaits = self._await
+            step.awaits = self._await
         self.new, self.total, self.updated, self.driven = new, total, 0, driven
         self._index = self._real(counts) if ragged else None
+        return step
 
     def _await(self, layer: int) -> None:
         if self.restoring is not None and self.restoring.wait(layer) and self.step is not None:
@@ -332,7 +337,7 @@ class Rows:
         if not ordinary:
             self.go_blind()
             return
-        for row, (seq, pad) in enumerate(zip(self.seqs, self.pads.tolist(), strict=True)):
+        for row, (seq, pad) in enumerate(self.padded):
             first = max(low - pad, 0)  # the token that the first real one of these columns is
             fresh = ids[row, max(pad - low, 0) :]
             if len(seq.tokens) < first:
@@ -399,7 +404,7 @@ class Rows:
         self.flush()
         self.base = self.total = min(self.base, left)
         self.lost = left - self.base
-        for seq, pad in zip(self.seqs, self.pads.tolist(), strict=True):
+        for seq, pad in self.padded:
             length = max(self.base - pad, 0)
             if length < seq.length or length < len(seq.tokens):
                 self.kv.truncate(seq, length)
@@ -437,8 +442,7 @@ class Rows:
             for seq in self.seqs:
                 seqs.append(self.kv.fork(seq))
         except BaseException:
-            for seq in seqs:
-                seq.close()
+            close_all(seqs)
             raise
         twin = Rows(
             self.kv, seqs, self.pads.tolist(), self.base, layers=self.layers, trusted=self.trusted
@@ -587,8 +591,8 @@ def _passed_again(rows: Rows, call: ForwardCall, model: torch.nn.Module | None) 
     if silent and not call.names.encoder:
         return False  # decoders are given what a cache does not hold
     ids = call.ids.detach().cpu().numpy()
-    known = [(seq.tokens, pad) for seq, pad in zip(rows.seqs, rows.pads.tolist(), strict=True)]
-    begins = all(_begins(line, tokens, pad) for line, (tokens, pad) in zip(ids, known, strict=True))
+    each = zip(ids, rows.padded, strict=True)
+    begins = all(_begins(line, seq.tokens, pad) for line, (seq, pad) in each)
     follows = _follows(rows, ids, rows.told)
     if begins and (not follows or not silent or wants_last(model)):
         return True
@@ -619,7 +623,7 @@ def _follows(rows: Rows, ids: NDArray[Any], base: int) -> bool:
     """Whether tokens may be what is known from column `base` on."""
     return all(
         _alike(line[max(pad - base, 0) :], seq.tokens[max(base - pad, 0) :])
-        for line, seq, pad in zip(ids, rows.seqs, rows.pads.tolist(), strict=True)
+        for line, (seq, pad) in zip(ids, rows.padded, strict=True)
     )
 
 

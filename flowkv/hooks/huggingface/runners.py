@@ -35,7 +35,7 @@ from flowkv.hooks.huggingface.inputs import MODEL_INPUTS, Prompt, rectangle_inpu
 from flowkv.hooks.huggingface.plan import LayerSpec, ModelPlan, PlacedLayer
 from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
 from flowkv.hooks.huggingface.restore import ReuseWish, admit
-from flowkv.hooks.huggingface.rows import Rows, close_all
+from flowkv.hooks.huggingface.rows import close_all
 from flowkv.hooks.huggingface.versions import (
     Cache,
     CacheLayerMixin,
@@ -94,20 +94,14 @@ class SequentialRunner:
         wish = ReuseWish(most, request.tenant, plan.stateful, care=care, wait=wait or plan.stateful)
         found = admit(kv, [Prompt(np.asarray(tokens), 0, list(request.salts))], wish)
         try:
-            (seq,) = found.seqs
-            rows = Rows(kv, found.seqs, [0], seq.length, layers=len(plan.placed))
-            rows.trusted, rows.switch, rows.prefilling = door.trusted, door.identity.switch, False
+            rows = door.rows(found.seqs, [0], found.seqs[0].length)
+            rows.prefilling = False
             cache = PagedCache(rows, plan, door)
+            cache.restore(found.states)
         except BaseException:
             close_all(found.seqs)
             raise
         cache.tenant, cache.care = request.tenant, care
-        known = found.states
-        if known is not None and (cache.recurrent is None or not cache.recurrent.restore(known)):
-            cache.close()
-            raise StateError(
-                "a saved state does not fit the model", "Call kv.invalidate(), then try again"
-            )
         return ApartRow(kv, cache)
 
     def step(self, rows: Items[Any], tokens: Items[NDArray[np.uint32]]) -> torch.Tensor:
@@ -128,20 +122,24 @@ class SequentialRunner:
             own.rebase(row.seq.length)  # what was on its way is there
         if model.training:
             own.go_blind()
-        device = model.get_input_embeddings().weight.device
         ids = torch.from_numpy(np.asarray(fresh, np.int64))[None]
-        given = rectangle_inputs(self._door.names, ids, own.base, own.pads, device)
         own.begin(ids.shape[1])
         try:
             own.note(ids, None)
-            with self._door.aside(), torch.no_grad(), exact(device):
-                logits: torch.Tensor = model(past_key_values=cache, **given).logits[:, -1]
+            return _last_logits(model, self._door, cache, ids)
         except BaseException:
             row.damaged = cache.recurrent is not None
             raise
         finally:
             own.abandon()  # nothing, unless it failed: a hook has finished it
-        return logits
+
+
+def _last_logits(model: Any, door: ForwardHook, cache: PagedCache, ids: torch.Tensor) -> Any:
+    """`[B, V]` behind the next tokens `[B, T]` of a cache whose step has begun."""
+    rows, device = cache.rows, model.get_input_embeddings().weight.device
+    given = rectangle_inputs(door.names, ids, rows.base, rows.pads, device)
+    with door.aside(), torch.no_grad(), exact(device):
+        return model(past_key_values=cache, **given).logits[:, -1]
 
 
 # Runs rows beside each other in left-padded rectangles, for models whose rows cannot be packed.
@@ -199,16 +197,15 @@ class PaddedRunner:
         found: list[torch.Tensor | None] = [None] * len(seqs)
         try:
             for new, some in groups.items():  # what does not fit is known before anything runs
-                cache = self._rectangle([seqs[row] for row in some], new)
+                cache = self._rectangle([seqs[row] for row in some])
                 caches.append(cache)
-                cache.rows.begin(new)
-                assert cache.rows.step is not None
-                cache.rows.step.give(np.concatenate([tokens[row] for row in some]))
+                cache.rows.begin(new).give(np.concatenate([tokens[row] for row in some]))
             for cache, some in zip(caches, groups.values(), strict=True):
                 fresh = np.stack([tokens[row] for row in some]).astype(np.int64)
                 ids = torch.from_numpy(fresh)
-                for row, logits in zip(some, self._forward(cache, ids), strict=True):
-                    found[row] = logits
+                logits = _last_logits(self._model, self._door, cache, ids)
+                for row, each in zip(some, logits, strict=True):
+                    found[row] = each
             for cache in caches:
                 assert cache.rows.step is not None
                 cache.rows.step.check()  # of none, if one of them left something out
@@ -217,33 +214,16 @@ class PaddedRunner:
         finally:
             for cache in caches:
                 cache.rows.abandon()  # nothing, unless something failed
-        return torch.stack([logits for logits in found if logits is not None])
+        return torch.stack([each for each in found if each is not None])
 
-    def _rectangle(self, seqs: list[Sequence], new: int) -> Rectangle:
-        door, plan = self._door, self._door.plan
-        lengths = [seq.length for seq in seqs]
-        base = max(lengths)
-        rows = Rows(
-            self._kv,
-            seqs,
-            [base - length for length in lengths],
-            base,
-            layers=len(plan.placed),
-            trusted=door.trusted,
-        )
-        rows.switch, rows.by_column = door.identity.switch, False
+    def _rectangle(self, seqs: list[Sequence]) -> Rectangle:
+        base = max(seq.length for seq in seqs)
+        rows = self._door.rows(seqs, [base - seq.length for seq in seqs], base)
         if self._model.training:
             rows.go_blind()
-        cache = Rectangle(rows, plan, door)
+        cache = Rectangle(rows, self._door.plan, self._door)
         cache.close.detach()  # the sequences are somebody else's
         return cache
-
-    def _forward(self, cache: Rectangle, ids: torch.Tensor) -> torch.Tensor:
-        rows, device = cache.rows, self._model.get_input_embeddings().weight.device
-        given = rectangle_inputs(self._door.names, ids, rows.base, rows.pads, device)
-        with self._door.aside(), torch.no_grad(), exact(device):
-            logits: torch.Tensor = self._model(past_key_values=cache, **given).logits[:, -1]
-        return logits
 
 
 # Runs an unmodified model over packed rows: one forward for rows of any lengths, no padding.
@@ -400,27 +380,18 @@ TRIED = (7, 3, 0), (1, 6, 4), (2, 2, 1), (1, 1, 1)
 single tokens. Of fewer rows where the cache never has more."""
 
 
-class Way(NamedTuple):
-    """How rows of a model are run.
-
-    Attributes:
-        forward: Over packed rows; None if they cannot be packed.
-        runner: Otherwise: beside each other, or each by itself.
-        reason: Why they cannot be packed; "" if they can.
-    """
-
-    forward: PackedForward | None
-    runner: PaddedRunner | SequentialRunner
-    reason: str
-
-
-def choose_way(model: Any, kv: KV, door: ForwardHook) -> Way:
+def choose_way(
+    model: Any, kv: KV, door: ForwardHook
+) -> tuple[PackedForward | None, PaddedRunner | SequentialRunner, str]:
     """The fastest way in which rows that run together answer as each does alone.
 
     Args:
         model: The model.
         kv: The cache that it is attached to.
         door: Its door.
+
+    Returns:
+        `forward`, `apart` and `reason` of `Parts`.
 
     Raises:
         CapacityError: The cache has no room to try it, which says nothing about the model.
@@ -434,9 +405,9 @@ def choose_way(model: Any, kv: KV, door: ForwardHook) -> Way:
             forward = PackedForward(model, door, by_index=by_index)
             reason = _try(model, kv, door, _packed(kv, forward))
             if not reason:
-                return Way(forward, beside, "")
+                return forward, beside, ""
     fits = not _lone(door) and not _try(model, kv, door, beside.run)
-    return Way(None, beside if fits else SequentialRunner(model, kv, door), reason)
+    return None, beside if fits else SequentialRunner(model, kv, door), reason
 
 
 def _lone(door: ForwardHook) -> str:
@@ -586,12 +557,9 @@ def make_runner_parts(model: Any, kv: KV) -> Parts:
         raise UnsupportedModelError(
             "parts of the model are compiled", "Serve the model that torch.compile was given"
         )
-    way = choose_way(model, kv, door)
     return Parts(
         model,
-        way.forward,
-        way.runner,
-        way.reason,
+        *choose_way(model, kv, door),
         _positions(door, model),
         int(model.config.get_text_config(decoder=True).vocab_size),
         door.refresh,

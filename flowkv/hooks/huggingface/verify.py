@@ -176,8 +176,7 @@ def _reasons(door: ForwardHook) -> tuple[str, ...]:
 
 
 def _by_place(model: Any, door: ForwardHook) -> tuple[str, ...]:
-    hung = door_of(model)
-    with hung.aside() if hung is not None else door.aside():
+    with (door_of(model) or door).aside():
         alike = rows_alike(model, door.names, 2)
     if alike == "mixed":
         return ("the rows of a batch look at each other, so that batches share nothing",)
@@ -211,8 +210,7 @@ def _compare(
     model: Any, door: ForwardHook, name: str, ids: torch.Tensor, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, Comparison]:
     mask = torch.ones_like(ids) if mask is None else mask
-    hung = door_of(model)
-    with hung.aside() if hung is not None else door.aside():
+    with (door_of(model) or door).aside():
         native = DynamicCache(config=model.config.get_text_config(decoder=True))
         wanted, logits = _answer(model, door.names, ids, mask, native, None)
     given = {

@@ -320,7 +320,8 @@ def _address(tensor: torch.Tensor) -> int:
 MISSING: Any = object()
 LONG = 64
 """Of longer containers only the length and both ends are remembered."""
-_WRITES_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
+PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
+"""Types of values that are compared, not told by identity."""
 _MOST = 256
 _DEEP = 6
 _SMALL_BYTES = 1 << 16
@@ -360,18 +361,18 @@ def holds(state: Any, value: Any) -> bool:
     if type(state) is KeptValue:
         return bool(state.holds(value))
     return value is state or (
-        type(value) is type(state) and type(value) in _WRITES_PLAIN and bool(value == state)
+        type(value) is type(state) and type(value) in PLAIN and bool(value == state)
     )
 
 
 def state_of(value: Any) -> Any:
     """The state of a value; plain values are their own."""
-    return value if type(value) in _WRITES_PLAIN or value is MISSING else _state(value, [_MOST], 0)
+    return value if type(value) in PLAIN or value is MISSING else _state(value, [_MOST], 0)
 
 
 def _state(value: Any, left: list[int], depth: int) -> Any:
     left[0] -= 1
-    if type(value) in _WRITES_PLAIN or value is MISSING:
+    if type(value) in PLAIN or value is MISSING:
         return value
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
@@ -411,7 +412,7 @@ def _state(value: Any, left: list[int], depth: int) -> Any:
 
 def state_of_end(value: Any) -> Any:
     """The state of one item of a long container: plain, or who it is."""
-    return value if type(value) in _WRITES_PLAIN else _of_object(value, None)
+    return value if type(value) in PLAIN else _of_object(value, None)
 
 
 def _same_items(items: Mapping[Any, Any], found: Mapping[Any, Any]) -> bool:
