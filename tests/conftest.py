@@ -30,7 +30,7 @@ kernels/test_codegen.py kernels/test_digits.py kernels/test_triton_interpreter.p
 bench/test_quality.py bench/test_restore_cuda.py bench/test_restore_emulated.py
 bench/test_restore_torch.py bench/test_serve_load.py bench/test_sparsified.py
 policy/restore/test_baselines.py policy/restore/test_mutants.py policy/scheduling/test_mutants.py
-policy/test_mutants.py policy/test_snapshot.py
+policy/test_mutants.py
 cache/test_machine.py cache/test_restart.py
 sim/test_rivals.py
 test_benchmarks.py test_demo.py

@@ -108,9 +108,9 @@ for room in rooms.split():
             importlib.import_module(module.name)
         except MissingDependencyError:
             print("needs an extra:", module.name)
-geometry = flowkv.Geometry(layers=1, kv_heads=1, head_dim=8, dtype=torch.float32)
+geometry = flowkv.Geometry.uniform(layers=1, kv_heads=1, head_dim=8)
 try:
-    flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"], integrity="aead")
+    flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"], integrity="aead", secret="ab" * 32)
 except MissingDependencyError as error:
     print(error)
 flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"]).close()

@@ -427,10 +427,12 @@ class PageLoader:
         """Pages that come together lie side by side beside a GPU: they go up in one copy."""
         alike: dict[tuple[int, int], list[PageLoad]] = {}
         for one in loads:
-            if one.page >= 0 and self._store.pool(one.group).copies is not None:
+            if one.page >= 0:
                 alike.setdefault((one.group, one.codec), []).append(one)
         for (group, codec), those in alike.items():
-            layout, copies = self._store.forms[group].layouts[codec], self._store.pool(group).copies
+            copies, layout = self._store.pool(group).copies, self._store.forms[group].layouts[codec]
+            if copies is None:
+                continue
             rows = copies.stage(len(those), layout.layers * layout.stripe_stride_bytes)
             for one, row in zip(those, rows, strict=True):
                 one.staged = row
