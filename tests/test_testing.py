@@ -110,10 +110,10 @@ for room in rooms.split():
             print("needs an extra:", module.name)
 geometry = flowkv.Geometry.uniform(layers=1, kv_heads=1, head_dim=8)
 try:
-    flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"], integrity="aead", secret="ab" * 32)
+    flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"], integrity="aead", secret="ab" * 32, namespace="x")
 except MissingDependencyError as error:
     print(error)
-flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"]).close()
+flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"], namespace="x").close()
 """
 
 
