@@ -110,7 +110,8 @@ for room in rooms.split():
             print("needs an extra:", module.name)
 geometry = flowkv.Geometry.uniform(layers=1, kv_heads=1, head_dim=8)
 try:
-    flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"], integrity="aead", secret="ab" * 32, namespace="x")
+    secret = dict(integrity="aead", secret="ab" * 32)
+    flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"], namespace="x", **secret)
 except MissingDependencyError as error:
     print(error)
 flowkv.KV(geometry, tiers=["host:1MiB", "disk:store:16MiB"], namespace="x").close()
