@@ -634,7 +634,9 @@ class Overlap:
                 at = timeline.bound_s * factor
                 for axes in (plane, below):
                     axes.axvline(at, color=_colour(5), linestyle="--", linewidth=1.6)
-                plane.set_title("lower bound", x=timeline.bound_s / until_s, pad=6, loc="center",
+                share = timeline.bound_s / until_s
+                side = "right" if share > 0.85 else "left" if share < 0.15 else "center"
+                plane.set_title("lower bound", x=share, pad=6, loc="center", ha=side,
                                 fontweight=400, color=_LIGHT["soft"])  # fmt: skip
             self._meeting(plane, factor, until_s)
             return _picture(self.caption, self._legend(colours), figure)
