@@ -213,6 +213,8 @@ class Attached:
         counts: Models by what became of them, forwards over pages, tokens seen and reused.
     """
 
+    __module__ = "flowkv.foreign"  # what it holds is part of no model, like a cache
+
     def __init__(self, *, warm: bool) -> None:
         import transformers
 

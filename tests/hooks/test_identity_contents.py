@@ -19,6 +19,7 @@ import subprocess
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -966,3 +967,24 @@ def test_a_function_that_is_bound_to_something_of_flowkv_is_foreign() -> None:
     with attached(models.causal("llama")) as kv:
         model.model.layers[0].mlp.register_forward_hook(types.MethodType(doubled, kv))
         assert Identity(model).namespace != name
+
+
+@pytest.mark.parametrize("kept", ["attribute", "list", "closure"])
+def test_a_model_that_holds_its_cache_is_named_without_it(kept: str) -> None:
+    """What a cache knows is as large as the cache, and says nothing of what is computed."""
+    model = models.causal("llama")
+    with attached(model) as kv:
+        if kept == "attribute":
+            model.kv = kv
+        elif kept == "list":
+            model.model.held = [(weakref.ref(model), kv)]
+        else:
+            forward = model.model.layers[0].mlp.forward
+            model.model.layers[0].mlp.forward = lambda x: forward(x) if kv else None
+        found = [Identity(model) for _ in range(2)]
+        assert not any(path.startswith("<flowkv.cache") for path in found[0]._walk.leaves)
+        generate(model, 2, input_ids=models.prompt(60))
+        before = kv.stats()["tokens_reused"]
+        generate(model, 2, input_ids=models.prompt(60))
+        assert kv.stats()["tokens_reused"] > before
+        assert Identity(model).namespace == found[0].namespace == found[1].namespace

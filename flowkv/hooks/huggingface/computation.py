@@ -547,7 +547,7 @@ class Walk:
             self._config(path, value)
         elif self._elsewhere(path, value):
             pass
-        elif isinstance(value, (*_INERT, *_WORKERS)):
+        elif isinstance(value, (*_INERT, *_WORKERS)) or _ours(value):
             self._leaf(path, _name(kind))
         elif isinstance(value, _DESCRIPTORS):
             self._descriptor(path, value)
@@ -1147,14 +1147,19 @@ def _name(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def _ours(value: Any) -> bool:
+    """Whether it is a cache or a part of one, which says nothing about what a model computes."""
+    kind = type(value)
+    return kind.__module__.partition(".")[0] == "flowkv" and not isinstance(value, torch.nn.Module)
+
+
 def _root(value: Any) -> str:
     """The package in which something was written."""
     inner = value
     while isinstance(inner, (functools.partial, types.MethodType)):
         if isinstance(inner, types.MethodType):
             kind = type(inner.__self__)  # a door, whoever counts or traces what its class does
-            own = kind.__module__.partition(".")[0] == "flowkv"
-            if own and any(inner.__func__ is one for one in vars(kind).values()):
+            if _ours(inner.__self__) and any(inner.__func__ is one for one in vars(kind).values()):
                 return "flowkv"
         inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
     if isinstance(inner, types.FunctionType) and not _genuine(inner):
