@@ -683,7 +683,7 @@ class LedgerStory(RuleBasedStateMachine):
         if self.quotas is not None:
             capacities = [max(capacity, 8) for capacity in capacities]
         self.model = LedgerModel(capacities)
-        self.raw, self.twin, self.quiet = (self.new(seed) for seed in (0, 7, 0))
+        self.raw, self.twin, self.quiet = (self.new(seed) for seed in (0, 8, 0))
         self.tick(0)
 
     def new(self, seed: int) -> Ledger:
