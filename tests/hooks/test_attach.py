@@ -150,6 +150,26 @@ class TestTheModel:
         with attached(twin):
             assert torch.equal(answer(twin, ids), other)
 
+    def test_a_wrapper_that_passes_on_what_it_lacks_is_copied_itself(self) -> None:
+        """As PEFT's models do: they would find what copies the model inside."""
+
+        class Wrapper(torch.nn.Module):
+            def __init__(self, inner: torch.nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def __getattr__(self, name: str) -> Any:
+                try:
+                    return super().__getattr__(name)
+                except AttributeError:
+                    return getattr(super().__getattr__("inner"), name)
+
+        model = models.causal("llama")
+        with attached(model):
+            twin = copy.deepcopy(Wrapper(model))
+            assert type(twin) is Wrapper and twin.inner is not model
+            assert not twin.inner._forward_hooks and "__reduce_ex__" not in vars(twin.inner)
+
     def test_a_copy_can_be_saved(self, model: Any, tmp_path: Path) -> None:
         ids, before = models.prompt(40), model.config._attn_implementation
         theirs = answer(model, ids)

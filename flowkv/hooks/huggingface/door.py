@@ -41,6 +41,12 @@ from flowkv.hooks.huggingface.restore import (
 from flowkv.hooks.huggingface.rows import Rows, check_paired, refuse_lost, wants_last, without_known
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
+
+def _reduces(model: Any) -> bool:
+    """Whether its class says itself how it is pickled."""
+    return type(model).__reduce_ex__ is not object.__reduce_ex__
+
+
 # Audits of an attached model: sampled pages of its prompts are computed once more and compared.
 
 
@@ -204,7 +210,10 @@ class ForwardHook:
             model.register_forward_pre_hook(self._first, prepend=True),
             model.register_forward_hook(self._last, always_call=True),
         ]
-        model.__dict__.update(__deepcopy__=self._copy_model, __reduce_ex__=self._reduce_model)
+        model.__dict__["__reduce_ex__"] = self._reduce_model
+        if hasattr(type(model), "__deepcopy__") or _reduces(model):
+            # Only then: wrappers that pass on what they lack, as PEFT's, would be copied by it.
+            model.__dict__["__deepcopy__"] = self._copy_model
         follow(self.kv, close=self.release)
 
     def _copy_model(self, memo: dict[int, Any]) -> Any:
@@ -222,9 +231,8 @@ class ForwardHook:
     def _reduce_model(self, protocol: Any) -> Any:
         """What pickle keeps of the model: a plain one."""
         model: Any = self._model()
-        own: Any = type(model).__reduce_ex__
-        if own is not object.__reduce_ex__:
-            return own(model, protocol)
+        if _reduces(model):
+            return type(model).__reduce_ex__(model, protocol)
         state = self._state(model)
         for name, value in state.items():
             if name.startswith("_forward_"):
