@@ -44,7 +44,8 @@ from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
 def _reduces(model: Any) -> bool:
     """Whether its class says itself how it is pickled."""
-    return type(model).__reduce_ex__ is not object.__reduce_ex__
+    own: Any = type(model).__reduce_ex__
+    return own is not object.__reduce_ex__
 
 
 # Audits of an attached model: sampled pages of its prompts are computed once more and compared.
@@ -232,7 +233,8 @@ class ForwardHook:
         """What pickle keeps of the model: a plain one."""
         model: Any = self._model()
         if _reduces(model):
-            return type(model).__reduce_ex__(model, protocol)
+            own: Any = type(model).__reduce_ex__
+            return own(model, protocol)
         state = self._state(model)
         for name, value in state.items():
             if name.startswith("_forward_"):
