@@ -587,7 +587,7 @@ class OverTime:
 
         if self.unit == "bytes":
             step = 2.0 ** max(0, math.ceil(math.log2(highest / 4 or 1)))
-            ticks = np.arange(0, highest + step, step).tolist()
+            ticks = np.arange(0, (highest or step) + step, step).tolist()
         else:
             ticks = list(MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(0, highest or 1.0))
         axes.set_yticks(ticks)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
+from typing import Literal
 
 import pytest
 
 from flowkv.core.errors import ConfigError
-from flowkv.report.charts import MOST_CURVES, Curves
+from flowkv.report.charts import MOST_CURVES, Curves, OverTime
 from flowkv.report.page import Section, render_report
 from tests.report.drawn import Drawn
 
@@ -109,3 +111,14 @@ def test_every_curve_has_a_colour_and_a_marker_of_its_own() -> None:
 def test_names_are_shown_as_they_are(name: str) -> None:
     (key,) = Drawn(Curves(name, [1.0, 2.0], {name: [0.1, 0.2]}, name)).picture.legend
     assert key.name == name
+
+
+@pytest.mark.parametrize("unit", ["", "%", "bytes", "s"])
+@pytest.mark.parametrize("values", [[0.0, 0.0], [math.nan, 0.0], [2.0**40]])
+def test_an_axis_has_two_ends_where_nothing_happened(
+    unit: Literal["", "%", "bytes", "s"], values: list[float]
+) -> None:
+    chart = OverTime("c", [float(i) for i in range(len(values))], {"a": values}, unit=unit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Drawn(chart)
