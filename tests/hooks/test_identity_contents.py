@@ -30,6 +30,7 @@ import torch
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
+from flowkv import LayerGroup
 from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.identity import Identity
 from tests.hooks import models
@@ -71,6 +72,19 @@ class Gain(float):
 
 class Word(str):
     pass
+
+
+class Hollow:
+    __slots__ = ("factor",)
+
+
+def flattened(array: np.ndarray) -> None:
+    array.shape = (1, 4)
+
+
+def spans(window: int) -> LayerGroup:
+    sizes = {"kv_heads": 1, "head_dim": 8, "value_dim": 8}
+    return LayerGroup(layers=(0,), kind="sliding", window=window, **sizes)
 
 
 class Table(dict):
@@ -316,6 +330,18 @@ CONTENTS = {
         lambda: torch.ones(1), lambda s: getattr(s, "factor", 1.0), attribute("factor", 2.0)
     ),
     "decorator": Case(lambda: Decorated(one), lambda s: s(), attribute("factor", 2.0)),
+    "unset_slot": Case(Hollow, lambda s: getattr(s, "factor", 1.0), attribute("factor", 2.0)),
+    "shape_of_array": Case(
+        lambda: np.array([[0.0, 0.0], [1.0, 3.0]]), lambda s: float(s[-1].mean()) / 2, flattened
+    ),
+    "shape_of_array_of_objects": Case(
+        lambda: np.array([[0.0, 0.0], [1.0, 3.0]], object),
+        lambda s: float(s[-1].mean()) / 2,
+        flattened,
+    ),
+    "value_of_flowkv": Case(
+        lambda: [spans(1)], lambda s: s[0].window, lambda s: s.__setitem__(0, spans(2))
+    ),
 }
 
 CASES = {
@@ -988,3 +1014,71 @@ def test_a_model_that_holds_its_cache_is_named_without_it(kept: str) -> None:
         generate(model, 2, input_ids=models.prompt(60))
         assert kv.stats()["tokens_reused"] > before
         assert Identity(model).namespace == found[0].namespace == found[1].namespace
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_what_somebody_keeps_on_a_cache_is_named(bound: bool) -> None:
+    model = models.causal("llama")
+    with attached(model) as kv:
+        kv.factor = 1.0
+
+        def scaled(held: Any, module: Any, given: Any, out: Any) -> Any:
+            return out * held.factor
+
+        hook = types.MethodType(scaled, kv) if bound else lambda *given: scaled(kv, *given)
+        model.model.layers[0].mlp.register_forward_hook(hook)
+        names = [Identity(model).namespace]
+        identity = Identity(model)
+        for factor in (2.0, 1.0):
+            kv.factor = factor
+            assert identity.same(model) == (factor == 1.0)
+            names.append(Identity(model).namespace)
+        assert names[0] == names[2] != names[1]
+
+
+def test_a_name_of_python_that_a_module_takes_for_itself_is_noticed() -> None:
+    model, space = models.causal("llama"), {"__name__": "somewhere"}
+    exec("def hook(module, given, out):\n    return out * abs(-1.0)", space)
+    model.model.layers[0].mlp.register_forward_hook(space["hook"])
+    identity = Identity(model)
+    space["abs"] = lambda value: 2.0
+    assert not identity.same(model)
+    assert Identity(model).namespace != identity.namespace
+    del space["abs"]
+    assert identity.same(model) and Identity(model).namespace == identity.namespace
+
+
+def test_a_setting_that_a_module_gets_later_is_noticed() -> None:
+    settings = types.ModuleType("settings_of_somebody")
+    model = models.causal("llama")
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, given, out: out * getattr(settings, "FACTOR", 1.0)
+    )
+    identity = Identity(model)
+    settings.FACTOR = 2.0
+    assert not identity.same(model)
+    assert Identity(model).namespace != identity.namespace
+
+
+def test_a_method_of_all_tensors_that_is_replaced_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, power = models.causal("llama"), torch.Tensor.pow
+    identity = Identity(model)
+    monkeypatch.setattr(torch.Tensor, "pow", lambda x, *given: power(x, *given) * 4)
+    assert not identity.same(model)
+    assert Identity(model).namespace != identity.namespace
+    monkeypatch.undo()
+    assert identity.same(model) and Identity(model).namespace == identity.namespace
+
+
+def test_weights_that_are_read_as_another_type_are_noticed() -> None:
+    model, prompt = models.causal("llama").to(torch.bfloat16), models.prompt(60)
+    with attached(model) as kv:
+        for _ in range(2):
+            generate(model, 4, input_ids=prompt)
+        before = kv.stats()["tokens_reused"]
+        for parameter in model.parameters():
+            parameter.data = parameter.data.view(torch.float16)
+        generate(model, 4, input_ids=prompt)
+        assert kv.stats()["tokens_reused"] == before

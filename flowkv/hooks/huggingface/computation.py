@@ -16,6 +16,7 @@ import builtins
 import concurrent.futures
 import contextvars
 import copyreg
+import dataclasses
 import dis
 import enum
 import functools
@@ -41,6 +42,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
@@ -174,6 +176,8 @@ class Walk:
         self._kept: list[Any] = []
         self._labels: dict[str, int] = {}
         self._members_seen: set[tuple[int, int]] = set()
+        self._lacking: set[tuple[int, str]] = set()
+        self._named: set[str] = set()
         self._places: dict[int, str] | None = None
         self._spaces: dict[str, Any] = {}
         self._modules: list[Callable[[], bool]] = []
@@ -547,8 +551,10 @@ class Walk:
             self._config(path, value)
         elif self._elsewhere(path, value):
             pass
-        elif isinstance(value, (*_INERT, *_WORKERS)) or _ours(value):
+        elif isinstance(value, (*_INERT, *_WORKERS)):
             self._leaf(path, _name(kind))
+        elif _ours(value):
+            self._part_of_cache(path, value)
         elif isinstance(value, _DESCRIPTORS):
             self._descriptor(path, value)
         elif isinstance(value, _GENERATORS):
@@ -566,6 +572,21 @@ class Walk:
             self._container(path, value)
         else:
             self._object(path, value)
+
+    def _part_of_cache(self, path: str, value: Any) -> None:
+        """What a cache knows says nothing of what is computed; what somebody put beside it may."""
+        self._leaf(path, _name(type(value)))
+        held, own = getattr(value, "__dict__", {}), _assigned(type(value))
+        free = self._free(path, held)
+
+        def added() -> dict[str, Any]:
+            return {name: item for name, item in held.items() if name not in own}
+
+        known = {name: item for name, item in added().items() if name not in free}
+        for name, item in added().items():
+            self._value(f"{path}.{name}", item)
+            self._spot(f"{path}.{name}", functools.partial(held.get, name, _MISSING))
+        self._checks.append(lambda: _as_known(added(), known, free))
 
     def _elsewhere(self, path: str, value: Any) -> bool:
         """Names what is kept for a thread, a context, or by somebody else; False if nothing is."""
@@ -639,8 +660,9 @@ class Walk:
         """Attributes and slots of an object."""
         if hasattr(value, "__dict__"):
             self._attributes(path, value)
-        for name in [s for c in type(value).__mro__ for s in _slots(c) if hasattr(value, s)]:
-            self._value(f"{path}.{name}", getattr(value, name))
+        for name in [s for c in type(value).__mro__ for s in _slots(c)]:
+            if hasattr(value, name):
+                self._value(f"{path}.{name}", getattr(value, name))
             self._watch(f"{path}.{name}", functools.partial(getattr, value, name, _MISSING))
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
@@ -663,7 +685,8 @@ class Walk:
             self._checks.append(_unchanged(beside, self._free(path, beside)))
 
     def _array(self, path: str, array: Any) -> None:
-        plain = np.asarray(array)
+        plain, layout = np.asarray(array), _layout_of(array)
+        self._checks.append(lambda: _layout_of(array) == layout)
         if plain.dtype.hasobject:
             items = list(plain.flat)
             self._leaf(path, f"array {array.dtype} {array.shape}")
@@ -676,7 +699,8 @@ class Walk:
                 view = view.view(view.dtype.newbyteorder("="))
             try:
                 # The same tensor over the same array from walk to walk: its content is compared.
-                same = self._numbered(("array", id(array)), array, lambda: torch.from_numpy(view))
+                key = "array", id(array), layout
+                same = self._numbered(key, array, lambda: torch.from_numpy(view))
                 self.tensors[path] = same
                 turns = "".join("-" if step < 0 else "+" for step in plain.strides)
                 self._leaf(path, f"array {array.dtype} {array.shape} {turns}")
@@ -963,6 +987,7 @@ class Walk:
 
     def _globals(self, function: types.FunctionType, *, library: bool) -> None:
         names, space = _names(function.__code__), function.__globals__
+        self._named |= names
         home = str(space.get("__name__"))  # which `functools.wraps` does not change
         count = 1
         while self._spaces.setdefault(home, space) is not space:
@@ -973,6 +998,9 @@ class Walk:
                 self._global(home, space, name, names, library)
             elif name in vars(builtins):
                 self._items.append((vars(builtins), name, vars(builtins)[name]))
+                self._lacks(space, name)
+            elif not library:
+                self._lacks(space, name)
 
     def _global(
         self, module: str, space: Mapping[str, Any], name: str, names: frozenset[str], library: bool
@@ -1010,6 +1038,12 @@ class Walk:
         else:
             self._value(path, value)
 
+    def _lacks(self, space: Mapping[str, Any], name: str) -> None:
+        """A name that code mentions is not among these globals; once it is, it means something."""
+        if (id(space), name) not in self._lacking:
+            self._lacking.add((id(space), name))
+            self._items.append((space, name, _MISSING))
+
     def _members(self, module: types.ModuleType, names: frozenset[str], library: bool) -> None:
         """What code names of a module, such as the functions of `torch.nn.functional`."""
         if not self._library and module.__name__ in _RANDOM:
@@ -1023,6 +1057,9 @@ class Walk:
         space = vars(module)
         for name in sorted(names & space.keys()):
             self._global(module.__name__, space, name, names, library or not foreign)
+        if foreign and not library and type(module) is types.ModuleType:
+            for name in names - space.keys() if "__getattr__" not in space else ():
+                self._lacks(space, name)
 
     def _class(self, cls: type) -> str:
         """Writes a class and the code that it may run down; its label."""
@@ -1099,6 +1136,11 @@ class Walk:
                 self.foreign.append(f"{kind}/{i}")
                 self._value(f"{kind}/{i}", hook)
             self._checks.append(_unchanged(hooks, set()))
+        for name, value in vars(torch.Tensor).items():
+            own = _TENSOR.get(name) is value and _root(value) in ("torch", "builtins")
+            if not own and (name in self._named or name.startswith("__")):
+                self._value(f"torch.Tensor.{name}", value)
+        self._checks.append(_unchanged(vars(torch.Tensor), set()))
         updates = [cls.update for cls in CACHES]  # FlowKV's own stand in for theirs
         for cls, update in zip(CACHES, updates, strict=True):
             self._value(f"{cls.__name__}.update", update)
@@ -1107,6 +1149,10 @@ class Walk:
         for registry, name, function in chosen:
             self._value(f"{type(registry).__name__} {name}", function)
         self._checks.append(lambda: all(r.get(name) is f for r, name, f in chosen))
+
+
+_TENSOR = dict(vars(torch.Tensor))
+"""What every tensor can do, as torch brings it."""
 
 
 def _flags() -> tuple[tuple[str, Any], ...]:
@@ -1150,7 +1196,29 @@ def _name(cls: Any) -> str:
 def _ours(value: Any) -> bool:
     """Whether it is a cache or a part of one, which says nothing about what a model computes."""
     kind = type(value)
-    return kind.__module__.partition(".")[0] == "flowkv" and not isinstance(value, torch.nn.Module)
+    if kind.__module__.partition(".")[0] != "flowkv":
+        return False
+    frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
+    return not (frozen or isinstance(value, (torch.nn.Module, tuple, enum.Enum, msgspec.Struct)))
+
+
+@functools.cache
+def _assigned(cls: type) -> frozenset[str]:
+    """Attributes that a class's own methods assign to something, or keep what they computed in."""
+    found = set[str]()
+    for name, value in itertools.chain.from_iterable(vars(c).items() for c in cls.__mro__):
+        if isinstance(value, functools.cached_property):
+            found.add(name)
+        for function in _functions(value):
+            for code in _codes(function.__code__):
+                steps = dis.get_instructions(code)
+                found |= {step.argval for step in steps if step.opname == "STORE_ATTR"}
+    return frozenset(found)
+
+
+def _layout_of(array: Any) -> tuple[Any, ...]:
+    """How an array's elements lie, and where."""
+    return array.shape, array.strides, array.dtype, array.__array_interface__["data"][0]
 
 
 def _root(value: Any) -> str:

@@ -104,7 +104,7 @@ class Weights:
             return [
                 [t._version for t in tensors],
                 [t.data_ptr() for t in tensors],
-                [(t.shape, t.stride()) for t in tensors],
+                [(t.dtype, t.shape, t.stride()) for t in tensors],
             ] == columns
         except RuntimeError:  # some have no versions, addresses or strides
             return all(read.counted() for read in self._reads.values())
@@ -296,9 +296,9 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _layout(tensor: torch.Tensor) -> Any:
-    """How its elements lie: `t_` and `as_strided_` change nothing else."""
+    """How its elements lie: `t_`, `as_strided_` and views as other types change nothing else."""
     try:
-        return tensor.shape, tensor.stride()
+        return tensor.dtype, tensor.shape, tensor.stride()
     except RuntimeError:  # sparse and nested ones have none
         return None
 
