@@ -575,8 +575,9 @@ class Walk:
 
     def _part_of_cache(self, path: str, value: Any) -> None:
         """What a cache knows says nothing of what is computed; what somebody put beside it may."""
-        self._leaf(path, _name(type(value)))
-        held, own = getattr(value, "__dict__", {}), _assigned(type(value))
+        kind: Any = type(value)
+        self._leaf(path, _name(kind))
+        held, own = getattr(value, "__dict__", {}), _assigned(kind)
         free = self._free(path, held)
 
         def added() -> dict[str, Any]:
@@ -1195,7 +1196,7 @@ def _name(cls: Any) -> str:
 
 def _ours(value: Any) -> bool:
     """Whether it is a cache or a part of one, which says nothing about what a model computes."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind.__module__.partition(".")[0] != "flowkv":
         return False
     frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
@@ -1203,7 +1204,7 @@ def _ours(value: Any) -> bool:
 
 
 @functools.cache
-def _assigned(cls: type) -> frozenset[str]:
+def _assigned(cls: Any) -> frozenset[str]:
     """Attributes that a class's own methods assign to something, or keep what they computed in."""
     found = set[str]()
     for name, value in itertools.chain.from_iterable(vars(c).items() for c in cls.__mro__):
