@@ -16,7 +16,6 @@ import builtins
 import concurrent.futures
 import contextvars
 import copyreg
-import dataclasses
 import dis
 import enum
 import functools
@@ -1199,7 +1198,8 @@ def _ours(value: Any) -> bool:
     kind: Any = type(value)
     if kind.__module__.partition(".")[0] != "flowkv":
         return False
-    frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
+    made: Any = getattr(kind, "__dataclass_params__", None)
+    frozen = made is not None and made.frozen
     return not (frozen or isinstance(value, (torch.nn.Module, tuple, enum.Enum, msgspec.Struct)))
 
 
