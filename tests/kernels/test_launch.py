@@ -44,10 +44,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     seen = Launches()
     move.device_caches.clear()
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
-    triton_launch._prepare.cache_clear()
+    monkeypatch.setattr(triton_launch, "_OTHERS", [None])
+    triton_launch._warn.cache_clear()
     with active(seen.device):
         yield seen
-    triton_launch._prepare.cache_clear()
+    triton_launch._warn.cache_clear()
 
 
 def run(special: int = 16) -> None:
@@ -78,6 +79,28 @@ def test_compiling_in_a_launch_stops_the_clock(
     move.device_caches.clear()
     move.warmup(torch.zeros(512), torch.zeros(16), 16, SIZE=16, grid=(1,))
     assert compiling.spent_ns() == spent[-1]
+
+
+def test_compiling_is_heard_after_others_took_the_hook(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spends(special: int) -> bool:
+        before = compiling.spent_ns()
+        run(special)
+        return compiling.spent_ns() > before
+
+    with knobs.runtime.scope():
+        assert spends(16)
+    heard, ours = [], knobs.runtime.jit_cache_hook
+
+    def wraps(**given: Any) -> Any:
+        heard.append(given)
+        return triton_launch._hear(**given)
+
+    assert ours is not triton_launch._hear, "the scope took it along"
+    assert spends(1)
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", wraps)
+    assert spends(3) and len(heard) == 1
 
 
 def test_a_launch_that_fails_ends_what_it_compiled(launches: Launches) -> None:

@@ -53,31 +53,45 @@ def traits(device: torch.device) -> Traits:
     return Traits(found.major if ptx else 0, found.multi_processor_count, shared_bytes, ptx)
 
 
-@cache
-def _prepare() -> None:
-    """Before the first launch: warns of a Triton that compiles badly, and hears when one compiles.
+_THREAD = threading.local()
+_OTHERS: list[Any] = [None]
+"""Who else hears when Triton compiles."""
 
-    Triton says that it is about to compile, but of no end that comes whatever happens: that is the
-    end of the launch, which also loads what was compiled.
-    """
+
+@cache
+def _warn() -> None:
+    """Before the first launch: warns of a Triton that compiles badly."""
     if triton.__version__.startswith("3.8."):
         warnings.warn(
             "Triton 3.8 compiles 4-bit kernels so that registers spill. "
             "Use Triton 3.7 or 3.9, or no codec smaller than kv8",
             stacklevel=4,
         )
-    others: Any = triton.knobs.runtime.jit_cache_hook
-
-    def hear(*args: Any, **given: Any) -> Any:
-        if getattr(_THREAD, "launching", False) and not _THREAD.compiling:
-            _THREAD.compiling = True
-            compiling.begin()
-        return others(*args, **given) if others is not None else None
-
-    triton.knobs.runtime.jit_cache_hook = hear
 
 
-_THREAD = threading.local()
+def _hear(*args: Any, **given: Any) -> Any:
+    """Triton says that it is about to compile, but of no end that comes whatever happens.
+
+    That is the end of the launch, which also loads what was compiled.
+    """
+    if getattr(_THREAD, "hearing", False):  # whoever hears, too, passes it on to us
+        return None
+    if getattr(_THREAD, "launching", False) and not _THREAD.compiling:
+        _THREAD.compiling = True
+        compiling.begin()
+    _THREAD.hearing = True
+    try:
+        return _OTHERS[0](*args, **given) if _OTHERS[0] is not None else None
+    finally:
+        _THREAD.hearing = False
+
+
+def _listen() -> None:
+    """Hears when Triton compiles, also after others took the hook for themselves."""
+    there: Any = triton.knobs.runtime.jit_cache_hook
+    if there is not _hear:
+        _OTHERS[0] = there
+        triton.knobs.runtime.jit_cache_hook = _hear
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -98,7 +112,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         with torch.cuda.device(index):
             launch(kernel, grid, *args, **constants)
         return
-    _prepare()
+    _warn()
+    _listen()
     _THREAD.launching, _THREAD.compiling = True, False
     try:
         run_kernel(kernel, grid, args, constants)
