@@ -134,7 +134,7 @@ class RestoreScheduler:
         self._busy_s: dict[str, float] = {}
         self._computed_s: dict[int, float] = {}
         self._numbers = 0
-        self._pumping = False
+        self._pumping, self._asked = False, 0  # bytes that the last `pump` asked for
         self._allowance_s, self.s_per_byte = math.inf, 0.0
 
     def number(self) -> int:
@@ -175,8 +175,11 @@ class RestoreScheduler:
 
     @property
     def still(self) -> bool:
-        """Whether no tier owes anything, though all was asked for that there is room for."""
-        return not self.paused and not self.flights.busy()
+        """Whether no tier owes anything, and there was nothing more to ask for.
+
+        A tier may have answered all of a window by now, and more is to come in the next one.
+        """
+        return not (self.paused or self._asked or self.flights.busy())
 
     def _spent(self, seconds: float, asked: int) -> None:
         self._allowance_s -= seconds
@@ -196,9 +199,9 @@ class RestoreScheduler:
             if self._active:
                 self._now()
                 begun_s = compiling.now_s()
-                asked = sum(self._fill(tier) for tier in self._tiers())
+                self._asked = sum(self._fill(tier) for tier in self._tiers())
                 self.store.drain()
-                self._spent(compiling.now_s() - begun_s, asked)
+                self._spent(compiling.now_s() - begun_s, self._asked)
         finally:
             self._pumping = False
 
