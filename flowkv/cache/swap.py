@@ -10,8 +10,8 @@ import torch
 
 from flowkv.cache.block_table import Planner
 from flowkv.cache.index import Block, Copy, Saved, SwappedCopy
-from flowkv.cache.match import PrefixMatcher
 from flowkv.cache.pool import download, upload
+from flowkv.cache.restore import PrefixMatcher
 from flowkv.cache.seal import finite
 from flowkv.cache.sequence import READY, SUSPENDED, Sequence
 from flowkv.cache.states import LAYOUT, decode_state, encode_state
