@@ -808,9 +808,7 @@ class KV:
         Returns at once; `cancel` what is returned if the prompt is not going to be used.
         """
         with self._probe(tokens, tenant, salts) as seq:
-            prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)
-            prefetch.start(self.restorer.absent(seq))
-            return prefetch
+            return self._bring(seq)
 
     def enqueue(
         self,
@@ -840,11 +838,14 @@ class KV:
             return queued
 
     def _nearer(self, seq: Sequence, queued: WaitingRequest) -> Prefetch:
-        absent = self.restorer.absent(seq)
-        if self.foresight is not None:
-            return self.foresight.enqueue(queued.request, self.visits.chains(seq))
+        if self.foresight is None:
+            return self._bring(seq)
+        self.restorer.absent(seq)  # which asks tiers that others write to
+        return self.foresight.enqueue(queued.request, self.visits.chains(seq))
+
+    def _bring(self, seq: Sequence) -> Prefetch:
         prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)
-        prefetch.start(absent)
+        prefetch.start(self.restorer.absent(seq))
         return prefetch
 
     def hint(

@@ -14,7 +14,6 @@ waits for it first. What does not come is `Late`, and is computed.
 from __future__ import annotations
 
 import math
-import select
 import threading
 import time
 from bisect import bisect_left
@@ -28,6 +27,7 @@ from typing import NamedTuple, cast
 from flowkv.cache.block_table import Planner
 from flowkv.cache.index import Block
 from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
+from flowkv.cache.mover import files, rest
 from flowkv.cache.sequence import Sequence
 from flowkv.core import compiling
 from flowkv.core.errors import FlowKVError, StateError
@@ -422,7 +422,6 @@ class Prior:
 # The policy decides, this executes: it asks tiers for what the policy wants loaded, and tells the
 # state what came. Nothing of it blocks.
 
-_RESTORES_PAUSE_S = 0.0005
 _AHEAD_S = 0.05
 _LEAST_PAGES, _LEAST_BYTES, _MOST_BYTES = 4, 1 << 22, 1 << 26
 """In flight from one tier are as many bytes as it gives in that time, within these bounds."""
@@ -642,8 +641,7 @@ class RestoreScheduler:
         """What can be polled for the next answer of a tier; empty if that cannot be polled for."""
         numbers = self.flights.busy()
         tiers = [self.store.tiers[number] for number in numbers if number < len(self.store.tiers)]
-        files = [tier.fileno() for tier in tiers if hasattr(tier, "fileno")]
-        return files if len(files) == len(tiers) and min(files, default=0) >= 0 else []
+        return files(tiers)
 
     def _arrived(self, flight: LoadBatch) -> None:
         op = flight.op
@@ -732,23 +730,6 @@ class RestoreScheduler:
 
     def _now(self) -> None:
         self.state.now_s = time.perf_counter()
-
-
-def rest(files: Iterable[int], seconds: float) -> None:
-    """Waits for the next answer of a tier, without the KV lock.
-
-    Args:
-        files: As `RestoreScheduler.files` said.
-        seconds: Longest wait.
-    """
-    waiting, polls = select.poll(), False
-    for number in files:
-        waiting.register(number, select.POLLIN)
-        polls = True
-    if polls:
-        waiting.poll(1000 * seconds)
-    else:
-        time.sleep(_RESTORES_PAUSE_S)
 
 
 def _cut(span: Span) -> tuple[int, int]:
@@ -1275,8 +1256,8 @@ class RestoreJob:
     def _rest(self) -> None:
         with self._guard:
             self._restores.allow()  # nobody has better use of this thread
-            files = self._restores.files()
-        rest(files, _PAUSE_S)
+            waited_for = self._restores.files()
+        rest(waited_for, _PAUSE_S)
 
     def _ready(self, index: int, begun_s: float) -> bool:
         with self._guard:
