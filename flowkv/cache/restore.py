@@ -130,11 +130,12 @@ class PrefixMatcher:
         return self._within(first, stop, has)
 
     def _within(self, first: int, stop: int, has: Callable[[int, int], bool]) -> int:
-        """See `longest`, of sliding groups. One page less needs no page before: gaps are final."""
+        """See `longest`, of sliding groups."""
         groups = range(len(self.planner.geometry.groups))
         sliding = [g for g in groups if self.planner.window(g) is not None]
 
         def gap(g: int) -> int:
+            # The last one. With fewer pages windows begin no later: none that ends behind it fits.
             pages = range(stop - 1, max(first, self.first(g, stop)) - 1, -1)
             return next((page for page in pages if not has(g, page)), stop)
 
