@@ -20,8 +20,8 @@ import torch
 from flowkv import kernels
 from flowkv.cache.block_table import Planner
 from flowkv.cache.index import Block
-from flowkv.cache.match import PrefixMatcher
 from flowkv.cache.pool import Forms, PagePool
+from flowkv.cache.restore import PrefixMatcher
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.cache.store import Verdict

@@ -18,8 +18,7 @@ import torch
 import xxhash
 
 from flowkv.cache.guard import Guard
-from flowkv.cache.index import Block
-from flowkv.cache.states import BUNDLE_LAYOUT, DTYPES, LAYOUT, MOST_ELEMENTS
+from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, Block
 from flowkv.cache.store import PageStore
 from flowkv.core import compiling
 from flowkv.core.errors import StoreError
@@ -442,6 +441,24 @@ def _readable(store: PageStore, header: Header, n_bytes: int) -> bool:
 # The table is a frame whose key is made of the name; the keys of the parts are made of the digest
 # in it, so that parts of two versions never meet. Parts have stripes of 256 KiB, and of a tensor
 # only those are read that it lies in. What is missing or damaged makes the whole a miss.
+
+MOST_ELEMENTS = 1 << 40
+
+DTYPES = {  # those that a stored tensor may have
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
 
 GROUP = (1 << 32) - 1
 """What their frames say in place of a layer group."""

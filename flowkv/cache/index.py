@@ -7,6 +7,7 @@ can meet (their keys differ from the root on).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
@@ -124,6 +125,12 @@ _WIDEST = 16
 
 UNKNOWN = 15
 """In place of a codec's index, where only the frame itself can tell."""
+
+LAYOUT = hashlib.sha256(b"flowkv.state/1").digest()[:16]
+"""What a state's frame carries as its layout."""
+
+BUNDLE_LAYOUT = hashlib.sha256(b"flowkv.bundle/1").digest()[:16]
+"""What frames of named tensors (`KV.keep`) carry as theirs."""
 
 
 class Block:

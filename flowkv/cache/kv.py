@@ -27,10 +27,9 @@ from flowkv.cache.export import Bundles, Exported, Loaded
 from flowkv.cache.guard import Guard
 from flowkv.cache.handover import Arrival, Sender
 from flowkv.cache.load import PageLoader
-from flowkv.cache.match import PrefixMatcher
 from flowkv.cache.prefetch import Prefetch, PrefetchManager
 from flowkv.cache.requests import Queue, Recording, RequestTracker, WaitingRequest
-from flowkv.cache.restore import Late, RestoreJob, RestoreScheduler, begin, begin_whole, choose
+from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreScheduler, choose
 from flowkv.cache.seal import Refusal, describe
 from flowkv.cache.sequence import Retain, Sequence, Tables, eta_ns, make_care, session_number
 from flowkv.cache.stack import divided, make_envelope, open_pools, open_tiers
@@ -394,7 +393,7 @@ class KV:
         )
         self.restorer = PrefixMatcher(self.planner, self.gate, self.bus, loader)
         self.snapshots = Snapshots(self.restorer)
-        self.restores = RestoreScheduler(store, self.gate, self.bus, loader)
+        self.restores = RestoreScheduler(self.restorer)
         if (directory := self._learned()) is not None:
             self._tell(partial(learned.load, directory, store.places))
         self.visits = RequestTracker(self.planner, foresight)
@@ -658,10 +657,10 @@ class KV:
                             source = self.snapshots if state else self.restorer
                             seq.reused = source.restore(seq, most)
                         elif state:
-                            attach = partial(begin_whole, self.restores, self.restorer, seq)
+                            attach = partial(self.restores.begin_whole, seq)
                             seq.reused = self.snapshots.begin(seq, most, attach)
                         else:
-                            begin(self.restores, self.restorer, seq, most, computable=computable)
+                            self.restores.begin(seq, most, computable=computable)
                             seq.reused = seq.length
             except BaseException:
                 self.visits.abort(seq.request)
@@ -809,9 +808,7 @@ class KV:
         Returns at once; `cancel` what is returned if the prompt is not going to be used.
         """
         with self._probe(tokens, tenant, salts) as seq:
-            prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)
-            prefetch.start(self.restorer.absent(seq))
-            return prefetch
+            return self._bring(seq)
 
     def enqueue(
         self,
@@ -841,11 +838,14 @@ class KV:
             return queued
 
     def _nearer(self, seq: Sequence, queued: WaitingRequest) -> Prefetch:
-        absent = self.restorer.absent(seq)
-        if self.foresight is not None:
-            return self.foresight.enqueue(queued.request, self.visits.chains(seq))
+        if self.foresight is None:
+            return self._bring(seq)
+        self.restorer.absent(seq)  # which asks tiers that others write to
+        return self.foresight.enqueue(queued.request, self.visits.chains(seq))
+
+    def _bring(self, seq: Sequence) -> Prefetch:
         prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)
-        prefetch.start(absent)
+        prefetch.start(self.restorer.absent(seq))
         return prefetch
 
     def hint(

@@ -564,6 +564,30 @@ class OnTheWay(NamedTuple):
     store: Store
 
 
+def files(tiers: Sequence[Tier]) -> list[int]:
+    """What can be polled for the next answer of tiers; empty if that cannot be polled for."""
+    found = [tier.fileno() for tier in tiers if hasattr(tier, "fileno")]
+    return found if len(found) == len(tiers) and min(found, default=0) >= 0 else []
+
+
+def rest(files: Iterable[int], seconds: float, pause_s: float = 0.0005) -> None:
+    """Waits for the next answer of a tier; that needs no lock.
+
+    Args:
+        files: As `files` said.
+        seconds: Longest wait.
+        pause_s: Longest wait where there are none.
+    """
+    waiting, polls = select.poll(), False  # not `select`, which knows few descriptors
+    for number in files:
+        waiting.register(number, select.POLLIN)
+        polls = True
+    if polls:
+        waiting.poll(1000 * seconds)
+    else:
+        time.sleep(min(seconds, pause_s))
+
+
 class Mover:
     """Transfers of all tiers of a stack. Callers hold the KV lock.
 
@@ -652,14 +676,7 @@ class Mover:
             return handled
         if len(lanes) == 1:
             return lanes[0].settle(timeout_s)
-        numbers = [lane.tier.fileno() for lane in lanes if hasattr(lane.tier, "fileno")]
-        if len(numbers) == len(lanes) and min(numbers, default=0) >= 0:
-            waiting = select.poll()  # not `select`, which knows few descriptors
-            for number in numbers:
-                waiting.register(number, select.POLLIN)
-            waiting.poll(1000 * timeout_s)
-        else:
-            time.sleep(min(timeout_s, _WAIT_OF_SEVERAL_S))
+        rest(files([lane.tier for lane in lanes]), timeout_s, _WAIT_OF_SEVERAL_S)
         return sum(lane.settle() for lane in lanes)
 
     # ---- loads

@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -36,78 +35,24 @@ from flowkv.tiers.io.staging import Arena, ArenaSlot
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: for all contexts, and for kernels
 
 
-class Mark(Protocol):
-    """A place in the order of copies."""
-
-    def done(self) -> bool:
-        """Whether all copies before it are over."""
-        ...
-
-    def wait(self) -> None:
-        """Returns when they are."""
-        ...
-
-
-class Streams(Protocol):
-    """One device's stream of copies, beside the stream that its caller computes on."""
-
-    name: str
-
-    def follow(self) -> None:
-        """Copies given from now on begin after what the caller's stream was given so far."""
-        ...
-
-    def lead(self) -> None:
-        """What the caller's stream is given from now on begins after the copies given so far."""
-        ...
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies bytes of equal number, in either direction."""
-        ...
-
-    def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        """Copies `rows`, uint8 `[n, bytes]`, to the pages of an arena that begin there."""
-        ...
-
-    def gather(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        """Copies pages of an arena into `rows`."""
-        ...
-
-    def mark(self) -> Mark:
-        """The place after the copies given so far."""
-        ...
-
-    def timed(self, call: Callable[[], None]) -> float:
-        """Seconds that the copies of a call take on the device."""
-        ...
-
-    def pin(self, address: int, n_bytes: int) -> str:
-        """Has the device reach memory without the processor; why that does not work, or ""."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Ends `pin`."""
-        ...
-
-
 class CudaMark:
-    """An event."""
+    """A place in the order of copies: an event."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def done(self) -> bool:
-        """See `Mark`."""
+        """Whether all copies before it are over."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """See `Mark`."""
+        """Returns when they are."""
         self._event.synchronize()
 
 
 class CudaStreams:
-    """The copy stream of a CUDA (or ROCm) device.
+    """The copy stream of a CUDA (or ROCm) device, beside the stream that its caller computes on.
 
     Args:
         device: Which.
@@ -119,34 +64,34 @@ class CudaStreams:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
-        """See `Streams`."""
+        """Copies given from now on begin after what the caller's stream was given so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def lead(self) -> None:
-        """See `Streams`."""
+        """What the caller's stream is given from now on begins after the copies given so far."""
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Streams`."""
+        """Copies bytes of equal number, in either direction."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        """See `Streams`."""
+        """Copies `rows`, uint8 `[n, bytes]`, to the pages of an arena that begin there."""
         with torch.cuda.stream(self._stream):
             dispatch.scatter_pages(pages, self._places(granules), _granules(rows), rows)
 
     def gather(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-        """See `Streams`."""
+        """Copies pages of an arena into `rows`."""
         with torch.cuda.stream(self._stream):
             dispatch.gather_pages(pages, self._places(granules), _granules(rows), rows)
 
     def mark(self) -> CudaMark:
-        """See `Streams`."""
+        """The place after the copies given so far."""
         return CudaMark(self._stream)
 
     def timed(self, call: Callable[[], None]) -> float:
-        """See `Streams`."""
+        """Seconds that the copies of a call take on the device."""
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record(self._stream)
@@ -156,7 +101,7 @@ class CudaStreams:
         return float(begin.elapsed_time(end)) / 1e3
 
     def pin(self, address: int, n_bytes: int) -> str:
-        """See `Streams`."""
+        """Has the device reach memory without the processor; why that does not work, or ""."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(address, n_bytes, _PORTABLE_AND_MAPPED))
         if not code:
@@ -166,7 +111,7 @@ class CudaStreams:
         return f"cudaHostRegister of {n_bytes} bytes failed with error {code}"
 
     def unpin(self, address: int) -> None:
-        """See `Streams`."""
+        """Ends `pin`."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostUnregister(address)
 
@@ -226,7 +171,7 @@ def remember(name: str, crossover: Crossover, file: Path = MEMORY) -> None:
         return
 
 
-def calibrate(streams: Streams, pages: torch.Tensor, staging: torch.Tensor) -> Crossover:
+def calibrate(streams: CudaStreams, pages: torch.Tensor, staging: torch.Tensor) -> Crossover:
     """Measures both ways on one device. The content of pages and staging is lost.
 
     Args:
@@ -243,7 +188,7 @@ def calibrate(streams: Streams, pages: torch.Tensor, staging: torch.Tensor) -> C
     return Crossover(up, down)
 
 
-def _line(streams: Streams, pages: torch.Tensor, staging: torch.Tensor, to_device: bool) -> int:
+def _line(streams: CudaStreams, pages: torch.Tensor, staging: torch.Tensor, to_device: bool) -> int:
     """The first size from which on the copy engine is not slower."""
     for size in SIZES:
         rows = staging[: PIECES * size].view(PIECES, size)
@@ -263,7 +208,7 @@ def _line(streams: Streams, pages: torch.Tensor, staging: torch.Tensor, to_devic
     return 2 * SIZES[-1]
 
 
-def _fastest(streams: Streams, call: Callable[[], None]) -> float:
+def _fastest(streams: CudaStreams, call: Callable[[], None]) -> float:
     call()  # compiled, and once through
     return min(streams.timed(call) for _ in range(ROUNDS))
 
@@ -291,7 +236,7 @@ class Copies:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: CudaStreams,
         pages: torch.Tensor,
         arena: Arena | None,
         crossover: Crossover | None = None,
@@ -302,7 +247,7 @@ class Copies:
         self.crossover = crossover or Crossover()
         self._unused: deque[ArenaSlot] = deque()  # whose rows are gone; a finalizer may only append
         self._queue: list[tuple[int, torch.Tensor]] = []  # (granule, row)
-        self._leaving: deque[tuple[Mark, list[torch.Tensor]]] = deque()
+        self._leaving: deque[tuple[CudaMark, list[torch.Tensor]]] = deque()
         self._end = weakref.finalize(self, _end, streams, arena, self._leaving)
         self._end.atexit = False
 
@@ -413,7 +358,7 @@ class Copies:
 
 
 def open_copies(
-    streams: Streams, pages: torch.Tensor, n_bytes: int = STAGING_BYTES, file: Path = MEMORY
+    streams: CudaStreams, pages: torch.Tensor, n_bytes: int = STAGING_BYTES, file: Path = MEMORY
 ) -> Copies:
     """Copies for the pages of a device, before any page is used.
 
@@ -442,7 +387,7 @@ def open_copies(
 
 
 def _end(
-    streams: Streams, arena: Arena | None, leaving: deque[tuple[Mark, list[torch.Tensor]]]
+    streams: CudaStreams, arena: Arena | None, leaving: deque[tuple[CudaMark, list[torch.Tensor]]]
 ) -> None:
     """Neither pages nor pinned memory go before the copies that use them."""
     while leaving:

@@ -14,7 +14,6 @@ waits for it first. What does not come is `Late`, and is computed.
 from __future__ import annotations
 
 import math
-import select
 import threading
 import time
 from bisect import bisect_left
@@ -25,25 +24,348 @@ from enum import Enum
 from itertools import groupby
 from typing import NamedTuple, cast
 
-from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader
-from flowkv.cache.match import PrefixMatcher, RestorePlan, look, resident_pages
+from flowkv.cache.block_table import Planner
+from flowkv.cache.index import Block
+from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
+from flowkv.cache.mover import files, rest
 from flowkv.cache.sequence import Sequence
-from flowkv.cache.store import PageStore
 from flowkv.core import compiling
 from flowkv.core.errors import FlowKVError, StateError
-from flowkv.observe.events import Bus, Hit, Miss, Restored, RestoreEnded, RestoreSpan
+from flowkv.core.layout import CODECS
+from flowkv.observe.events import (
+    Bus,
+    Hit,
+    Miss,
+    Promoted,
+    Restored,
+    RestoreEnded,
+    RestoreSpan,
+)
 from flowkv.policy.restore import (
     Compute,
     Load,
     LoadGate,
     Request,
     RestorePolicy,
+    Source,
     Span,
     State,
     Suffix,
     make_restore_policy,
 )
 from flowkv.policy.restore.costs import Measured, lower_bound
+
+# What is known of a prompt, and how it comes into a sequence's pages.
+
+
+class RestorePlan(NamedTuple):
+    """A known prefix that is not on its device.
+
+    Attributes:
+        pages: Of the whole prefix.
+        resident: Leading ones that are on the device in every group.
+        stop: One past the last page that is not.
+        inbound: Per group: the pages behind the resident ones that are needed, by number.
+        sources: Where they can be loaded from.
+        tiers: Number of the tier of each source; -1 where pages lie on various ones.
+    """
+
+    pages: int
+    resident: int
+    stop: int
+    inbound: list[dict[int, PageLoad]]
+    sources: tuple[Source, ...]
+    tiers: tuple[int, ...]
+
+
+def drop(loads: Iterable[dict[int, PageLoad]]) -> None:
+    """Wants none of these pages any more."""
+    for group in loads:
+        for one in group.values():
+            one.drop()
+
+
+class PrefixMatcher:
+    """Restores prefixes. Callers hold the KV lock.
+
+    Args:
+        planner: Tables and store.
+        gate: Decides whether loading helps.
+        bus: Where hits and misses go.
+        loader: Brings what is not on its device.
+    """
+
+    def __init__(self, planner: Planner, gate: LoadGate, bus: Bus, loader: PageLoader) -> None:
+        self.planner, self.store, self.tables = planner, planner.store, planner.tables
+        self.gate, self.bus, self.loader = gate, bus, loader
+        self.page_size = planner.page_size
+
+    # ---- what is known
+
+    def match(self, seq: Sequence, limit_pages: int) -> int:
+        """Pages of the longest prefix that is known in every group, at most `limit_pages`.
+
+        Full groups need all pages; sliding groups only those that the window still reaches (D12).
+        """
+        pages, groups = limit_pages, range(len(seq.blocks))
+        for g in groups:
+            if self.planner.window(g) is None:
+                pages = self._run(seq, g, pages)
+        for g in groups:
+            if self.planner.window(g) is not None:
+                self._discover(seq, g, 0, pages)
+        return self._within(0, pages, lambda g, page: self.find(seq, g, page) is not None)
+
+    def longest(self, first: int, stop: int, has: Callable[[int, int], bool]) -> int:
+        """The most pages that every group has as far as its window reaches.
+
+        Args:
+            first: So many all groups have.
+            stop: No more than that.
+            has: Whether a group has a page.
+        """
+        for g in range(len(self.planner.geometry.groups)):
+            if self.planner.window(g) is None:
+                stop = next((page for page in range(first, stop) if not has(g, page)), stop)
+        return self._within(first, stop, has)
+
+    def _within(self, first: int, stop: int, has: Callable[[int, int], bool]) -> int:
+        """See `longest`, of sliding groups."""
+        groups = range(len(self.planner.geometry.groups))
+        sliding = [g for g in groups if self.planner.window(g) is not None]
+
+        def gap(g: int) -> int:
+            # The last one. With fewer pages windows begin no later: none that ends behind it fits.
+            pages = range(stop - 1, max(first, self.first(g, stop)) - 1, -1)
+            return next((page for page in pages if not has(g, page)), stop)
+
+        while (least := min(map(gap, sliding), default=stop)) < stop:
+            stop = least
+        return stop
+
+    def first(self, group: int, pages: int) -> int:
+        """First page that a query right behind `pages` pages needs: at least the last one."""
+        window = self.planner.window(group)
+        if window is None or not pages:
+            return 0
+        return min(max(0, pages * self.page_size - window + 1) // self.page_size, pages - 1)
+
+    def find(self, seq: Sequence, group: int, page: int) -> Block | None:
+        """The block of a page of a prompt, if it lies somewhere."""
+        return self.store.find(seq.key(group, page))
+
+    def _run(self, seq: Sequence, group: int, limit: int) -> int:
+        """Known pages from the first one on."""
+        page = 0
+        for asked in (False, True):
+            while page < limit and self.find(seq, group, page) is not None:
+                page += 1
+            if page < limit and not asked:
+                self._discover(seq, group, page, limit)
+        return page
+
+    def _discover(self, seq: Sequence, group: int, first: int, limit: int) -> None:
+        if first < limit and self.store.watches:
+            keys = [seq.key(group, page) for page in range(first, limit)]
+            self.store.discover(
+                keys,
+                group=group,
+                parent=seq.parent_key(group, first),
+                tenant=seq.tenant,
+                namespace=seq.namespace,
+            )
+
+    # ---- attaching it
+
+    def restore(self, seq: Sequence, limit: int) -> int:
+        """Attaches a known prefix of at most `limit` tokens to a fresh sequence.
+
+        Returns:
+            Tokens attached.
+        """
+        self.store.expire()
+        tokens, loaded = self.attach(seq, max(0, limit) // self.page_size)
+        self.report(seq, tokens, loaded, limit)
+        return tokens
+
+    def attach(self, seq: Sequence, limit_pages: int) -> tuple[int, int]:
+        """Attaches the longest prefix that is known, worth loading and really there.
+
+        Returns:
+            Tokens attached, and how many of them were loaded.
+        """
+        wanted = limit_pages
+        while pages := self.match(seq, wanted):
+            loads = self.loads(seq, 0, pages)
+            absent = [one for group in loads for one in group.values() if not one.held]
+            first = min((one.page_no for one in absent), default=pages)
+            try:
+                stop = self._bring(seq, absent, first, pages)
+            except BaseException:
+                drop(loads)
+                raise
+            if stop == pages:  # what each page is held for is its sequence from here on
+                blocks = [[one.block for one in group.values()] for group in loads]
+                self._attach(seq, blocks, pages)
+                return pages * self.page_size, (pages - first) * self.page_size
+            drop(loads)
+            wanted = min(stop, pages - 1)
+        return 0, 0
+
+    def loads(self, seq: Sequence, first: int, pages: int) -> list[dict[int, PageLoad]]:
+        """Per group, the pages of a known prefix from page `first` on that are needed, by number.
+
+        Those on their device are held for the sequence.
+        """
+        found: list[dict[int, PageLoad]] = []
+        for g in range(len(seq.blocks)):
+            numbers = range(max(first, self.first(g, pages)), pages)
+            blocks = [(page, self.find(seq, g, page)) for page in numbers]
+            found.append({n: PageLoad(self.store, b, n) for n, b in blocks if b is not None})
+        return found
+
+    def _bring(self, seq: Sequence, absent: list[PageLoad], first: int, pages: int) -> int:
+        """Loads what is not on its device; where the prefix ends now, `pages` if all came."""
+        if not self._worth([one.block for one in absent], pages - first):
+            return first
+        codecs = ways(self.store, absent)
+        away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
+        if away or not reserve(absent, codecs, self.store.try_allocate):
+            return min(away, default=first)
+        if absent:
+            self._tell(seq, self.loader.load(absent, self))
+        return min((one.page_no for one in absent if not one.held), default=pages)
+
+    def _tell(self, seq: Sequence, batch: LoadBatch) -> None:
+        """Announces what was loaded, and what that took."""
+        seconds = batch.ended_s - batch.started_s
+        counted_s = compiling.measured_s(batch.started_s, batch.ended_s)
+        for number in sorted({tier for tier, _ in batch.pages}):
+            name = self.store.tiers[number].name
+            count = max(n for (tier, _), n in batch.pages.items() if tier == number)
+            total = sum(n for (tier, _), n in batch.pages.items() if tier == number)
+            tokens, n_bytes = count * self.page_size, batch.n_bytes[number] - batch.joined[number]
+            self.bus.emit(Promoted(source=name, tier="device", pages=total, n_bytes=n_bytes))
+            self.gate.loaded(name, n_bytes, counted_s)
+            self.bus.emit(Hit(tier=name, tokens=tokens, n_bytes=n_bytes, tenant=seq.owner))
+            self.bus.emit(Restored(tier=name, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
+
+    def attach_resident(self, seq: Sequence, pages: int) -> None:
+        """Attaches so many leading pages, all of which are on their device."""
+        blocks = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
+        for block in (block for group in blocks for block in group):
+            self.store.hold(block)
+        self._attach(seq, blocks, pages)
+
+    def report(self, seq: Sequence, tokens: int, loaded: int, limit: int) -> None:
+        """Says on the bus what was found on the device, and what nowhere."""
+        if tokens > loaded:
+            here = Hit(tier="device", tokens=tokens - loaded, n_bytes=0, tenant=seq.owner)
+            self.bus.emit(here)
+        if tokens < limit:
+            self.bus.emit(Miss(tokens=limit - tokens, tenant=seq.owner))
+
+    def _blocks(self, seq: Sequence, group: int, pages: int) -> list[Block]:
+        found = (self.find(seq, group, page) for page in range(self.first(group, pages), pages))
+        return [block for block in found if block is not None]
+
+    def _worth(self, absent: list[Block], pages: int) -> bool:
+        n_bytes: dict[str, int] = {}
+        for block in absent:
+            number = self.store.source(block)
+            tier = self.store.tiers[number].name
+            n_bytes[tier] = n_bytes.get(tier, 0) + self.store.body_bytes(block, number)
+        return not absent or self.gate.worth(n_bytes, pages * self.page_size)
+
+    def _attach(self, seq: Sequence, blocks: list[list[Block]], pages: int) -> None:
+        self.tables.reserve(pages)
+        for g, group in enumerate(blocks):
+            first = pages - len(group)
+            seq.blocks[g] = [None] * first + list(group)
+            seq.first_page[g], seq.published[g] = first, pages
+            self.tables.pages[g][seq.row, first:pages] = [block.page for block in group]
+            seq.fidelity = max([seq.fidelity, *(block.fidelity for block in group)])
+        self.tables.touch()
+        self.tables.lengths[seq.row] = pages * self.page_size
+
+    def absent(self, seq: Sequence) -> list[Block]:
+        """Blocks of a prompt's longest known prefix that are not on their device."""
+        pages = self.match(seq, len(seq.tokens) // self.page_size)
+        known = [self._blocks(seq, g, pages) for g in range(len(seq.blocks))]
+        return [block for blocks in known for block in blocks if block.page < 0]
+
+    # ---- what is on its way
+
+    def resident(self, seq: Sequence, pages: int) -> int:
+        """Leading pages that are on their device, in every group and as far as windows reach."""
+
+        def here(group: int, page: int) -> bool:
+            block = self.find(seq, group, page)
+            return block is not None and block.page >= 0
+
+        return self.longest(0, pages, here)
+
+    def plan(self, seq: Sequence, resident: int, pages: int) -> RestorePlan | None:
+        """Reserves the pages that a known prefix will lie in.
+
+        Args:
+            seq: Whose; its resident pages are attached, so that nothing evicts them.
+            resident: How many those are.
+            pages: All that are known.
+
+        Returns:
+            None if nothing of it can be loaded: it is out of reach for now, or does not fit.
+        """
+        while resident < pages:
+            inbound = self.loads(seq, resident, pages)
+            absent = [one for group in inbound for one in group.values() if not one.held]
+            codecs = ways(self.store, absent)
+            stop = max((one.page_no for one in absent), default=-1) + 1
+            sources, tiers = self._sources(absent, codecs, (stop - resident) * self.page_size)
+            if sources and reserve(absent, codecs, self.store.try_allocate):
+                return RestorePlan(pages, resident, stop, inbound, sources, tiers)
+            drop(inbound)
+            away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
+            if not away:
+                return None
+            pages = self.match(seq, min(away))  # as far as it can be reached
+        return None
+
+    def _sources(
+        self, absent: list[PageLoad], codecs: list[dict[int, int]], tokens: int
+    ) -> tuple[tuple[Source, ...], tuple[int, ...]]:
+        """Tiers that have all of it, the most precise first; else one that stands for several."""
+        if not codecs or not all(codecs):
+            return (), ()
+        store = self.store
+        cells = tokens * sum(len(group.layers) for group in store.geometry.groups)
+
+        def bytes_of(one: PageLoad, codec: int) -> int:
+            return store.page_bytes(one.group, codec)
+
+        def source(tier: int, chosen: list[int]) -> Source:
+            n_bytes = sum(map(bytes_of, absent, chosen))
+            usual = Counter(chosen).most_common(1)[0][0]
+            return Source(store.tiers[tier].name, CODECS[usual], n_bytes / cells)
+
+        common = set.intersection(*(set(one) for one in codecs))
+        if common:
+            made = {tier: source(tier, [one[tier] for one in codecs]) for tier in sorted(common)}
+            order = sorted(common, key=lambda tier: (CODECS.index(made[tier].codec), tier))
+            return tuple(made[tier] for tier in order), tuple(order)
+        nearest = [next(iter(one)) for one in codecs]
+        main = Counter(nearest).most_common(1)[0][0]
+        chosen = [one[tier] for one, tier in zip(codecs, nearest, strict=True)]
+        return (source(main, chosen),), (-1,)
+
+    # ---- erasing
+
+    def known(self, seq: Sequence) -> list[Block]:
+        """Known blocks of a prompt's pages, in every group."""
+        pages = range(len(seq.tokens) // self.page_size)
+        found = [self.find(seq, g, page) for g in range(len(seq.blocks)) for page in pages]
+        return [block for block in found if block is not None]
+
 
 # What restores are believed to take before any was measured.
 
@@ -101,7 +423,6 @@ class Prior:
 # The policy decides, this executes: it asks tiers for what the policy wants loaded, and tells the
 # state what came. Nothing of it blocks.
 
-_RESTORES_PAUSE_S = 0.0005
 _AHEAD_S = 0.05
 _LEAST_PAGES, _LEAST_BYTES, _MOST_BYTES = 4, 1 << 22, 1 << 26
 """In flight from one tier are as many bytes as it gives in that time, within these bounds."""
@@ -113,29 +434,89 @@ class RestoreScheduler:
     """Restores of one cache. Callers hold the KV lock.
 
     Args:
-        store: Where pages are known.
-        gate: Told what loads take.
-        bus: Where spans go.
-        flights: Loads under way.
+        restorer: Knows what there is to restore.
 
     Attributes:
+        flights: Loads under way.
         policy: Decides; another one can take its place while nothing is restored.
         costs: What was measured so far.
         state: How far all of them are.
         s_per_byte: Seconds of the thread that drives them; 0.0 while that is not known.
     """
 
-    def __init__(self, store: PageStore, gate: LoadGate, bus: Bus, flights: PageLoader) -> None:
-        self.store, self.gate, self.bus, self.flights = store, gate, bus, flights
+    def __init__(self, restorer: PrefixMatcher) -> None:
+        self.restorer, self.store, self.flights = restorer, restorer.store, restorer.loader
+        self.gate, self.bus = restorer.gate, restorer.bus
         self.policy: RestorePolicy = make_restore_policy("flowkv")
-        self.costs = Measured(Prior(gate))
+        self.costs = Measured(Prior(self.gate))
         self.state = State(self.costs)
         self._active: dict[int, RestoreJob] = {}
         self._busy_s: dict[str, float] = {}
         self._computed_s: dict[int, float] = {}
         self._numbers = 0
-        self._pumping = False
+        self._pumping, self._asked = False, 0  # bytes that the last `pump` asked for
         self._allowance_s, self.s_per_byte = math.inf, 0.0
+
+    # ---- beginnings and ends
+
+    def begin(self, seq: Sequence, limit: int, *, computable: bool) -> None:
+        """Attaches what is on the device of a prompt, and begins to load the rest.
+
+        `Sequence.restoration` says what is to be loaded; None if that is nothing.
+
+        Args:
+            seq: A fresh sequence.
+            limit: Most tokens of the prefix.
+            computable: See `RestoreJob`.
+        """
+        size, restorer = self.restorer.page_size, self.restorer
+        self.store.expire()
+        plan = self._look(seq, restorer.match(seq, max(0, limit) // size), computable)
+        here = seq.length
+        known = plan.pages * size if plan is not None else here
+        restorer.report(seq, known, known - here, limit)
+        if plan is not None:
+            self._launch(seq, plan, computable)
+
+    def begin_whole(self, seq: Sequence, pages: int) -> bool:
+        """Attaches so many known pages, also those that are still on their way: all or none.
+
+        Returns:
+            Whether they are attached. If not, the sequence may hold some of them.
+        """
+        plan, tokens = self._look(seq, pages, computable=False), pages * self.restorer.page_size
+        if plan is None:
+            return seq.length == tokens
+        restoration = self._launch(seq, plan, computable=False)
+        if restoration.settle() == tokens:
+            return True
+        restoration.abandon()
+        return False
+
+    def _look(self, seq: Sequence, pages: int, computable: bool) -> RestorePlan | None:
+        """Attaches what is on the device of known pages; finds the rest, if it is worth loading."""
+        resident = self.restorer.resident(seq, pages)
+        if resident:
+            self.restorer.attach_resident(seq, resident)
+        plan = self.restorer.plan(seq, resident, pages)
+        if plan is not None and not self._worth(plan, computable):
+            drop(plan.inbound)
+            plan = None
+        return plan
+
+    def _worth(self, plan: RestorePlan, computable: bool) -> bool:
+        """Whether loading helps: where the front is computed meanwhile, if it does for one page."""
+        source, pages, size = plan.sources[0], plan.stop - plan.resident, self.restorer.page_size
+        layers = sum(len(group.layers) for group in self.store.geometry.groups)
+        page_bytes = source.cell_bytes * layers * size
+        n_bytes = page_bytes if computable else page_bytes * pages
+        return self.gate.worth({source.tier: round(n_bytes)}, pages * size)
+
+    def _launch(self, seq: Sequence, plan: RestorePlan, computable: bool) -> RestoreJob:
+        """Begins to load what was found."""
+        seq.restoration = restoration = RestoreJob(self, seq, plan, computable=computable)
+        self.pump()
+        return restoration
 
     def number(self) -> int:
         """A number for a request."""
@@ -175,8 +556,11 @@ class RestoreScheduler:
 
     @property
     def still(self) -> bool:
-        """Whether no tier owes anything, though all was asked for that there is room for."""
-        return not self.paused and not self.flights.busy()
+        """Whether no tier owes anything, and there was nothing more to ask for.
+
+        A tier may have answered all of a window by now, and more is to come in the next one.
+        """
+        return not (self.paused or self.flights.busy() or self._asked)
 
     def _spent(self, seconds: float, asked: int) -> None:
         self._allowance_s -= seconds
@@ -196,9 +580,9 @@ class RestoreScheduler:
             if self._active:
                 self._now()
                 begun_s = compiling.now_s()
-                asked = sum(self._fill(tier) for tier in self._tiers())
+                self._asked = sum(self._fill(tier) for tier in self._tiers())
                 self.store.drain()
-                self._spent(compiling.now_s() - begun_s, asked)
+                self._spent(compiling.now_s() - begun_s, self._asked)
         finally:
             self._pumping = False
 
@@ -258,8 +642,7 @@ class RestoreScheduler:
         """What can be polled for the next answer of a tier; empty if that cannot be polled for."""
         numbers = self.flights.busy()
         tiers = [self.store.tiers[number] for number in numbers if number < len(self.store.tiers)]
-        files = [tier.fileno() for tier in tiers if hasattr(tier, "fileno")]
-        return files if len(files) == len(tiers) and min(files, default=0) >= 0 else []
+        return files(tiers)
 
     def _arrived(self, flight: LoadBatch) -> None:
         op = flight.op
@@ -350,23 +733,6 @@ class RestoreScheduler:
         self.state.now_s = time.perf_counter()
 
 
-def rest(files: Iterable[int], seconds: float) -> None:
-    """Waits for the next answer of a tier, without the KV lock.
-
-    Args:
-        files: As `RestoreScheduler.files` said.
-        seconds: Longest wait.
-    """
-    waiting, polls = select.poll(), False
-    for number in files:
-        waiting.register(number, select.POLLIN)
-        polls = True
-    if polls:
-        waiting.poll(1000 * seconds)
-    else:
-        time.sleep(_RESTORES_PAUSE_S)
-
-
 def _cut(span: Span) -> tuple[int, int]:
     return span.first, span.size
 
@@ -380,15 +746,15 @@ class Back:
     Args:
         restorer: Knows windows.
         seq: Whose.
-        prospect: What is to come.
+        plan: What is to come.
 
     Attributes:
         index: Of each model layer: where it stands among all that have pages.
     """
 
-    def __init__(self, restorer: PrefixMatcher, seq: Sequence, prospect: RestorePlan) -> None:
+    def __init__(self, restorer: PrefixMatcher, seq: Sequence, plan: RestorePlan) -> None:
         self._restorer, self._planner, self._seq = restorer, restorer.planner, seq
-        self._groups, self._tiers = prospect.inbound, prospect.tiers
+        self._groups, self._tiers = plan.inbound, plan.tiers
         groups = self._planner.geometry.groups
         layers = sorted(layer for group in groups for layer in group.layers)
         self.index = {layer: index for index, layer in enumerate(layers)}
@@ -440,20 +806,11 @@ class Back:
     def reach(self, first: int, stop: int, good: Callable[[PageLoad], bool]) -> int:
         """The most pages that every group has as far as its window reaches; at least `first`."""
 
-        def has(g: int, page: int) -> bool:
-            inbound = self._groups[g].get(page)
-            return page < first or (inbound is not None and good(inbound))
+        def has(group: int, page: int) -> bool:
+            inbound = self._groups[group].get(page)
+            return inbound is not None and good(inbound)
 
-        groups = range(len(self._groups))
-        for g in groups:
-            if self._planner.window(g) is None:
-                stop = next((page for page in range(first, stop) if not has(g, page)), stop)
-        sliding = [g for g in groups if self._planner.window(g) is not None]
-        while stop > first and not all(
-            has(g, page) for g in sliding for page in range(self._restorer.first(g, stop), stop)
-        ):
-            stop -= 1
-        return stop
+        return self._restorer.longest(first, stop, has)
 
     # ---- the line
 
@@ -699,9 +1056,8 @@ class RestoreJob:
 
     Args:
         restores: All of the cache.
-        restorer: Knows pages and windows.
         seq: Whose prefix; its resident pages are attached.
-        prospect: What is to come.
+        plan: What is to come.
         computable: Whether the caller computes tokens of the front where that helps.
 
     Attributes:
@@ -713,26 +1069,24 @@ class RestoreJob:
     def __init__(
         self,
         restores: RestoreScheduler,
-        restorer: PrefixMatcher,
         seq: Sequence,
-        prospect: RestorePlan,
+        plan: RestorePlan,
         *,
         computable: bool,
     ) -> None:
-        self._restores, self.seq = restores, seq
-        self._planner, self._guard = restorer.planner, restorer.planner.guard
-        self.back = Back(restorer, seq, prospect)
-        self._size, self._stop = restorer.page_size, prospect.pages
+        self._restores, self.seq, self._planner = restores, seq, restores.restorer.planner
+        self._guard, self._size = self._planner.guard, self._planner.page_size
+        self.back, self._stop = Back(restores.restorer, seq, plan), plan.pages
         self._phase, self._broken = _Phase.FRONT, False
         self._computing: _Computing | None = None
         self.request = Request(
             number=restores.number(),
-            tokens=prospect.stop * self._size,
-            suffix=seq.known - prospect.pages * self._size,
+            tokens=plan.stop * self._size,
+            suffix=seq.known - plan.pages * self._size,
             layers=len(self.back.index),
-            resident=prospect.resident * self._size,
+            resident=plan.resident * self._size,
             unit=self._size,
-            sources=prospect.sources,
+            sources=plan.sources,
             computable=computable,
             whole=True,
             arrived_s=time.perf_counter(),
@@ -903,8 +1257,8 @@ class RestoreJob:
     def _rest(self) -> None:
         with self._guard:
             self._restores.allow()  # nobody has better use of this thread
-            files = self._restores.files()
-        rest(files, _PAUSE_S)
+            waited_for = self._restores.files()
+        rest(waited_for, _PAUSE_S)
 
     def _ready(self, index: int, begun_s: float) -> bool:
         with self._guard:
@@ -1036,94 +1390,3 @@ def choose(
         return None
     with mine[0]._guard:
         return mine[0]._restores.hand_out(mine, most)
-
-
-# How a restore begins: what is on the device is attached, the rest set on its way.
-
-
-def begin(
-    restores: RestoreScheduler,
-    restorer: PrefixMatcher,
-    seq: Sequence,
-    limit: int,
-    *,
-    computable: bool,
-) -> RestoreJob | None:
-    """Attaches what is on the device of a prompt, and begins to load the rest.
-
-    Callers hold the KV lock.
-
-    Args:
-        restores: Of the cache.
-        restorer: Of the cache.
-        seq: A fresh sequence.
-        limit: Most tokens of the prefix.
-        computable: See `RestoreJob`.
-
-    Returns:
-        None if nothing is to be loaded.
-    """
-    restorer.store.expire()
-    pages = restorer.match(seq, max(0, limit) // restorer.page_size)
-    prospect = _look(restores, restorer, seq, pages, computable)
-    here = seq.length
-    known = prospect.pages * restorer.page_size if prospect is not None else here
-    restorer.report(seq, known, known - here, limit)
-    return None if prospect is None else _launch(restores, restorer, seq, prospect, computable)
-
-
-def begin_whole(
-    restores: RestoreScheduler, restorer: PrefixMatcher, seq: Sequence, pages: int
-) -> bool:
-    """Attaches so many known pages, also those that are still on their way: all or none of them.
-
-    Callers hold the KV lock.
-
-    Returns:
-        Whether they are attached. If not, the sequence may hold some of them.
-    """
-    prospect = _look(restores, restorer, seq, pages, computable=False)
-    if prospect is None:
-        return seq.length == pages * restorer.page_size
-    restoration = _launch(restores, restorer, seq, prospect, computable=False)
-    if restoration.settle() == pages * restorer.page_size:
-        return True
-    restoration.abandon()
-    return False
-
-
-def _look(
-    restores: RestoreScheduler, restorer: PrefixMatcher, seq: Sequence, pages: int, computable: bool
-) -> RestorePlan | None:
-    """Attaches what is on the device of known pages; finds the rest, if it is worth loading."""
-    resident = resident_pages(restorer, seq, pages)
-    if resident:
-        restorer.attach_resident(seq, resident)
-    prospect = look(restorer, seq, resident, pages) if resident < pages else None
-    if prospect is not None and not _worth(restores, prospect, restorer.page_size, computable):
-        prospect.drop()
-        prospect = None
-    return prospect
-
-
-def _launch(
-    restores: RestoreScheduler,
-    restorer: PrefixMatcher,
-    seq: Sequence,
-    prospect: RestorePlan,
-    computable: bool,
-) -> RestoreJob:
-    """Begins to load what was found."""
-    restoration = RestoreJob(restores, restorer, seq, prospect, computable=computable)
-    seq.restoration = restoration
-    restores.pump()
-    return restoration
-
-
-def _worth(restores: RestoreScheduler, prospect: RestorePlan, size: int, computable: bool) -> bool:
-    """Whether loading helps: where the front is computed meanwhile, if it does so for one page."""
-    source, pages = prospect.sources[0], prospect.stop - prospect.resident
-    layers = sum(len(group.layers) for group in restores.store.geometry.groups)
-    page_bytes = source.cell_bytes * layers * size
-    n_bytes = page_bytes if computable else page_bytes * pages
-    return restores.gate.worth({source.tier: round(n_bytes)}, pages * size)

@@ -6,6 +6,7 @@ slots.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
@@ -15,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy
+from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex, SwappedCopy
 from flowkv.cache.mover import Mover
 from flowkv.cache.pool import PagePool, download, make_forms
-from flowkv.cache.states import BUNDLE_LAYOUT, LAYOUT
 from flowkv.core import compiling
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
@@ -430,12 +430,12 @@ class PageStore:
         self._states_only: set[int] = set()
         self.provisional = Provisional()
         self._strangers: dict[int, list[Block]] = {}
-        self.loaded_bytes: dict[str, int] = {}
-        self.stored_bytes: dict[str, int] = {}
-        self.refused: dict[str, int] = {}
-        self.dropped: dict[str, int] = {}
-        self.unpaid: dict[str, int] = {}
-        self._incoming: dict[int, int] = {}
+        self.loaded_bytes = Counter[str]()
+        self.stored_bytes = Counter[str]()
+        self.refused = Counter[str]()
+        self.dropped = Counter[str]()
+        self.unpaid = Counter[str]()
+        self._incoming = Counter[int]()
         self.pools = pools
         self.device_places = {
             device: PolicyPlace(device, "gpu", policies("gpu", pool.capacity_bytes()))
@@ -744,8 +744,7 @@ class PageStore:
 
     def miss_out(self, number: int) -> None:
         """Counts a page that a tier should have got."""
-        name = self.tiers[number].name
-        self.dropped[name] = self.dropped.get(name, 0) + 1
+        self.dropped[self.tiers[number].name] += 1
 
     def worth_saving(self, block: Block, number: int) -> bool:
         """Whether a page can ever be worth loading from a tier; if not, that is counted."""
@@ -754,7 +753,7 @@ class PageStore:
         name = self.tiers[number].name
         if self._pays(name, self._prompt_bytes, partial(self.index.reach, block)):
             return True
-        self.unpaid[name] = self.unpaid.get(name, 0) + 1
+        self.unpaid[name] += 1
         return False
 
     @cached_property
@@ -795,7 +794,7 @@ class PageStore:
 
         if not self.mover.store(number, block.key, info, body, answered):
             return False
-        self._incoming[number] = self._incoming.get(number, 0) + n_bytes
+        self._incoming[number] += n_bytes
         block.moving += 1
         self.protect(block)
         return True
@@ -832,8 +831,7 @@ class PageStore:
             # Where others write too, theirs may have been there before.
             block.enter(number, UNKNOWN if tier.shared else codec)
             self.insert([block], number)
-            stored = self.stored_bytes.get(tier.name, 0)
-            self.stored_bytes[tier.name] = stored + answer.n_bytes
+            self.stored_bytes[tier.name] += answer.n_bytes
             self.bus.emit(
                 Stored(tier=tier.name, pages=1, n_bytes=answer.n_bytes, seconds=answer.seconds)
             )
@@ -853,7 +851,7 @@ class PageStore:
         tier, place = self.tiers[number], self.tier_places[number]
         self.mover.collect()  # so that what is on its way is not counted twice
         need = tier.frame_bytes(body_bytes)
-        while tier.used_bytes() + self._incoming.get(number, 0) + need > tier.capacity_bytes:
+        while tier.used_bytes() + self._incoming[number] + need > tier.capacity_bytes:
             if need > tier.capacity_bytes:
                 return False
             if (stranger := self.stranger(number)) is not None:
@@ -931,8 +929,7 @@ class PageStore:
 
     def count_loaded(self, number: int, n_bytes: int) -> None:
         """Counts bytes that a tier gave."""
-        name = self.tiers[number].name
-        self.loaded_bytes[name] = self.loaded_bytes.get(name, 0) + n_bytes
+        self.loaded_bytes[self.tiers[number].name] += n_bytes
 
     def not_served(self, block: Block, number: int, answer: Completion) -> None:
         """A tier did not give what it was believed to hold: a miss, counted, never an answer."""
@@ -945,7 +942,7 @@ class PageStore:
                 self.rest(number, _REST_S)
             return
         if answer.reason not in _BENIGN:
-            self.refused[name] = self.refused.get(name, 0) + 1
+            self.refused[name] += 1
             self.bus.emit(Quarantined(tier=name, key=block.key, reason=answer.reason))
         self.unlist(block, number)
 
@@ -979,18 +976,24 @@ class PageStore:
         self.settle(block)
 
     def _demote(self, block: Block, number: int) -> None:
-        for lower in range(number + 1, len(self.tiers)):
-            if not self.tiers[lower].writable or self.rests(lower):
+        lower = self._taker(block, number + 1)
+        found = self.read(block, number) if lower >= 0 else None
+        if found is not None and self.save(block, lower, found[0], memoryview(found[1])):
+            source, tier = self.tiers[number].name, self.tiers[lower].name
+            self.bus.emit(Demoted(source=source, tier=tier, pages=1, n_bytes=len(found[1])))
+
+    def _taker(self, block: Block, first: int) -> int:
+        """The nearest tier from number `first` on that wants a block; -1 if one before has it."""
+        for number in range(first, len(self.tiers)):
+            if block.tiers >> number & 1:
+                break
+            if not self.tiers[number].writable or self.rests(number):
                 continue
-            if block in self.provisional and self.outlives(lower):
+            if block in self.provisional and self.outlives(number):
                 continue
-            if self.worth_saving(block, lower) and self.admits(block, lower):
-                found = self.read(block, number)
-                if found is not None and self.save(block, lower, found[0], memoryview(found[1])):
-                    source, tier = self.tiers[number].name, self.tiers[lower].name
-                    n_bytes = len(found[1])
-                    self.bus.emit(Demoted(source=source, tier=tier, pages=1, n_bytes=n_bytes))
-                return
+            if self.worth_saving(block, number) and self.admits(block, number):
+                return number
+        return -1
 
     def admits(self, block: Block, number: int) -> bool:
         """Whether the policy of a tier finds a block worth its bytes there."""
@@ -1264,46 +1267,37 @@ class PageStore:
         self.settle(block)
 
     def _demote_page(self, block: Block) -> None:
-        # To the nearest tier that wants it, unless that one or a nearer one holds it already.
-        for number, tier in enumerate(self.tiers):
-            if block.tiers >> number & 1:
-                return
-            if not tier.writable or self.rests(number) or not self.worth_saving(block, number):
-                continue
-            if block in self.provisional and self.outlives(number):
-                continue
-            if self.admits(block, number):
-                n_bytes = self.forms[block.group].of(block.page).page_bytes
-                if self._save_page(block, number):
-                    moved = Demoted(source="device", tier=tier.name, pages=1, n_bytes=n_bytes)
-                    self.bus.emit(moved)
-                elif not self.takes(number, n_bytes) and block not in self._unwritten:
-                    self.miss_out(number)
-                return
+        number = self._taker(block, 0)
+        if number < 0:
+            return
+        n_bytes = self.forms[block.group].of(block.page).page_bytes
+        if self._save_page(block, number):
+            tier = self.tiers[number].name
+            self.bus.emit(Demoted(source="device", tier=tier, pages=1, n_bytes=n_bytes))
+        elif not self.takes(number, n_bytes) and block not in self._unwritten:
+            self.miss_out(number)
 
     def expire(self) -> None:
         """Takes blocks whose lease has run out away from where it ran out."""
+        self._relieve(PolicyPlace.expired, "lease")
+
+    def shed(self) -> None:
+        """Has tenants give up what they have above their quotas."""
+        self._relieve(PolicyPlace.surplus, "quota")
+
+    def _relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
         for place in self.device_places.values():
-            for slot in place.expired(self.now_ns()):
-                self._leave_device(self.index.at(slot), "lease")
-        for number, tier_place in enumerate(self.tier_places):
-            for slot in tier_place.expired(self.now_ns()):
-                self._leave_tier(self.index.at(slot), number, "lease")
+            for slot in chosen(place, self.now_ns()):
+                self._leave_device(self.index.at(slot), reason)
+        for number, place in enumerate(self.tier_places):
+            for slot in chosen(place, self.now_ns()):
+                self._leave_tier(self.index.at(slot), number, reason)
 
     def displace(self, slots: Sequence[int]) -> None:
         """Takes blocks off their device that its policy has given up for a prefetch."""
         for slot in slots:
             self._leave_device(self.index.at(slot), "prefetch")
         self.mover.drain()
-
-    def shed(self) -> None:
-        """Has tenants give up what they have above their quotas."""
-        for place in self.device_places.values():
-            for slot in place.surplus(self.now_ns()):
-                self._leave_device(self.index.at(slot), "quota")
-        for number, tier_place in enumerate(self.tier_places):
-            for slot in tier_place.surplus(self.now_ns()):
-                self._leave_tier(self.index.at(slot), number, "quota")
 
     def publish(self, block: Block, page: int) -> None:
         """A private page becomes a block's device page; its one reference becomes the store's.

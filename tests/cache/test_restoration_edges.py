@@ -216,6 +216,18 @@ def test_of_a_small_prefix_little_is_asked_for_at_first() -> None:
         toy.check_content(kv, seq, prompt)
 
 
+def test_a_tier_that_answers_at_once_gives_more_than_is_asked_for_at_first() -> None:
+    prompt, link = tokens(40 * PAGE + 1), Link(per_poll=0)
+    with (
+        stored(prompt, link, policy=Split(), pages=100) as kv,
+        kv.open(prompt, wait=False, computable=False) as seq,
+    ):
+        link.per_poll, kv.restores._window = 100, lambda tier: 1.0
+        assert seq.restoration is not None and seq.restoration.complete()
+        assert seq.restoration.finish() == 40 * PAGE
+        toy.check_content(kv, seq, prompt[: 40 * PAGE])
+
+
 def test_one_page_out_of_reach_does_not_keep_the_others() -> None:
     prompt, near, far = tokens(6 * PAGE + 1), Link(per_poll=100), Link(name="far")
     with stored(prompt, near, policy=Split()) as kv:

@@ -13,7 +13,7 @@ from hypothesis import given
 from flowkv import KV, Sequence
 from flowkv.cache.kv import plan
 from flowkv.cache.restore import Late
-from flowkv.cache.states import encode_state
+from flowkv.cache.swap import encode_state
 from flowkv.core.keys import Salt
 from flowkv.testing import FlakyTier, MemoryTier
 from flowkv.testing.tiers import Faults
