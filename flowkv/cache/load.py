@@ -41,6 +41,7 @@ class PageLoad:
         page_no: Which page of the sequence it is.
         awaited: Somebody waits for it: until it comes, no tier gives it up, and its page is not
             counted among those that come free.
+        allocate: Where a page of another codec comes from; by default idle ones are given up.
 
     Attributes:
         page: Id of the device page; -1 without one.
@@ -52,14 +53,22 @@ class PageLoad:
     """
 
     __slots__ = (
-        *("_awaited", "_came", "_kept", "_lent", "_line", "_store", "block", "fidelity"),
+        *("_allocate", "_awaited", "_came", "_kept", "_lent", "_line", "_store", "block"),
+        "fidelity",
         *("flying", "held", "page", "page_no", "staged", "wanted"),
     )
 
     def __init__(
-        self, store: PageStore, block: Block, page_no: int, *, awaited: bool = True
+        self,
+        store: PageStore,
+        block: Block,
+        page_no: int,
+        *,
+        awaited: bool = True,
+        allocate: Allocate | None = None,
     ) -> None:
         self._store, self.block, self.page_no, self._awaited = store, block, page_no, awaited
+        self._allocate = allocate or store.spare
         self.page, self.flying, self._came = -1, 0, 0
         self.held, self.wanted, self._lent = False, True, -1  # the page lent
         self._line: Sequence | None = None
@@ -109,7 +118,7 @@ class PageLoad:
             return True
         if self.flying or self._came or self._line is not None:
             return False
-        fresh = self._store.spare(self.group, 1, codec)
+        fresh = self._allocate(self.group, 1, codec)
         if not fresh:
             return False
         self._give_back()
@@ -176,6 +185,8 @@ class PageLoad:
         if block.page >= 0:
             if self._line is None:  # nobody uses ours
                 self._hold()
+                if copies := store.pool(self.group).copies:
+                    copies.flush()  # no copy may be on its way to a page that others can have
                 self._give_back()
             return False
         block.fidelity = max(self.fidelity, self.codec)
@@ -417,10 +428,11 @@ class PageLoader:
             for pool in self._store.pools.values():
                 if pool.copies is not None:
                     pool.copies.flush()
-        # Neighbours in one call, as they lie in a chain; what went meanwhile is nobody's.
-        there = set(batch.fresh)
-        blocks = (one.block for one in loads if one.block in there)
-        self._store.insert([block for block in blocks if block.page >= 0 and not block.gone])
+            # Neighbours in one call, as they lie in a chain; what went meanwhile is nobody's. Also
+            # after an interrupt: what no policy knows stays for ever. Who answers later is alone.
+            there, batch.fresh = set(batch.fresh), None
+            blocks = (one.block for one in loads if one.block in there)
+            self._store.insert([block for block in blocks if block.page >= 0 and not block.gone])
         return batch
 
     def _stage(self, loads: Items[PageLoad]) -> None:

@@ -56,11 +56,14 @@ class Prefetch:
         """Asks for blocks, as far as there is room for them. Callers hold the KV lock.
 
         Args:
-            blocks: Blocks that are not on their device.
+            blocks: Known blocks; those on their device by now need nothing.
             allocate: Makes room; by default idle pages are given up for it.
         """
         store = self._store
-        loads = [PageLoad(store, block, -1, awaited=False) for block in blocks]
+        absent = [block for block in blocks if block.page < 0]
+        for block in set(blocks).difference(absent):
+            self._told(block, False)
+        loads = [PageLoad(store, b, -1, awaited=False, allocate=allocate) for b in absent]
         codecs = ways(store, loads)
         reserve(loads, codecs, allocate or store.spare)
         for one in loads:
