@@ -6,7 +6,9 @@ import threading
 
 import numpy as np
 
-from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE, FilesEngine, Operations
+from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE, Operations
+
+from .files_engine import FilesEngine
 
 NAMES = {"read": READ, "write": WRITE, "sync": SYNC}
 

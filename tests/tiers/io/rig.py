@@ -17,12 +17,12 @@ from flowkv.tiers.io.engine import (
     READ,
     SYNC,
     WRITE,
-    FilesEngine,
     IOEngine,
     ThreadsEngine,
 )
 from flowkv.tiers.io.staging import Arena, ArenaSlot
 from flowkv.tiers.io.uring import UringEngine
+from tests.tiers.files_engine import FilesEngine
 
 BLOCK = 4096
 ARENA_BYTES = 8 << 20
