@@ -30,7 +30,6 @@ from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.disk.files import FileIO, read_fully, wipe, write_fully, zeros
 from flowkv.tiers.disk.home import (
     JOURNAL,
-    MOST_NAMED,
     FrameShape,
     Home,
     Superblock,
@@ -67,24 +66,24 @@ class Contents:
     """Shapes and tenants of frames met so far."""
 
     def __init__(self) -> None:
-        self._tenants: set[bytes] = set()
-        self._shapes: set[tuple[bytes, int, int, int]] = set()
+        self._tenants: set[str] = set()
+        self._shapes: set[FrameShape] = set()
 
     def start(self, rows: Rows) -> None:
         """Begins anew with what a journal says."""
         self._tenants, self._shapes = set(), set()
-        _, first = np.unique(_mixed(rows), return_index=True)
-        some = rows[first[:MOST_NAMED]]
-        self._tenants = set(some["tenant"].tolist())
-        shapes = (some[name].tolist() for name in ("layout", "kind", "stripes", "stripe_bytes"))
-        self._shapes = set(zip(*shapes, strict=True))
+        names = ("tenant", "layout", "kind", "stripes", "stripe_bytes")
+        news = np.ones(len(rows), np.bool_)  # frames of a kind come one after the other
+        news[1:] = np.logical_or.reduce([rows[name][1:] != rows[name][:-1] for name in names])
+        some = rows[news]
+        for each in set(zip(*(some[name].tolist() for name in names), strict=True)):
+            self._add(*each)
 
     def add(self, held: Held) -> None:
         """One more frame."""
         info = held.info
-        self._tenants.add(info.tenant)
         kind = KINDS.index(info.kind)
-        self._shapes.add((info.layout, kind, held.stripes, info.stripe_bytes))
+        self._add(info.tenant, info.layout, kind, held.stripes, info.stripe_bytes)
 
     def note(self, home: Home) -> None:
         """Writes it down, if it is news.
@@ -92,28 +91,13 @@ class Contents:
         Raises:
             OSError: The superblock could not be written; the old one is still there.
         """
-        home.note(
-            {
-                FrameShape(
-                    layout=layout.hex(), kind=KINDS[kind], stripes=stripes, stripe_bytes=step
-                )
-                for layout, kind, stripes, step in self._shapes
-            },
-            {salt.hex() for salt in self._tenants},
-        )
+        home.note(self._shapes, self._tenants)
 
-
-def _mixed(rows: Rows) -> NDArray[np.uint64]:
-    """A number for each row, equal for one tenant and shape; two that collide cost a hint."""
-    mixed = rows["stripe_bytes"] * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= (rows["stripes"].astype(np.uint64) << np.uint64(8)) + rows["kind"]
-    for name in ("tenant", "layout"):
-        words = (
-            np.ascontiguousarray(rows[name]).view("<u8").reshape(-1, rows.dtype[name].itemsize // 8)
+    def _add(self, tenant: bytes, layout: bytes, kind: int, stripes: int, step: int) -> None:
+        self._tenants.add(tenant.hex())
+        self._shapes.add(
+            FrameShape(layout=layout.hex(), kind=KINDS[kind], stripes=stripes, stripe_bytes=step)
         )
-        for column in range(words.shape[1]):
-            mixed = mixed * np.uint64(0xC2B2AE3D27D4EB4F) + words[:, column]
-    return mixed
 
 
 # What a directory may occupy: the capacity, and what of it managing the frames may take.
