@@ -115,7 +115,7 @@ def test_items_that_wait_too_long_fail(tmp_path: Path) -> None:
     assert sorted(ends) == [(first, 0), *((job, n) for n in range(7))]
     arena.give_back(block)
     engine.release()
-    await_(lambda: not tier._wishes.waiting_bytes)
+    await_(lambda: not tier._wishes._waiting_bytes)
     stored(tier, [8])
     assert tier.contains([key_of(n) for n in range(9)]) == [False] * 8 + [True]
     tier.close()

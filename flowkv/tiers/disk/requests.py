@@ -76,11 +76,6 @@ class DiskRequestQueue:
         self._overdue: list[DiskItem] = []
         self.closing = False
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of stores that were not begun."""
-        return self._waiting_bytes
-
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Queues the items of a job; returns its number."""
         job, now = self.answers.new_job(), self._clock.now_ns()

@@ -279,7 +279,6 @@ class Slabs:
     Attributes:
         allocated_bytes: Bytes of slots that may have blocks on the disk.
         free_bytes: Those of them that hold nothing.
-        quarantined: Slots taken out of use since the directory was opened.
     """
 
     def __init__(
@@ -290,7 +289,7 @@ class Slabs:
         ahead_bytes: int = 0,
         open_file: Callable[[str, bool], int] | None = None,
     ) -> None:
-        self.allocated_bytes = self.free_bytes = self.quarantined = 0
+        self.allocated_bytes = self.free_bytes = 0
         self._files, self._directory, self._ahead_bytes = files, directory, ahead_bytes
         self._open_file = open_file or (lambda path, write: files.open(path, write=write))
         self._slabs: dict[int, _SlabFile] = {}
@@ -390,7 +389,6 @@ class Slabs:
 
     def quarantine(self, slot: Slot) -> None:
         """Takes a slot out of use until the directory is opened again; gives back its blocks."""
-        self.quarantined += 1
         if self._punch(slot, 1):
             self.allocated_bytes -= slot.granules * GRANULE_BYTES
         else:

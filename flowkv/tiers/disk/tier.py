@@ -7,7 +7,6 @@ is written is undone.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -91,11 +90,6 @@ class DiskScheduler:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._hungry = 0  # steps that a large store has waited for memory, which loads take
-
-    @property
-    def dropped(self) -> int:
-        """Stores refused because another process owns the directory."""
-        return self._storing.dropped
 
     # --- whose thread --------------------------------------------------------------------------
 
@@ -206,7 +200,7 @@ class DiskScheduler:
 
     def _synced(self, sync: DiskSync) -> None:
         code = -sync.error
-        error = OSError(code, errno.errorcode.get(code, "EIO")) if code else None
+        error = OSError(code, os.strerror(code)) if code else None
         self._sync = None
         self._storing.commit(sync.group, error)
         self._commit([])
@@ -425,11 +419,6 @@ class DiskTier:
     def corrupt(self) -> int:
         """Frames found damaged since the directory was opened."""
         return self._store.corrupt
-
-    @property
-    def dropped(self) -> int:
-        """Stores refused because another process owns the directory."""
-        return self._conductor.dropped
 
     @property
     def engine(self) -> str:

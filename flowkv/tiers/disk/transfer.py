@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from flowkv.tiers.disk.requests import (
     DiskRead,
     DiskRequestQueue,
     DiskWrite,
+    FrameOperations,
     ItemAnswer,
     Staging,
     extents,
@@ -167,6 +169,11 @@ class _Transfers:
         self._used_bytes -= memory.n_bytes
         self._staging.give_back(memory)
 
+    def _land(self, flight: FrameOperations) -> None:
+        """Nothing of its memory is needed any more."""
+        flight.over = True
+        self._free(flight.memory)
+
 
 _MOVES = 3  # times that a frame may move while a reader reads it
 
@@ -230,29 +237,15 @@ class Loading(_Transfers):
         good: list[DiskRead] = []
         more: list[DiskRead] = []
         answers: list[ItemAnswer] = []
-        over: list[DiskRead] = []
         for flight in flights:
-            item = flight.item
-            if not item.claimed:
-                over.append(flight)
-            elif flight.error:
-                answers.append(ItemAnswer(item, Outcome.FAILED, _name(flight.error)))
-                over.append(flight)
-            elif flight.short:
-                over.append(flight)
-                answers += self._damaged(flight, "truncated")
-            elif flight.held.lossless and flight.header is None and not self._whole(flight):
-                try:
-                    self._go_on(flight)
-                    more.append(flight)
-                except BadFrame as error:
-                    over.append(flight)
-                    answers += self._damaged(flight, error.reason)
-                except OSError as error:  # of this one alone
-                    over.append(flight)
-                    answers.append(ItemAnswer(item, Outcome.FAILED, reason_of(error)))
-            else:
-                good.append(flight)
+            try:
+                if flight.item.claimed:
+                    whole = self._read_whole(flight)
+                    (good if whole else more).append(flight)
+            except BadFrame as error:
+                answers += self._damaged(flight, error.reason)
+            except OSError as error:  # of this one alone
+                answers.append(ItemAnswer(flight.item, Outcome.FAILED, reason_of(error)))
         for flight, reason in zip(good, open_all(self._envelope, good), strict=True):
             if reason:
                 answers += self._damaged(flight, reason)
@@ -260,7 +253,7 @@ class Loading(_Transfers):
                 n_bytes = flight.count * flight.held.info.stripe_bytes
                 info = flight.held.info
                 answers.append(ItemAnswer(flight.item, Outcome.HIT, "", info, n_bytes))
-        self.drop([*over, *good])
+        self.drop(flight for flight in flights if flight not in more)
         self._queue.answer(answers)
         return more
 
@@ -269,35 +262,31 @@ class Loading(_Transfers):
         slots: list[Slot] = []
         for flight in flights:
             if not flight.over:
-                flight.over = True
                 slots.append(flight.held.slot)
-                self._free(flight.memory)
+                self._land(flight)
         self._store.unpin(slots)
 
-    def _whole(self, flight: DiskRead) -> bool:
-        """Whether all of a compressed frame was read, or its header only."""
-        held = flight.held
-        ((_, size),) = extents(held, flight.first, flight.count)
-        if size < held.stored_bytes:
-            return False
-        flight.body_at = held.header_bytes
-        if flight.first:
-            try:
-                found = read_header(self._envelope, flight)
-            except BadFrame:
-                return True  # found again, and answered, when it is opened
-            flight.body_at = self._envelope.place(found, flight.first, flight.count)[0]
-        return True
-
-    def _go_on(self, flight: DiskRead) -> None:
-        """Reads the stripes, now that the header has said where they are.
+    def _read_whole(self, flight: DiskRead) -> bool:
+        """Whether all was read; else the stripes are, now that the header says where they lie.
 
         Raises:
-            BadFrame: The header is damaged.
-            OSError: There is no memory, or no file.
+            BadFrame: It is cut off, or its header is damaged.
+            OSError: The disk failed, or there is no memory or no file to go on with.
         """
-        held, fd = flight.held, self._store.fd(flight.held.slot)
+        held = flight.held
+        if flight.error:
+            raise _failed(flight.error)
+        if flight.short:
+            raise BadFrame("truncated", "the slot ends within the frame")
+        if not held.lossless or flight.header is not None:
+            return True
         header = read_header(self._envelope, flight)
+        ((_, size),) = extents(held, flight.first, flight.count)
+        if size == held.stored_bytes:
+            flight.header = header
+            flight.body_at = self._envelope.place(header, flight.first, flight.count)[0]
+            return True
+        fd = self._store.fd(held.slot)
         offset, size = self._envelope.place(header, flight.first, flight.count)
         start = offset // ALIGNMENT * ALIGNMENT
         n_bytes = offset - start + size
@@ -306,6 +295,7 @@ class Loading(_Transfers):
         flight.memory, flight.header, flight.body_at = memory, header, offset - start
         flight.operations = [_read(fd, held.slot.offset + start, memory.address, n_bytes)]
         self._queue.let_go([flight.item])
+        return False
 
     def _damaged(self, flight: DiskRead, reason: str) -> list[ItemAnswer]:
         """The answer to a load of a frame that is not right; none if it is tried again."""
@@ -329,9 +319,9 @@ def _read(fd: int, offset: int, address: int, n_bytes: int) -> tuple[int, int, i
     return READ, fd, offset, address, aligned(n_bytes)
 
 
-def _name(result: int) -> str:
-    """The system's short name of the error in a negative result, such as "ENOSPC"."""
-    return errno.errorcode.get(-result, "EIO")
+def _failed(result: int) -> OSError:
+    """The error in a negative result."""
+    return OSError(-result, os.strerror(-result))
 
 
 # Plain frames sealed many at a time: copied into staging memory and digested in the same pass.
@@ -430,13 +420,8 @@ def _compiled() -> Any:
 
 
 class Storing(_Transfers):
-    """Begins and finishes stores.
+    """Begins and finishes stores."""
 
-    Attributes:
-        dropped: Stores refused because another process owns the directory.
-    """
-
-    dropped = 0
     _unsealed: tuple[tuple[DiskItem, Unsealed], ...] = ()  # claimed: their bodies are read
 
     def begin(self, item: DiskItem, *, alone: bool) -> DiskWrite | None:
@@ -465,7 +450,6 @@ class Storing(_Transfers):
         try:
             flight = self._write(item, wish, stripes, alone=alone)
         except (BadFrame, Refused) as error:
-            self.dropped += error.reason == "read-only"
             return self._end(item, Outcome.FAILED, error.reason)
         except OSError as error:
             return self._end(item, Outcome.FAILED, reason_of(error))
@@ -554,7 +538,7 @@ class Storing(_Transfers):
                 good.append(flight)
                 continue
             self._store.abandon([flight.written])
-            reason = _name(flight.error or -errno.ENOSPC)
+            reason = reason_of(_failed(flight.error or -errno.ENOSPC))
             answers.append(ItemAnswer(flight.item, Outcome.FAILED, reason))
         self._answer(answers)
         return good
@@ -578,10 +562,6 @@ class Storing(_Transfers):
         self._store.delete(flight.item.key for flight in wanted if not flight.item.claimed)
         self._answer([ItemAnswer(f.item, Outcome.STORED, "", None, f.item.n_bytes) for f in wanted])
         self._queue.end_stores(flight.item for flight in late)
-
-    def _land(self, flight: DiskWrite) -> None:
-        flight.over = True
-        self._free(flight.memory)
 
     def _answer(self, answers: list[ItemAnswer]) -> None:
         self._queue.answer(answers)

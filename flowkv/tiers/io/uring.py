@@ -12,12 +12,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.errors import StateError
 from flowkv.tiers.io.engine import (
     COMPLETION,
     OPERATION,
@@ -317,20 +317,17 @@ class UringEngine:
 def _run(shared: _Shared) -> None:
     """The thread: makes the ring, since only its maker may enter it, and serves it to the end."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # others may handle them
+    ring = None
     try:
         ring = Ring(4 * shared.depth)
-    except BaseException as error:
-        shared.error = error.with_traceback(None)  # its frames hold mappings, and they files
-        shared.up.set()
-        return
-    try:
         arguments = _prepare(shared, ring)
     except BaseException as error:
-        ring.close()
-        shared.error = error.with_traceback(None)
-        shared.up.set()
+        if ring is not None:
+            ring.close()
+        shared.error = error.with_traceback(None)  # its frames hold mappings, and they files
         return
-    shared.up.set()
+    finally:
+        shared.up.set()
     shared.code = errno.EIO
     try:
         shared.code = shared.loop.serve(*arguments)
@@ -368,42 +365,26 @@ def _prepare(shared: _Shared, ring: Ring) -> tuple[Any, ...]:
 
 # Picks the engine: the best one that this machine allows.
 
-Rung = Literal["io_uring", "threads", "buffered"]
-RUNGS: tuple[Rung, ...] = ("io_uring", "threads", "buffered")
 SPARE = 16
 """Files that a tier may want to open: locks, journal, and slab files of a few sizes."""
 
 
 def open_engine(
-    prefer: Rung | None = None,
-    *,
-    direct: bool = True,
-    arena: Arena | None = None,
-    directory: str | None = None,
+    *, arena: Arena | None = None, directory: str | None = None
 ) -> UringEngine | ThreadsEngine:
-    """Opens an engine; where one is not allowed the next rung is taken.
+    """Opens the best engine: io_uring, threads with O_DIRECT, or threads through the page cache.
 
-    The rungs are io_uring, threads with O_DIRECT, and threads through the page cache. `name` says
-    which was taken, and `why` what was wrong with a better one.
+    `name` says which was taken, and `why` what was wrong with a better one.
 
     Args:
-        prefer: The first rung to try; default the first of all.
-        direct: Open files with O_DIRECT. False takes "buffered", whatever is preferred.
         arena: Memory that most operations will use, which io_uring may register.
         directory: Where the files will lie: without O_DIRECT there, "buffered" is taken.
 
     Raises:
-        ConfigError: No such rung.
         OSError: The directory cannot be written to.
     """
-    if prefer not in (None, *RUNGS):
-        raise ConfigError(f"engine {prefer!r}", f"Use one of {', '.join(RUNGS)}")
-    if not direct or prefer == "buffered":
-        return ThreadsEngine(direct=False)
     if directory is not None and not allows_direct(directory):
         return ThreadsEngine(direct=False, why=f"no O_DIRECT in {directory}")
-    if prefer == "threads":
-        return ThreadsEngine()
     try:
         ring = UringEngine(arena=arena)
     except OSError as error:
