@@ -66,12 +66,12 @@ class Contents:
     """Shapes and tenants of frames met so far."""
 
     def __init__(self) -> None:
-        self._tenants: set[str] = set()
-        self._shapes: set[FrameShape] = set()
+        self.tenants: set[str] = set()
+        self.shapes: set[FrameShape] = set()
 
     def start(self, rows: Rows) -> None:
         """Begins anew with what a journal says."""
-        self._tenants, self._shapes = set(), set()
+        self.tenants, self.shapes = set(), set()
         names = ("tenant", "layout", "kind", "stripes", "stripe_bytes")
         news = np.ones(len(rows), np.bool_)  # frames of a kind come one after the other
         news[1:] = np.logical_or.reduce([rows[name][1:] != rows[name][:-1] for name in names])
@@ -85,17 +85,9 @@ class Contents:
         kind = KINDS.index(info.kind)
         self._add(info.tenant, info.layout, kind, held.stripes, info.stripe_bytes)
 
-    def note(self, home: Home) -> None:
-        """Writes it down, if it is news.
-
-        Raises:
-            OSError: The superblock could not be written; the old one is still there.
-        """
-        home.note(self._shapes, self._tenants)
-
     def _add(self, tenant: bytes, layout: bytes, kind: int, stripes: int, step: int) -> None:
-        self._tenants.add(tenant.hex())
-        self._shapes.add(
+        self.tenants.add(tenant.hex())
+        self.shapes.add(
             FrameShape(layout=layout.hex(), kind=KINDS[kind], stripes=stripes, stripe_bytes=step)
         )
 
@@ -473,26 +465,16 @@ class Slabs:
             OSError: Something may still be there.
         """
         for granules, slab in self._slabs.items():
+            size = granules * GRANULE_BYTES
             for first, count in _runs(sorted(slab.free)):
-                self._wipe(slab, granules, first, count)
+                if not self._make_holes(Slot(granules, first), count):
+                    wipe(self._files, slab.fd, first * size, count * size)
+        self._named.clear()
         for slot in list(self._damaged):
             wipe(self._files, self.fd(slot), slot.offset, slot.n_bytes)
             self._damaged.discard(slot)
         for slab in self._slabs.values():  # those only cut short when they were opened, too
             self._files.sync(slab.fd)
-
-    def _wipe(self, slab: _SlabFile, granules: int, first: int, count: int) -> None:
-        size = granules * GRANULE_BYTES
-        if self._punch(Slot(granules, first), count):
-            for number in range(first, first + count):
-                del slab.free[number]
-                slab.holes.append(number)
-            self.allocated_bytes -= count * size
-            self.free_bytes -= count * size
-        else:
-            wipe(self._files, slab.fd, first * size, count * size)
-        for number in range(first, first + count):
-            self._named.pop(Slot(granules, number), None)
 
     def close(self) -> None:
         """Closes all files."""
@@ -527,16 +509,24 @@ class Slabs:
         for granules in sorted(self._slabs, key=lambda g: (g == needed, -g)):
             slab, keep = self._slabs[granules], int(granules == needed)
             while got < want_bytes and len(slab.free) > keep:
-                slot = Slot(granules, next(reversed(slab.free)))
-                if not self._punch(slot, 1):
+                if not self._make_holes(Slot(granules, next(reversed(slab.free))), 1):
                     return got
-                slab.free.popitem()
-                slab.holes.append(slot.number)
-                self._named.pop(slot, None)
                 got += granules * GRANULE_BYTES
-                self.allocated_bytes -= granules * GRANULE_BYTES
-                self.free_bytes -= granules * GRANULE_BYTES
         return got
+
+    def _make_holes(self, first: Slot, count: int) -> bool:
+        """Gives back the blocks of neighbouring free slots; False where that does not work."""
+        granules, start = first
+        if not self._punch(first, count):
+            return False
+        slab = self._slabs[granules]
+        for number in range(start, start + count):
+            del slab.free[number]
+            slab.holes.append(number)
+            self._named.pop(Slot(granules, number), None)
+        self.allocated_bytes -= count * first.n_bytes
+        self.free_bytes -= count * first.n_bytes
+        return True
 
     def _punch(self, slot: Slot, count: int) -> bool:
         if self._can_punch:
@@ -614,13 +604,11 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
         OSError: The files cannot be read.
     """
     rows = journal.read_new()
-    good = newest(rows)
-    rows = rows[good] if len(good) < len(rows) else rows
+    rows = rows[newest(rows)]
     if journal.lost:
         rows = rows_in_slots(slabs, envelope, journal.capacity_bytes)
-        for seq in rows["seq"].tolist():
-            journal.seq_seen(seq)
         if len(rows):
+            journal.seq_seen(int(rows["seq"].max()))
             index.load(rows)
             journal.rewrite(index.lines())
     rows = within(slabs, rows)
@@ -631,14 +619,10 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
 
 def within(slabs: Slabs, rows: Rows) -> Rows:
     """Those frames that lie inside of their slab files; a file may have been cut off."""
-    ends = {granules: slabs.end_bytes(granules) for granules in slabs.sizes()}
     good = np.zeros(len(rows), np.bool_)
-    for granules, end_bytes in ends.items():
-        mine = rows["granules"] == granules
-        size = granules * GRANULE_BYTES
-        whole, rest = divmod(end_bytes, size)
-        numbers, stored = rows["number"], rows["stored_bytes"]
-        good |= mine & ((numbers < whole) | ((numbers == whole) & (stored <= rest)))
+    for granules in slabs.sizes():
+        ends = rows["number"] * np.uint64(granules * GRANULE_BYTES) + rows["stored_bytes"]
+        good |= (rows["granules"] == granules) & (ends <= np.uint64(slabs.end_bytes(granules)))
     return rows if good.all() else rows[good]
 
 
@@ -677,22 +661,9 @@ def frames_in_slots(
             if error.reason == "integrity" and locked is not None:
                 locked.append(slot)
             continue
-        stored_bytes = header.frame_bytes
-        if stored_bytes <= slot.n_bytes:
-            yield header.key, held_of(header, slot, stored_bytes)
-
-
-def held_of(header: Header, slot: Slot, stored_bytes: int) -> Held:
-    """The journal's words for a frame in a slot."""
-    return Held(
-        header.generation,
-        slot,
-        header.stripes,
-        header.info,
-        stored_bytes,
-        header.integrity,
-        bool(header.sizes),
-    )
+        size, how = header.frame_bytes, (header.integrity, bool(header.sizes))
+        if size <= slot.n_bytes:
+            yield header.key, Held(header.generation, slot, header.stripes, header.info, size, *how)
 
 
 def _read_header(slabs: Slabs, slot: Slot, envelope: Envelope, page: memoryview) -> Header:
@@ -1110,8 +1081,7 @@ class DiskStore:
                     self._note_bound()
                     with contextlib.suppress(OSError):
                         self._journal.settle()
-                    with contextlib.suppress(OSError):
-                        self._contents.note(self._home)
+                    self._note_contents()
                 self._drop_journal()
             self._slabs.close()
             self._home.close()
@@ -1146,6 +1116,10 @@ class DiskStore:
         if self._bound and self._leads():
             with contextlib.suppress(OSError):  # of a full disk: they may be evicted too early
                 self._home.name(self._bound)
+
+    def _note_contents(self) -> None:
+        with contextlib.suppress(OSError):  # of a full disk: only `inspect` misses it
+            self._home.note(self._contents.shapes, self._contents.tenants)
 
     # --- whose directory it is -----------------------------------------------------------------
 
@@ -1244,5 +1218,4 @@ class DiskStore:
             self._slabs.sync(self._slabs.sizes())
             self._journal.sync()
         self._contents.start(rows)
-        with contextlib.suppress(OSError):  # of a full disk: only `inspect` misses it
-            self._contents.note(self._home)
+        self._note_contents()

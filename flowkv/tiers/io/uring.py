@@ -54,18 +54,14 @@ class _Shared:
         self.code = 0  # the errno because of which it ended
         self.flags, self.registered = 0, False
         self.ended = False
-        self._abandoned = self._open = False
+        self._abandoned, self._open = False, True
         self._lock = threading.RLock()  # a garbage collection may come to `abandon` from anywhere
-
-    def begin(self) -> None:
-        """Opens what wakes the loop, and what wakes who waits."""
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC)  # blocking: the ring waits on it
         try:
             self.done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError:
             os.close(self.wake_fd)
             raise
-        self._open = True
 
     def end(self) -> None:
         """The loop has ended."""
@@ -86,7 +82,7 @@ class _Shared:
                     self.loop.stop(self.control, self.wake_fd)
 
     def close(self) -> None:
-        """Closes what `begin` opened."""
+        """Closes what wakes the loop, and what wakes who waits."""
         with self._lock:
             if self._open:
                 self._open = False
@@ -126,7 +122,6 @@ class UringEngine:
         self._held: deque[NDArray[np.int64]] = deque()  # operations that the loop has no room for
         self._extra: list[NDArray[np.int64]] = []  # completions that the loop does not know of
         shared = self._shared = _Shared(depth, arena)
-        shared.begin()
         self._thread = threading.Thread(
             target=_run, args=(shared,), name="flowkv io_uring", daemon=True
         )
