@@ -53,7 +53,6 @@ class FilesEngine:
         for op, fd, offset, address, length, tag in operations.tolist():
             with self._one:
                 result = self._do(op, fd, offset, address, length)
-            self._reports.expect(1)
             self._reports.put([(tag, result)])
 
     def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
@@ -62,10 +61,6 @@ class FilesEngine:
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
         """Comes too late: everything submitted is done."""
-
-    def in_flight(self) -> int:
-        """Operations whose completion was not taken yet."""
-        return self._reports.owed()
 
     def close(self) -> bool:
         """Takes no more operations; nothing can be under way."""

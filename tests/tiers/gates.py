@@ -42,8 +42,5 @@ class GatedEngine(FilesEngine):
         rows, self.held = self.held[:count], self.held[len(self.held[:count]) :]
         super().submit(np.array(rows, OPERATION))
 
-    def in_flight(self) -> int:
-        return super().in_flight() + len(self.held)
-
     def close(self) -> bool:
         return super().close() and not self.held

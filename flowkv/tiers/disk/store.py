@@ -279,11 +279,11 @@ class Slabs:
         directory: Path,
         *,
         ahead_bytes: int = 0,
-        open_file: Callable[[str, bool], int] | None = None,
+        open_file: Callable[..., int] | None = None,
     ) -> None:
         self.allocated_bytes = self.free_bytes = 0
         self._files, self._directory, self._ahead_bytes = files, directory, ahead_bytes
-        self._open_file = open_file or (lambda path, write: files.open(path, write=write))
+        self._open_file = open_file or files.open
         self._slabs: dict[int, _SlabFile] = {}
         self._pins: Counter[Slot] = Counter()
         self._doomed: set[Slot] = set()  # to be freed when unpinned
@@ -485,7 +485,7 @@ class Slabs:
     def _slab(self, granules: int) -> _SlabFile:
         slab = self._slabs.get(granules)
         if slab is None:
-            fd = self._open_file(self._path(granules), self._ahead_bytes > 0)
+            fd = self._open_file(self._path(granules), write=self._ahead_bytes > 0)
             reach = self._files.size(fd) // (granules * GRANULE_BYTES)
             slab = self._slabs.setdefault(granules, _SlabFile(fd, reach))
             if slab.fd != fd:  # another thread was faster
@@ -762,11 +762,11 @@ class DiskStore:
         self._home = Home(self._files, directory, capacity_bytes, exclusive=exclusive)
         self.owner = self._home.owner
         self.shared = not self.owner
-        self._open_file: Callable[[str, bool], int] | None = None
+        self._open_file: Callable[..., int] | None = None
         self._slabs = Slabs(self._files, self._home.path)
         self._journal: Journal | None = None
 
-    def open(self, open_file: Callable[[str, bool], int] | None = None) -> None:
+    def open(self, open_file: Callable[..., int] | None = None) -> None:
         """Reads what is there.
 
         Args:

@@ -374,8 +374,7 @@ class DiskTier:
                 from flowkv.tiers.io.uring import open_engine
 
                 engine = open_engine(arena=staging.arena, directory=str(self._store.path))
-            mover = engine
-            self._store.open(lambda path, write: mover.open(path, write=write))
+            self._store.open(engine.open)
             self._wishes = DiskRequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:
             self._store.close()

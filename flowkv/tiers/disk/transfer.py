@@ -381,13 +381,12 @@ def _compiled() -> Any:
     from numba import njit
 
     from flowkv.tiers import digest
-    from flowkv.tiers.digest import digest_copied, fence, put_word, swapped, xxh3_128
 
+    # numba's cache is for what the function closes over, as pickled, which for a compiled function
+    # is another one in every process: so it closes over the module, and over what its code is.
+    stamp = 1 + zlib.crc32(Path(str(digest.__file__)).read_bytes())
     digest_at, digested_from = np.uint64(DIGEST_AT.start), np.uint64(DIGESTED_FROM)
     digests_at, eight = np.uint64(FIXED_BYTES), np.uint64(8)
-    stamp = 1 + zlib.crc32(
-        Path(str(digest.__file__)).read_bytes()
-    )  # part of what the cached code is for
 
     def seal_rows(rows):  # type: ignore[no-untyped-def]
         n_bytes = np.uint64(0)
@@ -399,15 +398,19 @@ def _compiled() -> Any:
             at = row.header + digests_at
             for stripe in range(row.stripes):
                 skip = row.step * np.uint64(stripe)
-                low, high = digest_copied(row.body + skip, row.step, row.data + skip, streams)
-                put_word(at, swapped(high))
-                put_word(at + eight, swapped(low))
+                low, high = digest.digest_copied(
+                    row.body + skip, row.step, row.data + skip, streams
+                )
+                digest.put_word(at, digest.swapped(high))
+                digest.put_word(at + eight, digest.swapped(low))
                 at += np.uint64(DIGEST_BYTES)
-            low, high = xxh3_128(row.header + digested_from, row.header_bytes - digested_from)
-            put_word(row.header + digest_at, swapped(high))
-            put_word(row.header + digest_at + eight, swapped(low))
+            low, high = digest.xxh3_128(
+                row.header + digested_from, row.header_bytes - digested_from
+            )
+            digest.put_word(row.header + digest_at, digest.swapped(high))
+            digest.put_word(row.header + digest_at + eight, digest.swapped(low))
         if streams:
-            fence()
+            digest.fence()
 
     options = {"nogil": True, "error_model": "numpy"}
     try:

@@ -91,10 +91,6 @@ class IOEngine(Protocol):
         """Asks for an end of operations; each still completes, with -ECANCELED if that worked."""
         ...
 
-    def in_flight(self) -> int:
-        """Operations submitted and not yet reported."""
-        ...
-
     def close(self) -> bool:
         """Ends what is in flight; False if something never ended: its memory must never be reused.
 
@@ -107,18 +103,12 @@ class IOEngine(Protocol):
 
 
 class Reports:
-    """A queue of completions that counts what is still owed. Thread-safe."""
+    """A queue of completions. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._rows: list[tuple[int, int]] = []
-        self._owed = 0
         self._ended = False
-
-    def expect(self, count: int) -> None:
-        """So many operations were submitted."""
-        with self._changed:
-            self._owed += count
 
     def put(self, rows: Sequence[tuple[int, int]]) -> None:
         """Adds completions: pairs of tag and result."""
@@ -136,13 +126,7 @@ class Reports:
                     break
                 self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
             rows, self._rows = self._rows, []
-            self._owed -= len(rows)
         return np.array(rows, COMPLETION)
-
-    def owed(self) -> int:
-        """Operations submitted and not yet taken."""
-        with self._changed:
-            return self._owed
 
     def end(self) -> None:
         """Nobody waits any more: what comes is kept for whoever looks."""
@@ -295,7 +279,6 @@ class ThreadsEngine:
         with self._changed:
             if self._closed:
                 raise StateError("the engine is closed", "Open another one")
-            self._reports.expect(len(rows))
             self._queue += rows
             wanted = len(self._queue) - self._idle
             while wanted > 0 and len(self._threads) < self.depth:
@@ -319,10 +302,6 @@ class ThreadsEngine:
             if ended:
                 self._queue = deque(row for row in self._queue if row[-1] not in unwanted)
                 self._reports.put([(row[-1], -errno.ECANCELED) for row in ended])
-
-    def in_flight(self) -> int:
-        """Operations whose completion was not taken yet."""
-        return self._reports.owed()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Cancels what is queued and waits for what is under way; False if that took too long."""

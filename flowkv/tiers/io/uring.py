@@ -117,7 +117,7 @@ class UringEngine:
         if sys.platform != "linux":
             raise OSError(errno.ENOSYS, "io_uring is a part of Linux")
         self.direct, self.depth = direct, depth
-        self._pid, self._closed, self._owed = os.getpid(), False, 0
+        self._pid, self._closed = os.getpid(), False
         self._lock, self._waiting = threading.Lock(), threading.Lock()
         self._held: deque[NDArray[np.int64]] = deque()  # operations that the loop has no room for
         self._extra: list[NDArray[np.int64]] = []  # completions that the loop does not know of
@@ -159,7 +159,6 @@ class UringEngine:
         with self._lock:
             if self._closed:
                 raise StateError("the engine is closed", "Open another one")
-            self._owed += len(rows)
             if self._shared.ended:
                 self._fail(rows, self._shared.code or errno.EIO)
             elif len(rows):
@@ -203,10 +202,6 @@ class UringEngine:
             shared = self._shared
             shared.loop.ask(shared.control, shared.cancels, wanted, shared.wake_fd)
             self._wake_waiters()
-
-    def in_flight(self) -> int:
-        """Operations whose completion was not taken yet."""
-        return self._owed
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Cancels what has not begun and waits for the rest; False if that took too long."""
@@ -263,7 +258,6 @@ class UringEngine:
             taken.append(rows)
             if self._held:
                 self._push()
-        self._owed -= sum(map(len, taken))
         return taken
 
     def _give_up(self) -> None:
