@@ -467,7 +467,10 @@ class Slabs:
         for granules, slab in self._slabs.items():
             size = granules * GRANULE_BYTES
             for first, count in _runs(sorted(slab.free)):
-                if not self._make_holes(Slot(granules, first), count):
+                if self._make_holes(slab, Slot(granules, first), count):
+                    for number in range(first, first + count):
+                        del slab.free[number]
+                else:
                     wipe(self._files, slab.fd, first * size, count * size)
         self._named.clear()
         for slot in list(self._damaged):
@@ -509,21 +512,21 @@ class Slabs:
         for granules in sorted(self._slabs, key=lambda g: (g == needed, -g)):
             slab, keep = self._slabs[granules], int(granules == needed)
             while got < want_bytes and len(slab.free) > keep:
-                if not self._make_holes(Slot(granules, next(reversed(slab.free))), 1):
+                number = slab.free.popitem()[0]  # which is as fast where there are millions
+                if not self._make_holes(slab, Slot(granules, number), 1):
+                    slab.free[number] = None
                     return got
                 got += granules * GRANULE_BYTES
         return got
 
-    def _make_holes(self, first: Slot, count: int) -> bool:
+    def _make_holes(self, slab: _SlabFile, first: Slot, count: int) -> bool:
         """Gives back the blocks of neighbouring free slots; False where that does not work."""
-        granules, start = first
         if not self._punch(first, count):
             return False
-        slab = self._slabs[granules]
-        for number in range(start, start + count):
-            del slab.free[number]
-            slab.holes.append(number)
-            self._named.pop(Slot(granules, number), None)
+        numbers = range(first.number, first.number + count)
+        slab.holes += numbers
+        for number in numbers:
+            self._named.pop(Slot(first.granules, number), None)
         self.allocated_bytes -= count * first.n_bytes
         self.free_bytes -= count * first.n_bytes
         return True
