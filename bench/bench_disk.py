@@ -50,11 +50,12 @@ def info_of(size: int) -> FrameInfo:
 
 
 class FlowKV:
-    """The disk tier. With `arena`, targets lie in it and are read into."""
+    """The disk tier."""
 
-    def __init__(self, directory: Path, n_bytes: int, arena: Arena | None = None) -> None:
-        self.name = "FlowKV" if arena is None else "FlowKV, pinned"
-        self._tier = DiskTier(directory, 2 * n_bytes + (64 << 20), queue_bytes=1 << 40, arena=arena)
+    name = "FlowKV"
+
+    def __init__(self, directory: Path, n_bytes: int) -> None:
+        self._tier = DiskTier(directory, 2 * n_bytes + (64 << 20), queue_bytes=1 << 40)
         self.engine = self._tier.engine
 
     def put(self, keys: Sequence[bytes], bodies: Sequence[memoryview]) -> None:
@@ -122,7 +123,6 @@ class Bench:
         total = self.count * self.size
         made: dict[str, Callable[[Path], Blocks]] = {
             "FlowKV": lambda path: FlowKV(path, total),
-            "FlowKV, pinned": lambda path: FlowKV(path, total, self.arena),
             "file per block": FilePerBlock,
         }
         try:

@@ -6,7 +6,9 @@ import threading
 
 import numpy as np
 
-from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE, FilesEngine, Operations
+from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE, Operations
+
+from .files_engine import FilesEngine
 
 NAMES = {"read": READ, "write": WRITE, "sync": SYNC}
 
@@ -39,9 +41,6 @@ class GatedEngine(FilesEngine):
             self.holds = ""
         rows, self.held = self.held[:count], self.held[len(self.held[:count]) :]
         super().submit(np.array(rows, OPERATION))
-
-    def in_flight(self) -> int:
-        return super().in_flight() + len(self.held)
 
     def close(self) -> bool:
         return super().close() and not self.held

@@ -40,10 +40,9 @@ from flowkv.tiers.io.engine import (
     OPERATION,
     WRITE,
     Completions,
-    FilesEngine,
     Operations,
-    memory,
 )
+from tests.tiers.files_engine import FilesEngine, memory
 
 __all__ = [
     "HAZARDS",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.host import HostTier
 
 from .faulty import FastFiles
+from .files_engine import tier_over
 
 
 def test_memory_tier() -> None:
@@ -43,14 +45,16 @@ def test_flaky_tier_never_lies() -> None:
 def disks(directory: Path, **options: Any) -> tuple[Callable[[int], Tier], Callable[[Tier], Tier]]:
     """A factory of empty disk tiers, and what closes one and opens it again."""
     numbers = itertools.count()
+    files = options.pop("files", None)
+    make = partial(tier_over, files) if files else DiskTier
 
     def fresh(capacity_bytes: int) -> Tier:
-        return DiskTier(directory / str(next(numbers)), capacity_bytes, **options)
+        return make(directory / str(next(numbers)), capacity_bytes, **options)
 
     def reopen(tier: Tier) -> Tier:
         assert isinstance(tier, DiskTier)
         tier.close()
-        return DiskTier(tier.name.removeprefix("disk:"), tier.capacity_bytes, **options)
+        return make(tier.name.removeprefix("disk:"), tier.capacity_bytes, **options)
 
     return fresh, reopen
 

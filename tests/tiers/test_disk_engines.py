@@ -15,9 +15,10 @@ import pytest
 from flowkv.tiers.base import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.io import engine as opening
-from flowkv.tiers.io.engine import FilesEngine, IOEngine
+from flowkv.tiers.io.engine import IOEngine, ThreadsEngine
 from flowkv.tiers.io.uring import open_engine
 
+from .files_engine import FilesEngine
 from .frames import LAYOUT, answers, hits, info_of, key_of, outcomes, stored
 from .io.test_ladder import ROOT, run
 from .wraps import KINDS, bfloat16, envelope_of
@@ -31,7 +32,9 @@ Opener = Callable[..., DiskTier]
 def engine_of(name: str) -> IOEngine:
     if name == "files":
         return FilesEngine()
-    engine = open_engine(name)  # type: ignore[arg-type]
+    if name in ("threads", "buffered"):
+        return ThreadsEngine(direct=name == "threads")
+    engine = open_engine()
     if engine.name != name:
         engine.close()
         pytest.skip(f"{name} is not allowed here: {engine.why}")

@@ -18,6 +18,7 @@ from flowkv.tiers.io.staging import Arena
 
 from .crashing import MemoryFiles
 from .faulty import CHANGES, FastFiles, FaultyFiles
+from .files_engine import tier_over
 from .frames import LAYOUT, body_of, get, hits, info_of, key_of, put, stored
 
 MIB = 1 << 20
@@ -54,7 +55,7 @@ def check(tier: DiskTier, there: dict[int, int], gone: set[int]) -> None:
 def operations(durability: str) -> list[str]:
     with tempfile.TemporaryDirectory() as directory:
         files = FaultyFiles()
-        tier = DiskTier(directory, SMALL, durability=durability, files=files, threads=0)
+        tier = tier_over(files, directory, SMALL, durability=durability, threads=0)
         scenario(tier)
         tier.close()
         return files.done
@@ -72,10 +73,10 @@ def test_F5_any_operation_may_fail(tmp_path: Path, mode: str, durability: str) -
         directory = tmp_path / str(at)
         files = FaultyFiles(at, mode)
         try:
-            tier = DiskTier(directory, SMALL, durability=durability, files=files, threads=0)
+            tier = tier_over(files, directory, SMALL, durability=durability, threads=0)
         except StoreError:
             files.armed = False
-            tier = DiskTier(directory, SMALL, durability=durability, files=files, threads=0)
+            tier = tier_over(files, directory, SMALL, durability=durability, threads=0)
             seen["open"] += 1
         there, gone, reasons = scenario(tier)
         seen.update(reasons)
@@ -104,7 +105,7 @@ def test_F5_any_operation_may_fail(tmp_path: Path, mode: str, durability: str) -
 
 def test_F5_a_disk_that_stays_full(tmp_path: Path) -> None:
     files = FaultyFiles()
-    tier = DiskTier(tmp_path, MIB, files=files)
+    tier = tier_over(files, tmp_path, MIB)
     stored(tier, range(10))
     files.at, files.left = len(files.done), 10**9
     assert [answer.reason for answer in put(tier, range(10, 14))] == ["ENOSPC"] * 4
@@ -129,7 +130,7 @@ def test_F5_a_disk_that_cannot_read(tmp_path: Path) -> None:
             return super().read(fd, buffers, offset)
 
     files = Unreadable()
-    tier = DiskTier(tmp_path, MIB, files=files)
+    tier = tier_over(files, tmp_path, MIB)
     stored(tier, ["a"])
     files.broken = True
     assert [(a.outcome, a.reason) for a in get(tier, ["a"])] == [(Outcome.FAILED, "EIO")]
@@ -143,10 +144,10 @@ def test_F5_reads_in_pieces(tmp_path: Path) -> None:
         def read(self, fd: int, buffers: list[memoryview], offset: int) -> int:
             return super().read(fd, [buffers[0][:1000]], offset)
 
-    tier = DiskTier(tmp_path, MIB, files=Pieces())
+    tier = tier_over(Pieces(), tmp_path, MIB)
     stored(tier, range(5))
     tier.close()
-    tier = DiskTier(tmp_path, MIB, files=Pieces())
+    tier = tier_over(Pieces(), tmp_path, MIB)
     assert hits(tier, range(5)) == 5
     tier.close()
 
@@ -161,7 +162,7 @@ FRAME_BODIES = [body_of(name, 3000 if name % 3 else 12_288) for name in range(FR
 def filled() -> MemoryFiles:
     """A store of 50 frames of two sizes, with some deleted, not open."""
     files = MemoryFiles()
-    tier = DiskTier(PLACE, 2 * MIB, files=files, threads=0)
+    tier = tier_over(files, PLACE, 2 * MIB, threads=0)
     for name, body in enumerate(FRAME_BODIES):
         stored(tier, [name], len(body))
     tier.delete([key_of(name) for name in range(FRAMES, FRAMES + GONE)])
@@ -171,7 +172,7 @@ def filled() -> MemoryFiles:
 
 def found(files: MemoryFiles, arena: Arena) -> tuple[set[int], int]:
     """Names that are verified hits, with the right bytes; and bad journal pages."""
-    tier = DiskTier(PLACE, 2 * MIB, files=files, threads=0, arena=arena)
+    tier = tier_over(files, PLACE, 2 * MIB, threads=0, arena=arena)
     targets = [bytearray(len(body)) for body in FRAME_BODIES]
     tier.submit_load(
         [Load(key_of(name), memoryview(target), LAYOUT) for name, target in enumerate(targets)]
@@ -236,7 +237,7 @@ def test_F3_a_journal_page_costs_its_records_at_most(filled: MemoryFiles) -> Non
 def every_bit(monkeypatch: pytest.MonkeyPatch, positions: range) -> None:
     """Flips each bit of these bytes of a frame: it is a miss, and its neighbour is not harmed."""
     arena, files = Arena(MIB), MemoryFiles()
-    tier = DiskTier(PLACE, MIB, files=files, threads=0, arena=arena)
+    tier = tier_over(files, PLACE, MIB, threads=0, arena=arena)
     body = memoryview(body_of("a", 8192))
     keys, info = [key_of("a"), key_of("b")], info_of(8192, stripe_bytes=4096)
     tier.submit_store([Store(key, info, body) for key in keys])

@@ -26,6 +26,7 @@ from flowkv.tiers.disk.journal import WrittenFrame
 from flowkv.tiers.envelope import Envelope, Keyring
 
 from .faulty import FaultyFiles
+from .files_engine import tier_over
 from .frames import answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 
 MIB = 1 << 20
@@ -168,7 +169,7 @@ class Solid(FileIO):
 
 @pytest.mark.parametrize("files", [FileIO, Solid])
 def test_erased_frames_leave_nothing(tmp_path: Path, files: type[FileIO]) -> None:
-    tier = DiskTier(tmp_path, MIB, files=files())
+    tier = tier_over(files(), tmp_path, MIB)
     stored(tier, range(6))
     stored(tier, ["long"], size=73_600)
     assert anywhere(tmp_path, 0) and anywhere(tmp_path, "long", 73_600)
@@ -196,7 +197,7 @@ def test_erased_frames_leave_nothing(tmp_path: Path, files: type[FileIO]) -> Non
 
 def test_an_erasure_that_fails_says_so(tmp_path: Path) -> None:
     files = FaultyFiles(mode="EIO", count=10**6)
-    tier = DiskTier(tmp_path, MIB, files=files)
+    tier = tier_over(files, tmp_path, MIB)
     stored(tier, ["a", "b"])
     files.at = len(files.done)
     with pytest.raises(StoreError, match=r"could not clear .* erase again"):
@@ -594,7 +595,7 @@ def test_a_read_only_file_system_serves_what_it_holds(tmp_path: Path, code: int)
     tier.close()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.warns(UserWarning, match=os.strerror(code)):
-        tier = DiskTier(tmp_path, MIB, files=ReadOnly(code))
+        tier = tier_over(ReadOnly(code), tmp_path, MIB)
     assert not tier.writable and hits(tier, range(5)) == 4
     assert outcomes(put(tier, ["x"])) == [("failed", "read-only")]
     assert tier.delete([key_of(0)]) == 0 and len(list(tier.scan())) == 4
@@ -603,10 +604,10 @@ def test_a_read_only_file_system_serves_what_it_holds(tmp_path: Path, code: int)
     tier.close()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     with pytest.raises(StoreError, match=rf"can only be read \({os.strerror(code)}\)"):
-        DiskTier(tmp_path, MIB, files=ReadOnly(code), exclusive=True)
+        tier_over(ReadOnly(code), tmp_path, MIB, exclusive=True)
     (tmp_path / "empty").mkdir(mode=0o700)
     with pytest.raises(StoreError, match="cannot be used"):
-        DiskTier(tmp_path / "empty", MIB, files=ReadOnly(code))
+        tier_over(ReadOnly(code), tmp_path / "empty", MIB)
 
 
 def test_a_mount_that_is_read_only(tmp_path: Path) -> None:

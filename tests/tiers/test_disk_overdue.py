@@ -115,7 +115,7 @@ def test_items_that_wait_too_long_fail(tmp_path: Path) -> None:
     assert sorted(ends) == [(first, 0), *((job, n) for n in range(7))]
     arena.give_back(block)
     engine.release()
-    await_(lambda: not tier._wishes.waiting_bytes)
+    await_(lambda: not tier._wishes._waiting_bytes)
     stored(tier, [8])
     assert tier.contains([key_of(n) for n in range(9)]) == [False] * 8 + [True]
     tier.close()
@@ -199,48 +199,6 @@ def test_too_much_retired_memory_opens_the_breaker(tmp_path: Path) -> None:
     assert targets == [bytearray(128 << 10)] * 4
     tier.close()
     assert arena.free_bytes == MIB
-    arena.close()
-
-
-def test_targets_in_the_arena_are_read_into(tmp_path: Path) -> None:
-    size, arena = 256 << 10, Arena(4 * MIB)
-    tier = DiskTier(tmp_path, 8 * MIB, arena=arena)
-    stored(tier, range(3), size=size)
-    slot = arena.take(3 * size)
-    assert slot is not None
-    before = arena.free_bytes
-    job = tier.submit_load(
-        [load_of(n, slot.view[n * size : (n + 1) * size]) for n in range(3)], deadline_s=20
-    )
-    assert outcomes(answers(tier, job, 3)) == [("hit", "")] * 3
-    assert bytes(slot.view) == b"".join(body_of(n, size) for n in range(3))
-    assert arena.free_bytes == before
-    arena.give_back(slot)
-    tier.close()
-    arena.close()
-
-
-def test_a_slot_that_the_disk_still_writes_to_is_retired_before_the_answer(tmp_path: Path) -> None:
-    size, arena, clock, engine = 256 << 10, Arena(4 * MIB), ManualClock(), GatedEngine()
-    tier = DiskTier(tmp_path, 8 * MIB, arena=arena, clock=clock, engine=engine)
-    stored(tier, range(2), size=size)
-    slot = arena.take(2 * size)
-    assert slot is not None
-    engine.holds = "read"
-    job = tier.submit_load([load_of(n, slot.view[n * size :][:size]) for n in (0, 1)], deadline_s=3)
-    for _ in range(2):
-        assert engine.entered.acquire(timeout=20)
-    tier.cancel(job)
-    assert tier.poll() == []  # the targets are in use
-    clock.advance(s=4)
-    assert outcomes(answers(tier, job, 2)) == [("failed", "deadline")] * 2
-    assert arena.retired_bytes >= 2 * size
-    engine.release(1)
-    assert engine.held and arena.retired_bytes >= 2 * size  # half of it may still be written to
-    engine.release()
-    await_(lambda: not arena.retired_bytes)
-    await_(lambda: arena.free_bytes == arena.n_bytes)
-    tier.close()
     arena.close()
 
 

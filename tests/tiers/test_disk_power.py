@@ -17,10 +17,11 @@ import pytest
 from flowkv.tiers.base import Completion, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.files import Buffer
-from flowkv.tiers.io.engine import COMPLETION, Completions, FilesEngine
+from flowkv.tiers.io.engine import COMPLETION, Completions
 from flowkv.tiers.io.staging import Arena
 
 from .crashing import MemoryFiles
+from .files_engine import FilesEngine, tier_over
 from .frames import LAYOUT, body_of, info_of, key_of
 
 SMALL = 512 << 10
@@ -47,7 +48,7 @@ class Machine:
     def __init__(self, seed: int, *, durable: bool) -> None:
         self.rng, self.durable = random.Random(seed), durable
         self.durability = "sync" if durable else "none"
-        self.arena = Arena(1 << 20, huge=False)
+        self.arena = Arena(1 << 20)
         self.targets = [memoryview(bytearray(len(body))) for body in BODIES]
         self.points = self.found = self.before = self.failed = 0
 
@@ -193,7 +194,7 @@ class Ordered(MemoryFiles):
 
 def test_F2_deletions_reach_the_device_before_what_took_their_place() -> None:
     files = Ordered()
-    tier = DiskTier(PLACE, SMALL, files=files, threads=0, durability="sync")
+    tier = tier_over(files, PLACE, SMALL, threads=0, durability="sync")
     for name, order in ((0, ["write", "sync"]), (1, ["sync", "write", "sync"])):
         files.order.clear()
         tier.submit_store([Store(KEYS[name], INFOS[name], memoryview(BODIES[name]))])

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from flowkv.tiers.base import Completion, Load, Outcome, Store, Tier
-from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.shared import SharedTier
 from tests.tiers.simulation import SimulatedFiles
 
+from .files_engine import tier_over
 from .frames import LAYOUT, body_of, info_of, key_of
 from .interleaving import Deadlock, Scene, Turns, explore, locks_in
 
@@ -92,7 +92,7 @@ def disk(turns: Turns) -> tuple[Client, Client]:
     """A disk tier that two threads use, small enough that slots are used again at once."""
     files = Points(random.Random(0))
     with locks_in(turns):
-        tier = DiskTier("/points/kv", 256 << 10, files=files, threads=0)
+        tier = tier_over(files, "/points/kv", 256 << 10, threads=0)
     Client(tier, {}).put("K")
     files.turns = turns
     answers: dict[tuple[int, int], Completion] = {}

@@ -14,7 +14,8 @@ import tempfile
 
 from flowkv.tiers.base import Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.io.uring import RUNGS, open_engine
+from flowkv.tiers.io.engine import ThreadsEngine
+from flowkv.tiers.io.uring import open_engine
 
 from .frames import answers, body_of, hits, info_of, key_of, stored
 
@@ -33,7 +34,8 @@ def say(*words: object) -> None:
 def suffer(directory: str, seed: int) -> None:
     say("pid", os.getpid())
     rng = random.Random(seed)
-    engine = open_engine(RUNGS[seed % len(RUNGS)], directory=os.path.dirname(directory))
+    best = open_engine(directory=os.path.dirname(directory))
+    engine = (best, ThreadsEngine(), ThreadsEngine(direct=False))[seed % 3]
     tier = DiskTier(directory, CAPACITY_BYTES, engine=engine)
     assert tier.writable
     numbers = {key_of(name): name for name in range(NAMES)}

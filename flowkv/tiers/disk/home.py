@@ -164,15 +164,11 @@ class Home:
                 )
             self._identify(capacity_bytes)
             if self.obstacle and not self.found:
-                raise StoreError(
-                    f"directory {self.path} cannot be used ({self.obstacle})",
-                    "Choose a directory on a local disk that this user may write to",
-                )
-        except StoreError:
-            self.close()
-            raise
+                raise OSError(errno.EACCES, self.obstacle)
         except OSError as error:
             self.close()
+            if isinstance(error, StoreError):
+                raise
             raise StoreError(
                 f"directory {self.path} cannot be used ({error.strerror})",
                 "Choose a directory on a local disk that this user may write to",
@@ -312,33 +308,26 @@ class Home:
     def _identify(self, capacity_bytes: int) -> None:
         there = read_superblock(self._files, self.path)
         self.found = there is not None
+        old = None
         if there is not None and not there.known:
             self._refuse_format(there)
             there = None
         elif there is None and self.owner:
             old = peek_store_id(self._files, str(self.path / JOURNAL))
-            there = self._new_superblock(old)
-        elif there is None:
-            return
-        if self.owner and (
-            there is None or not self.found or there.capacity_bytes != capacity_bytes
-        ):
-            there = there or self._new_superblock(None)
+        if self.owner and (there is None or there.capacity_bytes != capacity_bytes):
+            there = there or Superblock(
+                store="flowkv",
+                format=FORMAT,
+                store_id=(old or self._files.random(16)).hex(),
+                created_by="flowkv",
+            )
             there.capacity_bytes = capacity_bytes
             write_superblock(self._files, self.path, there)
         self.superblock = there
 
-    def _new_superblock(self, store_id: bytes | None) -> Superblock:
-        return Superblock(
-            store="flowkv",
-            format=FORMAT,
-            store_id=(store_id or self._files.random(16)).hex(),
-            created_by="flowkv",
-        )
-
     def _refuse_format(self, there: Superblock) -> None:
         if not self.owner:
-            self._warn(f"{self.path} has format {there.format}, this version reads {FORMAT}: empty")
+            self._warn(there, "empty")
             return
         names, number = self._files.names(str(self.path)), 1
         while (aside := f"aside-{number}") in names:
@@ -347,13 +336,12 @@ class Home:
         for name in names:
             if _OURS.fullmatch(name) and name != LOCK and not name.startswith("aside-"):
                 self._files.replace(str(self.path / name), str(self.path / aside / name))
-        self._warn(
-            f"{self.path} has format {there.format}, this version reads {FORMAT}: starting empty."
-            f" The old store was moved to {aside}; delete it when no other version needs it."
-        )
+        moved = f"The old store was moved to {aside}; delete it when no other version needs it."
+        self._warn(there, f"starting empty. {moved}")
 
-    def _warn(self, message: str) -> None:
-        warnings.warn(message, UserWarning, stacklevel=5)
+    def _warn(self, there: Superblock, what: str) -> None:
+        found = f"{self.path} has format {there.format}, this version reads {FORMAT}"
+        warnings.warn(f"{found}: {what}", UserWarning, stacklevel=5)
 
 
 _homes: weakref.WeakSet[Home] = weakref.WeakSet()

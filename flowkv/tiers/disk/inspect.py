@@ -30,6 +30,8 @@ from flowkv.tiers.disk.store import (
 from flowkv.tiers.envelope import Envelope, Keyring
 from flowkv.tiers.frame import AES_256_GCM, BadFrame
 
+Progress = Callable[[int, int], None]
+
 
 class FrameShare(msgspec.Struct):
     """Frames of one kind, codec or namespace, and the bytes of their bodies."""
@@ -142,7 +144,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
 
 def scrub(
     directory: str | os.PathLike[str],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     *,
     keyring: Keyring | None = None,
 ) -> ScrubReport:
@@ -159,19 +161,10 @@ def scrub(
     path, start_s = Path(os.path.abspath(directory)), time.monotonic()
     superblock = known_superblock(path)
     check = Check(keyring, superblock.capacity_bytes)
-    read_bytes, locked, suspects = 0, 0, []
     with reading(path, superblock, check.envelope) as (slabs, index, _):
-        for number, (key, held) in enumerate(index.items(), 1):
-            verdict = check(slabs, key, held)
-            read_bytes += held.stored_bytes if verdict is not None else 0
-            locked += verdict is None
-            if verdict is False:
-                suspects.append((key, held))
-            if progress is not None:
-                progress(number, len(index))
+        suspects = check.suspects(slabs, list(index.items()), progress)
         frames = len(index)
         namespaces = by_namespace([held for _, held in index.items()])
-    suspects, foreign = check.judged(suspects)
     with reading(path, superblock, check.envelope) as (_, index, _):
         # the owner may have dropped or moved a frame while it was read here
         now = [index.get(key) for key, _ in suspects]
@@ -182,8 +175,8 @@ def scrub(
     return ScrubReport(
         frames=frames,
         bad=bad,
-        locked=locked + foreign,
-        bytes=read_bytes,
+        locked=check.locked,
+        bytes=check.read_bytes,
         seconds=time.monotonic() - start_s,
         namespaces=namespaces,
         names=names(superblock),
@@ -199,20 +192,45 @@ class Check:
 
     Attributes:
         envelope: For headers of frames that no journal speaks of.
+        locked: Encrypted frames that could not be checked.
+        read_bytes: Bytes of the others.
     """
 
     def __init__(self, keyring: Keyring | None = None, most_bytes: int = 1 << 62) -> None:
-        self._most_bytes = most_bytes
-        self._plain, self._keyed, self._opened = Envelope(), None, 0
+        self._most_bytes, self.locked, self.read_bytes = most_bytes, 0, 0
+        self._plain, self._keyed = Envelope(), None
         if keyring is not None:
             self._keyed = Envelope(integrity="aead", keyring=keyring)
         self.envelope = self._keyed or self._plain
 
-    def __call__(self, slabs: Slabs, key: bytes, held: Held) -> bool | None:
-        """Whether a frame is sound; None if it is encrypted and there is no key."""
-        envelope = self._keyed if held.integrity == AES_256_GCM else self._plain
-        if envelope is None:
-            return None
+    def suspects(
+        self, slabs: Slabs, frames: list[tuple[bytes, Held]], progress: Progress | None
+    ) -> list[tuple[bytes, Held]]:
+        """Those frames that are damaged.
+
+        A damaged tag looks like another secret's. Where no encrypted frame opened at all, it is
+        the secret that is wrong, as far as anybody can tell: they count as locked.
+        """
+        found, opened = [], False
+        for number, (key, held) in enumerate(frames, 1):
+            envelope = self._keyed if held.integrity == AES_256_GCM else self._plain
+            if envelope is None:
+                self.locked += 1
+            else:
+                self.read_bytes += held.stored_bytes
+                if not self._sound(slabs, key, held, envelope):
+                    found.append((key, held))
+                elif envelope is self._keyed:
+                    opened = True
+            if progress is not None:
+                progress(number, len(frames))
+        if opened:
+            return found
+        damaged = [frame for frame in found if frame[1].integrity != AES_256_GCM]
+        self.locked += len(found) - len(damaged)
+        return damaged
+
+    def _sound(self, slabs: Slabs, key: bytes, held: Held, envelope: Envelope) -> bool:
         if held.stored_bytes > self._most_bytes or not slabs.reaches(held.slot, held.stored_bytes):
             return False
         data = memoryview(bytearray(held.stored_bytes))
@@ -220,19 +238,7 @@ class Check:
             check_frame(data[: slabs.read(held.slot, data)], key, held, envelope)
         except (BadFrame, OSError):
             return False
-        self._opened += envelope is self._keyed
         return True
-
-    def judged(self, suspects: list[tuple[bytes, Held]]) -> tuple[list[tuple[bytes, Held]], int]:
-        """Of frames that did not open those that are damaged, and how many may not be.
-
-        A damaged tag looks like another secret's. Where no encrypted frame opened at all, it is
-        the secret that is wrong, as far as anybody can tell.
-        """
-        if self._opened:
-            return suspects, 0
-        damaged = [pair for pair in suspects if pair[1].integrity != AES_256_GCM]
-        return damaged, len(suspects) - len(damaged)
 
 
 def known_superblock(path: Path) -> Superblock:
@@ -342,7 +348,6 @@ def _disk_bytes(path: Path) -> int:
 
 # Repairs a disk tier's directory that nobody owns, or erases what one model left in it.
 
-Progress = Callable[[int, int], None]
 UNKNOWN = "unknown"
 """All frames whose namespace no cache has named, such as those of earlier versions."""
 
@@ -402,38 +407,18 @@ def repair(
     path, start_s = Path(os.path.abspath(directory)), time.monotonic()
     superblock = known_superblock(path)
     check = Check(keyring, superblock.capacity_bytes)
-    store = DiskStore(
-        os.fspath(directory), superblock.capacity_bytes, exclusive=True, envelope=check.envelope
-    )
-    try:
-        recovered = _mend(store.path, superblock, check.envelope)
-        store.open()
+    with _mended(directory, superblock, check.envelope) as (store, recovered):
         frames, slabs = store.entries(), Slabs(FileIO(), store.path)
-        locked, read_bytes, suspects = 0, 0, list[tuple[bytes, Held]]()
-        for number, (key, held) in enumerate(frames, 1):
-            verdict = check(slabs, key, held)
-            read_bytes += held.stored_bytes if verdict is not None else 0
-            locked += verdict is None
-            if verdict is False:
-                suspects.append((key, held))
-            if progress is not None:
-                progress(number, len(frames))
-        suspects, foreign = check.judged(suspects)
+        suspects = check.suspects(slabs, frames, progress)
         for key, held in suspects:
             store.condemn(key, held)
         slabs.close()
-    except StoreError:
-        raise
-    except (OSError, MemoryError) as error:
-        raise unreadable(path, error) from error
-    finally:
-        store.close()
     return RepairReport(
         frames=len(frames) - len(suspects),
         bad=len(suspects),
         recovered=recovered,
-        locked=locked + foreign,
-        bytes=read_bytes,
+        locked=check.locked,
+        bytes=check.read_bytes,
         seconds=time.monotonic() - start_s,
     )
 
@@ -457,13 +442,7 @@ def drop(
     superblock = known_superblock(path)
     if owned(path):
         raise StoreError(f"another process owns {path}", "Close it there, then drop again")
-    check = Check(keyring)
-    store = DiskStore(
-        os.fspath(directory), superblock.capacity_bytes, exclusive=True, envelope=check.envelope
-    )
-    try:
-        _mend(store.path, superblock, check.envelope)
-        store.open()
+    with _mended(directory, superblock, Check(keyring).envelope) as (store, _):
         entries = store.entries()
         shares = by_namespace([held for _, held in entries])
         found = _meant(path, namespace, shares, names(superblock))
@@ -476,12 +455,6 @@ def drop(
                 f"the frames are erased, but {path / aside[0]} holds a store of another format",
                 "Delete that directory",
             )
-    except StoreError:
-        raise
-    except (OSError, MemoryError) as error:
-        raise unreadable(path, error) from error
-    finally:
-        store.close()
     if left := inspect(path).namespaces.keys() & found:
         raise StoreError(f"frames of {min(left)[:12]} are there again", "Drop them again")
     return DropReport(
@@ -514,6 +487,30 @@ def _meant(
         listed = ", ".join(sorted(digest[:16] for digest in found))
         raise StoreError(f"{namespace!r} may be {listed}", "Name one of these")
     return found
+
+
+@contextmanager
+def _mended(
+    directory: str | os.PathLike[str], superblock: Superblock, envelope: Envelope
+) -> Iterator[tuple[DiskStore, int]]:
+    """A store that nobody else owns, its journal mended, and the frames that it had lost.
+
+    Raises:
+        StoreError: Another process owns it, or it cannot be read or written.
+    """
+    store = DiskStore(
+        os.fspath(directory), superblock.capacity_bytes, exclusive=True, envelope=envelope
+    )
+    try:
+        recovered = _mend(store.path, superblock, envelope)
+        store.open()
+        yield store, recovered
+    except StoreError:
+        raise
+    except (OSError, MemoryError) as error:
+        raise unreadable(store.path, error) from error
+    finally:
+        store.close()
 
 
 def _mend(path: Path, superblock: Superblock, envelope: Envelope) -> int:

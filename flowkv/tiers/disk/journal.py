@@ -165,7 +165,7 @@ def pack_record(record: Record) -> bytes:
     return data[:-4] + _CRC.pack(zlib.crc32(data[:-4]))
 
 
-def record_sound(line: bytes | memoryview) -> bool:
+def record_sound(line: bytes) -> bool:
     """Whether 224 bytes match their own crc."""
     return line[-4:] == _CRC.pack(zlib.crc32(line[:-4]))
 
@@ -174,24 +174,10 @@ def unpack_row(data: bytes | memoryview, row: int = 0) -> Record:
     """The record in a row; `sensible` rows only."""
     fields = _RECORD.unpack_from(data, row * RECORD_BYTES)
     key, parent, namespace, tenant, layout, seq, granules, number, stripes = fields[:9]
-    step, group, tokens, rank, world, start, stop, op, kind, codec, fidelity = fields[9:20]
+    step, group, tokens, *shard, op, kind, codec, fidelity = fields[9:20]
     stored_bytes, integrity, lossless, _ = fields[20:]
-    info = FrameInfo(
-        KINDS[kind],
-        codec,
-        fidelity,
-        layout,
-        parent,
-        namespace,
-        group,
-        tokens,
-        step,
-        tenant,
-        rank,
-        world,
-        start,
-        stop,
-    )
+    ancestry = layout, parent, namespace
+    info = FrameInfo(KINDS[kind], codec, fidelity, *ancestry, group, tokens, step, tenant, *shard)
     held = Held(seq, Slot(granules, number), stripes, info, stored_bytes, integrity, bool(lossless))
     return Record(op, key, held)
 
@@ -276,9 +262,8 @@ CHARGE_BYTES = 228
 _MAGIC = b"FKVJRNL2"
 _HEAD = struct.Struct("<8sII16sQ24x")
 _CRC_FROM = 12  # the crc covers what follows it
-_READ_BYTES, _LEAST_READ_BYTES = 1 << 24, 1 << 16
+_READ_BYTES, _LEAST_READ_BYTES, _WRITTEN_BYTES = 1 << 24, 1 << 16, 1 << 20
 _BLANK = bytes(PAGE_BYTES)
-_LAST = _HEAD.size + RECORDS * RECORD_BYTES
 
 
 def charge_bytes(held: Held) -> int:
@@ -296,27 +281,18 @@ def pack_page(number: int, store_id: bytes, records: Iterable[bytes]) -> bytearr
     return page
 
 
-def check_page(page: memoryview, store_id: bytes) -> tuple[int, str]:
-    """Records that a page says it has, and whether it is "sound", "foreign", "blank" or "bad"."""
-    magic, crc, count, owner, _ = _HEAD.unpack_from(page)
-    if magic == _MAGIC and count <= RECORDS and zlib.crc32(page[_CRC_FROM:]) == crc:
-        return (count, "sound") if owner == store_id else (0, "foreign")
-    return 0, "blank" if page == _BLANK else "bad"
-
-
 def read_page(page: memoryview, store_id: bytes) -> tuple[bytes, str]:
-    """Packed records of a page, and whether it was "sound", "blank" or "bad"."""
-    count, state = check_page(page, store_id)
-    if state == "bad":
-        return salvage(page), state
-    packed = bytes(page[_HEAD.size : _HEAD.size + count * RECORD_BYTES])
-    return packed, "bad" if state == "foreign" else state
+    """Packed records of a page, and whether it was "sound", "blank" or "bad".
 
-
-def salvage(page: memoryview) -> bytes:
-    """Those records of a damaged page that match their own crc."""
-    lines = (page[at : at + RECORD_BYTES] for at in range(_HEAD.size, _LAST, RECORD_BYTES))
-    return b"".join(line for line in lines if record_sound(line))
+    Of a damaged page those records that match their own crc; of another store's page none.
+    """
+    magic, crc, count, owner, _ = _HEAD.unpack_from(page)
+    packed = bytes(page[_HEAD.size :])
+    if magic == _MAGIC and count <= RECORDS and zlib.crc32(page[_CRC_FROM:]) == crc:
+        return (packed[: count * RECORD_BYTES], "sound") if owner == store_id else (b"", "bad")
+    if page == _BLANK:
+        return b"", "blank"
+    return b"".join(line for line in _split(packed) if record_sound(line)), "bad"
 
 
 def peek_store_id(files: FileIO, path: str) -> bytes | None:
@@ -422,45 +398,33 @@ class Journal:
             self._next_seq = max(self._next_seq, int(rows["seq"].max()) + 1)
         return rows
 
-    def _read_pages(self, number: int, pages: list[memoryview]) -> bytes:
-        """Records of some pages; of the first one only those that were not read before."""
-        counts, rest, last = [0] * len(pages), {}, -1
-        for at, page in enumerate(pages):
-            counts[at], state = check_page(page, self._store_id)
+    def _read_pages(self, first: int, pages: list[memoryview]) -> bytes:
+        """Records of some pages, but for those of the tail that were read before."""
+        found: list[bytes] = []
+        last: tuple[int, bytes, str] | None = None
+        for number, page in enumerate(pages, first):
+            packed, state = read_page(page, self._store_id)
+            if state == "blank":
+                continue
             self.sound_pages += state == "sound"
-            if state in ("bad", "foreign"):
-                self.bad_pages += 1
-                rest[at] = salvage(page) if state == "bad" else b""
-            if state != "blank":
-                last = at
-        if last < 0:
+            self.bad_pages += state == "bad"
+            last = number, packed, state
+            if number == self._tail and self._tail_seen:
+                packed = b"".join(line for line in _split(packed) if line not in self._tail_seen)
+            found.append(packed)
+        if last is None:
             return b""
-        packed = self._gather(pages, counts, rest)
-        lines = self._lines(pages[last], counts[last], rest.get(last))
-        if self._tail_seen and number == self._tail:
-            first = lines if last == 0 else self._lines(pages[0], counts[0], rest.get(0))
-            fresh = b"".join(line for line in first if line not in self._tail_seen)
-            packed = fresh + packed[len(first) * RECORD_BYTES :]
-        if number + last > self._tail:
+        number, packed, state = last
+        if number > self._tail:
             self._tail_seen.clear()
+        lines = _split(packed)
         self._tail_seen.update(lines)
-        self._tail = number + last
-        full = last in rest  # nothing is ever written into a damaged page
-        self._pages = {self._tail: [_BLANK] * RECORDS if full else lines}
-        self.count += len(packed) // RECORD_BYTES
-        return packed
-
-    def _gather(self, pages: list[memoryview], counts: list[int], rest: dict[int, bytes]) -> bytes:
-        if all(count == RECORDS for count in counts):
-            return b"".join(page[_HEAD.size : _LAST] for page in pages)
-        return b"".join(
-            rest[at] if at in rest else page[_HEAD.size : _HEAD.size + count * RECORD_BYTES]
-            for at, (page, count) in enumerate(zip(pages, counts, strict=True))
-        )
-
-    def _lines(self, page: memoryview, count: int, rest: bytes | None) -> list[bytes]:
-        packed = bytes(page[_HEAD.size : _HEAD.size + count * RECORD_BYTES])
-        return _split(packed if rest is None else rest)
+        self._tail = number
+        # nothing is ever written into a damaged page
+        self._pages = {number: lines if state == "sound" else [_BLANK] * RECORDS}
+        fresh = b"".join(found)
+        self.count += len(fresh) // RECORD_BYTES
+        return fresh
 
     def _start_writing(self, size: int) -> None:
         cut = self._tail == size // PAGE_BYTES  # the last page ends too early
@@ -539,21 +503,18 @@ class Journal:
         Raises:
             OSError: The old file is still there and in use.
         """
-        lines, temporary, number, count = iter(live), self._path + ".tmp", 0, 0
+        lines, temporary, tail = iter(live), self._path + ".tmp", list[bytes]()
         fd = self._files.open(temporary, write=True)
         try:
             self._files.truncate(fd, 0)
-            tail = list(islice(lines, RECORDS))
-            while True:
-                pages = [tail]
-                while len(pages[-1]) == RECORDS and len(pages) < 256:
-                    pages.append(list(islice(lines, RECORDS)))
-                data = [pack_page(number + at, self._store_id, p) for at, p in enumerate(pages)]
-                write_fully(self._files, fd, [b"".join(data)], number * PAGE_BYTES)
-                count += sum(map(len, pages[:-1]))
-                number, tail = number + len(pages) - 1, pages[-1]
-                if len(tail) < RECORDS:
-                    break
+            data, number, full = bytearray(), -1, True
+            while full:
+                number, tail = number + 1, list(islice(lines, RECORDS))
+                data += pack_page(number, self._store_id, tail)
+                full = len(tail) == RECORDS
+                if not full or len(data) >= _WRITTEN_BYTES:
+                    write_fully(self._files, fd, [data], (number + 1) * PAGE_BYTES - len(data))
+                    data = bytearray()
             if durable:
                 self._files.sync(fd)
             self._files.replace(temporary, self._path, durable=False)
@@ -563,7 +524,7 @@ class Journal:
                 self._files.remove(temporary)
             raise
         self._files.close(self._fd)
-        self._fd, self.count, self._tail = fd, count + len(tail), number
+        self._fd, self.count, self._tail = fd, number * RECORDS + len(tail), number
         self._pages, self._renamed = {self._tail: tail}, True
         self._torn = False
 

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
@@ -20,7 +20,6 @@ from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk.journal import Held, WrittenFrame
 from flowkv.tiers.frame import Header, aligned
-from flowkv.tiers.io.engine import READ, WRITE
 from flowkv.tiers.io.staging import Arena, ArenaSlot
 from flowkv.tiers.worker import Completions
 
@@ -28,11 +27,11 @@ _FOREVER_S = 1e9
 
 
 class DiskItem:
-    """One wish on its way; `wish` is let go of with the answer."""
+    """One wish on its way; `wish` is let go of with the answer, `flight` with its last byte."""
 
     __slots__ = (
-        *("claimed", "deadline_ns", "done", "index", "job", "key"),
-        *("lent", "n_bytes", "start_ns", "tries", "wish"),
+        *("claimed", "deadline_ns", "done", "flight", "index"),
+        *("job", "key", "n_bytes", "start_ns", "tries", "wish"),
     )
 
     def __init__(self, job: int, index: int, wish: Load | Store, times_ns: tuple[int, int]) -> None:
@@ -43,9 +42,7 @@ class DiskItem:
         self.done: Completion | None = None
         self.claimed = False  # about to be answered: too late to expire
         self.tries = 0
-        self.lent: tuple[Arena, ArenaSlot] | None = (
-            None  # where the engine writes to the target itself
-        )
+        self.flight: FrameOperations | None = None
 
 
 class ItemAnswer(NamedTuple):
@@ -77,14 +74,7 @@ class DiskRequestQueue:
         self._deadlines: list[tuple[int, int, DiskItem]] = []
         self._ticket = itertools.count()
         self._overdue: list[DiskItem] = []
-        self._lent: Counter[ArenaSlot] = Counter()
-        self._retired: set[ArenaSlot] = set()
         self.closing = False
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of stores that were not begun."""
-        return self._waiting_bytes
 
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Queues the items of a job; returns its number."""
@@ -119,9 +109,10 @@ class DiskRequestQueue:
             if not (self._loads or self._stores or self.closing):
                 self._changed.wait(timeout_s)
 
-    def wake(self) -> None:
-        """Ends a `wait`."""
+    def end(self) -> None:
+        """It is time to end, once all that is queued is done."""
         with self._changed:
+            self.closing = True
             self._changed.notify_all()
 
     def waiting(self) -> tuple[int, int]:
@@ -150,61 +141,30 @@ class DiskRequestQueue:
             else:
                 self._loads.appendleft(item)
 
-    def claim(self, item: DiskItem) -> bool:
-        """Whether an item still waits for its answer; if so, only the caller may give it."""
-        with self._changed:
-            item.claimed = item.done is None
-            return item.claimed
-
-    def claim_all(self, items: Iterable[DiskItem]) -> None:
-        """Claims those that still wait for their answers (`DiskItem.claimed`)."""
+    def claim(self, items: Iterable[DiskItem]) -> None:
+        """Claims those that wait for their answers: only the caller may give them from now on."""
         with self._changed:
             for item in items:
                 item.claimed = item.done is None
 
-    def let_go(self, item: DiskItem) -> None:
-        """Ends a claim without an answer."""
+    def let_go(self, items: Iterable[DiskItem]) -> None:
+        """Ends claims without an answer."""
         with self._changed:
-            item.claimed = False
+            for item in items:
+                item.claimed = False
 
     def answer(self, answers: Iterable[ItemAnswer]) -> None:
-        """Answers items, unless they were; stores let their followers go first."""
+        """Answers items, unless they were."""
         now = self._clock.now_ns()
         with self._changed:
-            done = []
-            for answer in answers:
-                item = answer.item
-                if item.done is None:
-                    done.append(self._complete(answer, now))
-            self.answers.put(done)
+            todo = [answer for answer in answers if answer.item.done is None]
+            self.answers.put([self._complete(answer, now) for answer in todo])
 
-    def end_store(self, item: DiskItem) -> None:
-        """An item that `next` gave is answered and of no more concern: its followers go on."""
+    def end_stores(self, items: Iterable[DiskItem]) -> None:
+        """Items that `next` gave are answered and of no more concern: their followers go on."""
         with self._changed:
-            self._follow(item)
-
-    def lend(self, item: DiskItem, arena: Arena, slot: ArenaSlot) -> bool:
-        """The engine will write to the target itself; False if the item was answered meanwhile."""
-        with self._changed:
-            if item.done is not None:
-                return False
-            item.lent = arena, slot
-            self._lent[slot] += 1
-            return True
-
-    def take_back(self, item: DiskItem) -> None:
-        """The engine is done with the target; where its answer came first, so is its slot."""
-        with self._changed:
-            if item.lent is None:
-                return
-            arena, slot = item.lent
-            item.lent = None
-            self._lent[slot] -= 1
-            if not self._lent[slot]:
-                del self._lent[slot]
-                if slot in self._retired:
-                    self._retired.discard(slot)
-                    arena.revive(slot)
+            for item in items:
+                self._follow(item)
 
     def overdue(self) -> list[DiskItem]:
         """Items answered by deadline or cancellation since the last call."""
@@ -235,7 +195,7 @@ class DiskRequestQueue:
         with self._changed:
             now = self._clock.now_ns()
             for _, _, item in self._deadlines:
-                if item.job == job and not item.claimed and item.lent is None:
+                if item.job == job and not item.claimed:
                     self._give_up(item, "cancelled", now)
 
     def fail_waiting(self, reason: str) -> None:
@@ -257,14 +217,9 @@ class DiskRequestQueue:
         self.answers.close()
 
     def _give_up(self, item: DiskItem, reason: str, now: int) -> None:
-        if item.done is not None:
-            return
-        if item.lent is not None and item.lent[1] not in self._retired:
-            arena, slot = item.lent  # before its owner can think that it is free
-            arena.retire(slot)
-            self._retired.add(slot)
-        self.answers.put([self._complete(ItemAnswer(item, Outcome.FAILED, reason), now)])
-        self._overdue.append(item)
+        if item.done is None:
+            self.answers.put([self._complete(ItemAnswer(item, Outcome.FAILED, reason), now)])
+            self._overdue.append(item)
 
     def _complete(self, answer: ItemAnswer, now: int) -> Completion:
         item, outcome, reason, info, n_bytes = answer
@@ -280,9 +235,7 @@ class DiskRequestQueue:
         if followers is not None:  # the key is on its way already: wait for that
             followers.append(item)
         elif self._stores and self._waiting_bytes + item.n_bytes > self._queue_bytes:
-            self.answers.put(
-                [self._complete(ItemAnswer(item, Outcome.FAILED, "busy"), self._clock.now_ns())]
-            )
+            self.answer([ItemAnswer(item, Outcome.FAILED, "busy")])
         else:
             self._followers[item.key] = []
             self._waiting_bytes += item.n_bytes
@@ -315,25 +268,22 @@ Operation = tuple[int, int, int, int, int]  # op, fd, offset, address, length
 
 
 class DiskOperations:
-    """Operations of one item.
+    """Operations that belong together.
 
     Attributes:
-        item: Whose.
-        stores: Whether it writes.
-        memory: Staging slot; None while or if there is none.
-        left: Operations that did not complete yet.
+        operations: What the engine shall do next.
+        tags: Those of the operations that it was given.
+        left: How many of them did not complete yet.
         error: First negative result, or 0.
         short: Whether an operation moved less than it must.
     """
 
-    __slots__ = ("error", "item", "left", "memory", "short", "tags")
+    __slots__ = ("error", "left", "operations", "short", "tags")
 
-    stores = False
-
-    def __init__(self, item: DiskItem, memory: ArenaSlot | None) -> None:
-        self.item, self.memory = item, memory
+    def __init__(self) -> None:
         self.left = self.error = 0
         self.short = False
+        self.operations: list[Operation] = []
         self.tags: list[int] = []
 
     def note(self, result: int, must: int) -> bool:
@@ -346,68 +296,79 @@ class DiskOperations:
         return self.left == 0
 
 
-class DiskRead(DiskOperations):
+class FrameOperations(DiskOperations):
+    """Those of one item.
+
+    Attributes:
+        item: Whose.
+        memory: Staging slot.
+        over: Whether that was given back.
+    """
+
+    __slots__ = ("item", "memory", "over")
+
+    def __init__(self, item: DiskItem, memory: ArenaSlot) -> None:
+        super().__init__()
+        self.item, self.memory, self.over = item, memory, False
+
+
+class DiskRead(FrameOperations):
     """A load. `first` and `count` are the stripes wished for.
 
     Attributes:
         held: Where the frame lies.
-        direct: The target itself, where the disk may write to it.
         header: What the header says, once it was read before the stripes.
         body_at: Where the stored stripes begin in `memory`.
     """
 
-    __slots__ = ("body_at", "count", "direct", "first", "head_at", "header", "held")
-
-    def __init__(self, item: DiskItem, held: Held, first: int, count: int) -> None:
-        super().__init__(item, None)
-        self.held, self.first, self.count = held, first, count
-        self.direct: memoryview | None = None
-        self.header: Header | None = None
-        self.head_at = self.body_at = 0
-
-    def extents(self, *, direct: bool) -> list[tuple[int, int]]:
-        """Parts of the slot to be read now, from and length: header and stripes, or one of them."""
-        held = self.held
-        head = held.header_bytes
-        if held.lossless:
-            if self.header is not None:
-                raise AssertionError("the stripes are placed by their header")
-            whole = self.count == held.stripes or held.stored_bytes <= head + NEAR_BYTES
-            return [(0, held.stored_bytes if whole else head)]
-        step = held.info.stripe_bytes
-        start, n_bytes = head + self.first * step, self.count * step
-        if not direct and start - head <= NEAR_BYTES:
-            return [(0, start + n_bytes)]
-        return [(0, head), (start, n_bytes)]
-
-
-class Writing(DiskOperations):
-    """A store: one write of header and stripes."""
-
-    __slots__ = ("length", "written")
-
-    stores = True
+    __slots__ = ("body_at", "count", "first", "header", "held")
 
     def __init__(
-        self, item: DiskItem, memory: ArenaSlot, written: WrittenFrame, length: int
+        self, item: DiskItem, memory: ArenaSlot, held: Held, first: int, count: int
     ) -> None:
         super().__init__(item, memory)
-        self.written, self.length = written, length
-
-    def operation(self, fd: int) -> Operation:
-        """What to do."""
-        assert self.memory is not None
-        offset = self.written.held.slot.offset
-        return WRITE, fd, offset, self.memory.address, self.length
+        self.held, self.first, self.count = held, first, count
+        self.header: Header | None = None
+        self.body_at = held.header_bytes + first * held.info.stripe_bytes
 
 
-def read(fd: int, offset: int, address: int, n_bytes: int) -> Operation:
-    """A read of whole granules."""
-    return READ, fd, offset, address, aligned(n_bytes)
+class DiskWrite(FrameOperations):
+    """A store: one write of header and stripes."""
+
+    __slots__ = ("written",)
+
+    def __init__(self, item: DiskItem, memory: ArenaSlot, written: WrittenFrame) -> None:
+        super().__init__(item, memory)
+        self.written = written
+
+
+class DiskSync(DiskOperations):
+    """What a group of written frames waits for before it counts."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: list[DiskWrite]) -> None:
+        super().__init__()
+        self.group = group
+
+
+def extents(held: Held, first: int, count: int) -> list[tuple[int, int]]:
+    """Parts of a slot to be read for some stripes, from and length: header and stripes.
+
+    Of a compressed frame the header alone, unless that is near to all: it says where stripes lie.
+    """
+    head, step = held.header_bytes, held.info.stripe_bytes
+    if held.lossless:
+        whole = count == held.stripes or held.stored_bytes <= head + NEAR_BYTES
+        return [(0, held.stored_bytes if whole else head)]
+    start, n_bytes = head + first * step, count * step
+    if start - head <= NEAR_BYTES:
+        return [(0, start + n_bytes)]
+    return [(0, head), (start, n_bytes)]
 
 
 def wider(n_bytes: int) -> int:
-    """Memory that such a read needs."""
+    """Memory that a read of whole granules needs."""
     return aligned(max(n_bytes, GRANULE_BYTES))
 
 
@@ -427,54 +388,41 @@ class Staging:
 
     def __init__(self, arena: Arena | None, n_bytes: int) -> None:
         self.arena, self._own = arena or Arena(n_bytes), arena is None
-        self._spare: dict[ArenaSlot, Arena] = {}
-        self._retired: set[ArenaSlot] = set()
-        self._retired_bytes = 0
+        self._spare: set[Arena] = set()
 
     @property
     def clogged(self) -> bool:
         """Whether so much memory waits for overdue operations that the disk is left alone."""
-        return self.arena.clogged or self._retired_bytes > self.arena.most_retired_bytes
+        retired_bytes = sum(arena.retired_bytes for arena in (self.arena, *self._spare))
+        return retired_bytes > self.arena.most_retired_bytes
 
-    def take(self, n_bytes: int) -> ArenaSlot | None:
-        """Memory in the arena; None if there is no room now."""
-        return self.arena.take(n_bytes)
-
-    def take_spare(self, n_bytes: int) -> ArenaSlot:
-        """Memory outside of the arena, for what would wait for ever.
+    def take(self, n_bytes: int, *, spare: bool) -> ArenaSlot | None:
+        """Memory in the arena; where it has no room now, outside of it if `spare`, else None.
 
         Raises:
             OSError: The system has none.
         """
-        arena = Arena(n_bytes, most_retired_bytes=1 << 62)
-        slot = arena.take(n_bytes)
-        assert slot is not None
-        self._spare[slot] = arena
+        slot = self.arena.take(n_bytes)
+        if slot is None and spare:
+            arena = Arena(n_bytes)
+            self._spare.add(arena)
+            slot = arena.take(n_bytes)
         return slot
 
     def retire(self, slot: ArenaSlot) -> None:
         """The operation on this memory is overdue: `give_back` will say when it has ended."""
-        if slot not in self._retired:
-            self._retired.add(slot)
-            self._retired_bytes += slot.n_bytes
-            self._spare.get(slot, self.arena).retire(slot)
+        if not slot.retired:
+            slot.arena.retire(slot)
 
     def give_back(self, slot: ArenaSlot) -> None:
         """No operation uses this memory any more."""
-        arena = self._spare.pop(slot, None)
-        home = arena or self.arena
-        if slot in self._retired:
-            self._retired.discard(slot)
-            self._retired_bytes -= slot.n_bytes
-            home.revive(slot)
-        else:
-            home.give_back(slot)
-        if arena is not None:
+        arena = slot.arena
+        (arena.revive if slot.retired else arena.give_back)(slot)
+        if arena in self._spare:
+            self._spare.discard(arena)
             arena.close()
 
     def close(self) -> None:
         """Gives up memory of its own, unless something may still be written to it."""
-        for arena in self._spare.values():
+        for arena in (*self._spare, *([self.arena] if self._own else [])):
             arena.close()
-        if self._own:
-            self.arena.close()

@@ -30,7 +30,6 @@ from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.disk.files import FileIO, read_fully, wipe, write_fully, zeros
 from flowkv.tiers.disk.home import (
     JOURNAL,
-    MOST_NAMED,
     FrameShape,
     Home,
     Superblock,
@@ -67,53 +66,30 @@ class Contents:
     """Shapes and tenants of frames met so far."""
 
     def __init__(self) -> None:
-        self._tenants: set[bytes] = set()
-        self._shapes: set[tuple[bytes, int, int, int]] = set()
+        self.tenants: set[str] = set()
+        self.shapes: set[FrameShape] = set()
 
     def start(self, rows: Rows) -> None:
         """Begins anew with what a journal says."""
-        self._tenants, self._shapes = set(), set()
-        _, first = np.unique(_mixed(rows), return_index=True)
-        some = rows[first[:MOST_NAMED]]
-        self._tenants = set(some["tenant"].tolist())
-        shapes = (some[name].tolist() for name in ("layout", "kind", "stripes", "stripe_bytes"))
-        self._shapes = set(zip(*shapes, strict=True))
+        self.tenants, self.shapes = set(), set()
+        names = ("tenant", "layout", "kind", "stripes", "stripe_bytes")
+        news = np.ones(len(rows), np.bool_)  # frames of a kind come one after the other
+        news[1:] = np.logical_or.reduce([rows[name][1:] != rows[name][:-1] for name in names])
+        some = rows[news]
+        for each in set(zip(*(some[name].tolist() for name in names), strict=True)):
+            self._add(*each)
 
     def add(self, held: Held) -> None:
         """One more frame."""
         info = held.info
-        self._tenants.add(info.tenant)
         kind = KINDS.index(info.kind)
-        self._shapes.add((info.layout, kind, held.stripes, info.stripe_bytes))
+        self._add(info.tenant, info.layout, kind, held.stripes, info.stripe_bytes)
 
-    def note(self, home: Home) -> None:
-        """Writes it down, if it is news.
-
-        Raises:
-            OSError: The superblock could not be written; the old one is still there.
-        """
-        home.note(
-            {
-                FrameShape(
-                    layout=layout.hex(), kind=KINDS[kind], stripes=stripes, stripe_bytes=step
-                )
-                for layout, kind, stripes, step in self._shapes
-            },
-            {salt.hex() for salt in self._tenants},
+    def _add(self, tenant: bytes, layout: bytes, kind: int, stripes: int, step: int) -> None:
+        self.tenants.add(tenant.hex())
+        self.shapes.add(
+            FrameShape(layout=layout.hex(), kind=KINDS[kind], stripes=stripes, stripe_bytes=step)
         )
-
-
-def _mixed(rows: Rows) -> NDArray[np.uint64]:
-    """A number for each row, equal for one tenant and shape; two that collide cost a hint."""
-    mixed = rows["stripe_bytes"] * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= (rows["stripes"].astype(np.uint64) << np.uint64(8)) + rows["kind"]
-    for name in ("tenant", "layout"):
-        words = (
-            np.ascontiguousarray(rows[name]).view("<u8").reshape(-1, rows.dtype[name].itemsize // 8)
-        )
-        for column in range(words.shape[1]):
-            mixed = mixed * np.uint64(0xC2B2AE3D27D4EB4F) + words[:, column]
-    return mixed
 
 
 # What a directory may occupy: the capacity, and what of it managing the frames may take.
@@ -295,7 +271,6 @@ class Slabs:
     Attributes:
         allocated_bytes: Bytes of slots that may have blocks on the disk.
         free_bytes: Those of them that hold nothing.
-        quarantined: Slots taken out of use since the directory was opened.
     """
 
     def __init__(
@@ -304,11 +279,11 @@ class Slabs:
         directory: Path,
         *,
         ahead_bytes: int = 0,
-        open_file: Callable[[str, bool], int] | None = None,
+        open_file: Callable[..., int] | None = None,
     ) -> None:
-        self.allocated_bytes = self.free_bytes = self.quarantined = 0
+        self.allocated_bytes = self.free_bytes = 0
         self._files, self._directory, self._ahead_bytes = files, directory, ahead_bytes
-        self._open_file = open_file or (lambda path, write: files.open(path, write=write))
+        self._open_file = open_file or files.open
         self._slabs: dict[int, _SlabFile] = {}
         self._pins: Counter[Slot] = Counter()
         self._doomed: set[Slot] = set()  # to be freed when unpinned
@@ -406,7 +381,6 @@ class Slabs:
 
     def quarantine(self, slot: Slot) -> None:
         """Takes a slot out of use until the directory is opened again; gives back its blocks."""
-        self.quarantined += 1
         if self._punch(slot, 1):
             self.allocated_bytes -= slot.granules * GRANULE_BYTES
         else:
@@ -491,26 +465,19 @@ class Slabs:
             OSError: Something may still be there.
         """
         for granules, slab in self._slabs.items():
+            size = granules * GRANULE_BYTES
             for first, count in _runs(sorted(slab.free)):
-                self._wipe(slab, granules, first, count)
+                if self._make_holes(slab, Slot(granules, first), count):
+                    for number in range(first, first + count):
+                        del slab.free[number]
+                else:
+                    wipe(self._files, slab.fd, first * size, count * size)
+        self._named.clear()
         for slot in list(self._damaged):
             wipe(self._files, self.fd(slot), slot.offset, slot.n_bytes)
             self._damaged.discard(slot)
         for slab in self._slabs.values():  # those only cut short when they were opened, too
             self._files.sync(slab.fd)
-
-    def _wipe(self, slab: _SlabFile, granules: int, first: int, count: int) -> None:
-        size = granules * GRANULE_BYTES
-        if self._punch(Slot(granules, first), count):
-            for number in range(first, first + count):
-                del slab.free[number]
-                slab.holes.append(number)
-            self.allocated_bytes -= count * size
-            self.free_bytes -= count * size
-        else:
-            wipe(self._files, slab.fd, first * size, count * size)
-        for number in range(first, first + count):
-            self._named.pop(Slot(granules, number), None)
 
     def close(self) -> None:
         """Closes all files."""
@@ -521,7 +488,7 @@ class Slabs:
     def _slab(self, granules: int) -> _SlabFile:
         slab = self._slabs.get(granules)
         if slab is None:
-            fd = self._open_file(self._path(granules), self._ahead_bytes > 0)
+            fd = self._open_file(self._path(granules), write=self._ahead_bytes > 0)
             reach = self._files.size(fd) // (granules * GRANULE_BYTES)
             slab = self._slabs.setdefault(granules, _SlabFile(fd, reach))
             if slab.fd != fd:  # another thread was faster
@@ -545,16 +512,24 @@ class Slabs:
         for granules in sorted(self._slabs, key=lambda g: (g == needed, -g)):
             slab, keep = self._slabs[granules], int(granules == needed)
             while got < want_bytes and len(slab.free) > keep:
-                slot = Slot(granules, next(reversed(slab.free)))
-                if not self._punch(slot, 1):
+                number = slab.free.popitem()[0]  # which is as fast where there are millions
+                if not self._make_holes(slab, Slot(granules, number), 1):
+                    slab.free[number] = None
                     return got
-                slab.free.popitem()
-                slab.holes.append(slot.number)
-                self._named.pop(slot, None)
                 got += granules * GRANULE_BYTES
-                self.allocated_bytes -= granules * GRANULE_BYTES
-                self.free_bytes -= granules * GRANULE_BYTES
         return got
+
+    def _make_holes(self, slab: _SlabFile, first: Slot, count: int) -> bool:
+        """Gives back the blocks of neighbouring free slots; False where that does not work."""
+        if not self._punch(first, count):
+            return False
+        numbers = range(first.number, first.number + count)
+        slab.holes += numbers
+        for number in numbers:
+            self._named.pop(Slot(first.granules, number), None)
+        self.allocated_bytes -= count * first.n_bytes
+        self.free_bytes -= count * first.n_bytes
+        return True
 
     def _punch(self, slot: Slot, count: int) -> bool:
         if self._can_punch:
@@ -632,13 +607,11 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
         OSError: The files cannot be read.
     """
     rows = journal.read_new()
-    good = newest(rows)
-    rows = rows[good] if len(good) < len(rows) else rows
+    rows = rows[newest(rows)]
     if journal.lost:
         rows = rows_in_slots(slabs, envelope, journal.capacity_bytes)
-        for seq in rows["seq"].tolist():
-            journal.seq_seen(seq)
         if len(rows):
+            journal.seq_seen(int(rows["seq"].max()))
             index.load(rows)
             journal.rewrite(index.lines())
     rows = within(slabs, rows)
@@ -649,14 +622,10 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
 
 def within(slabs: Slabs, rows: Rows) -> Rows:
     """Those frames that lie inside of their slab files; a file may have been cut off."""
-    ends = {granules: slabs.end_bytes(granules) for granules in slabs.sizes()}
     good = np.zeros(len(rows), np.bool_)
-    for granules, end_bytes in ends.items():
-        mine = rows["granules"] == granules
-        size = granules * GRANULE_BYTES
-        whole, rest = divmod(end_bytes, size)
-        numbers, stored = rows["number"], rows["stored_bytes"]
-        good |= mine & ((numbers < whole) | ((numbers == whole) & (stored <= rest)))
+    for granules in slabs.sizes():
+        ends = rows["number"] * np.uint64(granules * GRANULE_BYTES) + rows["stored_bytes"]
+        good |= (rows["granules"] == granules) & (ends <= np.uint64(slabs.end_bytes(granules)))
     return rows if good.all() else rows[good]
 
 
@@ -695,22 +664,9 @@ def frames_in_slots(
             if error.reason == "integrity" and locked is not None:
                 locked.append(slot)
             continue
-        stored_bytes = header.frame_bytes
-        if stored_bytes <= slot.n_bytes:
-            yield header.key, held_of(header, slot, stored_bytes)
-
-
-def held_of(header: Header, slot: Slot, stored_bytes: int) -> Held:
-    """The journal's words for a frame in a slot."""
-    return Held(
-        header.generation,
-        slot,
-        header.stripes,
-        header.info,
-        stored_bytes,
-        header.integrity,
-        bool(header.sizes),
-    )
+        size, how = header.frame_bytes, (header.integrity, bool(header.sizes))
+        if size <= slot.n_bytes:
+            yield header.key, Held(header.generation, slot, header.stripes, header.info, size, *how)
 
 
 def _read_header(slabs: Slabs, slot: Slot, envelope: Envelope, page: memoryview) -> Header:
@@ -809,11 +765,11 @@ class DiskStore:
         self._home = Home(self._files, directory, capacity_bytes, exclusive=exclusive)
         self.owner = self._home.owner
         self.shared = not self.owner
-        self._open_file: Callable[[str, bool], int] | None = None
+        self._open_file: Callable[..., int] | None = None
         self._slabs = Slabs(self._files, self._home.path)
         self._journal: Journal | None = None
 
-    def open(self, open_file: Callable[[str, bool], int] | None = None) -> None:
+    def open(self, open_file: Callable[..., int] | None = None) -> None:
         """Reads what is there.
 
         Args:
@@ -1128,8 +1084,7 @@ class DiskStore:
                     self._note_bound()
                     with contextlib.suppress(OSError):
                         self._journal.settle()
-                    with contextlib.suppress(OSError):
-                        self._contents.note(self._home)
+                    self._note_contents()
                 self._drop_journal()
             self._slabs.close()
             self._home.close()
@@ -1164,6 +1119,10 @@ class DiskStore:
         if self._bound and self._leads():
             with contextlib.suppress(OSError):  # of a full disk: they may be evicted too early
                 self._home.name(self._bound)
+
+    def _note_contents(self) -> None:
+        with contextlib.suppress(OSError):  # of a full disk: only `inspect` misses it
+            self._home.note(self._contents.shapes, self._contents.tenants)
 
     # --- whose directory it is -----------------------------------------------------------------
 
@@ -1262,5 +1221,4 @@ class DiskStore:
             self._slabs.sync(self._slabs.sizes())
             self._journal.sync()
         self._contents.start(rows)
-        with contextlib.suppress(OSError):  # of a full disk: only `inspect` misses it
-            self._contents.note(self._home)
+        self._note_contents()

@@ -1,14 +1,12 @@
 """Frames in a directory on a local disk: they survive the process, and other processes may read.
 
 Bytes move by an engine (`tiers.io`) between the slab files and an arena; one conductor makes its
-batches. A load is verified before its target sees anything, unless the target lies in the arena
-itself: then the disk writes there, and only the answer says whether it may be looked at. A store
-whose deadline passes while it is written is undone.
+batches. A load is verified before its target sees anything. A store whose deadline passes while it
+is written is undone.
 """
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -16,7 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,12 +29,14 @@ from flowkv.tiers.disk.requests import (
     DiskOperations,
     DiskRead,
     DiskRequestQueue,
+    DiskSync,
+    DiskWrite,
+    FrameOperations,
     ItemAnswer,
     Staging,
-    Writing,
 )
 from flowkv.tiers.disk.store import DiskStore, Refused
-from flowkv.tiers.disk.transfer import Begun, Loading, Storing
+from flowkv.tiers.disk.transfer import Loading, NoRoom, Storing
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.io.engine import OPERATION, SYNC, IOEngine
 from flowkv.tiers.io.staging import Arena
@@ -55,6 +55,7 @@ LOADS_AT_ONCE, STORES_AT_ONCE = 64, 16
 """Begun before the engine is given them; more wait no longer than it takes to begin these."""
 _IDLE_S = 0.05
 _PATIENT_STEPS = 100
+_LOADS_SHARE, _STORES_SHARE = 0.75, 0.5  # of the arena, so that neither takes all
 _PATIENCE_S = 0.001, 0.02  # for the engine: at first, and after a while without news
 
 
@@ -79,23 +80,16 @@ class DiskScheduler:
     ) -> None:
         self._store, self._engine, self._staging = store, engine, staging
         self._wishes = wishes
-        self._loading = Loading(store, envelope, staging, wishes)
-        self._storing = Storing(store, envelope, staging, wishes)
-        self._flights: dict[int, tuple[DiskOperations | None, int]] = {}
-        self._by_item: dict[DiskItem, DiskOperations] = {}
-        self._syncing: list[Writing] = []
-        self._sync_group: list[Writing] = []
-        self._syncs_left = self._sync_error = 0
+        self._loading = Loading(store, envelope, staging, wishes, _LOADS_SHARE)
+        self._storing = Storing(store, envelope, staging, wishes, _STORES_SHARE)
+        self._flights: dict[int, tuple[DiskOperations, int]] = {}  # by tag, with the bytes to come
+        self._written: list[DiskWrite] = []  # that wait for the next group of syncs
+        self._sync: DiskSync | None = None
         self._tag = 0
         self._stage = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._hungry = 0  # steps that a large store has waited for memory, which loads take
-
-    @property
-    def dropped(self) -> int:
-        """Stores refused because another process owns the directory."""
-        return self._storing.dropped
 
     # --- whose thread --------------------------------------------------------------------------
 
@@ -110,8 +104,7 @@ class DiskScheduler:
 
     def stop(self, timeout_s: float) -> bool:
         """Works off what is queued; whether everything came to an end in time."""
-        self._wishes.closing = True
-        self._wishes.wake()
+        self._wishes.end()
         if self._thread is not None:
             self._thread.join(timeout_s)
             alive = self._thread.is_alive()
@@ -119,7 +112,7 @@ class DiskScheduler:
             return not alive
         while self.step(0.0):
             pass
-        return not self._by_item
+        return not self._flights
 
     def step(self, wait_s: float) -> bool:
         """One step; waits so long for the engine if there is nothing else to do.
@@ -163,17 +156,19 @@ class DiskScheduler:
         if not len(completions):
             return False
         read: list[DiskRead] = []
-        wrote: list[Writing] = []
+        wrote: list[DiskWrite] = []
         for tag, result in completions.tolist():
             flight, must = self._flights.pop(tag)
-            if flight is None:
-                self._synced(result)
-            elif flight.note(result, must):
-                self._by_item.pop(flight.item, None)
-                if isinstance(flight, DiskRead):
-                    read.append(flight)
-                elif isinstance(flight, Writing):
-                    wrote.append(flight)
+            if not flight.note(result, must):
+                continue
+            if isinstance(flight, FrameOperations):
+                flight.item.flight = None
+            if isinstance(flight, DiskRead):
+                read.append(flight)
+            elif isinstance(flight, DiskWrite):
+                wrote.append(flight)
+            elif isinstance(flight, DiskSync):
+                self._synced(flight)
         try:
             if read:
                 self._submit(self._loading.finish(read))
@@ -185,100 +180,88 @@ class DiskScheduler:
             self._storing.drop(wrote, _reason(error))
         return True
 
-    def _commit(self, wrote: list[Writing]) -> None:
+    def _commit(self, wrote: list[DiskWrite]) -> None:
         """Frames that are written: they count at once, or after the device has them."""
-        self._syncing += wrote
-        if not self._syncing or self._syncs_left:
+        self._written += wrote
+        if not self._written or self._sync is not None:
             return  # one group waits for the device while the next one gathers
+        group, self._written = self._written, []
+        failed = None
         try:
-            files = self._store.to_sync(flight.written for flight in self._syncing)
+            files = self._store.to_sync(flight.written for flight in group)
         except OSError as error:
-            self._storing.commit(self._group(), error)
-            return
+            files, failed = [], error
         if not files:
-            self._storing.commit(self._group(), None)
+            self._storing.commit(group, failed)
             return
-        self._sync_group, self._syncing = self._syncing, []
-        self._syncs_left, self._sync_error = len(files), 0
-        rows = []
-        for fd in files:
-            rows.append((SYNC, fd, 0, 0, 0, self._next_tag()))
-            self._flights[self._tag] = None, 0
-        self._engine.submit(np.array(rows, OPERATION))
+        self._sync = DiskSync(group)
+        self._sync.operations = [(SYNC, fd, 0, 0, 0) for fd in files]
+        self._submit([self._sync])
 
-    def _group(self) -> list[Writing]:
-        group, self._syncing = self._syncing, []
-        return group
-
-    def _synced(self, result: int) -> None:
-        self._sync_error = min(self._sync_error, result)
-        self._syncs_left -= 1
-        if not self._syncs_left:
-            code = -self._sync_error
-            error = OSError(code, errno.errorcode.get(code, "EIO")) if code else None
-            self._storing.commit(self._sync_group, error)
-            self._sync_group = []
-            self._commit([])
+    def _synced(self, sync: DiskSync) -> None:
+        code = -sync.error
+        error = OSError(code, os.strerror(code)) if code else None
+        self._sync = None
+        self._storing.commit(sync.group, error)
+        self._commit([])
 
     # --- what it is to do next -----------------------------------------------------------------
 
     def _begin(self) -> bool:
         if self._staging.clogged:
             self._wishes.fail_waiting("breaker")
-        loads: list[Begun] = []
+        loads: list[DiskRead] = []
         tried = 0
         if self._hungry < _PATIENT_STEPS:
-            loads, tried = self._take(LOADS_AT_ONCE, stores=False)
-        stores, tried_too = self._take(STORES_AT_ONCE, stores=True, alone=not loads)
+            tried = self._take(self._loading, loads, LOADS_AT_ONCE)
+        stores: list[DiskWrite] = []
+        tried += self._take(self._storing, stores, STORES_AT_ONCE, alone=not loads)
         self._hungry = 0 if stores or not self._wishes.waiting()[1] else self._hungry + 1
         self._submit(loads)
         try:
             self._storing.seal()
         except Exception as error:
-            writes = [begun.flight for begun in stores]
-            self._storing.drop([w for w in writes if isinstance(w, Writing)], _reason(error))
+            self._storing.drop(stores, _reason(error))
             stores = []
         self._submit(stores)
-        return bool(tried or tried_too)
+        return tried > 0
 
-    def _take(self, most: int, *, stores: bool, alone: bool = True) -> tuple[list[Begun], int]:
-        """What was begun of what waits, and how many items were begun or answered."""
-        part = self._storing if stores else self._loading
-        begun: list[Begun] = []
+    def _take(
+        self, part: Loading | Storing, begun: list[Any], most: int, *, alone: bool = True
+    ) -> int:
+        """Begins what waits; how many items were begun or answered."""
+        stores = part is self._storing
         for tried in range(most):
             item = self._wishes.next(stores=stores)
             if item is None:
-                return begun, tried
-            alone = alone and not self._flights and not begun
+                return tried
             try:
-                new = part.begin(item, alone=alone)
+                flight = part.begin(item, alone=alone and not self._flights and not begun)
+            except NoRoom:
+                self._wishes.put_back(item)
+                return tried
             except Exception as error:
                 self._wishes.answer([ItemAnswer(item, Outcome.FAILED, _reason(error))])
                 if stores:
-                    self._wishes.end_store(item)
+                    self._wishes.end_stores([item])
                 continue
-            if new is None:  # no memory now
-                self._wishes.put_back(item)
-                return begun, tried
-            if new.operations:
-                begun.append(new)
-        return begun, most
+            if flight is not None:
+                begun.append(flight)
+        return most
 
-    def _submit(self, begun: list[Begun]) -> None:
+    def _submit(self, flights: Sequence[DiskOperations]) -> None:
         rows = []
-        for flight, operations in begun:
-            self._by_item[flight.item] = flight
-            for operation in operations:
-                flight.left += 1
-                flight.tags.append(self._next_tag())
+        for flight in flights:
+            if isinstance(flight, FrameOperations):
+                flight.item.flight = flight
+            flight.left, flight.tags = len(flight.operations), []
+            for operation in flight.operations:
+                self._tag += 1
+                flight.tags.append(self._tag)
                 rows.append((*operation, self._tag))
                 self._flights[self._tag] = flight, operation[-1]
         if rows:
             self._engine.submit(np.array(rows, OPERATION))
-
-    def _next_tag(self) -> int:
-        self._tag += 1
-        return self._tag
 
     # --- ends ----------------------------------------------------------------------------------
 
@@ -286,21 +269,19 @@ class DiskScheduler:
         """Answered before they were done: their memory waits for the engine, which may hurry."""
         tags: list[int] = []
         for item in items:
-            flight = self._by_item.get(item)
-            if flight is None:
-                continue
-            if flight.memory is not None:
-                self._staging.retire(flight.memory)
-            tags += flight.tags
+            if item.flight is not None:
+                self._staging.retire(item.flight.memory)
+                tags += item.flight.tags
         if tags:
             self._engine.cancel(np.array(tags, np.uint64))
 
     def _fail(self, reason: str, items: list[DiskItem] | None = None) -> None:
         """Something that should not happen did: nobody waits for it in vain."""
         if items is None:
-            items = list(self._by_item)
+            flights = [flight for flight, _ in self._flights.values()]
+            items = [flight.item for flight in flights if isinstance(flight, FrameOperations)]
             self._wishes.fail_waiting(reason)
-        self._wishes.claim_all(items)
+        self._wishes.claim(items)
         self._wishes.answer(ItemAnswer(item, Outcome.FAILED, reason) for item in items)
 
 
@@ -339,9 +320,9 @@ class DiskTier:
         queue_bytes: Stores waiting beyond this many bytes are `FAILED` with reason "busy".
         envelope: How frames are wrapped and checked; default digests, no compression.
         engine: Moves the bytes, for this tier alone, which closes it; default the best there is.
-        arena: Staging memory shared with others; loads into it are not copied. Default its own.
+        arena: Staging memory shared with others; default its own.
         threads: 1, or 0: then `poll` does the work, in the caller's thread.
-        files: File operations, for tests and simulation; the engine is then one over them.
+        files: File operations, for tests and simulation; give an `engine` over them, too.
         clock: Source of time.
 
     Raises:
@@ -375,7 +356,7 @@ class DiskTier:
             )
         self.name, self.capacity_bytes = name or f"disk:{path}", capacity_bytes
         envelope = envelope or Envelope()
-        if files is None:
+        if engine is None:
             _need_addresses(path)
         self._store = DiskStore(
             path,
@@ -389,8 +370,11 @@ class DiskTier:
         staging: Staging | None = None
         try:
             staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
-            mover = engine = engine or _engine(files, staging.arena, str(self._store.path))
-            self._store.open(lambda path, write: mover.open(path, write=write))
+            if engine is None:
+                from flowkv.tiers.io.uring import open_engine
+
+                engine = open_engine(arena=staging.arena, directory=str(self._store.path))
+            self._store.open(engine.open)
             self._wishes = DiskRequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:
             self._store.close()
@@ -434,11 +418,6 @@ class DiskTier:
     def corrupt(self) -> int:
         """Frames found damaged since the directory was opened."""
         return self._store.corrupt
-
-    @property
-    def dropped(self) -> int:
-        """Stores refused because another process owns the directory."""
-        return self._conductor.dropped
 
     @property
     def engine(self) -> str:
@@ -620,13 +599,3 @@ def _need_addresses(path: str) -> None:
             " space are not left",
             "Free memory, or raise its limit (ulimit -v)",
         ) from error
-
-
-def _engine(files: FileIO | None, arena: Arena, directory: str) -> IOEngine:
-    if files is not None:
-        from flowkv.tiers.io.engine import FilesEngine
-
-        return FilesEngine(files)
-    from flowkv.tiers.io.uring import open_engine
-
-    return open_engine(arena=arena, directory=directory)

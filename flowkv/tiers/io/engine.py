@@ -3,9 +3,7 @@
     submit(operations) -> ... -> wait(timeout_s) -> completions
 
 Three engines implement it, and a tier takes the first that this machine allows (`open_engine`):
-io_uring, positional system calls on threads with O_DIRECT, and the same through the page cache. A
-fourth, over `FileIO`, runs in the caller's thread, so that tests and the simulator decide what
-fails, what is torn, and when.
+io_uring, positional system calls on threads with O_DIRECT, and the same through the page cache.
 
 Memory named by an operation belongs to the engine until its completion is reported, whatever
 happens meanwhile: neither a deadline nor `cancel` makes it free before (DESIGN D10).
@@ -23,16 +21,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
-
-if TYPE_CHECKING:
-    from flowkv.tiers.disk.files import FileIO
-
 
 READ, WRITE, SYNC = 0, 1, 2
 
@@ -64,7 +58,7 @@ class IOEngine(Protocol):
     """Moves bytes between memory and files. Thread-safe.
 
     Attributes:
-        name: "io_uring", "threads", "buffered", or "files".
+        name: "io_uring", "threads" or "buffered".
         direct: Whether files that it opens bypass the page cache.
         depth: Operations that it has the system work on at a time; more may be submitted.
     """
@@ -97,10 +91,6 @@ class IOEngine(Protocol):
         """Asks for an end of operations; each still completes, with -ECANCELED if that worked."""
         ...
 
-    def in_flight(self) -> int:
-        """Operations submitted and not yet reported."""
-        ...
-
     def close(self) -> bool:
         """Ends what is in flight; False if something never ended: its memory must never be reused.
 
@@ -113,18 +103,12 @@ class IOEngine(Protocol):
 
 
 class Reports:
-    """A queue of completions that counts what is still owed. Thread-safe."""
+    """A queue of completions. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._rows: list[tuple[int, int]] = []
-        self._owed = 0
         self._ended = False
-
-    def expect(self, count: int) -> None:
-        """So many operations were submitted."""
-        with self._changed:
-            self._owed += count
 
     def put(self, rows: Sequence[tuple[int, int]]) -> None:
         """Adds completions: pairs of tag and result."""
@@ -142,113 +126,13 @@ class Reports:
                     break
                 self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
             rows, self._rows = self._rows, []
-            self._owed -= len(rows)
         return np.array(rows, COMPLETION)
-
-    def owed(self) -> int:
-        """Operations submitted and not yet taken."""
-        with self._changed:
-            return self._owed
 
     def end(self) -> None:
         """Nobody waits any more: what comes is kept for whoever looks."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-
-
-# An engine over `FileIO`: in the caller's thread, so that a test decides what fails and when.
-
-
-class FilesEngine:
-    """An `IOEngine` that has done everything when `submit` returns, in the order given.
-
-    What a `FileIO` raises becomes a negative errno if it is an `OSError`, and leaves `submit`
-    otherwise: a simulated power loss ends the batch where it struck.
-
-    Args:
-        files: File operations; default the system's own.
-    """
-
-    name = "files"
-    direct = False
-    depth = 1
-
-    def __init__(self, files: FileIO | None = None) -> None:
-        from flowkv.tiers.disk.files import FileIO  # a room that is built on this one
-
-        self.files = files or FileIO()
-        self._reports, self._one, self._closed = Reports(), threading.Lock(), False
-
-    def open(self, path: str, *, write: bool) -> int:
-        """Opens a regular file through `FileIO`.
-
-        Raises:
-            OSError: It cannot be opened.
-        """
-        return self.files.open(path, write=write)
-
-    def submit(self, operations: Operations) -> None:
-        """Does the operations, one after the other.
-
-        Raises:
-            StateError: The engine is closed.
-        """
-        if self._closed:
-            raise StateError("the engine is closed", "Open another one")
-        for op, fd, offset, address, length, tag in operations.tolist():
-            with self._one:
-                result = self._do(op, fd, offset, address, length)
-            self._reports.expect(1)
-            self._reports.put([(tag, result)])
-
-    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
-        """Completions that are there; waits up to `timeout_s` for the first `least` of them."""
-        return self._reports.take(timeout_s, least)
-
-    def cancel(self, tags: NDArray[np.uint64]) -> None:
-        """Comes too late: everything submitted is done."""
-
-    def in_flight(self) -> int:
-        """Operations whose completion was not taken yet."""
-        return self._reports.owed()
-
-    def close(self) -> bool:
-        """Takes no more operations; nothing can be under way."""
-        self._closed = True
-        self._reports.end()
-        return True
-
-    def _do(self, op: int, fd: int, offset: int, address: int, length: int) -> int:
-        try:
-            if op == SYNC:
-                self.files.sync(fd)
-                return 0
-            if op not in (READ, WRITE):
-                return -errno.EINVAL
-            return self._move(op, fd, offset, memory(address, length))
-        except OSError as error:
-            return -(error.errno or errno.EIO)
-
-    def _move(self, op: int, fd: int, offset: int, view: memoryview) -> int:
-        done = 0
-        while done < len(view):
-            rest = view[done:]
-            if op == READ:
-                count = self.files.read(fd, [rest], offset + done)
-                if count <= 0:
-                    break
-            else:
-                count = self.files.write(fd, [rest], offset + done)
-                if count <= 0:
-                    return -errno.ENOSPC
-            done += count
-        return done
-
-
-def memory(address: int, n_bytes: int) -> memoryview:
-    """The bytes at an address, which whoever named it keeps alive."""
-    return memoryview((ctypes.c_ubyte * n_bytes).from_address(address)).cast("B")
 
 
 # Opening files past the page cache, where their file system allows that.
@@ -395,7 +279,6 @@ class ThreadsEngine:
         with self._changed:
             if self._closed:
                 raise StateError("the engine is closed", "Open another one")
-            self._reports.expect(len(rows))
             self._queue += rows
             wanted = len(self._queue) - self._idle
             while wanted > 0 and len(self._threads) < self.depth:
@@ -419,10 +302,6 @@ class ThreadsEngine:
             if ended:
                 self._queue = deque(row for row in self._queue if row[-1] not in unwanted)
                 self._reports.put([(row[-1], -errno.ECANCELED) for row in ended])
-
-    def in_flight(self) -> int:
-        """Operations whose completion was not taken yet."""
-        return self._reports.owed()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Cancels what is queued and waits for what is under way; False if that took too long."""

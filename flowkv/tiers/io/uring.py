@@ -12,12 +12,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.errors import StateError
 from flowkv.tiers.io.engine import (
     COMPLETION,
     OPERATION,
@@ -54,18 +54,14 @@ class _Shared:
         self.code = 0  # the errno because of which it ended
         self.flags, self.registered = 0, False
         self.ended = False
-        self._abandoned = self._open = False
+        self._abandoned, self._open = False, True
         self._lock = threading.RLock()  # a garbage collection may come to `abandon` from anywhere
-
-    def begin(self) -> None:
-        """Opens what wakes the loop, and what wakes who waits."""
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC)  # blocking: the ring waits on it
         try:
             self.done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError:
             os.close(self.wake_fd)
             raise
-        self._open = True
 
     def end(self) -> None:
         """The loop has ended."""
@@ -86,7 +82,7 @@ class _Shared:
                     self.loop.stop(self.control, self.wake_fd)
 
     def close(self) -> None:
-        """Closes what `begin` opened."""
+        """Closes what wakes the loop, and what wakes who waits."""
         with self._lock:
             if self._open:
                 self._open = False
@@ -121,12 +117,11 @@ class UringEngine:
         if sys.platform != "linux":
             raise OSError(errno.ENOSYS, "io_uring is a part of Linux")
         self.direct, self.depth = direct, depth
-        self._pid, self._closed, self._owed = os.getpid(), False, 0
+        self._pid, self._closed = os.getpid(), False
         self._lock, self._waiting = threading.Lock(), threading.Lock()
         self._held: deque[NDArray[np.int64]] = deque()  # operations that the loop has no room for
         self._extra: list[NDArray[np.int64]] = []  # completions that the loop does not know of
         shared = self._shared = _Shared(depth, arena)
-        shared.begin()
         self._thread = threading.Thread(
             target=_run, args=(shared,), name="flowkv io_uring", daemon=True
         )
@@ -164,7 +159,6 @@ class UringEngine:
         with self._lock:
             if self._closed:
                 raise StateError("the engine is closed", "Open another one")
-            self._owed += len(rows)
             if self._shared.ended:
                 self._fail(rows, self._shared.code or errno.EIO)
             elif len(rows):
@@ -208,10 +202,6 @@ class UringEngine:
             shared = self._shared
             shared.loop.ask(shared.control, shared.cancels, wanted, shared.wake_fd)
             self._wake_waiters()
-
-    def in_flight(self) -> int:
-        """Operations whose completion was not taken yet."""
-        return self._owed
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Cancels what has not begun and waits for the rest; False if that took too long."""
@@ -268,7 +258,6 @@ class UringEngine:
             taken.append(rows)
             if self._held:
                 self._push()
-        self._owed -= sum(map(len, taken))
         return taken
 
     def _give_up(self) -> None:
@@ -317,20 +306,17 @@ class UringEngine:
 def _run(shared: _Shared) -> None:
     """The thread: makes the ring, since only its maker may enter it, and serves it to the end."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # others may handle them
+    ring = None
     try:
         ring = Ring(4 * shared.depth)
-    except BaseException as error:
-        shared.error = error.with_traceback(None)  # its frames hold mappings, and they files
-        shared.up.set()
-        return
-    try:
         arguments = _prepare(shared, ring)
     except BaseException as error:
-        ring.close()
-        shared.error = error.with_traceback(None)
-        shared.up.set()
+        if ring is not None:
+            ring.close()
+        shared.error = error.with_traceback(None)  # its frames hold mappings, and they files
         return
-    shared.up.set()
+    finally:
+        shared.up.set()
     shared.code = errno.EIO
     try:
         shared.code = shared.loop.serve(*arguments)
@@ -368,42 +354,26 @@ def _prepare(shared: _Shared, ring: Ring) -> tuple[Any, ...]:
 
 # Picks the engine: the best one that this machine allows.
 
-Rung = Literal["io_uring", "threads", "buffered"]
-RUNGS: tuple[Rung, ...] = ("io_uring", "threads", "buffered")
 SPARE = 16
 """Files that a tier may want to open: locks, journal, and slab files of a few sizes."""
 
 
 def open_engine(
-    prefer: Rung | None = None,
-    *,
-    direct: bool = True,
-    arena: Arena | None = None,
-    directory: str | None = None,
+    *, arena: Arena | None = None, directory: str | None = None
 ) -> UringEngine | ThreadsEngine:
-    """Opens an engine; where one is not allowed the next rung is taken.
+    """Opens the best engine: io_uring, threads with O_DIRECT, or threads through the page cache.
 
-    The rungs are io_uring, threads with O_DIRECT, and threads through the page cache. `name` says
-    which was taken, and `why` what was wrong with a better one.
+    `name` says which was taken, and `why` what was wrong with a better one.
 
     Args:
-        prefer: The first rung to try; default the first of all.
-        direct: Open files with O_DIRECT. False takes "buffered", whatever is preferred.
         arena: Memory that most operations will use, which io_uring may register.
         directory: Where the files will lie: without O_DIRECT there, "buffered" is taken.
 
     Raises:
-        ConfigError: No such rung.
         OSError: The directory cannot be written to.
     """
-    if prefer not in (None, *RUNGS):
-        raise ConfigError(f"engine {prefer!r}", f"Use one of {', '.join(RUNGS)}")
-    if not direct or prefer == "buffered":
-        return ThreadsEngine(direct=False)
     if directory is not None and not allows_direct(directory):
         return ThreadsEngine(direct=False, why=f"no O_DIRECT in {directory}")
-    if prefer == "threads":
-        return ThreadsEngine()
     try:
         ring = UringEngine(arena=arena)
     except OSError as error:

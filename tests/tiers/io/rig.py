@@ -17,12 +17,12 @@ from flowkv.tiers.io.engine import (
     READ,
     SYNC,
     WRITE,
-    FilesEngine,
     IOEngine,
     ThreadsEngine,
 )
 from flowkv.tiers.io.staging import Arena, ArenaSlot
 from flowkv.tiers.io.uring import UringEngine
+from tests.tiers.files_engine import FilesEngine
 
 BLOCK = 4096
 ARENA_BYTES = 8 << 20
@@ -45,6 +45,7 @@ class Rig:
         self.engine, self.arena = engine, arena
         self.tags = itertools.count(1 << 63)  # all 64 bits travel
         self.fds: list[int] = []
+        self.owed = 0  # operations whose completion was not taken yet
 
     def open(self, path: Path, *, write: bool = True) -> int:
         fd = self.engine.open(str(path), write=write)
@@ -55,8 +56,15 @@ class Rig:
         """Submits (op, fd, offset, address, length); returns the tags."""
         tags = [next(self.tags) for _ in operations]
         rows = [(*operation, tag) for operation, tag in zip(operations, tags, strict=True)]
+        self.owed += len(rows)
         self.engine.submit(np.array(rows, OPERATION))
         return tags
+
+    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> list[tuple[int, int]]:
+        """Completions that are there: tags and results."""
+        rows = self.engine.wait(timeout_s, least=least).tolist()
+        self.owed -= len(rows)
+        return rows
 
     def finish(self, count: int, within_s: float = WAIT_S) -> dict[int, int]:
         """Waits for so many completions: results by tag."""
@@ -64,7 +72,7 @@ class Rig:
         while len(results) < count:
             left_s = end_s - time.monotonic()
             assert left_s > 0, f"{count - len(results)} operations never completed"
-            for tag, result in self.engine.wait(left_s, least=count - len(results)).tolist():
+            for tag, result in self.wait(left_s, least=count - len(results)):
                 assert tag not in results, "completed twice"
                 results[tag] = result
         return results

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core.errors import ConfigError
 from flowkv.tiers.io import engine as opening
 from flowkv.tiers.io import uring
+from flowkv.tiers.io.engine import ThreadsEngine
 from flowkv.tiers.io.uring import open_engine
 from tests.tiers.io.rig import BLOCK, Rig, rigged
 
@@ -136,18 +136,6 @@ def test_little_locked_memory() -> None:
     assert answer.split()[:2] in (["False", "io_uring"], ["None", "threads"])
 
 
-def test_rungs_can_be_chosen() -> None:
-    for prefer, name in (("threads", "threads"), ("buffered", "buffered")):
-        engine = open_engine(prefer)
-        assert (engine.name, engine.direct, engine.why) == (name, name == "threads", "")
-        assert engine.close()
-    engine = open_engine(direct=False)
-    assert engine.name == "buffered"
-    assert engine.close()
-    with pytest.raises(ConfigError, match="threads"):
-        open_engine("aio")
-
-
 def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told before files are opened, or found out with the first."""
     monkeypatch.setattr(opening, "aligned", lambda fd: False)
@@ -212,7 +200,7 @@ def test_a_thread_that_never_returns(tmp_path: Path) -> None:
     """Closing says so: the memory it may write to must not be used again."""
     (tmp_path / "file").write_bytes(bytes(BLOCK))
     begun, free = threading.Event(), threading.Event()
-    engine = open_engine("threads")
+    engine = ThreadsEngine()
     with rigged("files") as made:
         rig = Rig(engine, made.arena)
         fd = engine.open(str(tmp_path / "file"), write=False)
@@ -228,7 +216,7 @@ def test_a_thread_that_never_returns(tmp_path: Path) -> None:
             (tag,) = rig.submit((0, fd, 0, slot.address, BLOCK))
             assert begun.wait(30)
             assert not engine.close(0.05)
-            assert engine.in_flight() == 1
+            assert rig.owed == 1
             free.set()
             assert engine.close()
             assert rig.finish(1) == {tag: BLOCK}
