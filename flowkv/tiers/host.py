@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -24,56 +24,7 @@ from flowkv.tiers.frame import (
     span,
     verify_stripe,
 )
-from flowkv.tiers.worker import Completions
-
-# One thread for what would keep a caller: it starts with the first piece of work.
-
-
-class Apart:
-    """Works things off in order, on a thread of its own. Thread-safe.
-
-    Args:
-        name: Of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._changed = threading.Condition()
-        self._work: deque[Callable[[], None]] = deque()
-        self._thread: threading.Thread | None = None
-        self._closing = False
-
-    def give(self, work: Callable[[], None]) -> None:
-        """Queues work, which must not raise; after `close` it is done at once."""
-        with self._changed:
-            if self._closing:
-                work()
-                return
-            self._work.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Waits until all that was given is done."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._work and not self._closing:
-                    self._changed.wait()
-                if not self._work:
-                    return
-                work = self._work.popleft()
-            work()
-
+from flowkv.tiers.worker import Completions, Item, Workers
 
 # Tiers that answer while they are asked, as memory can.
 
@@ -188,8 +139,8 @@ class HostTier(Immediate):
             raise ConfigError(f"a host tier of {capacity_bytes} bytes", "Give it at least one page")
         super().__init__(name, clock or SystemClock())
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
-        self._lock, self._apart = threading.Lock(), Apart(f"flowkv {name}")
-        self._waiting: set[int] = set()  # jobs of the thread that nobody cancelled
+        self._lock, self._workers = threading.Lock(), Workers(name, self._carry_out, self._clock)
+        self._answers = self._workers.answers
         self._frames: dict[bytes, tuple[Header, bytearray]] = {}
         self._used_bytes = 0
 
@@ -201,30 +152,16 @@ class HostTier(Immediate):
         """
         if sum(item.target.nbytes for item in items) < APART_BYTES or not self._usable():
             return super().submit_load(items, deadline_s=deadline_s)
-        job, start_ns = self._answers.new_job(), self._clock.now_ns()
-        end_ns = start_ns + round(min(deadline_s, 1e9) * 1e9)
-        self._waiting.add(job)
-        self._apart.give(lambda: self._carry_out(job, items, start_ns, end_ns))
-        return job
+        return self._workers.submit(items, deadline_s)
 
-    def _carry_out(self, job: int, items: Sequence[Load], start_ns: int, end_ns: int) -> None:
-        for index, item in enumerate(items):
-            if self._closed or job not in self._waiting:
-                reply = failed(item.key, "closed" if self._closed else "cancelled")
-            elif self._clock.now_ns() >= end_ns:
-                reply = failed(item.key, "deadline")
-            else:
-                try:
-                    reply = self._load(item, end_ns)
-                except Exception as error:
-                    reply = failed(item.key, f"{type(error).__name__}: {error}")
-            seconds = (self._clock.now_ns() - start_ns) / 1e9
-            self._answers.put([reply._replace(job=job, item=index, seconds=seconds)])
-        self._waiting.discard(job)
+    def _carry_out(self, item: Item) -> None:
+        if (target := self._workers.claim(item)) is not None and isinstance(item.wish, Load):
+            found = self._load(item.wish._replace(target=target), item.deadline_ns)
+            self._workers.answer(item, found.outcome, found.reason, found.info, found.n_bytes)
 
     def cancel(self, job: int) -> None:
         """Leaves out what was not carried out yet of a job."""
-        self._waiting.discard(job)
+        self._workers.cancel(job)
 
     def used_bytes(self) -> int:
         """Bytes of all frames, with what is charged for their objects."""
@@ -260,10 +197,12 @@ class HostTier(Immediate):
 
     def close(self) -> None:
         """Frees everything."""
+        if self._pid == os.getpid():  # threads do not follow into a child
+            self._workers.fail_waiting("closed")
         with self._lock:
             self._closed = True
-        if self._pid == os.getpid():  # threads do not follow into a child
-            self._apart.close()
+        if self._pid == os.getpid():
+            self._workers.close(math.inf)
         with self._lock:
             self._frames.clear()
             self._used_bytes = 0
