@@ -34,57 +34,37 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     builder.call(ask, [builder.inttoptr(address, pointer), _I32(0), _I32(3), _I32(1)])
 
 
-@intrinsic
-def word(context, address):
-    """The eight bytes at an address, as uint64."""
+def _reader(kind: ir.IntType) -> Any:
+    @intrinsic
+    def read(context, address):
+        """What lies at an address, as uint64."""
 
-    def codegen(context, builder, signature, args):
-        return load(builder, args[0], _I64)
+        def codegen(context, builder, signature, args):
+            found = load(builder, args[0], kind)
+            return found if kind is _I64 else builder.zext(found, _I64)
 
-    return types.uint64(types.uint64), codegen
+        return types.uint64(types.uint64), codegen
 
-
-@intrinsic
-def half_word(context, address):
-    """The four bytes at an address, as uint64."""
-
-    def codegen(context, builder, signature, args):
-        return builder.zext(load(builder, args[0], _I32), _I64)
-
-    return types.uint64(types.uint64), codegen
+    return read
 
 
-@intrinsic
-def byte(context, address):
-    """The byte at an address, as uint64."""
+def _writer(kind: ir.IntType) -> Any:
+    @intrinsic
+    def write(context, address, value):
+        """Write the low bytes of a uint64 to an address."""
 
-    def codegen(context, builder, signature, args):
-        return builder.zext(load(builder, args[0], _I8), _I64)
+        def codegen(context, builder, signature, args):
+            data = args[1] if kind is _I64 else builder.trunc(args[1], kind)
+            builder.store(data, builder.inttoptr(args[0], kind.as_pointer()), align=1)
+            return context.get_dummy_value()
 
-    return types.uint64(types.uint64), codegen
+        return types.void(types.uint64, types.uint64), codegen
 
-
-@intrinsic
-def put(context, address, value):
-    """Write a byte."""
-
-    def codegen(context, builder, signature, args):
-        builder.store(builder.trunc(args[1], _I8), builder.inttoptr(args[0], _I8.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), codegen
+    return write
 
 
-@intrinsic
-def put_word(context, address, value):
-    """Write eight bytes."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], _I64.as_pointer())
-        builder.store(args[1], pointer, align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), codegen
+word, half_word, byte = map(_reader, (_I64, _I32, _I8))
+put_word, put = map(_writer, (_I64, _I8))
 
 
 @intrinsic
@@ -154,8 +134,7 @@ _S8, _S13, _S16, _S19, _S24 = (np.uint64(n) for n in (8, 13, 16, 19, 24))
 _S28, _S29, _S32, _S33, _S35 = (np.uint64(n) for n in (28, 29, 32, 33, 35))
 _S37, _S54 = np.uint64(37), np.uint64(54)
 
-_XXH3_I8, _XXH3_I32, _XXH3_I64 = (ir.IntType(n) for n in (8, 32, 64))
-_LANES = ir.VectorType(_XXH3_I64, 8)
+_LANES = ir.VectorType(_I64, 8)
 _JIT = {"error_model": "numpy"}
 _INLINE = {**_JIT, "forceinline": True}
 
@@ -165,8 +144,8 @@ def _vector(value: int) -> ir.Constant:
 
 
 def _secret_of(builder: ir.IRBuilder) -> ir.Value:
-    data = ir.Constant(ir.ArrayType(_XXH3_I8, len(SECRET)), bytearray(SECRET))
-    return builder.ptrtoint(cgutils.global_constant(builder.module, "xxh3_secret", data), _XXH3_I64)
+    data = ir.Constant(ir.ArrayType(_I8, len(SECRET)), bytearray(SECRET))
+    return builder.ptrtoint(cgutils.global_constant(builder.module, "xxh3_secret", data), _I64)
 
 
 @intrinsic
@@ -181,14 +160,14 @@ def _stripe_of(
     """Lanes after one more stripe: to each its neighbour's word, and a product of its own."""
     data, key, target = at
     words = load(builder, data, _LANES)
-    prefetch(builder, builder.add(data, _XXH3_I64(_AHEAD)))
+    prefetch(builder, builder.add(data, _I64(_AHEAD)))
     if keep:
         place, streams = builder.inttoptr(target, _LANES.as_pointer()), keep == "stream"
         stored = builder.store(words, place, align=_STRIPE if streams else 1)
         if streams:
-            stored.set_metadata("nontemporal", builder.module.add_metadata([_XXH3_I32(1)]))
+            stored.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
     mixed = builder.xor(words, load(builder, key, _LANES))
-    pairs = ir.Constant(ir.VectorType(_XXH3_I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
+    pairs = ir.Constant(ir.VectorType(_I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
     crossed = builder.shuffle_vector(words, ir.Constant(_LANES, ir.Undefined), pairs)
     product = builder.mul(
         builder.and_(mixed, _vector(0xFFFFFFFF)), builder.lshr(mixed, _vector(32))
@@ -217,24 +196,24 @@ def _lanes_kept(keep: str) -> Any:
                 at = builder.add(args[0], offset), secret, builder.add(args[2], offset)
                 return _stripe_of(keep, builder, state, at)
 
-            last = builder.sub(args[1], _XXH3_I64(1))
-            blocks = builder.udiv(last, _XXH3_I64(_BLOCK))
+            last = builder.sub(args[1], _I64(1))
+            blocks = builder.udiv(last, _I64(_BLOCK))
             with cgutils.for_range(builder, blocks) as loop:
-                start, state = builder.mul(loop.index, _XXH3_I64(_BLOCK)), builder.load(held)
+                start, state = builder.mul(loop.index, _I64(_BLOCK)), builder.load(held)
                 for n in range(_BLOCK // _STRIPE):
-                    offset = builder.add(start, _XXH3_I64(n * _STRIPE))
-                    state = add(state, offset, builder.add(key, _XXH3_I64(8 * n)))
-                end = builder.add(key, _XXH3_I64(len(SECRET) - _STRIPE))
+                    offset = builder.add(start, _I64(n * _STRIPE))
+                    state = add(state, offset, builder.add(key, _I64(8 * n)))
+                end = builder.add(key, _I64(len(SECRET) - _STRIPE))
                 builder.store(_scrambled(builder, state, end), held)
-            start = builder.mul(blocks, _XXH3_I64(_BLOCK))
-            stripes = builder.udiv(builder.sub(last, start), _XXH3_I64(_STRIPE))
+            start = builder.mul(blocks, _I64(_BLOCK))
+            stripes = builder.udiv(builder.sub(last, start), _I64(_STRIPE))
             with cgutils.for_range(builder, stripes) as loop:
-                offset = builder.add(start, builder.mul(loop.index, _XXH3_I64(_STRIPE)))
-                secret = builder.add(key, builder.mul(loop.index, _XXH3_I64(8)))
+                offset = builder.add(start, builder.mul(loop.index, _I64(_STRIPE)))
+                secret = builder.add(key, builder.mul(loop.index, _I64(8)))
                 builder.store(add(builder.load(held), offset, secret), held)
-            secret = builder.add(key, _XXH3_I64(len(SECRET) - _STRIPE - 7))
-            state = add(builder.load(held), builder.sub(args[1], _XXH3_I64(_STRIPE)), secret)
-            values = [builder.extract_element(state, _XXH3_I32(n)) for n in range(8)]
+            secret = builder.add(key, _I64(len(SECRET) - _STRIPE - 7))
+            state = add(builder.load(held), builder.sub(args[1], _I64(_STRIPE)), secret)
+            values = [builder.extract_element(state, _I32(n)) for n in range(8)]
             return context.make_tuple(builder, signature.return_type, values)
 
         return signature, codegen
@@ -414,33 +393,6 @@ def matches_copied(address, n_bytes, digest, target, streams):
     return high == swapped(word(digest)) and low == swapped(word(digest + _S8))
 
 
-@njit(cache=True, nogil=True, **_JIT)
-def _digest_many(addresses, n_bytes, digests):
-    for i in range(len(addresses)):
-        low, high = xxh3_128(np.uint64(addresses[i]), n_bytes)
-        digests[i, 0], digests[i, 1] = swapped(high), swapped(low)
-
-
-def digest_many(addresses: NDArray[np.uint64], n_bytes: int) -> NDArray[np.uint8]:
-    """The digests of pieces of memory of one length, without the interpreter.
-
-    Args:
-        addresses: uint64 `[n]`.
-        n_bytes: Of each piece.
-
-    Returns:
-        uint8 `[n, 16]`, as the library gives them.
-    """
-    digests = np.empty((len(addresses), 2), np.uint64)
-    _digest_many(addresses, np.uint64(n_bytes), digests)
-    return digests.view(np.uint8)
-
-
-def digest(address: int, n_bytes: int) -> bytes:
-    """The digest of one piece of memory."""
-    return digest_many(np.array([address], np.uint64), n_bytes).tobytes()
-
-
 # Plain frames checked and copied many at a time, in one compiled call that needs no interpreter.
 #
 #     checks = np.array([(header, header_bytes, data, data_bytes, target, step, all, first, n),
@@ -563,7 +515,7 @@ def _entry(stamp: int, *, cache: bool) -> Any:
     return check_all
 
 
-_SOURCES = b"".join(Path(str(f)).read_bytes() for f in (frame.__file__, __file__, __file__))
+_SOURCES = b"".join(Path(str(f)).read_bytes() for f in (frame.__file__, __file__))
 _STAMP = 1 + zlib.crc32(_SOURCES)
 try:
     _check_all = _entry(_STAMP, cache=True)

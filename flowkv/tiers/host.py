@@ -106,6 +106,29 @@ def missed(key: bytes, reason: str = "") -> Completion:
     return Completion(0, 0, key, Outcome.MISS, reason)
 
 
+def copied(header: Header, item: Load, copy: Callable[[memoryview, int], None]) -> Completion:
+    """Copies what was wished for of a frame into the target, and verifies the copy.
+
+    Args:
+        header: Of the frame.
+        item: The wish.
+        copy: Fills memory with the body from some byte on.
+
+    Raises:
+        BadFrame: The frame is not what was wished for, or damaged.
+    """
+    accept(header, item.key, item.layout, item.fidelity)
+    stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
+    n_bytes = len(stripes) * step
+    if item.target.readonly or item.target.nbytes < n_bytes:
+        return failed(item.key, "target")
+    target = item.target.cast("B")[:n_bytes]
+    copy(target, stripes.start * step)
+    for number, stripe in enumerate(stripes):
+        verify_stripe(header, stripe, target[number * step : (number + 1) * step])
+    return Completion(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
+
+
 APART_BYTES = 1 << 20
 """A job of so many bytes takes longer than to wake a thread for it."""
 OVERHEAD_BYTES = 1024
@@ -213,22 +236,16 @@ class HostTier(Immediate):
         if frame is None:
             return missed(item.key)
         header, body = frame
-        try:
-            accept(header, item.key, item.layout, item.fidelity)
-            stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
-            n_bytes = len(stripes) * step
-            if item.target.readonly or item.target.nbytes < n_bytes:
-                return failed(item.key, "target")
-            # The copy is what is verified: the frame may be overwritten by `erase` meanwhile.
-            target = item.target.cast("B")[:n_bytes]
-            part = memoryview(body)[stripes.start * step : stripes.stop * step]
+
+        def copy(target: memoryview, at: int) -> None:
+            part = memoryview(body)[at : at + len(target)]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(part, np.uint8))  # without GIL
-            for number, stripe in enumerate(stripes):
-                verify_stripe(header, stripe, target[number * step : (number + 1) * step])
+
+        try:  # the copy is what is verified: the frame may be overwritten by `erase` meanwhile
+            return copied(header, item, copy)
         except BadFrame as error:
             damaged = error.reason == "digest" and self._discard(item.key, frame)
             return missed(item.key, error.reason if damaged or error.reason != "digest" else "")
-        return Completion(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
 
     def _store(self, item: Store, end_ns: int) -> Completion:
         key, body = item.key, item.body

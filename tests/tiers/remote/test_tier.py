@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -550,6 +552,34 @@ def test_opening_lists_and_scan_reads_headers_once(engine: FaultyBackend) -> Non
         assert {entry.info for entry in entries} == {info_of(SIZE)}
         assert engine.count("get") == 10
     tier.close()
+
+
+IMPORTS = """
+import importlib.abc, sys, threading, time
+from tests.tiers.frames import hits, stored
+from tests.tiers.remote.faulty import FaultyBackend
+from flowkv.tiers.remote.tier import RemoteTier
+
+class Watcher(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba":
+            print(threading.current_thread().name)
+            time.sleep(0.1)
+
+assert "numba" not in sys.modules
+sys.meta_path.insert(0, Watcher())
+tier = RemoteTier(FaultyBackend())
+stored(tier, range(3))
+assert hits(tier, range(3)) == 3
+tier.close()
+"""
+
+
+def test_numba_is_imported_before_there_are_two_threads() -> None:
+    """Two that begin to import it at once may each find half of it."""
+    command = [sys.executable, "-W", "error", "-c", IMPORTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout) == (0, "MainThread\n"), done.stderr
 
 
 def test_opening_an_engine_that_does_not_answer(engine: FaultyBackend) -> None:
