@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from llvmlite import ir
-from numba import njit, types
+from numba import njit, objmode, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -101,9 +103,10 @@ def swapped(context, x):
 
 # XXH3-128 in numba: the digest of the `xxhash` library, bit for bit, without the interpreter.
 #
-# Code that stays in one compiled call while the interpreter is busy (`tiers.check`) cannot call
-# the library. Above 240 bytes the hash is eight 64-bit lanes that LLVM keeps in vector registers,
-# written here as vectors of its own language; below, it is scalar. The specification is
+# Code that stays in one compiled call while the interpreter is busy cannot call the library.
+# Above 240 bytes the hash is eight 64-bit lanes that LLVM keeps in vector registers, written here
+# as vectors of its own language. No stripe of a page is shorter; the odd blob that is waits for
+# the interpreter and the library. The specification is
 # https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md; the seed is 0, the secret its
 # own.
 
@@ -126,13 +129,9 @@ _P64 = (
 _START = (_P32_3, *_P64[:4], _P32_2, _P64[4], _P32_1)
 _STRIPE, _BLOCK = 64, 1024
 _AHEAD = 512  # bytes; the library's own distance
-_P1, _P2, _P3, _P4 = (np.uint64(prime) for prime in _P64[:4])
-_MX1, _MX2 = np.uint64(0x165667919E3779F9), np.uint64(0x9FB21C651E98DF25)
-_SHORT = np.uint64(_P32_2 - 1)
-_ONE, _THREE, _LOW32 = np.uint64(1), np.uint64(3), np.uint64(0xFFFFFFFF)
-_S8, _S13, _S16, _S19, _S24 = (np.uint64(n) for n in (8, 13, 16, 19, 24))
-_S28, _S29, _S32, _S33, _S35 = (np.uint64(n) for n in (28, 29, 32, 33, 35))
-_S37, _S54 = np.uint64(37), np.uint64(54)
+_P1, _P2 = np.uint64(_P64[0]), np.uint64(_P64[1])
+_MX1 = np.uint64(0x165667919E3779F9)
+_S8, _S16, _S24, _S32, _S37 = (np.uint64(n) for n in (8, 16, 24, 32, 37))
 
 _LANES = ir.VectorType(_I64, 8)
 _JIT = {"error_model": "numpy"}
@@ -231,82 +230,21 @@ def _avalanche(x):
 
 
 @njit(**_INLINE)
-def _avalanche_64(x):
-    x = (x ^ (x >> _S33)) * _P2
-    x = (x ^ (x >> _S29)) * _P3
-    return x ^ (x >> _S32)
-
-
-@njit(**_INLINE)
 def _folded(a, b):
     return (a * b) ^ upper(a, b)
 
 
-@njit(**_INLINE)
-def _mixed(data, key):
-    return _folded(word(data) ^ word(key), word(data + _S8) ^ word(key + _S8))
+def _by_library(address: int, n_bytes: int) -> int:
+    return xxhash.xxh3_128_intdigest(ctypes.string_at(address, n_bytes))
 
 
-@njit(**_INLINE)
-def _mixed_two(low, high, one, two, key):
-    """Two sums after 32 bytes more."""
-    low = (low + _mixed(one, key)) ^ (word(two) + word(two + _S8))
-    high = (high + _mixed(two, key + _S16)) ^ (word(one) + word(one + _S8))
+@njit(**_JIT)
+def _shorter(data, n):
+    """Up to 240 bytes, which are hashed in four other ways: by the library, in the interpreter."""
+    with objmode(low="uint64", high="uint64"):
+        both = _by_library(data, n)
+        low, high = both & 0xFFFFFFFFFFFFFFFF, both >> 64
     return low, high
-
-
-@njit(**_JIT)
-def _up_to_16(data, n, key):
-    if n > _S8:
-        flip = word(key + np.uint64(32)) ^ word(key + np.uint64(40))
-        first, last = word(data), word(data + n - _S8)
-        a = first ^ last ^ flip
-        last ^= word(key + np.uint64(48)) ^ word(key + np.uint64(56))
-        low, high = a * _P1, upper(a, _P1)
-        low += (n - _ONE) << _S54
-        high += last + (last & _LOW32) * _SHORT
-        low ^= swapped(high)
-        return _avalanche(low * _P2), _avalanche(upper(low, _P2) + high * _P2)
-    if n >= np.uint64(4):
-        both = half_word(data) + (half_word(data + n - np.uint64(4)) << _S32)
-        both ^= word(key + _S16) ^ word(key + _S24)
-        factor = _P1 + (n << np.uint64(2))
-        low, high = both * factor, upper(both, factor)
-        high += low << _ONE
-        low ^= high >> _THREE
-        low = (low ^ (low >> _S35)) * _MX2
-        return low ^ (low >> _S28), _avalanche(high)
-    if n:
-        low = byte(data) << _S16 | byte(data + (n >> _ONE)) << _S24 | n << _S8
-        low |= byte(data + n - _ONE)
-        high = swapped(low) >> _S32
-        high = (high << _S13 | high >> _S19) & _LOW32
-        low ^= half_word(key) ^ half_word(key + np.uint64(4))
-        high ^= half_word(key + _S8) ^ half_word(key + np.uint64(12))
-        return _avalanche_64(low), _avalanche_64(high)
-    low = word(key + np.uint64(64)) ^ word(key + np.uint64(72))
-    high = word(key + np.uint64(80)) ^ word(key + np.uint64(88))
-    return _avalanche_64(low), _avalanche_64(high)
-
-
-@njit(**_JIT)
-def _up_to_240(data, n, key):
-    low, high, end = n * _P1, np.uint64(0), data + n
-    if n <= np.uint64(128):
-        for i in range((np.int64(n) - 1) // 32, -1, -1):
-            at = np.uint64(16 * i)
-            low, high = _mixed_two(low, high, data + at, end - at - _S16, key + np.uint64(32 * i))
-    else:
-        for i in range(4):
-            at = data + np.uint64(32 * i)
-            low, high = _mixed_two(low, high, at, at + _S16, key + np.uint64(32 * i))
-        low, high = _avalanche(low), _avalanche(high)
-        for i in range(4, np.int64(n) // 32):
-            at = data + np.uint64(32 * i)
-            low, high = _mixed_two(low, high, at, at + _S16, key + np.uint64(32 * i - 125))
-        low, high = _mixed_two(low, high, end - _S16, end - _S32, key + np.uint64(103))
-    total = low * _P1 + high * _P4 + n * _P2
-    return _avalanche(low + high), np.uint64(0) - _avalanche(total)
 
 
 @njit(**_INLINE)
@@ -351,12 +289,9 @@ def xxh3_128(address, n_bytes):
         The low and the high half, uint64; the library's 16 bytes are both as big endian, the high
         half first.
     """
-    key = secret()
-    if n_bytes <= _S16:
-        return _up_to_16(address, n_bytes, key)
-    if n_bytes <= np.uint64(240):
-        return _up_to_240(address, n_bytes, key)
-    return _longer(address, n_bytes, key)
+    if n_bytes > np.uint64(240):
+        return _longer(address, n_bytes, secret())
+    return _shorter(address, n_bytes)
 
 
 @njit(**_JIT)
