@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from flowkv.tiers.frame import (
     span,
     verify_stripe,
 )
-from flowkv.tiers.worker import Completions, Item, Workers
+from flowkv.tiers.worker import Completions
 
 # Tiers that answer while they are asked, as memory can.
 
@@ -162,8 +162,8 @@ class HostTier(Immediate):
             raise ConfigError(f"a host tier of {capacity_bytes} bytes", "Give it at least one page")
         super().__init__(name, clock or SystemClock())
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
-        self._lock, self._workers = threading.Lock(), Workers(name, self._carry_out, self._clock)
-        self._answers = self._workers.answers
+        self._lock, self._apart = threading.Lock(), ThreadPoolExecutor(1, f"flowkv {name}")
+        self._waiting: set[int] = set()  # jobs of the thread that nobody cancelled
         self._frames: dict[bytes, tuple[Header, bytearray]] = {}
         self._used_bytes = 0
 
@@ -175,16 +175,33 @@ class HostTier(Immediate):
         """
         if sum(item.target.nbytes for item in items) < APART_BYTES or not self._usable():
             return super().submit_load(items, deadline_s=deadline_s)
-        return self._workers.submit(items, deadline_s)
+        job, start_ns = self._answers.new_job(), self._clock.now_ns()
+        end_ns = start_ns + round(min(deadline_s, 1e9) * 1e9)
+        self._waiting.add(job)
+        try:
+            self._apart.submit(self._carry_out, job, items, start_ns, end_ns)
+        except RuntimeError:  # closed meanwhile: which is what it will answer
+            self._carry_out(job, items, start_ns, end_ns)
+        return job
 
-    def _carry_out(self, item: Item) -> None:
-        if (target := self._workers.claim(item)) is not None and isinstance(item.wish, Load):
-            found = self._load(item.wish._replace(target=target), item.deadline_ns)
-            self._workers.answer(item, found.outcome, found.reason, found.info, found.n_bytes)
+    def _carry_out(self, job: int, items: Sequence[Load], start_ns: int, end_ns: int) -> None:
+        for index, item in enumerate(items):
+            if self._closed or job not in self._waiting:
+                reply = failed(item.key, "closed" if self._closed else "cancelled")
+            elif self._clock.now_ns() >= end_ns:
+                reply = failed(item.key, "deadline")
+            else:
+                try:
+                    reply = self._load(item, end_ns)
+                except Exception as error:
+                    reply = failed(item.key, f"{type(error).__name__}: {error}")
+            seconds = (self._clock.now_ns() - start_ns) / 1e9
+            self._answers.put([reply._replace(job=job, item=index, seconds=seconds)])
+        self._waiting.discard(job)
 
     def cancel(self, job: int) -> None:
         """Leaves out what was not carried out yet of a job."""
-        self._workers.cancel(job)
+        self._waiting.discard(job)
 
     def used_bytes(self) -> int:
         """Bytes of all frames, with what is charged for their objects."""
@@ -220,12 +237,10 @@ class HostTier(Immediate):
 
     def close(self) -> None:
         """Frees everything."""
-        if self._pid == os.getpid():  # threads do not follow into a child
-            self._workers.fail_waiting("closed")
         with self._lock:
             self._closed = True
-        if self._pid == os.getpid():
-            self._workers.close(math.inf)
+        if self._pid == os.getpid():  # threads do not follow into a child
+            self._apart.shutdown()
         with self._lock:
             self._frames.clear()
             self._used_bytes = 0

@@ -19,6 +19,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,7 @@ class CompressedBody(NamedTuple):
     data: memoryview
 
 
+@dataclass(slots=True)
 class Measure:
     """What was seen of one layout.
 
@@ -75,21 +77,14 @@ class Measure:
         decoded_bytes: Of stripes that were decompressed to find out.
     """
 
-    __slots__ = (
-        "decode_s",
-        "decoded_bytes",
-        "frames",
-        "low_bytes",
-        "low_stored_bytes",
-        "offered",
-        "plain_bytes",
-        "stored_bytes",
-    )
-
-    def __init__(self) -> None:
-        self.offered = self.frames = self.plain_bytes = self.stored_bytes = self.decoded_bytes = 0
-        self.low_bytes = self.low_stored_bytes = 0
-        self.decode_s = 0.0
+    offered: int = 0
+    frames: int = 0
+    plain_bytes: int = 0
+    stored_bytes: int = 0
+    low_bytes: int = 0
+    low_stored_bytes: int = 0
+    decode_s: float = 0.0
+    decoded_bytes: int = 0
 
     @property
     def gain(self) -> float:

@@ -58,9 +58,7 @@ class Completions:
         """All answers there are; waits up to `timeout_s` for the first one."""
         with self._changed:
             if not self._ready and timeout_s > 0:
-                end = time.monotonic() + timeout_s
-                while not self._ready and (left := end - time.monotonic()) > 0:
-                    self._changed.wait(left)
+                self._changed.wait_for(lambda: self._ready, timeout_s)
             answers = list(self._ready)
             self._ready.clear()
             if answers and self._event_fd >= 0:
@@ -176,8 +174,8 @@ class Workers:
         work: Callable[[Item], None],
         clock: Clock,
         *,
-        threads: int = 1,
-        queue_bytes: int = 0,
+        threads: int,
+        queue_bytes: int,
         spares: int = 0,
         storing: int = 0,
         late: Callable[[Item], None] | None = None,
