@@ -326,9 +326,10 @@ class ObjectBackend:
     @contextlib.contextmanager
     def _translating(self, *, final: bool = False) -> Iterator[None]:
         """What obstore raises becomes what a tier understands; if `final`, what is absent too."""
+        caught: tuple[type[Exception], ...] = (FileNotFoundError, *self._errors)
         try:
             yield
-        except (FileNotFoundError, *self._errors) as error:
+        except caught as error:
             if isinstance(error, FileNotFoundError) and not final:
                 raise
             raise self._translated(error) from error
