@@ -24,7 +24,6 @@ import torch
 import xxhash
 
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers import digest
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.digest import CHECK, check_frames
 from flowkv.tiers.disk import DiskTier
@@ -32,6 +31,7 @@ from flowkv.tiers.envelope import Envelope, Integrity, Keyring
 from flowkv.tiers.frame import describe, fixed_fields, pack_header
 from flowkv.tiers.lossless import Lossless, unpack_stripe
 from tests.fixture_model import load_tiny, stdlib_text
+from tests.tiers import twin
 
 ROUND_BYTES = 64 << 20
 STRIPES = 16
@@ -207,7 +207,7 @@ def test_twin(size: int) -> None:
     """The numba twin against the library, over memory that fits the caches and that does not."""
     noise = np.frombuffer(np.random.default_rng(0).bytes(ROUND_BYTES), np.uint8)
     view, print_name = memoryview(noise), f"\nxxh3_128, {size >> 10} KiB"
-    assert digest.digest(noise.ctypes.data, size) == xxhash.xxh3_128_digest(view[:size])
+    assert twin.digest(noise.ctypes.data, size) == xxhash.xxh3_128_digest(view[:size])
     print(print_name)
     for name, starts in (
         ("in cache", [0] * (ROUND_BYTES // 4 // size)),
@@ -220,7 +220,7 @@ def test_twin(size: int) -> None:
         took = rounds(
             {
                 "library": lambda parts=parts: [xxhash.xxh3_128_digest(part) for part in parts],
-                "twin": lambda rows=rows: digest.digest_many(rows["data"], size),
+                "twin": lambda rows=rows: twin.digest_many(rows["data"], size),
             },
             9,
             time.thread_time,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from llvmlite import ir
-from numba import njit, types
+from numba import njit, objmode, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -34,57 +36,37 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     builder.call(ask, [builder.inttoptr(address, pointer), _I32(0), _I32(3), _I32(1)])
 
 
-@intrinsic
-def word(context, address):
-    """The eight bytes at an address, as uint64."""
+def _reader(kind: ir.IntType) -> Any:
+    @intrinsic
+    def read(context, address):
+        """What lies at an address, as uint64."""
 
-    def codegen(context, builder, signature, args):
-        return load(builder, args[0], _I64)
+        def codegen(context, builder, signature, args):
+            found = load(builder, args[0], kind)
+            return found if kind is _I64 else builder.zext(found, _I64)
 
-    return types.uint64(types.uint64), codegen
+        return types.uint64(types.uint64), codegen
 
-
-@intrinsic
-def half_word(context, address):
-    """The four bytes at an address, as uint64."""
-
-    def codegen(context, builder, signature, args):
-        return builder.zext(load(builder, args[0], _I32), _I64)
-
-    return types.uint64(types.uint64), codegen
+    return read
 
 
-@intrinsic
-def byte(context, address):
-    """The byte at an address, as uint64."""
+def _writer(kind: ir.IntType) -> Any:
+    @intrinsic
+    def write(context, address, value):
+        """Write the low bytes of a uint64 to an address."""
 
-    def codegen(context, builder, signature, args):
-        return builder.zext(load(builder, args[0], _I8), _I64)
+        def codegen(context, builder, signature, args):
+            data = args[1] if kind is _I64 else builder.trunc(args[1], kind)
+            builder.store(data, builder.inttoptr(args[0], kind.as_pointer()), align=1)
+            return context.get_dummy_value()
 
-    return types.uint64(types.uint64), codegen
+        return types.void(types.uint64, types.uint64), codegen
 
-
-@intrinsic
-def put(context, address, value):
-    """Write a byte."""
-
-    def codegen(context, builder, signature, args):
-        builder.store(builder.trunc(args[1], _I8), builder.inttoptr(args[0], _I8.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), codegen
+    return write
 
 
-@intrinsic
-def put_word(context, address, value):
-    """Write eight bytes."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], _I64.as_pointer())
-        builder.store(args[1], pointer, align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), codegen
+word, half_word, byte = map(_reader, (_I64, _I32, _I8))
+put_word, put = map(_writer, (_I64, _I8))
 
 
 @intrinsic
@@ -121,9 +103,10 @@ def swapped(context, x):
 
 # XXH3-128 in numba: the digest of the `xxhash` library, bit for bit, without the interpreter.
 #
-# Code that stays in one compiled call while the interpreter is busy (`tiers.check`) cannot call
-# the library. Above 240 bytes the hash is eight 64-bit lanes that LLVM keeps in vector registers,
-# written here as vectors of its own language; below, it is scalar. The specification is
+# Code that stays in one compiled call while the interpreter is busy cannot call the library.
+# Above 240 bytes the hash is eight 64-bit lanes that LLVM keeps in vector registers, written here
+# as vectors of its own language. No stripe of a page is shorter; the odd blob that is waits for
+# the interpreter and the library. The specification is
 # https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md; the seed is 0, the secret its
 # own.
 
@@ -146,16 +129,11 @@ _P64 = (
 _START = (_P32_3, *_P64[:4], _P32_2, _P64[4], _P32_1)
 _STRIPE, _BLOCK = 64, 1024
 _AHEAD = 512  # bytes; the library's own distance
-_P1, _P2, _P3, _P4 = (np.uint64(prime) for prime in _P64[:4])
-_MX1, _MX2 = np.uint64(0x165667919E3779F9), np.uint64(0x9FB21C651E98DF25)
-_SHORT = np.uint64(_P32_2 - 1)
-_ONE, _THREE, _LOW32 = np.uint64(1), np.uint64(3), np.uint64(0xFFFFFFFF)
-_S8, _S13, _S16, _S19, _S24 = (np.uint64(n) for n in (8, 13, 16, 19, 24))
-_S28, _S29, _S32, _S33, _S35 = (np.uint64(n) for n in (28, 29, 32, 33, 35))
-_S37, _S54 = np.uint64(37), np.uint64(54)
+_P1, _P2 = np.uint64(_P64[0]), np.uint64(_P64[1])
+_MX1 = np.uint64(0x165667919E3779F9)
+_S8, _S16, _S24, _S32, _S37 = (np.uint64(n) for n in (8, 16, 24, 32, 37))
 
-_XXH3_I8, _XXH3_I32, _XXH3_I64 = (ir.IntType(n) for n in (8, 32, 64))
-_LANES = ir.VectorType(_XXH3_I64, 8)
+_LANES = ir.VectorType(_I64, 8)
 _JIT = {"error_model": "numpy"}
 _INLINE = {**_JIT, "forceinline": True}
 
@@ -165,8 +143,8 @@ def _vector(value: int) -> ir.Constant:
 
 
 def _secret_of(builder: ir.IRBuilder) -> ir.Value:
-    data = ir.Constant(ir.ArrayType(_XXH3_I8, len(SECRET)), bytearray(SECRET))
-    return builder.ptrtoint(cgutils.global_constant(builder.module, "xxh3_secret", data), _XXH3_I64)
+    data = ir.Constant(ir.ArrayType(_I8, len(SECRET)), bytearray(SECRET))
+    return builder.ptrtoint(cgutils.global_constant(builder.module, "xxh3_secret", data), _I64)
 
 
 @intrinsic
@@ -181,14 +159,14 @@ def _stripe_of(
     """Lanes after one more stripe: to each its neighbour's word, and a product of its own."""
     data, key, target = at
     words = load(builder, data, _LANES)
-    prefetch(builder, builder.add(data, _XXH3_I64(_AHEAD)))
+    prefetch(builder, builder.add(data, _I64(_AHEAD)))
     if keep:
         place, streams = builder.inttoptr(target, _LANES.as_pointer()), keep == "stream"
         stored = builder.store(words, place, align=_STRIPE if streams else 1)
         if streams:
-            stored.set_metadata("nontemporal", builder.module.add_metadata([_XXH3_I32(1)]))
+            stored.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
     mixed = builder.xor(words, load(builder, key, _LANES))
-    pairs = ir.Constant(ir.VectorType(_XXH3_I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
+    pairs = ir.Constant(ir.VectorType(_I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
     crossed = builder.shuffle_vector(words, ir.Constant(_LANES, ir.Undefined), pairs)
     product = builder.mul(
         builder.and_(mixed, _vector(0xFFFFFFFF)), builder.lshr(mixed, _vector(32))
@@ -217,24 +195,24 @@ def _lanes_kept(keep: str) -> Any:
                 at = builder.add(args[0], offset), secret, builder.add(args[2], offset)
                 return _stripe_of(keep, builder, state, at)
 
-            last = builder.sub(args[1], _XXH3_I64(1))
-            blocks = builder.udiv(last, _XXH3_I64(_BLOCK))
+            last = builder.sub(args[1], _I64(1))
+            blocks = builder.udiv(last, _I64(_BLOCK))
             with cgutils.for_range(builder, blocks) as loop:
-                start, state = builder.mul(loop.index, _XXH3_I64(_BLOCK)), builder.load(held)
+                start, state = builder.mul(loop.index, _I64(_BLOCK)), builder.load(held)
                 for n in range(_BLOCK // _STRIPE):
-                    offset = builder.add(start, _XXH3_I64(n * _STRIPE))
-                    state = add(state, offset, builder.add(key, _XXH3_I64(8 * n)))
-                end = builder.add(key, _XXH3_I64(len(SECRET) - _STRIPE))
+                    offset = builder.add(start, _I64(n * _STRIPE))
+                    state = add(state, offset, builder.add(key, _I64(8 * n)))
+                end = builder.add(key, _I64(len(SECRET) - _STRIPE))
                 builder.store(_scrambled(builder, state, end), held)
-            start = builder.mul(blocks, _XXH3_I64(_BLOCK))
-            stripes = builder.udiv(builder.sub(last, start), _XXH3_I64(_STRIPE))
+            start = builder.mul(blocks, _I64(_BLOCK))
+            stripes = builder.udiv(builder.sub(last, start), _I64(_STRIPE))
             with cgutils.for_range(builder, stripes) as loop:
-                offset = builder.add(start, builder.mul(loop.index, _XXH3_I64(_STRIPE)))
-                secret = builder.add(key, builder.mul(loop.index, _XXH3_I64(8)))
+                offset = builder.add(start, builder.mul(loop.index, _I64(_STRIPE)))
+                secret = builder.add(key, builder.mul(loop.index, _I64(8)))
                 builder.store(add(builder.load(held), offset, secret), held)
-            secret = builder.add(key, _XXH3_I64(len(SECRET) - _STRIPE - 7))
-            state = add(builder.load(held), builder.sub(args[1], _XXH3_I64(_STRIPE)), secret)
-            values = [builder.extract_element(state, _XXH3_I32(n)) for n in range(8)]
+            secret = builder.add(key, _I64(len(SECRET) - _STRIPE - 7))
+            state = add(builder.load(held), builder.sub(args[1], _I64(_STRIPE)), secret)
+            values = [builder.extract_element(state, _I32(n)) for n in range(8)]
             return context.make_tuple(builder, signature.return_type, values)
 
         return signature, codegen
@@ -252,82 +230,21 @@ def _avalanche(x):
 
 
 @njit(**_INLINE)
-def _avalanche_64(x):
-    x = (x ^ (x >> _S33)) * _P2
-    x = (x ^ (x >> _S29)) * _P3
-    return x ^ (x >> _S32)
-
-
-@njit(**_INLINE)
 def _folded(a, b):
     return (a * b) ^ upper(a, b)
 
 
-@njit(**_INLINE)
-def _mixed(data, key):
-    return _folded(word(data) ^ word(key), word(data + _S8) ^ word(key + _S8))
+def _by_library(address: int, n_bytes: int) -> int:
+    return xxhash.xxh3_128_intdigest(ctypes.string_at(address, n_bytes))
 
 
-@njit(**_INLINE)
-def _mixed_two(low, high, one, two, key):
-    """Two sums after 32 bytes more."""
-    low = (low + _mixed(one, key)) ^ (word(two) + word(two + _S8))
-    high = (high + _mixed(two, key + _S16)) ^ (word(one) + word(one + _S8))
+@njit(**_JIT)
+def _shorter(data, n):
+    """Up to 240 bytes, which are hashed in four other ways: by the library, in the interpreter."""
+    with objmode(low="uint64", high="uint64"):
+        both = _by_library(data, n)
+        low, high = both & 0xFFFFFFFFFFFFFFFF, both >> 64
     return low, high
-
-
-@njit(**_JIT)
-def _up_to_16(data, n, key):
-    if n > _S8:
-        flip = word(key + np.uint64(32)) ^ word(key + np.uint64(40))
-        first, last = word(data), word(data + n - _S8)
-        a = first ^ last ^ flip
-        last ^= word(key + np.uint64(48)) ^ word(key + np.uint64(56))
-        low, high = a * _P1, upper(a, _P1)
-        low += (n - _ONE) << _S54
-        high += last + (last & _LOW32) * _SHORT
-        low ^= swapped(high)
-        return _avalanche(low * _P2), _avalanche(upper(low, _P2) + high * _P2)
-    if n >= np.uint64(4):
-        both = half_word(data) + (half_word(data + n - np.uint64(4)) << _S32)
-        both ^= word(key + _S16) ^ word(key + _S24)
-        factor = _P1 + (n << np.uint64(2))
-        low, high = both * factor, upper(both, factor)
-        high += low << _ONE
-        low ^= high >> _THREE
-        low = (low ^ (low >> _S35)) * _MX2
-        return low ^ (low >> _S28), _avalanche(high)
-    if n:
-        low = byte(data) << _S16 | byte(data + (n >> _ONE)) << _S24 | n << _S8
-        low |= byte(data + n - _ONE)
-        high = swapped(low) >> _S32
-        high = (high << _S13 | high >> _S19) & _LOW32
-        low ^= half_word(key) ^ half_word(key + np.uint64(4))
-        high ^= half_word(key + _S8) ^ half_word(key + np.uint64(12))
-        return _avalanche_64(low), _avalanche_64(high)
-    low = word(key + np.uint64(64)) ^ word(key + np.uint64(72))
-    high = word(key + np.uint64(80)) ^ word(key + np.uint64(88))
-    return _avalanche_64(low), _avalanche_64(high)
-
-
-@njit(**_JIT)
-def _up_to_240(data, n, key):
-    low, high, end = n * _P1, np.uint64(0), data + n
-    if n <= np.uint64(128):
-        for i in range((np.int64(n) - 1) // 32, -1, -1):
-            at = np.uint64(16 * i)
-            low, high = _mixed_two(low, high, data + at, end - at - _S16, key + np.uint64(32 * i))
-    else:
-        for i in range(4):
-            at = data + np.uint64(32 * i)
-            low, high = _mixed_two(low, high, at, at + _S16, key + np.uint64(32 * i))
-        low, high = _avalanche(low), _avalanche(high)
-        for i in range(4, np.int64(n) // 32):
-            at = data + np.uint64(32 * i)
-            low, high = _mixed_two(low, high, at, at + _S16, key + np.uint64(32 * i - 125))
-        low, high = _mixed_two(low, high, end - _S16, end - _S32, key + np.uint64(103))
-    total = low * _P1 + high * _P4 + n * _P2
-    return _avalanche(low + high), np.uint64(0) - _avalanche(total)
 
 
 @njit(**_INLINE)
@@ -372,12 +289,9 @@ def xxh3_128(address, n_bytes):
         The low and the high half, uint64; the library's 16 bytes are both as big endian, the high
         half first.
     """
-    key = secret()
-    if n_bytes <= _S16:
-        return _up_to_16(address, n_bytes, key)
-    if n_bytes <= np.uint64(240):
-        return _up_to_240(address, n_bytes, key)
-    return _longer(address, n_bytes, key)
+    if n_bytes > np.uint64(240):
+        return _longer(address, n_bytes, secret())
+    return _shorter(address, n_bytes)
 
 
 @njit(**_JIT)
@@ -412,33 +326,6 @@ def matches_copied(address, n_bytes, digest, target, streams):
     """Whether memory has the digest whose 16 bytes lie at an address; `digest_copied` besides."""
     low, high = digest_copied(address, n_bytes, target, streams)
     return high == swapped(word(digest)) and low == swapped(word(digest + _S8))
-
-
-@njit(cache=True, nogil=True, **_JIT)
-def _digest_many(addresses, n_bytes, digests):
-    for i in range(len(addresses)):
-        low, high = xxh3_128(np.uint64(addresses[i]), n_bytes)
-        digests[i, 0], digests[i, 1] = swapped(high), swapped(low)
-
-
-def digest_many(addresses: NDArray[np.uint64], n_bytes: int) -> NDArray[np.uint8]:
-    """The digests of pieces of memory of one length, without the interpreter.
-
-    Args:
-        addresses: uint64 `[n]`.
-        n_bytes: Of each piece.
-
-    Returns:
-        uint8 `[n, 16]`, as the library gives them.
-    """
-    digests = np.empty((len(addresses), 2), np.uint64)
-    _digest_many(addresses, np.uint64(n_bytes), digests)
-    return digests.view(np.uint8)
-
-
-def digest(address: int, n_bytes: int) -> bytes:
-    """The digest of one piece of memory."""
-    return digest_many(np.array([address], np.uint64), n_bytes).tobytes()
 
 
 # Plain frames checked and copied many at a time, in one compiled call that needs no interpreter.
@@ -563,7 +450,7 @@ def _entry(stamp: int, *, cache: bool) -> Any:
     return check_all
 
 
-_SOURCES = b"".join(Path(str(f)).read_bytes() for f in (frame.__file__, __file__, __file__))
+_SOURCES = b"".join(Path(str(f)).read_bytes() for f in (frame.__file__, __file__))
 _STAMP = 1 + zlib.crc32(_SOURCES)
 try:
     _check_all = _entry(_STAMP, cache=True)

@@ -281,8 +281,7 @@ class Envelope:
         elif self._keyring is None:
             raise BadFrame("integrity", "there is no key for encrypted frames")
         else:
-            header, cipher = open_header(data, self._keyring)
-            self._thread.last = header, cipher  # most likely opened next, by this thread
+            header = self._head_of_encrypted(data, self._keyring)
         if header.key != key:
             raise BadFrame("key", "the frame belongs to another key")
         if generation is not None and header.generation != generation:
@@ -381,8 +380,20 @@ class Envelope:
             if cipher is None:
                 verify_stripe(header, number, out)
 
-    def _cipher_of(self, header: Header) -> FrameCipher:
+    def _head_of_encrypted(self, data: Buffer, keyring: Keyring) -> Header:
+        """What the header of an encrypted frame says once its tag is found right."""
+        ciphers = []
 
+        def sound(view: memoryview) -> bool:
+            blank = b"".join((view[: DIGEST_AT.start], _BLANK, view[DIGEST_AT.stop :]))
+            ciphers.append(FrameCipher(keyring, blank[:FIXED_BYTES]))
+            return ciphers[0].owns(blank, bytes(view[DIGEST_AT]))
+
+        header = decode_header(data, AES_256_GCM, sound)
+        self._thread.last = header, ciphers[0]  # most likely opened next, by this thread
+        return header
+
+    def _cipher_of(self, header: Header) -> FrameCipher:
         assert self._keyring is not None
         last: tuple[Header, FrameCipher] | None = getattr(self._thread, "last", None)
         if last is not None and last[0] is header:
@@ -516,23 +527,6 @@ def new_salt(keyring: Keyring, header: Header, body: memoryview) -> bytes:
     """
     said = fixed_fields(header) + header.sizes + xxhash.xxh3_128_digest(body)
     return keyring.frame_salt(header.info.tenant, said)
-
-
-def open_header(data: Buffer, keyring: Keyring) -> tuple[Header, FrameCipher]:
-    """What the header of an encrypted frame says once its tag is found right, and who opens it.
-
-    Raises:
-        BadFrame: "foreign", "version", "truncated", "digest" or "integrity".
-    """
-    ciphers = []
-
-    def sound(view: memoryview) -> bool:
-        blank = b"".join((view[: DIGEST_AT.start], _BLANK, view[DIGEST_AT.stop :]))
-        ciphers.append(FrameCipher(keyring, blank[:FIXED_BYTES]))
-        return ciphers[0].owns(blank, bytes(view[DIGEST_AT]))
-
-    header = decode_header(data, AES_256_GCM, sound)
-    return header, ciphers[0]
 
 
 def _nonce(number: int) -> bytes:

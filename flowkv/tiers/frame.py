@@ -238,31 +238,17 @@ def decode_header(
 
 
 def _parse(view: memoryview) -> Header:
-    fields = _FIXED.unpack_from(view)
-    kind, codec, fidelity, integrity, lossless, key = fields[4:10]
-    stripes, step, generation, salt = fields[20:]
+    _, _, _, _, kind, codec, fidelity, integrity, lossless, *fields = _FIXED.unpack_from(view)
+    key, parent, namespace, tenant, layout, group, tokens, *shard = fields[:11]
+    stripes, step, generation, salt = fields[11:]
     if kind >= len(KINDS) or lossless > 1 or not 1 <= stripes <= MAX_STRIPES:
         raise BadFrame("version", f"kind {kind}, lossless {lossless} or {stripes} stripes")
     if _RESERVED.unpack_from(view) != _ZEROS:
         raise BadFrame("foreign", "fields that this version does not know")
     if header_bytes(stripes, lossless=bool(lossless)) != len(view):
         raise BadFrame("foreign", f"{stripes} stripes in a header of {len(view)} bytes")
-    info = FrameInfo(
-        kind=KINDS[kind],
-        codec=codec,
-        fidelity=fidelity,
-        parent=fields[10],
-        namespace=fields[11],
-        tenant=fields[12],
-        layout=fields[13],
-        group=fields[14],
-        tokens=fields[15],
-        rank=fields[16],
-        world=fields[17],
-        head_start=fields[18],
-        head_stop=fields[19],
-        stripe_bytes=step,
-    )
+    names = layout, parent, namespace
+    info = FrameInfo(KINDS[kind], codec, fidelity, *names, group, tokens, step, tenant, *shard)
     try:
         count_stripes(key, info, stripes * step)
     except BadFrame as error:

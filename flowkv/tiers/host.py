@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
@@ -25,55 +25,6 @@ from flowkv.tiers.frame import (
     verify_stripe,
 )
 from flowkv.tiers.worker import Completions
-
-# One thread for what would keep a caller: it starts with the first piece of work.
-
-
-class Apart:
-    """Works things off in order, on a thread of its own. Thread-safe.
-
-    Args:
-        name: Of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._changed = threading.Condition()
-        self._work: deque[Callable[[], None]] = deque()
-        self._thread: threading.Thread | None = None
-        self._closing = False
-
-    def give(self, work: Callable[[], None]) -> None:
-        """Queues work, which must not raise; after `close` it is done at once."""
-        with self._changed:
-            if self._closing:
-                work()
-                return
-            self._work.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Waits until all that was given is done."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._work and not self._closing:
-                    self._changed.wait()
-                if not self._work:
-                    return
-                work = self._work.popleft()
-            work()
-
 
 # Tiers that answer while they are asked, as memory can.
 
@@ -155,6 +106,29 @@ def missed(key: bytes, reason: str = "") -> Completion:
     return Completion(0, 0, key, Outcome.MISS, reason)
 
 
+def copied(header: Header, item: Load, copy: Callable[[memoryview, int], None]) -> Completion:
+    """Copies what was wished for of a frame into the target, and verifies the copy.
+
+    Args:
+        header: Of the frame.
+        item: The wish.
+        copy: Fills memory with the body from some byte on.
+
+    Raises:
+        BadFrame: The frame is not what was wished for, or damaged.
+    """
+    accept(header, item.key, item.layout, item.fidelity)
+    stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
+    n_bytes = len(stripes) * step
+    if item.target.readonly or item.target.nbytes < n_bytes:
+        return failed(item.key, "target")
+    target = item.target.cast("B")[:n_bytes]
+    copy(target, stripes.start * step)
+    for number, stripe in enumerate(stripes):
+        verify_stripe(header, stripe, target[number * step : (number + 1) * step])
+    return Completion(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
+
+
 APART_BYTES = 1 << 20
 """A job of so many bytes takes longer than to wake a thread for it."""
 OVERHEAD_BYTES = 1024
@@ -188,7 +162,7 @@ class HostTier(Immediate):
             raise ConfigError(f"a host tier of {capacity_bytes} bytes", "Give it at least one page")
         super().__init__(name, clock or SystemClock())
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
-        self._lock, self._apart = threading.Lock(), Apart(f"flowkv {name}")
+        self._lock, self._apart = threading.Lock(), ThreadPoolExecutor(1, f"flowkv {name}")
         self._waiting: set[int] = set()  # jobs of the thread that nobody cancelled
         self._frames: dict[bytes, tuple[Header, bytearray]] = {}
         self._used_bytes = 0
@@ -204,7 +178,10 @@ class HostTier(Immediate):
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
         end_ns = start_ns + round(min(deadline_s, 1e9) * 1e9)
         self._waiting.add(job)
-        self._apart.give(lambda: self._carry_out(job, items, start_ns, end_ns))
+        try:
+            self._apart.submit(self._carry_out, job, items, start_ns, end_ns)
+        except RuntimeError:  # closed meanwhile: which is what it will answer
+            self._carry_out(job, items, start_ns, end_ns)
         return job
 
     def _carry_out(self, job: int, items: Sequence[Load], start_ns: int, end_ns: int) -> None:
@@ -263,7 +240,7 @@ class HostTier(Immediate):
         with self._lock:
             self._closed = True
         if self._pid == os.getpid():  # threads do not follow into a child
-            self._apart.close()
+            self._apart.shutdown()
         with self._lock:
             self._frames.clear()
             self._used_bytes = 0
@@ -274,22 +251,16 @@ class HostTier(Immediate):
         if frame is None:
             return missed(item.key)
         header, body = frame
-        try:
-            accept(header, item.key, item.layout, item.fidelity)
-            stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
-            n_bytes = len(stripes) * step
-            if item.target.readonly or item.target.nbytes < n_bytes:
-                return failed(item.key, "target")
-            # The copy is what is verified: the frame may be overwritten by `erase` meanwhile.
-            target = item.target.cast("B")[:n_bytes]
-            part = memoryview(body)[stripes.start * step : stripes.stop * step]
+
+        def copy(target: memoryview, at: int) -> None:
+            part = memoryview(body)[at : at + len(target)]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(part, np.uint8))  # without GIL
-            for number, stripe in enumerate(stripes):
-                verify_stripe(header, stripe, target[number * step : (number + 1) * step])
+
+        try:  # the copy is what is verified: the frame may be overwritten by `erase` meanwhile
+            return copied(header, item, copy)
         except BadFrame as error:
             damaged = error.reason == "digest" and self._discard(item.key, frame)
             return missed(item.key, error.reason if damaged or error.reason != "digest" else "")
-        return Completion(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
 
     def _store(self, item: Store, end_ns: int) -> Completion:
         key, body = item.key, item.body

@@ -19,6 +19,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,7 @@ class CompressedBody(NamedTuple):
     data: memoryview
 
 
+@dataclass(slots=True)
 class Measure:
     """What was seen of one layout.
 
@@ -75,21 +77,14 @@ class Measure:
         decoded_bytes: Of stripes that were decompressed to find out.
     """
 
-    __slots__ = (
-        "decode_s",
-        "decoded_bytes",
-        "frames",
-        "low_bytes",
-        "low_stored_bytes",
-        "offered",
-        "plain_bytes",
-        "stored_bytes",
-    )
-
-    def __init__(self) -> None:
-        self.offered = self.frames = self.plain_bytes = self.stored_bytes = self.decoded_bytes = 0
-        self.low_bytes = self.low_stored_bytes = 0
-        self.decode_s = 0.0
+    offered: int = 0
+    frames: int = 0
+    plain_bytes: int = 0
+    stored_bytes: int = 0
+    low_bytes: int = 0
+    low_stored_bytes: int = 0
+    decode_s: float = 0.0
+    decoded_bytes: int = 0
 
     @property
     def gain(self) -> float:
@@ -114,13 +109,12 @@ class Lossless:
 
     Only raw pages are candidates: 8- and 4-bit codecs leave nothing to gain. The first frames of a
     layout are tried; then its pages are compressed as long as they become at least 1.05 times
-    smaller, and as long as `cores` restore them 1.5 times as fast as the tier delivers bytes: then
+    smaller, and as long as a core restores them 1.5 times as fast as the tier delivers bytes: then
     a load takes no longer than without. Before the tier's rate is known nothing is compressed.
 
     Args:
         io_bytes_per_s: Tells the rate at which the tier loads plain bytes, as measured; 0 while
             unknown.
-        cores: Threads of the tier that open frames at a time.
         decode_bytes_per_s: Tells the rate at which one core restores; default: measured.
         clock: Source of time.
     """
@@ -129,18 +123,12 @@ class Lossless:
         self,
         io_bytes_per_s: Callable[[], float],
         *,
-        cores: int = 1,
         decode_bytes_per_s: Callable[[], float] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._io, self._decode = io_bytes_per_s, decode_bytes_per_s
-        self._cores, self._clock = cores, clock or SystemClock()
-        self._lock = threading.Lock()
+        self._clock, self._lock = clock or SystemClock(), threading.Lock()
         self._layouts: OrderedDict[bytes, Measure] = OrderedDict()
-
-    def measure(self, layout: bytes) -> Measure | None:
-        """What was seen of a layout; None if no page of it was tried."""
-        return self._layouts.get(layout)
 
     def worth(self, layout: bytes) -> bool:
         """Whether pages of this layout are compressed, as far as is known."""
@@ -148,7 +136,7 @@ class Lossless:
         if seen is None or seen.gain < LEAST_GAIN:
             return False
         rate = self._decode() if self._decode is not None else seen.decode_bytes_per_s
-        return 0 < MARGIN * self._io() <= self._cores * rate
+        return 0 < MARGIN * self._io() <= rate
 
     def pack(self, info: FrameInfo, body: memoryview) -> CompressedBody | None:
         """The body compressed, or None if it stays as it is.

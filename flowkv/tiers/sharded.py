@@ -160,33 +160,26 @@ class Division:
                 found += [stored_key(key, heads) for heads in cover]
         return list(dict.fromkeys(found))
 
-    def heads_of(self, info: FrameInfo) -> Heads:
-        """The heads that a frame holds by its own account; this rank's `own` if it has none."""
-        heads = self._claimed(info)
-        return heads if heads and self._depth(info, heads) else self.own
+    def held(self, info: FrameInfo) -> tuple[Heads, int]:
+        """The heads that a frame holds, and of how many layers; `own` and 0 if it has none."""
+        if info.group < len(self._mine):
+            total = self._mine[info.group].total
+            heads = Heads(info.head_start, info.head_stop or total, total)
+            if heads.start < heads.stop <= total:
+                for depth in sorted({1, len(self.geometry.groups[info.group].layers)}):
+                    layout = self._layout(info.group, heads, info.codec, depth)
+                    if layout is not None and layout.fingerprint() == info.layout:
+                        return heads, depth
+        return self.own, 0
 
     def form_of(self, info: FrameInfo) -> Form | None:
         """What this rank makes of the page, or layer of one, that a frame holds heads of."""
-        heads = self._claimed(info)
-        depth = self._depth(info, heads) if heads else 0
-        mine = self._mine[info.group] if depth else self.own
-        layout = self._layout(info.group, mine, info.codec, depth) if depth else None
-        return Form(info.group, info.codec, mine, layout) if layout else None
-
-    def _claimed(self, info: FrameInfo) -> Heads | None:
-        if info.group >= len(self._mine):
+        _, depth = self.held(info)
+        if not depth:
             return None
-        total = self._mine[info.group].total
-        heads = Heads(info.head_start, info.head_stop or total, total)
-        return heads if heads.start < heads.stop <= total else None
-
-    def _depth(self, info: FrameInfo, heads: Heads) -> int:
-        """Layers of a frame of such heads; 0 if its layout is another."""
-        for depth in sorted({1, len(self.geometry.groups[info.group].layers)}):
-            layout = self._layout(info.group, heads, info.codec, depth)
-            if layout is not None and layout.fingerprint() == info.layout:
-                return depth
-        return 0
+        mine = self._mine[info.group]
+        layout = self._layout(info.group, mine, info.codec, depth)
+        return Form(info.group, info.codec, mine, layout) if layout else None
 
     # ---- what frames say
 
@@ -215,14 +208,9 @@ class Division:
     # ---- bytes
 
     def part_layout(self, form: Form, heads: Heads) -> PageLayout:
-        """The layout of other heads of the same pages, or layers of pages.
-
-        Raises:
-            ConfigError: Never: a codec that can hold this rank's heads can hold any.
-        """
+        """The layout of other heads of the same pages, or layers of pages."""
         layout = self._layout(form.group, heads, form.codec, form.layout.layers)
-        if layout is None:
-            raise ConfigError(f"{heads} of codec {form.codec}", "Report this as a bug")
+        assert layout is not None, "a codec that can hold this rank's heads can hold any"
         return layout
 
     def assemble(
@@ -342,7 +330,7 @@ class ShardedTier:
         """
         own, pieces = self.division.own, dict[tuple[bytes, int], dict[Heads, Entry]]()
         for entry in self.inner.scan():
-            heads = self.division.heads_of(entry.info)
+            heads, _ = self.division.held(entry.info)
             name = stored_key(entry.key, heads), entry.info.codec
             pieces.setdefault(name, {})[heads] = entry
         listed: set[bytes] = set()
@@ -532,7 +520,7 @@ class ShardedTier:
     def _joined(self, wish: _Wish, way: _Way, answers: list[Completion]) -> Completion:
         target, stride = _load_of(wish).target, way.form.layout.stripe_stride_bytes
         infos = [answer.info for answer in answers if answer.info is not None]
-        if [self.division.heads_of(info) for info in infos] != way.cover:
+        if [self.division.held(info)[0] for info in infos] != way.cover:
             return answers[0]._replace(outcome=Outcome.MISS, reason="key", info=None, n_bytes=0)
         n_bytes = answers[0].n_bytes // infos[0].stripe_bytes * stride
         if target.readonly or target.nbytes < n_bytes:

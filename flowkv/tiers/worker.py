@@ -1,10 +1,10 @@
 """Jobs of a tier: queued, worked off by threads, answered once and before their deadline.
 
-Loads go before stores, except that one of the threads looks at stores first. An item whose deadline
-passes is answered `FAILED` by whoever polls, even while a thread is stuck with it. What that thread
-brings later is dropped, because it is never given an item's memory, only lent it: the target of a
-load by `claim`, after which no other answer can come, and the body of a store inside `body`, until
-the end of which the answer waits. So work that may take long has no other way than to copy first.
+Loads go before stores, except that one of the threads looks at stores first; stores of one key go
+one after the other. An item whose deadline passes is answered `FAILED` by whoever polls, even while
+a thread is stuck with it. What that thread brings later is dropped, because it is never given an
+item's memory, only lent it: from `claim` on no other answer can come, until it answered the item or
+let go of it. So work that may take long has no other way than to copy first.
 
 A thread whose item is overdue may never come back. It is set aside with its staging memory, which
 is *retired* until the call returns (DESIGN D10), and replaced, as often as `spares` allows.
@@ -19,9 +19,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 from flowkv.core.clock import Clock
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
@@ -59,9 +58,7 @@ class Completions:
         """All answers there are; waits up to `timeout_s` for the first one."""
         with self._changed:
             if not self._ready and timeout_s > 0:
-                end = time.monotonic() + timeout_s
-                while not self._ready and (left := end - time.monotonic()) > 0:
-                    self._changed.wait(left)
+                self._changed.wait_for(lambda: self._ready, timeout_s)
             answers = list(self._ready)
             self._ready.clear()
             if answers and self._event_fd >= 0:
@@ -94,6 +91,7 @@ class Item:
 
     Attributes:
         wish: What was asked, without the memory.
+        stores: Whether it is a store.
         n_bytes: Length of the memory.
         readonly: Whether the memory cannot be written to.
         done: The answer.
@@ -101,8 +99,8 @@ class Item:
     """
 
     __slots__ = (
-        *("claimed", "deadline_ns", "done", "hand", "index", "job", "key", "lent", "memory"),
-        *("n_bytes", "overtaken", "readonly", "start_ns", "stores", "wish"),
+        *("claimed", "deadline_ns", "done", "hand", "index", "job", "key", "memory"),
+        *("n_bytes", "readonly", "start_ns", "stores", "wish"),
     )
 
     def __init__(self, job: int, index: int, wish: Load | Store, times_ns: tuple[int, int]) -> None:
@@ -118,9 +116,7 @@ class Item:
         self.start_ns, self.deadline_ns = times_ns
         self.done: Completion | None = None
         self.hand: Hand | None = None
-        self.claimed = False  # a thread is about to answer: too late to expire
-        self.lent = False  # a thread reads the body right now
-        self.overtaken = ""  # what happened meanwhile: the answer, once it is read
+        self.claimed = False  # a thread uses its memory right now: too early to answer without it
 
 
 class ThreadMemory:
@@ -153,23 +149,9 @@ class Hand:
 
     def __init__(self, stores_first: bool) -> None:
         self.stores_first, self.staging = stores_first, ThreadMemory()
-        self.batch: list[Item] = []
-        self.overdue = False  # all it works on was answered without it
+        self.item: Item | None = None
+        self.overdue = False  # what it works on was answered without it
         self.thread: threading.Thread | None = None
-
-
-class Patience(NamedTuple):
-    """What is done about work that hangs.
-
-    Attributes:
-        spares: Most threads that are replaced while they are overdue.
-        storing: Most threads that store at a time, so that loads find one free; 0 for all.
-        late: Told of every item that a thread works on when its deadline passes.
-    """
-
-    spares: int = 0
-    storing: int = 0
-    late: Callable[[Item], None] | None = None
 
 
 class Workers:
@@ -177,40 +159,38 @@ class Workers:
 
     Args:
         name: Of the threads.
-        load: Does one load and answers it.
-        store: Does a batch of stores and answers each.
+        work: Does one item and answers it; `item.hand` has memory for it.
         clock: Source of time.
         threads: Their number; they start with the first item.
-        batch: Most stores that are given to `store` at once.
         queue_bytes: Stores waiting beyond this are `FAILED` with reason "busy".
-        patience: What is done about work that hangs; by default nothing.
+        spares: Most threads that are replaced while they are overdue.
+        storing: Most threads that store at a time, so that loads find one free; 0 for all.
+        late: Told of every item that a thread works on when its deadline passes.
     """
 
     def __init__(
         self,
         name: str,
-        load: Callable[[Item, ThreadMemory], None],
-        store: Callable[[list[Item]], None],
+        work: Callable[[Item], None],
         clock: Clock,
         *,
         threads: int,
-        batch: int,
         queue_bytes: int,
-        patience: Patience | None = None,
+        spares: int = 0,
+        storing: int = 0,
+        late: Callable[[Item], None] | None = None,
     ) -> None:
         self.answers = Completions()
-        self._name, self._load, self._store, self._clock = name, load, store, clock
-        self._threads_wanted, self._batch, self._queue_bytes = threads, batch, queue_bytes
-        self._patience = patience or Patience()
+        self._name, self._work, self._clock, self._late = name, work, clock, late
+        self._threads, self._spares, self._storing = threads, spares, storing
+        self._queue_bytes, self._waiting_bytes = queue_bytes, 0
         self._changed = threading.Condition()
         self._loads: deque[Item] = deque()
         self._stores: deque[Item] = deque()
-        self._waiting_bytes = 0
-        self._followers: dict[bytes, list[Item]] = {}
         self._deadlines: list[tuple[int, int, Item]] = []
         self._ticket = itertools.count()
         self._hands: list[Hand] = []
-        self._closing = False
+        self._closing = self._closed = False
 
     @property
     def retired_bytes(self) -> int:
@@ -231,11 +211,15 @@ class Workers:
         with self._changed:
             for index, wish in enumerate(wishes):
                 item = Item(job, index, cast(Load | Store, wish), times)
-                heapq.heappush(self._deadlines, (item.deadline_ns, next(self._ticket), item))
-                if isinstance(wish, Load):
-                    self._loads.append(item)
+                queue = self._stores if item.stores else self._loads
+                self._waiting_bytes += item.n_bytes if item.stores else 0
+                if self._closing:
+                    self.answer(item, Outcome.FAILED, "closed")
+                elif item.stores and queue and self._waiting_bytes > self._queue_bytes:
+                    self.answer(item, Outcome.FAILED, "busy")
                 else:
-                    self._queue_store(item)
+                    queue.append(item)
+                    heapq.heappush(self._deadlines, (item.deadline_ns, next(self._ticket), item))
             self._refill()
             self._changed.notify_all()
         return job
@@ -252,32 +236,21 @@ class Workers:
                 return answers
 
     def claim(self, item: Item) -> memoryview | None:
-        """The memory of an item that only the caller may answer from now on; None if it was."""
+        """The memory of an item, as bytes, for the caller alone; None if the item was answered.
+
+        Until the caller answers the item, or lets go of it, nobody else answers it: so do nothing
+        meanwhile that may take long.
+        """
         with self._changed:
-            item.claimed = item.done is None
+            item.claimed = item.memory is not None
             return item.memory.cast("B") if item.memory is not None else None
 
     def let_go(self, item: Item) -> None:
         """Ends a claim without an answer."""
         with self._changed:
             item.claimed = False
-
-    @contextmanager
-    def body(self, item: Item) -> Iterator[memoryview | None]:
-        """Lends the body of a store, as bytes; None if the item was answered.
-
-        The item is not answered before this ends, so do nothing here that may take long.
-        """
-        with self._changed:
-            memory = item.memory
-            item.lent = memory is not None
-        try:
-            yield memory.cast("B") if memory is not None else None
-        finally:
-            with self._changed:
-                item.lent = False
-                if item.overtaken:
-                    self.answer(item, Outcome.FAILED, item.overtaken)
+            if self._closed:
+                self.answer(item, Outcome.FAILED, "closed")
 
     def answer(
         self,
@@ -295,21 +268,17 @@ class Workers:
                     item.job, item.index, item.key, outcome, reason, info, n_bytes, seconds
                 )
                 item.memory = None
+                if item.stores and item.hand is None:
+                    self._waiting_bytes -= item.n_bytes
                 self.answers.put([item.done])
 
     def cancel(self, job: int) -> None:
-        """Answers what is left of a job, except what a thread is about to answer."""
-        with self._changed:
-            for _, _, item in self._deadlines:
-                if item.job == job:
-                    self._overtake(item, "cancelled")
+        """Answers what is left of a job, except what a thread has claimed."""
+        self._give_up("cancelled", lambda item: item.job == job)
 
     def fail_waiting(self, reason: str) -> None:
         """Answers what no thread has begun."""
-        with self._changed:
-            for _, _, item in self._deadlines:
-                if item.hand is None:
-                    self._overtake(item, reason)
+        self._give_up(reason, lambda item: item.hand is None)
 
     def close(self, timeout_s: float) -> bool:
         """Works off what is queued; whether all threads came to an end in time."""
@@ -322,53 +291,48 @@ class Workers:
             while thread.is_alive() and (left_s := end_s - time.monotonic()) > 0:
                 thread.join(min(left_s, max(self._expire(), 0.001)))
         with self._changed:
-            for _, _, item in self._deadlines:
-                self._overtake(item, "closed")
-            self._deadlines.clear()
+            self._closed = True
+            self._give_up("closed", lambda item: True)
+            for queue in (self._deadlines, self._loads, self._stores):
+                queue.clear()
+            self._changed.notify_all()
         self.answers.close()
         return not any(thread.is_alive() for thread in threads)
 
-    def _overtake(self, item: Item, reason: str) -> None:
-        """Fails an item that nobody is about to answer; one whose body is read, right after."""
-        if item.lent:
-            item.overtaken = item.overtaken or reason
-        elif not item.claimed:
-            self.answer(item, Outcome.FAILED, reason)
-
-    def _queue_store(self, item: Item) -> None:
-        followers = self._followers.get(item.key)
-        if followers is not None:  # the key is on its way already: wait for that
-            followers.append(item)
-        elif self._stores and self._waiting_bytes + item.n_bytes > self._queue_bytes:
-            self.answer(item, Outcome.FAILED, "busy")
-        else:
-            self._followers[item.key] = []
-            self._waiting_bytes += item.n_bytes
-            self._stores.append(item)
+    def _give_up(self, reason: str, which: Callable[[Item], bool]) -> None:
+        with self._changed:
+            for _, _, item in self._deadlines:
+                if which(item) and not item.claimed:
+                    self.answer(item, Outcome.FAILED, reason)
 
     def _expire(self) -> float:
         """Fails overdue items; returns the seconds until the next deadline."""
-        late = []
+        late, claimed = [], []
         with self._changed:
             now, queue = self._clock.now_ns(), self._deadlines
             while queue and (queue[0][0] <= now or queue[0][2].done):
-                item = heapq.heappop(queue)[2]
-                if item.done is None:
-                    self._overtake(item, "deadline")
+                entry = heapq.heappop(queue)
+                item = entry[2]
+                if item.claimed and item.done is None:  # answered in a moment, or let go of
+                    claimed.append(entry)
+                elif item.done is None:
+                    self.answer(item, Outcome.FAILED, "deadline")
                     if item.hand is not None:
                         late.append(item)
                         self._set_aside(item.hand)
+            for entry in claimed:
+                heapq.heappush(queue, entry)
             next_s = (queue[0][0] - now) / 1e9 if queue else _FOREVER_S
-        if self._patience.late:
+        if self._late:
             for item in late:
-                self._patience.late(item)
+                self._late(item)
         return next_s
 
     def _set_aside(self, hand: Hand) -> None:
-        """Does without a thread that is left with nothing but answered items."""
-        if not hand.overdue and all(item.done for item in hand.batch):
+        """Does without a thread whose item was answered."""
+        if not hand.overdue:
             overdue = sum(other.overdue for other in self._hands)
-            hand.overdue = overdue < self._patience.spares and not self._closing
+            hand.overdue = overdue < self._spares and not self._closing
 
     def _refill(self) -> None:
         """Starts a thread where one is missing and there is work; it starts the next one.
@@ -377,8 +341,8 @@ class Workers:
         """
         with self._changed:
             hands = sum(not hand.overdue for hand in self._hands)
-            if hands < self._threads_wanted and (self._loads or self._stores) and not self._closing:
-                hand = Hand(stores_first=hands == self._threads_wanted - 1)
+            if hands < self._threads and (self._loads or self._stores) and not self._closing:
+                hand = Hand(stores_first=hands == self._threads - 1)
                 hand.thread = threading.Thread(
                     target=self._run, args=(hand,), name=f"flowkv {self._name}", daemon=True
                 )
@@ -386,75 +350,52 @@ class Workers:
                 hand.thread.start()
 
     def _run(self, hand: Hand) -> None:
+        """The life of a thread, which never dies with an item in its hands."""
         self._refill()
-        while batch := self._next(hand):
-            if batch[0].stores:
-                self._guarded(batch, lambda: self._store(batch))
-                self._end_stores(batch)
-            else:
-                self._guarded(batch, lambda: self._load(batch[0], hand.staging))
-
-    def _next(self, hand: Hand) -> list[Item]:
-        """What to do next, none of it answered; nothing when it is time to end."""
-        with self._changed:
-            hand.batch = []
-            while not hand.overdue:  # else another one has taken its place
-                queue = self._queue_for(hand)
-                if queue is None:
-                    if self._closing:
-                        break
-                    self._changed.wait()
-                    continue
-                count = 1 if queue is self._loads else self._batch
-                self._expire()
-                batch = [self._pop(queue) for _ in range(min(count, len(queue)))]
-                if batch := [item for item in batch if item.done is None]:
-                    hand.batch = batch
-                    for item in batch:
-                        item.hand = hand
-                    return batch
-            self._hands.remove(hand)
-            return []
-
-    def _queue_for(self, hand: Hand) -> deque[Item] | None:
-        storing = sum(bool(other.batch) and other.batch[0].stores for other in self._hands)
-        most = self._patience.storing or len(self._hands)
-        stores = self._stores if storing < most else None
-        if hand.stores_first:
-            return stores or self._loads or None
-        return self._loads or stores or None
-
-    def _pop(self, queue: deque[Item]) -> Item:
-        item = queue.popleft()
-        if queue is self._stores:
-            self._waiting_bytes -= item.n_bytes
-            followers = self._followers[item.key]
-            while item.done and followers:
-                item = followers.pop(0)
-            if item.done:
-                del self._followers[item.key]
-        return item
-
-    def _end_stores(self, batch: list[Item]) -> None:
-        # Followers are stored in their turn, which costs nothing if the frame is there: it may have
-        # been deleted again since, so the answer of the first is not theirs.
-        with self._changed:
-            for item in batch:
-                followers = self._followers.pop(item.key)
-                if followers:
-                    first, *self._followers[item.key] = followers
-                    self._waiting_bytes += first.n_bytes
-                    self._stores.appendleft(first)
-            self._changed.notify_all()
-
-    def _guarded(self, batch: list[Item], work: Callable[[], None]) -> None:
-        """A thread never dies with items in its hands."""
-        reason = "unanswered"
-        try:
-            work()
-        except MemoryError:
-            reason = "memory"
-        except BaseException as error:  # libraries in other languages panic with one
-            reason = f"{type(error).__name__}: {error}"
-        for item in batch:
+        while item := self._next(hand):
+            reason = "unanswered"
+            try:
+                self._work(item)
+            except MemoryError:
+                reason = "memory"
+            except BaseException as error:  # libraries in other languages panic with one
+                reason = f"{type(error).__name__}: {error}"
             self.answer(item, Outcome.FAILED, reason)
+
+    def _next(self, hand: Hand) -> Item | None:
+        """What to do next, not answered; nothing when it is time to end."""
+        with self._changed:
+            if self._closing or (hand.item is not None and hand.item.stores):
+                self._changed.notify_all()  # others may wait for the end of this store, or all
+            hand.item = None
+            while not hand.overdue:  # else another one has taken its place
+                self._expire()
+                if (item := self._take(hand)) is not None:
+                    return item
+                if self._closing and not (self._loads or self._stores):
+                    break
+                self._changed.wait()
+            self._hands.remove(hand)
+            return None
+
+    def _take(self, hand: Hand) -> Item | None:
+        """Takes the first item out of a queue that is not answered and may be begun.
+
+        A store waits for the end of one of the same key, and is then done in its turn, which costs
+        nothing if the frame is there: it may have been deleted again since, so the answer of the
+        first is not that of the second.
+        """
+        storing = {other.item.key for other in self._hands if other.item and other.item.stores}
+        queues = [self._loads, self._stores]
+        if len(storing) >= (self._storing or len(self._hands)):
+            queues.pop()
+        for queue in reversed(queues) if hand.stores_first else queues:
+            while queue and queue[0].done:
+                queue.popleft()
+            for number, item in enumerate(queue):
+                if item.done is None and not (item.stores and item.key in storing):
+                    del queue[number]
+                    self._waiting_bytes -= item.n_bytes if item.stores else 0
+                    hand.item, item.hand = item, hand
+                    return item
+        return None

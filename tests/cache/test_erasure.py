@@ -257,7 +257,7 @@ def test_frames_that_others_sent_to_an_engine_are_erased_or_named() -> None:
     with pytest.raises(StoreError, match="a cannot say what it holds"):
         kv.forget(tenant="")
     engine.release()
-    kv.planner.store.tiers[0]._moves.breaker = Breaker(SystemClock())
+    kv.planner.store.tiers[0]._breaker = Breaker(SystemClock())
     assert len(engine.objects) == 3 and kv.forget(tenant="") == 3 and not engine.objects
     for each in (kv, other):
         each.close()

@@ -23,7 +23,6 @@ from numba import njit
 from flowkv.core.errors import StoreError
 from flowkv.tiers.base import Outcome
 from flowkv.tiers.shared import SharedTier, table
-from flowkv.tiers.shared import table as changes
 
 from .frames import get, hits, key_of, outcomes, put
 
@@ -45,7 +44,7 @@ def audit(tier: SharedTier) -> None:
     memory = tier._current()
     counters, index, links, claims = memory.arrays
     assert not counters[table.VERSION] & 1
-    assert changes.audit(memory.fd, memory.arrays) == 0
+    assert table.audit(memory.fd, memory.arrays) == 0
     grown = table.grown_of(memory.arrays)
     owners: dict[int, int] = {}
 
@@ -118,17 +117,17 @@ def hammer(fd, arrays, seat, seed, rounds):  # type: ignore[no-untyped-def]
         key[1:] = key[0]
         action = np.random.randint(0, 4)
         if action == 0:
-            changes.withdraw(fd, arrays, key, 0, 0, out)
+            table.withdraw(fd, arrays, key, 0, 0, out)
         elif action == 1:
-            place = changes.withdraw(fd, arrays, key, 0, seat, out)
+            place = table.withdraw(fd, arrays, key, 0, seat, out)
             if place >= 0:
-                changes.release(fd, arrays, place, seat, out)
+                table.release(fd, arrays, place, seat, out)
         else:
-            place = changes.claim(fd, arrays, key, seat, np.random.randint(4097, 80_000), out)
+            place = table.claim(fd, arrays, key, seat, np.random.randint(4097, 80_000), out)
             if place == table.GROW:
-                changes.grow(fd, arrays, len(arrays[2]))
+                table.grow(fd, arrays, len(arrays[2]))
             elif place >= 0:
-                changes.commit(fd, arrays, place, seat, out, key)
+                table.commit(fd, arrays, place, seat, out, key)
 
 
 def kills(directory: str, points: int, seed: int) -> dict[str, int]:
@@ -183,7 +182,7 @@ def repairs(directory: str, points: int, seed: int) -> dict[str, int]:
         with peer(lambda point=point: hit_it("test", point, 1 << 40)):
             os.read(read, 1)
             time.sleep(rng.uniform(0.001, 0.004))
-        assert changes.settle(tier._memory.fd, tier._memory.arrays, -1) == 0
+        assert table.settle(tier._memory.fd, tier._memory.arrays, -1) == 0
         tier._bury(tier._memory)
         audit(tier)
         if not hits(tier, ["mine"]):

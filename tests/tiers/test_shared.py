@@ -23,7 +23,6 @@ from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.testing import check_tier
 from flowkv.tiers.base import Load, Store, Tier
 from flowkv.tiers.shared import SharedTier, table
-from flowkv.tiers.shared import table as changes
 from flowkv.tiers.shared.tier import LEAST_BYTES, file_name, plan
 
 from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
@@ -50,7 +49,7 @@ def test_what_is_owed_is_given_back_once(tmp_path: Path, monkeypatch: pytest.Mon
     memory.owed.append((place, row))
 
     def meddled(memory: Any, operation: Any, *arguments: Any, **options: Any) -> int:
-        if operation is changes.release:
+        if operation is table.release:
             monkeypatch.undo()
             stored(tier, ["b"])  # what another thread does just now
         return change(memory, operation, *arguments, **options)

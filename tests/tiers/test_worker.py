@@ -8,7 +8,7 @@ import pytest
 
 from flowkv.core.clock import ManualClock, SystemClock
 from flowkv.tiers.base import Completion, Load, Outcome, Store
-from flowkv.tiers.worker import Item, Patience, ThreadMemory, Workers
+from flowkv.tiers.worker import Item, ThreadMemory, Workers
 
 from .frames import LAYOUT, info_of, key_of
 
@@ -18,13 +18,13 @@ def nothing(*args: object) -> None:
 
 
 def workers(
-    load: Callable[[Item, ThreadMemory], None] = nothing,
-    store: Callable[[list[Item]], None] = nothing,
+    load: Callable[[Item], None] = nothing,
+    store: Callable[[Item], None] = nothing,
     **changes: object,
 ) -> Workers:
-    options = {"threads": 1, "batch": 4, "queue_bytes": 1 << 20} | changes
+    options = {"threads": 1, "queue_bytes": 1 << 20} | changes
     clock = options.pop("clock", SystemClock())
-    return Workers("test", load, store, clock, **options)
+    return Workers("test", lambda item: (load, store)[item.stores](item), clock, **options)
 
 
 def wish(name: object, size: int = 100) -> Load:
@@ -45,7 +45,7 @@ def collect(pool: Workers, count: int) -> list[Completion]:
 
 
 def test_a_thread_survives_its_work() -> None:
-    def broken(item: Item, staging: ThreadMemory) -> None:
+    def broken(item: Item) -> None:
         if item.index == 0:
             raise ValueError("oh")
         if item.index == 1:
@@ -64,40 +64,73 @@ def test_a_thread_survives_its_work() -> None:
     assert pool.close(20)
 
 
-def test_batches_and_followers() -> None:
-    gate, batches = threading.Event(), []
+def test_stores_of_one_key_go_one_after_the_other() -> None:
+    gate, keys, going = threading.Event(), list[bytes](), set[bytes]()
+    twice = []
 
-    def store(items: list[Item]) -> None:
+    def store(item: Item) -> None:
         assert gate.wait(20)
-        batches.append([item.key for item in items])
-        for item in items:
-            pool.answer(item, Outcome.FAILED, "full")
+        twice.append(item.key in going)
+        going.add(item.key)
+        time.sleep(0.001)
+        going.discard(item.key)
+        keys.append(item.key)
+        pool.answer(item, Outcome.FAILED, "full")
 
-    pool = workers(store=store)
+    pool = workers(store=store, threads=3)
     pool.submit([body(n) for n in (0, 1, 1, 2, 3, 4, 1, 5)], 10)
     gate.set()
     done = collect(pool, 8)
     assert {(a.outcome, a.reason) for a in done} == {(Outcome.FAILED, "full")}
     assert sorted(a.item for a in done) == list(range(8))
-    keys = [key for batch in batches for key in batch]
     assert sorted(keys) == sorted(key_of(n) for n in (0, 1, 1, 1, 2, 3, 4, 5))
-    assert all(len(set(batch)) == len(batch) for batch in batches)
-    assert max(map(len, batches)) <= 4
+    assert not any(twice)
     assert pool.close(20)
+
+
+def test_stores_that_wait_are_bounded() -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def store(item: Item) -> None:
+        entered.set()
+        assert gate.wait(20)
+        pool.answer(item, Outcome.STORED)
+
+    clock = ManualClock()
+    pool = workers(store=store, queue_bytes=250, clock=clock)
+    pool.submit([body("begun")], 100)
+    assert entered.wait(20)
+    first = pool.submit([body(n) for n in range(4)], 1)
+    assert [(a.item, a.reason) for a in pool.poll(0)] == [(2, "busy"), (3, "busy")]
+    clock.advance(s=2)
+    assert [(a.job, a.reason) for a in collect(pool, 2)] == [(first, "deadline")] * 2
+    pool.submit([body(n) for n in range(4)], 100)
+    assert [(a.item, a.reason) for a in pool.poll(0)] == [(2, "busy"), (3, "busy")]
+    gate.set()
+    assert {answer.outcome for answer in collect(pool, 3)} == {Outcome.STORED}
+    assert pool._waiting_bytes == 0
+    assert pool.close(20)
+
+
+def test_nothing_is_begun_after_the_end() -> None:
+    pool = workers()
+    assert pool.close(20)
+    pool.submit([wish("a")], 10)
+    pool.submit([body("a")], 10)
+    assert [answer.reason for answer in pool.poll(0)] == ["closed"] * 2
 
 
 def test_a_follower_takes_over_when_the_first_gives_up() -> None:
     clock, gate, entered = ManualClock(), threading.Event(), threading.Event()
     stored: list[bytes] = []
 
-    def store(items: list[Item]) -> None:
+    def store(item: Item) -> None:
         entered.set()
         assert gate.wait(20)
-        for item in items:
-            stored.append(item.key)
-            pool.answer(item, Outcome.STORED)
+        stored.append(item.key)
+        pool.answer(item, Outcome.STORED)
 
-    pool = workers(store=store, clock=clock, batch=1)
+    pool = workers(store=store, clock=clock)
     pool.submit([body("blocker")], 100)
     assert entered.wait(20)
     first, second = pool.submit([body("a")], 1), pool.submit([body("a")], 100)
@@ -112,9 +145,9 @@ def test_a_follower_takes_over_when_the_first_gives_up() -> None:
 def test_a_store_after_a_deletion_is_not_answered_from_before() -> None:
     gate, calls = threading.Event(), []
 
-    def store(items: list[Item]) -> None:
-        calls.append(items[0].job)
-        pool.answer(items[0], Outcome.STORED)
+    def store(item: Item) -> None:
+        calls.append(item.job)
+        pool.answer(item, Outcome.STORED)
         assert gate.wait(20)
 
     pool = workers(store=store)
@@ -131,18 +164,17 @@ def test_a_store_after_a_deletion_is_not_answered_from_before() -> None:
 def test_loads_go_first() -> None:
     gate, order = threading.Event(), []
 
-    def load(item: Item, staging: ThreadMemory) -> None:
+    def load(item: Item) -> None:
         order.append("load")
         pool.answer(item, Outcome.MISS)
 
-    def store(items: list[Item]) -> None:
+    def store(item: Item) -> None:
         assert gate.wait(20)
         order.append("store")
-        for item in items:
-            pool.answer(item, Outcome.STORED)
+        pool.answer(item, Outcome.STORED)
 
     # with two threads, one of them looks at stores first, so that neither can starve the other
-    pool = workers(load, store, threads=2, batch=1)
+    pool = workers(load, store, threads=2)
     pool.submit([body(n) for n in range(3)], 10)
     pool.submit([wish(n) for n in range(3)], 10)
     time.sleep(0.05)
@@ -156,7 +188,7 @@ def test_close_gives_up_on_a_stuck_thread() -> None:
     gate, entered = threading.Event(), threading.Event()
     target = memoryview(bytearray(100))
 
-    def load(item: Item, staging: ThreadMemory) -> None:
+    def load(item: Item) -> None:
         entered.set()
         assert gate.wait(20)
         if (memory := pool.claim(item)) is not None:
@@ -174,7 +206,7 @@ def test_close_gives_up_on_a_stuck_thread() -> None:
 
 
 def test_poll_waits_for_the_first_answer_and_no_longer() -> None:
-    pool = workers(lambda item, staging: pool.answer(item, Outcome.MISS))
+    pool = workers(lambda item: pool.answer(item, Outcome.MISS))
     start = time.monotonic()
     assert pool.poll(0.05) == []
     assert time.monotonic() - start >= 0.05
@@ -199,14 +231,17 @@ def test_staging_grows_and_is_aligned(size: int) -> None:
 def test_a_body_is_not_touched_after_its_answer() -> None:
     """F4, S8: whoever is told that a store failed may use the memory again, at once."""
     clock, reading, gate = ManualClock(), threading.Event(), threading.Event()
+    going = threading.Event()
     seen: list[bytes] = []
 
-    def store(items: list[Item]) -> None:
-        with pool.body(items[0]) as memory:
-            assert memory is not None
-            reading.set()
-            assert gate.wait(20)
-            seen.append(bytes(memory))
+    def store(item: Item) -> None:
+        memory = pool.claim(item)
+        assert memory is not None
+        reading.set()
+        assert gate.wait(20)
+        seen.append(bytes(memory))
+        pool.let_go(item)
+        assert going.wait(20)
 
     pool = workers(store=store, clock=clock)
     memory = bytearray(b"x" * 100)
@@ -219,8 +254,28 @@ def test_a_body_is_not_touched_after_its_answer() -> None:
     gate.set()
     assert [(a.outcome, a.reason) for a in collect(pool, 1)] == [(Outcome.FAILED, "deadline")]
     memory[:] = b"y" * 100
+    going.set()
     assert pool.close(20)
     assert seen == [b"x" * 100]
+
+
+def test_what_was_claimed_at_the_end_is_answered_when_it_is_let_go() -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def store(item: Item) -> None:
+        assert pool.claim(item) is not None
+        entered.set()
+        assert gate.wait(20)
+        pool.let_go(item)
+
+    pool = workers(store=store)
+    pool.submit([body("a")], 1000)
+    assert entered.wait(20)
+    assert not pool.close(0.05)
+    assert pool.poll(0) == []
+    gate.set()
+    assert [answer.reason for answer in collect(pool, 1)] == ["closed"]
+    assert pool.close(20)
 
 
 def test_memory_is_out_of_reach_after_the_answer() -> None:
@@ -230,11 +285,10 @@ def test_memory_is_out_of_reach_after_the_answer() -> None:
     def late(item: Item) -> None:
         entered.release()
         assert gate.acquire(timeout=20)
-        with pool.body(item) as memory:
-            found.extend([memory, pool.claim(item)])
+        found.extend([pool.claim(item), pool.claim(item)])
         found.extend(getattr(item.wish, name, b"") for name in ("target", "body"))
 
-    pool = workers(lambda item, staging: late(item), lambda items: late(items[0]), clock=clock)
+    pool = workers(late, late, clock=clock)
     for asked in (wish("a"), body("a")):
         pool.submit([asked], 1)
         assert entered.acquire(timeout=20)
@@ -249,14 +303,14 @@ def test_a_stuck_thread_is_replaced_and_its_memory_retired() -> None:
     clock, gate, told = ManualClock(), threading.Event(), []
     busy = threading.Semaphore(0)
 
-    def load(item: Item, staging: ThreadMemory) -> None:
-        staging(1)
+    def load(item: Item) -> None:
+        item.hand.staging(1)
         busy.release()
         if item.deadline_ns < 10**9:
             assert gate.wait(20)
         pool.answer(item, Outcome.MISS)
 
-    pool = workers(load, clock=clock, patience=Patience(spares=2, late=told.append))
+    pool = workers(load, clock=clock, spares=2, late=told.append)
     for stuck in range(1, 4):
         pool.submit([wish(stuck)], 1e-9)
         assert busy.acquire(timeout=20)
@@ -279,17 +333,16 @@ def test_a_stuck_thread_is_replaced_and_its_memory_retired() -> None:
 def test_stores_leave_threads_to_loads() -> None:
     gate, storing = threading.Event(), threading.Semaphore(0)
 
-    def store(items: list[Item]) -> None:
+    def store(item: Item) -> None:
         storing.release()
         assert gate.wait(20)
-        pool.answer(items[0], Outcome.STORED)
+        pool.answer(item, Outcome.STORED)
 
     pool = workers(
-        lambda item, staging: pool.answer(item, Outcome.MISS),
+        lambda item: pool.answer(item, Outcome.MISS),
         store,
         threads=2,
-        batch=1,
-        patience=Patience(storing=1),
+        storing=1,
     )
     pool.submit([body(n) for n in range(3)], 100)
     assert storing.acquire(timeout=20)
@@ -303,7 +356,7 @@ def test_stores_leave_threads_to_loads() -> None:
 def test_what_waits_can_be_failed() -> None:
     gate, entered = threading.Event(), threading.Event()
 
-    def load(item: Item, staging: ThreadMemory) -> None:
+    def load(item: Item) -> None:
         entered.set()
         assert gate.wait(20)
         pool.answer(item, Outcome.MISS)

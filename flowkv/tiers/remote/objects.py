@@ -8,6 +8,7 @@ and large frames by several ranges at a time, as one connection to an object sto
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import re
@@ -162,7 +163,6 @@ class ObjectBackend:
         shown = without_secrets(uri).partition("?")[0]
         self.name = shown.replace("//...@", "//").rstrip("/")
         self._errors: tuple[type[Exception], ...] = (obstore.exceptions.BaseError,)
-        self._any_error = FileNotFoundError, *self._errors
         self._rungs: dict[float, Any] = {}
         self._lock, self._ranges = threading.Lock(), True
         self._local = uri.startswith(("file:", "memory:"))
@@ -202,13 +202,11 @@ class ObjectBackend:
         found = []
         for name in names:
             try:
-                self._obs.head(store, f"{FRAMES}/{name}")
+                with self._translating():
+                    self._obs.head(store, f"{FRAMES}/{name}")
+                found.append(True)
             except FileNotFoundError:
                 found.append(False)
-            except self._errors as error:
-                raise self._translated(error) from error
-            else:
-                found.append(True)
         return found
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
@@ -273,39 +271,30 @@ class ObjectBackend:
 
     def write(self, path: str, data: memoryview, timeout_s: float) -> None:
         """Writes an object of any folder."""
-        try:
-            # A store in memory keeps what it is given, and `data` will be used again.
-            whole = bytes(data) if self._uri.startswith("memory:") else data
+        # A store in memory keeps what it is given, and `data` will be used again.
+        whole = bytes(data) if self._uri.startswith("memory:") else data
+        with self._translating(final=True):
             self._obs.put(self._store(timeout_s), path, whole, use_multipart=False)
-        except self._any_error as error:
-            raise self._translated(error) from error
 
     def remove(self, paths: Sequence[str], timeout_s: float) -> None:
         """Removes objects of any folder."""
         store = self._store(timeout_s)
-        try:
-            self._obs.delete(store, [*paths])
-        except FileNotFoundError:  # some stores stop at the first name that is not there
-            for path in paths:
-                try:
-                    self._obs.delete(store, path)
-                except FileNotFoundError:
-                    continue
-                except self._errors as error:
-                    raise self._translated(error) from error
-        except self._errors as error:
-            raise self._translated(error) from error
+        with self._translating():
+            try:
+                self._obs.delete(store, [*paths])
+            except FileNotFoundError:  # some stores stop at the first name that is not there
+                for path in paths:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._obs.delete(store, path)
 
     def names(self, folder: str, timeout_s: float) -> Iterator[Listed]:
         """Names and lengths of a folder's objects, a thousand per request."""
-        try:
+        with self._translating(final=True):
             for page in self._obs.list(self._store(timeout_s), folder, chunk_size=LIST_PAGE):
                 for meta in page:
                     name = meta["path"].rpartition("/")[2]
                     stored_ns = round(meta["last_modified"].timestamp() * 1e9)
                     yield Listed(name, meta["size"], stored_ns)
-        except self._any_error as error:
-            raise self._translated(error) from error
 
     def _store(self, timeout_s: float) -> Any:
         rung_s = next((rung for rung in RUNGS_S if rung >= timeout_s), RUNGS_S[-1])
@@ -333,6 +322,17 @@ class ObjectBackend:
                 "Write s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; "
                 "credentials are read from the environment (AWS_..., GOOGLE_..., AZURE_...)",
             ) from None  # it quotes the address
+
+    @contextlib.contextmanager
+    def _translating(self, *, final: bool = False) -> Iterator[None]:
+        """What obstore raises becomes what a tier understands; if `final`, what is absent too."""
+        caught: tuple[type[Exception], ...] = (FileNotFoundError, *self._errors)
+        try:
+            yield
+        except caught as error:
+            if isinstance(error, FileNotFoundError) and not final:
+                raise
+            raise self._translated(error) from error
 
     def _translated(self, error: Exception) -> OSError:
         kinds, text = self._obs.exceptions, _first_line(error)

@@ -590,11 +590,6 @@ def shown(uri: str) -> str:
     return without_secrets(uri).partition("?")[0].replace("//...@", "//")
 
 
-def is_true(text: str) -> bool:
-    """Whether an option of a URI says yes."""
-    return text.lower() in _TRUE
-
-
 # Frames in Valkey or Redis: one string per frame, in the memory of servers that others run.
 #
 #     key   = prefix | ":" | 64 hex digits
@@ -643,7 +638,7 @@ class Redis:
         self._prefix = prefix.encode() + b":"
         self._options = (b"EX", ttl_s.encode()) if ttl_s else ()
         try:
-            self._nodes = Nodes(plain, cluster=is_true(ours.get("cluster", "")))
+            self._nodes = Nodes(plain, cluster=ours.get("cluster", "").lower() in _TRUE)
         except ValueError:  # whose text may quote a part of the password
             raise ConfigError(
                 f"{self.name} is no address of a server",

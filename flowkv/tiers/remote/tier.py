@@ -1,8 +1,8 @@
 """`RemoteTier`: any engine behind the `Tier` protocol, so that it can fail only by missing.
 
 An engine is a `Backend` of six blocking calls. Everything else is here, once for all of them:
-threads that move frames (`transfer`), the index of what is believed to be there (`known`), and one
-thread that lists, deletes and looks after the index behind everybody's back.
+the index of what is believed to be there, the breaker, threads that move frames, and one thread
+that lists, deletes and looks after the index behind everybody's back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flowkv.tiers.base import UNBOUNDED, Completion, Entry, FrameInfo, Load, Out
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import ABSENT, Backend, Lender, RemoteLimits
-from flowkv.tiers.worker import Item, Patience, ThreadMemory, Workers
+from flowkv.tiers.worker import Item, ThreadMemory, Workers
 
 __all__ = ["RemoteLimits", "RemoteTier"]
 
@@ -37,6 +37,7 @@ __all__ = ["RemoteLimits", "RemoteTier"]
 # What a tier knows of a store that others write to as well.
 
 MOST_KNOWN = 1 << 20
+MOST_HEADS = 1 << 14
 
 
 class Fact(NamedTuple):
@@ -70,7 +71,8 @@ class Known:
 
     Args:
         most: Frames known at a time; beyond it those known longest are forgotten, and found again
-            when they are asked for.
+            when they are asked for. Headers are kept of those read or written last, so that ranges
+            of their frames can be read.
 
     Attributes:
         fresh: Facts of frames that landed, or whose header was read, for whoever takes them out
@@ -80,6 +82,7 @@ class Known:
     def __init__(self, most: int = MOST_KNOWN) -> None:
         self._most, self._changed = most, threading.Condition()
         self._facts: dict[bytes, Fact] = {}
+        self._heads: OrderedDict[bytes, Header] = OrderedDict()
         self._shunned: set[bytes] = set()
         self._condemned: set[bytes] = set()
         self._deleting: set[bytes] = set()
@@ -97,6 +100,18 @@ class Known:
     def get(self, key: bytes) -> Fact | None:
         """What is known of a key."""
         return self._facts.get(key)
+
+    def head(self, key: bytes) -> Header | None:
+        """The header of a frame, if it was seen lately."""
+        with self._changed:
+            if key in self._heads:
+                self._heads.move_to_end(key)
+            return self._heads.get(key)
+
+    def forget_head(self, key: bytes) -> None:
+        """The header of a frame may be that of another by now."""
+        with self._changed:
+            self._heads.pop(key, None)
 
     def is_shunned(self, key: bytes) -> bool:
         """Whether a frame of that key must not be used, even if the store has one."""
@@ -116,13 +131,14 @@ class Known:
                     mine = self._facts.get(key, Fact())
                     self._put(key, mine.completed(fact))
 
-    def see(self, key: bytes, fact: Fact) -> None:
-        """A frame whose header was read just now."""
+    def see(self, head: Header, n_bytes: int) -> None:
+        """The header of a frame of so many bytes was read just now."""
         with self._changed:
-            mine = self._facts.get(key, Fact())
-            self.learn([(key, fact)])
+            key, mine = head.key, self._facts.get(head.key, Fact())
+            self.learn([(key, Fact(n_bytes, head.info))])
             if mine.info is None and key in self._facts:
                 self._note(key)
+            self._keep(head)
 
     def drop(self, key: bytes, was: Fact | None, *, shun: bool = False) -> None:
         """Forgets a key of which the engine said something bad.
@@ -134,6 +150,7 @@ class Known:
             shun: Not to be believed any more either.
         """
         with self._changed:
+            self.forget_head(key)
             now = self._facts.get(key)
             if (now.stored_ns if now else 0) == (was.stored_ns if was else 0):
                 self._drop(key)
@@ -163,8 +180,8 @@ class Known:
             self._flying[key] = False
             return True
 
-    def land(self, key: bytes, fact: Fact | None) -> None:
-        """The frame arrived, or None: nobody knows."""
+    def land(self, key: bytes, fact: Fact | None, head: Header | None = None) -> None:
+        """The frame arrived, with such a header; no fact: nobody knows."""
         with self._changed:
             unwanted = self._flying.pop(key, False)
             if fact is not None and not unwanted:
@@ -172,6 +189,8 @@ class Known:
                 self._shunned.discard(key)
                 self._put(key, fact)
                 self._note(key)
+                if head is not None:
+                    self._keep(head)
             self._changed.notify_all()
 
     # ---- deletions
@@ -188,7 +207,7 @@ class Known:
             return sum(self._drop(key) for key in keys)
 
     def take_condemned(self, most: int) -> list[bytes]:
-        """Keys to delete now, none of them flying; `acquit` or `keep_condemned` must follow."""
+        """Keys to delete now, none of them flying; `settle` must follow."""
         with self._changed:
             keys = [key for key in self._condemned if key not in self._flying][:most]
             self._deletes(keys)
@@ -198,7 +217,7 @@ class Known:
         """Takes keys to delete now, as soon as nothing flies or is being deleted under them.
 
         What landed since they were condemned is condemned with them: it is going to be deleted, and
-        would be known all the same. `acquit` or `keep_condemned` must follow.
+        would be known all the same. `settle` must follow.
 
         Returns:
             False if it takes longer than that.
@@ -218,26 +237,19 @@ class Known:
         self._condemned.difference_update(keys)
         self._deleting.update(keys)
 
-    def acquit(self, keys: Iterable[bytes]) -> None:
-        """The engine confirmed that they are gone."""
+    def settle(self, keys: Iterable[bytes], *, gone: bool) -> None:
+        """The engine confirmed that they are gone, or could not delete them: another time."""
         with self._changed:
             self._deleting.difference_update(keys)
-            self._shunned.difference_update(key for key in keys if key not in self._condemned)
+            if gone:
+                self._shunned.difference_update(key for key in keys if key not in self._condemned)
+            else:
+                self._condemned.update(keys)
             self._changed.notify_all()
-
-    def keep_condemned(self, keys: Iterable[bytes]) -> None:
-        """They could not be deleted: another time."""
-        with self._changed:
-            self._deleting.difference_update(keys)
-            self._condemned.update(keys)
-            self._changed.notify_all()
-
-    def condemned(self) -> int:
-        """Number of deletions that are not confirmed."""
-        return len(self._condemned) + len(self._deleting)
 
     def _drop(self, key: bytes) -> bool:
         fact = self._facts.pop(key, None)
+        self._heads.pop(key, None)
         if fact is not None:
             self._used_bytes -= fact.n_bytes
         return fact is not None
@@ -245,6 +257,11 @@ class Known:
     def _note(self, key: bytes) -> None:
         if self.fresh is not None:
             self.fresh.append((key, self._facts[key]))
+
+    def _keep(self, head: Header) -> None:
+        self._heads[head.key] = head
+        if len(self._heads) > MOST_HEADS:
+            self._heads.popitem(last=False)
 
     def _put(self, key: bytes, fact: Fact) -> None:
         before = self._facts.get(key)
@@ -295,55 +312,6 @@ class Aside:
             give = partial(answer.set_exception, error)
         self._free.release()  # first: whoever has the answer may call again
         give()
-
-
-# Asks an engine about keys that are not known, for as long as a look-up may take.
-
-ASK_S = 0.045
-"""Longest wait for the engine; a `Tier.contains` has 50 ms."""
-
-ABSENT_S = 1.0
-"""How long a key that the engine did not have, or an engine that was silent, is not asked again."""
-
-MOST_ABSENT = 1 << 14
-
-
-class Lookup:
-    """Learns which of some keys are there, in one bounded call.
-
-    Args:
-        backend: The engine; it says how many names it looks up quickly.
-        known: What is known already, and learns.
-        clock: Source of time.
-        aside: Where calls may hang.
-    """
-
-    def __init__(self, backend: Backend, known: Known, clock: Clock, aside: Aside) -> None:
-        self._backend, self._known, self._clock, self._aside = backend, known, clock, aside
-        self._absent: dict[bytes, int] = {}
-        self._quiet_until_ns = 0
-
-    def ask(self, keys: Sequence[bytes]) -> None:
-        """Asks for the first of these keys that were not asked for lately."""
-        now_ns = self._clock.now_ns()
-        if now_ns < self._quiet_until_ns:
-            return
-        long_ago = now_ns - round(ABSENT_S * 1e9)
-        fresh = (key for key in keys if self._absent.get(key, long_ago) <= long_ago)
-        asked = [key for key in fresh if not self._known.is_shunned(key)][: self._backend.asks]
-        if not asked:
-            return
-        names = [key.hex() for key in asked]
-        try:
-            there = self._aside.call(lambda: self._backend.exists(names, ASK_S), ASK_S)
-        except OSError:
-            self._quiet_until_ns = now_ns + round(ABSENT_S * 1e9)
-            return
-        answered = list(zip(asked, there, strict=True))
-        self._known.learn((key, Fact()) for key, found in answered if found)
-        if len(self._absent) > MOST_ABSENT:
-            self._absent.clear()
-        self._absent.update((key, now_ns) for key, found in answered if not found)
 
 
 # What stands between FlowKV and an engine that may be slow, flapping, hung or gone.
@@ -509,417 +477,46 @@ class OperationRates:
     latency and large ones, less the latency, the bandwidth: both as moving averages in which the
     last few dozen operations count.
 
-    Args:
-        latency_s: Assumed before anything was seen.
-        bandwidth_bytes_per_s: Assumed before anything was seen.
+    Attributes:
+        latency_s: Seconds of an operation without bytes.
+        s_per_byte: What each byte adds, in a single large operation while others may be under way.
     """
 
     SMALL_BYTES = 16 << 10
 
-    def __init__(self, *, latency_s: float = 0.005, bandwidth_bytes_per_s: float = 100e6) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._latency_s, self._s_per_byte = latency_s, 1 / bandwidth_bytes_per_s
-        self._latencies, self._bandwidths = 0, 0
-
-    @property
-    def latency_s(self) -> float:
-        """Seconds of an operation without bytes."""
-        return self._latency_s
-
-    @property
-    def bandwidth_bytes_per_s(self) -> float:
-        """Bytes per second of a single large operation, while others may be under way."""
-        return 1 / self._s_per_byte
+        self.latency_s, self.s_per_byte = 0.005, 1e-8  # assumed before anything was seen
+        self._small, self._large = 0, 0
 
     def note(self, n_bytes: int, seconds: float) -> None:
         """One operation that worked."""
         with self._lock:
             if n_bytes <= self.SMALL_BYTES:
-                self._latencies += 1
-                self._latency_s += (seconds - self._latency_s) * _weight(self._latencies)
+                self._small += 1
+                self.latency_s += (seconds - self.latency_s) * max(1 / self._small, 1 / 16)
             else:
-                moving_s = max(seconds - self._latency_s, seconds / 8)
-                self._bandwidths += 1
-                change = moving_s / n_bytes - self._s_per_byte
-                self._s_per_byte = max(1e-12, self._s_per_byte + change * _weight(self._bandwidths))
+                moving_s = max(seconds - self.latency_s, seconds / 8)
+                self._large += 1
+                change = moving_s / n_bytes - self.s_per_byte
+                self.s_per_byte = max(
+                    1e-12, self.s_per_byte + change * max(1 / self._large, 1 / 16)
+                )
 
     def expected_s(self, n_bytes: int) -> float:
         """How long an operation of so many bytes will take."""
-        return self._latency_s + n_bytes * self._s_per_byte
+        return self.latency_s + n_bytes * self.s_per_byte
 
-
-def _weight(seen: int) -> float:
-    return max(1 / seen, 1 / 16)
-
-
-# One frame to or from an engine: within its deadline, past the breaker, checked, counted.
 
 DAMAGED = ("digest", "key", "foreign", "truncated")
-MOST_HEADS = 1 << 14
 LEAST_BLAMED_S = 0.02
 """An engine that was given less time than this is not blamed for needing more."""
 TRIES = 4
-
-
-class HeaderCache:
-    """The headers that were read or written last, so that ranges of their frames can be read."""
-
-    def __init__(self, most: int = MOST_HEADS) -> None:
-        self._most, self._lock = most, threading.Lock()
-        self._heads: OrderedDict[bytes, Header] = OrderedDict()
-
-    def get(self, key: bytes) -> Header | None:
-        """The header of a frame, if it is here."""
-        with self._lock:
-            if key in self._heads:
-                self._heads.move_to_end(key)
-            return self._heads.get(key)
-
-    def add(self, header: Header) -> None:
-        """Keeps a checked header."""
-        with self._lock:
-            self._heads[header.key] = header
-            if len(self._heads) > self._most:
-                self._heads.popitem(last=False)
-
-    def drop(self, key: bytes) -> None:
-        """Forgets the header of a frame."""
-        with self._lock:
-            self._heads.pop(key, None)
-
-
-class Transfer:
-    """Loads and stores of one tier, as its threads do them.
-
-    Args:
-        name: Of its threads.
-        backend: The engine.
-        envelope: How frames are wrapped and checked.
-        clock: Source of time.
-        undo: Deletes the frame of a store that was answered before it was done.
-        capacity_bytes: Most bytes of frames.
-        limits: How much it may do, and how long a failing engine is left alone.
-
-    Attributes:
-        known: What is believed to be there.
-        heads: Headers seen lately.
-        breaker: Leaves a failing engine alone.
-        reading: How fast it reads.
-        writing: How fast it writes.
-        corrupt: Frames found damaged so far.
-        workers: The threads.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        backend: Backend,
-        envelope: Envelope,
-        clock: Clock,
-        *,
-        undo: Callable[[bytes], None],
-        capacity_bytes: int,
-        limits: RemoteLimits,
-    ) -> None:
-        self.backend, self._envelope, self._clock = backend, envelope, clock
-        self._undo = undo
-        self._capacity_bytes, self._retired_bytes = capacity_bytes, limits.retired_bytes
-        self.known, self.heads = Known(), HeaderCache()
-        self.breaker = Breaker(clock, pause_s=limits.pause_s)
-        self.reading, self.writing, self.corrupt = OperationRates(), OperationRates(), 0
-        self._lender = backend if isinstance(backend, Lender) else None
-        self._begun: dict[Item, tuple[Pass, int]] = {}
-        self.workers = Workers(
-            name,
-            self.load,
-            self.store,
-            clock,
-            threads=limits.threads,
-            batch=1,
-            queue_bytes=limits.queue_bytes,
-            patience=Patience(limits.spares, max(1, limits.threads // 2), self.late),
-        )
-
-    def load(self, item: Item, staging: ThreadMemory) -> None:
-        """Reads, checks, and copies to the target last."""
-        wish, key = item.wish, item.key
-        assert isinstance(wish, Load)
-        if self.known.is_shunned(key):
-            self.workers.answer(item, Outcome.MISS)
-            return
-        was = self.known.get(key)
-        part = bool(wish.first or wish.stripes)
-        for remembered in (part and self.heads.get(key) is not None, False):
-            try:
-                self._guarded(item, lambda: self._load(item, wish, staging, was))
-            except BadFrame as error:
-                self.heads.drop(key)
-                if remembered and error.reason in DAMAGED:
-                    self.workers.let_go(item)  # others may have replaced it since: read both anew
-                    continue
-                if error.reason in DAMAGED:
-                    self.corrupt += 1
-                    self.known.drop(key, was, shun=True)
-                self.workers.answer(item, Outcome.MISS, error.reason)
-            return
-
-    def store(self, items: list[Item]) -> None:
-        """Copies the body, then writes the frame, unless it is known to be there."""
-        for item in items:
-            try:
-                self._store(item)
-            except BadFrame as error:  # before anything was written
-                self.workers.answer(item, Outcome.FAILED, error.reason)
-
-    def late(self, item: Item) -> None:
-        """Blames the engine for an item that it has not finished in time, if it had the time."""
-        begun = self._begun.get(item)
-        if begun is not None:
-            self._report(begun[0], self._blames(item, None))
-
-    def ready(self) -> bool:
-        """Whether the engine may be called: it works, or it is time to try, and memory is left."""
-        overdue = self.workers.overdue and self.workers.retired_bytes > self._retired_bytes
-        return not overdue and self.breaker.ready()
-
-    def header(
-        self, key: bytes, staging: ThreadMemory, left_s: Callable[[], float]
-    ) -> Header | None:
-        """The header of a frame, from memory or the engine; None where there is no such frame.
-
-        Raises:
-            BadFrame: It is damaged.
-            OSError: The engine failed.
-        """
-        if (head := self.heads.get(key)) is not None:
-            return head
-        was = self.known.get(key)
-        page = self._get(key, 0, GRANULE_BYTES, staging, left_s)
-        if page is not None and (size := peek_header_bytes(page)) > len(page):
-            page = self._get(key, 0, size, staging, left_s)
-        if page is None:
-            self.known.drop(key, was)
-            return None
-        return self._seen(self._envelope.head(page, key))
-
-    def describe(self, missing: Iterable[tuple[bytes, Fact]], limit_s: float) -> None:
-        """Reads the headers of frames of which only the name is known.
-
-        Raises:
-            OSError: The engine failed.
-        """
-        staging, end_ns = ThreadMemory(), self._clock.now_ns() + round(limit_s * 1e9)
-        for key, fact in missing:
-            try:
-                self.header(key, staging, lambda: (end_ns - self._clock.now_ns()) / 1e9)
-            except BadFrame:
-                self.known.drop(key, fact, shun=True)
-
-    def _load(self, item: Item, wish: Load, staging: ThreadMemory, was: Fact | None) -> None:
-        left_s = partial(self._left_s, item)
-        if wish.first or wish.stripes:
-            head = self.header(item.key, staging, left_s)
-            if head is None:
-                return self._absent(item, was)
-            stripes = _suits(wish, head)
-            if item.n_bytes < len(stripes) * head.info.stripe_bytes:  # before memory is found
-                self.workers.answer(item, Outcome.FAILED, "target")
-                return None
-            offset, n_bytes = self._envelope.place(head, stripes.start, len(stripes))
-            stored = self._get(item.key, offset, n_bytes, staging, left_s)
-        else:  # in one call, header included: what was read belongs together
-            stored = self._get(item.key, 0, self._most_bytes(item), staging, left_s)
-            if stored is None:
-                return self._absent(item, was)
-            head = self._seen(self._envelope.head(stored, item.key))
-            stripes = _suits(wish, head)
-            stored = stored[self._envelope.place(head, 0, len(stripes))[0] :]
-        if stored is None:
-            return self._absent(item, was)
-        n_bytes = len(stripes) * head.info.stripe_bytes
-        if item.readonly or item.n_bytes < n_bytes:
-            self.workers.answer(item, Outcome.FAILED, "target")
-        elif (target := self.workers.claim(item)) is not None:
-            self._envelope.open(head, stored, target, stripes.start, len(stripes))
-            self.workers.answer(item, Outcome.HIT, "", head.info, n_bytes)
-
-    def _seen(self, head: Header) -> Header:
-        offset, n_bytes = self._envelope.place(head, 0, head.stripes)
-        self.known.see(head.key, Fact(offset + n_bytes, head.info))
-        self.heads.add(head)
-        return head
-
-    def _most_bytes(self, item: Item) -> int:
-        """Bytes that a frame has at most whose body fits into the target."""
-        most, fact = self._envelope.most_bytes(max(1, item.n_bytes)), self.known.get(item.key)
-        return min(most, max(GRANULE_BYTES, fact.n_bytes)) if fact and fact.n_bytes else most
-
-    def _absent(self, item: Item, was: Fact | None) -> None:
-        self.known.drop(item.key, was)
-        self.heads.drop(item.key)
-        self.workers.answer(item, Outcome.MISS)
-
-    def _store(self, item: Item) -> None:
-        wish, hand = item.wish, item.hand
-        assert isinstance(wish, Store) and hand is not None
-        count_stripes(item.key, wish.info, item.n_bytes)
-        if self.known.get(item.key) is not None:
-            self.workers.answer(item, Outcome.STORED)
-            return
-        sealed = self._seal(item, wish.info, hand.staging)
-        if sealed is None:
-            return
-        data, header = sealed
-        if not self.known.reserve(len(data), self._capacity_bytes):
-            self.workers.answer(item, Outcome.FAILED, "full")
-            return
-        fact, in_time = None, False
-        try:
-            if not self.known.begin(item.key, self._left_s(item)):
-                raise BadFrame("deadline", "an earlier frame of that key is still being deleted")
-            try:
-                if self._guarded(item, lambda: self._put(item, data)):
-                    fact = Fact(len(data), header.info, time.time_ns())
-                in_time = self.workers.claim(item) is not None
-            finally:
-                self.known.land(item.key, fact if in_time else None)
-        finally:
-            self.known.release(len(data))
-        if fact is not None and in_time:
-            self.heads.add(header)
-            self.workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
-        elif fact is not None:  # it was said to have failed, so it must not be found
-            self._undo(item.key)
-
-    def _seal(
-        self, item: Item, info: FrameInfo, staging: ThreadMemory
-    ) -> tuple[memoryview, Header] | None:
-        """The frame in staging memory; None if the item was answered."""
-        n_bytes = item.n_bytes
-        most = self._envelope.most_bytes(n_bytes)
-        start = most - n_bytes  # of the body, behind the largest header
-        memory = staging(start + n_bytes + (0 if self._envelope.plain else most))
-        copy = memory[start : start + n_bytes]
-        with self.workers.body(item) as body:
-            if body is None:
-                return None
-            copy[:] = body
-        sealed = self._envelope.seal(item.key, info, copy)
-        if self._envelope.plain:
-            begin = start - len(sealed.header)
-            memory[begin:start] = sealed.header
-            return memory[begin : start + n_bytes], sealed.head
-        begin = at = start + n_bytes
-        for part in (sealed.header, *sealed.parts):
-            view = memoryview(part).cast("B")
-            memory[at : at + len(view)] = view
-            at += len(view)
-        return memory[begin:at], sealed.head
-
-    def _put(self, item: Item, data: memoryview) -> None:
-        def call(timeout_s: float) -> None:
-            begun = self._clock.now_ns(), compiling.spent_ns()
-            self.backend.put(item.key.hex(), data, timeout_s)
-            self._learn(self.writing, len(data), begun, timeout_s)
-
-        attempt(call, partial(self._left_s, item), tries=self._tries())
-
-    def _get(
-        self,
-        key: bytes,
-        offset: int,
-        n_bytes: int,
-        staging: ThreadMemory,
-        left_s: Callable[[], float],
-    ) -> memoryview | None:
-        def call(timeout_s: float) -> memoryview | None:
-            begun = self._clock.now_ns(), compiling.spent_ns()
-            if self._lender is not None and n_bytes < self._lender.lends:
-                found = self._lender.lend(key.hex(), offset, n_bytes, timeout_s)
-            else:
-                into = staging(n_bytes)
-                count = self.backend.get(key.hex(), offset, into, timeout_s)
-                found = None if count == ABSENT else into[:count]
-            if found is not None:
-                self._learn(self.reading, len(found), begun, timeout_s)
-            return found
-
-        return attempt(call, left_s, tries=self._tries())
-
-    def _learn(
-        self, rates: OperationRates, n_bytes: int, begun: tuple[int, int], timeout_s: float
-    ) -> None:
-        took_s = (self._clock.now_ns() - begun[0]) / 1e9
-        # What hung, or ran beside a compiler, says nothing about how fast the engine is.
-        if took_s <= timeout_s and compiling.spent_ns() == begun[1]:
-            rates.note(n_bytes, took_s)
-
-    def _tries(self) -> int:
-        return TRIES if self.breaker.state is BreakerState.CLOSED else 1
-
-    def _left_s(self, item: Item) -> float:
-        return (item.deadline_ns - self._clock.now_ns()) / 1e9
-
-    def _guarded(self, item: Item, work: Callable[[], None]) -> bool:
-        """Whether the engine did what it was asked; if not, the item is answered."""
-        leave = self.breaker.enter() if self.ready() else None
-        if leave is None:
-            self.workers.answer(item, Outcome.FAILED, "breaker")
-            return False
-        self._begun[item] = leave, self._clock.now_ns()
-        well: bool | None = True
-        try:
-            work()
-        except OSError as error:
-            well = self._blames(item, error)
-            if item.hand is not None:  # a library may not be done with it
-                item.hand.staging.give_up()
-            self._report(leave, well)  # first: who has the answer finds the breaker as it is now
-            self.workers.answer(item, Outcome.FAILED, reason_of(error))
-            return False
-        except BadFrame:
-            raise  # not the engine's fault
-        except BaseException:
-            well = None
-            raise
-        finally:
-            self._report(leave, well)
-            self._begun.pop(item, None)  # then: until it is reported, `late` may report it
-        return True
-
-    def _blames(self, item: Item, error: OSError | None) -> bool | None:
-        """Whether the engine worked all the same; None if it had too little time to tell."""
-        if error is not None and error.errno in ANSWERS:
-            return True
-        begun = self._begun.get(item)
-        if isinstance(error, TimeoutError | None) and begun is not None:
-            rates = self.writing if item.stores else self.reading
-            took_s = (self._clock.now_ns() - begun[1]) / 1e9
-            enough_s = max(LEAST_BLAMED_S, rates.expected_s(item.n_bytes))
-            return False if took_s >= enough_s else None
-        return False
-
-    def _report(self, leave: Pass, well: bool | None) -> None:
-        if leave.report(well):
-            self.workers.fail_waiting("breaker")
-
-
-def reason_of(error: OSError) -> str:
-    """One word for what an engine raised."""
-    if isinstance(error, TimeoutError):
-        return "deadline"
-    code = error.errno
-    if isinstance(code, int) and code == errno.ENOSPC:
-        return "full"
-    return errno.errorcode.get(code, "") if isinstance(code, int) else type(error).__name__
-
-
-def _suits(wish: Load, head: Header) -> range:
-    """Numbers of the stripes wished for, if the frame is one that the reader accepts."""
-    accept(head, wish.key, wish.layout, wish.fidelity)
-    return span(head, wish.first, wish.stripes)
-
-
+ASK_S = 0.045
+"""Longest wait for the engine when keys are asked for; a `Tier.contains` has 50 ms."""
+ABSENT_S = 1.0
+"""How long a key that the engine did not have, or an engine that was silent, is not asked again."""
+MOST_ABSENT = 1 << 14
 DELETES = 1000
 LISTED = 1000
 
@@ -942,6 +539,12 @@ class RemoteTier:
         envelope: How frames are wrapped and checked; default xxh3 and nothing else.
         clock: Source of time.
         limits: How much it may do, and how long it may take.
+
+    Attributes:
+        known: What is believed to be there.
+        corrupt: Frames found damaged since the tier was opened.
+        reading: How fast single loads are.
+        writing: How fast single stores are.
 
     Raises:
         ConfigError: The capacity is too small.
@@ -967,19 +570,24 @@ class RemoteTier:
         self.name, self.capacity_bytes = name or backend.name, capacity_bytes
         self.backend, self.limits = backend, limits or RemoteLimits()
         self.envelope, self._clock = envelope or Envelope(), clock or SystemClock()
-        self._moves = Transfer(
+        self.known, self.corrupt = Known(), 0
+        self.reading, self.writing = OperationRates(), OperationRates()
+        self._breaker = Breaker(self._clock, pause_s=self.limits.pause_s)
+        self._lender = backend if isinstance(backend, Lender) else None
+        self._begun: dict[Item, tuple[Pass, int]] = {}
+        self._workers = Workers(
             self.name,
-            backend,
-            self.envelope,
+            self._work,
             self._clock,
-            undo=self._undo,
-            capacity_bytes=capacity_bytes,
-            limits=self.limits,
+            threads=self.limits.threads,
+            queue_bytes=self.limits.queue_bytes,
+            spares=self.limits.spares,
+            storing=max(1, self.limits.threads // 2),
+            late=self._late,
         )
-        self.known: Known = self._moves.known
-        self._workers = self._moves.workers
         self._aside, self._pid, self._open = Aside(self.name), os.getpid(), True
-        self._lookup = Lookup(backend, self.known, self._clock, self._aside)
+        self._absent: dict[bytes, int] = {}
+        self._quiet_until_ns = 0
         self._closing, self._wake = threading.Lock(), threading.Event()
         self._listed: Future[None] = Future()
         compiling.watch()  # imports numba, which no two threads may begin to do at a time
@@ -988,29 +596,14 @@ class RemoteTier:
         self._begin()
 
     @property
-    def corrupt(self) -> int:
-        """Frames found damaged since the tier was opened."""
-        return self._moves.corrupt
-
-    @property
     def state(self) -> BreakerState:
         """What the breaker lets through now."""
-        return self._moves.breaker.state
+        return self._breaker.state
 
     @property
     def trips(self) -> int:
         """How often the breaker opened."""
-        return self._moves.breaker.trips
-
-    @property
-    def reading(self) -> OperationRates:
-        """How fast single loads are, for those who plan them or choose a deadline."""
-        return self._moves.reading
-
-    @property
-    def writing(self) -> OperationRates:
-        """How fast single stores are."""
-        return self._moves.writing
+        return self._breaker.trips
 
     @property
     def retired_bytes(self) -> int:
@@ -1030,11 +623,11 @@ class RemoteTier:
 
         While the engine is left alone, nothing is believed to be there.
         """
-        if not self._usable() or not self._moves.ready():
+        if not self._usable() or not self._ready():
             return [False] * len(keys)
         unknown = [key for key in keys if self.known.get(key) is None]
         if unknown and self.backend.asks:
-            self._lookup.ask(unknown)
+            self._ask(unknown)
         return [self.known.get(key) is not None for key in keys]
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
@@ -1071,7 +664,7 @@ class RemoteTier:
         """Forgets frames at once; the engine is told in the background, until it confirms."""
         if not self._usable():
             return 0
-        gone = self._forget(keys)
+        gone = self.known.condemn(keys)
         self._wake.set()
         return gone
 
@@ -1087,7 +680,7 @@ class RemoteTier:
             return 0
         limit_s, known = self.limits.erase_s * (1 + len(keys) / DELETES), self.known
         strange = [key for key in keys if known.get(key) is None and not known.is_shunned(key)]
-        gone = self._forget(keys)
+        gone = self.known.condemn(keys)
         try:
             return gone + self._aside.call(lambda: self._remove(keys, strange, limit_s), limit_s)
         except OSError as error:
@@ -1130,12 +723,12 @@ class RemoteTier:
         with self._closing:
             if not self._open:
                 return
-            if not self._moves.ready():
+            if not self._ready():
                 self._workers.fail_waiting("breaker")
             ended = self._workers.close(self.limits.close_s)
             self._open = False
             self._wake.set()
-            self._keeper.join(self.limits.close_s if self._moves.ready() else 0.1)
+            self._keeper.join(self.limits.close_s if self._ready() else 0.1)
             if ended and not self._keeper.is_alive():
                 self.backend.close()  # else a call still uses it
 
@@ -1215,7 +808,7 @@ class RemoteTier:
         while self._open:
             self._wake.wait(min(self.limits.every_s, 1.0))
             self._wake.clear()
-            if not self._open or not self._moves.ready():
+            if not self._open or not self._ready():
                 continue
             due = (self._clock.now_ns() - looked_ns) / 1e9 >= self.limits.every_s
             try:
@@ -1227,23 +820,14 @@ class RemoteTier:
                     learnt = True
             except Exception:  # a client library may raise anything, and this thread must go on
                 continue  # loads and stores find out by themselves
-        if self._moves.ready():
+        if self._ready():
             with contextlib.suppress(Exception):
                 self._delete_condemned()
                 self.flush()
 
-    def _forget(self, keys: Sequence[bytes]) -> int:
-        for key in keys:
-            self._moves.heads.drop(key)
-        return self.known.condemn(keys)
-
     def _remove(self, keys: Sequence[bytes], strange: Sequence[bytes], timeout_s: float) -> int:
         """Deletes frames and sees that they are gone; returns how many strange ones there were."""
-        end_ns = self._clock.now_ns() + round(timeout_s * 1e9)
-
-        def left_s() -> float:
-            return (end_ns - self._clock.now_ns()) / 1e9
-
+        left_s = partial(self._left_s, self._clock.now_ns() + round(timeout_s * 1e9))
         if not self.known.seize(keys, left_s()):
             raise TimeoutError("a store or a deletion of them hangs")
         gone = False
@@ -1258,7 +842,7 @@ class RemoteTier:
             gone = True
             return sum(before)
         finally:
-            (self.known.acquit if gone else self.known.keep_condemned)(keys)
+            self.known.settle(keys, gone=gone)
 
     def _delete_condemned(self) -> None:
         while keys := self.known.take_condemned(DELETES):
@@ -1267,17 +851,285 @@ class RemoteTier:
                 self.backend.delete([key.hex() for key in keys], self.limits.call_s)
                 gone = True
             finally:
-                (self.known.acquit if gone else self.known.keep_condemned)(keys)
+                self.known.settle(keys, gone=gone)
 
     def _describe(self, limit_s: float) -> None:
         """Reads the headers of frames of which only the name is known."""
         missing = [pair for pair in self.known.facts() if pair[1].info is None]
-        if missing and self._moves.ready():
-            with contextlib.suppress(OSError):
-                self._aside.call(lambda: self._moves.describe(missing, limit_s), limit_s)
 
-    def _undo(self, key: bytes) -> None:
-        self.delete([key])
+        def read() -> None:
+            staging = ThreadMemory()
+            left_s = partial(self._left_s, self._clock.now_ns() + round(limit_s * 1e9))
+            for key, fact in missing:
+                try:
+                    self._header(key, staging, left_s)
+                except BadFrame:
+                    self.known.drop(key, fact, shun=True)
+
+        if missing and self._ready():
+            with contextlib.suppress(OSError):
+                self._aside.call(read, limit_s)
+
+    def _ask(self, keys: Sequence[bytes]) -> None:
+        """Asks the engine for the first of some keys that it was not asked for lately."""
+        now_ns, silence_ns = self._clock.now_ns(), round(ABSENT_S * 1e9)
+        if now_ns < self._quiet_until_ns:
+            return
+        fresh = (key for key in keys if now_ns - self._absent.get(key, -silence_ns) >= silence_ns)
+        asked = [key for key in fresh if not self.known.is_shunned(key)][: self.backend.asks]
+        if not asked:
+            return
+        names = [key.hex() for key in asked]
+        try:
+            there = self._aside.call(lambda: self.backend.exists(names, ASK_S), ASK_S)
+        except OSError:
+            self._quiet_until_ns = now_ns + silence_ns
+            return
+        answered = list(zip(asked, there, strict=True))
+        self.known.learn((key, Fact()) for key, found in answered if found)
+        if len(self._absent) > MOST_ABSENT:
+            self._absent.clear()
+        self._absent.update((key, now_ns) for key, found in answered if not found)
+
+    # ---- one frame to or from the engine: in time, past the breaker, checked, counted
+
+    def _ready(self) -> bool:
+        """Whether the engine may be called: it works, or it is time to try, and memory is left."""
+        overdue = self._workers.overdue and self.retired_bytes > self.limits.retired_bytes
+        return not overdue and self._breaker.ready()
+
+    def _work(self, item: Item) -> None:
+        if isinstance(item.wish, Load):
+            self._load(item, item.wish)
+        else:
+            try:
+                self._store(item, item.wish)
+            except BadFrame as error:  # before anything was written
+                self._workers.answer(item, Outcome.FAILED, error.reason)
+
+    def _load(self, item: Item, wish: Load) -> None:
+        """Reads, checks, and copies to the target last."""
+        key, known = item.key, self.known
+        if known.is_shunned(key):
+            self._workers.answer(item, Outcome.MISS)
+            return
+        was, part = known.get(key), bool(wish.first or wish.stripes)
+        for remembered in (part and known.head(key) is not None, False):
+            try:
+                self._guarded(item, lambda: self._read(item, wish, was))
+            except BadFrame as error:
+                known.forget_head(key)
+                if remembered and error.reason in DAMAGED:
+                    self._workers.let_go(item)  # others may have replaced it: read both anew
+                    continue
+                if error.reason in DAMAGED:
+                    self.corrupt += 1
+                    known.drop(key, was, shun=True)
+                self._workers.answer(item, Outcome.MISS, error.reason)
+            return
+
+    def _read(self, item: Item, wish: Load, was: Fact | None) -> None:
+        assert item.hand is not None
+        workers, envelope, staging = self._workers, self.envelope, item.hand.staging
+        left_s, stored = partial(self._left_s, item.deadline_ns), None
+        if wish.first or wish.stripes:
+            head = self._header(item.key, staging, left_s)
+        else:  # in one call, header included: what was read belongs together
+            stored = self._get(item.key, 0, self._most_bytes(item), staging, left_s)
+            head = self._see(envelope.head(stored, item.key)) if stored is not None else None
+        if head is not None:
+            accept(head, wish.key, wish.layout, wish.fidelity)
+            stripes = span(head, wish.first, wish.stripes)
+            n_bytes = len(stripes) * head.info.stripe_bytes
+            if item.readonly or item.n_bytes < n_bytes:  # before memory is found
+                workers.answer(item, Outcome.FAILED, "target")
+                return
+            offset, length = envelope.place(head, stripes.start, len(stripes))
+            if stored is not None:
+                stored = stored[offset:]
+            else:
+                stored = self._get(item.key, offset, length, staging, left_s)
+        if head is None or stored is None:
+            self.known.drop(item.key, was)
+            workers.answer(item, Outcome.MISS)
+        elif (target := workers.claim(item)) is not None:
+            envelope.open(head, stored, target, stripes.start, len(stripes))
+            workers.answer(item, Outcome.HIT, "", head.info, n_bytes)
+
+    def _header(
+        self, key: bytes, staging: ThreadMemory, left_s: Callable[[], float]
+    ) -> Header | None:
+        """The header of a frame, from memory or the engine; None where there is no such frame.
+
+        Raises:
+            BadFrame: It is damaged.
+            OSError: The engine failed.
+        """
+        if (head := self.known.head(key)) is not None:
+            return head
+        was = self.known.get(key)
+        page = self._get(key, 0, GRANULE_BYTES, staging, left_s)
+        if page is not None and (size := peek_header_bytes(page)) > len(page):
+            page = self._get(key, 0, size, staging, left_s)
+        if page is None:
+            self.known.drop(key, was)
+            return None
+        return self._see(self.envelope.head(page, key))
+
+    def _see(self, head: Header) -> Header:
+        self.known.see(head, sum(self.envelope.place(head, 0, head.stripes)))
+        return head
+
+    def _most_bytes(self, item: Item) -> int:
+        """Bytes that a frame has at most whose body fits into the target."""
+        most, fact = self.envelope.most_bytes(max(1, item.n_bytes)), self.known.get(item.key)
+        return min(most, max(GRANULE_BYTES, fact.n_bytes)) if fact and fact.n_bytes else most
+
+    def _store(self, item: Item, wish: Store) -> None:
+        """Copies the body, then writes the frame, unless it is known to be there."""
+        count_stripes(item.key, wish.info, item.n_bytes)
+        if self.known.get(item.key) is not None:
+            self._workers.answer(item, Outcome.STORED)
+            return
+        sealed = self._seal(item, wish.info)
+        if sealed is None:
+            return
+        data, header = sealed
+        if not self.known.reserve(len(data), self.capacity_bytes):
+            self._workers.answer(item, Outcome.FAILED, "full")
+            return
+        fact, in_time = None, False
+        try:
+            if not self.known.begin(item.key, self._left_s(item.deadline_ns)):
+                raise BadFrame("deadline", "an earlier frame of that key is still being deleted")
+            try:
+                if self._guarded(item, lambda: self._put(item, data)):
+                    fact = Fact(len(data), header.info, time.time_ns())
+                in_time = self._workers.claim(item) is not None
+            finally:
+                self.known.land(item.key, fact if in_time else None, header)
+        finally:
+            self.known.release(len(data))
+        if fact is not None and in_time:
+            self._workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
+        elif fact is not None:  # it was said to have failed, so it must not be found
+            self.delete([item.key])
+
+    def _seal(self, item: Item, info: FrameInfo) -> tuple[memoryview, Header] | None:
+        """The frame in staging memory; None if the item was answered."""
+        assert item.hand is not None
+        n_bytes, most = item.n_bytes, self.envelope.most_bytes(item.n_bytes)
+        start, stop = most - n_bytes, most  # of the body, behind the largest header
+        memory = item.hand.staging(stop + (0 if self.envelope.plain else most))
+        body = self._workers.claim(item)
+        if body is None:
+            return None
+        memory[start:stop] = body
+        self._workers.let_go(item)
+        sealed = self.envelope.seal(item.key, info, memory[start:stop])
+        if self.envelope.plain:
+            begin = start - len(sealed.header)
+            memory[begin:start] = sealed.header
+            return memory[begin:stop], sealed.head
+        at = stop
+        for part in (sealed.header, *sealed.parts):
+            view = memoryview(part).cast("B")
+            memory[at : at + len(view)] = view
+            at += len(view)
+        return memory[stop:at], sealed.head
+
+    def _put(self, item: Item, data: memoryview) -> None:
+        def call(timeout_s: float) -> None:
+            begun = self._clock.now_ns(), compiling.spent_ns()
+            self.backend.put(item.key.hex(), data, timeout_s)
+            self._learn(self.writing, len(data), begun, timeout_s)
+
+        attempt(call, partial(self._left_s, item.deadline_ns), tries=self._tries())
+
+    def _get(
+        self,
+        key: bytes,
+        offset: int,
+        n_bytes: int,
+        staging: ThreadMemory,
+        left_s: Callable[[], float],
+    ) -> memoryview | None:
+        def call(timeout_s: float) -> memoryview | None:
+            begun = self._clock.now_ns(), compiling.spent_ns()
+            if self._lender is not None and n_bytes < self._lender.lends:
+                found = self._lender.lend(key.hex(), offset, n_bytes, timeout_s)
+            else:
+                into = staging(n_bytes)
+                count = self.backend.get(key.hex(), offset, into, timeout_s)
+                found = None if count == ABSENT else into[:count]
+            if found is not None:
+                self._learn(self.reading, len(found), begun, timeout_s)
+            return found
+
+        return attempt(call, left_s, tries=self._tries())
+
+    def _learn(
+        self, rates: OperationRates, n_bytes: int, begun: tuple[int, int], timeout_s: float
+    ) -> None:
+        took_s = (self._clock.now_ns() - begun[0]) / 1e9
+        # What hung, or ran beside a compiler, says nothing about how fast the engine is.
+        if took_s <= timeout_s and compiling.spent_ns() == begun[1]:
+            rates.note(n_bytes, took_s)
+
+    def _tries(self) -> int:
+        return TRIES if self.state is BreakerState.CLOSED else 1
+
+    def _left_s(self, end_ns: int) -> float:
+        return (end_ns - self._clock.now_ns()) / 1e9
+
+    def _guarded(self, item: Item, work: Callable[[], None]) -> bool:
+        """Whether the engine did what it was asked; if not, the item is answered."""
+        leave = self._breaker.enter() if self._ready() else None
+        if leave is None:
+            self._workers.answer(item, Outcome.FAILED, "breaker")
+            return False
+        self._begun[item] = leave, self._clock.now_ns()
+        well: bool | None = True
+        try:
+            work()
+        except OSError as error:
+            well = self._blames(item, error)
+            if item.hand is not None:  # a library may not be done with it
+                item.hand.staging.give_up()
+            self._report(leave, well)  # first: who has the answer finds the breaker as it is now
+            self._workers.answer(item, Outcome.FAILED, reason_of(error))
+            return False
+        except BadFrame:
+            raise  # not the engine's fault
+        except BaseException:
+            well = None
+            raise
+        finally:
+            self._report(leave, well)
+            self._begun.pop(item, None)  # then: until it is reported, `_late` may report it
+        return True
+
+    def _late(self, item: Item) -> None:
+        """Blames the engine for an item that it has not finished in time, if it had the time."""
+        begun = self._begun.get(item)
+        if begun is not None:
+            self._report(begun[0], self._blames(item, None))
+
+    def _blames(self, item: Item, error: OSError | None) -> bool | None:
+        """Whether the engine worked all the same; None if it had too little time to tell."""
+        if error is not None and error.errno in ANSWERS:
+            return True
+        begun = self._begun.get(item)
+        if isinstance(error, TimeoutError | None) and begun is not None:
+            rates = self.writing if item.stores else self.reading
+            took_s = (self._clock.now_ns() - begun[1]) / 1e9
+            enough_s = max(LEAST_BLAMED_S, rates.expected_s(item.n_bytes))
+            return False if took_s >= enough_s else None
+        return False
+
+    def _report(self, leave: Pass, well: bool | None) -> None:
+        if leave.report(well):
+            self._workers.fail_waiting("breaker")
 
     def _usable(self) -> bool:
         return self._open and self._pid == os.getpid()
@@ -1286,3 +1138,13 @@ class RemoteTier:
         if not self._usable():
             why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
             raise StateError(f"tier {self.name!r} {why}", "Open it again, here")
+
+
+def reason_of(error: OSError) -> str:
+    """One word for what an engine raised."""
+    if isinstance(error, TimeoutError):
+        return "deadline"
+    code = error.errno
+    if isinstance(code, int) and code == errno.ENOSPC:
+        return "full"
+    return errno.errorcode.get(code, "") if isinstance(code, int) else type(error).__name__

@@ -32,20 +32,15 @@ from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
 from flowkv.tiers.frame import (
     BadFrame,
     Header,
-    accept,
     count_stripes,
     decode_header,
     describe,
     most_header_bytes,
     pack_header,
     peek_header_bytes,
-    span,
-    verify,
-    verify_stripe,
 )
-from flowkv.tiers.host import Immediate, failed, missed
+from flowkv.tiers.host import Immediate, copied, failed, missed
 from flowkv.tiers.shared import table
-from flowkv.tiers.shared import table as changes
 from flowkv.tiers.shared.table import GRANULE, USED, VERSION
 
 # The file in shared memory: found or made, checked, mapped, and freed of what the dead left.
@@ -174,7 +169,15 @@ class SharedFile:
                 f"shared memory {path} cannot be used ({error.strerror})",
                 "Give the tier fewer bytes, another directory, or remove that file",
             ) from error
-        os.register_at_fork(after_in_child=_Forget(self))
+        alive = weakref.ref(self)
+
+        def forget() -> None:  # a child's copy: else the locks of a dead parent live on in it
+            memory = alive()
+            if memory is not None:
+                with contextlib.suppress(OSError):
+                    memory.close()
+
+        os.register_at_fork(after_in_child=forget)
 
     # ---- opening
 
@@ -307,15 +310,14 @@ class SharedFile:
 
     def _try_seat(self, seat: int) -> bool:
         """Takes a seat if nobody living has it."""
-        wish = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _SEAT_AT + seat, 1, 0)
         try:
-            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, wish)
+            self._lock_seat(seat, fcntl.F_WRLCK)
         except (BlockingIOError, PermissionError):
             return False
         return True
 
-    def _leave_seat(self, seat: int) -> None:
-        wish = struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, _SEAT_AT + seat, 1, 0)
+    def _lock_seat(self, seat: int, how: int) -> None:
+        wish = struct.pack("hhqqi4x", how, os.SEEK_SET, _SEAT_AT + seat, 1, 0)
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, wish)
 
     def deserted(self) -> list[int]:
@@ -328,7 +330,7 @@ class SharedFile:
 
     def abandon(self, seat: int) -> None:
         """Gives a seat of the dead free."""
-        self._leave_seat(seat)
+        self._lock_seat(seat, fcntl.F_UNLCK)
 
     # ---- memory
 
@@ -339,7 +341,7 @@ class SharedFile:
             OSError: There is no more.
         """
         grown = max(0, int(table.grown_of(self.arrays)))
-        more = min(max(GROW_BYTES // GRANULE, 1), self.plan.granules - grown)
+        more = min(GROW_BYTES // GRANULE, self.plan.granules - grown)
         if more > 0:
             os.posix_fallocate(self.fd, self.plan.arena_at + GRANULE * grown, GRANULE * more)
         return grown + max(more, 0)
@@ -359,19 +361,6 @@ class SharedFile:
         """
         self._let_go()
         self.fd = -1
-
-
-class _Forget:
-    """Closes a child's copy of the file: else the locks of a dead parent would live on in it."""
-
-    def __init__(self, memory: SharedFile) -> None:
-        self._memory = weakref.ref(memory)
-
-    def __call__(self) -> None:
-        memory = self._memory()
-        if memory is not None:
-            with contextlib.suppress(OSError):
-                memory.close()
 
 
 PATIENCE_S = 0.25
@@ -489,7 +478,7 @@ class SharedTier(Immediate):
             if not memory.sound():
                 return
             if row[7] != table.check_of(row, 0):  # changed while it was copied, or damaged
-                self._change(memory, changes.settle, slots[at])
+                self._change(memory, table.settle, slots[at])
                 continue
             try:
                 header = self._header(memory, key, row)
@@ -505,7 +494,7 @@ class SharedTier(Immediate):
             return 0
         memory, out = self._current(), _row()
         return sum(
-            self._change(memory, changes.withdraw, _words(key), 0, 0, out) >= 0
+            self._change(memory, table.withdraw, _words(key), 0, 0, out) >= 0
             for key in keys
             if len(key) == KEY_BYTES
         )
@@ -523,7 +512,7 @@ class SharedTier(Immediate):
         memory, gone = self._current(), 0
         for key in (key for key in keys if len(key) == KEY_BYTES):
             out = _row()
-            place = self._change(memory, changes.withdraw, _words(key), 0, memory.seat, out)
+            place = self._change(memory, table.withdraw, _words(key), 0, memory.seat, out)
             if place >= 0:
                 self._overwrite(memory, place, out)
                 gone += 1
@@ -569,7 +558,7 @@ class SharedTier(Immediate):
                 # Replaced while it was read, or damaged: look again, after the lock made sure that
                 # all is seen which its writer wrote.
                 suspect = sequence
-                self._change(memory, changes.settle, -1, end_ns=end_ns)
+                self._change(memory, table.settle, -1, end_ns=end_ns)
         return missed(item.key)
 
     def _row(self, memory: SharedFile, key: bytes) -> Row | None:
@@ -579,25 +568,15 @@ class SharedTier(Immediate):
             return None
         found = table.look(memory.arrays, _words(key), row)
         if found == table.LOST:
-            self._change(memory, changes.settle, row[7])
+            self._change(memory, table.settle, row[7])
         return row if found >= 0 else None
 
     def _read(self, memory: SharedFile, item: Load, row: Row) -> Completion:
         header = self._header(memory, item.key, row)
-        accept(header, item.key, item.layout, item.fidelity)
-        stripes, step = span(header, item.first, item.stripes), header.info.stripe_bytes
-        n_bytes = len(stripes) * step
-        if item.target.readonly or item.target.nbytes < n_bytes:
-            return failed(item.key, "target")
-        target = item.target.cast("B")[:n_bytes]
-        skip = int(row[6]) - header.body_bytes + stripes.start * step
-        self._copy(memory, row, skip, target)
-        if len(stripes) == header.stripes:
-            verify(header, target)
-        else:
-            for number, stripe in enumerate(stripes):
-                verify_stripe(header, stripe, target[number * step : (number + 1) * step])
-        return Completion(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
+        body_at = int(row[6]) - header.body_bytes
+        return copied(
+            header, item, lambda target, at: self._copy(memory, row, body_at + at, target)
+        )
 
     def _header(self, memory: SharedFile, key: bytes, row: Row) -> Header:
         """A private, checked copy of a frame's header.
@@ -624,7 +603,7 @@ class SharedTier(Immediate):
     def _condemn(self, memory: SharedFile, key: bytes, sequence: int, end_ns: int) -> bool:
         """Takes a damaged frame out; False if it is another one by now."""
         withdrawn = (_words(key), sequence, 0, _row())
-        gone = self._change(memory, changes.withdraw, *withdrawn, end_ns=end_ns) >= 0
+        gone = self._change(memory, table.withdraw, *withdrawn, end_ns=end_ns) >= 0
         self.corrupt += gone
         return gone
 
@@ -655,7 +634,7 @@ class SharedTier(Immediate):
             if self._put(memory, row, 0, head) and self._put(
                 memory, row, len(head), item.body.cast("B")
             ):
-                commit = changes.commit, place, memory.seat, row, words
+                commit = table.commit, place, memory.seat, row, words
                 answer = self._change(memory, *commit, end_ns=end_ns)
             else:
                 answer = table.LOST
@@ -673,9 +652,9 @@ class SharedTier(Immediate):
         self._repay(memory)
         while True:
             wish = words, memory.seat, n_bytes, row
-            place = self._change(memory, changes.claim, *wish, end_ns=end_ns)
+            place = self._change(memory, table.claim, *wish, end_ns=end_ns)
             if place == table.GROW:
-                place = self._change(memory, changes.grow, memory.back(), end_ns=end_ns)
+                place = self._change(memory, table.grow, memory.back(), end_ns=end_ns)
                 if place == 0:
                     continue
             elif place in (table.FULL, table.CROWDED) and not buried:
@@ -689,7 +668,7 @@ class SharedTier(Immediate):
         with contextlib.suppress(IndexError):
             while True:
                 place, row = memory.owed.pop()  # no other thread gives the same one back
-                if self._change(memory, changes.release, place, memory.seat, row) == table.BUSY:
+                if self._change(memory, table.release, place, memory.seat, row) == table.BUSY:
                     memory.owed.append((place, row))
                     return
 
@@ -729,7 +708,7 @@ class SharedTier(Immediate):
         return found
 
     def _move_in(self, memory: SharedFile) -> None:
-        self._change(memory, changes.audit)
+        self._change(memory, table.audit)
         self._empty(memory, memory.seat)  # of whoever died on this seat
         self._bury(memory)
 
@@ -766,13 +745,13 @@ class SharedTier(Immediate):
     def _mend(self, memory: SharedFile) -> None:
         """Repairs what a peer left that was killed in mid-change, but waits for no living one."""
         if memory.arrays[0][VERSION] & 1 and self._lock.acquire(blocking=False):
-            changes.settle(memory.fd, memory.arrays, -1)
+            table.settle(memory.fd, memory.arrays, -1)
             self._lock.release()
 
     def _overwrite(self, memory: SharedFile, place: int, row: Row) -> bool:
         """Blanks the granules of a claim, and frees them; False if they are to be freed later."""
         self._put(memory, row, 0, bytes(GRANULE * -(-int(row[6]) // GRANULE)))
-        freed = self._change(memory, changes.release, place, memory.seat, row) != table.BUSY
+        freed = self._change(memory, table.release, place, memory.seat, row) != table.BUSY
         if not freed:
             memory.owed.append((place, row))
         return freed
@@ -782,7 +761,7 @@ class SharedTier(Immediate):
         places = 0
         while True:
             row = _row()
-            place = self._change(memory, changes.adopt, seat, memory.seat, row)
+            place = self._change(memory, table.adopt, seat, memory.seat, row)
             if place < 0:
                 return places > 0
             places += 1

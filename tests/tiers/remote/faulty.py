@@ -130,5 +130,5 @@ class FaultyBackend:
 
 def steady(tier: RemoteTier) -> RemoteTier:
     """A tier whose breaker stays closed: a busy test machine is late like a hung engine."""
-    tier._moves.breaker._most_failures = 1 << 30
+    tier._breaker._most_failures = 1 << 30
     return tier

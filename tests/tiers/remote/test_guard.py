@@ -214,9 +214,9 @@ def test_one_outlier_does_not_move_the_rates_much() -> None:
     rates = OperationRates()
     for _ in range(50):
         rates.note(1 << 20, 0.011)
-    before = rates.bandwidth_bytes_per_s
+    before = rates.s_per_byte
     rates.note(1 << 20, 0.033)
-    assert before / 1.25 < rates.bandwidth_bytes_per_s < before
+    assert before < rates.s_per_byte < before * 1.25
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(0.0, 1e6)), max_size=30))
@@ -224,6 +224,6 @@ def test_rates_stay_finite(seen: list[tuple[int, float]]) -> None:
     rates = OperationRates()
     for n_bytes, seconds in seen:
         rates.note(n_bytes, seconds)
-    assert 0 < rates.bandwidth_bytes_per_s < float("inf")
+    assert 0 < rates.s_per_byte < float("inf")
     assert 0 <= rates.latency_s < float("inf")
     assert 0 <= rates.expected_s(1 << 20) < float("inf")

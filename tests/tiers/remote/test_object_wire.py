@@ -54,7 +54,7 @@ def test_ranges_of_layers_on_the_wire(
     body = body_of("layers", 64 * 4096)
     job = tier.submit_store([Store(key_of(0), info_of(4096), memoryview(body))])
     assert answers(tier, job, 1)[0].outcome is Outcome.STORED
-    tier._moves.heads.drop(key_of(0))
+    tier.known.forget_head(key_of(0))
     wire.requests.clear()
     for first, stripes in ((5, 3), (63, 1)):
         wish = Load(key_of(0), memoryview(bytearray(stripes * 4096)), LAYOUT, 0, first, stripes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -255,7 +257,7 @@ def test_retired_memory_is_bounded(engine: FaultyBackend) -> None:
     engine.always["get"] = "hang"
     reasons = []
     for _ in range(40):
-        tier._moves.breaker._opened_ns = None  # as if every probe had worked
+        tier._breaker._opened_ns = None  # as if every probe had worked
         reasons.append(load_one(tier, 0, 0.2).reason)
     assert reasons[:6] == ["deadline"] * 6 and reasons[6:] == ["breaker"] * 34
     assert engine.hanging == 6 and tier.retired_bytes == 6 << 20
@@ -492,7 +494,7 @@ def test_a_frame_that_is_stored_while_its_key_is_erased_is_not_believed_in(
     wait_for(lambda: engine.hanging)
     erasing = threading.Thread(target=tier.erase, args=([key_of(0), key_of(1)],))
     erasing.start()  # it waits for the other one
-    wait_for(lambda: tier.known.condemned() == 2)
+    wait_for(lambda: len(tier.known._condemned) == 2)
     stored(tier, [0])
     engine.release()
     erasing.join()
@@ -516,8 +518,8 @@ def test_what_landed_while_an_erasure_waited_is_erased_too() -> None:
     assert known.seize([key_of(0), key_of(1)], 0.0)
     assert known.get(key_of(0)) is None and known.is_shunned(key_of(0))
     assert not known.begin(key_of(1), 0.0) and known.take_condemned(9) == []
-    known.keep_condemned([key_of(0)])
-    known.acquit([key_of(1)])
+    known.settle([key_of(0)], gone=False)
+    known.settle([key_of(1)], gone=True)
     assert known.take_condemned(9) == [key_of(0)] and not known.is_shunned(key_of(1))
 
 
@@ -550,6 +552,34 @@ def test_opening_lists_and_scan_reads_headers_once(engine: FaultyBackend) -> Non
         assert {entry.info for entry in entries} == {info_of(SIZE)}
         assert engine.count("get") == 10
     tier.close()
+
+
+IMPORTS = """
+import importlib.abc, sys, threading, time
+from tests.tiers.frames import hits, stored
+from tests.tiers.remote.faulty import FaultyBackend
+from flowkv.tiers.remote.tier import RemoteTier
+
+class Watcher(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba":
+            print(threading.current_thread().name)
+            time.sleep(0.1)
+
+assert "numba" not in sys.modules
+sys.meta_path.insert(0, Watcher())
+tier = RemoteTier(FaultyBackend())
+stored(tier, range(3))
+assert hits(tier, range(3)) == 3
+tier.close()
+"""
+
+
+def test_numba_is_imported_before_there_are_two_threads() -> None:
+    """Two that begin to import it at once may each find half of it."""
+    command = [sys.executable, "-W", "error", "-c", IMPORTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout) == (0, "MainThread\n"), done.stderr
 
 
 def test_opening_an_engine_that_does_not_answer(engine: FaultyBackend) -> None:
