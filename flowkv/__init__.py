@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.attention import attention as attention
     from flowkv.hooks.attention import intercept as intercept
     from flowkv.hooks.huggingface.attach import attach as attach
-    from flowkv.hooks.huggingface.verify import verify as verify
+    from flowkv.hooks.huggingface.attach import verify as verify
     from flowkv.policy.base import Policy as Policy
     from flowkv.policy.config import Lease as Lease
     from flowkv.tiers.base import Tier as Tier

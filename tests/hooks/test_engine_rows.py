@@ -13,7 +13,7 @@ from flowkv.engine.request import Request
 from flowkv.engine.runner import PackedRunner
 from flowkv.hooks.huggingface import make_runner_parts
 from flowkv.hooks.huggingface.attach import door_of
-from flowkv.hooks.huggingface.runners import ApartRow, SequentialRunner
+from flowkv.hooks.huggingface.runners import ApartRow, PaddedRunner
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 
@@ -22,7 +22,8 @@ def opened(model: torch.nn.Module, kv: KV, count: int = 20) -> PagedRow:
     """A row of its own whose prompt is computed."""
     door = door_of(model)
     assert door is not None
-    runner, text = SequentialRunner(model, kv, door), np.asarray(models.prompt(count)[0], np.uint32)
+    runner = PaddedRunner(model, kv, door, together=False)
+    text = np.asarray(models.prompt(count)[0], np.uint32)
     row = runner.open(Request(prompt=text), text, wait=True)
     runner.step([row], [text])
     return row
@@ -81,7 +82,7 @@ def test_as_many_rows_are_tried_as_there_can_be(name: str, max_rows: int) -> Non
     with attached(model, max_rows=max_rows) as kv:
         parts = make_runner_parts(model, kv)
         assert (parts.forward is not None) is (name == "llama")
-        assert type(parts.apart).together and left(kv) == (0, 0)
+        assert parts.apart.together and left(kv) == (0, 0)
         with Engine(model, kv, max_rows=max_rows) as engine:
             done = engine.run(prompts, max_new_tokens=4)
         for one, own, prompt in zip(done, wanted, prompts, strict=True):

@@ -21,8 +21,8 @@ from flowkv.engine.request import Request
 from flowkv.engine.runner import Runner
 from flowkv.hooks.huggingface import make_runner_parts
 from flowkv.hooks.huggingface.attach import door_of
-from flowkv.hooks.huggingface.attention import PackedMask, Packing, Unpackable
-from flowkv.hooks.huggingface.runners import PaddedRunner, SequentialRunner
+from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, Unpackable
+from flowkv.hooks.huggingface.runners import PaddedRunner
 from flowkv.hooks.huggingface.versions import causal_mask_function
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
@@ -86,10 +86,10 @@ def test_packable_models_can_run_otherwise_too(name: str) -> None:
     wanted = _alone(model, prompts)
     with attached(model) as kv:
         parts = make_runner_parts(model, kv)
-        assert isinstance(parts.apart, PaddedRunner)
+        assert isinstance(parts.apart, PaddedRunner) and parts.apart.together
         door = door_of(model)
         assert door is not None
-        for runner in (parts.apart, SequentialRunner(model, kv, door)):
+        for runner in (parts.apart, PaddedRunner(model, kv, door, together=False)):
             assert serve(runner, prompts, NEW) == wanted
 
 
@@ -351,10 +351,10 @@ class _Crowded(_Mixing):
 def test_a_model_whose_prompts_mix_beside_each_other_is_found_out() -> None:
     model = models.causal("bloom")
     with attached(model) as kv:
-        assert type(make_runner_parts(model, kv).apart) is PaddedRunner
+        assert make_runner_parts(model, kv).apart.together
         layer = model.transformer.h[2].mlp
         layer.dense_h_to_4h = _Crowded(layer.dense_h_to_4h)
-        assert type(make_runner_parts(model, kv).apart) is SequentialRunner
+        assert not make_runner_parts(model, kv).apart.together
 
 
 def test_a_model_that_computes_with_its_mask_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +513,7 @@ def test_a_mask_is_only_described() -> None:
         assert mask.shape == (1, 1, 3, 3) and mask.window is None
         assert "window=None" in repr(mask)
         moved = mask.to("meta")
-        assert type(moved) is PackedMask and moved.device.type == "meta"
+        assert type(moved) is MaskRecipe and moved.device.type == "meta"
         with pytest.raises(Unpackable, match="computes with its mask"):
             mask.clone()
         for given in (
@@ -552,13 +552,15 @@ def test_attention_that_is_not_plainly_a_rows_own_is_refused() -> None:
         )
         found = attend(scaling=0.2, dropout=0.0, position_bias=None)
         torch.testing.assert_close(found.transpose(1, 2), wanted)
-        windowed = PackedMask((1, 1, 3, 3), 2, torch.bool, "cpu")
+        windowed = MaskRecipe(mask.build, mask.arguments, 2, torch.bool)
+        another = MaskRecipe(lambda **_: None, mask.arguments, None, torch.bool)
         for changed in (
             dict(key=k.clone()),
             dict(value=v.clone()),
             dict(seen=None),
             dict(seen=torch.ones(1, 1, 3, 3)),
             dict(seen=windowed),
+            dict(seen=another),
             dict(query=q[:, :, :2]),
             dict(query=q[:, :3]),
             dict(dropout=0.1),

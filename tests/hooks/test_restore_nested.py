@@ -59,7 +59,7 @@ def test_rows_advance_as_they_like(name: str) -> None:
     theirs = generate(model, **inputs)
     with attached(model) as kv:
         door, call = first_forward(model, inputs)
-        run = Nested(door, model, door.plan, call, call.types, NOTHING_FILLED)
+        run = Nested(door, call, call.types, NOTHING_FILLED)
         seqs, pads = opened(door, call), [0, 30, 17]
         # Others go on, one rests, and one begins late; then all have the pages that they can.
         for counts in [(16, 0, 32), (32, 16, 0), (7, 48, 48), (41, 0, 0)]:
@@ -77,7 +77,7 @@ def test_a_failed_forward_leaves_the_rows_as_they_were() -> None:
     with attached(model):
         door, call = first_forward(model, inputs)
         run, seqs = (
-            Nested(door, model, door.plan, call, call.types, NOTHING_FILLED),
+            Nested(door, call, call.types, NOTHING_FILLED),
             opened(door, call),
         )
         parts = [Part(row, seq, 0, 16) for row, seq in enumerate(seqs)]

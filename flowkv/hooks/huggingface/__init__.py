@@ -10,9 +10,8 @@ except ImportError as error:
     raise MissingDependencyError("flowkv.attach", "hf") from error
 
 from flowkv.cache import kv as _runtime
-from flowkv.hooks.huggingface.attach import attach, make_cache
+from flowkv.hooks.huggingface.attach import Report, attach, make_cache, verify
 from flowkv.hooks.huggingface.runners import make_runner_parts
-from flowkv.hooks.huggingface.verify import Report, verify
 
 __all__ = ["Report", "attach", "make_cache", "make_runner_parts", "verify"]
 

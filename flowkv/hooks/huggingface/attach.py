@@ -1,26 +1,37 @@
-"""`attach`: one line gives a Hugging Face model a FlowKV cache."""
+"""`attach` gives a Hugging Face model a FlowKV cache; `verify` shows that nothing else changes."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
+import transformers
 
 from flowkv.cache.kv import KV, bind, follow, warn
-from flowkv.core.errors import ConfigError, StateError, UnsupportedModelError
+from flowkv.core.errors import ConfigError, FlowKVError, StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.attention import Switch
-from flowkv.hooks.huggingface.cache import PagedCache
+from flowkv.hooks.huggingface.cache import PagedCache, plan_geometry
 from flowkv.hooks.huggingface.door import ForwardHook, warn_inherited
 from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import ForwardCall, Names
-from flowkv.hooks.huggingface.plan import plan_geometry
-from flowkv.hooks.huggingface.probe import probe, settle
+from flowkv.hooks.huggingface.probe import (
+    encoder_inputs,
+    native_cache,
+    ordinary_tokens,
+    pair,
+    probe,
+    quiet,
+    rows_alike,
+    settle,
+)
 from flowkv.hooks.huggingface.restore import NOTHING, ReuseWish, admit
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
@@ -85,13 +96,11 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> ForwardHook:
     """
     switch = Switch(model)
     in_pages = not switch.reason
-    identity, modules = Identity(model, kv.config.namespace), list(model.modules())
-    long = bool(identity.foreign)
-    found = probe(model, kv.page_size, in_pages=in_pages, long=long)
-    if list(map(id, modules)) != list(map(id, model.modules())):
-        # Its first forward rebuilt it, as BigBird's does: it is what it has become.
-        identity = Identity(model, kv.config.namespace)
-        found = probe(model, kv.page_size, in_pages=in_pages, long=long)
+    for _ in range(2):
+        identity, modules = Identity(model, kv.config.namespace), list(model.modules())
+        found = probe(model, kv.page_size, in_pages=in_pages, long=bool(identity.foreign))
+        if list(map(id, modules)) == list(map(id, model.modules())):
+            break  # else its first forward rebuilt it, as BigBird's does: it is what it has become
     identity.learn(model, named=False)
     bind(kv, found.plan.geometry, identity.namespace)
     door = ForwardHook(model, kv, found.plan, identity, switch)
@@ -140,25 +149,26 @@ def make_cache(
     door = found() if found is not None else None
     if kv.inherited:
         warn_inherited(kv)
-        return door.native_cache() if door is not None else DynamicCache()
+        model = None if door is None else door.model
+        return DynamicCache() if model is None else native_cache(model)
     if args:
         inputs = {(door.names.ids if door else "input_ids"): args[0], **inputs}
     if door is not None and door.hung:
         cache = door.open(inputs, tenant, care)
-        cache.tenant, cache.care = tenant, care
-        return cache
-    if kv.geometry is None:
-        raise ConfigError(
-            "the cache does not know its model",
-            "Call flowkv.attach(model), or pass a geometry to KV(...)",
-        )
-    return _unattached(kv, inputs, tenant, care)
+    else:
+        cache = _unattached(kv, inputs, tenant, care)
+    cache.tenant, cache.care = tenant, care
+    return cache
 
 
 def _unattached(
     kv: KV, inputs: dict[str, Any], tenant: str | None, care: Mapping[str, Any]
 ) -> PagedCache:
-    assert kv.geometry is not None
+    if kv.geometry is None:
+        raise ConfigError(
+            "the cache does not know its model",
+            "Call flowkv.attach(model), or pass a geometry to KV(...)",
+        )
     call = ForwardCall(Names({"logits_to_keep": 0}, False, {}), inputs)
     more = call.problem or call.modal or call.condition or call.types
     pads = None if more else call.pads()
@@ -174,9 +184,7 @@ def _unattached(
     found = admit(kv, prompts, ReuseWish(call.columns - 1, tenant, care=care))
     rows = Rows(kv, found.seqs, pads, found.base, layers=len(plan.placed))
     rows.promised = call.columns
-    cache = PagedCache(rows, plan)
-    cache.tenant, cache.care = tenant, care
-    return cache
+    return PagedCache(rows, plan)
 
 
 def base_model(model: Any) -> Any:
@@ -215,6 +223,224 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
 
 
-def installing() -> contextlib.AbstractContextManager[object]:
-    """Held while hooks are put on models, so that nobody else attaches meanwhile."""
-    return _LOCK
+# `verify`: does FlowKV give on *this* model what the model's own cache gives?
+
+_NEW = 8
+_POOL = "512MiB"
+_PAGE = 16
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison.
+
+    Attributes:
+        name: What was run.
+        identical: The tokens are the same.
+        max_difference: Largest difference of any logit.
+        reused: Tokens that were not computed again.
+        tokens: Tokens of the prompts.
+    """
+
+    name: str
+    identical: bool
+    max_difference: float
+    reused: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found. `print(report)` shows it as a small table.
+
+    Attributes:
+        model: Class of the model.
+        layers: "pages", "dense", "state" or "none" for each decoder layer: how it is read.
+        cases: The comparisons.
+        reasons: Why the model is refused, or read otherwise than in pages.
+        ok: FlowKV serves the model and gives the same tokens.
+    """
+
+    model: str
+    layers: tuple[str, ...] = ()
+    cases: tuple[Comparison, ...] = ()
+    reasons: tuple[str, ...] = ()
+    ok: bool = False
+    version: str = field(default_factory=lambda: transformers.__version__)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if not self.cases:
+            return "refused: the model keeps its own cache"
+        if not self.ok:
+            return "NOT the same as the model's own cache: do not attach"
+        reused = "reuses prefixes" if any(case.reused for case in self.cases) else "reuses nothing"
+        ways = sorted({way for way in self.layers if way in ("pages", "dense")})
+        return f"same tokens as the model's own cache; {reused}, reads {' and '.join(ways)}"
+
+    @property
+    def max_difference(self) -> float:
+        """Largest difference of any logit, over all cases."""
+        return max((case.max_difference for case in self.cases), default=0.0)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}, transformers {self.version}"]
+        for way in dict.fromkeys(self.layers):
+            which = [i for i, found in enumerate(self.layers) if found == way]
+            lines.append(f"  {way:<12} layers {_ranges(which)}")
+        for case in self.cases:
+            same = "same tokens" if case.identical else "OTHER TOKENS"
+            lines.append(
+                f"  {case.name:<12} {same}, {case.reused} of {case.tokens} tokens reused, "
+                f"logits differ by at most {case.max_difference:.1e}"
+            )
+        lines += [f"  because {reason}" for reason in self.reasons]
+        return "\n".join([*lines, f"  {self.verdict}"])
+
+
+def verify(model: Any, *, tokens: int = 64) -> Report:
+    """Runs a short conversation and a padded pair through the model's own cache and through FlowKV.
+
+    Works on attached models and on others, which are left as they were. Safe beside running
+    generations.
+
+    Args:
+        model: A transformers model.
+        tokens: Length of the first prompt.
+
+    Returns:
+        What was found; true if FlowKV serves the model.
+
+    Raises:
+        ConfigError: `model` is no transformers model.
+
+    Example:
+        >>> print(flowkv.verify(model))  # doctest: +SKIP
+    """
+    model = base_model(model)
+    name = type(model).__name__
+    with KV(gpu=_POOL, page_size=_PAGE) as kv:
+        try:
+            with _door(model, kv) as door:
+                cases = tuple(_cases(model, door, max(tokens, 2 * _PAGE)))
+                same = all(case.identical for case in cases)
+                return Report(name, _ways(door), cases, tuple(_reasons(model, door)), same)
+        except UnsupportedModelError as error:
+            return Report(name, reasons=(error.problem,))
+        except FlowKVError as error:
+            return Report(name, reasons=(str(error),))
+
+
+@contextmanager
+def _door(model: Any, kv: KV) -> Iterator[ForwardHook]:
+    """A door of its own, beside the one that an attached model has."""
+    with _LOCK:  # nobody else attaches meanwhile
+        other = door_of(model)
+        if other is None:
+            yield install(model, kv)
+            return
+    plan = other.planned()
+    identity = Identity(model)  # of a cache that is about to be closed
+    bind(kv, plan.geometry, identity.namespace)
+    yield ForwardHook(model, kv, plan, identity, other.switch)
+
+
+def _ways(door: ForwardHook) -> tuple[str, ...]:
+    ways = ["state" if spec.stateful else "none" for spec in door.plan.specs]
+    for index, placed in door.plan.placed.items():
+        ways[index] = "pages" if placed.was_read and placed.in_pages else "dense"
+    return tuple(ways)
+
+
+def _reasons(model: Any, door: ForwardHook) -> Iterator[str]:
+    if door.switch.reason:
+        yield door.switch.reason
+    elif any(not placed.was_read for placed in door.plan.placed.values()):
+        yield "its attention needs more than keys, values and a causal mask"
+    with (door_of(model) or door).aside():
+        alike = rows_alike(model, door.names, 2)
+    if alike == "mixed":
+        yield "the rows of a batch look at each other, so that batches share nothing"
+    if alike == "by place":
+        yield (
+            "it answers a prompt otherwise in another row of a batch: by its place, so that rows "
+            "share with the same row of equally large batches only"
+        )
+
+
+def _cases(model: Any, door: ForwardHook, tokens: int) -> Iterator[Comparison]:
+    ids = ordinary_tokens(model, door.names, tokens + 2 * _NEW)
+    first = ids[:, :tokens]
+    with quiet(model):
+        answer, case = _compare(model, door, "turn 1", first)
+        yield case
+        second = torch.cat([first, answer, ids[:, -_NEW:]], dim=1)
+        _, case = _compare(model, door, "turn 2", second)
+        yield case
+        if not door.names.encoder:
+            short = tokens // 2 + 3
+            pad = second.shape[1] - short
+            rows = torch.cat([second, second.roll(pad, 1)])
+            mask = torch.ones_like(rows)
+            mask[1, :pad] = 0
+            yield _compare(model, door, "padded pair", rows, mask)[1]
+
+
+def _compare(
+    model: Any, door: ForwardHook, name: str, ids: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Comparison]:
+    mask = torch.ones_like(ids) if mask is None else mask
+    with (door_of(model) or door).aside():
+        wanted, logits = _answer(model, door.names, ids, mask, native_cache(model), None)
+    cache = door.open(_inputs(model, door.names, ids, mask), None)
+    try:
+        reused = cache.reused
+        found, others = _answer(model, door.names, ids, mask, cache, wanted)
+    finally:
+        cache.close()
+    difference = float((logits - others).abs().max())
+    return wanted, Comparison(name, torch.equal(wanted, found), difference, reused, int(mask.sum()))
+
+
+def _answer(
+    model: Any,
+    names: Names,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    cache: Any,
+    forced: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens `[B, n]` and their logits; goes on with `forced` ones if they are given."""
+    found, logits = [], []
+    whole = pair(names, cache)
+    more = {"past_key_values": whole, "use_cache": True, "logits_to_keep": 1}
+    for step in range(_NEW):
+        out = model(**_inputs(model, names, ids, mask, cache.get_seq_length(), **more))
+        last = out.logits[:, -1].float()
+        token = last.argmax(-1, keepdim=True)
+        found.append(token)
+        logits.append(last)
+        chosen = token if forced is None else forced[:, step : step + 1]
+        ids, mask = torch.cat([ids, chosen], 1), torch.cat([mask, torch.ones_like(chosen)], 1)
+    return torch.cat(found, 1), torch.stack(logits, 1)
+
+
+def _inputs(
+    model: Any, names: Names, ids: torch.Tensor, mask: torch.Tensor, past: int = 0, **more: Any
+) -> dict[str, Any]:
+    """What the model takes of a prompt, behind the columns that its cache holds."""
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, past:]
+    given = {names.ids: ids[:, past:], names.mask: mask, names.positions: positions, **more}
+    given |= encoder_inputs(model, names, len(ids))
+    return {name: value for name, value in given.items() if name in names.parameters}
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Such as "0-3, 7"."""
+    spans = [list(span) for _, span in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
+    ends = [dict.fromkeys((span[0][1], span[-1][1])) for span in spans]
+    return ", ".join("-".join(map(str, each)) for each in ends)

@@ -1,4 +1,4 @@
-"""FlowKV's attention and mask functions, registered beside the model's own as their fallback.
+"""What stands in for K, V and masks while a model runs, and the attention functions that take it.
 
 Two names are registered, one for each implementation that a model may have had before (`sdpa`,
 `eager`). Whatever is not plainly "new queries over cached keys, causal, windowed, left-padded" goes
@@ -15,14 +15,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_map
 
 from flowkv import kernels
 from flowkv.cache.step import Step
 from flowkv.core.errors import UnsupportedModelError
-from flowkv.hooks.huggingface.cache import MaskRecipe, PagedView, solid
+from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import (
     ALL_ATTENTION_FUNCTIONS,
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -33,15 +34,148 @@ from flowkv.hooks.huggingface.versions import (
     overlay_window,
 )
 
-if TYPE_CHECKING:
-    from flowkv.hooks.huggingface.plan import PlacedLayer
+# Tensors without storage: K and V that still lie in pages, and masks that nobody has built yet.
+#
+# `Cache.update()` must return tensors, and an attention function receives no cache, only what
+# `update()` returned. So it returns a `PagedView`: a `torch.Tensor` wrapper subclass of the right
+# shape that knows its layer. FlowKV's attention takes the layer out of it and reads pages in place;
+# any other operation that touches it, whatever the model does, receives the dense tensor. Hence no
+# list of supported models is needed. `MaskRecipe` does the same for masks.
+
+
+def solid(value: Any) -> Any:
+    """The dense tensor behind a view or recipe; anything else unchanged."""
+    return value.dense() if isinstance(value, (PagedView, MaskRecipe)) else value
+
+
+def _touch(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+    return func(*tree_map(solid, args), **tree_map(solid, kwargs or {}))
+
+
+class PagedView(torch.Tensor):
+    """K or V of one layer, `[B, Hk, S, D]`, as far as the layer shows it to the model.
+
+    Attributes:
+        layer: The cache layer it belongs to, a `cache.PagedLayer`.
+        which: 0 for keys, 1 for values.
+        gathered: The tensor itself, once the layer has left its pages.
+    """
+
+    layer: Any
+    which: int
+    gathered: torch.Tensor | None
+    # Otherwise torch would turn the dense results of operations into views again.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, layer: Any, which: int, like: torch.Tensor, columns: int) -> PagedView:
+        """A view of `columns` tokens, otherwise shaped like the new tokens `like`."""
+        shape = like.shape
+        view: PagedView = torch.Tensor._make_wrapper_subclass(
+            cls,  # type: ignore[arg-type]
+            (shape[0], shape[1], columns, shape[3]),
+            dtype=like.dtype,
+            device=like.device,
+        )
+        view.layer, view.which, view.gathered = layer, which, None
+        return view
+
+    def dense(self) -> torch.Tensor:
+        """The tensor itself, gathered from pages."""
+        return self.layer.dense()[self.which] if self.gathered is None else self.gathered  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """An operation of the model touches the view: it gets the tensor, later ones at once."""
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, PagedView) and value.gathered is None:
+                value.layer.touched()
+        return _touch(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"PagedView({tuple(self.shape)}, {'keys' if self.which == 0 else 'values'})"
+
+
+class MaskRecipe(torch.Tensor):
+    """The mask `[B, 1, T, S]` of a causal or sliding layer over cached tokens, not built.
+
+    Attributes:
+        build: Builds it in the format of the model's own attention; None if that needs none. That
+            of a packed forward refuses to.
+        arguments: What the mask function was called with.
+        window: The sliding window; None for plain causal.
+    """
+
+    build: Callable[..., torch.Tensor | None]
+    arguments: dict[str, Any]
+    window: int | None
+    _fits: tuple[Rows, int, bool] | None
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        build: Callable[..., torch.Tensor | None],
+        arguments: dict[str, Any],
+        window: int | None,
+        dtype: torch.dtype,
+    ) -> MaskRecipe:
+        """A recipe for `build(**arguments)`, which gives elements of `dtype`."""
+        batch, new, length = (arguments[n] for n in ("batch_size", "q_length", "kv_length"))
+        recipe: MaskRecipe = torch.Tensor._make_wrapper_subclass(
+            cls,  # type: ignore[arg-type]
+            (batch, 1, new, length),
+            dtype=dtype,
+            device=arguments.get("device", "cpu"),
+        )
+        recipe.build, recipe.arguments, recipe.window = build, arguments, window
+        recipe._fits = None
+        return recipe
+
+    def native(self) -> torch.Tensor | None:
+        """What the model's own mask function returns, None included."""
+        return self.build(**self.arguments)
+
+    def dense(self) -> torch.Tensor:
+        """The mask as a tensor, also where the model's own attention would need none."""
+        mask = self.build(**{**self.arguments, "allow_is_causal_skip": False})
+        assert mask is not None
+        return mask
+
+    def fits(self, rows: Rows) -> bool:
+        """Whether it says no more than causality, the window and the rows' own left padding."""
+        known = self._fits
+        if known is None or known[0] is not rows or known[1] != rows.total:
+            fits = rows.padded_by(self.arguments.get("attention_mask"), rows.total)
+            known = self._fits = (rows, rows.total, fits)
+        return known[2]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Moving it to another device (`device_map`) keeps it a recipe; anything else builds it."""
+        if func is torch.ops.aten._to_copy.default:
+            wanted, recipe = dict(kwargs or {}), args[0]
+            if wanted.get("device") is not None and wanted.get("dtype") in (None, recipe.dtype):
+                arguments = dict(recipe.arguments, device=torch.device(wanted["device"]))
+                mask = arguments.get("attention_mask")
+                if isinstance(mask, torch.Tensor):
+                    arguments["attention_mask"] = mask.to(arguments["device"])
+                return MaskRecipe(recipe.build, arguments, recipe.window, recipe.dtype)
+        return _touch(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"MaskRecipe({tuple(self.shape)}, window={self.window})"
 
 
 # One forward over packed rows, as an unmodified model's attention and masks see it.
 #
 # The model is given one row `[1, N]`: the new tokens of all rows, one after the other, each at
 # its own position. Its masks and its attention must know which token belongs to which row, and
-# the step knows that. So while a packed forward runs, masks are only described (`PackedMask`),
+# the step knows that. So while a packed forward runs, masks are only described (`MaskRecipe`),
 # and attention over the keys that a cache layer was just given goes to the step. Nothing else may
 # happen to either: what a model computes from them itself would mix the rows, and is refused
 # (`Unpackable`).
@@ -54,53 +188,6 @@ class Unpackable(UnsupportedModelError):
     """A model does something in which rows that are packed together would mix."""
 
 
-class PackedMask(torch.Tensor):
-    """The mask of a packed forward: causal within each row, windowed or not; never built.
-
-    Attributes:
-        window: The sliding window; None for plain causal.
-    """
-
-    window: int | None
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(
-        cls, shape: tuple[int, ...], window: int | None, dtype: torch.dtype, device: Any
-    ) -> PackedMask:
-        """A mask that looks like any other of this shape."""
-        mask: PackedMask = torch.Tensor._make_wrapper_subclass(
-            cls,  # type: ignore[arg-type]
-            shape,
-            dtype=dtype,
-            device=device,
-        )
-        mask.window = window
-        return mask
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Moving it to another device (`device_map`) keeps it; nothing else can be done with it."""
-        wanted = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and wanted.get("device") is not None:
-            (mask,) = args
-            dtype = wanted.get("dtype") or mask.dtype
-            return PackedMask(tuple(mask.shape), mask.window, dtype, wanted["device"])
-        _refuse(f"the model computes with its mask ({func})")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"PackedMask({tuple(self.shape)}, window={self.window})"
-
-
-class _Written(NamedTuple):
-    placed: PlacedLayer
-    window: int | None
-    key: torch.Tensor
-    value: torch.Tensor
-
-
 class Packing:
     """A packed forward under way.
 
@@ -111,17 +198,17 @@ class Packing:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._count = int(step.counts.sum())
-        # Held by their objects: as long as they are here, no other tensor has the same id.
-        self._written: dict[int, _Written] = {}
-        self._masks: dict[tuple[int | None, torch.dtype], PackedMask] = {}
+        # Layer, window, K and V by the id of K: as long as they are here, no other tensor has it.
+        self._written: dict[int, tuple[Any, int | None, torch.Tensor, torch.Tensor]] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], MaskRecipe] = {}
 
     def write(
-        self, placed: PlacedLayer, window: int | None, key: torch.Tensor, value: torch.Tensor
+        self, placed: Any, window: int | None, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Puts the new keys and values of a layer into pages.
 
         Args:
-            placed: The layer.
+            placed: The layer, a `cache.PlacedLayer`.
             window: Its sliding window, or None.
             key: `[1, Hk, N, D]`.
             value: `[1, Hk, N, Dv]`.
@@ -130,16 +217,15 @@ class Packing:
             Unpackable: They are not what the pages hold.
         """
         heads, dim, dim_v, dtype, device = placed.shape
-        if key.shape != (1, heads, self._count, dim) or key.dtype is not dtype:
-            _refuse(f"layer {placed.index} has keys {key.dtype} {tuple(key.shape)}")
-        if value.shape != (1, heads, self._count, dim_v) or value.dtype is not dtype:
-            _refuse(f"layer {placed.index} has values {value.dtype} {tuple(value.shape)}")
+        for name, x, width in (("keys", key, dim), ("values", value, dim_v)):
+            if x.shape != (1, heads, self._count, width) or x.dtype is not dtype:
+                _refuse(f"layer {placed.index} has {name} {x.dtype} {tuple(x.shape)}")
         if key.device != device:
             _refuse(f"layer {placed.index} has moved to {key.device}")
         self._step.write(placed.index, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        self._written[id(key)] = _Written(placed, window, key, value)
+        self._written[id(key)] = placed, window, key, value
 
-    def mask(self, previous: str, arguments: dict[str, Any]) -> PackedMask:
+    def mask(self, previous: str, arguments: dict[str, Any]) -> MaskRecipe:
         """The mask that a model asks for.
 
         Args:
@@ -158,9 +244,9 @@ class Packing:
         dtype = _mask_dtype(previous, arguments)
         found = self._masks.get((window, dtype))
         if found is None:
-            shape = (1, 1, self._count, self._count)
-            found = PackedMask(shape, window, dtype, arguments.get("device", "cpu"))
-            self._masks[window, dtype] = found
+            shape = dict(batch_size=1, q_length=self._count, kv_length=self._count)
+            shown = dict(shape, device=arguments.get("device", "cpu"))
+            found = self._masks[window, dtype] = MaskRecipe(_unbuilt, shown, window, dtype)
         return found
 
     def attend(
@@ -188,23 +274,20 @@ class Packing:
         Raises:
             Unpackable: It is not plainly that.
         """
-        written = self._written.get(id(key))
-        if written is None or written.value is not value:
+        placed, window, _, own = self._written.get(id(key), (None, None, None, None))
+        if placed is None or own is not value:
             _refuse("attention is over other keys than the cache was given")
-        if type(mask) is not PackedMask or mask.window != written.window:
-            shown = mask.window if type(mask) is PackedMask else "no mask of ours"
-            _refuse(f"a layer with window {written.window} is shown {shown}")
-        for name, given in arguments.items():
-            if given is not None and name not in obeyed:
-                _refuse(f"attention is given {name!r}")
-        if arguments.get("dropout") or arguments.get("is_causal") is False:
-            _refuse("attention drops weights out, or is not causal")
-        heads, dim = written.placed.shape[:2]
+        if type(mask) is not MaskRecipe or mask.build is not _unbuilt or mask.window != window:
+            shown = getattr(mask, "window", "no mask of ours")
+            _refuse(f"a layer with window {window} is shown {shown}")
+        if odd := _unserved(arguments, obeyed):
+            _refuse(f"attention is given {odd!r}")
+        heads, dim = placed.shape[:2]
         rows, query_heads, count, query_dim = query.shape
         if (rows, count, query_dim) != (1, self._count, dim) or query_heads % heads:
             _refuse(f"queries are {tuple(query.shape)}")
         out = self._step.read(
-            written.placed.index,
+            placed.index,
             query[0].transpose(0, 1),
             scale=arguments.get("scaling"),
             softcap=arguments.get("softcap"),
@@ -222,6 +305,11 @@ def exact(device: torch.device) -> AbstractContextManager[object]:
 
 def _refuse(problem: str) -> NoReturn:
     raise Unpackable(f"rows cannot be packed: {problem}", "Let each row run by itself")
+
+
+def _unbuilt(**arguments: Any) -> NoReturn:
+    """Builds no mask of a packed forward."""
+    _refuse("the model computes with its mask")
 
 
 PREFIX = "flowkv_"
@@ -341,7 +429,7 @@ def _plain(
     obeyed: frozenset[str],
 ) -> bool:
     rows = layer.rows
-    if not layer.in_step or layer.chunked or rows.wants_weights or arguments.get("dropout"):
+    if not layer.in_step or layer.chunked or rows.wants_weights:
         return False
     batch, heads, new, dim = query.shape
     kv_heads, head_dim, _, dtype, device = layer.shape
@@ -349,10 +437,7 @@ def _plain(
         return False
     if query.dtype is not dtype or query.device != device:
         return False
-    for name, value in arguments.items():
-        if name not in obeyed and value is not None:
-            return False
-    if arguments.get("is_causal") is False and new > 1:
+    if _unserved(arguments, obeyed, new):
         return False
     if attention_mask is None:
         # One query that sees every key: as far as a layer shows them, which is its window.
@@ -363,6 +448,16 @@ def _plain(
         layer.placed.contradicted = True
         return False
     return attention_mask.shape[3] == layer.columns and attention_mask.fits(rows)
+
+
+def _unserved(arguments: dict[str, Any], obeyed: frozenset[str], new: int = 2) -> str:
+    """An argument that attention over pages, of so many new tokens, does not obey; "" if none."""
+    for name, value in arguments.items():
+        if name not in obeyed and value is not None:
+            return name
+    if arguments.get("dropout"):
+        return "dropout"
+    return "is_causal" if arguments.get("is_causal") is False and new > 1 else ""
 
 
 def _function(previous: str, module: torch.nn.Module) -> Callable[..., Any]:
@@ -400,9 +495,14 @@ class Switch:
         reason: Why it is not switched, so that layers are read dense; "" if it is.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        decoder = decoder_of(model)
-        self._configs = [(config, own(config)) for config in _configs(decoder)]
+    def __init__(self, model: Any) -> None:
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # uses the cache
+        decoder = decoder if isinstance(decoder, torch.nn.Module) else model
+        configs: list[Any] = [getattr(module, "config", None) for module in decoder.modules()]
+        known = {id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}
+        self._configs = [
+            (c, str(c._attn_implementation).removeprefix(PREFIX)) for c in known.values()
+        ]
         self.reason = _obstacle(decoder, {name for _, name in self._configs})
         self._switched: list[tuple[Any, str]] = []
         self._forwards, self._lock = 0, threading.Lock()
@@ -429,26 +529,6 @@ class Switch:
                 config, known = self._switched.pop()
                 if config._attn_implementation == PREFIX + known:
                     config._attn_implementation_internal = known
-
-
-def own(config: Any) -> str:
-    """The attention implementation that a configuration has when FlowKV does not stand in."""
-    return str(config._attn_implementation).removeprefix(PREFIX)
-
-
-def decoder_of(model: Any) -> torch.nn.Module:
-    """The part of a model whose layers use the cache."""
-    found = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return found if isinstance(found, torch.nn.Module) else model
-
-
-def _configs(decoder: torch.nn.Module) -> list[Any]:
-    found: dict[int, Any] = {}
-    for module in decoder.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())
 
 
 def _obstacle(decoder: torch.nn.Module, names: set[str]) -> str:

@@ -1,165 +1,264 @@
-"""`PagedCache`: a `DynamicCache` whose K and V lie in pages."""
+"""`PagedCache`: a `DynamicCache` whose K and V lie in pages; its layers, and where they lie."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
-from torch.utils._pytree import tree_map
 
 from flowkv import kernels
-from flowkv.core.errors import StateError
-from flowkv.hooks.huggingface.plan import LayerSpec, ModelPlan, PlacedLayer
+from flowkv.core.errors import GeometryError, StateError, UnsupportedModelError
+from flowkv.core.geometry import Geometry, LayerGroup
+from flowkv.hooks.huggingface.attention import PagedView
 from flowkv.hooks.huggingface.rows import Rows, close_all, refuse_lost
 from flowkv.hooks.huggingface.versions import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
+    layer_types,
+    native_layer,
     removed,
 )
+from flowkv.kernels.dispatch import choose
 from flowkv.kernels.operands import Pages, Ragged
 
-# Tensors without storage: K and V that still lie in pages, and masks that nobody has built yet.
-#
-# `Cache.update()` must return tensors, and an attention function receives no cache, only what
-# `update()` returned. So it returns a `PagedView`: a `torch.Tensor` wrapper subclass of the right
-# shape that knows its layer. FlowKV's attention takes the layer out of it and reads pages in place;
-# any other operation that touches it, whatever the model does, receives the dense tensor. Hence no
-# list of supported models is needed. `MaskRecipe` does the same for masks.
+# Which layers of a model can lie in pages, as its configuration and one probe say.
+
+Kind = Literal["full", "sliding", "chunked", "recurrent", "none"]
+_KINDS: dict[str, tuple[Kind, bool]] = {
+    "full_attention": ("full", False),
+    "sliding_attention": ("sliding", False),
+    "chunked_attention": ("chunked", False),
+    "hybrid": ("full", True),
+    "hybrid_sliding": ("sliding", True),
+    "none": ("none", False),
+}
 
 
-def solid(value: Any) -> Any:
-    """The dense tensor behind a view or recipe; anything else unchanged."""
-    return value.dense() if isinstance(value, (PagedView, MaskRecipe)) else value
-
-
-def _touch(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-    return func(*tree_map(solid, args), **tree_map(solid, kwargs or {}))
-
-
-class PagedView(torch.Tensor):
-    """K or V of one layer, `[B, Hk, S, D]`, as far as the layer shows it to the model.
+class LayerSpec(NamedTuple):
+    """What one decoder layer keeps, as transformers' configuration says.
 
     Attributes:
-        layer: The cache layer it belongs to.
-        which: 0 for keys, 1 for values.
-        gathered: The tensor itself, once the layer has left its pages.
+        kind: Kind of attention; "recurrent" for a state only, "none" for nothing.
+        native: Class of the native cache layer.
+        arguments: Arguments of the native cache layer.
+        hybrid: A recurrent state lies beside the attention.
     """
 
-    layer: PagedLayer
-    which: int
-    gathered: torch.Tensor | None
-    # Otherwise torch would turn the dense results of operations into views again.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, layer: PagedLayer, which: int, like: torch.Tensor, columns: int) -> PagedView:
-        """A view of `columns` tokens, otherwise shaped like the new tokens `like`."""
-        shape = like.shape
-        view: PagedView = torch.Tensor._make_wrapper_subclass(
-            cls,  # type: ignore[arg-type]
-            (shape[0], shape[1], columns, shape[3]),
-            dtype=like.dtype,
-            device=like.device,
-        )
-        view.layer, view.which, view.gathered = layer, which, None
-        return view
-
-    def dense(self) -> torch.Tensor:
-        """The tensor itself, gathered from pages."""
-        return self.layer.dense()[self.which] if self.gathered is None else self.gathered
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """An operation of the model touches the view: it gets the tensor, later ones at once."""
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, PagedView) and value.gathered is None:
-                value.layer.touched()
-        return _touch(func, args, kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"PagedView({tuple(self.shape)}, {'keys' if self.which == 0 else 'values'})"
-
-
-class MaskRecipe(torch.Tensor):
-    """The mask `[B, 1, T, S]` of a causal or sliding layer over cached tokens, not built.
-
-    Attributes:
-        build: Builds it in the format of the model's own attention; None if that needs none.
-        arguments: What the mask function was called with.
-        window: The sliding window; None for plain causal.
-    """
-
-    build: Callable[..., torch.Tensor | None]
+    kind: Kind
+    native: Any
     arguments: dict[str, Any]
-    window: int | None
-    _fits: tuple[Rows, int, bool] | None
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    hybrid: bool = False
 
-    @staticmethod
-    def __new__(
-        cls,
-        build: Callable[..., torch.Tensor | None],
-        arguments: dict[str, Any],
-        window: int | None,
-        dtype: torch.dtype,
-    ) -> MaskRecipe:
-        """A recipe for `build(**arguments)`, which gives elements of `dtype`."""
-        names = ("batch_size", "q_length", "kv_length")
-        batch, new, length = (arguments[name] for name in names)
-        recipe: MaskRecipe = torch.Tensor._make_wrapper_subclass(
-            cls,  # type: ignore[arg-type]
-            (batch, 1, new, length),
-            dtype=dtype,
-            device=arguments.get("device", "cpu"),
+    @property
+    def window(self) -> int | None:
+        """Tokens that a sliding or chunked layer keeps; None for the others."""
+        windowed = self.kind in ("sliding", "chunked")
+        return int(self.arguments["sliding_window"]) if windowed else None
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether it has keys and values."""
+        return self.kind in ("full", "sliding", "chunked")
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it has a recurrent state."""
+        return self.hybrid or self.kind == "recurrent"
+
+    def make(self) -> Any:
+        """A fresh native cache layer."""
+        return self.native(**self.arguments)
+
+
+def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
+    """What a layer of a type that the configuration names keeps.
+
+    Raises:
+        UnsupportedModelError: FlowKV does not know it.
+    """
+    native, problem = native_layer(name), "keep more than keys and values"
+    if native is None:
+        problem = "have no known cache"
+    elif name in _KINDS:
+        kind, hybrid = _KINDS[name]
+        return LayerSpec(kind, native, arguments, hybrid)
+    elif issubclass(native, LinearAttentionCacheLayerMixin):
+        return LayerSpec("recurrent", native, arguments)
+    raise UnsupportedModelError(
+        f"layers of type {name!r} {problem}", "Use the model without FlowKV"
+    )
+
+
+class PlacedLayer:
+    """Where one layer's pages are.
+
+    Attributes:
+        index: The model's layer index.
+        group: Its layer group.
+        shape: (Hk, D, Dv, dtype, device) of its keys and values.
+        in_pages: FlowKV's attention reads it in pages; False once the model was seen to compute
+            with keys and values itself. Shared by all caches of a model.
+        was_read: FlowKV's attention has read it in pages.
+        contradicted: The model's mask shows another window than its cache keeps.
+        backend: Which kernels serve it.
+    """
+
+    __slots__ = ("backend", "contradicted", "group", "in_pages", "index", "shape", "was_read")
+
+    def __init__(self, index: int, group: int, spec: LayerGroup, *, in_pages: bool = True) -> None:
+        self.index, self.group, self.in_pages = index, group, in_pages
+        self.was_read = self.contradicted = False
+        dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
+        self.shape = (spec.kv_heads, spec.head_dim, spec.value_dim, dtype, device)
+        self.backend = choose(device, dtype, page_dtype=spec.dtype)
+
+
+class ModelPlan:
+    """All layers of a model, and the geometry of those in pages.
+
+    Attributes:
+        specs: One per layer.
+        geometry: What the cache is bound to.
+        placed: Layers in pages, by their index.
+        devices: Devices of layers with a recurrent state, by their index.
+        count: Layers that the configuration asked for.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        geometry: Geometry,
+        devices: dict[int, torch.device] | None = None,
+        *,
+        in_pages: bool = True,
+    ) -> None:
+        self.specs, self.geometry, self.devices = tuple(specs), geometry, devices or {}
+        self.count = len(self.specs)
+        self.placed = {
+            index: PlacedLayer(index, g, group, in_pages=in_pages)
+            for g, group in enumerate(geometry.groups)
+            for index in group.layers
+        }
+
+    @property
+    def stateful(self) -> bool:
+        """Whether some layers are recurrent: prefixes are reusable only where states were saved."""
+        return any(spec.stateful for spec in self.specs)
+
+    def matches(self, layers: Sequence[Any], count: int) -> bool:
+        """Whether a native cache, made by the configuration of the moment, has these layers.
+
+        Args:
+            layers: The layers of the cache; none if it makes them as they come.
+            count: Layers that the configuration asks for.
+        """
+        if not layers:
+            return count == self.count
+        return len(layers) == len(self.specs) and all(
+            getattr(layers[index], "sliding_window", None) == self.specs[index].window
+            for index in self.placed
         )
-        recipe.build, recipe.arguments, recipe.window = build, arguments, window
-        recipe._fits = None
-        return recipe
 
-    def native(self) -> torch.Tensor | None:
-        """What the model's own mask function returns, None included."""
-        return self.build(**self.arguments)
 
-    def dense(self) -> torch.Tensor:
-        """The mask as a tensor, also where the model's own attention would need none."""
-        mask = self.build(**{**self.arguments, "allow_is_causal_skip": False})
-        assert mask is not None
-        return mask
+def configured_layers(config: Any) -> int:
+    """Layers that a configuration asks for at this moment."""
+    return int(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0)
 
-    def fits(self, rows: Rows) -> bool:
-        """Whether it says no more than causality, the window and the rows' own left padding."""
-        known = self._fits
-        if known is None or known[0] is not rows or known[1] != rows.total:
-            fits = rows.padded_by(self.arguments.get("attention_mask"), rows.total)
-            known = self._fits = (rows, rows.total, fits)
-        return known[2]
 
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Moving it to another device (`device_map`) keeps it a recipe; anything else builds it."""
-        if func is torch.ops.aten._to_copy.default:
-            wanted, recipe = dict(kwargs or {}), args[0]
-            if wanted.get("device") is not None and wanted.get("dtype") in (None, recipe.dtype):
-                arguments = dict(recipe.arguments, device=torch.device(wanted["device"]))
-                mask = arguments.get("attention_mask")
-                if isinstance(mask, torch.Tensor):
-                    arguments["attention_mask"] = mask.to(arguments["device"])
-                return MaskRecipe(recipe.build, arguments, recipe.window, recipe.dtype)
-        return _touch(func, args, kwargs)
+def read_layers(config: Any) -> list[LayerSpec]:
+    """What each decoder layer keeps.
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"MaskRecipe({tuple(self.shape)}, window={self.window})"
+    Raises:
+        UnsupportedModelError: A layer keeps something that FlowKV does not know, or none has keys.
+    """
+    try:
+        named = layer_types(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"the configuration does not describe cache layers ({error})",
+            "Use the model without FlowKV",
+        ) from error
+    specs = [read_layer(name, arguments) for name, arguments in named]
+    if not any(spec.in_pages for spec in specs):
+        raise UnsupportedModelError(
+            "no layer keeps keys and values per token", "Use the model without FlowKV"
+        )
+    return specs
+
+
+def place_layers(
+    specs: Sequence[LayerSpec], layers: Sequence[Any], page_size: int, *, in_pages: bool
+) -> ModelPlan:
+    """Groups layers by kind, shape and device, as found in a native cache after a probe.
+
+    Args:
+        specs: What `read_layers` said.
+        layers: The layers of the native cache, one token in each.
+        page_size: Tokens per page.
+        in_pages: Layers may be read in pages.
+
+    Raises:
+        UnsupportedModelError: Keys and values cannot be paged.
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    devices: dict[int, torch.device] = {}
+    seen = list(specs)
+    for index, (spec, layer) in enumerate(zip(specs, layers, strict=True)):
+        if spec.stateful:
+            for state in (*layer.conv_states.values(), *layer.recurrent_states.values()):
+                if state is not None:
+                    devices[index] = state.device
+        if not spec.in_pages:
+            continue
+        keys, values = layer.keys, layer.values
+        if keys is None or keys.dim() != 4:  # it reads another layer's keys, or has none today
+            seen[index] = read_layer("none", {})
+            continue
+        shape = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        groups.setdefault((spec.kind, spec.window, *shape), []).append(index)
+    if not groups:
+        raise UnsupportedModelError(
+            "the model put no keys and values into its cache", "Use the model without FlowKV"
+        )
+    try:
+        found = tuple(
+            LayerGroup(
+                layers=tuple(indices),
+                kv_heads=heads,
+                head_dim=dim,
+                value_dim=dim_v,
+                dtype=str(dtype).removeprefix("torch."),
+                kind=kind,
+                window=window,
+                device=str(device),
+            )
+            for (kind, window, heads, dim, dim_v, dtype, device), indices in groups.items()
+        )
+        geometry = Geometry(groups=found, page_size=page_size)
+    except GeometryError as error:
+        raise UnsupportedModelError(error.problem, error.remedy) from error
+    return ModelPlan(seen, geometry, devices, in_pages=in_pages)
+
+
+def plan_geometry(geometry: Geometry) -> ModelPlan:
+    """A plan from a geometry alone, for caches of models that are not attached."""
+    count = 1 + max(layer for group in geometry.groups for layer in group.layers)
+    specs = [LayerSpec("full", DynamicLayer, {})] * count
+    for group in geometry.groups:
+        if group.kind in ("sliding", "chunked"):
+            arguments = {"sliding_window": group.window}
+            for layer in group.layers:
+                specs[layer] = LayerSpec(group.kind, DynamicSlidingWindowLayer, arguments)
+    return ModelPlan(specs, geometry, in_pages=False)
 
 
 # Cache layers whose K and V lie in pages, beside a recurrent state or not.
@@ -347,9 +446,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the columns it shows, gathered once a step."""
-        if self._gathered is None:
-            self._gathered = self._hold(self._gather(self.columns), asked=False)
-        return self._gathered[:2]
+        return (self._gathered or self._hold(self.columns, asked=False))[:2]
 
     # ---- lengths, as the native layer tells them
 
@@ -372,29 +469,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     # ---- K and V for whoever asks, and may write to them
 
-    @property
-    def keys(self) -> torch.Tensor | None:
+    @staticmethod
+    def _shown_as(name: str) -> property:
         """`[B, Hk, S, D]`, the same until the next forward; None before the first token."""
-        return self._shows("keys")
 
-    @keys.setter
-    def keys(self, given: Any) -> None:
-        """Leaves pages, for this cache only; the base class sets None at first."""
-        if "rows" in self.__dict__:
-            self.leave().keys = given
+        def put(layer: PagedLayer, given: Any) -> None:
+            if "rows" in layer.__dict__:  # the base class sets None at first
+                setattr(layer.leave(), name, given)
 
-    @property
-    def values(self) -> torch.Tensor | None:
-        """`[B, Hk, S, Dv]`, likewise."""
-        return self._shows("values")
+        return property(lambda layer: layer._show(name), put, doc="K or V, as of a native layer.")
 
-    @values.setter
-    def values(self, given: Any) -> None:
-        """Leaves pages, for this cache only; the base class sets None at first."""
-        if "rows" in self.__dict__:
-            self.leave().values = given
+    keys, values = _shown_as("keys"), _shown_as("values")
 
-    def _shows(self, name: str) -> torch.Tensor | None:
+    def _show(self, name: str) -> torch.Tensor | None:
         rows = self.__dict__.get("rows")
         if rows is None:
             return None
@@ -404,15 +491,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             rows.land()
         if not self.seen:
             return None
-        if self._gathered is None:
-            columns = self.columns if self.in_step else self._shown(self.seen)
-            self._gathered = self._hold(self._gather(columns), asked=True)
-        self._gathered = self._gathered._replace(asked=True)
-        return getattr(self._gathered.last(self._shown(self.seen)), name)  # type: ignore[no-any-return]
+        shown, held = self._shown(self.seen), self._gathered
+        if held is None:
+            held = self._hold(self.columns if self.in_step else shown, asked=True)
+        self._gathered = held._replace(asked=True)
+        return getattr(held.last(shown), name)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _hold(pair: tuple[torch.Tensor, torch.Tensor], *, asked: bool) -> Gathered:
-        return Gathered(*pair, (_version(pair[0]), _version(pair[1])), asked)
+    def _hold(self, columns: int, *, asked: bool) -> Gathered:
+        keys, values = self._gather(columns)
+        self._gathered = Gathered(keys, values, (_version(keys), _version(values)), asked)
+        return self._gathered
 
     def _gather(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows, step = self.rows, self.rows.step
@@ -485,8 +573,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         held, self._step, self._gathered, self._views = self._gathered, None, None, []
         if held is not None and held.asked and kept and self.shown is None:
             # As of a native layer, what was taken out and what is left share their memory.
-            cut = held._replace(keys=held.keys[:, :, :kept], values=held.values[:, :, :kept])
-            self._gathered = cut
+            keys, values = (x[:, :, :kept] for x in held[:2])
+            self._gathered = held._replace(keys=keys, values=values)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Leaves pages, and crops this layer alone."""
@@ -526,15 +614,9 @@ class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
 
     is_compileable = False
 
-    def __init__(
-        self,
-        rows: Rows,
-        placed: PlacedLayer,
-        spec: LayerSpec,
-        cache: weakref.ref[PagedCache],
-    ) -> None:
-        PagedLayer.__init__(self, rows, placed, spec, cache)
-        LinearAttentionLayer.__init__(self, spec.arguments.get("number_of_states", 1))
+    def __init__(self, *given: Any) -> None:
+        PagedLayer.__init__(self, *given)
+        LinearAttentionLayer.__init__(self, self.spec.arguments.get("number_of_states", 1))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Initialises states, which are named; attention needs nothing."""
@@ -585,7 +667,7 @@ _MAKER = "transformers"
 
 
 class Recurrent:
-    """The recurrent layers of one cache; refers to its rows and layers, never to the cache.
+    """The recurrent layers of one cache, if any; refers to its rows and layers, never to the cache.
 
     Args:
         plan: All layers.
@@ -598,11 +680,14 @@ class Recurrent:
         self.layers = {
             index: layer
             for index, layer in enumerate(layers)
-            if isinstance(layer, LinearAttentionCacheLayerMixin)
+            if plan.stateful and isinstance(layer, LinearAttentionCacheLayerMixin)
         }
         self._saved = rows.base
         self._marks: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.mark()
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
 
     def mark(self) -> None:
         """The states are what the model made of the tokens: who writes to them now edits them."""
@@ -630,16 +715,17 @@ class Recurrent:
                 else:
                     yield f"{index}.{name}", value
 
-    def due(self, every: int) -> bool:
-        """Whether `every` tokens were seen since a state was saved."""
-        return self.rows.base - self._saved >= every
-
-    def save(self) -> None:
+    def save(self, every: int = 1) -> None:
         """Keeps the state of every row after exactly its tokens, if they are known.
 
         Not while a row is suspended: its pages are not there to be published.
+
+        Args:
+            every: Only if so many tokens were seen since.
         """
         rows = self.rows
+        if not self or (every > 1 and rows.base - self._saved < every):
+            return
         if rows.step is not None or rows.blind or rows.kv.closed or self._saved == rows.base:
             return
         if any(seq.suspended is not None for seq in rows.seqs):
@@ -683,7 +769,11 @@ class Recurrent:
                 layer.device, layer.dtype = device, value.dtype
             elif any(state[name] != value for state in states):
                 return False
-            _put(layer, key, value)
+            attribute, _, part = key.partition(".")
+            if part:
+                getattr(layer, attribute)[int(part)] = value
+            else:
+                setattr(layer, attribute, value)
         self.mark()
         return True
 
@@ -693,15 +783,7 @@ def readable(state: Mapping[str, Any]) -> bool:
     return state.get(_MAKER) == transformers.__version__
 
 
-def _put(layer: Any, key: str, value: Any) -> None:
-    name, _, part = key.partition(".")
-    if part:
-        getattr(layer, name)[int(part)] = value
-    else:
-        setattr(layer, name, value)
-
-
-def release(rows: Rows, seqs: list[Any], recurrent: Recurrent | None) -> None:
+def release(rows: Rows, seqs: list[Any], recurrent: Recurrent) -> None:
     """What is left of a cache that nobody holds: its states are kept, its pages released.
 
     Runs as a finalizer, at any moment and in any thread, so that all work waits until the KV lock
@@ -714,8 +796,7 @@ def release(rows: Rows, seqs: list[Any], recurrent: Recurrent | None) -> None:
         try:
             if not rows.kv.closed:
                 rows.abandon()
-                if recurrent is not None:
-                    recurrent.save()
+                recurrent.save()
         finally:
             close_all(seqs)
 
@@ -749,31 +830,22 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         close: Releases it now instead of when nobody holds it any more.
     """
 
-    rows: Rows
-    plan: ModelPlan
-    recurrent: Recurrent | None
-    door: Any
-    tenant: str | None
-    care: Mapping[str, Any]
-    options: dict[str, Any]
-    fresh: bool
-    audits: Any  # a `restore.Nested` that computes sampled pages once more
-    drawn: tuple[bytes, ...] | None
-    watched: bool
-    unsteady: int
-    close: weakref.finalize[..., PagedCache]
-    _made: list[Any]
-
     def __init__(self, rows: Rows, plan: ModelPlan, door: Any = None) -> None:
         me = weakref.ref(self)
         layers = [_layer(rows, plan, index, me) for index in range(len(plan.specs))]
         Cache.__init__(self, layers=list(layers))
+        native = set(vars(self))
         self._made = layers
         self.rows, self.plan, self.door = rows, plan, door
-        self.tenant, self.care, self.options, self.audits = None, {}, {}, None
-        self.fresh, self.watched, self.drawn = False, False, None
+        self.tenant: str | None = None
+        self.care: Mapping[str, Any] = {}
+        self.options: dict[str, Any] = {}
+        self.audits: Any = None  # a `restore.Nested` that computes sampled pages once more
+        self.drawn: tuple[bytes, ...] | None = None
+        self.fresh = self.watched = False
         self.unsteady = 0 if door is None else door.identity.unsteady
-        self.recurrent = Recurrent(plan, rows, layers) if plan.stateful else None
+        self.recurrent = Recurrent(plan, rows, layers)
+        self._own = {"_own", *vars(self)} - native  # attributes that a native cache has not
         # Works because neither rows nor layers refer to the cache.
         self.close = weakref.finalize(self, release, rows, rows.seqs, self.recurrent)
         self.close.atexit = False
@@ -792,9 +864,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         Raises:
             StateError: They are of other layers.
         """
-        if states is None:
-            return
-        if self.recurrent is None or not self.recurrent.restore(states):
+        if states is not None and not self.recurrent.restore(states):
             raise StateError(
                 "a saved state does not fit the model", "Call kv.invalidate(), then try again"
             )
@@ -818,15 +888,16 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         Args:
             computed: A forward is just over, which writes to recurrent states itself.
         """
-        if self.rows.kv.inherited or self.layers != self._made or self._edited():
+        if (
+            self.rows.kv.inherited
+            or self.layers != self._made
+            or any(layer.edited() for layer in self.paged)
+        ):
             self.give_up(private=True)
             return False
-        if not computed and self.recurrent is not None and self.recurrent.edited():
+        if not computed and self.recurrent.edited():
             self.rows.go_blind()
         return True
-
-    def _edited(self) -> bool:
-        return any(layer.edited() for layer in self.paged)
 
     def give_up(self, *, private: bool = False) -> None:
         """Becomes a native `DynamicCache` of the same content, in place, and so do its layers.
@@ -846,9 +917,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         for layer in self.layers:
             if isinstance(layer, PagedLayer):  # of another cache: both advance it from now on
                 layer.leave()
-        close, kept = self.close, dict(self.__dict__)
-        for name in PagedCache.__annotations__.keys() - {"close"}:
-            kept.pop(name, None)
+        close, own = self.close, self._own
+        kept = {name: value for name, value in vars(self).items() if name not in own}
         self.__dict__.clear()
         self.__dict__.update(kept, left_pages=True)  # its copies know it, too
         self.__class__ = DynamicCache
@@ -870,16 +940,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             self.fail()
             refuse_lost(self.rows)
             raise
-        if self.recurrent is not None:
-            self.recurrent.mark()
-            every = SNAPSHOT_PAGES * self.rows.kv.page_size
-            if self.recurrent.due(every):
-                self.recurrent.save()
+        self.recurrent.mark()
+        self.recurrent.save(SNAPSHOT_PAGES * self.rows.kv.page_size)
 
     def fail(self) -> None:
         """A forward of the model failed: as before it, as far as that can be."""
         base, rows, self.audits = self.rows.base, self.rows, None
-        stateful, anew = self.recurrent is not None, self.fresh and not self.rows.forwards
+        stateful, anew = bool(self.recurrent), self.fresh and not self.rows.forwards
         if anew or (stateful and rows.step is not None):
             rows.go_blind()  # another prompt may follow; some states may be further than others
         if rows.step is not None:
@@ -917,39 +984,55 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         Raises:
             StateError: They reach behind a sliding window.
         """
-        self.rows.alive()
-        tokens = int(tokens_to_remove)  # assisted generation passes a tensor
-        if not self.stays():
-            return self.crop(tokens)
-        self._each("crop", tokens)
-        self.rows.crop(removed(tokens, self.rows.told))
-        self.follow(self.rows.base)
-        self._mark()
-        return None
+        rows, tokens = self.rows, int(tokens_to_remove)  # assisted generation passes a tensor
+        self._change("crop", (tokens,), lambda: rows.crop(removed(tokens, rows.told)), cut=True)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes row `beam_idx[i]` row i: pages are shared, nothing is copied."""
-        self._move("reorder_cache", beam_idx, beam_idx.tolist())
+        rows = self.rows
+        self._change("reorder_cache", (beam_idx,), lambda: rows.select(beam_idx.tolist()))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps some rows."""
-        every = torch.arange(len(self.rows.seqs), device=indices.device)
-        self._move("batch_select_indices", indices, every[indices].tolist())
+        rows, every = self.rows, torch.arange(len(self.rows.seqs), device=indices.device)
+        kept = every[indices].tolist()
+        self._change("batch_select_indices", (indices,), lambda: rows.select(kept))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row."""
-        rows = [row for row in range(len(self.rows.seqs)) for _ in range(repeats)]
-        self._move("batch_repeat_interleave", repeats, rows)
+        rows = self.rows
+        every = [row for row in range(len(rows.seqs)) for _ in range(repeats)]
+        self._change("batch_repeat_interleave", (repeats,), lambda: rows.select(every))
 
-    def _move(self, name: str, argument: Any, rows: list[int]) -> None:
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        rows = self.rows
+
+        def change() -> None:
+            rows.crop(rows.told)
+            rows.go_blind()
+
+        self._change("reset", (), change)
+
+    def _change(
+        self, name: str, given: tuple[Any, ...], change: Callable[[], None], *, cut: bool = False
+    ) -> None:
+        """Does to its rows, and to what layers keep themselves, what a native cache does.
+
+        Args:
+            name: The operation.
+            given: Its arguments.
+            change: Does it to the rows.
+            cut: It does no more than cut all rows.
+        """
         self.rows.alive()
         if not self.stays():
-            getattr(self, name)(argument)
+            getattr(self, name)(*given)
             return
-        self._each(name, argument)
-        self.rows.select(rows)
-        self.follow()
-        self._mark()
+        self._each(name, *given)
+        change()
+        self.follow(self.rows.base if cut else None)
+        self.recurrent.mark()
 
     def _each(self, name: str, *arguments: Any) -> None:
         """Does to what layers keep themselves what is done to the rows."""
@@ -961,30 +1044,13 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             elif not isinstance(layer, PagedLayer) and hasattr(layer, name):
                 getattr(layer, name)(*arguments)
 
-    def _mark(self) -> None:
-        if self.recurrent is not None:
-            self.recurrent.mark()
-
     def empty(self) -> None:
         """Forgets all tokens; those computed from now on begin a prompt again."""
-        if self.recurrent is not None:
+        if self.recurrent:
             self._each("reset")
         self.rows.crop(self.rows.told)
         self.follow()
-        self._mark()
-
-    def reset(self) -> None:
-        """Forgets all tokens."""
-        self.rows.alive()
-        if not self.stays():
-            self.reset()
-            return
-        self.rows.abandon()
-        self._each("reset")
-        self.rows.crop(self.rows.told)
-        self.rows.go_blind()
-        self.follow()
-        self._mark()
+        self.recurrent.mark()
 
     @property
     def is_linear(self) -> list[bool]:
@@ -1006,10 +1072,10 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         twin = PagedCache(rows, self.plan, self.door)
         memo[id(self)] = twin
         own = ("layers", "_made", "rows", "recurrent", "close")
-        twin.__dict__.update({k: v for k, v in self.__dict__.items() if k not in own})
+        twin.__dict__.update({k: v for k, v in vars(self).items() if k not in own})
         for old, new in zip(self.layers, twin.layers, strict=True):
             _copy_layer(old, new)
-        twin._mark()
+        twin.recurrent.mark()
         return twin
 
     def __copy__(self) -> PagedCache:

@@ -10,33 +10,29 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._device import DeviceContext
 
-from flowkv.cache.audit import due
 from flowkv.cache.kv import KV, bind, follow, warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
-from flowkv.hooks.huggingface.cache import PagedCache
+from flowkv.hooks.huggingface.cache import ModelPlan, PagedCache, configured_layers
 from flowkv.hooks.huggingface.identity import Identity, Proof, usual
-from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, Prompt
-from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
     NOTHING,
     AdmittedRows,
     Nested,
-    Part,
     Restoring,
     ReuseWish,
-    abort,
     admit,
-    discard,
-    uncount,
+    audit_rows,
+    extend,
 )
 from flowkv.hooks.huggingface.rows import Rows, check_paired, refuse_lost, wants_last, without_known
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
@@ -48,101 +44,13 @@ def _reduces(model: Any) -> bool:
     return own is not object.__reduce_ex__
 
 
-# Audits of an attached model: sampled pages of its prompts are computed once more and compared.
-
-
-def audit_rows(cache: PagedCache) -> None:
-    """Audits what was restored for a cache, once; what is wrong is forgotten, and told.
-
-    Args:
-        cache: In no forward. Its `audits` computes, with the arguments of its first forward.
-    """
-    nested, cache.audits = cache.audits, None
-    if nested is None:
-        return
-    rows, kv = cache.rows, cache.rows.kv
-    size = kv.page_size
-    for row, (seq, pad) in enumerate(list(rows.padded)):
-        for page in due(seq) if nested.cut else ():
-            if not nested.alone(row, page * size, (page + 1) * size):
-                continue  # an image lies across its border; it waits for another sequence
-            with kv.auditor.audit(seq, page) as case:
-                if case is not None:
-                    with suppress(CapacityError):
-                        nested.compute([Part(row, case.twin, pad, size)])
-                    case.judge()
-
-
-# Chunked prefill: a prompt that is shown bit by bit is looked up again with every bit.
-
-
-def extend(kv: KV, cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
-    """Skips what is known of a further chunk; returns the arguments that are left to compute.
-
-    Args:
-        kv: The cache's pages.
-        cache: A cache of which only prompts were computed so far.
-        call: The next chunk.
-    """
-    rows = cache.rows
-    if not call.skippable or call.ids is None or call.ids.shape[0] != len(rows.seqs):
-        return call.given
-    rows.flush()
-    if rows.blind or not rows.usual(call.columns, call.positions) or not rows.trusted(rows):
-        return call.given
-    most = rows.base + call.columns - call.keep
-    if rows.switch is not None and rows.base + call.columns >= rows.switch:
-        return call.given
-    try:
-        wish = ReuseWish(most, cache.tenant, cache.plan.stateful, care=cache.care)
-        found = admit(kv, _prompts(cache, call), wish)
-    except CapacityError:
-        return call.given
-    gained = found.base - rows.base
-    if gained <= 0:
-        abort(kv, discard(kv, found.seqs))
-        uncount(kv, -len(rows.seqs) * call.columns, 0)
-        return call.given
-    abort(kv, discard(kv, list(rows.seqs)))
-    rows.seqs[:] = found.seqs
-    rows.rebase(found.base)
-    cache.restore(found.states)
-    cache.follow()
-    return call.skip(gained)
-
-
-def _prompts(cache: PagedCache, call: ForwardCall) -> list[Prompt]:
-    """Each row's tokens so far with the chunk's."""
-    rows, found = cache.rows, []
-    assert call.ids is not None
-    ids = call.ids.cpu().numpy().astype(np.uint32)
-    for row, (seq, pad) in enumerate(rows.padded):
-        known = seq.tokens[: max(rows.base - pad, 0)]
-        fresh = ids[row, max(pad - rows.base, 0) :]
-        found.append(Prompt(np.concatenate([known, fresh]), pad, list(seq.salts)))
-    return found
-
-
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
 _LEARNS = 4
 """So many calls are watched for one more forward than the first: what decoding writes."""
 _PATIENCE_S = 10.0
 """Longest that closing waits for forwards of other threads."""
 _MIXED = "the rows of a batch look at each other"
-
-
-class ReuseLimits(NamedTuple):
-    """How a model can be served.
-
-    Attributes:
-        problem: Why not at all; "" if it can.
-        reason: Why layers are read dense; "" if they are not.
-        pages: Layers that are read in pages.
-    """
-
-    problem: str
-    reason: str
-    pages: frozenset[int]
+_PADDING = "its mask is more than left padding"
 
 
 class ForwardHook:
@@ -156,13 +64,12 @@ class ForwardHook:
         switch: Its attention.
 
     Attributes:
-        continues: The model goes on correctly from a cached prefix; otherwise nothing is reused.
         proof: What reads the model's weights again, so that pages may be kept.
         passes: Native caches that were told of, or were in pages once: nothing more is to be said.
     """
 
     __slots__ = tuple(  # see `Rows`
-        """kv plan identity switch names continues proof passes _model _switched _lock _aside
+        """kv plan identity switch names proof passes _model _switched _lock _aside
         _attends _reads _verdicts _learns _alike _live _caches _inside _leaving _problem _handles
         __weakref__""".split()
     )
@@ -178,13 +85,12 @@ class ForwardHook:
         self._model = weakref.ref(model)
         self.kv, self.plan, self.identity, self.switch = kv, plan, identity, switch
         self.names = Names.of(model)
-        self.continues = True
         self._switched: set[tuple[int, int]] = set()
         self._lock, self._aside = threading.RLock(), threading.local()
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
         self._attends, self._reads = identity.attends(model), switch.reason
-        self._verdicts: dict[Any, ReuseLimits] = {}
+        self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
         self._learns, self._alike = _LEARNS, dict[tuple[bytes, int], Alike]()
         self._live: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
@@ -192,6 +98,11 @@ class ForwardHook:
         self._leaving, self._problem = False, ""
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
+
+    @property
+    def model(self) -> Any:
+        """The model; None once nobody holds it."""
+        return self._model()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHook:
         return self
@@ -203,7 +114,7 @@ class ForwardHook:
 
     def hang(self) -> None:
         """Puts the hooks on the model."""
-        model = self._model()
+        model = self.model
         assert model is not None
         self._handles = [
             model.register_forward_pre_hook(self.before, with_kwargs=True),
@@ -219,7 +130,7 @@ class ForwardHook:
 
     def _copy_model(self, memo: dict[int, Any]) -> Any:
         """`copy.deepcopy` of the model: a plain model, without the hooks of this door."""
-        model: Any = self._model()
+        model = self.model
         own = getattr(type(model), "__deepcopy__", None)
         if own is not None:
             twin = own(model, memo)
@@ -231,14 +142,12 @@ class ForwardHook:
 
     def _reduce_model(self, protocol: Any) -> Any:
         """What pickle keeps of the model: a plain one."""
-        model: Any = self._model()
+        model = self.model
         if _reduces(model):
             own: Any = type(model).__reduce_ex__
             return own(model, protocol)
-        state = self._state(model)
-        for name, value in state.items():
-            if name.startswith("_forward_"):
-                state[name] = value.copy()
+        held = self._state(model).items()
+        state = {k: v.copy() if k.startswith("_forward_") else v for k, v in held}
         self._strip(state)
         return copyreg.__newobj__, (type(model),), state  # type: ignore[attr-defined]
 
@@ -273,7 +182,7 @@ class ForwardHook:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        model = self._model()
+        model = self.model
         if model is not None:
             for name in _OWN_ATTRIBUTES:
                 model.__dict__.pop(name, None)
@@ -283,15 +192,11 @@ class ForwardHook:
 
         A forward that another thread is in is waited for; those that come then do it themselves.
         """
-        self._leaving, end_s = True, time.monotonic() + _PATIENCE_S
-        while self._others() and time.monotonic() < end_s:
+        self._leaving, end_s, me = True, time.monotonic() + _PATIENCE_S, threading.get_ident()
+        while any(thread != me for thread, _ in list(self._inside)) and time.monotonic() < end_s:
             time.sleep(1e-3)
         for cache in list(self._caches):
             self._let_go(cache)
-
-    def _others(self) -> bool:
-        me = threading.get_ident()
-        return any(thread != me for thread, _ in list(self._inside))
 
     def _let_go(self, cache: PagedCache) -> None:
         with self._lock:
@@ -306,7 +211,7 @@ class ForwardHook:
         if torch.compiler.is_compiling():
             return
         handles: list[Any] = self._handles
-        own: Any = self._model()
+        own = self.model
         if module is own and handles:
             first, last = handles[2].id, handles[3].id
             if next(iter(module._forward_pre_hooks)) != first:
@@ -317,12 +222,12 @@ class ForwardHook:
 
     def _last(self, module: Any, args: Any, output: Any) -> None:
         """Behind the model's other hooks."""
-        if module is self._model() and not torch.compiler.is_compiling():
+        if module is self.model and not torch.compiler.is_compiling():
             self.identity.end()
 
     def before(self, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Before a forward: a fresh cache becomes a paged one, what is known is skipped."""
-        if module is not self._model() or torch.compiler.is_compiling():
+        if module is not self.model or torch.compiler.is_compiling():
             return None
         if args:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
@@ -347,9 +252,9 @@ class ForwardHook:
         training: bool = model.training
         if isinstance(cache, PagedCache) and cache.stays():
             door: ForwardHook = cache.door or self
-            if door._model() is not model or _wants_grad(door, model, given):
+            if door.model is not model or _wants_grad(door, model, given):
                 cache.give_up(private=True)  # what the model is given has to be its own from here
-                if door._model() is model:
+                if door.model is model:
                     self._refuse("gradients are wanted; call it under torch.no_grad()")
                 return None
             return (), door.go_on(cache, given, training=training)
@@ -376,7 +281,7 @@ class ForwardHook:
         if key in self._switched:
             self._switched.remove(key)
             self.switch.off()
-        if module is self._model() and isinstance(cache, PagedCache):
+        if module is self.model and isinstance(cache, PagedCache):
             self.proof.leave()
             if cache.drawn is not None and cache.drawn != drawn():
                 cache.rows.go_blind()  # what it computed is of no use to anybody else
@@ -441,7 +346,7 @@ class ForwardHook:
             return "generate was given a DynamicCache; give it kv.cache(...), or none"
         if cache.get_seq_length():
             return "its past_key_values were filled without FlowKV"
-        model: Any = self._model()
+        model = self.model
         if not self.plan.matches(cache.layers, configured_layers(model.config)):
             return "its past_key_values have other layers than the model"
         return ""
@@ -457,7 +362,7 @@ class ForwardHook:
             return self._pass(cache, given, problem, "changed")
         unsteady = self.identity.unsteady
         call = ForwardCall(self.names, given)
-        if self.names.encoder and not call.keep and wants_last(self._model()):
+        if self.names.encoder and not call.keep and wants_last(self.model):
             call.keep = 1
         pads = None if call.problem else call.pads()
         problem = call.problem or self.identity.unshared or _modes()
@@ -466,8 +371,10 @@ class ForwardHook:
         elif self.identity.compiled:
             problem = "parts of the model are compiled"
         elif not problem and pads is None:
-            problem = "its mask is more than left padding"
-        elif not problem and not self._usual(call, pads or []):
+            problem = _PADDING
+        elif not problem and not usual(
+            0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
+        ):
             problem = "its positions do not count a row's tokens from 0"
         elif not problem and self._alike_rows(call) == "mixed":
             problem = _MIXED
@@ -482,25 +389,21 @@ class ForwardHook:
                 "the result is the same, nothing is reused. Leave output_hidden_states out.",
             )
         try:
-            most, divides = call.columns - call.keep, self._divides(call)
-            found, fill = self._admit(call, pads, most, reuse=call.skippable, wait=not divides)
+            most = call.columns - call.keep if call.skippable else 0
+            found, fill = self._admit(call, pads, ReuseWish(most, wait=not self._divides(call)))
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
             if restoring:
-                found = restoring.restore(found, self._nested(call, call.types, fill), fill)
+                found = restoring.restore(found, Nested(self, call, call.types, fill))
         except CapacityError as error:
             return self._pass(cache, given, error.problem, "capacity")
         except TypeError as error:
             return self._pass(cache, given, str(error))
-        rows = self._rows(found, call, pads)
-        rows.restoring, rows.uneven = restoring or None, bool(restoring)
-        paged = PagedCache.take_over(cache, rows, self.plan, self)
-        paged.fresh = True
-        if unsteady != self.identity.unsteady:
-            rows.go_blind()
-        self._enter(paged, found, call)
+        paged = self._paged(found, call, pads, restoring, cache)
         paged.watched = True
+        if unsteady != self.identity.unsteady:
+            paged.rows.go_blind()
         self._watch(paged)
-        paged.audits = self._nested(call, call.types, fill) if self.kv.config.audit else None
+        paged.audits = Nested(self, call, call.types, fill) if self.kv.config.audit else None
         if not self._begin(paged, call, call.columns - found.base):
             return given
         return call.skip(found.base, fill.rest(found.base, pads) if call.modal else None)
@@ -512,17 +415,6 @@ class ForwardHook:
         self.passes.add(cache)
         self._refuse(problem, code)
         return given
-
-    def _nested(self, call: ForwardCall, types: Mapping[str, torch.Tensor], fill: Fill) -> Nested:
-        model = self._model()
-        assert model is not None
-        return Nested(self, model, self.plan, call, types, fill)
-
-    @staticmethod
-    def _usual(call: ForwardCall, pads: list[int]) -> bool:
-        return usual(
-            0, call.columns, call.positions, np.array(pads), by_column=call.positions is None
-        )
 
     def open(
         self, given: dict[str, Any], tenant: str | None, care: Mapping[str, Any] = NOTHING
@@ -540,43 +432,27 @@ class ForwardHook:
             raise StateError(error.problem, "Call generate without past_key_values") from error
         call = ForwardCall(self.names, given)
         pads = None if call.problem else call.pads()
-        if pads is None:
+        if pads is None or self._alike_rows(call) == "mixed":
+            problem = call.problem or (_PADDING if pads is None else _MIXED)
             raise StateError(
-                f"no cache for this prompt: {call.problem or 'its mask is more than left padding'}",
-                "Call generate without past_key_values",
-            )
-        if self._alike_rows(call) == "mixed":
-            raise StateError(
-                f"no cache for this prompt: {_MIXED}", "Call generate without past_key_values"
+                f"no cache for this prompt: {problem}", "Call generate without past_key_values"
             )
         wait = bool(call.modal) or self.plan.stateful
-        found, _ = self._admit(call, pads, call.columns - 1, tenant=tenant, care=care, wait=wait)
-        rows = self._rows(found, call, pads)
-        rows.restoring = Restoring(self.kv, rows.seqs, pads, call.types) or None
-        rows.uneven = rows.restoring is not None
-        paged = PagedCache(rows, self.plan, self)
-        self._enter(paged, found, call)
-        return paged
+        wish = ReuseWish(call.columns - 1, tenant, care=care, wait=wait)
+        return self._paged(self._admit(call, pads, wish)[0], call, pads)
 
     def _admit(
-        self,
-        call: ForwardCall,
-        pads: list[int],
-        most: int,
-        *,
-        tenant: str | None = None,
-        care: Mapping[str, Any] = NOTHING,
-        reuse: bool = True,
-        wait: bool = True,
+        self, call: ForwardCall, pads: list[int], wish: ReuseWish
     ) -> tuple[AdmittedRows, Fill]:
+        """Opens the rows of a call, with what can be reused of what is wished for."""
         self._save_states()
-        switch = self.identity.switch
-        if not reuse or not self.continues or (switch is not None and call.columns >= switch):
-            most = 0
+        switch, most = self.identity.switch, max(wish.most, 0)
         prompts, fill = call.prompts(pads, by_place=self._alike_rows(call) != "alike")
+        if switch is not None and call.columns >= switch:
+            most = 0
         if not self._holds(max(len(prompt.tokens) for prompt in prompts)):
             most = 0  # nothing is fetched for what will be refused
-        wish = ReuseWish(max(most, 0), tenant, self.plan.stateful, fill, care, wait=wait)
+        wish = wish._replace(most=most, stateful=self.plan.stateful, fill=fill)
         return admit(self.kv, prompts, wish), fill
 
     def _alike_rows(self, call: ForwardCall) -> Alike:
@@ -585,7 +461,7 @@ class ForwardHook:
         Only code that is neither torch's nor transformers' is suspected, and weights that have a
         line for each row.
         """
-        model = self._model()
+        model = self.model
         if call.rows < 2 or model is None:
             return "alike"
         key = self.kv.namespace, call.rows
@@ -626,25 +502,38 @@ class ForwardHook:
         rows.switch = self.identity.switch
         return rows
 
-    def _rows(self, found: AdmittedRows, call: ForwardCall, pads: list[int]) -> Rows:
+    def _paged(
+        self,
+        found: AdmittedRows,
+        call: ForwardCall,
+        pads: list[int],
+        restoring: Restoring | None = None,
+        cache: Any = None,
+    ) -> PagedCache:
+        """A cache of rows that were opened, in place of a native one if there is one."""
         rows = self.rows(found.seqs, pads, found.base)
+        if restoring is None:
+            restoring = Restoring(self.kv, rows.seqs, pads, call.types)
         rows.by_column = call.positions is None and any(pads)
+        rows.restoring, rows.uneven = restoring or None, bool(restoring)
         if self.plan.stateful and any(pads):
             rows.go_blind()
-        return rows
-
-    def _enter(self, cache: PagedCache, found: AdmittedRows, call: ForwardCall) -> None:
-        cache.unsteady = self.identity.unsteady
-        cache.options = {} if self.names.encoder else call.condition
-        cache.restore(found.states)
-        if cache.recurrent is not None:
-            self._live.add(cache)
-        self._caches.add(cache)
+        if cache is None:
+            paged = PagedCache(rows, self.plan, self)
+        else:
+            paged = PagedCache.take_over(cache, rows, self.plan, self)
+            paged.fresh = True
+        paged.options = {} if self.names.encoder else call.condition
+        paged.restore(found.states)
+        if paged.recurrent:
+            self._live.add(paged)
+        self._caches.add(paged)
+        return paged
 
     def _save_states(self) -> None:
         """Keeps the states of caches that are done but still held by somebody."""
         for cache in list(self._live):
-            if cache.recurrent is not None and cache.rows.step is None:
+            if cache.rows.step is None:
                 cache.recurrent.save()
 
     # ---- later forwards
@@ -654,26 +543,25 @@ class ForwardHook:
         rows = cache.rows
         rows.alive()
         cache.fail()
-        model = self._model()
         watched = not rows.forwards or (rows.forwards == 1 and self._learns > 0)
         if cache.unsteady != self.identity.unsteady:
             rows.go_blind()  # somebody wrote where forwards write: that is in another name
-        cache.watched = watched and model is not None and self.identity.same(model)
+        cache.watched = watched and self.identity.same(self.model)
         self._watch(cache)
         call = ForwardCall(self.names, given)
         if call.columns == 0:
             return given
         check_paired(call)
-        if isinstance(rows.restoring, Restoring):
+        if rows.restoring is not None:
             fill = Fill([seq.tokens for seq in rows.seqs], {}, {})
-            nested = self._nested(call, rows.restoring.types, fill)
+            nested = Nested(self, call, rows.restoring.types, fill)
             rows.restoring.meet(nested, front=not training, columns=rows.base)
             cache.audits = nested if self.kv.config.audit else None
         have = len(rows.seqs)
         rows.expand(call.rows)
         if len(rows.seqs) != have or rows.forwards == 0:
             cache.follow()
-        call, whole = without_known(rows, call, self._model())
+        call, whole = without_known(rows, call, self.model)
         # A cache made beforehand knows its images from `kv.cache(...)`, nobody else's.
         filled = bool(rows.forwards == 0 and call.modal and not call.problem)
         if (
@@ -691,7 +579,7 @@ class ForwardHook:
         if rows.forwards and rows.prefilling and not rows.blind:
             rows.prefilling = call.columns >= self.kv.page_size
             if rows.prefilling:
-                call = ForwardCall(self.names, extend(self.kv, cache, call))
+                call = ForwardCall(self.names, extend(cache, call))
         if call.ids is None:
             rows.go_blind()
         else:
@@ -717,16 +605,11 @@ class ForwardHook:
             return kept
         return True
 
-    def native_cache(self) -> Any:
-        """What the model would make itself."""
-        model: Any = self._model()
-        return DynamicCache(config=model.config.get_text_config(decoder=True))
-
     # ---- identity
 
     def refresh(self) -> None:
         """Notices a changed model, and from then on names its pages otherwise."""
-        model = self._model()
+        model = self.model
         if model is None:
             return
         with self._lock:
@@ -743,7 +626,7 @@ class ForwardHook:
         try:
             moved = self.identity.moved(model)
             if moved:
-                self._replan(model)
+                self.plan = self.planned()
             changed = self.identity.read(model, anew=same)
         except UnsupportedModelError as error:
             self._problem = error.problem
@@ -759,10 +642,12 @@ class ForwardHook:
     def tried(self) -> None:
         """The model as it is now was tried, and is served as the plan says."""
         self._reads = self.switch.reason
-        self._verdicts[self.identity.kind] = ReuseLimits("", self._reads, self._in_pages())
+        self._judge("")
 
-    def _in_pages(self) -> frozenset[int]:
-        return frozenset(i for i, place in self.plan.placed.items() if place.in_pages)
+    def _judge(self, problem: str) -> None:
+        """Keeps how the model can be served: why not at all, why dense, which layers in pages."""
+        pages = frozenset(i for i, place in self.plan.placed.items() if place.in_pages)
+        self._verdicts[self.identity.kind] = problem, self.switch.reason, pages
 
     def _try(self, model: torch.nn.Module) -> None:
         """What `attach` tried is tried again, once for each way that the model computes in."""
@@ -783,7 +668,7 @@ class ForwardHook:
                     settle(model, self.kv, found, self)
             except UnsupportedModelError as error:
                 problem = error.problem
-            self._verdicts[kind] = ReuseLimits(problem, self.switch.reason, self._in_pages())
+            self._judge(problem)
         self._problem, self.switch.reason, pages = self._verdicts[kind]
         for index, place in self.plan.placed.items():
             place.in_pages = index in pages
@@ -798,17 +683,16 @@ class ForwardHook:
         bind(self.kv, self.plan.geometry, self.identity.namespace)
         self.proof.watch()
 
-    def _replan(self, model: torch.nn.Module) -> None:
+    def planned(self) -> ModelPlan:
+        """The layers of the model as it is now, read as they were."""
         in_pages = any(placed.in_pages for placed in self.plan.placed.values())
         with self.aside():
-            self.plan = probe(model, self.kv.page_size, in_pages=in_pages).plan
+            return probe(self.model, self.kv.page_size, in_pages=in_pages).plan
 
     def trusted(self, rows: Rows) -> bool:
         """Whether the model still is what the pages of these rows will be named after."""
-        model = self._model()
-        if model is None or not self.identity.same(model):
-            return False
-        return self.identity.same_content()
+        model = self.model
+        return model is not None and self.identity.same(model) and self.identity.same_content()
 
     def _refuse(self, problem: str, code: str = "") -> None:
         warn(

@@ -308,21 +308,19 @@ def _runs(tokens: NDArray[np.uint32], ids: set[int]) -> list[tuple[int, int, int
     return [(first, stop, int(kinds[first])) for first, stop in spans if kinds[first] >= 0]
 
 
-def _tables(features: Any) -> torch.Tensor | None:
+def _table(features: Any) -> torch.Tensor:
     """Features of all items as one `[placeholders, hidden]` table."""
-    try:
-        return torch.cat([item.reshape(-1, item.shape[-1]) for item in features])
-    except (AttributeError, RuntimeError, TypeError, IndexError):
-        return None
+    return torch.cat([item.reshape(-1, item.shape[-1]) for item in features])
 
 
 def _features(output: Any) -> list[torch.Tensor] | None:
-    if not isinstance(output, Mapping) or output.get(_FEATURES[0]) is None:
+    """Such tables of an encoder's output, for each layer that reads one; None if it has others."""
+    try:
+        deep = output.get(_FEATURES[1])
+        layers = [] if deep is None else deep if _nested(deep) else [deep]
+        return [_table(layer) for layer in (output[_FEATURES[0]], *layers)]
+    except (AttributeError, KeyError, RuntimeError, TypeError, IndexError):
         return None
-    deep = output.get(_FEATURES[1])
-    layers = [] if deep is None else list(deep) if _nested(deep) else [deep]
-    tables = [_tables(layer) for layer in (output[_FEATURES[0]], *layers)]
-    return None if any(table is None for table in tables) else tables  # type: ignore[return-value]
 
 
 def _nested(deep: Any) -> bool:
@@ -334,9 +332,7 @@ def _take(output: Any, rows: list[int]) -> Any:
     """The output with some feature rows only, in the containers that it had."""
 
     def take(features: Any) -> Any:
-        table = _tables(features)
-        assert table is not None
-        kept = table[rows]
+        kept = _table(features)[rows]
         return kept.unsqueeze(0) if isinstance(features, torch.Tensor) else [kept]
 
     deep = output.get(_FEATURES[1])
@@ -359,18 +355,26 @@ _NEUTRAL = frozenset(
 """Arguments that do not change K and V."""
 
 
-class Names(NamedTuple):
+class Names:
     """What a model calls its arguments.
 
     Attributes:
         parameters: All of its forward, in order, with their defaults.
         encoder: It has an encoder, so that the decoder's arguments are called `decoder_...`.
         placeholders: Token ids that images and the like replace, by name.
+        ids: The token ids.
+        mask: The padding mask.
+        positions: The positions.
+        embeds: Embeddings given instead of token ids.
     """
 
-    parameters: dict[str, Any]
-    encoder: bool
-    placeholders: dict[str, int]
+    def __init__(
+        self, parameters: dict[str, Any], encoder: bool, placeholders: dict[str, int]
+    ) -> None:
+        self.parameters, self.encoder, self.placeholders = parameters, encoder, placeholders
+        names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
+        whose = "decoder_" if encoder else ""
+        self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Names:
@@ -378,60 +382,8 @@ class Names(NamedTuple):
         config: Any = model.config
         signature = list(inspect.signature(type(model).forward).parameters.values())[1:]
         parameters = {one.name: one.default for one in signature}
-        encoder = bool(getattr(config, "is_encoder_decoder", False))
-        return cls(
-            parameters, encoder and "decoder_input_ids" in parameters, placeholder_ids(config)
-        )
-
-    @property
-    def ids(self) -> str:
-        """Of the token ids."""
-        return "decoder_input_ids" if self.encoder else "input_ids"
-
-    @property
-    def mask(self) -> str:
-        """Of the padding mask."""
-        return "decoder_attention_mask" if self.encoder else "attention_mask"
-
-    @property
-    def positions(self) -> str:
-        """Of the positions."""
-        return "decoder_position_ids" if self.encoder else "position_ids"
-
-    @property
-    def embeds(self) -> str:
-        """Of embeddings given instead of token ids."""
-        return "decoder_inputs_embeds" if self.encoder else "inputs_embeds"
-
-
-def rectangle_inputs(
-    names: Names,
-    ids: torch.Tensor,
-    base: int,
-    pads: NDArray[np.int64],
-    device: torch.device,
-) -> dict[str, Any]:
-    """What `generate` gives to a forward over left-padded rows that continue a cache.
-
-    Args:
-        names: What the model calls its arguments.
-        ids: int64 `[B, T]`: the next tokens of each row.
-        base: Columns in the cache, padding included.
-        pads: int64 `[B]`: padding columns of each row.
-        device: Where the model takes them.
-
-    Returns:
-        The arguments beside the cache; logits are wanted behind the last column alone.
-    """
-    left, end = torch.from_numpy(pads).to(device)[:, None], base + ids.shape[1]
-    given = {names.ids: ids.to(device), "use_cache": True}
-    if names.mask in names.parameters:
-        given[names.mask] = (torch.arange(end, device=device) >= left).long()
-    if names.positions in names.parameters:
-        given[names.positions] = torch.arange(base, end, device=device) - left
-    if "logits_to_keep" in names.parameters:
-        given["logits_to_keep"] = 1
-    return given
+        encoder = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters
+        return cls(parameters, bool(encoder), placeholder_ids(config))
 
 
 class Prompt(NamedTuple):
@@ -455,6 +407,8 @@ class ForwardCall:
         ids: `[B, T]` token ids, or None.
         mask: What was given as mask, or None.
         positions: `[..., T]`, or None.
+        rows: Rows of the forward, B.
+        columns: Columns of the forward, T.
         keep: Positions at the end whose logits are wanted; 0 for all.
         modal: Inputs that fill placeholders.
         problem: Why the forward's K and V cannot be named by its token ids; "" if they can.
@@ -469,24 +423,15 @@ class ForwardCall:
         self.ids: torch.Tensor | None = given.get(names.ids)
         self.mask: torch.Tensor | None = given.get(names.mask)
         self.positions: torch.Tensor | None = given.get(names.positions)
+        like = self.ids if self.ids is not None else given.get(names.embeds)
+        shape = tuple(like.shape) if isinstance(like, torch.Tensor) else ()
+        self.rows, self.columns = (*shape, 0, 0)[:2]
         wanted = given.get("logits_to_keep", 0) if "logits_to_keep" in names.parameters else 0
         self.keep = wanted if isinstance(wanted, int) else 0
         self.modal: dict[str, Any] = {}
         self.types: dict[str, torch.Tensor] = {}
         self.condition: dict[str, Any] = {}
         self.problem = self._text_problem() or self._sort()
-
-    @property
-    def columns(self) -> int:
-        """Columns of the forward, T."""
-        ids = self.ids if self.ids is not None else self.given.get(self.names.embeds)
-        return int(ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() > 1 else 0
-
-    @property
-    def rows(self) -> int:
-        """Rows of the forward, B."""
-        ids = self.ids if self.ids is not None else self.given.get(self.names.embeds)
-        return int(ids.shape[0]) if isinstance(ids, torch.Tensor) else 0
 
     @property
     def wants_weights(self) -> bool:
@@ -506,7 +451,7 @@ class ForwardCall:
         ids = self.ids
         if ids is None or ids.dim() != 2 or ids.is_floating_point() or ids.dtype is torch.bool:
             return "there are no token ids"
-        if not ids.shape[0] > 0 or not ids.shape[1] > 0:
+        if not self.rows or not self.columns:
             return "there are no tokens"
         if self.given.get("cache_position") is not None:
             return "it is told its place in the cache by `cache_position`"
@@ -544,16 +489,15 @@ class ForwardCall:
     def pads(self) -> list[int] | None:
         """Padding columns of each row; None if the mask is more than left padding."""
         assert self.ids is not None
-        rows, columns = self.ids.shape
         mask = self.mask
         if mask is None:
-            return [0] * rows
-        if not isinstance(mask, torch.Tensor) or mask.shape != (rows, columns):
+            return [0] * self.rows
+        if not isinstance(mask, torch.Tensor) or mask.shape != self.ids.shape:
             return None
         seen = mask.detach().cpu().numpy() != 0
         if bool((np.diff(seen.astype(np.int8), axis=1) < 0).any()) or not seen[:, -1].all():
             return None
-        return (columns - seen.sum(1)).tolist()  # type: ignore[no-any-return]
+        return (self.columns - seen.sum(1)).tolist()  # type: ignore[no-any-return]
 
     def prompts(self, pads: list[int], *, by_place: bool = False) -> tuple[list[Prompt], Fill]:
         """The rows with their salts, and what fills their placeholders.

@@ -74,27 +74,30 @@ def load_model(
         raise MissingDependencyError("loading a Hugging Face model", "hf")
     name = os.fspath(path_or_id)
     folder = _folder(name)
-    dtype = _dtype(dtype)
-    device = _device(device)
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    source = str(folder) if folder else name
-    with _explained(name), _quiet(folder is not None):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        encode, decode = _tokenizer(source, folder, config)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, trust_remote_code=False
-        )
-        model = model.eval().to(device)
-    return LoadedModel(model, encode, decode)
-
-
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is unknown", f"Use one of {', '.join(DTYPES)}")
-        return DTYPES[dtype]
-    return dtype
+        dtype = DTYPES[dtype]
+    device = _device(device)
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    source = str(folder) if folder else name
+    try:
+        with contextlib.ExitStack() as after:
+            if folder and logging.is_progress_bar_enabled():  # a download keeps its own
+                logging.disable_progress_bar()
+                after.callback(logging.enable_progress_bar)
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            encode, decode = _tokenizer(source, folder, config)
+            model = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=dtype, trust_remote_code=False
+            )
+            return LoadedModel(model.eval().to(device), encode, decode)
+    except FlowKVError:
+        raise
+    except Exception as error:
+        raise _explanation(name, error) from error
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -136,7 +139,7 @@ def _tokenizer(
 ) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
     if folder and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         if getattr(config, "vocab_size", None) == 256:
-            return _bytes_of, _text_of
+            return lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace")
         raise ConfigError(
             f"folder {source} holds no tokenizer",
             "Save it beside the model: tokenizer.save_pretrained(folder)",
@@ -151,54 +154,18 @@ def _tokenizer(
             "Install what it asks for, or save it again with tokenizer.save_pretrained(folder)",
         ) from error
 
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text)["input_ids"])
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    return encode, decode
-
-
-def _bytes_of(text: str) -> list[int]:
-    return list(text.encode())
-
-
-def _text_of(ids: Sequence[int]) -> str:
-    return bytes(ids).decode(errors="replace")
-
-
-@contextlib.contextmanager
-def _quiet(quiet: bool) -> Iterator[None]:
-    """Hides the progress bar of reading local weights; a download keeps its own."""
-    from transformers.utils import logging
-
-    hide = quiet and logging.is_progress_bar_enabled()
-    if hide:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hide:
-            logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turns what transformers raises into an error that says what to do."""
-    try:
-        yield
-    except FlowKVError:
-        raise
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"model {name} does not fit on the device", "Use a smaller dtype or another device"
-        ) from error
-    except Exception as error:
-        raise _explanation(name, error) from error
+    return (
+        lambda text: list(tokenizer(text)["input_ids"]),
+        lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+    )
 
 
 def _explanation(name: str, error: Exception) -> FlowKVError:
+    """What transformers raised, as an error that says what to do."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return CapacityError(
+            f"model {name} does not fit on the device", "Use a smaller dtype or another device"
+        )
     kinds = {type(link).__name__ for link in _chain(error)}
     if "GatedRepoError" in kinds:
         return ConfigError(

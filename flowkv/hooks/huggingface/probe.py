@@ -17,9 +17,14 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from flowkv.cache.kv import KV
 from flowkv.core.errors import FlowKVError, UnsupportedModelError
-from flowkv.hooks.huggingface.cache import PagedCache
+from flowkv.hooks.huggingface.cache import (
+    ModelPlan,
+    PagedCache,
+    configured_layers,
+    place_layers,
+    read_layers,
+)
 from flowkv.hooks.huggingface.inputs import Names
-from flowkv.hooks.huggingface.plan import ModelPlan, configured_layers, place_layers, read_layers
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
 _PARTS, _LONG_PARTS = (7, 4, 1), (53, 42, 1)
@@ -71,7 +76,7 @@ def probe(model: Any, page_size: int, *, in_pages: bool, long: bool = False) -> 
     names, parts = Names.of(model), _parts(model, long=long)
     try:
         with quiet(model):
-            cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+            cache = native_cache(model)
             ids = ordinary_tokens(model, names, sum(parts))
             logits = _forward(model, names, ids, pair(names, cache))
     except FlowKVError:
@@ -112,7 +117,7 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
         return
     else:
         with door.aside():
-            continues = native_continues(model, found)
+            continues = _continues(model, found, native_cache(model))
         problem = f"{name} does not continue from a cache as it answers in one pass"
         if continues and any(place.in_pages for place in placed):
             door.read_dense("its attention computes otherwise than it says")
@@ -120,11 +125,6 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
                 return
             problem = f"{name} does not answer the same through pages"
     raise UnsupportedModelError(problem, "Use the model without FlowKV")
-
-
-def native_continues(model: Any, found: Probe) -> bool:
-    """Whether the model with its own cache answers in several forwards what it does in one."""
-    return _continues(model, found, DynamicCache(config=model.config.get_text_config(decoder=True)))
 
 
 def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
@@ -141,9 +141,12 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
 def _continues(model: Any, found: Probe, cache: Any) -> bool:
     try:
         with quiet(model):
-            logits = _in_parts(model, found, cache)
-            behind = slice(found.parts[0], None)  # what the first one answered is not in question
-            return close(logits[:, behind], found.logits[:, behind], model.dtype)
+            names, first = Names.of(model), found.parts[0]
+            whole = pair(names, cache)
+            parts = found.ids.split(found.parts, dim=1)
+            logits = torch.cat([_forward(model, names, part, whole) for part in parts], dim=1)
+            # What the first one answered is not in question.
+            return close(logits[:, first:], found.logits[:, first:], model.dtype)
     except Exception:  # some models accept single tokens only
         return False
 
@@ -177,12 +180,9 @@ def rows_alike(model: Any, names: Names, rows: int) -> Alike:
     return "by place" if far(alike) or far(alone) else "alike"
 
 
-def _in_parts(model: Any, found: Probe, cache: Any) -> torch.Tensor:
-    names, parts = Names.of(model), []
-    whole = pair(names, cache)
-    for part in found.ids.split(found.parts, dim=1):
-        parts.append(_forward(model, names, part, whole))
-    return torch.cat(parts, dim=1)
+def native_cache(model: Any) -> DynamicCache:
+    """The cache that the model would make itself."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def pair(names: Names, cache: Any) -> Any:

@@ -7,23 +7,23 @@ waits for that layer of the pages. What does not come is computed in nested forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from flowkv.cache.audit import due
 from flowkv.cache.kv import KV
 from flowkv.cache.restore import Late, RestoreJob
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, StateError
 from flowkv.hooks.huggingface.cache import PagedCache, readable
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Prompt
-from flowkv.hooks.huggingface.plan import ModelPlan
-from flowkv.hooks.huggingface.rows import Rows, apart, close_all
+from flowkv.hooks.huggingface.rows import apart, close_all
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
 # Opens one sequence per row of a batch so that all rows begin at the same column.
@@ -85,9 +85,9 @@ def admit(kv: KV, prompts: Items[Prompt], wish: ReuseWish) -> AdmittedRows:
         base = min(pad + reach(seq) for pad, seq in zip(pads, seqs, strict=True))
         cut = base if wish.fill is None else wish.fill.cut(base, pads)
         if cut == base and _align(kv, prompts, seqs, base, wish):
-            states = [seq.state for seq in seqs if seq.state is not None]
             if not wish.stateful:
                 return AdmittedRows(seqs, base, None)
+            states = [seq.state for seq in seqs if seq.state is not None]
             if len(states) == len(seqs) and all(map(readable, states)):
                 return AdmittedRows(seqs, base, states)
             base = cut = 0
@@ -131,11 +131,9 @@ def _open(
 
 def _shared(prompts: Items[Prompt], seqs: Items[Sequence], row: int) -> Sequence | None:
     """The sequence of an earlier row of the same prompt, of which something is on its way."""
-    prompt = prompts[row]
-    for earlier, seq in zip(prompts, seqs, strict=False):
-        alike = earlier.pad == prompt.pad and earlier.salts == prompt.salts
-        alike = alike and np.array_equal(earlier.tokens, prompt.tokens)
-        if alike and seq.restoration is not None:
+    tokens, *rest = prompts[row]
+    for (known, *others), seq in zip(prompts, seqs, strict=False):
+        if seq.restoration is not None and others == rest and np.array_equal(known, tokens):
             return seq
     return None
 
@@ -224,88 +222,55 @@ class Part(NamedTuple):
     count: int  # type: ignore[assignment]
 
 
-class Bypass(Protocol):
-    """What nested forwards need of the door that they run inside of."""
-
-    kv: KV
-
-    def rows(self, seqs: list[Sequence], pads: Items[int], base: int) -> Rows:
-        """The rows of a cache of the model."""
-        ...
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Lets this thread's forwards pass."""
-        ...
-
-
 class Nested:
     """Runs a model over parts of prompts with the arguments of the forward that needs them.
 
     Args:
-        door: Whose model it is; its hooks let nested forwards pass.
-        model: The model.
-        plan: Its layers.
+        door: Whose model it is, a `door.ForwardHook`; its hooks let nested forwards pass.
         call: The forward that all of this is for.
         types: Token types of the whole prompts, by name, if there are any.
         fill: What fills placeholders of the whole prompts.
 
     Attributes:
+        kv: Where the pages are.
         rows: Rows of the forward.
+        fill: What fills placeholders of the whole prompts.
+        cut: Prompts can be gone on with anywhere: no layer keeps a state of its own.
     """
 
     def __init__(
         self,
-        door: Bypass,
-        model: torch.nn.Module,
-        plan: ModelPlan,
+        door: Any,
         call: ForwardCall,
         types: Mapping[str, torch.Tensor],
         fill: Fill,
     ) -> None:
         # Not the call itself: its cache would be held by what the cache holds.
-        self._door, self._model, self._plan, self._names = door, model, plan, call.names
-        self._fill, self.rows = fill, call.rows
-        self._types = {name: _repeated(value, call.rows) for name, value in types.items()}
+        self._door, self._model, self._plan, self._names = door, door.model, door.plan, call.names
+        self.kv: KV = door.kv
+        self.fill, self.rows, self.cut = fill, call.rows, not self._plan.stateful
+        self._types = {
+            name: value.repeat_interleave(max(call.rows // len(value), 1), 0)
+            for name, value in types.items()
+        }
         self._mask, self._positions = call.mask, call.positions
         whole = call.given.get("past_key_values")
         self._paired = call.names.encoder or isinstance(whole, EncoderDecoderCache)
-        self._given = given = dict(call.given)
         names = call.names
-        for name in (names.ids, names.mask, names.positions, "past_key_values"):
-            given.pop(name, None)
-        for name in (*call.modal, *call.types):
-            given.pop(name, None)
+        own = {names.ids, names.mask, names.positions, "past_key_values", *call.modal, *call.types}
+        self._given = {name: value for name, value in call.given.items() if name not in own}
         for name, value in (("use_cache", True), ("logits_to_keep", 1)):
             if name in names.parameters:
-                given[name] = value
+                self._given[name] = value
         like = call.ids if call.ids is not None else call.given[names.embeds]
         self._device = like.device
         self._state: PagedCache | None = None
 
-    @property
-    def layers(self) -> Collection[int]:
-        """The model's layers in pages."""
-        return self._plan.placed.keys()
-
-    @property
-    def cut(self) -> bool:
-        """Whether prompts can be gone on with anywhere: no layer keeps a state of its own."""
-        return not self._plan.stateful
-
     def whole(self, part: Part) -> Part:
         """A part that is at least as long, and ends where the prompt can be cut."""
         stop = part.seq.length + part.count
-        fitting = self._fill.whole(part.row, stop, self.kv.page_size)
+        fitting = self.fill.whole(part.row, stop, self.kv.page_size)
         return part._replace(count=part.count + fitting - stop)
-
-    def alone(self, row: int, first: int, stop: int) -> bool:
-        """Whether a span of a row's tokens can be computed by itself."""
-        return self._fill.parts(row, first, stop)
-
-    @property
-    def kv(self) -> KV:
-        """Where the pages are."""
-        return self._door.kv
 
     def compute(self, parts: Items[Part], awaits: Callable[[int], None] | None = None) -> None:
         """Computes the next tokens of some rows.
@@ -319,8 +284,7 @@ class Nested:
         """
         # Models that make positions themselves count columns: each row keeps its own. What fills
         # placeholders is counted by models: none may be shown that are known already.
-        together = self._positions is not None and not self._plan.stateful
-        together = together and not self._fill.inputs
+        together = self._positions is not None and self.cut and not self.fill.inputs
         for batch in [list(parts)] if together else [[part] for part in parts]:
             if batch:
                 self._forward(batch, 0 if together else batch[0].pad, awaits)
@@ -345,7 +309,7 @@ class Nested:
         rows.uneven = True
         cache = PagedCache(rows, self._plan, self._door)
         cache.close.detach()  # the sequences are somebody else's
-        if self._plan.stateful:
+        if not self.cut:
             self._state = cache
         return cache
 
@@ -355,16 +319,17 @@ class Nested:
         self, parts: list[Part], pads: list[int], base: int, cache: PagedCache
     ) -> dict[str, Any]:
         names, total = self._names, base + cache.rows.new
-        ids = torch.from_numpy(np.zeros((len(parts), total - base), np.int64))
-        for line, (part, pad) in enumerate(zip(parts, pads, strict=True)):
-            known = part.seq.tokens[max(base - pad, 0) : total - pad].astype(np.int64)
-            ids[line, total - base - len(known) :] = torch.from_numpy(known)
+        ids = np.zeros((len(parts), total - base), np.int64)
+        for line, part, pad in zip(ids, parts, pads, strict=True):
+            known = part.seq.tokens[max(base - pad, 0) : total - pad]
+            line[total - base - len(known) :] = known
         given = _rows_of(self._given, [part.row for part in parts], self.rows)
-        given[names.ids] = ids.to(self._device)
+        given[names.ids] = torch.from_numpy(ids).to(self._device)
         given.update(self._more(parts, pads, base, total))
-        given.update(self._fill.of(_spans(parts)))
-        pair = EncoderDecoderCache(cache, DynamicCache()) if self._paired else cache
-        given["past_key_values"] = pair
+        spans = {part.row: (part.seq.length, part.seq.length + part.count) for part in parts}
+        given.update(self.fill.of(spans))
+        paired = EncoderDecoderCache(cache, DynamicCache()) if self._paired else cache
+        given["past_key_values"] = paired
         return given  # type: ignore[no-any-return]
 
     def _more(
@@ -389,14 +354,6 @@ class Nested:
                 rows.append(torch.nn.functional.pad(own, (total - base - len(own), 0)))
             found[name] = torch.stack(rows)
         return found
-
-
-def _spans(parts: Items[Part]) -> dict[int, tuple[int, int]]:
-    return {part.row: (part.seq.length, part.seq.length + part.count) for part in parts}
-
-
-def _repeated(types: torch.Tensor, rows: int) -> torch.Tensor:
-    return types.repeat_interleave(max(rows // len(types), 1), 0)
 
 
 def _rows_of(value: Any, rows: list[int], count: int) -> Any:
@@ -462,14 +419,11 @@ class Restoring:
         types: Mapping[str, torch.Tensor],
     ) -> None:
         self._kv, self._seqs, self._pads, self.types = kv, seqs, list(pads), types
-        rows: dict[int, list[int]] = {}
-        for row, seq in enumerate(seqs):
-            rows.setdefault(id(seq), []).append(row)
         self._coming: list[_Coming] = []
-        for row, *others in rows.values():
-            if (restoration := RestoreJob.of(seqs[row])) is not None:
-                part = Part(row, seqs[row], pads[row], 0)
-                self._coming.append(_Coming(part, restoration, shared=bool(others)))
+        for row, seq in enumerate(seqs):
+            if seq not in seqs[:row] and (restoration := RestoreJob.of(seq)) is not None:
+                part = Part(row, seq, pads[row], 0)
+                self._coming.append(_Coming(part, restoration, shared=seq in seqs[row + 1 :]))
         self._nested: Nested | None = None
 
     def __bool__(self) -> bool:
@@ -482,7 +436,7 @@ class Restoring:
 
     # ---- before the user's forward
 
-    def restore(self, found: AdmittedRows, nested: Nested, fill: Fill) -> AdmittedRows:
+    def restore(self, found: AdmittedRows, nested: Nested) -> AdmittedRows:
         """As `meet`, for rows whose forward may begin where that ends.
 
         Returns:
@@ -491,7 +445,7 @@ class Restoring:
         try:
             self.meet(nested, front=nested.cut)
             ends = [p + seq.length for p, seq in zip(self._pads, found.seqs, strict=True)]
-            base = fill.cut(min(ends), self._pads)
+            base = nested.fill.cut(min(ends), self._pads)
             return found._replace(base=base, states=found.states if base == found.base else None)
         except BaseException:
             close_all(found.seqs)
@@ -532,11 +486,8 @@ class Restoring:
 
     def _short(self, columns: int) -> list[Part]:
         """What is missing of so many columns, a chunk of each row."""
-        found = []
-        for part in [one.part for one in self._coming]:
-            if (left := columns - part.pad - part.seq.length) > 0:
-                found.append(part._replace(count=min(left, CHUNK)))
-        return found
+        lacks = [(one.part, columns - one.part.pad - one.part.seq.length) for one in self._coming]
+        return [part._replace(count=min(left, CHUNK)) for part, left in lacks if left > 0]
 
     @property
     def _left(self) -> list[_Coming]:
@@ -599,3 +550,70 @@ class Restoring:
         """The forward is over, and was committed or not: what came is kept."""
         for one in self._coming:
             one.finish(self._kv, ok=ok)
+
+
+# Audits of an attached model: sampled pages of its prompts are computed once more and compared.
+
+
+def audit_rows(cache: PagedCache) -> None:
+    """Audits what was restored for a cache, once; what is wrong is forgotten, and told.
+
+    Args:
+        cache: In no forward. Its `audits` computes, with the arguments of its first forward.
+    """
+    nested, cache.audits = cache.audits, None
+    if nested is None:
+        return
+    rows, kv = cache.rows, cache.rows.kv
+    size = kv.page_size
+    for row, (seq, pad) in enumerate(list(rows.padded)):
+        for page in due(seq) if nested.cut else ():
+            if not nested.fill.parts(row, page * size, (page + 1) * size):
+                continue  # an image lies across its border; it waits for another sequence
+            with kv.auditor.audit(seq, page) as case:
+                if case is not None:
+                    with suppress(CapacityError):
+                        nested.compute([Part(row, case.twin, pad, size)])
+                    case.judge()
+
+
+# Chunked prefill: a prompt that is shown bit by bit is looked up again with every bit.
+
+
+def extend(cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
+    """Skips what is known of a further chunk; returns the arguments that are left to compute.
+
+    Args:
+        cache: A cache of which only prompts were computed so far.
+        call: The next chunk.
+    """
+    rows, kv = cache.rows, cache.rows.kv
+    if not call.skippable or call.ids is None or call.rows != len(rows.seqs):
+        return call.given
+    rows.flush()
+    if rows.blind or not rows.usual(call.columns, call.positions) or not rows.trusted(rows):
+        return call.given
+    end = rows.base + call.columns
+    if rows.switch is not None and end >= rows.switch:
+        return call.given
+    try:
+        wish = ReuseWish(end - call.keep, cache.tenant, cache.plan.stateful, care=cache.care)
+        ids = call.ids.cpu().numpy().astype(np.uint32)
+        prompts = []  # each row's tokens so far with the chunk's
+        for row, (seq, pad) in enumerate(rows.padded):
+            parts = seq.tokens[: max(rows.base - pad, 0)], ids[row, max(pad - rows.base, 0) :]
+            prompts.append(Prompt(np.concatenate(parts), pad, list(seq.salts)))
+        found = admit(kv, prompts, wish)
+    except CapacityError:
+        return call.given
+    gained = found.base - rows.base
+    if gained <= 0:
+        abort(kv, discard(kv, found.seqs))
+        uncount(kv, -len(rows.seqs) * call.columns, 0)
+        return call.given
+    abort(kv, discard(kv, list(rows.seqs)))
+    rows.seqs[:] = found.seqs
+    rows.rebase(found.base)
+    cache.restore(found.states)
+    cache.follow()
+    return call.skip(gained)

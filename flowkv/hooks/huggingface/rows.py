@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeGuard
+from copy import copy
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -49,27 +50,6 @@ def apart(kv: KV, seqs: list[Sequence]) -> None:
         taken.add(id(seq))
 
 
-class ArrivingRows(Protocol):
-    """Prefixes of a batch that are still on their way (`restore.Restoring`)."""
-
-    @property
-    def cut(self) -> bool:
-        """Whether rows may be cut to what came."""
-        ...
-
-    def wait(self, layer: int) -> bool:
-        """Returns when a layer of all pages is there; True if others took the place of some."""
-        ...
-
-    def complete(self) -> bool:
-        """Returns when all of it is there, loaded or computed; False if that cannot be."""
-        ...
-
-    def finish(self, *, ok: bool) -> None:
-        """The forward is over, and was committed or not: what came is kept."""
-        ...
-
-
 class Rows:
     """Rows of one cache.
 
@@ -92,7 +72,7 @@ class Rows:
         promised: Columns of a prompt whose ids no hook will show, of a model not attached.
         switch: Length from which positions are encoded otherwise, if there is one.
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
-        restoring: What is on its way until the first forward is over, or None.
+        restoring: A `restore.Restoring`, until the first forward behind it is over, or None.
         lost: Columns that did not come, of which nobody who counts on them was told yet.
 
     Args:
@@ -131,7 +111,7 @@ class Rows:
         self.wants_weights = self.blind = self.by_column = False
         self.prefilling, self.uneven = True, False
         self.switch: int | None = None
-        self.restoring: ArrivingRows | None = None
+        self.restoring: Any = None
         self.promised = self.lost = 0
         self._index: torch.Tensor | None = None
         self._notes = Notes()
@@ -178,21 +158,21 @@ class Rows:
             self.go_blind()
         if self.switch is not None and total >= self.switch:
             self.go_blind()
-        if self.uneven:
+        if self.base >= self.most_pad and not self.uneven:
+            counts, ragged = self._one if new == 1 else self._one * new, False
+        else:
             counts = total - self.pads - self._lengths()
             if (counts > new).any():
                 raise StateError("tokens before the forward are missing", "Start a new generation")
             counts, ragged = counts.clip(0, new), bool((counts < new).any())
-        elif self.base >= self.most_pad:
-            counts, ragged = self._one if new == 1 else self._one * new, False
-        else:
-            counts = (total - self.pads).clip(0, new)
-            ragged = bool((counts < new).any())
         self.step = step = plan(self.kv, self.seqs, counts)
         if self.restoring is not None:
             step.awaits = self._await
         self.new, self.total, self.updated, self.driven = new, total, 0, driven
-        self._index = self._real(counts) if ragged else None
+        self._index = None
+        if ragged:  # where real tokens are among all columns
+            real = np.arange(new) >= new - counts[:, None]
+            self._index = torch.from_numpy(np.flatnonzero(real))
         return step
 
     def _await(self, layer: int) -> None:
@@ -201,12 +181,6 @@ class Rows:
 
     def _lengths(self) -> NDArray[np.int64]:
         return np.array([seq.length for seq in self.seqs], np.int64)
-
-    def _real(self, counts: NDArray[np.int64]) -> torch.Tensor:
-        found = [
-            np.arange((b + 1) * self.new - n, (b + 1) * self.new) for b, n in enumerate(counts)
-        ]
-        return torch.from_numpy(np.concatenate(found))
 
     def finish(self) -> None:
         """The forward is over: pages that are full are published.
@@ -418,38 +392,35 @@ class Rows:
         self.land()
         self.flush()
         old, taken = list(self.seqs), set[int]()
-        fresh: list[Sequence] = []
-        try:
-            for index in indices:
-                fresh.append(self.kv.fork(old[index]) if index in taken else old[index])
-                taken.add(index)
-        except BaseException:
-            close_all([seq for seq in fresh if seq not in old])
-            raise
+        fresh = self._forked(indices, taken)
         self.seqs[:] = fresh
         for index, seq in enumerate(old):
             if index not in taken:
                 seq.close()
         self._pad([int(self.pads[index]) for index in indices])
 
+    def _forked(self, indices: Items[int], taken: set[int]) -> list[Sequence]:
+        """The sequences of some rows; of those that are taken, forks."""
+        found: list[Sequence] = []
+        try:
+            for index in indices:
+                seq = self.seqs[index]
+                found.append(self.kv.fork(seq) if index in taken else seq)
+                taken.add(index)
+        except BaseException:
+            close_all([seq for seq in found if seq not in self.seqs])
+            raise
+        return found
+
     def fork(self) -> Rows:
         """An independent copy."""
         self.abandon()
         self.land()
         self.flush()
-        seqs: list[Sequence] = []
-        try:
-            for seq in self.seqs:
-                seqs.append(self.kv.fork(seq))
-        except BaseException:
-            close_all(seqs)
-            raise
-        twin = Rows(
-            self.kv, seqs, self.pads.tolist(), self.base, layers=self.layers, trusted=self.trusted
-        )
-        twin.blind, twin.by_column, twin.promised = self.blind, self.by_column, self.promised
-        twin.prefilling, twin.switch, twin.forwards = self.prefilling, self.switch, self.forwards
-        twin.uneven, twin.lost = self.uneven, self.lost
+        every = range(len(self.seqs))
+        seqs = self._forked(every, set(every))
+        twin = copy(self)  # nothing is noted, and nothing is on its way
+        twin.seqs, twin._notes, twin._index, twin.wants_weights = seqs, Notes(), None, False
         return twin
 
     def alive(self) -> None:

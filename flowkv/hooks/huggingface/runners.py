@@ -29,21 +29,44 @@ from flowkv.core.errors import (
 )
 from flowkv.hooks.huggingface.attach import base_model, door_of
 from flowkv.hooks.huggingface.attention import RUNNING, Packing, exact
-from flowkv.hooks.huggingface.cache import PagedCache
+from flowkv.hooks.huggingface.cache import LayerSpec, ModelPlan, PagedCache, PlacedLayer
 from flowkv.hooks.huggingface.door import ForwardHook
-from flowkv.hooks.huggingface.inputs import MODEL_INPUTS, Prompt, rectangle_inputs
-from flowkv.hooks.huggingface.plan import LayerSpec, ModelPlan, PlacedLayer
+from flowkv.hooks.huggingface.inputs import MODEL_INPUTS, Prompt
 from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
 from flowkv.hooks.huggingface.restore import ReuseWish, admit
 from flowkv.hooks.huggingface.rows import close_all
 from flowkv.hooks.huggingface.versions import (
     Cache,
-    CacheLayerMixin,
     DynamicCache,
+    DynamicLayer,
     EosTokenCriteria,
     MaxLengthCriteria,
     PreTrainedModel,
 )
+
+# Rows beside each other are left-padded rectangles, for models whose rows cannot be packed.
+#
+# The padding is virtual: pages hold no column of it, the model is shown a mask and, where it takes
+# them, each row's own positions. Rows that are given equally many tokens share a rectangle, so that
+# all that decode run together, and chunks of prompts run beside none or their equals.
+
+
+class EngineCache(PagedCache):
+    """The cache of some rows in a step of an engine, which is over when those beside it are, too.
+
+    Attributes:
+        damaged: A step failed in the middle of recurrent states, which cannot be taken back.
+    """
+
+    damaged = False
+
+    def finish(self) -> None:
+        """Waits for the others: a step happens for all of its rows or for none."""
+
+    def commit(self) -> None:
+        """The step is over."""
+        super().finish()
+        self.damaged = False
 
 
 class ApartRow(PagedRow):
@@ -55,12 +78,11 @@ class ApartRow(PagedRow):
 
     Attributes:
         cache: Its cache.
-        damaged: A step failed in the middle of recurrent states, which cannot be taken back.
     """
 
-    def __init__(self, kv: KV, cache: PagedCache) -> None:
+    def __init__(self, kv: KV, cache: EngineCache) -> None:
         super().__init__(kv, cache.rows.seqs[0])
-        self.cache, self.damaged = cache, False
+        self.cache = cache
 
     def close(self, stop: str = "") -> None:
         """See `Sequence.close`; recurrent states are kept for prompts that go on."""
@@ -69,34 +91,33 @@ class ApartRow(PagedRow):
         self.cache.close()
 
 
-class SequentialRunner:
-    """Runs rows one by one, see `engine.runner.Runner`.
+class PaddedRunner:
+    """Runs rows beside each other in rectangles, or one by one, see `engine.runner.Runner`.
 
     Args:
-        model: The model.
+        model: The model; without recurrent layers, unless rows run one by one.
         kv: The cache that it is attached to.
         door: Its door; held by the model's hooks.
+        together: Rows run beside each other. Otherwise each has a cache of its own.
     """
 
-    together = False
+    def __init__(self, model: Any, kv: KV, door: ForwardHook, *, together: bool = True) -> None:
+        self._model, self._kv, self._door, self.together = model, kv, door, together
 
-    def __init__(self, model: Any, kv: KV, door: ForwardHook) -> None:
-        self._model, self._kv, self._door = model, kv, door
-
-    def open(self, request: Asked, tokens: NDArray[np.uint32], *, wait: bool) -> ApartRow:
+    def open(self, request: Asked, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
         """See `engine.runner.Runner.open`. Rows with recurrent states always wait."""
         door, kv = self._door, self._kv
         door.refresh()
-        plan = door.plan
+        if self.together:
+            return open_row(kv, request, tokens, wait=wait)
+        stateful = door.plan.stateful
         care = {"session": request.session, "lease": request.lease, "retain": request.retain}
         care = {name: value for name, value in care.items() if value not in (None, "", ())}
-        most = len(tokens) - 1 if door.continues else 0
-        wish = ReuseWish(most, request.tenant, plan.stateful, care=care, wait=wait or plan.stateful)
+        wait, most = wait or stateful, len(tokens) - 1
+        wish = ReuseWish(most, request.tenant, stateful, care=care, wait=wait)
         found = admit(kv, [Prompt(np.asarray(tokens), 0, list(request.salts))], wish)
         try:
-            rows = door.rows(found.seqs, [0], found.seqs[0].length)
-            rows.prefilling = False
-            cache = PagedCache(rows, plan, door)
+            cache = self._cache(found.seqs, found.seqs[0].length)
             cache.restore(found.states)
         except BaseException:
             close_all(found.seqs)
@@ -104,84 +125,29 @@ class SequentialRunner:
         cache.tenant, cache.care = request.tenant, care
         return ApartRow(kv, cache)
 
-    def step(self, rows: Items[Any], tokens: Items[NDArray[np.uint32]]) -> torch.Tensor:
-        """See `engine.runner.Runner.step`; exactly one row.
+    def step(self, rows: Items[Any], tokens: Items[Any]) -> torch.Tensor:
+        """See `engine.runner.Runner.step`; exactly one row, unless they run together.
 
         Raises:
             StateError: The row failed before in the middle of its recurrent states.
         """
-        ((row, fresh),) = zip(rows, tokens, strict=True)
-        if row.damaged:
+        given = [np.asarray(fresh, np.uint32) for fresh in tokens]
+        if self.together:
+            return self.run([row.seq for row in rows], given)
+        (row,) = rows
+        if row.cache.damaged:
             raise StateError(
                 "a step of this row failed in the middle of its recurrent states",
                 "Submit its request again",
             )
-        model, cache, own = self._model, row.cache, row.cache.rows
+        own = row.cache.rows
         own.alive()
         if own.base != row.seq.length:
             own.rebase(row.seq.length)  # what was on its way is there
-        if model.training:
-            own.go_blind()
-        ids = torch.from_numpy(np.asarray(fresh, np.int64))[None]
-        own.begin(ids.shape[1])
-        try:
-            own.note(ids, None)
-            return _last_logits(model, self._door, cache, ids)
-        except BaseException:
-            row.damaged = cache.recurrent is not None
-            raise
-        finally:
-            own.abandon()  # nothing, unless it failed: a hook has finished it
-
-
-def _last_logits(model: Any, door: ForwardHook, cache: PagedCache, ids: torch.Tensor) -> Any:
-    """`[B, V]` behind the next tokens `[B, T]` of a cache whose step has begun."""
-    rows, device = cache.rows, model.get_input_embeddings().weight.device
-    given = rectangle_inputs(door.names, ids, rows.base, rows.pads, device)
-    with door.aside(), torch.no_grad(), exact(device):
-        return model(past_key_values=cache, **given).logits[:, -1]
-
-
-# Runs rows beside each other in left-padded rectangles, for models whose rows cannot be packed.
-#
-# The padding is virtual: pages hold no column of it, the model is shown a mask and, where it takes
-# them, each row's own positions. Rows that are given equally many tokens share a rectangle, so that
-# all that decode run together, and chunks of prompts run beside none or their equals.
-
-
-class Rectangle(PagedCache):
-    """The cache of some rows for one forward, which is over when those beside it are, too."""
-
-    def finish(self) -> None:
-        """Waits for the others: a step of the engine happens for all of its rows or for none."""
-
-
-class PaddedRunner:
-    """Runs rows in rectangles, see `engine.runner.Runner`.
-
-    Args:
-        model: The model, without recurrent layers.
-        kv: The cache that it is attached to.
-        door: Its door; held by the model's hooks.
-    """
-
-    together = True
-
-    def __init__(self, model: Any, kv: KV, door: ForwardHook) -> None:
-        self._model, self._kv, self._door = model, kv, door
-
-    def open(self, request: Asked, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
-        """See `engine.runner.Runner.open`."""
-        self._door.refresh()
-        return open_row(self._kv, request, tokens, wait=wait)
-
-    def step(self, rows: Items[Any], tokens: Items[Any]) -> torch.Tensor:
-        """See `engine.runner.Runner.step`."""
-        given = [np.asarray(fresh, np.uint32) for fresh in tokens]
-        return self.run([row.seq for row in rows], given)
+        return self._run([row.cache], [[0]], given)
 
     def run(self, seqs: Items[Sequence], tokens: Items[NDArray[np.uint32]]) -> torch.Tensor:
-        """Runs the model over the next tokens of some sequences.
+        """Runs the model over the next tokens of some sequences, beside each other.
 
         Args:
             seqs: Sequences in no step.
@@ -193,37 +159,61 @@ class PaddedRunner:
         groups: dict[int, list[int]] = {}
         for row, fresh in enumerate(tokens):
             groups.setdefault(len(fresh), []).append(row)
-        caches: list[Rectangle] = []
-        found: list[torch.Tensor | None] = [None] * len(seqs)
+        caches = []
+        for some in groups.values():
+            base = max(seqs[row].length for row in some)
+            caches.append(self._cache([seqs[row] for row in some], base))
+            caches[-1].close.detach()  # the sequences are somebody else's
+        return self._run(caches, list(groups.values()), tokens)
+
+    def _cache(self, seqs: list[Sequence], base: int) -> EngineCache:
+        rows = self._door.rows(seqs, [base - seq.length for seq in seqs], base)
+        return EngineCache(rows, self._door.plan, self._door)
+
+    def _run(
+        self, caches: list[EngineCache], groups: list[list[int]], tokens: Items[NDArray[np.uint32]]
+    ) -> torch.Tensor:
+        """A forward of each cache, over the tokens of its rows."""
+        found: list[Any] = [None] * len(tokens)
+        given = [np.stack([tokens[row] for row in some]) for some in groups]
         try:
-            for new, some in groups.items():  # what does not fit is known before anything runs
-                cache = self._rectangle([seqs[row] for row in some])
-                caches.append(cache)
-                cache.rows.begin(new).give(np.concatenate([tokens[row] for row in some]))
-            for cache, some in zip(caches, groups.values(), strict=True):
-                fresh = np.stack([tokens[row] for row in some]).astype(np.int64)
-                ids = torch.from_numpy(fresh)
-                logits = _last_logits(self._model, self._door, cache, ids)
-                for row, each in zip(some, logits, strict=True):
-                    found[row] = each
+            for cache, ids in zip(caches, given, strict=True):  # what does not fit is known first
+                if self._model.training:
+                    cache.rows.go_blind()
+                step = cache.rows.begin(ids.shape[1])
+                if self.together:
+                    step.give(ids.reshape(-1))
+                else:
+                    cache.rows.note(torch.from_numpy(ids.astype(np.int64)), None)
+            for cache, some, ids in zip(caches, groups, given, strict=True):
+                cache.damaged = bool(cache.recurrent)
+                answers = self._last_logits(cache, torch.from_numpy(ids.astype(np.int64)))
+                for row, logits in zip(some, answers, strict=True):
+                    found[row] = logits
             for cache in caches:
                 assert cache.rows.step is not None
                 cache.rows.step.check()  # of none, if one of them left something out
             for cache in caches:
-                cache.rows.finish()
+                cache.commit()
         finally:
             for cache in caches:
                 cache.rows.abandon()  # nothing, unless something failed
-        return torch.stack([each for each in found if each is not None])
+        return torch.stack(found)
 
-    def _rectangle(self, seqs: list[Sequence]) -> Rectangle:
-        base = max(seq.length for seq in seqs)
-        rows = self._door.rows(seqs, [base - seq.length for seq in seqs], base)
-        if self._model.training:
-            rows.go_blind()
-        cache = Rectangle(rows, self._door.plan, self._door)
-        cache.close.detach()  # the sequences are somebody else's
-        return cache
+    def _last_logits(self, cache: EngineCache, ids: torch.Tensor) -> Any:
+        """`[B, V]` behind the next tokens `[B, T]` of a cache whose step has begun."""
+        names, rows = self._door.names, cache.rows
+        device = self._model.get_input_embeddings().weight.device
+        left, end = torch.from_numpy(rows.pads).to(device)[:, None], rows.base + ids.shape[1]
+        given = {names.ids: ids.to(device), "use_cache": True, "past_key_values": cache}
+        if names.mask in names.parameters:
+            given[names.mask] = (torch.arange(end, device=device) >= left).long()
+        if names.positions in names.parameters:
+            given[names.positions] = torch.arange(rows.base, end, device=device) - left
+        if "logits_to_keep" in names.parameters:
+            given["logits_to_keep"] = 1
+        with self._door.aside(), torch.no_grad(), exact(device):
+            return self._model(**given).logits[:, -1]
 
 
 # Runs an unmodified model over packed rows: one forward for rows of any lengths, no padding.
@@ -233,28 +223,24 @@ class PaddedRunner:
 # is told by its position. Whether a model can be run so is not looked up but tried (`trial`).
 
 
-class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One attention layer of a packed forward.
+class PackedLayer(DynamicLayer):  # type: ignore[misc]
+    """One attention layer of a packed forward; it keeps nothing, and shows no past.
 
     Args:
         placed: Where its pages are.
         spec: What it keeps.
     """
 
-    is_compileable, is_croppable, supports_early_init = False, False, False
+    is_croppable = False
 
     def __init__(self, placed: PlacedLayer, spec: LayerSpec) -> None:
         super().__init__()
-        self.placed, self.is_initialized = placed, True
-        self.window = spec.window if spec.kind == "sliding" else None
+        self.placed, self.window = placed, spec.window if spec.kind == "sliding" else None
 
     @property
     def is_sliding(self) -> bool:
         """Whether it has a window."""
         return self.window is not None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: it keeps nothing."""
 
     @torch.compiler.disable
     def update(
@@ -279,18 +265,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise StateError("this cache belongs to a forward that is over", "Make another one")
         packing.write(self.placed, self.window, key_states, value_states)
         return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        """0: what came before differs from row to row."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns of the mask, first of them), as without a past."""
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        """The window, or -1."""
-        return -1 if self.window is None else self.window
 
 
 class PackedForward:
@@ -382,7 +356,7 @@ single tokens. Of fewer rows where the cache never has more."""
 
 def choose_way(
     model: Any, kv: KV, door: ForwardHook
-) -> tuple[PackedForward | None, PaddedRunner | SequentialRunner, str]:
+) -> tuple[PackedForward | None, PaddedRunner, str]:
     """The fastest way in which rows that run together answer as each does alone.
 
     Args:
@@ -396,39 +370,32 @@ def choose_way(
     Raises:
         CapacityError: The cache has no room to try it, which says nothing about the model.
     """
-    beside = PaddedRunner(model, kv, door)
+    beside, names = PaddedRunner(model, kv, door), door.names
     reason = _unpackable(door)
     if not reason:
-        for by_index in (True, False):
-            if by_index and "logits_to_keep" not in door.names.parameters:
-                continue
+        for by_index in (True, False) if "logits_to_keep" in names.parameters else (False,):
             forward = PackedForward(model, door, by_index=by_index)
             reason = _try(model, kv, door, _packed(kv, forward))
             if not reason:
                 return forward, beside, ""
-    fits = not _lone(door) and not _try(model, kv, door, beside.run)
-    return None, beside if fits else SequentialRunner(model, kv, door), reason
+    fits = names.mask in names.parameters and not _lone(door.plan)
+    fits = fits and not _try(model, kv, door, beside.run)
+    return None, PaddedRunner(model, kv, door, together=fits), reason
 
 
-def _lone(door: ForwardHook) -> str:
-    """Why rows cannot even run beside each other."""
-    if door.plan.stateful:
+def _lone(plan: ModelPlan) -> str:
+    """Why rows cannot run in one forward at all."""
+    if plan.stateful:
         return "layers keep a recurrent state"
-    if any(spec.kind == "chunked" for spec in door.plan.specs):
-        return "attention is chunked"
-    if door.names.mask not in door.names.parameters:
-        return "the model takes no mask"
-    return ""
+    return "attention is chunked" if any(spec.kind == "chunked" for spec in plan.specs) else ""
 
 
 def _unpackable(door: ForwardHook) -> str:
-    names, plan = door.names, door.plan
-    if names.positions not in names.parameters:
+    if door.names.positions not in door.names.parameters:
         return "the model takes no position of each token"
-    if not all(placed.in_pages for placed in plan.placed.values()):
+    if not all(placed.in_pages for placed in door.plan.placed.values()):
         return door.switch.reason or "the model computes with keys and values itself"
-    alone = _lone(door)
-    return alone if plan.stateful or "chunked" in alone else ""
+    return _lone(door.plan)
 
 
 def _packed(kv: KV, forward: PackedForward) -> Run:
@@ -491,10 +458,8 @@ def _alone(model: Any, door: ForwardHook, texts: Items[torch.Tensor]) -> list[to
             given[names.positions] = torch.arange(len(text), device=text.device)[None]
         with door.aside():
             logits = model(**given, use_cache=False).logits.detach().float()
-        ends = torch.tensor([counts[row] for counts in TRIED if counts[row]], device="cpu").cumsum(
-            0
-        )
-        found.append(logits[:, ends.to(logits.device) - 1])
+        ends = np.cumsum([counts[row] for counts in TRIED if counts[row]]) - 1
+        found.append(logits[:, ends.tolist()])
     return found
 
 
@@ -520,7 +485,7 @@ class Parts(NamedTuple):
 
     model: Any
     forward: PackedForward | None
-    apart: PaddedRunner | SequentialRunner
+    apart: PaddedRunner
     reason: str
     positions: int | None
     vocabulary: int
@@ -722,26 +687,21 @@ class GenerateSampler:
         options = {**self._defaults, **options}
         if given := [name for name in _LENGTHS if options.get(name) is not None]:
             raise ConfigError(f"{given[0]} among the options", "Pass Request(max_new_tokens=...)")
-        apart = {name: options.pop(name, None) for name in _APART}
         try:
-            return self._read(prompt, limit, options, apart, seed)
+            return self._read(prompt, limit, options, seed)
+        except ConfigError:
+            raise
         except (TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(
                 f"these options make no processors: {str(error).rstrip('.')}",
                 "See GenerationConfig of transformers",
             ) from error
 
     def _read(
-        self,
-        prompt: NDArray[np.uint32],
-        limit: int,
-        options: dict[str, Any],
-        apart: dict[str, Any],
-        seed: int,
+        self, prompt: NDArray[np.uint32], limit: int, options: dict[str, Any], seed: int
     ) -> GeneratedChoice:
         model, device = self._model, self._model.device
+        apart = {name: options.pop(name, None) for name in _APART}
         config, unknown = model._prepare_generation_config(
             options.pop("generation_config", None), **options
         )
