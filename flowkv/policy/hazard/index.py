@@ -35,25 +35,20 @@ from flowkv.policy.hazard.compiled import (
     advance,
     bin_of,
     fresh_model,
-    give_up,
+    take_next,
     value_of,
     worth_of,
 )
-from flowkv.policy.order import compiled
 from flowkv.policy.order.compiled import (
     BLOCKED,
-    CLOCK,
     COUNT,
     DEAD,
     DEAD_CLASS,
-    DIGEST,
-    DUES,
     LISTS,
     NEVER,
     QUEUED_CLASS,
     SLOT_LIMIT,
     SLOT_MASK,
-    STALE,
     TENANTS,
     Array,
     ArrayCall,
@@ -61,7 +56,6 @@ from flowkv.policy.order.compiled import (
     choose,
     class_of,
     expire,
-    fold,
     inner,
     kernel,
 )
@@ -175,12 +169,8 @@ def displace(
             break
         if where > DEAD_CLASS and weakest_worth(order, mind, s, now) >= rate:
             break
-        victims[found] = s
+        victims[found] = take_next(order, mind, now)
         found += 1
-        fold(state, DIGEST, s)
-        give_up(order, mind, s, now)
-        if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
-            expire(nodes, terms, heaps, state, now)
     change_pins(nodes, terms, heaps, state, protected, -1)
     return int(found)
 
@@ -383,16 +373,8 @@ class HazardIndex(LeafOrder):
 
     # ---- what is decided
 
-    def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """See `LeafOrder.evict`."""
-        if n < 0:
-            raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
-        if n > self._state[COUNT]:
-            n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
-        victims = np.empty(n, np.int64)
-        guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        done = learned.evict(self._desk, guarded, victims, now_ns)
-        return victims if done else None
+    def _evict(self, now_ns: int, victims: Slots, protected: Slots) -> bool:
+        return bool(learned.evict(self._desk, protected, victims, now_ns))
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """See `Policy.displace`. A queued request's blocks stay, whatever comes."""
@@ -423,13 +405,8 @@ class HazardIndex(LeafOrder):
         learned.tick(self._desk, now_ns)
         return super().admit(now_ns, slots)
 
-    def priority(self, slot: int) -> float:
+    def _worth(self, slot: int) -> float:
         """The index in 1/s, as of the last call; other classes than the default lie far away."""
-        nodes = self._arrays[0]
-        if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
-            return -np.inf
-        if self._state[STALE]:
-            compiled.tick(*self._order, self._state[CLOCK])
         return float(learned.worth(self._order, self._mind, slot))
 
     # ---- carrying it over

@@ -218,12 +218,10 @@ class LeafOrder(Policy):
         """
         if n < 0:
             raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
-        if n > self._state[COUNT]:
-            n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
-        victims = np.empty(n, np.int64)
+        # More than there are is as hopeless as one more, without the memory.
+        victims = np.empty(min(n, int(self._state[COUNT]) + 1), np.int64)
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        done = compiled.evict(*self._arrays, self._state, guarded, victims, now_ns)
-        return victims if done else None
+        return victims if self._evict(now_ns, victims, guarded) else None
 
     def expired(self, now_ns: int) -> Slots:
         """See `Policy.expired`. Ascending; they stay until removed, evicted or inserted again."""
@@ -237,13 +235,13 @@ class LeafOrder(Policy):
         return out
 
     def priority(self, slot: int) -> float:
-        """The static key in nanoseconds, as of the last call; other classes lie far away."""
+        """See `Policy.priority`: as of the last call; other classes lie far away."""
         nodes = self._arrays[0]
         if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
             return -np.inf
         if self._state[STALE]:
             compiled.tick(*self._arrays, self._state, self._state[CLOCK])
-        return float(worth(nodes, self._arrays[1], self._state, slot))
+        return self._worth(slot)
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
         """See `Policy.weakest`; O(1), and as long for each protected block as for a pin."""
@@ -264,6 +262,14 @@ class LeafOrder(Policy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} resident, {int(self._state[BIRTHS])} ever)"
+
+    def _evict(self, now_ns: int, victims: Slots, protected: Slots) -> bool:
+        """Fills `victims`; False, nothing changed, where there are not as many."""
+        return bool(compiled.evict(*self._arrays, self._state, protected, victims, now_ns))
+
+    def _worth(self, slot: int) -> float:
+        """The static key of a resident block, in nanoseconds."""
+        return float(worth(*self._arrays[:2], self._state, slot))
 
     def _extra(self, n_bytes: int, cost_ns: int) -> int:
         """What a block's worth adds to its key."""
