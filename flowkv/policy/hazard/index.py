@@ -373,8 +373,16 @@ class HazardIndex(LeafOrder):
 
     # ---- what is decided
 
-    def _evict(self, now_ns: int, victims: Slots, protected: Slots) -> bool:
-        return bool(learned.evict(self._desk, protected, victims, now_ns))
+    def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
+        """See `LeafOrder.evict`."""
+        if n < 0:
+            raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
+        if n > self._state[COUNT]:
+            n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
+        victims = np.empty(n, np.int64)
+        guarded = as_slots(protected) if len(protected) else NO_SLOTS
+        done = learned.evict(self._desk, guarded, victims, now_ns)
+        return victims if done else None
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """See `Policy.displace`. A queued request's blocks stay, whatever comes."""

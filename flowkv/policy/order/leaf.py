@@ -218,10 +218,12 @@ class LeafOrder(Policy):
         """
         if n < 0:
             raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
-        # More than there are is as hopeless as one more, without the memory.
-        victims = np.empty(min(n, int(self._state[COUNT]) + 1), np.int64)
+        if n > self._state[COUNT]:
+            n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
+        victims = np.empty(n, np.int64)
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        return victims if self._evict(now_ns, victims, guarded) else None
+        done = compiled.evict(*self._arrays, self._state, guarded, victims, now_ns)
+        return victims if done else None
 
     def expired(self, now_ns: int) -> Slots:
         """See `Policy.expired`. Ascending; they stay until removed, evicted or inserted again."""
@@ -262,10 +264,6 @@ class LeafOrder(Policy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} resident, {int(self._state[BIRTHS])} ever)"
-
-    def _evict(self, now_ns: int, victims: Slots, protected: Slots) -> bool:
-        """Fills `victims`; False, nothing changed, where there are not as many."""
-        return bool(compiled.evict(*self._arrays, self._state, protected, victims, now_ns))
 
     def _worth(self, slot: int) -> float:
         """The static key of a resident block, in nanoseconds."""
