@@ -111,13 +111,10 @@ class HedgeConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Attributes:
         taus_s: Half-lives of the access counts that are tried, in seconds, beside LRU and the
-            learned index.
-        sample: Blocks that the shadow of an access count holds at most. The conversations that it
-            serves are sampled accordingly.
+            learned index. Each has a shadow of the place's own size.
     """
 
-    taus_s: Annotated[tuple[HalfLife, ...], Meta(max_length=7)] = (30.0, 120.0, 600.0)
-    sample: Annotated[int, Meta(ge=64, le=1 << 24)] = 2048
+    taus_s: Annotated[tuple[HalfLife, ...], Meta(max_length=7)] = (120.0,)
 
 
 class CostAwareConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):

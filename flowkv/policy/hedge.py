@@ -19,7 +19,6 @@ from flowkv.policy.order.compiled import (
     KNOWN,
     LISTS,
     MODE,
-    SLOT_BITS,
     SLOT_MASK,
     TAU,
     Array,
@@ -31,33 +30,36 @@ from flowkv.policy.order.compiled import (
     fold,
     inner,
     kernel,
-    put,
     reorder,
     sift_down,
-    take,
 )
 from flowkv.policy.order.leaf import LeafOrder, as_slots
+from flowkv.policy.order.shadow import (
+    AWAY,
+    HELD,
+    LEAVES,
+    NO_KEY,
+    above_of,
+    bared,
+    fresh_shades,
+    hold,
+    shadow_drop,
+)
 
 # What plain LRU would have here, exactly: a whole place of the same size, without the blocks.
 #
 # The reference that a hedge is measured against. A list of blocks by the time of their last use,
 # in which the blocks of one request lie root first, so that the oldest is always a leaf:
 # leaf-first LRU at a few nanoseconds a block. Beside it, what really lies here, so that both can
-# be compared request by request; and the lineage of each block, by which requests are sampled.
-#
-# *Lineage.* A request that goes on where an earlier one ended, or but for its last block, belongs
-# to the same conversation and inherits its lineage. One that branches off in the middle begins
-# another.
+# be compared request by request, and which block lies above which.
 
 CELL = np.dtype(
     [
         ("before", np.int32),  # neighbours in the ring of ghosts: the newer, the older
         ("after", np.int32),
         ("up", np.int32),  # the block above it, -1 for a root
-        ("next", np.int32),  # the first block that was below it, -1: none yet
         ("depth", np.int32),
-        ("line", np.int32),  # its lineage, 30 bits; -1: not known yet
-        ("birth", np.int32),  # changes whenever the number names another block
+        ("birth", np.int32),  # changes whenever the number names another block; 0: not known
         ("bond", np.int32),  # the birth of the block above it when they were linked
         ("ghost", np.int32),  # 1: LRU would hold it
         ("here", np.int32),  # 1: it is resident
@@ -65,21 +67,19 @@ CELL = np.dtype(
 )
 
 # Entries of the book: how many blocks LRU holds, how many are resident, how many fit (0: not known
-# yet); time, last block and lineage of the request at hand; numbers given; the most that remained
-# after an eviction lately, and before that; evictions. A lineage is in the sample if it has none of
-# the bits of the mask. `FOUND`: blocks of the request that LRU would have. Last comes the front of
-# the ring of ghosts, the newest.
-GHOSTS, HERE, ROOM, NOW, LAST, LINE, SERIAL, BIRTHS, PEAK, OLD_PEAK, COUNT, MASK, FOUND = range(13)
+# yet); time and last block of the request at hand; numbers given; the most that remained after an
+# eviction lately, and before that; evictions. `FOUND`: blocks of the request that LRU would have.
+# Last comes the front of the ring of ghosts, the newest.
+GHOSTS, HERE, ROOM, NOW, LAST, BIRTHS, PEAK, OLD_PEAK, COUNT, FOUND = range(10)
 BOOK_SIZE = LISTS + 1
 EPOCH = 64  # evictions after which what remained after those before them no longer counts
-SERIALS = (1 << 30) - 1
+BIRTH_MASK = (1 << 30) - 1
 
 
 def fresh_cells(n: int) -> Array:
     """Cells of blocks that nothing is known of."""
     cells = np.zeros(n, CELL)
-    for name in ("up", "next", "line"):
-        cells[name] = -1
+    cells["up"] = -1
     return cells
 
 
@@ -113,61 +113,27 @@ def lose_surplus(cells: Array, book: Array) -> None:
 
 
 @inner
-def mixed(x: int) -> int:
-    """A lineage from any number (SplitMix64's finaliser)."""
-    y = np.uint64(x) + np.uint64(0x9E3779B97F4A7C15)
-    y = (y ^ (y >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return int(y >> np.uint64(34))
-
-
-@inner
-def above_of(cells: Array, s: int) -> int:
-    """The block above another one, -1 if there is none or it is forgotten."""
-    p = cells[s].up
-    if p >= 0 and cells[p].birth == cells[s].bond:
-        return int(p)
-    return -1
-
-
-@inner
 def name(cells: Array, book: Array, s: int, above: int) -> None:
     """A block is seen for the first time, below `above` (-1: not known)."""
-    book[BIRTHS] = (book[BIRTHS] & SERIALS) + 1
+    book[BIRTHS] = (book[BIRTHS] & BIRTH_MASK) + 1
     cell = cells[s]
-    cell.birth, cell.line = book[BIRTHS], book[LINE]
-    cell.up, cell.next, cell.depth = above, -1, 0
+    cell.birth, cell.up, cell.depth = book[BIRTHS], above, 0
     if above >= 0:
         cell.bond = cells[above].birth
         cell.depth = cells[above].depth + 1
-        if cells[above].next < 0:
-            cells[above].next = s
-
-
-@inner
-def line_of(cells: Array, book: Array, slots: Array, known: int) -> int:
-    """The lineage of a request whose first `known` blocks were seen before."""
-    if known > 0:
-        s = slots[known - 1]
-        after = cells[s].next
-        if after < 0 or known == len(slots) or cells[after].next < 0:
-            return int(cells[s].line)
-    book[SERIAL] += 1
-    return int(mixed(book[SERIAL]))
 
 
 # ---- what happens
 
 
 @inner
-def arrive(cells: Array, book: Array, slots: Array, session: int, now: int) -> tuple[int, int]:
+def arrive(cells: Array, book: Array, slots: Array, now: int) -> tuple[int, int]:
     """A request uses these known blocks: how many are resident, and how many LRU would have."""
     lose_surplus(cells, book)
     n = len(slots)
     known = n
-    while known > 0 and cells[slots[known - 1]].line < 0:
+    while known > 0 and cells[slots[known - 1]].birth == 0:
         known -= 1
-    book[LINE] = mixed(session) if session >= 0 else line_of(cells, book, slots, known)
     for i in range(known, n):
         name(cells, book, slots[i], slots[i - 1] if i > 0 else -1)
     here = ghosts = 0
@@ -193,11 +159,11 @@ def ghost_insert(cells: Array, book: Array, slots: Array, parents: Array, now: i
     above = book[LAST] if book[NOW] == now else -1
     for i in range(len(slots)):
         s = slots[i]
-        if parents[i] >= 0 and parents[i] < len(cells) and cells[parents[i]].line >= 0:
+        if parents[i] >= 0 and parents[i] < len(cells) and cells[parents[i]].birth != 0:
             above = parents[i]
-        elif i == 0 and cells[s].line >= 0:
+        elif i == 0 and cells[s].birth != 0:
             above = above_of(cells, s)
-        if cells[s].line < 0:
+        if cells[s].birth == 0:
             name(cells, book, s, above if above != s else -1)
             book[LAST] = s
         if cells[s].here == 0:
@@ -246,44 +212,21 @@ def unname(cells: Array, book: Array, s: int) -> None:
         book[LAST] = -1
     if cells[s].ghost == 1:
         ghost_lose(cells, book, s)
-    p = above_of(cells, s)
-    if p >= 0 and cells[p].next == s:
-        cells[p].next = -1
-    cells[s].line = cells[s].up = cells[s].next = -1
+    cells[s].up = -1
     cells[s].birth = 0
 
 
 # Places that hold only numbers, one per candidate: what would it have hit?
 #
-# A candidate is judged by letting it decide. The shadows of the decayed counts serve a sample of
-# the conversations and hold the sampled share of what the real place holds, so that their hits
-# per block are about those that the candidate would have at full size (Waldspurger et al.,
-# SHARDS, FAST 2015); where the place is small the sample is everything. The shadow of the learned
-# order serves everybody, while another order decides: at a large place a small sample tells too
-# little about it.
+# A candidate is judged by letting it decide over as many blocks as really fit: a decayed count
+# always, the learned index while it does not decide itself. (A sample of the conversations tells
+# too little about a large place.)
 #
 # Every shadow has a heap of its leaves. A learned index changes by itself, so its shadow gives up a
 # few hundredths of its blocks at once, after a look at all its leaves.
 
-SHADE = np.dtype(
-    [
-        ("key", np.int64),  # static key; NO_KEY: never used
-        ("kids", np.int32),  # blocks below it that this shadow holds
-        ("place", np.int32),  # among the leaves; INNER: no leaf; AWAY: not held
-    ]
-)
-INNER, AWAY = -1, -2
-NO_KEY = np.iinfo(np.int64).min
 SLACK_BITS = 5  # the learned shadow's size may be off by a 32nd
-
-LEAVES, HELD = 0, 1  # columns of the counts of a shadow
-
-
-def fresh_shades(*shape: int) -> Array:
-    """Shadows that hold nothing."""
-    shades = np.zeros(shape, SHADE)
-    shades["place"], shades["key"] = AWAY, NO_KEY
-    return shades
+LEARNED_TAU = -1
 
 
 def longer(old: Array, new: Array) -> Array:
@@ -292,186 +235,77 @@ def longer(old: Array, new: Array) -> Array:
     return new
 
 
-def wider(heaps: Array, width: int) -> Array:
-    """A heap of so many entries, or several, with what was in `heaps`."""
-    made = np.zeros((*heaps.shape[:-2], width, 2), np.int64)
-    made[..., : heaps.shape[-2], :] = heaps
-    return made
-
-
-@inner
-def stand(shade: Array, leaves: Array, count: Array, cells: Array, s: int, i: int) -> None:
-    """A block takes entry `i` of the leaves, whoever had it, and goes where its key says."""
-    tie = (SLOT_MASK - min(cells[s].depth, SLOT_MASK)) << SLOT_BITS | s
-    put(leaves, shade["place"], count[LEAVES], i, (shade[s].key, tie))
-
-
-@inner
-def lift(shade: Array, leaves: Array, count: Array, cells: Array, s: int) -> None:
-    """A block stands among the leaves, according to its key."""
-    i = shade[s].place
-    if i < 0:
-        i = count[LEAVES]
-        count[LEAVES] += 1
-    stand(shade, leaves, count, cells, s, i)
-
-
-@inner
-def sink(shade: Array, leaves: Array, count: Array, s: int) -> None:
-    """A leaf is none any more."""
-    take(leaves, shade["place"], count[LEAVES], shade[s].place)
-    count[LEAVES] -= 1
-
-
-@inner
-def bared(shade: Array, cells: Array, s: int) -> int:
-    """The held block that becomes a leaf once `s` is given up, -1 for none."""
-    p = above_of(cells, s)
-    return int(p) if p >= 0 and shade[p].kids == 1 and shade[p].place != AWAY else -1
-
-
-@inner
-def shadow_drop(shade: Array, leaves: Array, count: Array, cells: Array, s: int) -> int:
-    """A block is given up; returns the one above it if that is a leaf now, else -1."""
-    p, q, i = above_of(cells, s), bared(shade, cells, s), shade[s].place
-    if q >= 0 and i >= 0:  # it takes its place
-        stand(shade, leaves, count, cells, q, i)
-    elif i >= 0:
-        sink(shade, leaves, count, s)
-    shade[s].place = AWAY
-    count[HELD] -= 1
-    if p >= 0:
-        shade[p].kids -= 1
-    if q >= 0 and i < 0:
-        lift(shade, leaves, count, cells, q)
-    return int(q)
-
-
-@inner
-def hold(shade: Array, leaves: Array, count: Array, cells: Array, s: int) -> None:
-    """A block is held from now on, and stands where its key says; those below it come first."""
-    if shade[s].place == AWAY:
-        shade[s].place = INNER
-        count[HELD] += 1
-        p = above_of(cells, s)
-        if p >= 0:
-            shade[p].kids += 1
-            if shade[p].place >= 0:
-                sink(shade, leaves, count, p)
-    if shade[s].kids == 0:
-        lift(shade, leaves, count, cells, s)
-
-
-# ---- decayed counts
-
-
-@inner
-def shadow_serve(
-    shade: Array, leaves: Array, count: Array, cells: Array, tau: int, slots: Array, now: int
-) -> int:
-    """A request uses these blocks: how many are held. Those that are resident are held next."""
-    # Blocks of one prefix mostly share their history, hence their key: compute it once.
-    old, new, hits = np.int64(NO_KEY), np.int64(now), 0
-    for i in range(len(slots) - 1, -1, -1):  # so that what is no leaf in the end never was
-        s = slots[i]
-        if shade[s].key != old:
-            old = shade[s].key
-            new = aged(old, now, tau) if old != NO_KEY else np.int64(now)
-        shade[s].key = new
-        if shade[s].place != AWAY:
-            hits += 1
-            hold(shade, leaves, count, cells, s)
-        elif cells[s].here == 1:
-            hold(shade, leaves, count, cells, s)
-    return hits
-
-
-@inner
-def shadow_keep(
-    shade: Array, leaves: Array, count: Array, cells: Array, slots: Array, now: int
-) -> None:
-    """These blocks became resident."""
-    for i in range(len(slots) - 1, -1, -1):
-        s = slots[i]
-        if shade[s].place == AWAY:
-            if shade[s].key == NO_KEY:
-                shade[s].key = now
-            hold(shade, leaves, count, cells, s)
-
-
-@inner
-def shadow_trim(shade: Array, leaves: Array, count: Array, cells: Array, capacity: int) -> None:
-    """Gives up what is too much."""
-    while count[HELD] > capacity:
-        shadow_drop(shade, leaves, count, cells, leaves[0, 1] & SLOT_MASK)
-
-
-@inner
-def thin(shade: Array, leaves: Array, count: Array, cells: Array, mask: int) -> None:
-    """Gives up the ends of chains that are not in the sample."""
-    for first in range(len(cells)):
-        s = first
-        while s >= 0 and shade[s].place >= 0 and cells[s].line & mask != 0:
-            s = shadow_drop(shade, leaves, count, cells, s)
-
-
-# ---- the learned order
+# ---- what happens to a shadow; `tau` is the half-life of its counts, or `LEARNED_TAU`
 
 
 @inner
 def appraise(shade: Array, mind: tuple[Array, ...], s: int, now: int) -> None:
-    """Writes the key of a block as of now."""
+    """Writes the learned key of a block as of now."""
     shade[s].key = key_of(worth_of(mind, s, now))
 
 
 @inner
-def serve_learned(
-    shade: Array,
-    leaves: Array,
-    count: Array,
+def serve(
+    shadow: tuple[Array, ...],
     cells: Array,
     mind: tuple[Array, ...],
+    tau: int,
     slots: Array,
     now: int,
+    asked: bool,
 ) -> int:
-    """As `serve`; also for blocks that became resident."""
-    hits = 0
-    for i in range(len(slots) - 1, -1, -1):
+    """A request uses these blocks, if `asked`, or they became resident: how many are held.
+
+    Those that are resident are held next.
+    """
+    shade, leaves, count = shadow
+    # Blocks of one prefix mostly share their history, hence their key: compute it once.
+    old, new, hits = np.int64(NO_KEY), np.int64(now), 0
+    for i in range(len(slots) - 1, -1, -1):  # so that what is no leaf in the end never was
         s = slots[i]
         held = shade[s].place != AWAY
+        stays = held or cells[s].here == 1
         hits += held
-        if held or cells[s].here == 1:
-            if shade[s].kids == 0:
+        if tau == LEARNED_TAU:
+            if stays and shade[s].kids == 0:
                 appraise(shade, mind, s, now)
+        elif asked or shade[s].key == NO_KEY:
+            if shade[s].key != old:
+                old = shade[s].key
+                new = aged(old, now, tau) if old != NO_KEY else np.int64(now)
+            shade[s].key = new
+        if stays:
             hold(shade, leaves, count, cells, s)
     return hits
 
 
 @inner
-def trim_learned(
-    shade: Array,
-    leaves: Array,
-    count: Array,
+def trim(
+    shadow: tuple[Array, ...],
     cells: Array,
     mind: tuple[Array, ...],
+    tau: int,
     capacity: int,
     now: int,
 ) -> None:
-    """Gives up what is too much, if that is worth a look at all leaves."""
-    slack = capacity >> SLACK_BITS
+    """Gives up what is too much; by a learned index, once that is worth a look at all leaves."""
+    shade, leaves, count = shadow
+    learned = tau == LEARNED_TAU
+    slack = capacity >> SLACK_BITS if learned else 0
     if count[HELD] <= capacity + slack:
         return
-    n = count[LEAVES]
-    for i in range(n):
-        s = leaves[i, 1] & SLOT_MASK
-        appraise(shade, mind, s, now)
-        leaves[i, 0] = shade[s].key
-    for i in range(n // 2 - 1, -1, -1):
-        sift_down(leaves, shade["place"], n, i)
+    if learned:
+        n = count[LEAVES]
+        for i in range(n):
+            s = leaves[i, 1] & SLOT_MASK
+            appraise(shade, mind, s, now)
+            leaves[i, 0] = shade[s].key
+        for i in range(n // 2 - 1, -1, -1):
+            sift_down(leaves, shade["place"], n, i)
     while count[HELD] > capacity - slack:
         s = leaves[0, 1] & SLOT_MASK
         p = bared(shade, cells, s)
-        if p >= 0:
+        if learned and p >= 0:
             appraise(shade, mind, p, now)  # first, so that it moves once
         shadow_drop(shade, leaves, count, cells, s)
 
@@ -493,7 +327,7 @@ TIME, BLOCKS, SURPLUS, LATELY, SQUARES, FAILED, ENTRY, ROWS = range(8)
 WEIGHT, GAIN, SPREAD = range(3)
 
 HALF_LIFE_S = 1800.0
-SURE, SURE_SAMPLED, SURE_IN_DEBT, SURE_IN_PLACE = 1.0, 2.0, 3.0, 2.0
+SURE, SURE_COUNTED, SURE_IN_DEBT, SURE_IN_PLACE = 1.0, 2.0, 3.0, 2.0
 DOUBT = 24.0  # blocks: as if one request had already gone the other way
 STAKE, SHARE = 40.0, 0.0004  # of a try: blocks, and of all blocks so far
 DEBT, DEBT_SHARE = 24.0, 0.0005  # with which a try may begin
@@ -548,7 +382,7 @@ def surely_best(sums: Array, rows: int) -> int:
     best, most = 0, 0.0
     for a in range(1, rows):
         rate, variance = rate_of(sums, a)
-        least = rate - (SURE if a == rows - 1 else SURE_SAMPLED) * np.sqrt(variance)
+        least = rate - (SURE if a == rows - 1 else SURE_COUNTED) * np.sqrt(variance)
         if least > most:
             best, most = a, least
     return best
@@ -594,160 +428,125 @@ def turn(sums: Array, chosen: int) -> None:
 
 # One compiled function per thing that a hedge does beside the order that decides.
 #
-# Arguments: `watch` is what is kept about the place itself: cells, book (`flowkv.policy.hedge`)
-# and sums (`flowkv.policy.hedge`). `shadows` = shades, heaps and counts of some rows.
-# `learned` = shade, leaves and count of the learned order's shadow. For `mind` and `order` see
+# Arguments: `watch` is what is kept about the place itself: cells, book and sums. `shadows` =
+# shades, heaps and counts of the rows beside LRU. For `mind` and `order` see
 # `flowkv.policy.hazard.compiled`.
 
 LEARNED, ASIDE = 0, 2
 """Modes of the order: by the learned index; by a static key, while the index only learns."""
 
-SAMPLED = 1 << 8
+
+@inner
+def show(
+    watch: tuple[Array, ...],
+    shadows: tuple[Array, ...],
+    mind: tuple[Array, ...],
+    taus: Array,
+    slots: Array,
+    now: int,
+    active: int,
+    asked: bool,
+) -> None:
+    """All shadows see a request, if `asked`, or what became resident; not that which decides.
+
+    Their surplus goes when the next request comes.
+    """
+    cells, book, sums = watch
+    shades, heaps, counts = shadows
+    for k in range(len(taus)):
+        if taus[k] == LEARNED_TAU and active == k + 1:
+            continue
+        shadow = shades[k], heaps[k], counts[k]
+        if asked and book[ROOM] > 0:
+            trim(shadow, cells, mind, taus[k], book[ROOM], now)
+        hits = serve(shadow, cells, mind, taus[k], slots, now, asked)
+        if asked:
+            credit(sums, k + 1, len(slots), hits - book[FOUND])
 
 
 @kernel
-def access(watch: tuple[Array, ...], slots: Array, session: int, now: int, active: int) -> int:
-    """A request uses these known blocks.
+def access(
+    watch: tuple[Array, ...],
+    shadows: tuple[Array, ...],
+    mind: tuple[Array, ...],
+    taus: Array,
+    slots: Array,
+    now: int,
+    active: int,
+    proved: bool,
+) -> int:
+    """A request uses these known blocks. `proved`: a model that was brought need not wait.
 
     Returns:
-        The row that is to decide from now on, `SAMPLED` added if the request is in the sample; -1
-        if a slot has no cell, and nothing was done.
+        The row that is to decide from now on; if that is another one, `seen` has to follow. -1 if a
+        slot has no cell, and nothing was done.
     """
     cells, book, sums = watch
     for s in slots:
         if s < 0 or s >= len(cells):
             return -1
     rows = (len(sums) - ROWS) // 3
-    here, book[FOUND] = arrive(cells, book, slots, session, now)
+    here, book[FOUND] = arrive(cells, book, slots, now)
     more = here - book[FOUND]
     witness(sums, now, len(slots), more)
     if active == rows - 1:
         credit(sums, active, len(slots), more)
     chosen = decide(sums, rows, active)
+    if proved and active == 0 and chosen == 0 and sums[FAILED] == 0.0:
+        chosen = rows - 1
     if chosen != active:
         turn(sums, chosen)
-    return int(chosen) + (SAMPLED if book[LINE] & book[MASK] == 0 else 0)
-
-
-@inner
-def crowded(counts: Array, width: int, n: int) -> bool:
-    """Whether a heap might be too narrow for `n` leaves more."""
-    most = 0
-    for k in range(len(counts)):
-        most = max(most, counts[k, LEAVES])
-    return bool(most + n > width)
+    else:
+        show(watch, shadows, mind, taus, slots, now, active, True)
+    return int(chosen)
 
 
 @kernel
-def serve(
-    watch: tuple[Array, ...], shadows: tuple[Array, ...], taus: Array, slots: Array, now: int
-) -> bool:
-    """A sampled request uses these blocks. False if the heaps are too narrow; nothing was done."""
-    cells, _book, sums = watch
-    shades, heaps, counts = shadows
-    if crowded(counts, heaps.shape[1], len(slots)):
-        return False
-    lru = shadow_serve(shades[0], heaps[0], counts[0], cells, taus[0], slots, now)
-    for k in range(1, len(taus)):
-        hits = shadow_serve(shades[k], heaps[k], counts[k], cells, taus[k], slots, now)
-        credit(sums, k, len(slots), hits - lru)
-    return True
-
-
-@kernel
-def keep(cells: Array, shadows: tuple[Array, ...], slots: Array, now: int) -> bool:
-    """A sampled request's blocks became resident. As `serve`."""
-    shades, heaps, counts = shadows
-    if crowded(counts, heaps.shape[1], len(slots)):
-        return False
-    for k in range(len(shades)):
-        shadow_keep(shades[k], heaps[k], counts[k], cells, slots, now)
-    return True
+def seen(
+    watch: tuple[Array, ...],
+    shadows: tuple[Array, ...],
+    mind: tuple[Array, ...],
+    taus: Array,
+    slots: Array,
+    now: int,
+    active: int,
+) -> None:
+    """What the shadows have to see of a request after another row took over."""
+    show(watch, shadows, mind, taus, slots, now, active, True)
 
 
 @kernel
 def come(
-    watch: tuple[Array, ...], shadows: tuple[Array, ...], slots: Array, parents: Array, now: int
-) -> int:
-    """Blocks became resident; they have cells.
-
-    Returns:
-        0 if they are not in the sample, 1 if the sampled shadows hold them now, -1 if `keep` has
-        still to see to that, with wider heaps.
-    """
+    watch: tuple[Array, ...],
+    shadows: tuple[Array, ...],
+    mind: tuple[Array, ...],
+    taus: Array,
+    slots: Array,
+    parents: Array,
+    now: int,
+    active: int,
+) -> None:
+    """Blocks became resident; they have cells."""
     cells, book, _sums = watch
     ghost_insert(cells, book, slots, parents, now)
-    if book[LINE] & book[MASK] != 0:
-        return 0
-    return 1 if keep(cells, shadows, slots, now) else -1
+    show(watch, shadows, mind, taus, slots, now, active, False)
 
 
 @kernel
-def go(
-    watch: tuple[Array, ...],
-    shadows: tuple[Array, ...],
-    slots: Array,
-    sample: int,
-    grown: bool,
-) -> None:
-    """Blocks were given up here; so do the sampled shadows, where they have `grown`."""
+def go(watch: tuple[Array, ...], slots: Array) -> None:
+    """Blocks were given up here."""
     cells, book, _sums = watch
     ghost_remove(cells, book, slots, False)
     measure(book)
-    if grown:
-        trim(watch, shadows, sample)
-
-
-@inner
-def trim(watch: tuple[Array, ...], shadows: tuple[Array, ...], sample: int) -> None:
-    """The sampled shadows give up what is too much; the sample shrinks as the place grows."""
-    cells, book, _sums = watch
-    shades, heaps, counts = shadows
-    while book[ROOM] // (book[MASK] + 1) > sample:
-        book[MASK] = 2 * book[MASK] + 1
-        for k in range(len(shades)):
-            thin(shades[k], heaps[k], counts[k], cells, book[MASK])
-    capacity = max(book[ROOM] // (book[MASK] + 1), 1)
-    for k in range(len(shades)):
-        shadow_trim(shades[k], heaps[k], counts[k], cells, capacity)
 
 
 @kernel
-def learn(
-    watch: tuple[Array, ...],
-    learned: tuple[Array, ...],
-    mind: tuple[Array, ...],
-    slots: Array,
-    now: int,
-    asked: bool,
-) -> bool:
-    """The learned order's shadow sees a request, if `asked`, or what became resident. As `serve`.
+def lose(watch: tuple[Array, ...], shadows: tuple[Array, ...], slots: Array, forget: bool) -> None:
+    """Blocks left, for another reason than that they were too many: LRU has lost them too.
 
-    Its surplus goes when the next request comes.
+    `forget`: their numbers name nothing any more.
     """
-    cells, book, sums = watch
-    shade, leaves, count = learned
-    if count[LEAVES] + len(slots) > len(leaves):
-        return False
-    if asked and book[ROOM] > 0:
-        trim_learned(shade, leaves, count, cells, mind, book[ROOM], now)
-    hits = serve_learned(shade, leaves, count, cells, mind, slots, now)
-    if asked:
-        row = (len(sums) - ROWS) // 3 - 1
-        credit(sums, row, len(slots), hits - book[FOUND])
-    return True
-
-
-@kernel
-def lose(watch: tuple[Array, ...], slots: Array) -> None:
-    """Blocks left, for another reason than that they were too many: LRU has lost them too."""
     cells, book, _sums = watch
-    ghost_remove(cells, book, slots, True)
-
-
-@kernel
-def drop(cells: Array, shadows: tuple[Array, ...], slots: Array, forget: bool) -> None:
-    """Shadows lose what left like that; `forget`: and what they know of it."""
     shades, heaps, counts = shadows
     for s in slots:
         if 0 <= s < len(cells):
@@ -756,12 +555,9 @@ def drop(cells: Array, shadows: tuple[Array, ...], slots: Array, forget: bool) -
                     shadow_drop(shades[k], heaps[k], counts[k], cells, s)
                 if forget:
                     shades[k, s].key, shades[k, s].kids = NO_KEY, 0
-
-
-@kernel
-def forget(watch: tuple[Array, ...], slots: Array) -> None:
-    """These numbers name nothing any more."""
-    cells, book, _sums = watch
+    if not forget:
+        ghost_remove(cells, book, slots, True)
+        return
     for s in slots:
         if 0 <= s < len(cells):
             unname(cells, book, s)
@@ -786,26 +582,21 @@ def follow_learned(order: tuple[Array, ...], mind: tuple[Array, ...]) -> None:
 
 
 @kernel
-def follow_counts(order: tuple[Array, ...], shade: Array, tau: int, known: bool) -> None:
-    """Decayed counts decide from now on; those of a shadow that serves everybody are `known`.
-
-    Else every block begins with a count of 1, from its last use on.
-    """
+def follow_counts(order: tuple[Array, ...], shade: Array, tau: int) -> None:
+    """Decayed counts decide from now on, as their shadow knows them."""
     nodes, terms, heaps, state = order
     state[MODE], state[TAU] = ASIDE, tau
     fold(state, DIGEST, ASIDE + tau)
     for s in range(len(nodes)):
         if nodes[s].marks & KNOWN:
-            nodes[s].key = nodes[s].last
-            if known and shade[s].key != NO_KEY:
-                nodes[s].key = max(shade[s].key, nodes[s].last)
+            nodes[s].key = max(shade[s].key, nodes[s].last)
             reorder(nodes, terms, heaps, state, s)
 
 
 @kernel
-def copy_place(cells: Array, learned: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> None:
-    """The learned order's shadow begins with what is really here. Its heap is wide enough."""
-    shade, leaves, count = learned
+def copy_place(cells: Array, shadows: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> None:
+    """The learned order's shadow, the last one, begins with what is really here."""
+    shade, leaves, count = shadows[0][-1], shadows[1][-1], shadows[2][-1]
     count[LEAVES] = count[HELD] = 0
     for s in range(len(cells)):
         shade[s].place, shade[s].kids = AWAY, 0
@@ -817,26 +608,23 @@ def copy_place(cells: Array, learned: tuple[Array, ...], mind: tuple[Array, ...]
 
 # The default: several rules watch the same traffic, and the one that would hit most decides.
 
-FIRST_LEAVES = 1024
-
 
 class Hedge(HazardIndex):
     """LRU until something else is surely better here, and again as soon as it is not.
 
-    Candidates: LRU; decayed counts (`LfuTtl`) with half-lives of 30 s, 2 and 10 minutes; and the
-    learned index (`HazardIndex`), which learns whoever decides. Each has a *shadow*, a place that
-    holds only numbers, and is judged by what that hits (`flowkv.policy.hedge`). LRU's own is
-    of full size, always: so how many hits more than LRU there really were is known exactly
-    (`flowkv.policy.hedge`), and a rule that disappoints is dismissed before the damage passes
-    a small share of all blocks (`flowkv.policy.hedge`). A model that was brought
-    (`load_model`) and predicts well here spares the learned order the wait for such evidence.
+    Candidates: LRU; a decayed count (`LfuTtl`) with a half-life of 2 minutes; and the learned index
+    (`HazardIndex`), which learns whoever decides. Each has a *shadow*, a place as large that holds
+    only numbers, and is judged by what that hits. So how many hits more than LRU there really were
+    is known exactly, and a rule that disappoints is dismissed before it has cost more than a
+    small share of all blocks. A model that was brought (`load_model`) and predicts well here spares
+    the learned order the wait for such evidence.
 
     One order holds the blocks, whoever decides; another rule sorts the same leaves by another key.
     So pins, leases, ranks, tenants and queued requests go on as they were. Hints of a time are
     obeyed by every rule, the learned one making most of them. Chains are offered to a prefetch
     while the learned index decides, and not otherwise.
 
-    Memory: as `HazardIndex` and about 130 bytes per slot.
+    Memory: as `HazardIndex` and about 100 bytes per slot.
 
     Args:
         **options: Fields of `HedgeConfig`.
@@ -849,25 +637,15 @@ class Hedge(HazardIndex):
 
     def __init__(self, **options: object) -> None:
         config = configure(HedgeConfig, self.name, options)
-        taus = np.array([0, *(round(tau_s * 1e9) for tau_s in config.taus_s)], np.int64)
+        taus = [*(round(tau_s * 1e9) for tau_s in config.taus_s), LEARNED_TAU]
         rows = len(taus)
-        self._watch = (
-            fresh_cells(0),
-            fresh_book(),
-            fresh_sums(rows + 1),
-        )
-        self._sampled: tuple[NDArray[Any], ...] = (
+        self._watch = (fresh_cells(0), fresh_book(), fresh_sums(rows + 1))
+        self._shadows: tuple[NDArray[Any], ...] = (
             fresh_shades(rows, 0),
-            np.zeros((rows, FIRST_LEAVES, 2), np.int64),
+            np.zeros((rows, 0, 2), np.int64),
             np.zeros((rows, 2), np.int64),
         )
-        self._learned: tuple[NDArray[Any], ...] = (
-            fresh_shades(0),
-            np.zeros((FIRST_LEAVES, 2), np.int64),
-            np.zeros(2, np.int64),
-        )
-        self._taus, self._active, self._grown = taus, 0, False
-        self._sample = config.sample
+        self._taus, self._active = np.array(taus, np.int64), 0
         super().__init__(**{f: getattr(config, f) for f in ("lease_s", "max_age_s", "leases")})
         self.config = config
         self._state[MODE], self._state[TAU] = ASIDE, 0
@@ -878,52 +656,33 @@ class Hedge(HazardIndex):
         """See `LeafOrder.insert`."""
         slots, parents = as_slots(slots), as_slots(parents)
         super().insert(now_ns, slots, parents, **said)
-        now = self._state[CLOCK]
-        kept = come(self._watch, self._sampled, slots, parents, now)
-        if kept != 0:
-            self._grown = True
-        while kept < 0:
-            self._widen_sampled()
-            kept = 0 if keep(self._watch[0], self._sampled, slots, now) else -1
-        if self._active != len(self._taus):
-            self._learn(slots, False)
+        come(*self._all, slots, parents, self._state[CLOCK], self._active)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
         """See `Policy.access`. Known blocks that are not resident teach as well."""
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
-        now = self._state[CLOCK]
-        said = (visit.session, now, self._active)
-        answer = access(self._watch, slots, *said)
-        if answer < 0:
+        models = self._mind[4]
+        said = self._state[CLOCK], self._active, len(models) > 1 and speaker(models) == 1
+        chosen = access(*self._all, slots, *said)
+        if chosen < 0:
             slots = slots[(slots >= 0) & (slots < len(self._watch[0]))]
-            answer = access(self._watch, slots, *said)
-        chosen = answer % SAMPLED
-        if chosen == 0 and len(self._mind[4]) > 1 and self._proved():
-            chosen = len(self._taus)
-            turn(self._watch[2], chosen)
+            chosen = access(*self._all, slots, *said)
         if chosen != self._active:
             self._turn(chosen)
-        if chosen != len(self._taus):
-            self._learn(slots, True)
-        if answer >= SAMPLED:
-            while not serve(self._watch, self._sampled, self._taus, slots, now):
-                self._widen_sampled()
-            self._grown = True
+            seen(*self._all, slots, self._state[CLOCK], chosen)
 
     def remove(self, slots: Slots) -> None:
         """See `LeafOrder.remove`."""
         slots = as_slots(slots)
         super().remove(slots)
-        self._drop(slots, False)
-        lose(self._watch, slots)
+        lose(self._watch, self._shadows, slots, False)
 
     def forget(self, slots: Slots) -> None:
         """See `Policy.forget`."""
         slots = as_slots(slots)
         super().forget(slots)
-        self._drop(slots, True)
-        forget(self._watch, slots)
+        lose(self._watch, self._shadows, slots, True)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
         """See `Policy.hint`. The learned index hears of it whoever decides."""
@@ -937,7 +696,7 @@ class Hedge(HazardIndex):
         """See `LeafOrder.evict`."""
         victims = super().evict(now_ns, n, protected)
         if victims is not None and len(victims):
-            self._give_up(victims)
+            go(self._watch, victims)
         return victims
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
@@ -946,7 +705,7 @@ class Hedge(HazardIndex):
             return Policy.displace(self, now_ns, n, rate, protected)
         victims = super().displace(now_ns, n, rate, protected)
         if len(victims):
-            self._give_up(victims)
+            go(self._watch, victims)
         return victims
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
@@ -955,19 +714,18 @@ class Hedge(HazardIndex):
             return NO_SLOTS.copy(), np.empty(0)
         return super().wanted(now_ns, n)
 
-    def priority(self, slot: int) -> float:
+    def _worth(self, slot: int) -> float:
         """As the order that decides: an index in 1/s, or a static key in nanoseconds."""
         if self._active != len(self._taus):
-            return LeafOrder.priority(self, slot)
-        return super().priority(slot)
+            return LeafOrder._worth(self, slot)
+        return super()._worth(slot)
 
     @property
     def chosen(self) -> str:
         """The rule that decides at present: "lru", "lfu-ttl 30 s", "hazard"."""
         if self._active == len(self._taus):
             return "hazard"
-        tau_s = self._taus[self._active] / 1e9
-        return f"lfu-ttl {tau_s:g} s" if self._active else "lru"
+        return f"lfu-ttl {self._taus[self._active - 1] / 1e9:g} s" if self._active else "lru"
 
     @property
     def surplus(self) -> int:
@@ -976,57 +734,30 @@ class Hedge(HazardIndex):
 
     # ---- parts
 
-    def _proved(self) -> bool:
-        """Whether a model that was brought predicts well here, and no rule has failed yet."""
-        return speaker(self._mind[4]) == 1 and self._watch[2][FAILED] == 0.0
+    @property
+    def _all(self) -> tuple[Any, ...]:
+        """What compiled calls about the shadows work on."""
+        return self._watch, self._shadows, self._mind, self._taus
 
     def _turn(self, chosen: int) -> None:
         """Another row decides from now on."""
         learned = len(self._taus)
         if self._active == learned:
-            if len(self._learned[1]) < len(self._watch[0]):
-                self._widen_learned(len(self._watch[0]))
-            now = self._state[CLOCK]
-            copy_place(self._watch[0], self._learned, self._mind, now)
+            copy_place(self._watch[0], self._shadows, self._mind, self._state[CLOCK])
         self._active = chosen
         if chosen == learned:
             follow_learned(self._order, self._mind)
         else:
-            everybody = self._watch[1][MASK] == 0
-            shade, tau = self._sampled[0][chosen], self._taus[chosen]
-            follow_counts(self._order, shade, tau, everybody)
-
-    def _give_up(self, victims: Slots) -> None:
-        """Notes victims; shadows follow, where anything was added to them."""
-        go(self._watch, self._sampled, victims, self._sample, self._grown)
-        self._grown = False
-
-    def _learn(self, slots: Slots, asked: bool) -> None:
-        """Shows these blocks to the learned order's shadow."""
-        said = (slots, self._state[CLOCK], asked)
-        while not learn(self._watch, self._learned, self._mind, *said):
-            self._widen_learned(2 * len(self._learned[1]) + len(slots))
-
-    def _drop(self, slots: Slots, forget: bool) -> None:
-        """Takes blocks out of all shadows."""
-        cells = self._watch[0]
-        drop(cells, self._sampled, slots, forget)
-        shade, leaves, count = self._learned
-        drop(cells, (shade[None], leaves[None], count[None]), slots, forget)
-
-    def _widen_learned(self, width: int) -> None:
-        shade, leaves, count = self._learned
-        self._learned = shade, wider(leaves, width), count
-
-    def _widen_sampled(self) -> None:
-        shades, heaps, counts = self._sampled
-        self._sampled = shades, wider(heaps, 2 * heaps.shape[1]), counts
+            # A shadow that knows nothing: LRU goes by the last uses.
+            shade = self._shadows[0][chosen - 1] if chosen else fresh_shades(len(self._watch[0]))
+            follow_counts(self._order, shade, self._taus[chosen - 1] if chosen else 0)
 
     def _grow(self, room: int) -> None:
         super()._grow(room)
         new = len(self._arrays[0])
         cells, book, sums = self._watch
+        shades, heaps, counts = self._shadows
         self._watch = longer(cells, fresh_cells(new)), book, sums
-        shades, shade = self._sampled[0], self._learned[0]
-        self._sampled = longer(shades, fresh_shades(len(shades), new)), *self._sampled[1:]
-        self._learned = longer(shade, fresh_shades(new)), *self._learned[1:]
+        wider, used = np.zeros((len(heaps), new, 2), np.int64), int(counts[:, LEAVES].max())
+        wider[:, :used] = heaps[:, :used]
+        self._shadows = longer(shades, fresh_shades(len(shades), new)), wider, counts

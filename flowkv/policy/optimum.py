@@ -18,18 +18,9 @@ from numpy.typing import NDArray
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, Slots, Visit
 from flowkv.policy.config import LeaseConfig, configure
-from flowkv.policy.order.compiled import (
-    SLOT_BITS,
-    SLOT_LIMIT,
-    SLOT_MASK,
-    Array,
-    assign,
-    inner,
-    kernel,
-    put,
-    take,
-)
+from flowkv.policy.order.compiled import SLOT_LIMIT, SLOT_MASK, Array, assign, kernel
 from flowkv.policy.order.leaf import LeafOrder, as_slots
+from flowkv.policy.order.shadow import AWAY, HELD, fresh_shades, hold, shadow_drop
 
 NOT_AGAIN = 1 << 40
 """As the next use: there is none."""
@@ -45,79 +36,34 @@ def fill_next_uses(offsets: Array, blocks: Array, following: Array, uses: Array)
             following[blocks[j]] = r
 
 
-@inner
-def rank(tree: Array, state: Array, heap: Array, b: int) -> None:
-    """Puts a leaf where it belongs among the leaves."""
-    i = tree[b].place
-    if i < 0:
-        i = state[0]
-        state[0] += 1
-    tie = (SLOT_MASK - tree[b].depth) << SLOT_BITS | b
-    put(heap, tree["place"], state[0], i, (-tree[b].due, tie))
-
-
-@inner
-def unrank(tree: Array, state: Array, heap: Array, b: int) -> None:
-    """A block is no leaf any more."""
-    if tree[b].place >= 0:
-        take(heap, tree["place"], state[0], tree[b].place)
-        state[0] -= 1
-
-
 @kernel
 def replay(
     offsets: Array,
     blocks: Array,
     uses: Array,
-    tree: Array,
-    heap: Array,
-    state: Array,
+    cells: Array,
+    shadow: tuple[Array, ...],
     capacity: int,
     hits: Array,
 ) -> None:
-    """Fills `hits` with the leading resident blocks; `state` = leaves, resident blocks."""
+    """Fills `hits` with the leading resident blocks of each request."""
+    shade, leaves, count = shadow
     for r in range(len(offsets) - 1):
         first, end = offsets[r], offsets[r + 1]
         run = first
-        while run < end and tree[blocks[run]].here:
+        while run < end and shade[blocks[run]].place != AWAY:
             run += 1
         hits[r] = run - first
         for j in range(end - 1, first - 1, -1):  # so that what is no leaf in the end never was
             b = blocks[j]
-            tree[b].due = uses[j]
-            tree[b].depth = j - first
-            p = tree[b].parent
-            if not tree[b].here:
-                tree[b].here = 1
-                state[1] += 1
-                if p >= 0:
-                    tree[p].kids += 1
-                    unrank(tree, state, heap, p)
-            if tree[b].kids == 0:
-                rank(tree, state, heap, b)
-        while state[1] > capacity:
-            b = heap[0, 1] & SLOT_MASK
-            p = tree[b].parent
-            unrank(tree, state, heap, b)
-            tree[b].here = 0
-            state[1] -= 1
-            if p >= 0:
-                tree[p].kids -= 1
-                if tree[p].kids == 0:
-                    rank(tree, state, heap, p)
+            cells[b].depth = j - first
+            shade[b].key = -uses[j]
+            hold(shade, leaves, count, cells, b)
+        while count[HELD] > capacity:
+            shadow_drop(shade, leaves, count, cells, leaves[0, 1] & SLOT_MASK)
 
 
-TREE = np.dtype(
-    [
-        ("due", np.int64),  # the request that uses it next
-        ("parent", np.int32),
-        ("depth", np.int32),
-        ("kids", np.int32),  # resident children
-        ("place", np.int32),  # among the leaves, -1 for none
-        ("here", np.int32),
-        ("spare", np.int32),
-    ]
-)
+CELL = np.dtype([("up", np.int32), ("depth", np.int32), ("birth", np.int32), ("bond", np.int32)])
 
 
 def next_uses(
@@ -174,11 +120,11 @@ def belady(
             f"{len(uses)} uses of {len(blocks)} blocks, or a parent that is no block",
             "Pass what next_uses() gave, and parents that are blocks or -1",
         )
-    tree = np.zeros(len(parents), TREE)
-    tree["parent"], tree["place"] = parents, -1
-    hits = np.zeros(max(len(offsets) - 1, 0), np.int64)
-    heap = np.zeros((len(parents) + 1, 2), np.int64)
-    replay(offsets, blocks, uses, tree, heap, np.zeros(2, np.int64), capacity, hits)
+    cells, hits = np.zeros(len(parents), CELL), np.zeros(max(len(offsets) - 1, 0), np.int64)
+    cells["up"] = parents
+    leaves, count = np.zeros((len(parents) + 1, 2), np.int64), np.zeros(2, np.int64)
+    shadow = fresh_shades(len(parents)), leaves, count
+    replay(offsets, blocks, uses, cells, shadow, capacity, hits)
     return hits
 
 

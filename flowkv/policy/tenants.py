@@ -304,34 +304,18 @@ class Tenants(Policy):
         """See `Policy.evict`. None also where more would touch somebody's reserve."""
         if n < 0:
             raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
-        now_ns = self._clock(now_ns)
+        self._clock(now_ns)
         guarded = {int(s) for s in protected}
         can = self._evictable(guarded)
         if n > sum(can.values()):
             return None
-        victims: list[int] = []
-        while len(victims) < n:
-            tenant = self._poorest(can, guarded)
-            took = self._take(tenant, 1 if len(can) > 1 else n - len(victims), guarded)
-            victims += took
-            can[tenant] -= len(took)
-            if can[tenant] <= 0:
-                del can[tenant]
-        return self._answer(victims)
+        return self._answer(self._gather(can, n, guarded, math.nan))
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """See `Policy.displace`. Down to the reserves, as `evict`; and what is above a limit."""
-        now_ns = self._clock(now_ns)
+        self._clock(now_ns)
         guarded = {int(s) for s in protected}
-        can = self._evictable(guarded)
-        victims: list[int] = []
-        while len(victims) < n and can:
-            tenant = self._poorest(can, guarded)
-            took = self._take(tenant, 1, guarded, rate)
-            victims += took
-            can[tenant] -= len(took)
-            if not took or can[tenant] <= 0:
-                del can[tenant]
+        victims = self._gather(self._evictable(guarded), n, guarded, rate)
         return self._answer(victims) if victims else NO_SLOTS.copy()
 
     def shed(self, now_ns: int, protected: Collection[int] = ()) -> Slots:
@@ -410,6 +394,19 @@ class Tenants(Policy):
             if free > 0:
                 can[tenant] = free
         return can
+
+    def _gather(self, can: dict[int, int], n: int, guarded: set[int], rate: float) -> list[int]:
+        """Up to `n` victims, whose turn it is one by one; see `_take`."""
+        victims: list[int] = []
+        while len(victims) < n and can:
+            tenant = self._poorest(can, guarded)
+            alone = len(can) == 1 and math.isnan(rate)
+            took = self._take(tenant, n - len(victims) if alone else 1, guarded, rate)
+            victims += took
+            can[tenant] -= len(took)
+            if not took or can[tenant] <= 0:
+                del can[tenant]
+        return victims
 
     def _poorest(self, can: Collection[int], guarded: set[int]) -> int:
         """Whose turn it is to lose a block, of these tenants."""

@@ -45,7 +45,6 @@ from flowkv.residency.blocks import (
     fastest,
     find,
     ghost_insert,
-    land,
     parent_of,
     put,
     rehash,
@@ -95,13 +94,8 @@ class Terms(NamedTuple):
     tenant: int = 0
 
 
-def overrides(policy: Policy, method: str) -> bool:
-    """Whether a policy does more than `Policy` in a method."""
-    return getattr(type(policy), method) is not getattr(Policy, method)
-
-
 class Shelf:
-    """A place as its ledger sees it. Attributes that are None are calls without effect.
+    """A place as its ledger sees it.
 
     Args:
         place: The policy and its room.
@@ -119,12 +113,9 @@ class Shelf:
         self.number = number
         self.used_at = USED + number
         self.resize(place.capacity_bytes)
-        self.access, self.insert, self.evict = policy.access, policy.insert, policy.evict
-        self.expired = policy.expired if overrides(policy, "expired") else None
-        self.complete = policy.complete if overrides(policy, "complete") else None
-        self.admit = policy.admit if overrides(policy, "admit") else None
         self.shed = policy.shed if isinstance(policy, Tenants) else None
-        self.pins = overrides(policy, "pin") and overrides(policy, "unpin")
+        kind = type(policy)
+        self.pins = kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
 
     def resize(self, capacity_bytes: int) -> None:
         """Another room; the ledger sees to it that it is kept to."""
@@ -143,7 +134,7 @@ class Shelf:
     def victims(self, now_ns: int, n: int, protected: Collection[int]) -> Slots:
         """Up to `n` victims: fewer, or none, where the policy has no more to give."""
         while n > 0:
-            got = self.evict(now_ns, n, protected)
+            got = self.policy.evict(now_ns, n, protected)
             if got is not None:
                 if len(got) != n:
                     raise StateError(
@@ -311,23 +302,6 @@ def follow(
 
 
 @kernel
-def follow_and_land(
-    blocks: Array,
-    buckets: Array,
-    mix: Array,
-    state: Array,
-    ids: Array,
-    where: tuple[int, bool, int],
-    rows: Array,
-    sources: Array,
-) -> tuple[int, int]:
-    """`follow`, and `land` in the first place with `where[2]` bytes; returns both."""
-    chain, terms = rows[0, : len(ids)], (0, where[2], 0)
-    hits = follow(blocks, buckets, mix, state, ids, where[:2], chain, sources)
-    return hits, land(blocks, state, chain, terms, rows[1:])
-
-
-@kernel
 def climb(blocks: Array, s: int, out: Array) -> int:
     """Writes a block and its ancestors, leaf to root, as many as `out` takes; returns how many."""
     n = 0
@@ -431,18 +405,12 @@ class Ledger:
         said = (k, terms.n_bytes, int(flying))
         n = int(at.land(self._blocks, self._state, slots, said, self._out))
         if n:
-            self._insert(now, k, n, terms)
+            new, parents = self._out[0, :n], self._out[1, :n]
+            self._shelves[k].policy.insert(now, new, parents, **terms._asdict())
+            if not self._alone:
+                lease = self._lease_number(terms.lease)
+                self._terms[new] = (terms.cost_ns, lease, terms.tenant)
         return n
-
-    def _insert(self, now: int, k: int, n: int, terms: Terms) -> None:
-        """Tells a place's policy of what has just landed there."""
-        size, cost, lease, tenant = terms
-        new, parents = self._out[0, :n], self._out[1, :n]
-        self._shelves[k].insert(
-            now, new, parents, n_bytes=size, cost_ns=cost, lease=lease, tenant=tenant
-        )
-        if not self._alone:
-            self._terms[new] = (cost, self._lease_number(lease), tenant)
 
     def _bring(self, now: int, k: int, slots: Slots, flying: bool = False) -> None:
         """Known blocks, root to leaf, take up room in a place on the terms they had."""
@@ -467,7 +435,7 @@ class Ledger:
     def _settle(self, now: int) -> None:
         """What expired goes, or waits for its pins."""
         for shelf in self._shelves:
-            run_out = as_slots(shelf.expired(now)) if shelf.expired is not None else NO_SLOTS
+            run_out = as_slots(shelf.policy.expired(now))
             if len(run_out):
                 gone = np.empty(len(run_out), np.int64)
                 n = at.expire(self._blocks, self._state, shelf.number, run_out, gone)
@@ -511,8 +479,8 @@ class Ledger:
         """Copies what is admitted of the victims of the place above, and their ancestors."""
         missing = victims[(self._blocks["here"][victims] >> k & 1) == 0]
         shelf = self._shelves[k]
-        if len(missing) and shelf.admit is not None:
-            admitted = np.asarray(shelf.admit(now, missing))
+        if len(missing):
+            admitted = np.asarray(shelf.policy.admit(now, missing))
             if admitted.dtype != np.bool_ or admitted.shape != missing.shape:
                 raise StateError(
                     f"policy {shelf.policy.name!r} admitted {admitted.dtype} "
@@ -702,15 +670,13 @@ class Ledger:
             request = self._unnamed = self._unnamed + 1
         terms = Terms(meta.n_bytes or self.block_bytes, meta.cost_ns, meta.lease, namespace)
         ids = self._prepare(ids)
-        where = (self._spaces[namespace], meta.chained, terms.n_bytes)
+        where = (self._spaces[namespace], meta.chained)
         chain, sources = self._rows[0, : len(ids)], self._sources[: len(ids)]
-        hits, n = follow_and_land(*self._index, ids, where, self._rows, self._sources)
+        hits = follow(*self._index, ids, where, chain, sources)
         self._visit(now, request, chain, meta)
-        if n:
-            self._insert(now, 0, n, terms)
+        n = self._land(now, 0, chain, terms)
         for shelf in self._shelves:
-            if shelf.complete is not None:
-                shelf.complete(now, request, stop=stop, output_tokens=output_tokens)
+            shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
         first = self._shelves[0]
         if self._state[first.used_at] > first.capacity or first.shed is not None:
             fresh = self._arrived(n)
@@ -743,8 +709,8 @@ class Ledger:
         ids = self._prepare(ids)
         where = (self._spaces[namespace], meta.chained)
         sources = self._sources[: len(ids)]  # of this request, also if more room is needed below
-        hits = follow(*self._index, ids, where, self._rows[0], self._sources)
-        chain = self._rows[0, : len(ids)].copy()
+        chain = np.empty(len(ids), np.int64)
+        hits = follow(*self._index, ids, where, chain, sources)
         self._visit(now, request, chain, meta)
         self._live[request] = chain
         self._pin(chain)
@@ -773,8 +739,7 @@ class Ledger:
             raise StateError(f"request {request} is not under way", "Begin it first")
         now = self._advance(now_ns)
         for shelf in self._shelves:
-            if shelf.complete is not None:
-                shelf.complete(now, request, stop=stop, output_tokens=output_tokens)
+            shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
         self._unpin(now, self._live.pop(request), done=True)
         return self._flush()
 
@@ -880,7 +845,7 @@ class Ledger:
         """Tells the policies of a request."""
         visit = Visit(request, meta.session, meta.tokens, len(chain))
         for shelf in self._shelves:
-            shelf.access(now, chain, visit)
+            shelf.policy.access(now, chain, visit)
         if self._queued:
             self._unqueue(request)
         if meta.session >= 0 and len(chain):

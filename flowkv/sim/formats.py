@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import io
 import secrets
@@ -9,7 +10,6 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, BinaryIO, Self, TypeVar, cast
 
 import msgspec
@@ -411,7 +411,8 @@ class Writer:
         chain = [raw[i : i + _ID_BYTES] for i in range(0, len(raw) - _ID_BYTES + 1, _ID_BYTES)]
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
-        above = self._deepest(chain)
+        # Whoever is known, all above it are.
+        above = bisect.bisect(chain, 0, key=lambda block: block not in self._known)
         new = chain[above:]
         first = self._known[chain[above - 1]] if above else -1
         for i, block in enumerate(new):
@@ -457,24 +458,8 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _deepest(self, chain: list[bytes]) -> int:
-        """How many leading blocks are known: whoever is known, all above it are."""
-        low, high = 0, len(chain)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if chain[middle - 1] in self._known:
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
     def _hash(self, name: bytes, what: bytes) -> bytes:
         return hashlib.blake2b(name, digest_size=_ID_BYTES, key=self._salt, person=what).digest()

@@ -991,53 +991,38 @@ def _plans(
     policies: Sequence[str],
 ) -> Iterator[tuple[str, Callable[[], ExperimentRow]]]:
     """Every row by its label, and what computes it."""
-    published = partial(_published_row, workload, machine)
-    yield "all in HBM", partial(published, "all in HBM", "kvflow", Everything)
-    yield "hot, warm, cold", partial(published, "hot, warm, cold", "kvflow", Classes)
+
+    def published(make: Callable[[], Everything]) -> RunCounters:
+        return run_published(workload, machine, make())
+
+    def strictly(
+        on: Machine, codec: ModelledCodec, policy: str, steps: int, thrifty: bool = False
+    ) -> RunCounters:
+        plan = StrictPlan(codec, make_policy(policy), make_policy(policy), steps, thrifty)
+        return run_strict(workload, on, plan)
+
+    def row(
+        rules: str, label: str, run: Callable[[], RunCounters], source: str = "flowkv"
+    ) -> tuple[str, Callable[[], ExperimentRow]]:
+        return label, lambda: _row(rules, label, source, run(), workload, machine)
+
+    yield row("published", "all in HBM", partial(published, Everything), "kvflow")
+    yield row("published", "hot, warm, cold", partial(published, Classes), "kvflow")
     for (codec, ahead), name in product(_AHEAD, policies):
-        label = f"{codec.name}, {name}, +{ahead} blocks"
         make = partial(Kept, machine, workload, codec, ahead, name)
-        yield label, partial(published, label, "flowkv", make)
-    row = partial(_strict_row, "strict", workload, strict)
+        yield row("published", f"{codec.name}, {name}, +{ahead} blocks", partial(published, make))
     for codec, name, steps in product(CODECS.values(), policies, (0, 1)):
         label = f"{codec.name}, {name}, +{steps} {'step' if steps == 1 else 'steps'}"
-        yield label, partial(row, label, codec, name, steps)
+        yield row("strict", label, partial(strictly, strict, codec, name, steps))
     for codec in CODECS.values():
         yield "floor", partial(_each_block_once, workload, codec)
-    row = partial(_strict_row, "pressure", workload, tight)
     for name, thrifty in product(policies, (False, True)):
         label = f"raw, {name}" + (", CXL-aware" if thrifty else "")
-        yield label, partial(row, label, RAW, name, 1, thrifty)
+        yield row("pressure", label, partial(strictly, tight, RAW, name, 1, thrifty))
     for codec in (INT8, INT4):
         label = f"{codec.name}, {policies[-1]}"
-        yield label, partial(row, label, codec, policies[-1], 1)
+        yield row("pressure", label, partial(strictly, tight, codec, policies[-1], 1))
     yield "floor", partial(_belady, workload, tight)
-
-
-def _published_row(
-    workload: BlockWorkload,
-    machine: Machine,
-    label: str,
-    source: str,
-    make: Callable[[], Everything],
-) -> ExperimentRow:
-    counted = run_published(workload, machine, make())
-    return _row("published", label, source, counted, workload, machine)
-
-
-def _strict_row(
-    rules: str,
-    workload: BlockWorkload,
-    machine: Machine,
-    label: str,
-    codec: ModelledCodec,
-    policy: str,
-    steps: int,
-    thrifty: bool = False,
-) -> ExperimentRow:
-    plan = StrictPlan(codec, make_policy(policy), make_policy(policy), steps, thrifty)
-    counted = run_strict(workload, machine, plan)
-    return _row(rules, label, "flowkv", counted, workload, machine)
 
 
 def _each_block_once(workload: BlockWorkload, codec: ModelledCodec) -> ExperimentRow:

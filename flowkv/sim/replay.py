@@ -924,14 +924,9 @@ def _optimum(trace: Trace, capacity: int) -> Result:
     seconds = perf_counter() - start
     course = Course(len(trace))
     course.hits = course.held = hits
-    asked = np.zeros(trace.unique, np.bool_)
-    sizes = np.diff(trace.offsets)
-    known = np.zeros(len(trace), np.int64)
-    for r, first in enumerate(trace.offsets[:-1].tolist()):
-        chain = trace.blocks[first : first + int(sizes[r])]
-        known[r] = np.count_nonzero(asked[chain])
-        asked[chain] = True
-    course.loaded = known - hits
+    # Blocks are numbered in the order of their first use.
+    known = np.concatenate(([0], np.maximum.accumulate(trace.blocks) + 1))[trace.offsets]
+    course.loaded = np.diff(trace.offsets) - np.diff(known) - hits
     costs = block_costs(trace)
     bounds = bounds_of(trace, capacity)
     return judge(trace, course, bounds, costs, policy="opt", pages=capacity, seconds=seconds)

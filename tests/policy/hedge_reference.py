@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from flowkv.policy.hedge import mixed
 from flowkv.policy.order.compiled import aged
 
 HALF_LIFE_S = 1800.0
@@ -13,39 +12,29 @@ HALF_LIFE_S = 1800.0
 class SlowHedge:
     """What a hedge keeps beside the order; `worth(slot)` tells what the learned order thinks."""
 
-    def __init__(self, taus, sample):
-        self.taus, self.sample = taus, sample
-        self.rows = len(taus) + 1
-        self.up, self.next, self.depth, self.line = {}, {}, {}, {}
+    def __init__(self, taus):
+        self.taus = taus
+        self.rows = len(taus) + 2  # LRU, the counts, the learned order
+        self.up, self.depth = {}, {}
         self.here, self.ghosts = set(), []  # ghosts: oldest first
         self.keys = [{} for _ in range(self.rows)]
         self.held = [set() for _ in range(self.rows)]
-        self.active = self.room = self.mask = self.serial = 0
+        self.active = self.room = 0
         self.remained = []
         self.last = self.last_time = self.time = None
         self.blocks = self.surplus = self.failed = self.entry = 0
         self.lately = self.squares = 0.0
         self.stats = [[0.0, 0.0, 0.0] for _ in range(self.rows)]
 
-    # ---- lineage and list
+    # ---- the list
 
     def name(self, s, above):
-        self.line[s], self.up[s], self.next[s] = self.now_line, above, None
+        self.up[s] = above
         self.depth[s] = self.depth[above] + 1 if above is not None else 0
-        if above is not None and self.next[above] is None:
-            self.next[above] = s
 
-    def arrive(self, slots, session):
+    def arrive(self, slots):
         self.ghosts = self.ghosts[-self.room :] if self.room else self.ghosts
-        known = max([i + 1 for i, s in enumerate(slots) if s in self.line], default=0)
-        after = self.next[slots[known - 1]] if known else None
-        if session >= 0:
-            self.now_line = mixed(session)
-        elif known and (after is None or known == len(slots) or self.next[after] is None):
-            self.now_line = self.line[slots[known - 1]]
-        else:
-            self.serial += 1
-            self.now_line = mixed(self.serial)
+        known = max([i + 1 for i, s in enumerate(slots) if s in self.up], default=0)
         for i in range(known, len(slots)):
             self.name(slots[i], slots[i - 1] if i else None)
         here, found = len(self.here & set(slots)), len(set(self.ghosts) & set(slots))
@@ -57,11 +46,11 @@ class SlowHedge:
     def insert(self, now, slots, parents):
         above = self.last if self.last_time == now else None
         for i, (s, p) in enumerate(zip(slots, parents, strict=True)):
-            if p >= 0 and p in self.line:
+            if p >= 0 and p in self.up:
                 above = p
-            elif i == 0 and s in self.line:
+            elif i == 0 and s in self.up:
                 above = self.up[s]
-            if s not in self.line:
+            if s not in self.up:
                 self.name(s, above)
                 self.last = s
             self.here.add(s)
@@ -69,11 +58,10 @@ class SlowHedge:
                 at = self.ghosts.index(above) if above in self.ghosts else len(self.ghosts)
                 self.ghosts.insert(at, s)
             above = s
-        if self.now_line & self.mask == 0:
-            for k in range(self.rows - 1):
-                for s in set(slots) - self.held[k]:
-                    self.keys[k].setdefault(s, now)
-                    self.held[k].add(s)
+        for k in range(1, self.rows - 1):
+            for s in slots:
+                self.keys[k].setdefault(s, now)
+            self.held[k] |= set(slots)
         if self.active != self.rows - 1:
             self.held[-1] |= set(slots)
 
@@ -96,13 +84,6 @@ class SlowHedge:
         self.remained.append(capacity_left)
         epoch = (len(self.remained) // 64) * 64
         self.room = max(1, *self.remained[max(0, epoch - 65) :][-127:])
-        while self.room // (self.mask + 1) > self.sample:
-            self.mask = 2 * self.mask + 1
-            for k in range(self.rows - 1):
-                while gone := {s for s in self.leaves(k) if self.line[s] & self.mask}:
-                    self.held[k] -= gone
-        for k in range(self.rows - 1):
-            self.trim(k, max(1, self.room // (self.mask + 1)), self.keys[k].get)
 
     # ---- the rule
 
@@ -137,8 +118,8 @@ class SlowHedge:
         better = rate - 1.02 * mine > math.hypot(doubt, also)
         return best if best and best != self.active and better else self.active
 
-    def access(self, now, slots, session, worth):
-        here, found = self.arrive(slots, session)
+    def access(self, now, slots, worth):
+        here, found = self.arrive(slots)
         if self.time is not None and now > self.time:
             fade = 0.5 ** ((now - self.time) / 1e9 / HALF_LIFE_S)
             self.lately, self.squares = self.lately * fade, self.squares * fade
@@ -161,13 +142,11 @@ class SlowHedge:
             self.learn(worth)
             self.credit(-1, n, len(self.held[-1] & set(slots)) - found)
             self.held[-1] |= self.here & set(slots)
-        if self.now_line & self.mask == 0:
-            hits = []
-            for k, tau in enumerate(self.taus):
-                hits.append(len(self.held[k] & set(slots)))
-                for s in slots:
-                    old = self.keys[k].get(s)
-                    self.keys[k][s] = now if old is None else aged(old, now, tau)
-                self.held[k] |= self.here & set(slots)
-            for k in range(1, self.rows - 1):
-                self.credit(k, n, hits[k] - hits[0])
+        for k, tau in enumerate(self.taus, 1):
+            if self.room:
+                self.trim(k, self.room, self.keys[k].get)
+            self.credit(k, n, len(self.held[k] & set(slots)) - found)
+            for s in slots:
+                old = self.keys[k].get(s)
+                self.keys[k][s] = now if old is None else aged(old, now, tau)
+            self.held[k] |= self.here & set(slots)

@@ -398,7 +398,7 @@ class CompleteIsFailure(Ledger):
 class LookUpIsAnAccess(Ledger):
     def lookup(self, namespace, ids, *, chained=True):
         for shelf in self._shelves:
-            shelf.access(self._clock, self._known(namespace, ids))
+            shelf.policy.access(self._clock, self._known(namespace, ids))
         return super().lookup(namespace, ids, chained=chained)
 
 

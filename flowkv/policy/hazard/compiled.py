@@ -29,13 +29,10 @@ from flowkv.policy.order.compiled import (
     MODE,
     NEVER,
     ORDER,
-    QUEUED_CLASS,
-    RANKED,
     SLOT_MASK,
     Array,
     change_pins,
     choose,
-    class_of,
     drop,
     expire,
     fold,
@@ -45,6 +42,7 @@ from flowkv.policy.order.compiled import (
     opener,
     order_on,
     parent_of,
+    present_class,
     put,
     reorder,
     room_for,
@@ -545,6 +543,18 @@ def give_up(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int)
 
 
 @inner
+def take_next(order: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> int:
+    """Gives up the leaf that goes next, and lets happen what only that one kept from happening."""
+    nodes, terms, heaps, state = order
+    s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
+    fold(state, DIGEST, s)
+    give_up(order, mind, s, now)
+    if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
+        expire(nodes, terms, heaps, state, now)
+    return int(s)
+
+
+@inner
 def rekey_tip(order: tuple[Array, ...], mind: tuple[Array, ...], t: int, now: int) -> None:
     """Re-keys the leaves of a tip: one where parents are known, else any number."""
     nodes = order[0]
@@ -898,12 +908,7 @@ def evict(desk: Array, protected: Array, victims: Array, now: int) -> bool:
     fold(state, DIGEST, len(victims) if enough else -1)
     if enough:
         for i in range(len(victims)):
-            s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
-            victims[i] = s
-            fold(state, DIGEST, s)
-            give_up(order, mind, s, now)
-            if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
-                expire(nodes, terms, heaps, state, now)
+            victims[i] = take_next(order, mind, now)
     change_pins(nodes, terms, heaps, state, protected, -1)
     return bool(enough)
 
@@ -967,8 +972,5 @@ def worth(order: tuple[Array, ...], mind: tuple[Array, ...], s: int) -> float:
         seen, known = tips[t].bin, traits[t, INDEX]
         value = worth_of(mind, s, state[CLOCK])
         tips[t].bin, traits[t, INDEX] = seen, known  # a question changes nothing
-    here = class_of(nodes, s)
-    fell = nodes[s].marks & RANKED and terms[s].fall <= state[CLOCK]
-    if fell and FIRST_CLASS <= here < QUEUED_CLASS:
-        here = FIRST_CLASS + DEFAULT_RANK  # noted only once it may go
+    here = present_class(nodes, terms, state, s)
     return float((here - FIRST_CLASS - DEFAULT_RANK) * CLASS_WORTH + value)

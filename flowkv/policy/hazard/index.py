@@ -35,25 +35,20 @@ from flowkv.policy.hazard.compiled import (
     advance,
     bin_of,
     fresh_model,
-    give_up,
+    take_next,
     value_of,
     worth_of,
 )
-from flowkv.policy.order import compiled
 from flowkv.policy.order.compiled import (
     BLOCKED,
-    CLOCK,
     COUNT,
     DEAD,
     DEAD_CLASS,
-    DIGEST,
-    DUES,
     LISTS,
     NEVER,
     QUEUED_CLASS,
     SLOT_LIMIT,
     SLOT_MASK,
-    STALE,
     TENANTS,
     Array,
     ArrayCall,
@@ -61,7 +56,6 @@ from flowkv.policy.order.compiled import (
     choose,
     class_of,
     expire,
-    fold,
     inner,
     kernel,
 )
@@ -175,12 +169,8 @@ def displace(
             break
         if where > DEAD_CLASS and weakest_worth(order, mind, s, now) >= rate:
             break
-        victims[found] = s
+        victims[found] = take_next(order, mind, now)
         found += 1
-        fold(state, DIGEST, s)
-        give_up(order, mind, s, now)
-        if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
-            expire(nodes, terms, heaps, state, now)
     change_pins(nodes, terms, heaps, state, protected, -1)
     return int(found)
 
@@ -423,13 +413,8 @@ class HazardIndex(LeafOrder):
         learned.tick(self._desk, now_ns)
         return super().admit(now_ns, slots)
 
-    def priority(self, slot: int) -> float:
+    def _worth(self, slot: int) -> float:
         """The index in 1/s, as of the last call; other classes than the default lie far away."""
-        nodes = self._arrays[0]
-        if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
-            return -np.inf
-        if self._state[STALE]:
-            compiled.tick(*self._order, self._state[CLOCK])
         return float(learned.worth(self._order, self._mind, slot))
 
     # ---- carrying it over

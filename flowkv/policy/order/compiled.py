@@ -204,6 +204,14 @@ def own_due(nodes: Array, terms: Array, s: int) -> int:
     return terms[s].limit if lease == NEVER else min(nodes[s].last + lease, terms[s].limit)
 
 
+@inner
+def present_class(nodes: Array, terms: Array, state: Array, s: int) -> int:
+    """As `class_of`; also where its rank has fallen, which is noted only once it may go."""
+    here = class_of(nodes, s)
+    fell = nodes[s].marks & RANKED and terms[s].fall <= state[CLOCK]
+    return FIRST_CLASS + DEFAULT_RANK if fell and FIRST_CLASS <= here < QUEUED_CLASS else here
+
+
 @kernel
 def worth(nodes: Array, terms: Array, state: Array, s: int) -> float:
     """The key that a slot is sorted by, rounded; whole classes apart lie further than any key."""
@@ -211,9 +219,7 @@ def worth(nodes: Array, terms: Array, state: Array, s: int) -> float:
     marks = nodes[s].marks
     if marks & EXTRA:
         key += terms[s].extra
-    here = class_of(nodes, s)
-    if FIRST_CLASS <= here < QUEUED_CLASS and marks & RANKED and terms[s].fall <= state[CLOCK]:
-        here = FIRST_CLASS + DEFAULT_RANK  # noted only once it may go
+    here = present_class(nodes, terms, state, s)
     ahead = False
     if marks & ETA:
         eta = terms[s].eta

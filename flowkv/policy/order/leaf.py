@@ -237,13 +237,13 @@ class LeafOrder(Policy):
         return out
 
     def priority(self, slot: int) -> float:
-        """The static key in nanoseconds, as of the last call; other classes lie far away."""
+        """See `Policy.priority`: as of the last call; other classes lie far away."""
         nodes = self._arrays[0]
         if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
             return -np.inf
         if self._state[STALE]:
             compiled.tick(*self._arrays, self._state, self._state[CLOCK])
-        return float(worth(nodes, self._arrays[1], self._state, slot))
+        return self._worth(slot)
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
         """See `Policy.weakest`; O(1), and as long for each protected block as for a pin."""
@@ -264,6 +264,10 @@ class LeafOrder(Policy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} resident, {int(self._state[BIRTHS])} ever)"
+
+    def _worth(self, slot: int) -> float:
+        """The static key of a resident block, in nanoseconds."""
+        return float(worth(*self._arrays[:2], self._state, slot))
 
     def _extra(self, n_bytes: int, cost_ns: int) -> int:
         """What a block's worth adds to its key."""

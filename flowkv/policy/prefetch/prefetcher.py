@@ -223,21 +223,18 @@ SLOT = np.dtype(
 )
 
 
-class PrefetchOutcome:
-    """Sums of bytes over what was just settled, by purse.
+class PrefetchOutcome(NamedTuple):
+    """Blocks whose prefetch was just settled.
 
     Attributes:
-        used: Purses and bytes of those that somebody asked for.
-        wasted: Purses and bytes of those that nobody did.
-        displaced: Bytes that somebody asked for, and that a prefetch had pushed out.
+        used: Somebody asked for them.
+        wasted: Nobody did.
+        displaced_bytes: Asked for, and pushed out by a prefetch.
     """
 
-    __slots__ = ("displaced", "used", "wasted")
-
-    def __init__(self) -> None:
-        self.used: dict[int, int] = {}
-        self.wasted: dict[int, int] = {}
-        self.displaced = 0
+    used: Slots = NO_SLOTS
+    wasted: Slots = NO_SLOTS
+    displaced_bytes: int = 0
 
 
 class Outcomes:
@@ -295,31 +292,24 @@ class Outcomes:
 
     def ask(self, chain: Slots, hits: int) -> PrefetchOutcome:
         """Somebody asks for a chain, of which so many leading blocks were there."""
-        outcome, states = PrefetchOutcome(), self.of(chain)
-        known = np.flatnonzero(states)
-        if len(known):
-            landed = known[states[known] == LANDED]
-            self._sum(outcome.used, chain[landed[landed < hits]])
-            self._sum(outcome.wasted, chain[landed[landed >= hits]])
-            self._settle(chain[landed])
-            flying = chain[known[states[known] == FLYING]]
-            self._sum(outcome.used, flying)  # it is waited for, but shorter
-            self._slots["state"][flying] = AWAITED
-        pushed = np.flatnonzero(self._slots["pushed"][chain])
-        if len(pushed):
-            lost = chain[pushed[pushed >= hits]]
-            outcome.displaced = int(self._slots["bytes"][lost].sum())
-            self._slots["pushed"][chain[pushed]] = False
-        return outcome
+        states, pushed = self.of(chain), self._slots["pushed"][chain]
+        if not states.any() and not pushed.any():
+            return PrefetchOutcome()
+        there = np.arange(len(chain)) < hits
+        landed, flying = states == LANDED, states == FLYING
+        self._settle(chain[landed])
+        self._slots["state"][chain[flying]] = AWAITED
+        self._slots["pushed"][chain[pushed]] = False
+        used = chain[landed & there | flying]  # what is on its way is waited for, but shorter
+        displaced_bytes = int(self._slots["bytes"][chain[pushed & ~there]].sum())
+        return PrefetchOutcome(used, chain[landed & ~there], displaced_bytes)
 
     def leave(self, slots: Slots) -> PrefetchOutcome:
         """Blocks left the place."""
-        outcome = PrefetchOutcome()
         unused = slots[self.of(slots) == LANDED]
         if len(unused):
-            self._sum(outcome.wasted, unused)
             self._settle(unused)
-        return outcome
+        return PrefetchOutcome(wasted=unused)
 
     def forget(self, slots: Slots) -> None:
         """Slots that name other blocks next."""
@@ -329,26 +319,29 @@ class Outcomes:
 
     def tick(self, now_ns: int) -> PrefetchOutcome:
         """What nobody asked for within the horizon is wasted."""
-        outcome = PrefetchOutcome()
+        wasted = NO_SLOTS
         while self._batches and self._batches[0][0] + self.horizon_ns <= now_ns:
             _, batch, slots = self._batches.popleft()
             slots = slots[self._slots["batch"][slots] == batch]
             unused = slots[self._slots["state"][slots] == LANDED]
-            self._sum(outcome.wasted, unused)
+            wasted = np.concatenate((wasted, unused))
             self._settle(unused)
             self._slots["pushed"][slots] = False
-        return outcome
+        return PrefetchOutcome(wasted=wasted)
+
+    def by_purse(self, slots: Slots) -> Iterator[tuple[int, int]]:
+        """Purses that paid for these blocks, and the bytes of each."""
+        if not len(slots):
+            return
+        purses, sizes = self._slots["purse"][slots], self._slots["bytes"][slots]
+        for purse in np.unique(purses).tolist():
+            yield purse, int(sizes[purses == purse].sum())
 
     def _begin(self, now_ns: int, slots: Slots, sizes: Slots) -> None:
         self._grow(int(slots.max(initial=-1)))
         self._count += 1
         self._slots["batch"][slots], self._slots["bytes"][slots] = self._count, sizes
         self._batches.append((now_ns, self._count, slots))
-
-    def _sum(self, into: dict[int, int], slots: Slots) -> None:
-        for purse in np.unique(self._slots["purse"][slots]).tolist():
-            mine = slots[self._slots["purse"][slots] == purse]
-            into[purse] = into.get(purse, 0) + int(self._slots["bytes"][mine].sum())
 
     def _settle(self, slots: Slots) -> None:
         self.unproven_bytes -= int(self._slots["bytes"][slots].sum())
@@ -835,17 +828,17 @@ class Prefetcher:
         return np.concatenate(gone)
 
     def _learn(self, now_ns: int, outcome: PrefetchOutcome) -> None:
-        for purse, n_bytes in outcome.used.items():
+        for purse, n_bytes in self._outcomes.by_purse(outcome.used):
             self.used_bytes[min(purse, LEARNED)] += n_bytes
             self.credit.used(purse, n_bytes)
             self.guard.used(now_ns, n_bytes)
-        for purse, n_bytes in outcome.wasted.items():
+        for purse, n_bytes in self._outcomes.by_purse(outcome.wasted):
             self.wasted_bytes[min(purse, LEARNED)] += n_bytes
             self.credit.wasted(purse, n_bytes)
             self.guard.wasted(now_ns, n_bytes)
-        if outcome.displaced:
-            self.displaced_bytes += outcome.displaced
-            self.guard.displaced(now_ns, outcome.displaced)
+        if outcome.displaced_bytes:
+            self.displaced_bytes += outcome.displaced_bytes
+            self.guard.displaced(now_ns, outcome.displaced_bytes)
 
     def _tick(self, now_ns: int) -> int:
         last_ns = now_ns if self._now_ns is None else self._now_ns

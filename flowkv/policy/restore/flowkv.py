@@ -170,11 +170,6 @@ class Aim:
         loads_until_s: When the load that was begun last should.
     """
 
-    __slots__ = (
-        *("busy_until_s", "cell_s", "goal", "group", "loads_until_s", "progress", "set", "size_s"),
-        *("_known", "sources", "stripe", "suffix_s"),
-    )
-
     def __init__(self, progress: Progress) -> None:
         self.progress, self.goal, self.size_s = progress, progress.request.resident, 0.0
         self.sources: dict[str, int] = {}

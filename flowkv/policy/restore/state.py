@@ -157,21 +157,6 @@ class Progress:
             waits for the rest, layer by layer.
     """
 
-    __slots__ = (
-        *(
-            "answered",
-            "back",
-            "computed",
-            "flying",
-            "front",
-            "fronted",
-            "lost",
-            "missing",
-            "request",
-            "suffix",
-        ),
-    )
-
     def __init__(self, request: Request) -> None:
         layers = request.layers
         self.request = request
