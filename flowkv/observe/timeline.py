@@ -23,6 +23,7 @@ from flowkv.observe.events import (
     Admitted,
     Audited,
     Bus,
+    Closing,
     Demoted,
     EngineStep,
     Event,
@@ -152,7 +153,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(parts)
 
 
-class Timelines:
+class Timelines(Closing):
     """Collects the restores of a cache while it is open. Thread-safe.
 
     Args:
@@ -199,12 +200,6 @@ class Timelines:
     def close(self) -> None:
         """Ends the collecting; what was collected stays."""
         self._subscription.close()
-
-    def __enter__(self) -> Timelines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def idle(span: RestoreSpan) -> bool:
@@ -278,27 +273,31 @@ class Lanes:
         self._lanes: dict[int, RequestLane] = {}
         self._open: dict[int, tuple[Phase, float]] = {}  # the phase of a request, since when
 
-    def queued(self, event: Queued, now_s: float) -> None:
-        """A request was accepted."""
+    def note(self, event: Event, now_s: float) -> None:
+        """Takes an event of a request; others say nothing."""
+        match event:
+            case Queued():
+                self._begin(event.request, now_s)
+            case Admitted():  # its first token is told when it is over
+                self._enter(event.request, "prefill", now_s)
+            case Preempted():
+                self._enter(event.request, "aside", now_s)
+            case Finished():
+                self._finish(event)
+
+    def _begin(self, request: int, now_s: float) -> None:
         place, self._begun = self._begun, self._begun + 1
         if place % self.stride:
             return
-        self._places[event.request] = place
-        self._lanes[event.request] = RequestLane(event.request, now_s)
-        self._open[event.request] = "queued", now_s
+        self._places[request] = place
+        self._lanes[request] = RequestLane(request, now_s)
+        self._open[request] = "queued", now_s
         while len(self._lanes) > self._most:
-            self._thin()
+            self.stride *= 2
+            for one in [one for one, place in self._places.items() if place % self.stride]:
+                self.take(one)
 
-    def admitted(self, event: Admitted, now_s: float) -> None:
-        """A request entered the batch; its first token is told when it is over."""
-        self._enter(event.request, "prefill", now_s)
-
-    def preempted(self, event: Preempted, now_s: float) -> None:
-        """A request made room."""
-        self._enter(event.request, "aside", now_s)
-
-    def finished(self, event: Finished) -> None:
-        """A request is over."""
+    def _finish(self, event: Finished) -> None:
         lane = self._lanes.get(event.request)
         if lane is None:
             return
@@ -310,7 +309,9 @@ class Lanes:
 
     def take(self, request: int) -> RequestLane | None:
         """Hands out a request, and forgets it; None if it is not kept."""
-        return self._forget(request)
+        self._places.pop(request, None)
+        self._open.pop(request, None)
+        return self._lanes.pop(request, None)
 
     def under_way(self, now_s: float) -> list[RequestLane]:
         """Requests that are not over, with what they are in until now."""
@@ -327,16 +328,6 @@ class Lanes:
             self._open[request] = phase, now_s
             if now_s > since_s:
                 self._lanes[request].pieces.append(RequestPhase(before, since_s, now_s))
-
-    def _thin(self) -> None:
-        self.stride *= 2
-        for request in [one for one, place in self._places.items() if place % self.stride]:
-            self._forget(request)
-
-    def _forget(self, request: int) -> RequestLane | None:
-        self._places.pop(request, None)
-        self._open.pop(request, None)
-        return self._lanes.pop(request, None)
 
     def __iter__(self) -> Iterator[RequestLane]:
         """Requests that are kept, in order of submission, with the phases that are over."""
@@ -457,10 +448,11 @@ LATENCIES = {
 MEMORY = ("device_used_bytes", "tier_used_bytes")
 """Levels whose course is collected."""
 
+_TAKEN = (EngineStep, Queued, Admitted, Preempted, Finished, RestoreEnded)
 _MOVES = (Hit, Miss, Restored, Stored, Evicted, Promoted, Demoted, Failed, Quarantined, Audited)
 
 
-class Serving:
+class Serving(Closing):
     """Collects how a cache and the engines on it serve, while it is open. Thread-safe.
 
     Args:
@@ -498,26 +490,34 @@ class Serving:
         self._started_s, self._stopped_s = clock(), 0.0
         self._busy_s = self._used_s = self._row_s = 0.0
         self._begun_s, self._until_s = float("inf"), 0.0  # of all steps
-        takes: dict[type[Event], Callable[[Any], None]] = {
-            EngineStep: self._step,
-            Queued: self._queued,
-            Admitted: self._admitted,
-            Preempted: self._preempted,
-            Finished: self._finished,
-            RestoreEnded: self._restored,
-        }
-        self._takes = takes
         self._subscriptions = [
             self.moves.follow(bus, *_MOVES),
-            bus.subscribe(self.note, *takes),
+            bus.subscribe(self.note, *_TAKEN),
             bus.subscribe(self._moved, Stored, Evicted, Restored, Hit, Miss),
         ]
 
     def note(self, event: Event) -> None:
         """Takes an event of an engine, or the end of a restore."""
+        spreads, totals = self.spreads, self._totals
         with self._lock:
-            take = next(take for kind, take in self._takes.items() if isinstance(event, kind))
-            take(event)
+            self.lanes.note(event, self._clock())
+            match event:
+                case EngineStep():
+                    self._step(event)
+                case Queued():
+                    totals["requests"] += 1
+                case Admitted():
+                    spreads["aside_s" if event.resumed else "queue_s"].add(event.queued_s)
+                    totals["reused_tokens"] += 0 if event.resumed else event.reused_tokens
+                case Preempted():
+                    totals["kept" if event.kept else "dropped"] += 1
+                case Finished():
+                    self._finished(event)
+                case RestoreEnded():
+                    exposed_s = min(event.exposed_s, event.seconds)
+                    spreads["restore_s"].add(event.seconds)
+                    spreads["restore_exposed_s"].add(exposed_s)
+                    spreads["restore_hidden_s"].add(event.seconds - exposed_s)
 
     # ---- events, under the lock
 
@@ -548,19 +548,6 @@ class Serving:
         self.series.count(step.started_s, counted | {"decode": step.decode_tokens})
         self._sample(step.started_s + seconds)
 
-    def _queued(self, event: Queued) -> None:
-        self._totals["requests"] += 1
-        self.lanes.queued(event, self._clock())
-
-    def _admitted(self, event: Admitted) -> None:
-        self.spreads["aside_s" if event.resumed else "queue_s"].add(event.queued_s)
-        self._totals["reused_tokens"] += 0 if event.resumed else event.reused_tokens
-        self.lanes.admitted(event, self._clock())
-
-    def _preempted(self, event: Preempted) -> None:
-        self._totals["kept" if event.kept else "dropped"] += 1
-        self.lanes.preempted(event, self._clock())
-
     def _finished(self, event: Finished) -> None:
         self._reasons[event.reason] += 1
         self.spreads["request_s"].add(event.seconds)
@@ -570,13 +557,6 @@ class Serving:
             self.spreads["tpot_s"].add(event.tpot_s)
         if event.restore_s:
             self.spreads["held_s"].add(event.exposed_s)
-        self.lanes.finished(event)
-
-    def _restored(self, event: RestoreEnded) -> None:
-        exposed_s = min(event.exposed_s, event.seconds)
-        self.spreads["restore_s"].add(event.seconds)
-        self.spreads["restore_exposed_s"].add(exposed_s)
-        self.spreads["restore_hidden_s"].add(event.seconds - exposed_s)
 
     def _moved(self, event: Event) -> None:
         with self._lock:
@@ -647,12 +627,6 @@ class Serving:
         self.tenants.close()
         with self._lock:
             self._stopped_s = self._stopped_s or self._clock()
-
-    def __enter__(self) -> Serving:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _share(part: float, whole: float) -> float:

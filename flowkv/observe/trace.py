@@ -25,6 +25,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.observe.events import (
     Admitted,
     Bus,
+    Closing,
     Demoted,
     EngineStep,
     Event,
@@ -118,7 +119,7 @@ def _layers(span: RestoreSpan) -> str:
 _MOST = 4096  # requests under way; of more, every second one is drawn
 
 
-class TraceFile:
+class TraceFile(Closing):
     """A trace that is being written, as `KV.trace` returns it. Ends with `close`, or the cache.
 
     Each engine and each tier is a group of its own, a "process" of the format, and so are requests
@@ -192,21 +193,14 @@ class TraceFile:
     # ---- what an event looks like
 
     def _lines(self, event: Event, now_s: float) -> list[bytes]:
-        match event:
-            case Queued():
-                self._lanes.queued(event, now_s)
-            case Admitted():
-                self._lanes.admitted(event, now_s)
-            case Preempted():
-                self._lanes.preempted(event, now_s)
-            case Finished():
-                self._lanes.finished(event)
-                lane = self._lanes.take(event.request)
-                lines = self._request(lane) if lane is not None else []
-                place = request_place(event.request, event.reason)
-                lines += self._shown(place, event, (now_s, now_s))
-                self._tracks.pop((place.group, place.track), None)  # nothing more comes there
-                return lines
+        self._lanes.note(event, now_s)
+        if isinstance(event, Finished):
+            lane = self._lanes.take(event.request)
+            lines = self._request(lane) if lane is not None else []
+            place = request_place(event.request, event.reason)
+            lines += self._shown(place, event, (now_s, now_s))
+            self._tracks.pop((place.group, place.track), None)  # nothing more comes there
+            return lines
         place = place_of(event)
         seconds = getattr(event, "seconds", 0.0)
         started_s = getattr(event, "started_s", now_s - seconds)
@@ -324,12 +318,6 @@ class TraceFile:
             self._file.truncate(self._size)  # half a line may be there, if the disk is full
             self._file.seek(self._size)
             self._file.write(b"\n]\n")
-
-    def __enter__(self) -> TraceFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<flowkv.Trace: {self.events} events to {self.path}>"
