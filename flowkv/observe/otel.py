@@ -19,17 +19,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from flowkv.core.errors import MissingDependencyError
-from flowkv.observe.events import (
-    Admitted,
-    Closing,
-    Event,
-    Finished,
-    Preempted,
-    Queued,
-    RestoreEnded,
-)
+from flowkv.observe import events
+from flowkv.observe.events import Closing, Event
 from flowkv.observe.metrics import NAMES, RULES, Histogram, Observable, read
-from flowkv.observe.timeline import Lanes, RequestLane
+from flowkv.observe.timeline import OF_REQUESTS, Lanes, RequestLane
 
 try:
     from opentelemetry import context, metrics, trace
@@ -81,7 +74,7 @@ class Bridge(Closing):
         timed = [kind for kind in RULES if kind.__name__ in spread]
         self._subscriptions = [
             bus.subscribe(self._record, *timed),
-            bus.subscribe(self._span, Queued, Admitted, Preempted, Finished, RestoreEnded),
+            bus.subscribe(self._span, *OF_REQUESTS, events.RestoreEnded),
         ]
         self._steps = kv.metrics.follow_steps(bus)
 
@@ -137,16 +130,16 @@ class Bridge(Closing):
         with self._lock:
             self._lanes.note(event, now_s)
             match event:
-                case RestoreEnded():
+                case events.RestoreEnded():
                     self._restore(event)
-                case Queued():
+                case events.Queued():
                     self._parents[event.request] = context.get_current()
-                case Finished():
+                case events.Finished():
                     parent = self._parents.pop(event.request, None)
                     if lane := self._lanes.take(event.request):
                         self._request(event, lane, parent)
 
-    def _request(self, event: Finished, lane: RequestLane, parent: Any) -> None:
+    def _request(self, event: events.Finished, lane: RequestLane, parent: Any) -> None:
         span = self._tracer.start_span(
             "flowkv.request",
             context=parent,
@@ -173,7 +166,7 @@ class Bridge(Closing):
             part.end(self._ns(stop_s))
         span.end(self._ns(event.started_s + event.seconds))
 
-    def _restore(self, event: RestoreEnded) -> None:
+    def _restore(self, event: events.RestoreEnded) -> None:
         span = self._tracer.start_span(
             "flowkv.restore",
             start_time=self._ns(event.started_s),

@@ -19,29 +19,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from flowkv.observe.events import (
-    Admitted,
-    Audited,
-    Bus,
-    Closing,
-    Demoted,
-    EngineStep,
-    Event,
-    Evicted,
-    Failed,
-    Finished,
-    Hit,
-    Miss,
-    Preempted,
-    Promoted,
-    Quarantined,
-    Queued,
-    Restored,
-    RestoreEnded,
-    RestoreSpan,
-    Stored,
-)
-from flowkv.observe.metrics import Level, Metrics, Series, Spread
+from flowkv.observe import events
+from flowkv.observe.events import Bus, Closing, Event
+from flowkv.observe.metrics import RULES, Level, Metrics, Series, Spread
 
 COMPUTING = ("compute", "suffix")
 """Engines that are the model; every other one is a tier."""
@@ -69,8 +49,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         spans: Its pieces, by when they began.
     """
 
-    ended: RestoreEnded
-    spans: tuple[RestoreSpan, ...]
+    ended: events.RestoreEnded
+    spans: tuple[events.RestoreSpan, ...]
 
     @property
     def tiers(self) -> list[str]:
@@ -120,7 +100,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         """How many times the lower bound it took; 0.0 while the bound is not known."""
         return self.ended.seconds / self.bound_s if self.bound_s > 0 else 0.0
 
-    def at(self, span: RestoreSpan) -> tuple[float, float]:
+    def at(self, span: events.RestoreSpan) -> tuple[float, float]:
         """Begin and end of a piece in seconds from the restore's begin, 0 for what came before."""
         first = span.started_s - self.ended.started_s
         return max(0.0, first), max(0.0, first + span.seconds)
@@ -166,15 +146,15 @@ class Timelines(Closing):
 
     def __init__(self, bus: Bus, *, most: int = 64) -> None:
         self._lock = threading.Lock()
-        self._under_way: OrderedDict[int, list[RestoreSpan]] = OrderedDict()
+        self._under_way: OrderedDict[int, list[events.RestoreSpan]] = OrderedDict()
         self._ended: deque[Timeline] = deque(maxlen=most)
         self.longest: Timeline | None = None
-        self._subscription = bus.subscribe(self.note, RestoreSpan, RestoreEnded)
+        self._subscription = bus.subscribe(self.note, events.RestoreSpan, events.RestoreEnded)
 
-    def note(self, event: RestoreSpan | RestoreEnded) -> None:
+    def note(self, event: events.RestoreSpan | events.RestoreEnded) -> None:
         """Takes an event."""
         with self._lock:
-            if isinstance(event, RestoreSpan):
+            if isinstance(event, events.RestoreSpan):
                 if idle(event):
                     return
                 self._under_way.setdefault(event.request, []).append(event)
@@ -202,7 +182,7 @@ class Timelines(Closing):
         self._subscription.close()
 
 
-def idle(span: RestoreSpan) -> bool:
+def idle(span: events.RestoreSpan) -> bool:
     """Whether nothing was to be done for a piece: its layers see nothing of its tokens."""
     return not (span.seconds or span.n_bytes)
 
@@ -231,6 +211,10 @@ PHASES: tuple[Phase, ...] = ("queued", "prefill", "decode", "aside")
 """Waiting for its turn; until its first token; from then on; preempted, waiting to go on."""
 
 
+OF_REQUESTS = (events.Queued, events.Admitted, events.Preempted, events.Finished)
+"""What `Lanes` are made of."""
+
+
 class RequestPhase(NamedTuple):
     """A phase of a request; times are those of `time.perf_counter`."""
 
@@ -253,7 +237,7 @@ class RequestLane:
     request: int
     started_s: float
     pieces: list[RequestPhase] = field(default_factory=list)
-    ended: Finished | None = None
+    ended: events.Finished | None = None
 
 
 class Lanes:
@@ -276,13 +260,13 @@ class Lanes:
     def note(self, event: Event, now_s: float) -> None:
         """Takes an event of a request; others say nothing."""
         match event:
-            case Queued():
+            case events.Queued():
                 self._begin(event.request, now_s)
-            case Admitted():  # its first token is told when it is over
+            case events.Admitted():  # its first token is told when it is over
                 self._enter(event.request, "prefill", now_s)
-            case Preempted():
+            case events.Preempted():
                 self._enter(event.request, "aside", now_s)
-            case Finished():
+            case events.Finished():
                 self._finish(event)
 
     def _begin(self, request: int, now_s: float) -> None:
@@ -297,7 +281,7 @@ class Lanes:
             for one in [one for one, place in self._places.items() if place % self.stride]:
                 self.take(one)
 
-    def _finish(self, event: Finished) -> None:
+    def _finish(self, event: events.Finished) -> None:
         lane = self._lanes.get(event.request)
         if lane is None:
             return
@@ -373,11 +357,11 @@ class Tenancy:
         # Where tenants rank, as in Space-Saving (Metwally et al., ICDT 2005): a newcomer goes on
         # from the rank that it takes over, or a crowd of small ones would never let it grow.
         self._ranks: dict[str, int] = {}
-        self._subscription = bus.subscribe(self.note, Hit, Miss)
+        self._subscription = bus.subscribe(self.note, events.Hit, events.Miss)
 
-    def note(self, event: Hit | Miss) -> None:
+    def note(self, event: events.Hit | events.Miss) -> None:
         """Takes an event."""
-        tier = event.tier if isinstance(event, Hit) else ""
+        tier = event.tier if isinstance(event, events.Hit) else ""
         with self._lock:
             rank = self._ranks.get(event.tenant, 0)
             if event.tenant not in self._ranks and len(self._ranks) >= self._most:
@@ -448,8 +432,8 @@ LATENCIES = {
 MEMORY = ("device_used_bytes", "tier_used_bytes")
 """Levels whose course is collected."""
 
-_TAKEN = (EngineStep, Queued, Admitted, Preempted, Finished, RestoreEnded)
-_MOVES = (Hit, Miss, Restored, Stored, Evicted, Promoted, Demoted, Failed, Quarantined, Audited)
+_MOVES = {kind for kind, told in RULES.items() if "tier" in next(iter(told.values())).labels}
+_MOVES.add(events.Miss)
 
 
 class Serving(Closing):
@@ -492,8 +476,8 @@ class Serving(Closing):
         self._begun_s, self._until_s = float("inf"), 0.0  # of all steps
         self._subscriptions = [
             self.moves.follow(bus, *_MOVES),
-            bus.subscribe(self.note, *_TAKEN),
-            bus.subscribe(self._moved, Stored, Evicted, Restored, Hit, Miss),
+            bus.subscribe(self.note, *OF_REQUESTS, events.EngineStep, events.RestoreEnded),
+            bus.subscribe(self._moved, *_MOVES),
         ]
 
     def note(self, event: Event) -> None:
@@ -502,18 +486,18 @@ class Serving(Closing):
         with self._lock:
             self.lanes.note(event, self._clock())
             match event:
-                case EngineStep():
+                case events.EngineStep():
                     self._step(event)
-                case Queued():
+                case events.Queued():
                     totals["requests"] += 1
-                case Admitted():
+                case events.Admitted():
                     spreads["aside_s" if event.resumed else "queue_s"].add(event.queued_s)
                     totals["reused_tokens"] += 0 if event.resumed else event.reused_tokens
-                case Preempted():
+                case events.Preempted():
                     totals["kept" if event.kept else "dropped"] += 1
-                case Finished():
+                case events.Finished():
                     self._finished(event)
-                case RestoreEnded():
+                case events.RestoreEnded():
                     exposed_s = min(event.exposed_s, event.seconds)
                     spreads["restore_s"].add(event.seconds)
                     spreads["restore_exposed_s"].add(exposed_s)
@@ -521,7 +505,7 @@ class Serving(Closing):
 
     # ---- events, under the lock
 
-    def _step(self, step: EngineStep) -> None:
+    def _step(self, step: events.EngineStep) -> None:
         spreads, seconds = self.spreads, step.seconds
         spreads["step_s"].add(seconds)
         spreads["model_s"].add(step.model_s)
@@ -548,7 +532,7 @@ class Serving(Closing):
         self.series.count(step.started_s, counted | {"decode": step.decode_tokens})
         self._sample(step.started_s + seconds)
 
-    def _finished(self, event: Finished) -> None:
+    def _finished(self, event: events.Finished) -> None:
         self._reasons[event.reason] += 1
         self.spreads["request_s"].add(event.seconds)
         if event.ttft_s:
