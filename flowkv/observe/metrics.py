@@ -236,15 +236,6 @@ def text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def markdown() -> str:
-    """The table of names as the documentation has it."""
-    rows = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
-    for name, one in NAMES.items():
-        shown = ", ".join(f"`{label}`" for label in one.labels)
-        rows.append(f"| `flowkv_{name}` | {one.kind} | {shown} | {one.meaning} |")
-    return "\n".join(rows) + "\n"
-
-
 SECONDS_BUCKETS = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 2.5, 5))
 """Upper bounds of a histogram of times, 10 microseconds to 50 seconds."""
 
@@ -543,19 +534,14 @@ class Series:
         times_s = [(number + 0.5) * width_s for number in range(len(sums))]
         return times_s, [total / width_s for total in sums]
 
-    def level(self, name: str, *, hold: bool = True) -> list[float]:
-        """How high a level was in each cell.
-
-        Args:
-            name: Which.
-            hold: Cells in which nobody said anything have the level of the one before; else NaN.
-        """
+    def level(self, name: str) -> list[float]:
+        """How high a level was in each cell; where nobody said anything, as in the one before."""
         cells, found, last = self._cells.get(name, {}), list[float](), math.nan
         for number in range(self.cells):
             total, weights = cells.get(number, (0.0, 0.0))
             if weights:
                 last = total / weights
-            found.append(last if weights or hold else math.nan)
+            found.append(last)
         return found
 
     def _cell(self, at_s: float) -> int:
