@@ -359,7 +359,7 @@ class Metrics:
         wanted = set(_key(labels))
         with self._lock:
             series = self._series.get(name, {})
-            return sum(value for key, value in series.items() if wanted <= set(key))
+            return float(sum(value for key, value in series.items() if wanted <= set(key)))
 
     def snapshot(self) -> dict[str, float | dict[str, float]]:
         """All series now, by Prometheus-like name such as `hits_total{tier="host"}`.
