@@ -87,17 +87,16 @@ def test_sizes_that_do_not_fit(sizes: DemoSizes, most: int | None, complaint: st
 
 
 def sample(way: str, case: str, ttft_s: float, **fields: object) -> Sample:
-    return Sample(way=way, case=case, ttft_s=ttft_s, ttft_cpu_s=ttft_s, tpot_s=0.01, **fields)
+    return Sample(way=way, case=case, ttft_s=ttft_s, tpot_s=0.01, **fields)
 
 
 def findings(second: list[Sample]) -> tuple[Findings, Findings]:
     """What two processes could have found, on a conversation of one turn and a batch."""
     cases = [DemoCase("talk", [[1, 2, 3, 4]], [[5]]), DemoCase("batch", [[1, 2]] * 2, [[3], [3]])]
     machine = {"device": "cpu", "pid": 1}
-    tiers = {"devices": {"cpu": {"used_bytes": 10}}, "tiers": {"disk": {"used_bytes": 7}}}
     first = [sample("cold", case.name, t) for case in cases for t in (3.0, 1.0, 2.0)]
-    stored = Findings(samples=first, tiers=tiers, machine=machine, cases=cases)
-    return stored, Findings(samples=second, tiers=tiers, machine={**machine, "pid": 2})
+    stored = Findings(samples=first, pool_bytes=10, machine=machine, cases=cases)
+    return stored, Findings(samples=second, pool_bytes=10, machine={**machine, "pid": 2})
 
 
 def test_figures_are_medians_of_the_right_samples() -> None:

@@ -229,8 +229,8 @@ def levels(kv: KV) -> Iterator[Level]:
         return
     # What was opened in vain is taken out again: these wait until they grow beyond it. The present
     # value is read before the one that it may give way to, so that no correction slips between.
-    yield Level("tokens_seen_total", max(kv.tokens_seen, kv.seen_most), kind="counter")
-    yield Level("tokens_reused_total", max(kv.tokens_reused, kv.reused_most), kind="counter")
+    yield Level("tokens_seen_total", max(kv.tokens_seen, kv.seen_most))
+    yield Level("tokens_reused_total", max(kv.tokens_reused, kv.reused_most))
     yield Level("open_sequences", len(kv._open))
     if kv.planner is not None:
         yield from store_levels(kv.planner.store)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowkv.cache.sequence import Tables
 from flowkv.cache.store import PageStore, PolicyPlace, Samples
-from flowkv.observe.metrics import Kind, Level
+from flowkv.observe.metrics import Level
 from flowkv.policy.hedge import Hedge
 from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.tenants import Tenants
@@ -34,31 +34,31 @@ def tier_levels(store: PageStore, number: int) -> Iterator[Level]:
     """Levels and counts of a tier, in time that does not depend on how much it holds."""
     lane, labels = store.mover.lanes[number], MappingProxyType({"tier": store.tiers[number].name})
     told, prefetched = _tier(store, number), _prefetch(lane.guard)
-    for name, (kind, level) in _LEVELS.items():
-        yield Level(level, told[name], labels, kind)
-    yield Level("prefetch_used_bytes_total", prefetched["used_bytes"], labels, "counter")
-    yield Level("prefetch_wasted_bytes_total", prefetched["wasted_bytes"], labels, "counter")
+    for name, level in _LEVELS.items():
+        yield Level(level, told[name], labels)
+    yield Level("prefetch_used_bytes_total", prefetched["used_bytes"], labels)
+    yield Level("prefetch_wasted_bytes_total", prefetched["wasted_bytes"], labels)
     if prefetched["used_bytes"] or prefetched["wasted_bytes"]:
         yield Level("prefetch_precision", prefetched["precision"], labels)
     for one in BREAKER:
         yield Level("tier_breaker", float(one == told["breaker"]), {**labels, "state": one})
 
 
-_LEVELS: dict[str, tuple[Kind, str]] = {
-    "used_bytes": ("gauge", "tier_used_bytes"),
-    "capacity_bytes": ("gauge", "tier_capacity_bytes"),
-    "answers": ("gauge", "tier_answers"),
-    "trips": ("counter", "tier_breaker_trips_total"),
-    "queued_bytes": ("gauge", "tier_queued_bytes"),
-    "in_flight_bytes": ("gauge", "tier_in_flight_bytes"),
-    "loaded_bytes": ("counter", "tier_loaded_bytes_total"),
-    "refused": ("counter", "tier_refused_total"),
-    "dropped": ("counter", "tier_dropped_total"),
-    "unpaid": ("counter", "tier_unpaid_total"),
-    "load_bytes_per_s": ("gauge", "tier_load_bytes_per_second"),
-    "store_bytes_per_s": ("gauge", "tier_store_bytes_per_second"),
+_LEVELS = {
+    "used_bytes": "tier_used_bytes",
+    "capacity_bytes": "tier_capacity_bytes",
+    "answers": "tier_answers",
+    "trips": "tier_breaker_trips_total",
+    "queued_bytes": "tier_queued_bytes",
+    "in_flight_bytes": "tier_in_flight_bytes",
+    "loaded_bytes": "tier_loaded_bytes_total",
+    "refused": "tier_refused_total",
+    "dropped": "tier_dropped_total",
+    "unpaid": "tier_unpaid_total",
+    "load_bytes_per_s": "tier_load_bytes_per_second",
+    "store_bytes_per_s": "tier_store_bytes_per_second",
 }
-"""What of `_tier` is a level, as which kind and under which name."""
+"""What of `_tier` is a level, and under which name."""
 
 
 def _tier(store: PageStore, number: int) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def store_levels(store: PageStore) -> Iterator[Level]:
     """
     samples = store.samples
     yield Level("known_pages", len(store.index))
-    yield Level("audit_mismatches_total", samples.mismatches, kind="counter")
-    yield Level("audit_skipped_total", samples.skipped, kind="counter")
+    yield Level("audit_mismatches_total", samples.mismatches)
+    yield Level("audit_skipped_total", samples.skipped)
     yield Level("audit_worst", samples.worst)
     for device, pool in list(store.pools.items()):
         labels = MappingProxyType({"device": device})

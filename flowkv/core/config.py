@@ -11,7 +11,8 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -192,9 +193,7 @@ def parse_place(text: str) -> TierConfig:
     kind, colon, rest = text.partition(":")
     if kind in ("gpu", "host"):
         if colon and not rest:
-            raise ConfigError(
-                f"place {without_secrets(text)!r} ends with a colon", f"Write {kind}:8GiB or {kind}"
-            )
+            raise _misplaced(text, "ends with a colon", f"Write {kind}:8GiB or {kind}")
         if kind == "host" and ":" in rest:
             return _shared(rest, text)
         if rest:
@@ -207,6 +206,11 @@ def parse_place(text: str) -> TierConfig:
     if "/" in text or text.startswith((".", "~")):
         return _disk(text, text)
     raise _unknown(kind, text)
+
+
+def _misplaced(text: str, problem: str, remedy: str) -> ConfigError:
+    gap = "" if problem.startswith(":") else " "
+    return ConfigError(f"place {without_secrets(text)!r}{gap}{problem}", remedy)
 
 
 def _not_a_uri(path: str, text: str) -> None:
@@ -233,30 +237,25 @@ def _unknown(kind: str, text: str) -> ConfigError:
     remedy = f"For a directory write disk:{without_secrets(text)}"
     if close:
         remedy = f"Did you mean {close[0]}{without_secrets(text)[len(kind) :]}? {remedy}"
-    return ConfigError(
-        f"place {without_secrets(text)!r} is neither gpu, host, disk, a path nor a URI", remedy
-    )
+    return _misplaced(text, "is neither gpu, host, disk, a path nor a URI", remedy)
 
 
 def _checked_size(size: str, text: str) -> None:
     try:
         n_bytes = parse_size(size, total_bytes=_MAX_BYTES)
     except ConfigError as error:
-        raise ConfigError(
-            f"place {without_secrets(text)!r}: {error.problem}", error.remedy
-        ) from None
+        raise _misplaced(text, f": {error.problem}", error.remedy) from None
     if not n_bytes:
-        raise ConfigError(
-            f"place {without_secrets(text)!r} has no room", "Leave the place out to do without it"
-        )
+        raise _misplaced(text, "has no room", "Leave the place out to do without it")
 
 
 def _shared(rest: str, text: str) -> TierConfig:
     _not_a_uri(rest, text)
     name, _, size = rest.partition(":")
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"place {without_secrets(text)!r} has no name that processes could share",
+        raise _misplaced(
+            text,
+            "has no name that processes could share",
             "Write host:NAME:8GiB, the name a letter and up to 63 letters, digits, - or _",
         )
     _checked_size(size, text)
@@ -269,34 +268,30 @@ def _disk(rest: str, text: str) -> TierConfig:
         path, size = rest, ""
     elif size.isdigit():  # a forgotten unit is likelier than a directory of 200 bytes
         shown = without_secrets(f"disk:{path}").removeprefix("disk:")
-        raise ConfigError(
-            f"place {without_secrets(text)!r} ends with a number without a unit",
+        raise _misplaced(
+            text,
+            "ends with a number without a unit",
             f"Write {shown}:{size}GiB for a size, or {shown}:{size}/ for a path",
         )
     if size:
         _checked_size(size, text)
     if not path or (not size and (path.endswith(":") or _SIZE.fullmatch(path))):
-        raise ConfigError(
-            f"place {without_secrets(text)!r} names no directory", "Write disk:./kv:200GiB"
-        )
+        raise _misplaced(text, "names no directory", "Write disk:./kv:200GiB")
     if "\0" in path:
-        raise ConfigError(
-            f"place {without_secrets(text)!r} holds a zero byte", "Write an ordinary path"
-        )
+        raise _misplaced(text, "holds a zero byte", "Write an ordinary path")
     return TierConfig("disk", os.path.expanduser(path), size)
 
 
 def _remote(scheme: str, text: str) -> TierConfig:
     if scheme in (*LOCAL_KINDS, "file"):
         kind = "disk" if scheme == "file" else scheme
-        raise ConfigError(
-            f"place {without_secrets(text)!r} is written like a URI", f"Write {kind}:... without //"
-        )
+        raise _misplaced(text, "is written like a URI", f"Write {kind}:... without //")
     try:
         urlsplit(text)
     except ValueError:  # whose text may quote the password
-        raise ConfigError(
-            f"place {without_secrets(text)!r} is no URI",
+        raise _misplaced(
+            text,
+            "is no URI",
             "Close brackets of an IPv6 address, and write % and two hex digits for odd signs",
         ) from None
     path, _, size = text.rpartition(":")
@@ -304,14 +299,13 @@ def _remote(scheme: str, text: str) -> TierConfig:
     if size.isdigit() or not _SIZE.fullmatch(size):
         path, size = text, ""
     elif size.endswith("%"):
-        raise ConfigError(
-            f"place {without_secrets(text)!r}: a share of a remote store", "Write bytes, like 4TiB"
-        )
+        raise _misplaced(text, ": a share of a remote store", "Write bytes, like 4TiB")
     else:
         _checked_size(size, text)
     if path.endswith("://"):
-        raise ConfigError(
-            f"place {without_secrets(text)!r} names no host or bucket",
+        raise _misplaced(
+            text,
+            "names no host or bucket",
             f"Write {scheme}://bucket/kv",
         )
     return TierConfig(scheme, path, size)
@@ -430,8 +424,13 @@ DEFAULT_DISK_SIZE = "10%"
 AUTO = "auto"
 LEAST_SECRET_BYTES = 16
 _STACK_FIELDS = ("gpu", "host", "disk")
-_PAGE_SIZE, _AUTO_PAGE_SIZE = 64, 128
-_RECENT_TOKENS, _AUTO_RECENT_TOKENS = 64, 128
+_TOKENS, _AUTO_TOKENS = 64, 128  # of a page, and raw ones at the end: what "auto" begins with
+_EITHER = {
+    "non_finite": ("raw", "error"),
+    "durability": ("none", "sync"),
+    "integrity": ("xxh3", "aead"),
+    "lossless": ("auto", "off"),
+}
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -526,13 +525,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.codec not in (*CODECS, AUTO):
             known = ", ".join((*CODECS, AUTO))
             raise _at("codec", f"codec {self.codec!r} is unknown", f"Use one of {known}")
-        for name in ("recent_tokens", "warm_tokens"):
+        for name in ("recent_tokens", "warm_tokens", "defragment_bytes"):
             if (getattr(self, name) or 0) < 0:
-                raise _at(name, f"{getattr(self, name)} tokens", "Use 0 or more")
-        if self.defragment_bytes < 0:
-            raise _at("defragment_bytes", f"{self.defragment_bytes} bytes", "Use 0 or more")
-        if self.non_finite not in ("raw", "error"):
-            raise _at("non_finite", f"{self.non_finite!r} is unknown", "Use raw or error")
+                problem = f"{getattr(self, name)} {name.rpartition('_')[2]}"
+                raise _at(name, problem, "Use 0 or more")
+        for name, (one, other) in _EITHER.items():
+            if getattr(self, name) not in (one, other):
+                raise _at(name, f"{getattr(self, name)!r} is unknown", f"Use {one} or {other}")
         if not isinstance(self.prefetch, dict) and self.prefetch not in ("auto", "off"):
             raise _at("prefetch", f"{self.prefetch!r} is unknown", "Use auto, off, or its fields")
         self._check_policy()
@@ -548,20 +547,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise _at("load_deadline_s", f"{self.load_deadline_s} seconds", "Use a positive time")
         if not 0 <= self.audit <= 1:
             raise _at("audit", f"{self.audit} is no share", "Use 0 (none) to 1 (every page)")
-        if self.durability not in ("none", "sync"):
-            raise _at("durability", f"{self.durability!r} is unknown", "Use none or sync")
         self._check_frames()
         if self.tiers is not None:  # given as a list, it could not be hashed
             msgspec.structs.force_setattr(self, "tiers", tuple(self.tiers))
         self.places()
 
     def _check_policy(self) -> None:
-        with _Blame("policy"):
+        with _blame("policy"):
             parse_policy(self.policy)
-        with _Blame("policy_options"):
+        with _blame("policy_options"):
             check_kinds(self.policy_options)
         for tenant, quota in self.quotas.items():
-            with _Blame(f"quotas[{tenant!r}]"):
+            with _blame(f"quotas[{tenant!r}]"):
                 for kind in PLACE_KINDS:
                     parse_quota(quota, kind, None)
 
@@ -578,10 +575,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def _check_frames(self) -> None:
         if not re.fullmatch(r"([0-9a-fA-F]{2}){0,64}", self.secret):
             raise _at("secret", "the value is not hex, or too long", "Use up to 128 hex digits")
-        if self.integrity not in ("xxh3", "aead"):
-            raise _at("integrity", f"{self.integrity!r} is unknown", "Use xxh3 or aead")
-        if self.lossless not in ("auto", "off"):
-            raise _at("lossless", f"{self.lossless!r} is unknown", "Use auto or off")
         if self.integrity == "aead" and len(self.secret_bytes) < LEAST_SECRET_BYTES:
             raise _at(
                 "secret",
@@ -603,14 +596,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def tokens_per_page(self) -> int:
         """`page_size`, or its default for the codec."""
-        default = _AUTO_PAGE_SIZE if self.codec == AUTO else _PAGE_SIZE
-        return default if self.page_size is None else self.page_size
+        return self._tokens if self.page_size is None else self.page_size
 
     @property
     def raw_tokens(self) -> int:
         """`recent_tokens`, or its default for the codec."""
-        default = _AUTO_RECENT_TOKENS if self.codec == AUTO else _RECENT_TOKENS
-        return default if self.recent_tokens is None else self.recent_tokens
+        return self._tokens if self.recent_tokens is None else self.recent_tokens
+
+    @property
+    def _tokens(self) -> int:
+        return _AUTO_TOKENS if self.codec == AUTO else _TOKENS
 
     @property
     def secret_bytes(self) -> bytes:
@@ -648,7 +643,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 if kind == "gpu" or not on_cpu:
                     stack.append(TierConfig(kind))
                 continue
-            with _Blame(kind):
+            with _blame(kind):
                 n_bytes = parse_size(size, total_bytes=1 << 62)
                 if n_bytes:
                     stack.append(TierConfig(kind, size=str(size)))
@@ -659,7 +654,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 shown = without_secrets(self.disk)
                 remedy = f'Write tiers=[..., "{shown}"] instead'
                 raise _at("disk", f"{shown!r} is no directory", remedy)
-            with _Blame("disk"):
+            with _blame("disk"):
                 stack.append(parse_place("disk:" + self.disk.removeprefix("disk:")))
         return stack
 
@@ -729,7 +724,7 @@ def _listed(tiers: tuple[str, ...]) -> list[TierConfig]:
     stack: list[TierConfig] = []
     ranks = {kind: rank for rank, kind in enumerate(LOCAL_KINDS)}
     for i, text in enumerate(tiers):
-        with _Blame(f"tiers[{i}]"):
+        with _blame(f"tiers[{i}]"):
             place = parse_place(text)
             for above in stack:
                 same_path = os.path.normpath(above.path) == os.path.normpath(place.path)
@@ -757,15 +752,10 @@ def _at(field: str, problem: str, remedy: str) -> ConfigError:
     return ConfigError(f"`$.{field}`: {problem}", remedy)
 
 
-class _Blame:
+@contextmanager
+def _blame(field: str) -> Iterator[None]:
     """Names the field in an error that is raised below."""
-
-    def __init__(self, field: str) -> None:
-        self.field = field
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, FlowKVError):
-            raise _at(self.field, error.problem, error.remedy) from None
+    try:
+        yield
+    except FlowKVError as error:
+        raise _at(field, error.problem, error.remedy) from None

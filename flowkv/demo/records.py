@@ -209,7 +209,6 @@ class Sample(msgspec.Struct, kw_only=True):
             its timeline taken).
         case: Name of the case.
         ttft_s: Time to the first token.
-        ttft_cpu_s: CPU time of the calling thread meanwhile.
         tpot_s: Time per further token; 0 if only the first was asked for.
         identical: Whether the tokens are those of the model without FlowKV.
         seen: Prompt tokens that FlowKV was asked for.
@@ -220,7 +219,6 @@ class Sample(msgspec.Struct, kw_only=True):
     way: str
     case: str
     ttft_s: float
-    ttft_cpu_s: float
     tpot_s: float
     identical: bool = True
     seen: int = 0
@@ -245,7 +243,7 @@ class Findings(msgspec.Struct, kw_only=True):
 
     Attributes:
         samples: In the order they were measured.
-        tiers: `KV.stats()["tiers"]` and the device pools, at the end.
+        pool_bytes: What the device pools held at the end.
         machine: Device, threads and versions.
         attach_s: How long attaching took, the store's opening included.
         fresh: Whether the store knew nothing of this before.
@@ -255,7 +253,7 @@ class Findings(msgspec.Struct, kw_only=True):
     """
 
     samples: list[Sample]
-    tiers: dict[str, Any]
+    pool_bytes: int
     machine: dict[str, Any]
     attach_s: float = 0.0
     fresh: bool = True

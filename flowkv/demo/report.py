@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +127,15 @@ def summarise(
     """
     samples = [*stored.samples, *restored.samples]
     cases = [_case(case, samples) for case in stored.cases]
-    talk = cases[-2]
-    once = [_worst(_summary_of(samples, "disk", case.name)) for case in stored.cases[-2:]]
-    seen, reused = sum(s.seen for s in once), sum(s.reused for s in once)
-    loaded: dict[str, int] = {}
-    for sample in once:
-        for kind, n_bytes in sample.loaded_bytes.items():
-            loaded[kind] = loaded.get(kind, 0) + n_bytes
-    plain = [s.tpot_s for s in _summary_of(samples, "cold", talk.name) if s.tpot_s]
-    paged = [s.tpot_s for s in _summary_of(samples, "disk", talk.name) if s.tpot_s]
+    asked, talk = cases[-2:], cases[-2]
+    seen = sum(_worst(_said(samples, "disk", case.name)).seen for case in asked)
+    reused, loaded = sum(case.reused_tokens for case in asked), Counter[str]()
+    for case in asked:
+        loaded.update(case.loaded_bytes)
+    tpot_s = {
+        way: _median(s.tpot_s for s in _said(samples, way, talk.name) if s.tpot_s)
+        for way in ("cold", "disk")
+    }
     return Summary(
         tokens_identical=all(sample.identical for sample in samples),
         tokens_reused=reused,
@@ -143,12 +144,12 @@ def summarise(
         ttft_recompute_s=talk.ttft_recompute_s,
         ttft_again_s=talk.ttft_again_s,
         ttft_restored_s=talk.ttft_disk_s,
-        tpot_plain_s=_median(plain),
-        tpot_paged_s=_median(paged),
+        tpot_plain_s=tpot_s["cold"],
+        tpot_paged_s=tpot_s["disk"],
         attach_s=restored.attach_s,
-        restored_from=loaded,
+        restored_from=dict(loaded),
         store_bytes=store_bytes,
-        pool_bytes=sum(pool["used_bytes"] for pool in stored.tiers["devices"].values()),
+        pool_bytes=stored.pool_bytes,
         device=restored.machine["device"],
         store_was_new=stored.fresh,
         restores=[_told(watched) for watched in restored.restores],
@@ -166,42 +167,41 @@ def _told(watched: WatchedRestore) -> str:
 
 
 def _case(case: DemoCase, samples: list[Sample]) -> CaseSummary:
-    first, disk = (
-        _summary_of(samples, "first", case.name),
-        _worst(_summary_of(samples, "disk", case.name)),
-    )
+    said = {way: _said(samples, way, case.name) for way in _WAYS}
+    disk, first = _worst(said["disk"]), said["first"]
     return CaseSummary(
         name=case.name,
         rows=len(case.prompts),
         tokens=case.tokens,
-        ttft_cold_s=_ttft(samples, "cold", case),
-        ttft_first_s=_ttft(samples, "first", case),
+        **{f"ttft_{way}_s": _median(s.ttft_s for s in said[way]) for way in _WAYS},
         reused_first_tokens=first[0].reused if first else 0,
-        ttft_again_s=_ttft(samples, "again", case),
-        ttft_recompute_s=_ttft(samples, "recompute", case),
-        ttft_disk_s=_ttft(samples, "disk", case),
         reused_tokens=disk.reused,
         loaded_bytes=disk.loaded_bytes,
         identical=all(sample.identical for sample in samples if sample.case == case.name),
     )
 
 
-def _summary_of(samples: list[Sample], way: str, case: str) -> list[Sample]:
+_WAYS = {
+    "cold": "1st process, without FlowKV",
+    "first": "with FlowKV, first time",
+    "again": "with FlowKV, asked again",
+    "recompute": "2nd process, without FlowKV",
+    "disk": "restored from disk",
+}
+
+
+def _said(samples: list[Sample], way: str, case: str) -> list[Sample]:
     return [sample for sample in samples if sample.way == way and sample.case == case]
 
 
 def _worst(samples: list[Sample]) -> Sample:
     """The one that reused least: a claim must hold for every repeat."""
-    nothing = Sample(way="", case="", ttft_s=0.0, ttft_cpu_s=0.0, tpot_s=0.0)
+    nothing = Sample(way="", case="", ttft_s=0.0, tpot_s=0.0)
     return min(samples, key=lambda sample: sample.reused, default=nothing)
 
 
-def _ttft(samples: list[Sample], way: str, case: DemoCase) -> float:
-    return _median([sample.ttft_s for sample in _summary_of(samples, way, case.name)])
-
-
-def _median(values: list[float]) -> float:
-    return statistics.median(values) if values else math.nan
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(found) if (found := list(values)) else math.nan
 
 
 _EXCERPT = 420  # characters of the last prompt that are shown
@@ -224,11 +224,19 @@ def write_demo_report(
         texts: The last turn's prompt and answer.
         restores: How the last turn was restored.
     """
-    sections = [_headline(summary), _first_token(summary)]
-    sections += map(_restore, restores)
-    sections += [
+    talk, batch = summary.cases[-2:]
+    first = "The conversation is taken up where it was left, with a new question at its end."
+    shared = (
+        f"{batch.rows} prompts of {batch.tokens // batch.rows:,} tokens in one call; the first"
+        f" {plan.sizes.shared:,} are the same in all of them."
+    )
+    of = _of(summary)
+    sections = [
+        _headline(summary),
+        _first_token(talk, first, f"Prompt of {talk.tokens:,} tokens, {of}"),
+        *map(_restore, restores),
         _conversation(summary),
-        _batch(plan, summary),
+        _first_token(batch, shared, f"{batch.tokens:,} prompt tokens, {of}"),
         _bytes(summary),
         _method(plan, summary),
         _excerpt(texts),
@@ -273,51 +281,10 @@ def _headline(summary: Summary) -> Section:
     )
 
 
-def _first_token(summary: Summary) -> Section:
-    talk = summary.cases[-2]
-    ways = _ways(talk)
-    return Section(
-        f"Time to the first token: {talk.name}",
-        "The conversation is taken up where it was left, with a new question at its end.",
-        [
-            Bars(
-                f"Prompt of {talk.tokens:,} tokens, {_of(summary)}",
-                [way for way, _ in ways],
-                {"": [value * 1e3 for _, value in ways]},
-                unit="ms",
-            )
-        ],
-        source="measured",
-    )
-
-
-def _batch(plan: DemoPlan, summary: Summary) -> Section:
-    batch = summary.cases[-1]
-    ways = _ways(batch)
-    return Section(
-        f"Time to the first token: {batch.name}",
-        f"{batch.rows} prompts of {batch.tokens // batch.rows:,} tokens in one call; the first"
-        f" {plan.sizes.shared:,} are the same in all of them.",
-        [
-            Bars(
-                f"{batch.tokens:,} prompt tokens, {_of(summary)}",
-                [way for way, _ in ways],
-                {"": [value * 1e3 for _, value in ways]},
-                unit="ms",
-            )
-        ],
-        source="measured",
-    )
-
-
-def _ways(case: CaseSummary) -> list[tuple[str, float]]:
-    return [
-        ("1st process, without FlowKV", case.ttft_cold_s),
-        ("with FlowKV, first time", case.ttft_first_s),
-        ("with FlowKV, asked again", case.ttft_again_s),
-        ("2nd process, without FlowKV", case.ttft_recompute_s),
-        ("restored from disk", case.ttft_disk_s),
-    ]
+def _first_token(case: CaseSummary, text: str, caption: str) -> Section:
+    times_ms = [1e3 * getattr(case, f"ttft_{way}_s") for way in _WAYS]
+    bars = Bars(caption, list(_WAYS.values()), {"": times_ms}, unit="ms")
+    return Section(f"Time to the first token: {case.name}", text, [bars], source="measured")
 
 
 def _of(summary: Summary) -> str:

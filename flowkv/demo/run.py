@@ -318,7 +318,8 @@ class _Meter:
     """Generates, measures and compares; one step of the progress per request."""
 
     def __init__(self, loaded: LoadedModel, plan: DemoPlan, tell: Tell, total: int) -> None:
-        self.model, self.plan, self.tell, self.total = loaded.model, plan, tell, total
+        self.loaded, self.model, self.plan = loaded, loaded.model, plan
+        self.tell, self.total = tell, total
         self.samples: list[Sample] = []
         self.done = 0
 
@@ -349,7 +350,6 @@ class _Meter:
                 way=way,
                 case=case.name,
                 ttft_s=timing.ttft_s,
-                ttft_cpu_s=timing.ttft_cpu_s,
                 tpot_s=timing.tpot_s,
                 identical=timing.answers == reference,
                 seen=found.seen,
@@ -375,15 +375,11 @@ class _Meter:
 
 def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
     """First process: answers without FlowKV, then with it, and leaves pages in the store."""
-    turns, repeats = plan.sizes.turns, plan.repeats
-    total = 2 + 4 + repeats * 3 * (turns + 1)
-    tell(0, total, "loading the model")
-    loaded, workload = _prepare(plan)
-    meter = _Meter(loaded, plan, tell, total)
-    meter.step("warming up")
-    _warm_up(meter, workload, work)
+    repeats = plan.repeats
+    meter, workload = _prepare(plan, work, tell, repeats * 3 * (plan.sizes.turns + 1))
+    loaded = meter.loaded
     cases = _converse(meter, workload)
-    fresh, tiers = True, dict[str, Any]()
+    fresh, pool_bytes = True, 0
     for repeat in range(repeats):
         if repeat:
             for case in cases:
@@ -396,7 +392,7 @@ def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
                 for case in cases:
                     meter.paged(way, case, kv, whole=not repeat)
             kv.flush()
-            tiers = tiers or _tiers(kv)
+            pool_bytes = pool_bytes or _pool_bytes(kv)
         if repeat:
             shutil.rmtree(place, ignore_errors=True)
         else:
@@ -405,7 +401,7 @@ def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
     texts = [loaded.decode(shown.prompts[0]), loaded.decode(shown.answers[0])]
     return Findings(
         samples=meter.samples,
-        tiers=tiers,
+        pool_bytes=pool_bytes,
         machine=_machine(loaded.model, plan),
         fresh=fresh,
         cases=cases,
@@ -416,31 +412,27 @@ def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
 def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell) -> Findings:
     """Second process: takes the conversation up where the first left it, from disk."""
     asked, earlier = cases[-2:], cases[:-2]
-    total = 2 + 4 + (plan.repeats + 1) * 2 * len(asked) + len(earlier)
-    tell(0, total, "loading the model")
-    loaded, workload = _prepare(plan)
-    meter = _Meter(loaded, plan, tell, total)
-    meter.step("warming up")
-    _warm_up(meter, workload, work)
-    tiers, attach_s = dict[str, Any](), 0.0
+    steps = (plan.repeats + 1) * 2 * len(asked) + len(earlier)
+    meter, _ = _prepare(plan, work, tell, steps)
+    pool_bytes, attach_s = 0, 0.0
     for repeat in range(plan.repeats):
         for case in asked:
             meter.plain("recompute", case, whole=not repeat)
         _drop_page_cache(Path(parse_place(f"disk:{plan.store}").path))
         started = time.perf_counter()
         # A new cache every time: its pool is empty, so that pages come from disk.
-        with _attached(loaded.model, plan.store) as kv:
+        with _attached(meter.model, plan.store) as kv:
             attach_s = attach_s or time.perf_counter() - started
             for case in asked:
                 meter.paged("disk", case, kv, whole=not repeat)
             if not repeat:
                 for case in earlier:
                     meter.paged("check", case, kv, whole=True)
-            tiers = tiers or _tiers(kv)
+            pool_bytes = pool_bytes or _pool_bytes(kv)
     return Findings(
         samples=meter.samples,
-        tiers=tiers,
-        machine=_machine(loaded.model, plan),
+        pool_bytes=pool_bytes,
+        machine=_machine(meter.model, plan),
         attach_s=attach_s,
         restores=_watch(meter, asked),
     )
@@ -492,14 +484,21 @@ def _watched(meter: _Meter, asked: list[DemoCase], kv: flowkv.KV, trace: str) ->
     return restores.ended
 
 
-def _prepare(plan: DemoPlan) -> tuple[LoadedModel, DemoWorkload]:
+def _prepare(plan: DemoPlan, work: Path, tell: Tell, steps: int) -> tuple[_Meter, DemoWorkload]:
+    """The model, warmed up, and what it is asked in so many steps."""
+    total = 2 + 4 + steps
+    tell(0, total, "loading the model")
     if plan.threads:
         torch.set_num_threads(plan.threads)
     loaded = load_model(plan.model, dtype=plan.dtype, device=plan.device or None)
     config = loaded.model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     most = getattr(text, "max_position_embeddings", None)
-    return loaded, build_workload(loaded.encode, plan.sizes, most_tokens=most)
+    workload = build_workload(loaded.encode, plan.sizes, most_tokens=most)
+    meter = _Meter(loaded, plan, tell, total)
+    meter.step("warming up")
+    _warm_up(meter, workload, work)
+    return meter, workload
 
 
 @contextlib.contextmanager
@@ -549,9 +548,8 @@ def _converse(meter: _Meter, workload: DemoWorkload) -> list[DemoCase]:
     return [*cases, case]
 
 
-def _tiers(kv: flowkv.KV) -> dict[str, Any]:
-    stats = kv.stats()
-    return {"devices": stats["devices"], "tiers": stats["tiers"]}
+def _pool_bytes(kv: flowkv.KV) -> int:
+    return sum(pool["used_bytes"] for pool in kv.stats()["devices"].values())
 
 
 def _drop_page_cache(directory: Path) -> None:

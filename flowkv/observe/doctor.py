@@ -132,13 +132,12 @@ def _python() -> Iterator[Finding]:
 def _core() -> Iterator[Finding]:
     for name, oldest in _CORE.items():
         version = version_of(name)
-        if not version:
-            yield Finding(name, "bad", "not installed", f"pip install '{name}>={oldest}'")
-        elif older(version, oldest):
-            advice = f"pip install -U '{name}>={oldest}'"
-            yield Finding(name, "bad", f"{version} is too old", advice, {"version": version})
-        else:
+        if version and not older(version, oldest):
             yield Finding(name, "ok", version, data={"version": version})
+            continue
+        text = f"{version} is too old" if version else "not installed"
+        advice = f"pip install {'-U ' * bool(version)}'{name}>={oldest}'"
+        yield Finding(name, "bad", text, advice, {"version": version} if version else {})
 
 
 def _triton() -> Iterator[Finding]:
@@ -225,7 +224,7 @@ def _processor() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    lines = _meminfo()
     if "MemTotal" not in lines:
         yield Finding("memory", "note", "unknown on this system")
         return
@@ -240,25 +239,26 @@ def _memory() -> Iterator[Finding]:
     yield Finding("memory", "ok", text, data=data)
 
 
+def _meminfo() -> dict[str, str]:
+    lines = _read("/proc/meminfo").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
 def _locked() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    data: dict[str, object] = {"bytes": None if soft == resource.RLIM_INFINITY else soft}
     if soft == resource.RLIM_INFINITY:
-        yield Finding("locked memory", "ok", "unlimited", data=data)
-    elif soft >= 64 << 20:
-        yield Finding("locked memory", "ok", f"up to {format_size(soft)}", data=data)
-    else:
-        advice = "Registered I/O buffers want more: raise `ulimit -l`"
-        yield Finding("locked memory", "note", f"up to {format_size(soft)}", advice, data)
+        yield Finding("locked memory", "ok", "unlimited", data={"bytes": None})
+        return
+    few = soft < 64 << 20
+    advice = "Registered I/O buffers want more: raise `ulimit -l`" if few else ""
+    text = f"up to {format_size(soft)}"
+    yield Finding("locked memory", "note" if few else "ok", text, advice, {"bytes": soft})
 
 
 def _huge_pages() -> Iterator[Finding]:
     modes = _read("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = modes[modes.find("[") + 1 : modes.find("]")] if "[" in modes else ""
-    reserved = 0
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("HugePages_Total:"):
-            reserved = int(line.split()[1])
+    reserved = int(_meminfo().get("HugePages_Total", "0"))
     if not chosen:
         yield Finding("huge pages", "note", "unknown on this system")
         return
@@ -307,16 +307,19 @@ def _io_uring() -> Iterator[Finding]:
     code = _probe_io_uring() if sys.platform == "linux" else errno.ENOSYS
     kernel = platform.release()
     data: dict[str, object] = {"available": code == 0, "errno": code, "kernel": kernel}
-    if code == 0:
-        yield Finding("io_uring", "ok", f"available (kernel {kernel})", data=data)
-    elif code == errno.ENOSYS:
-        advice = "Linux 5.1 or newer has it; threads do the work without"
-        yield Finding("io_uring", "note", "not part of this kernel", advice, data)
-    elif code in (errno.EPERM, errno.EACCES):
-        advice = "Allow it in the container's seccomp profile and in kernel.io_uring_disabled"
-        yield Finding("io_uring", "note", "forbidden here", advice, data)
-    else:
-        yield Finding("io_uring", "note", f"does not work here ({os.strerror(code)})", data=data)
+    why, advice = {
+        0: (f"available (kernel {kernel})", ""),
+        errno.ENOSYS: (
+            "not part of this kernel",
+            "Linux 5.1 or newer has it; threads do the work without",
+        ),
+        errno.EPERM: ("forbidden here", _ALLOW_IO_URING),
+        errno.EACCES: ("forbidden here", _ALLOW_IO_URING),
+    }.get(code, (f"does not work here ({os.strerror(code)})", ""))
+    yield Finding("io_uring", "note" if code else "ok", why, advice, data)
+
+
+_ALLOW_IO_URING = "Allow it in the container's seccomp profile and in kernel.io_uring_disabled"
 
 
 def _probe_io_uring() -> int:

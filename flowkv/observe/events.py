@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -293,7 +293,23 @@ class Warned(Event, frozen=True, kw_only=True):
     message: str
 
 
-class Subscription:
+class Closing:
+    """What is closed at the end of its `with` block."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Ends it. Safe to call again."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Subscription(Closing):
     """A callback on a bus, until `close()` or the end of its `with` block."""
 
     __slots__ = ("_bus", "_failed", "callback", "types")
@@ -307,12 +323,6 @@ class Subscription:
     def close(self) -> None:
         """Ends it. A call already running on another thread still finishes."""
         self._bus._remove(self)
-
-    def __enter__(self) -> Subscription:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _deliver(self, event: Event) -> None:
         try:

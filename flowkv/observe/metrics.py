@@ -7,58 +7,19 @@ from __future__ import annotations
 
 import bisect
 import math
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from flowkv.core.errors import ConfigError
 from flowkv.observe import events
 from flowkv.observe.events import Bus, EngineStep, Event, Subscription
 
-# How events are counted, by rules that are made of the one table of metrics.
-
 Kind = Literal["counter", "gauge", "histogram"]
-
-
-class Rule(NamedTuple):
-    """How events of one type are counted; the mappings are from fields to metric names.
-
-    Attributes:
-        number: Counter of the events.
-        labels: Fields that tell series apart.
-        sums: Counters that grow by a field.
-        spreads: Histograms of a field, or of all values of a field that is a tuple.
-        levels: Gauges that a field sets.
-        maybe: Fields of `spreads` whose 0.0 means that there was nothing to measure.
-    """
-
-    number: str
-    labels: tuple[str, ...] = ()
-    sums: Mapping[str, str] = MappingProxyType({})
-    spreads: Mapping[str, str] = MappingProxyType({})
-    levels: Mapping[str, str] = MappingProxyType({})
-    maybe: tuple[str, ...] = ()
-
-
-class MetricReading(NamedTuple):
-    """What an event says about one metric.
-
-    Attributes:
-        kind: "counter": add `values[0]`; "gauge": set it; "histogram": add all of `values`.
-        name: The metric.
-        values: One value, or as many as the event has of a histogram.
-        timed: Whether a histogram is of seconds, not of counts.
-    """
-
-    kind: Kind
-    name: str
-    values: tuple[float, ...]
-    timed: bool = False
 
 
 class Level(NamedTuple):
@@ -68,65 +29,31 @@ class Level(NamedTuple):
         name: The metric.
         value: Its value now.
         labels: Of the series.
-        kind: "gauge"; "counter" if it never goes down.
     """
 
     name: str
     value: float
     labels: Mapping[str, str] = MappingProxyType({})
-    kind: Kind = "gauge"
 
 
-def rule_of(kind: type[Event]) -> Rule:
-    """The rule of an event type: its own, or that of its nearest base that has one."""
-    return next(RULES[base] for base in kind.__mro__ if base in RULES)
-
-
-def labels_of(event: Event, rule: Rule) -> dict[str, str]:
-    """Labels of the series that an event counts for."""
-    return {field: text(getattr(event, field)) for field in rule.labels}
-
-
-def read(event: Event, rule: Rule) -> list[MetricReading]:
-    """What an event says about each metric."""
-    found = [MetricReading("counter", rule.number, (1,))]
-    for field, name in rule.sums.items():
-        found.append(MetricReading("counter", name, (getattr(event, field),)))
-    for field, name in rule.levels.items():
-        found.append(MetricReading("gauge", name, (getattr(event, field),)))
-    for field, name in rule.spreads.items():
-        value = getattr(event, field)
-        if value or field not in rule.maybe:
-            values = value if isinstance(value, tuple) else (value,)
-            found.append(MetricReading("histogram", name, values, timed(field)))
-    return found
-
-
-def timed(field: str) -> bool:
-    """Whether a field holds seconds."""
-    return field == "seconds" or field.endswith("_s")
-
-
-def text(value: object) -> str:
-    """A label's value."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# Every metric: what it is, which labels it has, what tells it, what it means.
-
-
-class Name(NamedTuple):
+class Metric(NamedTuple):
     """What a metric is.
 
     Attributes:
         kind: "counter", "gauge" or "histogram".
-        labels: What tells its series apart.
+        labels: What tells its series apart: fields of the event.
         meaning: One line for people.
+        event: The type of event that tells it; "" for what is read when somebody asks.
+        field: What of the event adds up, is at, or is spread; "" counts the events.
+        maybe: Whether 0.0 says that there was nothing to measure.
     """
 
     kind: Kind
     labels: tuple[str, ...]
     meaning: str
+    event: str
+    field: str
+    maybe: bool
 
 
 # name | c(ounter), g(auge) or h(istogram) | labels | what tells it | meaning
@@ -254,71 +181,59 @@ warnings_total | c | code | Warned | Warnings
 """
 
 
-class _Row(NamedTuple):
-    """A line of the table; `event` and `field` are "" where there is none."""
-
-    name: str
-    kind: Kind
-    labels: tuple[str, ...]
-    event: str
-    field: str
-    maybe: bool
-    meaning: str
-
-
-def _rows() -> Iterator[_Row]:
+def _table() -> Iterator[tuple[str, Metric]]:
     kinds: dict[str, Kind] = {"c": "counter", "g": "gauge", "h": "histogram"}
     for line in _TABLE.strip().splitlines():
         name, kind, labels, source, said = (cell.strip() for cell in line.split("|"))
         event, _, field = source.rstrip("?").partition(".")
-        maybe = source.endswith("?")
-        yield _Row(name, kinds[kind], tuple(labels.split()), event, field, maybe, said)
+        told = event, field, source.endswith("?")
+        yield name, Metric(kinds[kind], tuple(labels.split()), said, *told)
 
 
-def _rule(number: _Row, rows: list[_Row]) -> Rule:
-    own = [row for row in rows if row.event == number.event and row.field]
-
-    def told(kind: Kind) -> dict[str, str]:
-        return {row.field: row.name for row in own if row.kind == kind}
-
-    return Rule(
-        number=number.name,
-        labels=number.labels,
-        sums=told("counter"),
-        spreads=told("histogram"),
-        levels=told("gauge"),
-        maybe=tuple(row.field for row in own if row.maybe),
-    )
-
-
-NAMES: Mapping[str, Name] = MappingProxyType(
-    {row.name: Name(row.kind, row.labels, row.meaning) for row in _rows()}
-)
+NAMES: Mapping[str, Metric] = MappingProxyType(dict(_table()))
 """Names, without their prefix `flowkv_`."""
 
-RULES: Mapping[type[Event], Rule] = MappingProxyType(
+RULES: Mapping[type[Event], Mapping[str, Metric]] = MappingProxyType(
     {
-        getattr(events, row.event): _rule(row, list(_rows()))
-        for row in _rows()
-        if row.event and not row.field
+        getattr(events, event): {name: one for name, one in NAMES.items() if one.event == event}
+        for event in dict.fromkeys(one.event for one in NAMES.values() if one.event)
     }
 )
-"""Event type -> how it is counted."""
+"""Event type -> the metrics that it tells, all of the same labels."""
 
 
-def meaning(name: str) -> str:
-    """One line about a metric; "" for one that is not FlowKV's own."""
-    known = NAMES.get(name)
-    return known.meaning if known else ""
+class MetricReading(NamedTuple):
+    """What an event says about one metric.
+
+    Attributes:
+        kind: "counter": add `values[0]`; "gauge": set it; "histogram": add all of `values`.
+        name: The metric.
+        values: One value, or as many as the event has of a histogram.
+    """
+
+    kind: Kind
+    name: str
+    values: tuple[float, ...]
 
 
-def markdown() -> str:
-    """The table of names as the documentation has it."""
-    rows = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
-    for name, (kind, labels, said) in NAMES.items():
-        shown = ", ".join(f"`{label}`" for label in labels)
-        rows.append(f"| `flowkv_{name}` | {kind} | {shown} | {said} |")
-    return "\n".join(rows) + "\n"
+def read(event: Event) -> tuple[dict[str, str], list[MetricReading]]:
+    """Labels of the series that an event counts for, and what it says about each metric.
+
+    An event counts as its type, or as the nearest base of that which is in the table.
+    """
+    rule = next(RULES[base] for base in type(event).__mro__ if base in RULES)
+    found, labels = list[MetricReading](), next(iter(rule.values())).labels
+    for name, metric in rule.items():
+        value = getattr(event, metric.field) if metric.field else 1
+        if value or not metric.maybe:
+            values = value if isinstance(value, tuple) else (value,)
+            found.append(MetricReading(metric.kind, name, values))
+    return {label: text(getattr(event, label)) for label in labels}, found
+
+
+def text(value: object) -> str:
+    """A label's value."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 SECONDS_BUCKETS = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 2.5, 5))
@@ -330,11 +245,10 @@ COUNT_BUCKETS = tuple(float(4**e) for e in range(0, 13))
 PREFIX = "flowkv_"
 """What names begin with outside of this process."""
 
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _Labels = tuple[tuple[str, str], ...]
 
 
-class Histogram(NamedTuple):
+class Histogram:
     """How values are spread over buckets.
 
     Attributes:
@@ -343,17 +257,30 @@ class Histogram(NamedTuple):
         total: Sum of the values.
     """
 
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(
+        self, bounds: tuple[float, ...], counts: Iterable[int] = (), total: float = 0.0
+    ) -> None:
+        self.bounds, self.total = bounds, total
+        self.counts = list(counts) or [0] * (len(bounds) + 1)
+
+    def add(self, values: Iterable[float]) -> None:
+        """Counts values."""
+        for value in values:
+            self.counts[bisect.bisect_left(self.bounds, value)] += 1
+            self.total += value
 
     def below(self) -> list[tuple[str, int]]:
         """Each upper bound as text, and how many values are not above it."""
-        seen, found = 0, []
-        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
-            seen += count
-            found.append((number(bound), seen))
-        return found
+        bounds = map(number, (*self.bounds, math.inf))
+        return list(zip(bounds, accumulate(self.counts), strict=True))
+
+    def quantile(self, q: float) -> float:
+        """Upper bound of the bucket that holds quantile `q`; the last bound if beyond it."""
+        rank, seen = q * sum(self.counts), accumulate(self.counts)
+        holding = (bound for bound, count in zip(self.bounds, seen, strict=False) if count >= rank)
+        return next(holding, self.bounds[-1])
 
 
 class Family(NamedTuple):
@@ -362,7 +289,7 @@ class Family(NamedTuple):
     Attributes:
         name: Without the prefix.
         kind: What it is.
-        meaning: One line for people; "" if nobody wrote it.
+        meaning: One line for people.
         series: Labels and value of each, in the order of their labels.
     """
 
@@ -372,37 +299,8 @@ class Family(NamedTuple):
     series: list[tuple[_Labels, float | Histogram]]
 
 
-class _Histogram:
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-
-    def add(self, values: Iterable[float]) -> None:
-        for value in values:
-            self.counts[bisect.bisect_left(self.bounds, value)] += 1
-            self.total += value
-
-    def frozen(self) -> Histogram:
-        return Histogram(self.bounds, tuple(self.counts), self.total)
-
-    def quantile(self, q: float) -> float:
-        """Upper bound of the bucket that holds quantile `q`; the last bound if beyond it."""
-        rank, seen = q * sum(self.counts), 0
-        for bound, count in zip(self.bounds, self.counts, strict=False):
-            seen += count
-            if seen >= rank:
-                return bound
-        return self.bounds[-1]
-
-
 class Metrics:
-    """A set of named series. Thread-safe.
-
-    Names are without the prefix "flowkv_" and follow Prometheus: counters end in `_total`, units
-    are part of the name. A name keeps the kind it was first used with.
+    """The series of all names in the table. Thread-safe.
 
     Args:
         bus: Where to listen at once; `follow` adds more.
@@ -410,9 +308,7 @@ class Metrics:
 
     def __init__(self, bus: Bus | None = None) -> None:
         self._lock = threading.Lock()
-        self._kinds: dict[str, Kind] = {}
-        self._numbers: dict[str, dict[_Labels, float]] = {}
-        self._histograms: dict[str, dict[_Labels, _Histogram]] = {}
+        self._series: dict[str, dict[_Labels, Any]] = {}
         self._sources: list[Callable[[], Iterable[Level]]] = []
         self._followers, self._steps = 0, list[Subscription]()
         if bus is not None:
@@ -458,49 +354,12 @@ class Metrics:
         """Adds what is read whenever `families` is: called then, without a lock."""
         self._sources.append(levels)
 
-    def count(self, name: str, n: float = 1, /, **labels: object) -> None:
-        """Adds `n` to a counter.
-
-        Raises:
-            ConfigError: `n` is negative, or the name is malformed or of another kind.
-        """
-        if n < 0:
-            raise ConfigError(f"counter {name!r} cannot go down by {-n}", "Use `set` for a gauge")
-        with self._lock:
-            self._count(name, _key(labels), n)
-
-    def set(self, name: str, value: float, /, **labels: object) -> None:
-        """Sets a gauge, a value that may go down, such as bytes in use.
-
-        Raises:
-            ConfigError: The name is malformed or of another kind.
-        """
-        with self._lock:
-            self._series(name, "gauge")[_key(labels)] = value
-
-    def observe(
-        self,
-        name: str,
-        value: float,
-        /,
-        *,
-        buckets: Sequence[float] = SECONDS_BUCKETS,
-        **labels: object,
-    ) -> None:
-        """Adds one observation to a histogram, whose buckets are those of its first observation.
-
-        Raises:
-            ConfigError: The name is malformed or of another kind.
-        """
-        with self._lock:
-            self._observe(name, _key(labels), (value,), buckets)
-
     def total(self, name: str, /, **labels: object) -> float:
         """Sum of a counter or gauge over all series that carry `labels`; 0 if there is none."""
         wanted = set(_key(labels))
         with self._lock:
-            series = self._numbers.get(name, {})
-            return sum(value for key, value in series.items() if wanted <= set(key))
+            series = self._series.get(name, {})
+            return float(sum(value for key, value in series.items() if wanted <= set(key)))
 
     def snapshot(self) -> dict[str, float | dict[str, float]]:
         """All series now, by Prometheus-like name such as `hits_total{tier="host"}`.
@@ -509,48 +368,43 @@ class Metrics:
         """
         plain: dict[str, float | dict[str, float]] = {}
         with self._lock:
-            for name, numbers in self._numbers.items():
-                plain |= {name + _braces(key): value for key, value in numbers.items()}
-            for name, histograms in self._histograms.items():
-                for key, histogram in histograms.items():
-                    plain[name + _braces(key)] = {
-                        "count": sum(histogram.counts),
-                        "sum": histogram.total,
-                        "p50": histogram.quantile(0.5),
-                        "p99": histogram.quantile(0.99),
-                    }
+            for name, series in self._series.items():
+                for key, value in series.items():
+                    plain[name + _braces(key)] = (
+                        {
+                            "count": sum(value.counts),
+                            "sum": value.total,
+                            "p50": value.quantile(0.5),
+                            "p99": value.quantile(0.99),
+                        }
+                        if isinstance(value, Histogram)
+                        else value
+                    )
         return dict(sorted(plain.items()))
 
     def by(self, name: str, label: str, /) -> dict[str, float]:
         """A counter or gauge by the values of one label, summed over all others."""
         found: dict[str, float] = {}
         with self._lock:
-            for key, value in self._numbers.get(name, {}).items():
+            for key, value in self._series.get(name, {}).items():
                 told = dict(key).get(label, "")
                 found[told] = found.get(told, 0) + value
         return found
 
     def families(self) -> list[Family]:
-        """All series now, and what sources say, by name: what every exposition is made of.
-
-        Raises:
-            ConfigError: A source uses a name that is of another kind.
-        """
+        """All series now, and what sources say, by name: what every exposition is made of."""
         levels = [level for source in self._sources for level in source()]
         with self._lock:
-            kinds = dict(self._kinds)
-            series: dict[str, dict[_Labels, float | Histogram]] = {}
-            for name, numbers in self._numbers.items():
-                series[name] = {**numbers}
-            for name, histograms in self._histograms.items():
-                series[name] = {key: one.frozen() for key, one in histograms.items()}
+            found = {name: dict(series) for name, series in self._series.items()}
+            for series in found.values():
+                for key, one in series.items():
+                    if isinstance(one, Histogram):
+                        series[key] = Histogram(one.bounds, one.counts, one.total)
         for level in levels:
-            if kinds.setdefault(level.name, level.kind) != level.kind:
-                raise ConfigError(f"{level.name!r} is a {kinds[level.name]}", "Use another name")
-            series.setdefault(level.name, {})[_key(level.labels)] = level.value
+            found.setdefault(level.name, {})[_key(level.labels)] = level.value
         return [
-            Family(name, kinds[name], meaning(name), sorted(series[name].items()))
-            for name in sorted(series)
+            Family(name, NAMES[name].kind, NAMES[name].meaning, sorted(series.items()))
+            for name, series in sorted(found.items())
         ]
 
     def prometheus(self) -> str:
@@ -558,9 +412,7 @@ class Metrics:
         lines = []
         for name, kind, said, series in self.families():
             full = PREFIX + name
-            if said:
-                lines.append(f"# HELP {full} {said}")
-            lines.append(f"# TYPE {full} {kind}")
+            lines += [f"# HELP {full} {said}", f"# TYPE {full} {kind}"]
             for key, value in series:
                 if not isinstance(value, Histogram):
                     lines.append(f"{full}{_braces(key)} {number(value)}")
@@ -574,45 +426,20 @@ class Metrics:
 
     def note(self, event: Event) -> None:
         """Counts an event."""
-        rule = rule_of(type(event))
-        key = _key(labels_of(event, rule))
-        readings = read(event, rule)
+        labels, readings = read(event)
+        key = _key(labels)
         with self._lock:
-            for kind, name, values, timed in readings:
+            for kind, name, values in readings:
+                series = self._series.setdefault(name, {})
                 if kind == "counter":
-                    self._count(name, key, values[0])
+                    series[key] = series.get(key, 0) + values[0]
                 elif kind == "gauge":
-                    self._series(name, "gauge")[key] = values[0]
+                    series[key] = values[0]
                 else:
-                    buckets = SECONDS_BUCKETS if timed else COUNT_BUCKETS
-                    self._observe(name, key, values, buckets)
-
-    def _count(self, name: str, key: _Labels, n: float) -> None:
-        series = self._series(name, "counter")
-        series[key] = series.get(key, 0) + n
-
-    def _observe(
-        self, name: str, key: _Labels, values: Sequence[float], buckets: Sequence[float]
-    ) -> None:
-        self._check(name, "histogram")
-        series = self._histograms.setdefault(name, {})
-        if key not in series:
-            known = next(iter(series.values()), None)
-            series[key] = _Histogram(known.bounds if known else buckets)
-        series[key].add(values)
-
-    def _check(self, name: str, kind: Kind) -> None:
-        known = self._kinds.get(name)
-        if known is None and _NAME.fullmatch(name):
-            self._kinds[name] = kind
-        elif known is None:
-            raise ConfigError(f"metric name {name!r}", "Use lower-case words joined by _")
-        elif known != kind:
-            raise ConfigError(f"{name!r} is a {known}, not a {kind}", "Use another name")
-
-    def _series(self, name: str, kind: Kind) -> dict[_Labels, float]:
-        self._check(name, kind)
-        return self._numbers.setdefault(name, {})
+                    if key not in series:
+                        timed = name.endswith("_seconds")
+                        series[key] = Histogram(SECONDS_BUCKETS if timed else COUNT_BUCKETS)
+                    series[key].add(values)
 
 
 class Observable(Protocol):
@@ -667,30 +494,25 @@ class Series:
 
     def __init__(self, *, most: int = 512, cell_s: float = 0.02) -> None:
         self.started_s, self.cell_s, self._most = math.nan, cell_s, most
-        self._sums: dict[str, dict[int, float]] = {}
-        self._levels: dict[str, dict[int, tuple[float, float]]] = {}
+        # By name and cell: the sum, and the weights of levels in it, which amounts have none of.
+        self._cells: dict[str, dict[int, tuple[float, float]]] = {}
 
     def count(self, at_s: float, amounts: Mapping[str, float]) -> None:
         """Adds amounts, which are read as rates."""
         cell = self._cell(at_s)
         for name, amount in amounts.items():
-            cells = self._sums.setdefault(name, {})
-            cells[cell] = cells.get(cell, 0.0) + amount
+            _add(self._cells.setdefault(name, {}), cell, (amount, 0.0))
 
     def set(self, at_s: float, levels: Mapping[str, float], *, weight: float = 1.0) -> None:
         """Says how high some levels are; those of one cell are read as their weighted mean."""
         cell = self._cell(at_s)
         for name, level in levels.items():
-            cells = self._levels.setdefault(name, {})
-            total, weights = cells.get(cell, (0.0, 0.0))
-            cells[cell] = total + level * weight, weights + weight
+            _add(self._cells.setdefault(name, {}), cell, (level * weight, weight))
 
     @property
     def cells(self) -> int:
         """Cells from the first value to the last."""
-        last = [max(cells) for cells in self._sums.values()]
-        last += [max(cells) for cells in self._levels.values()]
-        return max(last, default=-1) + 1
+        return max((max(cells) for cells in self._cells.values()), default=-1) + 1
 
     @property
     def times_s(self) -> list[float]:
@@ -699,32 +521,27 @@ class Series:
 
     @property
     def names(self) -> list[str]:
-        """What there is, in order of appearance: levels first."""
-        return [*self._levels, *self._sums]
+        """What there is, in order of appearance."""
+        return list(self._cells)
 
     def rate(self, name: str, *, most: int = 72) -> tuple[list[float], list[float]]:
         """What was counted, per second: middles of at most so many stretches, and their rates."""
-        cells, every = self._sums.get(name, {}), max(1, -(-self.cells // most))
+        cells, every = self._cells.get(name, {}), max(1, -(-self.cells // most))
         sums = [0.0] * -(-self.cells // every)
-        for cell, amount in cells.items():
+        for cell, (amount, _) in cells.items():
             sums[cell // every] += amount
         width_s = every * self.cell_s
         times_s = [(number + 0.5) * width_s for number in range(len(sums))]
         return times_s, [total / width_s for total in sums]
 
-    def level(self, name: str, *, hold: bool = True) -> list[float]:
-        """How high a level was in each cell.
-
-        Args:
-            name: Which.
-            hold: Cells in which nobody said anything have the level of the one before; else NaN.
-        """
-        cells, found, last = self._levels.get(name, {}), list[float](), math.nan
+    def level(self, name: str) -> list[float]:
+        """How high a level was in each cell; where nobody said anything, as in the one before."""
+        cells, found, last = self._cells.get(name, {}), list[float](), math.nan
         for number in range(self.cells):
             total, weights = cells.get(number, (0.0, 0.0))
             if weights:
                 last = total / weights
-            found.append(last if weights or hold else math.nan)
+            found.append(last)
         return found
 
     def _cell(self, at_s: float) -> int:
@@ -738,17 +555,15 @@ class Series:
 
     def _coarsen(self) -> None:
         self.cell_s *= 2
-        for name, cells in self._sums.items():
-            halved: dict[int, float] = {}
-            for cell, amount in cells.items():
-                halved[cell // 2] = halved.get(cell // 2, 0.0) + amount
-            self._sums[name] = halved
-        for name, levels in self._levels.items():
-            merged: dict[int, tuple[float, float]] = {}
-            for cell, (total, weights) in levels.items():
-                had, before = merged.get(cell // 2, (0.0, 0.0))
-                merged[cell // 2] = had + total, before + weights
-            self._levels[name] = merged
+        for name, cells in self._cells.items():
+            self._cells[name] = {}
+            for cell, held in cells.items():
+                _add(self._cells[name], cell // 2, held)
+
+
+def _add(cells: dict[int, tuple[float, float]], cell: int, more: tuple[float, float]) -> None:
+    total, weights = cells.get(cell, (0.0, 0.0))
+    cells[cell] = total + more[0], weights + more[1]
 
 
 # Quantiles of streams of any length: within 1 % of the true ones, in bounded memory.

@@ -19,17 +19,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from flowkv.core.errors import MissingDependencyError
-from flowkv.observe.events import (
-    Admitted,
-    Event,
-    Finished,
-    Preempted,
-    Queued,
-    RestoreEnded,
-    StepPlanned,
-)
-from flowkv.observe.metrics import NAMES, RULES, Histogram, Observable, labels_of, read, rule_of
-from flowkv.observe.timeline import Lanes, RequestLane
+from flowkv.observe import events
+from flowkv.observe.events import Closing, Event
+from flowkv.observe.metrics import NAMES, RULES, Histogram, Observable, read
+from flowkv.observe.timeline import OF_REQUESTS, Lanes, RequestLane
 
 try:
     from opentelemetry import context, metrics, trace
@@ -40,7 +33,7 @@ _MOST = 4096  # requests under way that have spans; of more, every second one ha
 _FRESH_S = 0.05  # one collection asks for each instrument: all are answered from one reading
 
 
-class Bridge:
+class Bridge(Closing):
     """Tells OpenTelemetry what a cache and its engines do, until it is closed.
 
     Instruments are called `flowkv.` and a name of `flowkv.observe.metrics`, without `_total`.
@@ -77,10 +70,11 @@ class Bridge:
         )
         self._gaps, bus = gaps, kv.bus
         # Plans come too often, as for `KV.metrics`: they are not made for this.
-        timed = [kind for kind, rule in RULES.items() if rule.spreads and kind is not StepPlanned]
+        spread = {one.event for one in NAMES.values() if one.kind == "histogram"} - {"StepPlanned"}
+        timed = [kind for kind in RULES if kind.__name__ in spread]
         self._subscriptions = [
             bus.subscribe(self._record, *timed),
-            bus.subscribe(self._span, Queued, Admitted, Preempted, Finished, RestoreEnded),
+            bus.subscribe(self._span, *OF_REQUESTS, events.RestoreEnded),
         ]
         self._steps = kv.metrics.follow_steps(bus)
 
@@ -88,12 +82,12 @@ class Bridge:
 
     def _instruments(self, meter: Any) -> dict[str, Any]:
         histograms = {}
-        for name, (kind, _, said) in NAMES.items():
-            told = {"unit": _unit(name), "description": said}
+        for name, metric in NAMES.items():
+            told = {"unit": _unit(name), "description": metric.meaning}
             called = f"flowkv.{name.removesuffix('_total')}"
-            if kind == "histogram":
+            if metric.kind == "histogram":
                 histograms[name] = meter.create_histogram(called, **told)
-            elif kind == "counter":
+            elif metric.kind == "counter":
                 meter.create_observable_counter(called, [self._reader(name)], **told)
             else:
                 meter.create_observable_gauge(called, [self._reader(name)], **told)
@@ -122,9 +116,8 @@ class Bridge:
         }
 
     def _record(self, event: Event) -> None:
-        rule = rule_of(type(event))
-        labels = labels_of(event, rule)
-        for kind, name, values, _ in read(event, rule):
+        labels, readings = read(event)
+        for kind, name, values in readings:
             if kind == "histogram" and (self._gaps or name != "inter_token_seconds"):
                 record = self._histograms[name].record
                 for value in values:
@@ -135,23 +128,18 @@ class Bridge:
     def _span(self, event: Event) -> None:
         now_s = self._clock()
         with self._lock:
+            self._lanes.note(event, now_s)
             match event:
-                case RestoreEnded():
+                case events.RestoreEnded():
                     self._restore(event)
-                case Queued():
-                    self._lanes.queued(event, now_s)
+                case events.Queued():
                     self._parents[event.request] = context.get_current()
-                case Admitted():
-                    self._lanes.admitted(event, now_s)
-                case Preempted():
-                    self._lanes.preempted(event, now_s)
-                case Finished():
-                    self._lanes.finished(event)
+                case events.Finished():
                     parent = self._parents.pop(event.request, None)
                     if lane := self._lanes.take(event.request):
                         self._request(event, lane, parent)
 
-    def _request(self, event: Finished, lane: RequestLane, parent: Any) -> None:
+    def _request(self, event: events.Finished, lane: RequestLane, parent: Any) -> None:
         span = self._tracer.start_span(
             "flowkv.request",
             context=parent,
@@ -178,7 +166,7 @@ class Bridge:
             part.end(self._ns(stop_s))
         span.end(self._ns(event.started_s + event.seconds))
 
-    def _restore(self, event: RestoreEnded) -> None:
+    def _restore(self, event: events.RestoreEnded) -> None:
         span = self._tracer.start_span(
             "flowkv.restore",
             start_time=self._ns(event.started_s),
@@ -205,12 +193,6 @@ class Bridge:
         self._steps.close()
         with self._lock:
             self._values, self._read_s = {}, float("-inf")
-
-    def __enter__(self) -> Bridge:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _unit(name: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.observe.events import Closing
 from flowkv.observe.metrics import NAMES, PREFIX, Family, Histogram, Observable
 
 try:
@@ -28,7 +29,7 @@ except ImportError as error:
     raise MissingDependencyError("Prometheus metrics", "metrics") from error
 
 
-class Exporter:
+class Exporter(Closing):
     """A collector of `prometheus_client`: what a cache and its engines count.
 
     While it is open, the steps of engines are counted, too.
@@ -60,7 +61,7 @@ class Exporter:
 
     def describe(self) -> Iterable[Any]:
         """Names, asked for when it is registered: two of a registry must not share any."""
-        return (_family(Family(name, kind, said, [])) for name, (kind, _, said) in NAMES.items())
+        return (_family(Family(name, one.kind, one.meaning, [])) for name, one in NAMES.items())
 
     def close(self) -> None:
         """Unregisters it. Safe to call again."""
@@ -69,18 +70,12 @@ class Exporter:
             self._registry.unregister(self)
             self._registry = None
 
-    def __enter__(self) -> Exporter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _family(family: Family) -> Any:
     name, kind, said, series = family
     labels = sorted({label for key, _ in series for label, _ in key})
     make = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}.get(kind)
-    told = (make or HistogramMetricFamily)(PREFIX + name, said or name, labels=labels)
+    told = (make or HistogramMetricFamily)(PREFIX + name, said, labels=labels)
     for key, value in series:
         values = [dict(key).get(label, "") for label in labels]
         if isinstance(value, Histogram):

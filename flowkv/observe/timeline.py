@@ -19,28 +19,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from flowkv.observe.events import (
-    Admitted,
-    Audited,
-    Bus,
-    Demoted,
-    EngineStep,
-    Event,
-    Evicted,
-    Failed,
-    Finished,
-    Hit,
-    Miss,
-    Preempted,
-    Promoted,
-    Quarantined,
-    Queued,
-    Restored,
-    RestoreEnded,
-    RestoreSpan,
-    Stored,
-)
-from flowkv.observe.metrics import Level, Metrics, Series, Spread
+from flowkv.observe import events
+from flowkv.observe.events import Bus, Closing, Event
+from flowkv.observe.metrics import RULES, Level, Metrics, Series, Spread
 
 COMPUTING = ("compute", "suffix")
 """Engines that are the model; every other one is a tier."""
@@ -68,8 +49,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         spans: Its pieces, by when they began.
     """
 
-    ended: RestoreEnded
-    spans: tuple[RestoreSpan, ...]
+    ended: events.RestoreEnded
+    spans: tuple[events.RestoreSpan, ...]
 
     @property
     def tiers(self) -> list[str]:
@@ -119,7 +100,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         """How many times the lower bound it took; 0.0 while the bound is not known."""
         return self.ended.seconds / self.bound_s if self.bound_s > 0 else 0.0
 
-    def at(self, span: RestoreSpan) -> tuple[float, float]:
+    def at(self, span: events.RestoreSpan) -> tuple[float, float]:
         """Begin and end of a piece in seconds from the restore's begin, 0 for what came before."""
         first = span.started_s - self.ended.started_s
         return max(0.0, first), max(0.0, first + span.seconds)
@@ -152,7 +133,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(parts)
 
 
-class Timelines:
+class Timelines(Closing):
     """Collects the restores of a cache while it is open. Thread-safe.
 
     Args:
@@ -165,15 +146,15 @@ class Timelines:
 
     def __init__(self, bus: Bus, *, most: int = 64) -> None:
         self._lock = threading.Lock()
-        self._under_way: OrderedDict[int, list[RestoreSpan]] = OrderedDict()
+        self._under_way: OrderedDict[int, list[events.RestoreSpan]] = OrderedDict()
         self._ended: deque[Timeline] = deque(maxlen=most)
         self.longest: Timeline | None = None
-        self._subscription = bus.subscribe(self.note, RestoreSpan, RestoreEnded)
+        self._subscription = bus.subscribe(self.note, events.RestoreSpan, events.RestoreEnded)
 
-    def note(self, event: RestoreSpan | RestoreEnded) -> None:
+    def note(self, event: events.RestoreSpan | events.RestoreEnded) -> None:
         """Takes an event."""
         with self._lock:
-            if isinstance(event, RestoreSpan):
+            if isinstance(event, events.RestoreSpan):
                 if idle(event):
                     return
                 self._under_way.setdefault(event.request, []).append(event)
@@ -200,14 +181,8 @@ class Timelines:
         """Ends the collecting; what was collected stays."""
         self._subscription.close()
 
-    def __enter__(self) -> Timelines:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def idle(span: RestoreSpan) -> bool:
+def idle(span: events.RestoreSpan) -> bool:
     """Whether nothing was to be done for a piece: its layers see nothing of its tokens."""
     return not (span.seconds or span.n_bytes)
 
@@ -236,6 +211,10 @@ PHASES: tuple[Phase, ...] = ("queued", "prefill", "decode", "aside")
 """Waiting for its turn; until its first token; from then on; preempted, waiting to go on."""
 
 
+OF_REQUESTS = (events.Queued, events.Admitted, events.Preempted, events.Finished)
+"""What `Lanes` are made of."""
+
+
 class RequestPhase(NamedTuple):
     """A phase of a request; times are those of `time.perf_counter`."""
 
@@ -258,7 +237,7 @@ class RequestLane:
     request: int
     started_s: float
     pieces: list[RequestPhase] = field(default_factory=list)
-    ended: Finished | None = None
+    ended: events.Finished | None = None
 
 
 class Lanes:
@@ -278,27 +257,31 @@ class Lanes:
         self._lanes: dict[int, RequestLane] = {}
         self._open: dict[int, tuple[Phase, float]] = {}  # the phase of a request, since when
 
-    def queued(self, event: Queued, now_s: float) -> None:
-        """A request was accepted."""
+    def note(self, event: Event, now_s: float) -> None:
+        """Takes an event of a request; others say nothing."""
+        match event:
+            case events.Queued():
+                self._begin(event.request, now_s)
+            case events.Admitted():  # its first token is told when it is over
+                self._enter(event.request, "prefill", now_s)
+            case events.Preempted():
+                self._enter(event.request, "aside", now_s)
+            case events.Finished():
+                self._finish(event)
+
+    def _begin(self, request: int, now_s: float) -> None:
         place, self._begun = self._begun, self._begun + 1
         if place % self.stride:
             return
-        self._places[event.request] = place
-        self._lanes[event.request] = RequestLane(event.request, now_s)
-        self._open[event.request] = "queued", now_s
+        self._places[request] = place
+        self._lanes[request] = RequestLane(request, now_s)
+        self._open[request] = "queued", now_s
         while len(self._lanes) > self._most:
-            self._thin()
+            self.stride *= 2
+            for one in [one for one, place in self._places.items() if place % self.stride]:
+                self.take(one)
 
-    def admitted(self, event: Admitted, now_s: float) -> None:
-        """A request entered the batch; its first token is told when it is over."""
-        self._enter(event.request, "prefill", now_s)
-
-    def preempted(self, event: Preempted, now_s: float) -> None:
-        """A request made room."""
-        self._enter(event.request, "aside", now_s)
-
-    def finished(self, event: Finished) -> None:
-        """A request is over."""
+    def _finish(self, event: events.Finished) -> None:
         lane = self._lanes.get(event.request)
         if lane is None:
             return
@@ -310,7 +293,9 @@ class Lanes:
 
     def take(self, request: int) -> RequestLane | None:
         """Hands out a request, and forgets it; None if it is not kept."""
-        return self._forget(request)
+        self._places.pop(request, None)
+        self._open.pop(request, None)
+        return self._lanes.pop(request, None)
 
     def under_way(self, now_s: float) -> list[RequestLane]:
         """Requests that are not over, with what they are in until now."""
@@ -327,16 +312,6 @@ class Lanes:
             self._open[request] = phase, now_s
             if now_s > since_s:
                 self._lanes[request].pieces.append(RequestPhase(before, since_s, now_s))
-
-    def _thin(self) -> None:
-        self.stride *= 2
-        for request in [one for one, place in self._places.items() if place % self.stride]:
-            self._forget(request)
-
-    def _forget(self, request: int) -> RequestLane | None:
-        self._places.pop(request, None)
-        self._open.pop(request, None)
-        return self._lanes.pop(request, None)
 
     def __iter__(self) -> Iterator[RequestLane]:
         """Requests that are kept, in order of submission, with the phases that are over."""
@@ -382,11 +357,11 @@ class Tenancy:
         # Where tenants rank, as in Space-Saving (Metwally et al., ICDT 2005): a newcomer goes on
         # from the rank that it takes over, or a crowd of small ones would never let it grow.
         self._ranks: dict[str, int] = {}
-        self._subscription = bus.subscribe(self.note, Hit, Miss)
+        self._subscription = bus.subscribe(self.note, events.Hit, events.Miss)
 
-    def note(self, event: Hit | Miss) -> None:
+    def note(self, event: events.Hit | events.Miss) -> None:
         """Takes an event."""
-        tier = event.tier if isinstance(event, Hit) else ""
+        tier = event.tier if isinstance(event, events.Hit) else ""
         with self._lock:
             rank = self._ranks.get(event.tenant, 0)
             if event.tenant not in self._ranks and len(self._ranks) >= self._most:
@@ -457,10 +432,11 @@ LATENCIES = {
 MEMORY = ("device_used_bytes", "tier_used_bytes")
 """Levels whose course is collected."""
 
-_MOVES = (Hit, Miss, Restored, Stored, Evicted, Promoted, Demoted, Failed, Quarantined, Audited)
+_MOVES = {kind for kind, told in RULES.items() if "tier" in next(iter(told.values())).labels}
+_MOVES.add(events.Miss)
 
 
-class Serving:
+class Serving(Closing):
     """Collects how a cache and the engines on it serve, while it is open. Thread-safe.
 
     Args:
@@ -498,30 +474,38 @@ class Serving:
         self._started_s, self._stopped_s = clock(), 0.0
         self._busy_s = self._used_s = self._row_s = 0.0
         self._begun_s, self._until_s = float("inf"), 0.0  # of all steps
-        takes: dict[type[Event], Callable[[Any], None]] = {
-            EngineStep: self._step,
-            Queued: self._queued,
-            Admitted: self._admitted,
-            Preempted: self._preempted,
-            Finished: self._finished,
-            RestoreEnded: self._restored,
-        }
-        self._takes = takes
         self._subscriptions = [
             self.moves.follow(bus, *_MOVES),
-            bus.subscribe(self.note, *takes),
-            bus.subscribe(self._moved, Stored, Evicted, Restored, Hit, Miss),
+            bus.subscribe(self.note, *OF_REQUESTS, events.EngineStep, events.RestoreEnded),
+            bus.subscribe(self._moved, *_MOVES),
         ]
 
     def note(self, event: Event) -> None:
         """Takes an event of an engine, or the end of a restore."""
+        spreads, totals = self.spreads, self._totals
         with self._lock:
-            take = next(take for kind, take in self._takes.items() if isinstance(event, kind))
-            take(event)
+            self.lanes.note(event, self._clock())
+            match event:
+                case events.EngineStep():
+                    self._step(event)
+                case events.Queued():
+                    totals["requests"] += 1
+                case events.Admitted():
+                    spreads["aside_s" if event.resumed else "queue_s"].add(event.queued_s)
+                    totals["reused_tokens"] += 0 if event.resumed else event.reused_tokens
+                case events.Preempted():
+                    totals["kept" if event.kept else "dropped"] += 1
+                case events.Finished():
+                    self._finished(event)
+                case events.RestoreEnded():
+                    exposed_s = min(event.exposed_s, event.seconds)
+                    spreads["restore_s"].add(event.seconds)
+                    spreads["restore_exposed_s"].add(exposed_s)
+                    spreads["restore_hidden_s"].add(event.seconds - exposed_s)
 
     # ---- events, under the lock
 
-    def _step(self, step: EngineStep) -> None:
+    def _step(self, step: events.EngineStep) -> None:
         spreads, seconds = self.spreads, step.seconds
         spreads["step_s"].add(seconds)
         spreads["model_s"].add(step.model_s)
@@ -548,20 +532,7 @@ class Serving:
         self.series.count(step.started_s, counted | {"decode": step.decode_tokens})
         self._sample(step.started_s + seconds)
 
-    def _queued(self, event: Queued) -> None:
-        self._totals["requests"] += 1
-        self.lanes.queued(event, self._clock())
-
-    def _admitted(self, event: Admitted) -> None:
-        self.spreads["aside_s" if event.resumed else "queue_s"].add(event.queued_s)
-        self._totals["reused_tokens"] += 0 if event.resumed else event.reused_tokens
-        self.lanes.admitted(event, self._clock())
-
-    def _preempted(self, event: Preempted) -> None:
-        self._totals["kept" if event.kept else "dropped"] += 1
-        self.lanes.preempted(event, self._clock())
-
-    def _finished(self, event: Finished) -> None:
+    def _finished(self, event: events.Finished) -> None:
         self._reasons[event.reason] += 1
         self.spreads["request_s"].add(event.seconds)
         if event.ttft_s:
@@ -570,13 +541,6 @@ class Serving:
             self.spreads["tpot_s"].add(event.tpot_s)
         if event.restore_s:
             self.spreads["held_s"].add(event.exposed_s)
-        self.lanes.finished(event)
-
-    def _restored(self, event: RestoreEnded) -> None:
-        exposed_s = min(event.exposed_s, event.seconds)
-        self.spreads["restore_s"].add(event.seconds)
-        self.spreads["restore_exposed_s"].add(exposed_s)
-        self.spreads["restore_hidden_s"].add(event.seconds - exposed_s)
 
     def _moved(self, event: Event) -> None:
         with self._lock:
@@ -647,12 +611,6 @@ class Serving:
         self.tenants.close()
         with self._lock:
             self._stopped_s = self._stopped_s or self._clock()
-
-    def __enter__(self) -> Serving:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _share(part: float, whole: float) -> float:

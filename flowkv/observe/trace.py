@@ -22,22 +22,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowkv.core.errors import ConfigError
-from flowkv.observe.events import (
-    Admitted,
-    Bus,
-    Demoted,
-    EngineStep,
-    Event,
-    Finished,
-    Preempted,
-    Promoted,
-    Queued,
-    Restored,
-    RestoreEnded,
-    RestoreSpan,
-    StepPlanned,
-    Subscription,
-)
+from flowkv.observe import events
+from flowkv.observe.events import Bus, Closing, Event, Subscription
 from flowkv.observe.timeline import Lanes, RequestLane, idle
 
 # Where a trace shows an event, as what, and what it says about it.
@@ -65,20 +51,20 @@ class TracePlace(NamedTuple):
 def place_of(event: Event) -> TracePlace:
     """Where an event is shown."""
     match event:
-        case RestoreSpan():
+        case events.RestoreSpan():
             return _of_span(event)
-        case RestoreEnded():
+        case events.RestoreEnded():
             label = f"restore {event.tokens} tokens"
             return TracePlace(_RESTORES, "restores", f"restore {event.request}", label)
-        case EngineStep():
+        case events.EngineStep():
             rows = "1 row" if event.rows == 1 else f"{event.rows} rows"
             tokens = event.prefill_tokens + event.decode_tokens
             return TracePlace(_SERVING, "engine", "steps", f"{rows}, {tokens} tokens")
-        case Queued() | Admitted() | Preempted():
+        case events.Queued() | events.Admitted() | events.Preempted():
             return request_place(event.request, type(event).__name__.lower())
-        case StepPlanned():
+        case events.StepPlanned():
             return TracePlace(_ENGINES, "compute", "steps", f"step, {event.new_tokens} tokens")
-    moved = isinstance(event, Promoted | Demoted)
+    moved = isinstance(event, events.Promoted | events.Demoted)
     tier: str = getattr(event, "source" if moved else "tier", "")
     label = type(event).__name__.lower()
     return (
@@ -100,7 +86,7 @@ def arguments(event: Event) -> dict[str, Any]:
     return {k: v.hex() if isinstance(v, bytes) else v for k, v in told.items()}
 
 
-def _of_span(span: RestoreSpan) -> TracePlace:
+def _of_span(span: events.RestoreSpan) -> TracePlace:
     tokens = f"{span.token}-{span.token + span.tokens}"
     if span.engine == "suffix":
         return TracePlace(_ENGINES, "compute", "compute", f"suffix, {_layers(span)}")
@@ -110,7 +96,7 @@ def _of_span(span: RestoreSpan) -> TracePlace:
     return TracePlace(_TIERS, span.engine, span.engine, f"load {tokens}{part}")
 
 
-def _layers(span: RestoreSpan) -> str:
+def _layers(span: events.RestoreSpan) -> str:
     last = span.layer + span.layers - 1
     return f"layer {last}" if span.layers == 1 else f"layers {span.layer}-{last}"
 
@@ -118,7 +104,7 @@ def _layers(span: RestoreSpan) -> str:
 _MOST = 4096  # requests under way; of more, every second one is drawn
 
 
-class TraceFile:
+class TraceFile(Closing):
     """A trace that is being written, as `KV.trace` returns it. Ends with `close`, or the cache.
 
     Each engine and each tier is a group of its own, a "process" of the format, and so are requests
@@ -192,33 +178,26 @@ class TraceFile:
     # ---- what an event looks like
 
     def _lines(self, event: Event, now_s: float) -> list[bytes]:
-        match event:
-            case Queued():
-                self._lanes.queued(event, now_s)
-            case Admitted():
-                self._lanes.admitted(event, now_s)
-            case Preempted():
-                self._lanes.preempted(event, now_s)
-            case Finished():
-                self._lanes.finished(event)
-                lane = self._lanes.take(event.request)
-                lines = self._request(lane) if lane is not None else []
-                place = request_place(event.request, event.reason)
-                lines += self._shown(place, event, (now_s, now_s))
-                self._tracks.pop((place.group, place.track), None)  # nothing more comes there
-                return lines
+        self._lanes.note(event, now_s)
+        if isinstance(event, events.Finished):
+            lane = self._lanes.take(event.request)
+            lines = self._request(lane) if lane is not None else []
+            place = request_place(event.request, event.reason)
+            lines += self._shown(place, event, (now_s, now_s))
+            self._tracks.pop((place.group, place.track), None)  # nothing more comes there
+            return lines
         place = place_of(event)
         seconds = getattr(event, "seconds", 0.0)
         started_s = getattr(event, "started_s", now_s - seconds)
         if seconds and _ns(started_s + seconds) <= self._began_ns:
             return []
-        if isinstance(event, RestoreSpan) and idle(event):
+        if isinstance(event, events.RestoreSpan) and idle(event):
             return []
-        if isinstance(event, Restored) and self._drawn(place, self._at(started_s)):
+        if isinstance(event, events.Restored) and self._drawn(place, self._at(started_s)):
             started_s += seconds  # its pieces are there already
             seconds = 0.0
         lines = self._shown(place, event, (started_s, started_s + seconds))
-        if isinstance(event, RestoreEnded):  # that was the last of its track
+        if isinstance(event, events.RestoreEnded):  # that was the last of its track
             del self._tracks[place.group, place.track]
         return lines
 
@@ -228,11 +207,11 @@ class TraceFile:
         track, lines = self._track(place, first, stop)
         kind = type(event).__name__
         lines.append(_line(track, place.label, kind, (first, stop), arguments(event)))
-        if isinstance(event, EngineStep):
+        if isinstance(event, events.EngineStep):
             lines += self._parts(track, event, first, stop)
         return lines
 
-    def _parts(self, track: _Track, step: EngineStep, first: int, stop: int) -> list[bytes]:
+    def _parts(self, track: _Track, step: events.EngineStep, first: int, stop: int) -> list[bytes]:
         """The forward and the choice of tokens, at the end of their step; and levels beside it."""
         middle = max(first, stop - _ns(step.sampling_s))
         begin = max(first, middle - _ns(step.model_s))
@@ -324,12 +303,6 @@ class TraceFile:
             self._file.truncate(self._size)  # half a line may be there, if the disk is full
             self._file.seek(self._size)
             self._file.write(b"\n]\n")
-
-    def __enter__(self) -> TraceFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<flowkv.Trace: {self.events} events to {self.path}>"

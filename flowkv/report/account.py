@@ -19,7 +19,7 @@ from typing import Any
 
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError
-from flowkv.observe.events import Bus
+from flowkv.observe.events import Bus, Closing
 from flowkv.observe.metrics import Level
 from flowkv.observe.timeline import COMPUTING, LATENCIES, RequestLane, Serving, Timeline, Timelines
 from flowkv.report.charts import MOST_CURVES, Distributions, Gantt, Overlap, OverTime
@@ -403,7 +403,7 @@ def _count(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-class Account:
+class Account(Closing):
     """Collects until it is closed, and then writes the report. Thread-safe.
 
     Args:
@@ -489,12 +489,6 @@ class Account:
         self.serving.close()
         self._restores.close()
         self.write()
-
-    def __enter__(self) -> Account:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         told = self.serving.summary()

@@ -514,7 +514,6 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "": _count,
     "%": share,
     "bytes": lambda value: format_size(round(value)),
-    "s": seconds,
 }
 
 
@@ -527,7 +526,7 @@ class OverTime:
         times_s: Ascending, from 0 on.
         curves: Name -> one value per time, none negative; NaN where there is none.
         until_s: Right end of the picture; default the last time.
-        unit: "" for counts, "%" for shares, "bytes" or "s".
+        unit: "" for counts, "%" for shares, or "bytes".
         stacked: Areas on top of each other, the first one lowest.
         most: The axis reaches at least this.
         colours: Name -> number of its colour; default their order.
@@ -541,7 +540,7 @@ class OverTime:
     times_s: Sequence[float]
     curves: Mapping[str, Sequence[float]]
     until_s: float = 0.0
-    unit: Literal["", "%", "bytes", "s"] = ""
+    unit: Literal["", "%", "bytes"] = ""
     stacked: bool = False
     most: float = 0.0
     colours: Mapping[str, int] = field(default_factory=dict)

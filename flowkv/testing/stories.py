@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flowkv.core.errors import FlowKVError, MissingDependencyError
+from flowkv.policy.restore.state import VerificationError
 
 try:
     from hypothesis import HealthCheck, Phase, given, settings
@@ -83,7 +84,11 @@ def tell_machine(
         raise AssertionError(f"it raised {type(error).__name__}: {error}") from error
 
 
-def require(holds: bool, sentence: str) -> None:
-    """Fails with a sentence."""
+def require(holds: bool, sentence: str, about: object = None) -> None:
+    """Fails with a sentence, and what it is about.
+
+    Raises:
+        VerificationError: (an `AssertionError`) It does not hold.
+    """
     if not holds:
-        raise AssertionError(sentence)
+        raise VerificationError(sentence if about is None else f"{sentence}: {about}")

@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 import threading
 
+import msgspec
 import pytest
 
-from flowkv.core.errors import ConfigError
 from flowkv.observe import events
-from flowkv.observe.events import Bus, Event, Hit, Miss, Restored, Stored
-from flowkv.observe.metrics import COUNT_BUCKETS, SECONDS_BUCKETS, Metrics
+from flowkv.observe.events import (
+    Bus,
+    Event,
+    Hit,
+    Miss,
+    Quarantined,
+    Restored,
+    StepPlanned,
+    Stored,
+    Warned,
+)
+from flowkv.observe.metrics import COUNT_BUCKETS, SECONDS_BUCKETS, Histogram, Level, Metrics
+from tests.observe.story import step
 
 
 def test_events_are_counted() -> None:
@@ -72,41 +83,25 @@ def test_following_can_end() -> None:
     assert not bus.wants(Miss)
 
 
-def test_direct_use() -> None:
+def test_levels_are_what_they_were_told_last() -> None:
     metrics = Metrics()
-    metrics.count("opens_total")
-    metrics.count("opens_total", 2, name="a", value="b")  # labels of any name
-    metrics.set("used_bytes", 10, tier="host")
-    metrics.set("used_bytes", 4, tier="host")
-    assert metrics.snapshot() == {
-        "opens_total": 1,
-        'opens_total{name="a",value="b"}': 2,
-        'used_bytes{tier="host"}': 4,
-    }
-
-
-def test_misuse_is_refused() -> None:
-    metrics = Metrics()
-    metrics.count("a_total")
-    with pytest.raises(ConfigError, match="cannot go down"):
-        metrics.count("a_total", -1)
-    with pytest.raises(ConfigError, match="is a counter, not a gauge"):
-        metrics.set("a_total", 1)
-    with pytest.raises(ConfigError, match="is a counter, not a histogram"):
-        metrics.observe("a_total", 1)
-    with pytest.raises(ConfigError, match="joined by _"):
-        metrics.count("a total")
-    assert metrics.snapshot() == {"a_total": 1}
+    metrics.note(step(1.0))
+    metrics.note(msgspec.structs.replace(step(2.0), rows=7))
+    metrics.note(Warned(code="a", message=""))
+    told = metrics.snapshot()
+    assert told["engine_rows"] == 7 and told["engine_steps_total"] == 2
+    assert told['warnings_total{code="a"}'] == 1
 
 
 def test_histogram_quantiles() -> None:
-    metrics = Metrics()
-    for value in range(1, 101):
-        metrics.observe("wait_seconds", value, buckets=(25, 50, 99))
-    summary = metrics.snapshot()["wait_seconds"]
-    assert summary == {"count": 100, "sum": 5050, "p50": 50, "p99": 99}
-    metrics.observe("wait_seconds", 1e9, buckets=(1,), tier="disk")  # beyond the last bound
-    assert metrics.snapshot()['wait_seconds{tier="disk"}']["p50"] == 99  # type: ignore[index]
+    told = Histogram((25, 50, 99))
+    told.add(range(1, 101))
+    assert (sum(told.counts), told.total) == (100, 5050)
+    assert (told.quantile(0.5), told.quantile(0.99)) == (50, 99)
+    assert told.below() == [("25", 25), ("50", 50), ("99", 99), ("+Inf", 100)]
+    beyond = Histogram((25, 50, 99))
+    beyond.add([1e9])
+    assert beyond.quantile(0.5) == 99
 
 
 @pytest.mark.parametrize("buckets", [SECONDS_BUCKETS, COUNT_BUCKETS])
@@ -116,31 +111,39 @@ def test_buckets_ascend(buckets: tuple[float, ...]) -> None:
 
 def test_prometheus_text() -> None:
     metrics = Metrics()
-    metrics.count("hits_total", 3, tier='a "quoted"\\path\n')
-    metrics.count("hits_total", 1, tier="host")
-    metrics.set("ratio", 0.25)
-    metrics.set("unknown", math.nan)
-    metrics.set("highest", math.inf)
-    metrics.observe("wait_seconds", 0.2, buckets=(0.1, 0.5), tier="disk")
-    metrics.observe("wait_seconds", 9.0, tier="disk")
-    assert metrics.prometheus() == (
-        "# TYPE flowkv_highest gauge\n"
-        "flowkv_highest +Inf\n"
-        "# HELP flowkv_hits_total Prompts of which a part was found\n"
-        "# TYPE flowkv_hits_total counter\n"
-        'flowkv_hits_total{tier="a \\"quoted\\"\\\\path\\n"} 3\n'
-        'flowkv_hits_total{tier="host"} 1\n'
-        "# TYPE flowkv_ratio gauge\n"
-        "flowkv_ratio 0.25\n"
-        "# TYPE flowkv_unknown gauge\n"
-        "flowkv_unknown NaN\n"
-        "# TYPE flowkv_wait_seconds histogram\n"
-        'flowkv_wait_seconds_bucket{tier="disk",le="0.1"} 0\n'
-        'flowkv_wait_seconds_bucket{tier="disk",le="0.5"} 1\n'
-        'flowkv_wait_seconds_bucket{tier="disk",le="+Inf"} 2\n'
-        'flowkv_wait_seconds_sum{tier="disk"} 9.2\n'
-        'flowkv_wait_seconds_count{tier="disk"} 2\n'
+    for tier, number in (('a "quoted"\\path\n', 3), ("host", 1)):
+        for _ in range(number):
+            metrics.note(Quarantined(tier=tier, key=b"", reason=""))
+    levels = [Level("audit_worst", 0.25), Level("prefetch_precision", math.nan)]
+    metrics.source(lambda: [*levels, Level("tier_capacity_bytes", math.inf)])
+    for rows in (1, 9, 1 << 30):
+        metrics.note(StepPlanned(rows=rows, new_tokens=0, context_tokens=0))
+    text = metrics.prometheus()
+    assert text.startswith(
+        "# HELP flowkv_audit_worst Greatest error of a sound page as a share of its bound\n"
+        "# TYPE flowkv_audit_worst gauge\n"
+        "flowkv_audit_worst 0.25\n"
+        "# HELP flowkv_prefetch_precision Used share of those of either kind, 0 to 1\n"
+        "# TYPE flowkv_prefetch_precision gauge\n"
+        "flowkv_prefetch_precision NaN\n"
+        "# HELP flowkv_quarantined_total Stored pages that failed their check\n"
+        "# TYPE flowkv_quarantined_total counter\n"
+        'flowkv_quarantined_total{tier="a \\"quoted\\"\\\\path\\n"} 3\n'
+        'flowkv_quarantined_total{tier="host"} 1\n'
     )
+    assert text.endswith("\nflowkv_tier_capacity_bytes +Inf\n")
+    assert (
+        "# TYPE flowkv_step_rows histogram\n"
+        'flowkv_step_rows_bucket{le="1"} 1\n'
+        'flowkv_step_rows_bucket{le="4"} 1\n'
+        'flowkv_step_rows_bucket{le="16"} 2\n'
+    ) in text
+    assert (
+        'flowkv_step_rows_bucket{le="16777216"} 2\n'
+        'flowkv_step_rows_bucket{le="+Inf"} 3\n'
+        "flowkv_step_rows_sum 1073741834\n"
+        "flowkv_step_rows_count 3\n"
+    ) in text
     assert Metrics().prometheus() == ""
 
 

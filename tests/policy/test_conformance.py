@@ -10,8 +10,8 @@ import pytest
 from flowkv.policy import CATALOGUE, LRU, Lease, LfuTtl, Policy, make_policy
 from flowkv.policy.tenants import Quota, Tenants
 from flowkv.testing import check_policy
-from flowkv.testing.policies import LedgerStory
 from flowkv.testing.stories import tell_machine
+from tests.policy.ledger_story import LedgerStory
 from tests.policy.reference import SlowLfuTtl
 
 S = 10**9
@@ -74,11 +74,18 @@ class First(Policy):
         return self.said
 
 
+def decides_for_a_ledger(make, leases, max_examples, steps=50, *, leaf_first=True):
+    """Tells stories of a ledger that the policy decides for."""
+    said = {"make": staticmethod(make), "leases": leases, "leaf_first": leaf_first}
+    tell_machine(type("Story", (LedgerStory,), said), max_examples, steps, shrink=True)
+
+
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_catalogue_conforms(name):
     check_policy(
         lambda: make_policy(name), leases=RANKED, max_examples=12, **DECLARED.get(name, {})
     )
+    decides_for_a_ledger(lambda: make_policy(name), RANKED, 12)
 
 
 @pytest.mark.deep
@@ -86,19 +93,23 @@ def test_catalogue_conforms(name):
 def test_catalogue_conforms_in_long_stories(name):
     declared = DECLARED.get(name, {})
     check_policy(lambda: make_policy(name), leases=RANKED, max_examples=400, steps=80, **declared)
+    decides_for_a_ledger(lambda: make_policy(name), RANKED, 400, 80)
 
 
 @pytest.mark.parametrize("make", [Fast, Slow])
 def test_leases_conform(make):
     check_policy(make, leases=LEASES, max_examples=10)
+    decides_for_a_ledger(make, LEASES, 10)
 
 
 def test_tenants_without_quotas_are_one_policy():
     check_policy(Shared, leases=RANKED, max_examples=10)
+    decides_for_a_ledger(Shared, RANKED, 10)
 
 
 def test_a_policy_of_the_least_methods_conforms():
     check_policy(First, leaf_first=False, max_examples=10)
+    decides_for_a_ledger(First, ("",), 10, leaf_first=False)
 
 
 def test_without_leaf_first():
@@ -109,6 +120,7 @@ def test_without_leaf_first():
             super().insert(now_ns, slots, np.full_like(parents, -1), **kw)
 
     check_policy(Flat, leaf_first=False, max_examples=10)
+    decides_for_a_ledger(Flat, ("",), 10, leaf_first=False)
     with pytest.raises(AssertionError, match="before its resident child"):
         check_policy(Flat, shrink=False)
 
@@ -119,7 +131,6 @@ class Quotas(LedgerStory):
     make = staticmethod(LRU)
     leases = ("",)
     leaf_first = True
-    heeds = frozenset()
     quotas = {0: Quota(4), 1: Quota(2, 6)}  # noqa: RUF012
 
 

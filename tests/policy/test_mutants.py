@@ -15,8 +15,8 @@ from flowkv.policy.by_score import ByScore
 from flowkv.residency import Ledger
 from flowkv.residency.ledger import Move
 from flowkv.testing import check_policy
-from flowkv.testing.policies import LedgerStory
 from flowkv.testing.stories import tell_machine
+from tests.policy.ledger_story import LedgerStory
 from tests.policy.test_conformance import LEASES, Fast, Slow
 
 # --- policies ------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ LEDGERS = [mutant for mutant in Ledger.__subclasses__() if mutant.__module__ == 
 @pytest.mark.parametrize("mutant", LEDGERS, ids=lambda m: m.__name__)
 def test_ledger_mutant_is_killed(mutant):
     said = {"make": staticmethod(Fast), "leases": LEASES, "leaf_first": True}
-    said |= {"heeds": frozenset(), "ledger_class": mutant}
+    said["ledger_class"] = mutant
     with pytest.raises((AssertionError, KeyError, StateError)):
         tell_machine(type("Story", (LedgerStory,), said), 300, 40, shrink=False)
 
@@ -465,6 +465,6 @@ def test_there_are_enough_mutants():
 
 def test_the_unspoilt_survive():
     """What the mutants were made from passes the same stories."""
-    said = {"make": staticmethod(LRU), "leases": ("",), "leaf_first": True, "heeds": frozenset()}
+    said = {"make": staticmethod(LRU), "leases": ("",), "leaf_first": True}
     tell_machine(type("Story", (LedgerStory,), said), 10, 40, shrink=False)
     check_policy(Scored, max_examples=20, shrink=False)

@@ -311,6 +311,7 @@ class HazardIndex(LeafOrder):
         tenant: int = 0,
     ) -> None:
         """See `LeafOrder.insert`."""
+        learned.tick(self._desk, now_ns)
         slots, parents = as_slots(slots), as_slots(parents)
         done = learned.NOT_DONE
         if len(slots) == len(parents) and 0 <= tenant < len(self._state) - LISTS - TENANTS:
@@ -401,6 +402,11 @@ class HazardIndex(LeafOrder):
         arrays = self._order, self._mind, self._asked, slots, rates
         count = wanted(*arrays, now_ns)
         return slots[:count], rates[:count]
+
+    def invalidate(self, now_ns: int, tenant: int) -> None:
+        """See `LeafOrder.invalidate`. What expires keeps the place that it has now."""
+        learned.tick(self._desk, now_ns)
+        super().invalidate(now_ns, tenant)
 
     def expired(self, now_ns: int) -> Slots:
         """See `LeafOrder.expired`."""

@@ -7,8 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from flowkv.policy.scheduling import SCHEDULERS, FirstCome, Job, Priority, Scheduler, Shortest
+from flowkv.policy.scheduling import (
+    SCHEDULERS,
+    FirstCome,
+    Job,
+    Priority,
+    Scheduler,
+    Shortest,
+    Turns,
+)
 from flowkv.testing import check_scheduler
+from tests.policy.scheduling.proven import check_turns
 
 
 class Deadline(Scheduler):
@@ -51,12 +60,14 @@ SORTS: dict[str, Callable[[], Scheduler]] = {
 @pytest.mark.parametrize("sort", SORTS)
 def test_keeps_the_rules(sort: str) -> None:
     check_scheduler(SORTS[sort], max_examples=25)
+    check_turns(Turns, SORTS[sort], max_examples=25)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("sort", SORTS)
 def test_keeps_the_rules_for_long(sort: str) -> None:
     check_scheduler(SORTS[sort], max_examples=3000)
+    check_turns(Turns, SORTS[sort], max_examples=3000)
 
 
 def test_the_catalogue_is_made_of_these() -> None:

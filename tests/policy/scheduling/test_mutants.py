@@ -20,7 +20,7 @@ from flowkv.policy.scheduling import (
 )
 from flowkv.policy.scheduling.turns import Room, WaitingLine
 from flowkv.testing import check_scheduler
-from flowkv.testing.schedulers import check_turns
+from tests.policy.scheduling.proven import check_turns
 
 FAULTS = (AssertionError, StateError, IndexError)
 
@@ -148,8 +148,10 @@ SCHEDULERS = [
 
 
 def _stories(fault) -> int:
-    """As many as the suite tells by default, but for faults that few stories show."""
-    return 2000 if fault in (NoTop, LeavesTheFirstOut, OldOrder, PreemptsInVain) else 100
+    """As many as the suite tells by default; more for mechanisms, and for what few stories show."""
+    if fault in (NoTop, LeavesTheFirstOut, OldOrder, PreemptsInVain):
+        return 2000
+    return 300 if issubclass(fault, Turns) else 100
 
 
 @pytest.mark.parametrize("fault", SCHEDULERS)
