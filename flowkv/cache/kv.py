@@ -251,6 +251,10 @@ cache_door: Callable[..., Any] | None = None
 """Makes the object behind `KV.cache`; put here by the package, since hooks lie above this floor."""
 
 
+def _no_cache() -> None:
+    """A cache stays where it is: copies and pickles of what holds one hold None in its place."""
+
+
 class KV:
     """A key/value cache: paged, shared, tiered and persistent. Thread-safe.
 
@@ -1412,6 +1416,9 @@ class KV:
                 for account in self._accounts:
                     last.callback(account.close)
                 self._flush()
+
+    def __reduce__(self) -> Any:
+        return _no_cache, ()
 
     def __enter__(self) -> KV:
         return self

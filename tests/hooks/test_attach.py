@@ -170,6 +170,37 @@ class TestTheModel:
             assert type(twin) is Wrapper and twin.inner is not model
             assert not twin.inner._forward_hooks and "__reduce_ex__" not in vars(twin.inner)
 
+    @pytest.mark.parametrize("kind", ["getstate", "reduce", "reduce_ex"])
+    def test_a_class_says_how_it_is_copied(self, kind: str) -> None:
+        cls: Any = {"getstate": _Locked, "reduce": _Rebuilt, "reduce_ex": _RebuiltFor}[kind]
+        model = cls(models.causal("llama").config).eval()
+        model.lock = threading.Lock() if kind == "getstate" else None
+        ids = models.prompt(40)
+        theirs = answer(model, ids)
+
+        def check() -> None:
+            for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                assert type(twin) is cls and torch.equal(answer(twin, ids), theirs)
+                assert not twin._forward_hooks and "__reduce_ex__" not in vars(twin)
+                assert kind == "getstate" or twin.told == "made again"
+
+        check()
+        with attached(model):
+            assert torch.equal(answer(model, ids), theirs)
+            check()
+        check()
+
+    def test_a_copy_of_what_holds_its_cache_holds_none(self, model: Any) -> None:
+        ids = models.prompt(40)
+        theirs = answer(model, ids)
+        with attached(model) as kv:
+            model.kv, model.model.kept = kv, [kv]
+            twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        twins += [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for twin in twins:
+            assert twin.kv is None and twin.model.kept == [None]
+            assert torch.equal(answer(twin, ids), theirs)
+
     def test_a_copy_can_be_saved(self, model: Any, tmp_path: Path) -> None:
         ids, before = models.prompt(40), model.config._attn_implementation
         theirs = answer(model, ids)
@@ -203,6 +234,28 @@ class TestTheModel:
         gc.collect()
         assert gone == [True]
         kv.close()
+
+
+class _Locked(transformers.LlamaForCausalLM):
+    def __getstate__(self) -> Any:
+        return {name: held for name, held in vars(self).items() if name != "lock"}
+
+
+def _again(cls: Any, config: Any, weights: Any) -> Any:
+    model = cls(config).eval()
+    model.load_state_dict(weights)
+    model.told = "made again"
+    return model
+
+
+class _Rebuilt(transformers.LlamaForCausalLM):
+    def __reduce__(self) -> Any:
+        return _again, (type(self), self.config, dict(self.state_dict()))
+
+
+class _RebuiltFor(transformers.LlamaForCausalLM):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _again, (type(self), self.config, dict(self.state_dict()))
 
 
 class _Witness:

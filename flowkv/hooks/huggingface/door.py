@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copyreg
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -37,14 +35,12 @@ from flowkv.hooks.huggingface.restore import (
 from flowkv.hooks.huggingface.rows import Rows, check_paired, refuse_lost, wants_last, without_known
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
-
-def _reduces(model: Any) -> bool:
-    """Whether its class says itself how it is pickled."""
-    own: Any = type(model).__reduce_ex__
-    return own is not object.__reduce_ex__
-
-
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
+_HOOKS = frozenset(
+    f"_forward_{kind}{flags}"
+    for kind in ("hooks", "pre_hooks")
+    for flags in ("", "_with_kwargs", "_always_called")
+)
 _LEARNS = 4
 """So many calls are watched for one more forward than the first: what decoding writes."""
 _PATIENCE_S = 10.0
@@ -123,45 +119,41 @@ class ForwardHook:
             model.register_forward_hook(self._last, always_call=True),
         ]
         model.__dict__["__reduce_ex__"] = self._reduce_model
-        if hasattr(type(model), "__deepcopy__") or _reduces(model):
+        if hasattr(type(model), "__deepcopy__"):
             # Only then: wrappers that pass on what they lack, as PEFT's, would be copied by it.
             model.__dict__["__deepcopy__"] = self._copy_model
         follow(self.kv, close=self.release)
 
     def _copy_model(self, memo: dict[int, Any]) -> Any:
-        """`copy.deepcopy` of the model: a plain model, without the hooks of this door."""
-        model = self.model
-        own = getattr(type(model), "__deepcopy__", None)
-        if own is not None:
-            twin = own(model, memo)
-        else:
-            twin = memo[id(model)] = object.__new__(type(model))
-            twin.__setstate__(deepcopy(self._state(model), memo))
+        """`copy.deepcopy` of a model whose class copies itself, without the hooks of this door."""
+        own: Any = type(self.model).__deepcopy__
+        twin = own(self.model, memo)
         self._strip(vars(twin))
         return twin
 
     def _reduce_model(self, protocol: Any) -> Any:
-        """What pickle keeps of the model: a plain one."""
-        model = self.model
-        if _reduces(model):
-            own: Any = type(model).__reduce_ex__
-            return own(model, protocol)
-        held = self._state(model).items()
-        state = {k: v.copy() if k.startswith("_forward_") else v for k, v in held}
-        self._strip(state)
-        return copyreg.__newobj__, (type(model),), state  # type: ignore[attr-defined]
+        """What `pickle` and `copy.deepcopy` are given of the model, as its class says it."""
+        own: Any = type(self.model).__reduce_ex__
+        reduced = own(self.model, protocol)
+        if not isinstance(reduced, tuple) or len(reduced) < 3:
+            return reduced
+        return (*reduced[:2], self._plain(reduced[2]), *reduced[3:])
 
-    @staticmethod
-    def _state(model: Any) -> dict[str, Any]:
-        return {k: v for k, v in model.__dict__.items() if k not in _OWN_ATTRIBUTES}
+    def _plain(self, state: Any) -> Any:
+        if isinstance(state, tuple):  # with slots
+            return tuple(map(self._plain, state))
+        if not isinstance(state, dict):
+            return state
+        held = {k: v.copy() if k in _HOOKS else v for k, v in state.items()}
+        self._strip(held)
+        return held
 
     def _strip(self, state: dict[str, Any]) -> None:
         for name in _OWN_ATTRIBUTES:
             state.pop(name, None)
-        for name, hooks in state.items():
-            if name.startswith("_forward_"):
-                for handle in self._handles:
-                    hooks.pop(handle.id, None)
+        for name in _HOOKS & state.keys():
+            for handle in self._handles:
+                state[name].pop(handle.id, None)
 
     @property
     def hung(self) -> bool:
@@ -171,11 +163,11 @@ class ForwardHook:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Lets this thread's forwards pass."""
-        self._aside.on = True
+        before, self._aside.on = getattr(self._aside, "on", False), True
         try:
             yield
         finally:
-            self._aside.on = False
+            self._aside.on = before
 
     def unhang(self) -> None:
         """Takes them off."""
