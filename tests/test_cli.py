@@ -12,18 +12,22 @@ import pytest
 import torch
 
 import flowkv
-from flowkv import cli
-from flowkv.cli import command
-from flowkv.cli.generate import read_prompts
-from flowkv.core import errors
-from flowkv.core.errors import ConfigError, FlowKVError, UnsupportedModelError
+from flowkv import FlowKVError, cli
 from flowkv.data import tiny_path
-from flowkv.demo.timing import timed_generate
-from flowkv.hooks.huggingface.load import load_model
-from flowkv.observe import doctor
-from flowkv.report import screen, words
-from flowkv.tiers.base import FrameInfo, Outcome, Store
+from flowkv.tiers import FrameInfo, Outcome, Store
 from flowkv.tiers.disk import DiskTier
+from tests.inside import (
+    ConfigError,
+    UnsupportedModelError,
+    command,
+    doctor,
+    errors,
+    load_model,
+    read_prompts,
+    screen,
+    timed_generate,
+    words,
+)
 from tests.observe.chrome import read_chrome
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import pytest
 
 from bench import __main__ as bench_command
-from flowkv.cli import command as cli_command
-from flowkv.cli.arguments import Misused
+from tests.inside import Misused
+from tests.inside import command as cli_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -12,24 +12,24 @@ import msgspec
 import pytest
 
 from flowkv import cli
-from flowkv.core.errors import ConfigError
-from flowkv.demo import report as demo_report
-from flowkv.demo import run
-from flowkv.demo import run as slow
-from flowkv.demo.records import (
+from flowkv.tiers import Completion, Outcome
+from tests.inside import (
+    ConfigError,
     DemoCase,
     DemoPlan,
     DemoSizes,
     Findings,
+    Inspection,
+    RestoreEnded,
     Sample,
+    Timeline,
     WatchedRestore,
     build_workload,
+    run,
+    summarise,
 )
-from flowkv.demo.report import summarise
-from flowkv.observe.events import RestoreEnded
-from flowkv.observe.timeline import Timeline
-from flowkv.tiers.base import Completion, Outcome
-from flowkv.tiers.disk.inspect import Inspection
+from tests.inside import report as demo_report
+from tests.inside import run as slow
 from tests.observe.chrome import read_chrome
 
 SMALL = DemoSizes(context=384, turns=3, rows=2, answer=8)

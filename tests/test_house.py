@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 import flowkv
 from tests import __main__ as command
-from tests import conftest
+from tests import conftest, inside
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "flowkv"
@@ -246,3 +247,22 @@ def test_readme_commands_are_single_lines() -> None:
         (command,) = re.findall(rf"<!-- {marker} -->\n+```[a-z]*\n(.*?)\n```", readme, re.DOTALL)
         assert "\n" not in command
         assert "constraints.txt" in command
+
+
+TESTS = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "inside.py"]
+
+
+@pytest.mark.parametrize("test", [p for p in TESTS if "foreign" not in p.parts], ids=name)
+def test_internals_are_named_in_one_place(test: Path) -> None:
+    """What is in no `__all__` is imported from `tests.inside`, so that a move changes one file."""
+    for node in ast.walk(ast.parse(test.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "flowkv":
+            module = importlib.import_module(str(node.module))
+            offered = getattr(module, "__all__", ())
+            hidden = [a.name for a in node.names if a.name not in offered]
+            assert not hidden or node.module == "flowkv", f"{node.module} does not offer {hidden}"
+
+
+def test_what_tests_look_at_is_there() -> None:
+    for shown in inside._PLACES:
+        getattr(inside, shown)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from bench.serve.ground import Setting
-from flowkv.engine.request import Completion
-from flowkv.observe.events import Bus, EngineStep
+from flowkv import Completion
+from tests.inside import Bus, EngineStep
 
 
 class Echo:

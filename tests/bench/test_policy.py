@@ -17,8 +17,7 @@ from bench.policy.cost import fixed, ids_of, per_request
 from bench.policy.finding import GROUPS, Finding, summary
 from bench.policy.ground import Ground, Replays, part
 from bench.policy.replayed import _halves, closure, floor, prefetch
-from flowkv.sim.replay import replay
-from flowkv.sim.trace import Trace
+from flowkv.sim import Trace, replay
 
 
 def small_trace(seed: int = 1, requests: int = 240) -> Trace:

@@ -21,10 +21,9 @@ from bench.quality import (
     second_copy,
     windows,
 )
-from flowkv.core.errors import ConfigError
-from flowkv.core.layout import page_layout
-from flowkv.kernels.dispatch import transcode
+from flowkv.kernels import transcode
 from tests.fixture_model import corpus, load_tiny
+from tests.inside import ConfigError, page_layout
 
 pytest.importorskip("transformers")
 

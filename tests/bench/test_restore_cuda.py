@@ -18,10 +18,8 @@ from bench.restore.executor import Executor, Unit
 from bench.restore.model import DECODERS
 from bench.restore.processor import Link
 from bench.restore.torch_engine import Prompt, TorchEngine
-from flowkv.policy.restore import Compute, Load, Suffix
-from flowkv.policy.restore.costs import Measured
-from flowkv.policy.restore.state import Caps, verify
-from flowkv.sim.restore import Decoder
+from flowkv.policy.restore import Caps, Compute, Load, Measured, Suffix, verify
+from tests.inside import Decoder
 
 SHAPE = Decoder("deep", 5, 48, 4, 2, 12, 64)
 CPU = torch.device("cpu")

@@ -15,12 +15,22 @@ from bench.restore.device import Clock, Done, Ended, Mark, stopwatch
 from bench.restore.emulated import Sleeper, emulate
 from bench.restore.executor import Executor, Unit
 from bench.restore.protocol import EMULATED
-from flowkv.core.errors import StateError
-from flowkv.policy.restore import Compute, Load, Op, Request, RestorePolicy, State, Suffix
-from flowkv.policy.restore.costs import Measured
-from flowkv.policy.restore.flowkv import TwoPointer
-from flowkv.policy.restore.state import Caps, Source, Span, verify
+from flowkv.policy.restore import (
+    Caps,
+    Compute,
+    Load,
+    Measured,
+    Op,
+    Request,
+    RestorePolicy,
+    Source,
+    Span,
+    State,
+    Suffix,
+    verify,
+)
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound
+from tests.inside import StateError, TwoPointer
 
 ONE_LINK = Caps(computes=1, loads={"link": 1})
 

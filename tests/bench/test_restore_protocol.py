@@ -26,9 +26,9 @@ from bench.restore.protocol import (
 )
 from bench.restore.real import Cuda, Processor, cuda_cells
 from bench.restore.row import OURS, Bounds, Cell, Label, Outcome, Row
-from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Request, Source, Span
 from flowkv.sim.restore import GPUS, SHAPES, Modelled
+from tests.inside import ConfigError
 
 # What the command's rows are promised to have, at least.
 FIELDS = {

@@ -13,7 +13,7 @@ from bench.restore.promise import V1, promises
 from bench.restore.report import BOUND, colours, situation, write_restore_report
 from bench.restore.row import OURS, Row
 from bench.restore.table import by_cell, summaries
-from flowkv.core.errors import ConfigError
+from tests.inside import ConfigError
 from tests.report.drawn import curves
 
 

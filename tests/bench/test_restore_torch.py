@@ -22,11 +22,8 @@ from bench.restore.model import DECODERS, SMALL, Model
 from bench.restore.processor import BURST_S, Copier, Link, Processor
 from bench.restore.store import FileStore, HostStore, Ring
 from bench.restore.torch_engine import Prompt, TorchEngine
-from flowkv.core.errors import ConfigError, StoreError
-from flowkv.policy.restore import Compute, Load, Request, Suffix
-from flowkv.policy.restore.costs import Measured
-from flowkv.policy.restore.state import Caps, Span, verify
-from flowkv.sim.restore import Decoder
+from flowkv.policy.restore import Caps, Compute, Load, Measured, Request, Span, Suffix, verify
+from tests.inside import ConfigError, Decoder, StoreError
 
 CPU = torch.device("cpu")
 DEEP = Decoder("deep", 6, 48, 4, 2, 12, 64)

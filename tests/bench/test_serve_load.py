@@ -14,8 +14,8 @@ from bench.serve.baselines import SEQUENTIAL, STATIC, Generate, Waiting
 from bench.serve.lengths import FULL_CONTEXT, KINDS, draw_lengths
 from bench.serve.served import Outcome, Served, Spread, percentile
 from bench.serve.workload import Ask, Load, arrival_times, draw
-from flowkv.core.errors import ConfigError
 from tests.bench.serving import Echo
+from tests.inside import ConfigError
 
 
 def rng(seed: int = 0) -> np.random.Generator:

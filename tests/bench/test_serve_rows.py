@@ -33,8 +33,8 @@ from bench.serve.served import Spread
 from bench.serve.soak import Soak
 from bench.serve.steps import Steps, findings
 from bench.serve.turnstile import Turnstile
-from flowkv.core.errors import ConfigError
 from tests.bench.serving import EchoGround
+from tests.inside import ConfigError
 
 # What the command's rows are promised to have, at least.
 FIELDS = {
@@ -347,7 +347,7 @@ def test_wrong_words(words: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_shape_is_a_model_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.serve import ground
-    from flowkv.sim.restore import Decoder
+    from tests.inside import Decoder
 
     monkeypatch.setattr(ground, "SHAPES", {"small": Decoder("small", 2, 64, 4, 2, 16, 96)})
     made = Ground(shape="small", device="cpu", pool="1MiB")

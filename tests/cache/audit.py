@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 from flowkv import KV
-from flowkv.cache.index import PrefixIndex, SwappedCopy
-from flowkv.cache.pool import PagePool
-from flowkv.cache.store import PageStore
-from flowkv.cache.swap import Copy
-from flowkv.core.layout import CODEC_SHIFT, granule_of
+from tests.inside import (
+    CODEC_SHIFT,
+    Copy,
+    PagePool,
+    PageStore,
+    PrefixIndex,
+    SwappedCopy,
+    granule_of,
+)
 
 
 def audit_pool(pool: PagePool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import Completion, Load, Outcome, Store
+from flowkv.tiers import Completion, Load, Outcome, Store
 
 
 class Wrapped:

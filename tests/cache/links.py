@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from flowkv import KV, Geometry, Step, kernels
-from flowkv.cache.store import as_slots
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import Completion, Load, Outcome
+from flowkv.tiers import Completion, Load, Outcome
+from tests.inside import as_slots
 
 from . import toy
 from .fakes import Wrapped

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 import flowkv
-from flowkv import KV, Geometry, Step
-from flowkv.core.keys import Shard
-from flowkv.observe.events import LayerArrived, LayerSent
+from flowkv import KV, Geometry, Shard, Step
+from tests.inside import LayerArrived, LayerSent
 
 LAYERS, HEADS, KV_HEADS, DIM, WIDTH, VOCABULARY, PAGE = 4, 4, 4, 16, 32, 61, 16
 PROMPT = [(7 * n * n + 3 * n) % VOCABULARY for n in range(100)]

@@ -11,16 +11,12 @@ from typing import Any
 import pytest
 
 from flowkv import KV
-from flowkv.cache import store
-from flowkv.observe.events import Evicted
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import Entry, FrameInfo, Store
-from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.home import read_superblock, write_superblock
-from flowkv.tiers.disk.inspect import inspect
+from flowkv.tiers import Entry, FrameInfo, Store
 from tests.cache.audit import audit
 from tests.cache.fakes import Wrapped
 from tests.cache.toy import make_kv, published, simple
+from tests.inside import Evicted, FileIO, inspect, read_superblock, store, write_superblock
 
 P, Q = [1] * 24, [2] * 24
 BODY = bytes(4096)

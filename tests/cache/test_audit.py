@@ -10,13 +10,6 @@ import pytest
 import torch
 
 from flowkv import KV, Geometry, Step
-from flowkv.cache import store
-from flowkv.cache.audit import due
-from flowkv.cache.kv import bind
-from flowkv.cache.store import Samples, Verdict
-from flowkv.core.errors import ConfigError
-from flowkv.core.layout import CODECS
-from flowkv.observe.events import Audited, Event, Quarantined, Warned
 from flowkv.testing import MemoryTier
 from tests.cache.audit import audit
 from tests.cache.fakes import Wrapped
@@ -31,6 +24,19 @@ from tests.cache.toy import (
     simple,
     write,
 )
+from tests.inside import (
+    Audited,
+    ConfigError,
+    Event,
+    Quarantined,
+    Samples,
+    Verdict,
+    Warned,
+    bind,
+    due,
+    store,
+)
+from tests.inside import layout_CODECS as CODECS
 
 TEXT = list(range(100))
 
@@ -257,7 +263,7 @@ def test_a_page_that_can_only_be_read_here_is_not_believed_again() -> None:
 
 
 def _name(model: str) -> Any:
-    from flowkv.core.keys import Namespace
+    from flowkv import Namespace
 
     return Namespace(model=model)
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from flowkv import KV, Namespace
-from flowkv.cache.kv import bind, follow, plan, warn
-from flowkv.core.errors import CapacityError, ConfigError, StateError
 from flowkv.policy import LRU
 from flowkv.testing import MemoryTier
 from tests.cache.audit import audit, audit_empty
@@ -24,6 +22,8 @@ from tests.cache.toy import (
     published,
     simple,
 )
+from tests.inside import CapacityError, ConfigError, StateError, bind, follow, warn
+from tests.inside import kv_plan as plan
 
 TEXT = list(range(50))
 

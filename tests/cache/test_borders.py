@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flowkv import KV, Config
-from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError, TokenError
+from flowkv import KV, Config, FlowKVError
 from tests.cache.toy import geometry
+from tests.inside import ConfigError, StateError, StoreError, TokenError
 
 META = torch.arange(40, device="meta")
 IDS = list(range(40))

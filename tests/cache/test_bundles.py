@@ -11,14 +11,13 @@ import torch
 from hypothesis import given, settings
 
 from flowkv import KV
-from flowkv.cache import export
-from flowkv.core.errors import StoreError
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import Load, Store
+from flowkv.tiers import Load, Store
 from flowkv.tiers.shared import SharedTier
 from tests.cache.audit import audit
 from tests.cache.fakes import Deferred, Silent, Wrapped, lasting
 from tests.cache.toy import check_content, make_kv, opened, published, simple
+from tests.inside import StoreError, export
 
 KIB = 1 << 10
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64)

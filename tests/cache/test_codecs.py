@@ -15,12 +15,8 @@ from hypothesis import given, settings
 
 import flowkv
 from flowkv import KV, Geometry, LayerGroup, Sequence, kernels
-from flowkv.cache.kv import plan
-from flowkv.core.errors import CapacityError, ConfigError, NonFiniteError
-from flowkv.core.layout import CODEC_SHIFT, CODECS, page_layout
-from flowkv.observe.events import Encoded, Warned
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import Outcome
+from flowkv.tiers import Outcome
 from tests.cache.audit import audit
 from tests.cache.fakes import Deferred, Wrapped, lasting
 from tests.cache.toy import (
@@ -33,6 +29,17 @@ from tests.cache.toy import (
     prefill,
     write,
 )
+from tests.inside import (
+    CODEC_SHIFT,
+    CapacityError,
+    ConfigError,
+    Encoded,
+    NonFiniteError,
+    Warned,
+    page_layout,
+)
+from tests.inside import kv_plan as plan
+from tests.inside import layout_CODECS as CODECS
 
 PAGE = 64
 FIXED = CODECS[1:]

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from flowkv.core import compiling
-from flowkv.tiers.disk.transfer import Loading
 from tests.cache.toy import check_content, make_kv, prefill, write
+from tests.inside import Loading, compiling
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(16 * 8 + 3))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from flowkv import KV
-from flowkv.cache.kv import plan
 from tests.cache.toy import make_kv, opened, prefill, simple
 from tests.calls import calls_of
+from tests.inside import kv_plan as plan
 
 ROWS = 8
 

@@ -9,15 +9,20 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from flowkv import KV, Sequence
-from flowkv.cache.kv import plan
-from flowkv.cache.pool import PagePool
-from flowkv.core.errors import CapacityError
-from flowkv.core.layout import GRANULE_BYTES, codec_of, granule_of
-from flowkv.observe.events import Defragmented, Evicted
-from flowkv.policy.defragmentation import Defragmentation
 from tests.cache.audit import audit, audit_pool
 from tests.cache.test_codecs import check, make, text
 from tests.cache.toy import advance, opened
+from tests.inside import (
+    GRANULE_BYTES,
+    CapacityError,
+    Defragmentation,
+    Defragmented,
+    Evicted,
+    PagePool,
+    codec_of,
+    granule_of,
+)
+from tests.inside import kv_plan as plan
 
 PAGE = 64
 SIZES = {0: 4, 1: 2, 3: 1}  # granules by codec

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from flowkv import KV
-from flowkv.core.clock import SystemClock
-from flowkv.core.errors import StoreError
 from flowkv.testing import MemoryTier
-from flowkv.tiers.remote.tier import Breaker, RemoteLimits, RemoteTier
+from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
 from flowkv.tiers.shared import SharedTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import Deferred, Wrapped, lasting
 from tests.cache.toy import PAGE, check_content, make_kv, opened, published, simple
+from tests.inside import Breaker, StoreError, SystemClock
 from tests.tiers.remote.faulty import FaultyBackend
 from tests.tiers.remote.servers_redis import redis_server
 

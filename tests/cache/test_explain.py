@@ -6,13 +6,11 @@ import json
 
 import pytest
 
-from flowkv import KV, Namespace
-from flowkv.cache.kv import bind
-from flowkv.core.keys import Salt
+from flowkv import KV, Namespace, Salt
 from flowkv.testing import MemoryTier
-from flowkv.tiers.host import HostTier
 from tests.cache.fakes import lasting
 from tests.cache.toy import geometry, make_kv, opened, published, simple
+from tests.inside import HostTier, bind
 
 TEXT = list(range(50))
 

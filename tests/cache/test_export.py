@@ -19,15 +19,12 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 
 from flowkv import KV
-from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
-from flowkv.core.errors import StoreError
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import FrameInfo
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.host import HostTier
+from flowkv.tiers import Envelope, FrameInfo
 from tests.cache.audit import audit
 from tests.cache.fakes import lasting
 from tests.cache.toy import check_content, geometry, make_kv, opened, prefill, published, simple
+from tests.inside import MAGIC, ArchiveReader, ArchiveWriter, HostTier, StoreError
 
 ROOT = Path(__file__).resolve().parents[2]
 P, Q = [1] * 24, [2] * 40

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv import KV, Sequence
-from flowkv.cache.footprint import Footprint
-from flowkv.core.errors import CapacityError
+from tests.inside import CapacityError, Footprint
 
 from .links import Link, evict
 from .toy import PAGE, advance, geometry, make_kv, opened, published, simple, write

@@ -11,17 +11,14 @@ import pytest
 
 import flowkv
 from flowkv import KV
-from flowkv.core.clock import ManualClock
-from flowkv.core.errors import ConfigError
-from flowkv.policy import LRU
-from flowkv.policy.base import NEVER_NS, Slots
-from flowkv.tiers.base import Completion, Load, Outcome
-from flowkv.tiers.host import HostTier
+from flowkv.policy import LRU, Slots
+from flowkv.tiers import Completion, Load, Outcome
 from tests.cache.audit import audit
 from tests.cache.fakes import Wrapped, lasting
 from tests.cache.test_cost import decode
 from tests.cache.toy import advance, check_content, geometry, make_kv, opened, published, simple
 from tests.calls import calls_of
+from tests.inside import NEVER_NS, ConfigError, HostTier, ManualClock
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24
 PAGE_BYTES = 4096

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from flowkv import Geometry
-from flowkv.tiers.host import HostTier
 from tests.cache.audit import audit
 from tests.cache.toy import (
     advance,
@@ -18,6 +17,7 @@ from tests.cache.toy import (
     prefill,
     published,
 )
+from tests.inside import HostTier
 
 pytestmark = pytest.mark.gpu
 SHAPE = geometry(device="cuda:0")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from flowkv.cache.guard import Guard
+from tests.inside import Guard
 
 
 def test_work_waits_for_the_outermost_exit() -> None:

@@ -16,14 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from flowkv import KV, Geometry, Step, kernels
-from flowkv.core.errors import StateError
-from flowkv.core.keys import Shard
-from flowkv.observe.events import LayerArrived
-from flowkv.testing.tiers import Faults, FlakyTier
-from flowkv.tiers.base import Tier
+from flowkv import KV, Geometry, Shard, Step, Tier, kernels
+from flowkv.testing import FlakyTier
 from flowkv.tiers.shared import SharedTier
-from flowkv.tiers.shared.tier import file_name
+from tests.inside import Faults, LayerArrived, StateError, file_name
 
 from . import toy
 from .audit import audit

@@ -6,10 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from flowkv.cache.index import Block, PrefixIndex
-from flowkv.core.errors import StateError
-from flowkv.core.keys import ROOT
 from tests.cache.audit import audit_index
+from tests.inside import ROOT, Block, PrefixIndex, StateError
 
 
 def key(number: int) -> bytes:

@@ -13,12 +13,9 @@ import pytest
 import xxhash
 
 from flowkv import KV
-from flowkv.cache import stack
-from flowkv.cache.store import PolicyPlace
-from flowkv.core.errors import ConfigError
-from flowkv.observe.events import Warned
 from flowkv.policy import LRU, make_policy
 from tests.cache.toy import make_kv, published, simple
+from tests.inside import ConfigError, PolicyPlace, Warned, stack
 
 
 class Learning(LRU):

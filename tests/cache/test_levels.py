@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 
 from flowkv import KV
-from flowkv.cache.kv import levels, source
-from flowkv.cache.statistics import breaker
-from flowkv.hooks.huggingface.restore import discard
-from flowkv.observe.metrics import NAMES, Level
 from flowkv.testing import MemoryTier
-from flowkv.tiers.host import HostTier
 from tests.cache.fakes import lasting
 from tests.cache.toy import make_kv, published, simple
+from tests.inside import NAMES, HostTier, Level, breaker, discard, levels, source
 
 TEXT = list(range(50))
 

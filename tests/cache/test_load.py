@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from flowkv.cache.pinned import Arena, Copies, Crossover
-from flowkv.cache.prefetch import Prefetch
-from flowkv.cache.store import PageStore
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import Load
+from flowkv.tiers import Load
 from tests.cache.fakes import Wrapped, lasting
 from tests.cache.test_pinned import Eager
 from tests.cache.toy import check_content, make_kv, prefill, published, simple
+from tests.inside import Arena, Copies, Crossover, PageStore, Prefetch
 
 
 class Ranked(Wrapped):

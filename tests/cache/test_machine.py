@@ -20,14 +20,12 @@ from hypothesis.stateful import (
 )
 
 from flowkv import KV, Sequence
-from flowkv.core.clock import ManualClock
-from flowkv.core.errors import CapacityError, StateError
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier, MemoryTier
-from flowkv.testing.tiers import Faults
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import Wrapped
 from tests.cache.toy import PAGE, check_content, geometry, make_kv, write
+from tests.inside import CapacityError, Faults, ManualClock, StateError
 
 TENANTS = ("alice", "bob")
 # Two documents and their beginnings, at and beside page borders, with endings of their own.

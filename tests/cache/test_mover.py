@@ -10,16 +10,24 @@ from typing import Any
 import pytest
 
 from flowkv import KV
-from flowkv.cache.mover import IOPriority, Mover
-from flowkv.core.clock import ManualClock
-from flowkv.observe.events import Demoted, Failed, Hit, Miss, Promoted, Published
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
+from flowkv.tiers import Completion, FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.host import HostTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import Deferred, Wrapped, lasting
 from tests.cache.toy import check_content, make_kv, opened, published, simple
+from tests.inside import (
+    Demoted,
+    Failed,
+    Hit,
+    HostTier,
+    IOPriority,
+    ManualClock,
+    Miss,
+    Mover,
+    Promoted,
+    Published,
+)
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24
 BODY = bytes(range(256)) * 16
@@ -252,7 +260,7 @@ def test_what_was_never_sent_is_not_owed() -> None:
 
 
 def test_a_closed_tier_fails_what_it_is_asked() -> None:
-    from flowkv.core.errors import StateError
+    from tests.inside import StateError
 
     class Closed(Wrapped):
         def submit_load(self, items: Any, *, deadline_s: float = 0.0) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowkv import KV, Sequence
-from flowkv.cache.restore import RestoreJob
+from tests.inside import RestoreJob
 
 from .links import Link, evict
 from .toy import PAGE, check_content, make_kv, prefill, published, simple

@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv import KV
-from flowkv.cache import pinned as line
-from flowkv.cache.pinned import (
+from tests.cache.fakes import Silent, lasting
+from tests.cache.toy import check_content, make_kv, published
+from tests.inside import (
+    Arena,
     Copies,
     Crossover,
     CudaStreams,
     calibrate,
+    dispatch,
     open_copies,
     remember,
     remembered,
 )
-from flowkv.kernels import dispatch
-from flowkv.tiers.io.staging import Arena
-from tests.cache.fakes import Silent, lasting
-from tests.cache.toy import check_content, make_kv, published
+from tests.inside import pinned as line
 
 GRANULE = 4096
 PAGES = 8

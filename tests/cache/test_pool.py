@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowkv.cache.pool import PagePool
-from flowkv.core.errors import CapacityError, StateError
-from flowkv.core.layout import CODECS, codec_of, granule_of, page_id
 from tests.cache.audit import audit_pool
+from tests.inside import CapacityError, PagePool, StateError, codec_of, granule_of, page_id
+from tests.inside import layout_CODECS as CODECS
 
 
 def pool_of(slabs: int, sizes: tuple[int, ...] = (1,)) -> PagePool:

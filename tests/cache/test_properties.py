@@ -12,9 +12,6 @@ from hypothesis import given, settings
 
 import flowkv
 from flowkv import KV, Geometry
-from flowkv.cache.block_table import relocate
-from flowkv.cache.pool import PagePool
-from flowkv.core.errors import CapacityError, StateError
 from flowkv.testing import MemoryTier
 from tests.cache.audit import audit, audit_pool
 from tests.cache.toy import (
@@ -31,6 +28,7 @@ from tests.cache.toy import (
     write,
 )
 from tests.hooks.nano import generate_plain, make_nano
+from tests.inside import CapacityError, PagePool, StateError, relocate
 
 SIZES = (1, 2, 5)  # granules of the pages of a pool
 

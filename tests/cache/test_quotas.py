@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
-from flowkv import KV
-from flowkv.core.clock import ManualClock
-from flowkv.core.config import Config, load_config, parse_policy, parse_quota
-from flowkv.core.errors import ConfigError
+from flowkv import KV, Config
 from flowkv.policy import LRU
-from flowkv.policy.tenants import Tenants
-from flowkv.tiers.host import HostTier
 from tests.cache.audit import audit
 from tests.cache.toy import make_kv, opened, published, simple
+from tests.inside import (
+    ConfigError,
+    HostTier,
+    ManualClock,
+    Tenants,
+    load_config,
+    parse_policy,
+    parse_quota,
+)
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24
 KIB = 1024

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 from flowkv import KV, NEVER, Retain
-from flowkv.core.clock import ManualClock
-from flowkv.core.errors import ConfigError
 from flowkv.policy import make_policy
 from flowkv.residency import Ledger, Meta, Place
-from flowkv.sim.formats import Reader
-from flowkv.sim.trace import Trace
-from flowkv.tiers.host import HostTier
+from flowkv.sim import Trace
 from tests.cache.audit import audit
 from tests.cache.toy import PAGE, advance, geometry, make_kv, prefill, published, simple
+from tests.inside import ConfigError, HostTier, ManualClock, Reader
 from tests.policy.call_log import CallLog, repeat
 from tests.sim.stories import run_through
 

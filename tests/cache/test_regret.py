@@ -15,14 +15,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from flowkv.cache.mover import IOPriority, Mover, Schedule, TransferRequest
-from flowkv.core.clock import ManualClock
-from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
+from flowkv.tiers import Completion, FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from tests.cache.fakes import Wrapped, lasting
 from tests.cache.toy import make_kv, published, simple
+from tests.inside import IOPriority, ManualClock, Mover, RegretGuard, Schedule, TransferRequest
 
 KIB, MIB = 1 << 10, 1 << 20
 MEMORY = memoryview(bytearray(64 * KIB))

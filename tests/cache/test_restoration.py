@@ -12,11 +12,18 @@ from hypothesis import given, settings
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from flowkv import KV, Geometry, Step
-from flowkv.cache.kv import end
-from flowkv.cache.restore import Late
-from flowkv.core.errors import StateError
-from flowkv.observe.events import Event, Hit, Miss, Restored, RestoreEnded, RestoreSpan
 from flowkv.policy.restore import Compute, Load, RestorePolicy, Span, State, Suffix
+from tests.inside import (
+    Event,
+    Hit,
+    Late,
+    Miss,
+    Restored,
+    RestoreEnded,
+    RestoreSpan,
+    StateError,
+    end,
+)
 
 from . import toy
 from .audit import audit

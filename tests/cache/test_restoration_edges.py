@@ -9,11 +9,9 @@ from contextlib import suppress
 import pytest
 
 from flowkv import Step
-from flowkv.cache.kv import plan
-from flowkv.cache.restore import Late
-from flowkv.core.errors import StateError
-from flowkv.observe.events import RestoreEnded
 from flowkv.policy.restore import Load, State
+from tests.inside import Late, RestoreEnded, StateError
+from tests.inside import kv_plan as plan
 
 from . import toy
 from .audit import audit

@@ -11,10 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from flowkv import KV, Geometry, LayerGroup
-from flowkv.core.clock import ManualClock
-from flowkv.core.errors import ConfigError, StateError
-from flowkv.core.keys import Namespace, Salt
+from flowkv import KV, Geometry, LayerGroup, Namespace, Salt
 from flowkv.testing import MemoryTier
 from tests.cache.audit import audit
 from tests.cache.fakes import lasting
@@ -29,6 +26,7 @@ from tests.cache.toy import (
     published,
     simple,
 )
+from tests.inside import ConfigError, ManualClock, StateError
 
 TEXT = list(range(100))
 

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from flowkv.cache.mover import SHARE, IOPriority, Schedule, SubmitResult, TransferRequest
-from flowkv.tiers.base import FrameInfo, Load, Store
+from flowkv.tiers import FrameInfo, Load, Store
+from tests.inside import SHARE, IOPriority, Schedule, SubmitResult, TransferRequest
 
 KIB = 1 << 10
 INFO = FrameInfo("page", 0, 0, bytes(16), bytes(32), bytes(32), 0, 8, 4096)

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 import flowkv
-from flowkv import kernels
-from flowkv.cache import step as sharing
-from flowkv.cache.sequence import Sequence
-from flowkv.cache.step import Step
-from flowkv.core.geometry import Geometry, LayerGroup
+from flowkv import Geometry, LayerGroup, Sequence, Step, kernels
+from tests.inside import step as sharing
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 16
 

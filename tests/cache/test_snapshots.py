@@ -10,15 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from flowkv import KV, Sequence
-from flowkv.cache.kv import plan
-from flowkv.cache.restore import Late
-from flowkv.cache.swap import encode_state
-from flowkv.core.keys import Salt
+from flowkv import KV, Salt, Sequence
 from flowkv.testing import FlakyTier, MemoryTier
-from flowkv.testing.tiers import Faults
-from flowkv.tiers.base import Load
-from flowkv.tiers.host import HostTier
+from flowkv.tiers import Load
 from tests.cache.audit import audit
 from tests.cache.fakes import lasting
 from tests.cache.links import Link, Trouble, evict, forward
@@ -33,6 +27,8 @@ from tests.cache.toy import (
     published,
     simple,
 )
+from tests.inside import Faults, HostTier, Late, encode_state
+from tests.inside import kv_plan as plan
 
 TEXT = list(range(60))
 

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 import flowkv
 from flowkv import KV, Geometry, LayerGroup, Sequence
-from flowkv.cache.kv import plan
-from flowkv.core.errors import CapacityError, ConfigError, GeometryError, StateError
-from flowkv.policy.importance import Importance
 from tests.cache.audit import audit, audit_empty
 from tests.cache.test_codecs import codecs_of, make
 from tests.cache.toy import advance, content, geometry, keys_values, make_kv, opened, published
+from tests.inside import CapacityError, ConfigError, GeometryError, Importance, StateError
+from tests.inside import kv_plan as plan
 
 PAGE = 8
 

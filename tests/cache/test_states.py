@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from flowkv.cache.swap import decode_state, encode_state
-from flowkv.core.errors import StoreError
+from tests.inside import StoreError, decode_state, encode_state
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 

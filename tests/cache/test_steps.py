@@ -8,11 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flowkv import KV, kernels
-from flowkv.cache.kv import plan
-from flowkv.cache.step import CURRENT
-from flowkv.core.errors import CapacityError, ConfigError, GeometryError, StateError, TokenError
-from flowkv.core.keys import Salt
+from flowkv import KV, Salt, kernels
 from tests.cache.audit import audit, audit_empty
 from tests.cache.toy import (
     PAGE,
@@ -26,6 +22,8 @@ from tests.cache.toy import (
     simple,
     write,
 )
+from tests.inside import CURRENT, CapacityError, ConfigError, GeometryError, StateError, TokenError
+from tests.inside import kv_plan as plan
 
 
 @pytest.fixture

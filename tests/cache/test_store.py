@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 
 from flowkv import KV
-from flowkv.core.clock import ManualClock
-from flowkv.core.errors import CapacityError, ConfigError, StoreError
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier, MemoryTier
-from flowkv.testing.tiers import Faults
-from flowkv.tiers.host import HostTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import Deferred, Silent, Wrapped, lasting
 from tests.cache.toy import (
@@ -25,6 +21,7 @@ from tests.cache.toy import (
     published,
     simple,
 )
+from tests.inside import CapacityError, ConfigError, Faults, HostTier, ManualClock, StoreError
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv import KV, Sequence
-from flowkv.cache import pool, swap
-from flowkv.core.errors import CapacityError
 from flowkv.testing import MemoryTier
+from tests.inside import CapacityError, swap
+from tests.inside import cache_pool as pool
 
 from .audit import audit, audit_empty
 from .links import evict

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowkv.cache.sequence import CLOSED, READY, Tables
-from flowkv.core.errors import CapacityError
+from tests.inside import CLOSED, READY, CapacityError, Tables
 
 
 def test_lines_are_given_emptied_and_grown() -> None:

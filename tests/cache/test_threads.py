@@ -12,12 +12,11 @@ from functools import partial
 import pytest
 
 from flowkv import KV
-from flowkv.cache.step import CURRENT
-from flowkv.core.errors import CapacityError, StateError
 from flowkv.testing import MemoryTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import lasting
 from tests.cache.toy import advance, check_content, make_kv, opened, prefill, published, write
+from tests.inside import CURRENT, CapacityError, StateError
 
 
 def together(*works: Callable[[], None]) -> None:

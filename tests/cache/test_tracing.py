@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 
 from flowkv import KV, Step, kernels
-from flowkv.core.errors import ConfigError, StateError
-from flowkv.observe.events import Miss, RestoreEnded, RestoreSpan, StepPlanned
-from flowkv.observe.timeline import Timelines
 from tests.cache.toy import check_content, geometry, keys_values, make_kv, published
+from tests.inside import (
+    ConfigError,
+    Miss,
+    RestoreEnded,
+    RestoreSpan,
+    StateError,
+    StepPlanned,
+    Timelines,
+)
 from tests.observe.chrome import Chrome, read_chrome
 
 TEXT = list(range(300, 500))

@@ -10,14 +10,18 @@ import pytest
 
 import flowkv
 from flowkv import KV, Lease, Retain
-from flowkv.cache.sequence import session_number
-from flowkv.core.clock import ManualClock
-from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.policy import LRU, make_policy
-from flowkv.policy.base import NEVER_NS, TOOL_USE
-from flowkv.tiers.host import HostTier
 from tests.cache.audit import audit
 from tests.cache.toy import PAGE, advance, geometry, make_kv, opened, prefill, published, simple
+from tests.inside import (
+    NEVER_NS,
+    TOOL_USE,
+    CapacityError,
+    ConfigError,
+    HostTier,
+    ManualClock,
+    session_number,
+)
 from tests.policy.call_log import CallLog
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from flowkv import KV, Geometry, LayerGroup, Sequence, Step, kernels
-from flowkv.cache.kv import plan
-from flowkv.core.layout import page_layout
+from tests.inside import kv_plan as plan
+from tests.inside import page_layout
 
 PAGE = 8
 WINDOW = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowkv.core.clock import ManualClock, SystemClock
+from tests.inside import ManualClock, SystemClock
 
 
 def test_manual_clock_moves_when_told() -> None:

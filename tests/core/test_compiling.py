@@ -12,9 +12,7 @@ import numba
 import pytest
 from hypothesis import given
 
-from flowkv.core import compiling
-from flowkv.core.clock import SystemClock
-from flowkv.core.compiling import Intervals
+from tests.inside import Intervals, SystemClock, compiling
 
 
 class Times:

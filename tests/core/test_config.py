@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core.config import ENVIRONMENT, Config, TierConfig, load_config
-from flowkv.core.errors import ConfigError, FlowKVError
+from flowkv import Config, FlowKVError
+from tests.inside import ENVIRONMENT, ConfigError, TierConfig, load_config
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
-from flowkv.core import errors
-from flowkv.core.errors import FlowKVError, MissingDependencyError, StoreError, did_you_mean
+from flowkv import FlowKVError
+from tests.inside import MissingDependencyError, StoreError, did_you_mean, errors
 
 PLAIN = [
     kind

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from flowkv.core.errors import GeometryError
-from flowkv.core.geometry import Geometry, LayerGroup
+from flowkv import Geometry, LayerGroup
+from tests.inside import GeometryError
 
 BASE = LayerGroup(layers=(0, 2), kv_heads=2, head_dim=16, value_dim=8, dtype="bfloat16")
 

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError, TokenError
-from flowkv.core.keys import (
+from flowkv import Namespace, Salt, Shard
+from tests.inside import (
     KEY_BYTES,
     ROOT,
+    ConfigError,
     KeyChain,
-    Namespace,
-    Salt,
-    Shard,
+    TokenError,
     as_tokens,
     tenant_salt,
     within,

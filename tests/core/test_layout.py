@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.core.geometry import ITEMSIZE, LayerGroup
-from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout, page_layout
+from flowkv import LayerGroup
+from tests.inside import GRANULE_BYTES, ITEMSIZE, ConfigError, PageLayout, page_layout
+from tests.inside import layout_CODECS as CODECS
 
 BITS = {"kv8": (8, 8), "k8v4": (8, 4), "kv4c": (4, 4), "kv4h": (4, 4)}
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.config import TierConfig, format_size, parse_place, parse_size
-from flowkv.core.errors import ConfigError
+from tests.inside import ConfigError, TierConfig, format_size, parse_place, parse_size
 
 
 @pytest.mark.parametrize(

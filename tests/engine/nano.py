@@ -15,8 +15,7 @@ import torch
 
 import flowkv
 from flowkv import KV, Engine, Geometry
-from flowkv.cache.step import CURRENT
-from flowkv.core.layout import page_layout
+from tests.inside import CURRENT, page_layout
 
 VOCABULARY, LAYERS, HEADS, DIM, PAGE = 61, 2, 2, 16, 8
 WIDTH = HEADS * DIM

@@ -15,12 +15,9 @@ from typing import Any
 
 import torch
 
-from flowkv import KV
-from flowkv.cache.step import Step
-from flowkv.engine.engine import Engine, make_request
-from flowkv.engine.runner import PackedRunner
-from flowkv.engine.scheduler import RunningRequest
+from flowkv import KV, Engine, Step
 from flowkv.policy.scheduling import ASIDE, COMING, OVER, RUNNING, WAITING
+from tests.inside import PackedRunner, RunningRequest, make_request
 
 from ..cache.audit import audit
 from ..cache.links import forward

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 import flowkv
-from flowkv.engine.request import Request
-from flowkv.engine.runner import Forward, OpenRow, PackedRunner
+from flowkv import Request
+from tests.inside import Forward, OpenRow, PackedRunner
 
 Rows = dict[int, list[torch.Tensor]]
 """Logits of each request, behind its prompt and behind each new token."""

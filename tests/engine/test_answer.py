@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from flowkv import Answer, Completion, Engine
-from flowkv.core import compiling
-from flowkv.engine import request as answer_module
-from flowkv.engine.request import AnswerSource, _Ear, tell
-from flowkv.observe.events import Finished
 from tests.engine.nano import Gate, Nano, make_kv, settled
+from tests.inside import AnswerSource, Finished, _Ear, compiling, tell
+from tests.inside import request as answer_module
 
 LONG = 1500
 

@@ -8,10 +8,8 @@ import weakref
 import pytest
 
 from flowkv import Namespace
-from flowkv.cache import swap
-from flowkv.cache.kv import bind
-from flowkv.core.errors import CapacityError
 from flowkv.policy.scheduling import ASIDE, RUNNING, WAITING
+from tests.inside import CapacityError, bind, swap
 
 from ..cache.toy import make_kv, opened, simple
 from .pressed import Pressed, pressed

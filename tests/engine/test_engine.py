@@ -16,10 +16,20 @@ from hypothesis import strategies as st
 
 import flowkv
 from flowkv import Completion, Engine, Request
-from flowkv.core.errors import BusyError, CapacityError, ConfigError, StateError, TokenError
-from flowkv.observe.events import Admitted, EngineStep, Event, Finished, Queued
 from flowkv.policy.scheduling import FirstCome
 from tests.engine.nano import PAGE, VOCABULARY, Nano, make_kv, prompts
+from tests.inside import (
+    Admitted,
+    BusyError,
+    CapacityError,
+    ConfigError,
+    EngineStep,
+    Event,
+    Finished,
+    Queued,
+    StateError,
+    TokenError,
+)
 
 
 @pytest.fixture

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv import KV, Answer, Engine, Request
-from flowkv.core.errors import CapacityError, StateError
-from flowkv.engine.runner import PackedRunner, own_model
-from flowkv.observe.events import Finished
 from flowkv.policy.scheduling import FirstCome, Job
 from tests.engine.nano import Nano, make_kv, prompts
+from tests.inside import CapacityError, Finished, PackedRunner, StateError, own_model
 
 POISON = 60
 

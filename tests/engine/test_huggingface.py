@@ -11,10 +11,9 @@ import torch
 
 import flowkv
 from flowkv import Engine
-from flowkv.core.errors import CapacityError, ConfigError, TokenError
-from flowkv.engine.runner import PackedRunner
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
+from tests.inside import CapacityError, ConfigError, PackedRunner, TokenError
 
 NEW = 8
 

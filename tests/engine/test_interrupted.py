@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from flowkv import Answer, Engine
-from flowkv.engine import engine as serving
-from flowkv.engine import sampling, scheduler
-from flowkv.engine.engine import make_request
-from flowkv.engine.runner import PagedRow
 from tests.engine.nano import Nano, make_kv
+from tests.inside import PagedRow, make_request, sampling, scheduler
+from tests.inside import engine_engine as serving
 
 BOOKS = (
     *(serving.Inbox, serving.Loop, scheduler.RunningRequest),

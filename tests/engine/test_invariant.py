@@ -19,17 +19,24 @@ from torch.nn import functional
 
 import flowkv
 from flowkv import Completion, Engine, Request
-from flowkv.core.errors import ConfigError, UnsupportedModelError
-from flowkv.engine import invariant as products
-from flowkv.engine.invariant import Fixed, Products, invariant, marked
-from flowkv.engine.runner import Forward, own_model
-from flowkv.engine.sampling import UNEVEN
 from flowkv.hooks.huggingface import make_runner_parts
 from tests.engine.nano import VOCABULARY, Nano, make_kv
 from tests.engine.schedules import Traced, alone, at_random
 from tests.fixture_model import load_tiny
 from tests.hooks import models
 from tests.hooks.compare import attached
+from tests.inside import (
+    UNEVEN,
+    ConfigError,
+    Fixed,
+    Forward,
+    Products,
+    UnsupportedModelError,
+    invariant,
+    marked,
+    own_model,
+)
+from tests.inside import engine_invariant as products
 
 NEW = 6
 

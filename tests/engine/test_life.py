@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from flowkv import Engine
-from flowkv.core.errors import StateError
-from flowkv.engine.engine import make_request
 from tests.engine.nano import Gate, Nano, make_kv
+from tests.inside import StateError, make_request
 
 ROOT = Path(__file__).resolve().parents[2]
 

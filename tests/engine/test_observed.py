@@ -8,10 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from flowkv import Completion, Engine
-from flowkv.observe.events import EngineStep, Event, Finished, Queued
-from flowkv.observe.prometheus import Exporter
-from flowkv.observe.timeline import Serving
 from tests.engine.nano import Nano, make_kv, prompts
+from tests.inside import EngineStep, Event, Exporter, Finished, Queued, Serving
 from tests.observe.chrome import read_chrome
 from tests.observe.test_prometheus import samples
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flowkv import KV, Engine, Request, Sequence
-from flowkv.engine.scheduler import RunningRequest
 from flowkv.policy.scheduling import ASIDE, RUNNING
+from tests.inside import RunningRequest
 
 from .nano import PAGE, VOCABULARY, Nano, make_kv
 

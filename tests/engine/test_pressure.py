@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowkv.cache.step import Step
-from flowkv.core.errors import CapacityError
-from flowkv.engine.scheduler import RunningRequest
-from flowkv.observe.events import Event, Preempted
+from flowkv import Step
 from flowkv.policy.restore import Suffix
 from flowkv.policy.scheduling import ASIDE, COMING, RUNNING, WAITING
+from tests.inside import CapacityError, Event, Preempted, RunningRequest
 
 from ..cache.links import Link, Trouble, evict
 from ..cache.toy import PAGE, geometry, make_kv, opened, published, simple

@@ -17,10 +17,9 @@ from hypothesis.stateful import (
 )
 
 from flowkv import Sequence
-from flowkv.core.errors import CapacityError
-from flowkv.engine.scheduler import RunningRequest
 from flowkv.policy.scheduling import COMING, OVER
 from flowkv.testing import MemoryTier
+from tests.inside import CapacityError, RunningRequest
 
 from ..cache.links import NO_TROUBLE, Link, Trouble
 from ..cache.toy import PAGE, geometry, make_kv, prefill

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from flowkv.core.errors import ConfigError, FlowKVError, NonFiniteError
-from flowkv.engine.request import Request
-from flowkv.engine.sampling import Choice, Drawn, Largest, OwnSampler, draw, seed_of
+from flowkv import FlowKVError, Request
+from tests.inside import (
+    Choice,
+    ConfigError,
+    Drawn,
+    Largest,
+    NonFiniteError,
+    OwnSampler,
+    draw,
+    seed_of,
+)
 
 PROMPT = np.arange(3, dtype=np.uint32)
 

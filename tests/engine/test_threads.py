@@ -9,8 +9,8 @@ from concurrent.futures import FIRST_COMPLETED, wait
 import pytest
 
 from flowkv import Answer, Completion, Engine
-from flowkv.core.errors import BusyError, StateError
 from tests.engine.nano import Gate, Nano, make_kv, settled
+from tests.inside import BusyError, StateError
 
 LONG = 1500
 

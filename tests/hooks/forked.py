@@ -20,9 +20,9 @@ import torch
 from transformers import DynamicCache
 
 import flowkv
-from flowkv.hooks.huggingface.cache import PagedCache
 from tests.hooks import models
 from tests.hooks.compare import generate
+from tests.inside import PagedCache
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore", DeprecationWarning)

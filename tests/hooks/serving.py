@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowkv.engine.request import Request
-from flowkv.engine.runner import PackedRunner, Runner
-from flowkv.hooks.huggingface.runners import Parts
+from flowkv import Request
+from tests.inside import PackedRunner, Parts, Runner
 
 
 def runner_of(parts: Parts, kv: Any) -> Runner:

@@ -16,11 +16,9 @@ import transformers
 from transformers import DynamicCache
 
 import flowkv
-from flowkv.core.errors import ConfigError, StateError
-from flowkv.hooks.huggingface.attach import door_of
-from flowkv.hooks.huggingface.cache import PagedCache
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import ConfigError, PagedCache, StateError, door_of
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 import flowkv
 from flowkv import KV, Geometry, LayerGroup, Sequence
-from flowkv.core.errors import GeometryError, StateError
 from tests.hooks.nano import Nano, generate_plain, make_nano, plain_attention
+from tests.inside import GeometryError, StateError
 
 SHAPE = Geometry.uniform(layers=2, kv_heads=2, head_dim=8, page_size=8)
 PROMPTS = [[7, 3, 9, 4, 4, 1] * 4, [5], list(range(30)), [7, 3, 9, 4, 4, 1] * 4 + [2] * 9]

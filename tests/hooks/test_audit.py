@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import flowkv
-from flowkv.observe.events import Audited, Quarantined
 from flowkv.testing import MemoryTier
 from tests.cache.fakes import Wrapped
+from tests.inside import Audited, Quarantined
 
 from . import models
 from .compare import assert_same, generate

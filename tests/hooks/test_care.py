@@ -9,10 +9,10 @@ import torch
 
 import flowkv
 from flowkv import Retain
-from flowkv.hooks.huggingface import restore
 from flowkv.policy import LRU, Lease
 from tests.hooks import models
 from tests.hooks.compare import attached, generate
+from tests.inside import restore
 from tests.policy.call_log import CallLog
 
 

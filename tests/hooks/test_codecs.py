@@ -11,11 +11,11 @@ import torch
 from transformers import DynamicCache
 
 import flowkv
-from flowkv.core.errors import ConfigError, NonFiniteError
-from flowkv.core.layout import CODECS
 from tests.fixture_model import corpus, load_tiny
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import ConfigError, NonFiniteError
+from tests.inside import layout_CODECS as CODECS
 
 FIXED = CODECS[1:]
 # Mean over steps of the relative distance between logits and those of raw pages.

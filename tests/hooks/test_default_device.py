@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from flowkv import kernels
-from flowkv.core.errors import GeometryError
-from flowkv.kernels.cpu.pages import address
 from tests.hooks import elsewhere
+from tests.inside import GeometryError, address
 
 THOROUGH = [
     ("attach", "context", "llama/kv8"),

@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from flowkv.core.errors import UnsupportedModelError
-from flowkv.hooks.huggingface.attach import door_of
-from flowkv.hooks.huggingface.cache import PagedCache
 from tests.hooks import models
 from tests.hooks.compare import attached, reused
+from tests.inside import PagedCache, UnsupportedModelError, door_of
 
 Edit = Callable[[Any], Any]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from flowkv.core.errors import StateError
+from tests.inside import StateError
 
 from . import models
 from .compare import assert_same, attached, generate, reused

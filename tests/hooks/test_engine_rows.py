@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from flowkv import KV, Engine
-from flowkv.cache.kv import PagedRow
-from flowkv.core.errors import CapacityError
-from flowkv.engine.request import Request
-from flowkv.engine.runner import PackedRunner
+from flowkv import KV, Engine, Request
 from flowkv.hooks.huggingface import make_runner_parts
-from flowkv.hooks.huggingface.attach import door_of
-from flowkv.hooks.huggingface.runners import ApartRow, PaddedRunner
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
+from tests.inside import ApartRow, CapacityError, PackedRunner, PaddedRunner, PagedRow, door_of
 
 
 def opened(model: torch.nn.Module, kv: KV, count: int = 20) -> PagedRow:

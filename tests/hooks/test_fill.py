@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from flowkv.hooks.huggingface.inputs import Fill, placeholder_ids
+from tests.inside import Fill, placeholder_ids
 
 IDS = {"image_token_id": 99, "audio_token_id": 98}
 

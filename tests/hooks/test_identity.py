@@ -20,10 +20,9 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 import flowkv
-from flowkv.hooks.huggingface import identity
-from flowkv.hooks.huggingface.identity import Identity
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import Identity, identity
 
 ROOT = Path(__file__).resolve().parents[2]
 Undo = Callable[[], None]
@@ -555,7 +554,7 @@ def test_submodules_in_training_mode_are_not_shared() -> None:
 
 
 def flowkv_off(kv: flowkv.KV, model: torch.nn.Module):
-    from flowkv.hooks.huggingface.attach import door_of
+    from tests.inside import door_of
 
     door = door_of(model)
     assert door is not None
@@ -777,7 +776,7 @@ def test_pages_of_large_weights_wait_for_a_reading(tmp_path, monkeypatch) -> Non
     """Nothing lasts that was computed by weights that were written to without a count."""
     monkeypatch.setattr(identity, "_SHARE", 0.0)  # a call reads its 32nd part, whatever it took
     model, prompt, place = large(), models.prompt(60), f"{tmp_path}/kv:64MiB"
-    from flowkv.hooks.huggingface.attach import door_of
+    from tests.inside import door_of
 
     with attached(model, disk=place) as kv:
         door_of(model).proof.enter()  # never idle
@@ -797,7 +796,7 @@ def test_pages_of_large_weights_wait_for_a_reading(tmp_path, monkeypatch) -> Non
 
 
 def test_an_uncounted_write_is_found_within_so_many_calls() -> None:
-    from flowkv.hooks.huggingface.identity import CALLS
+    from tests.inside import CALLS
 
     model, prompt = large(), models.prompt(60)
     with attached(model) as kv:

@@ -31,11 +31,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
 from flowkv import LayerGroup
-from flowkv.hooks.huggingface.door import ForwardHook
-from flowkv.hooks.huggingface.identity import Identity
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.hooks.test_identity import ROOT, Undo, setting
+from tests.inside import ForwardHook, Identity
 
 functional: Any = torch.nn.functional
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import flowkv
 from flowkv import KV, Geometry, LayerGroup
-from flowkv.core.errors import GeometryError, StateError
+from tests.inside import GeometryError, StateError
 
 HEADS, RANK, ROPE, DIM, WIDTH, LAYERS = 4, 16, 8, 12, 32, 2
 GROUP = LayerGroup(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flowkv.core.errors import ConfigError
-from flowkv.hooks.huggingface import load
+from tests.inside import ConfigError, load
 
 
 class GatedRepoError(Exception):

@@ -19,10 +19,9 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from flowkv.hooks.huggingface.attach import door_of
-from flowkv.hooks.huggingface.identity import Identity
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
+from tests.inside import Identity, door_of
 
 LAYERS = 4
 SIZES: dict[int, str] = {

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import flowkv
-from flowkv.core.errors import FlowKVError
+from flowkv import FlowKVError
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 

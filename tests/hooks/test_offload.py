@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import flowkv
-from flowkv.hooks.huggingface.cache import PagedCache
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import PagedCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate")  # up to 5.2x
 

@@ -10,25 +10,27 @@ import pytest
 import torch
 import transformers
 
-from flowkv.core.errors import (
-    CapacityError,
-    ConfigError,
-    StateError,
-    TokenError,
-    UnsupportedModelError,
-)
-from flowkv.engine.request import Request
-from flowkv.engine.runner import Runner
+from flowkv import Request
 from flowkv.hooks.huggingface import make_runner_parts
-from flowkv.hooks.huggingface.attach import door_of
-from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, Unpackable
-from flowkv.hooks.huggingface.runners import PaddedRunner
 from flowkv.hooks.huggingface.versions import causal_mask_function
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 from tests.hooks.serving import runner_of, serve
 from tests.hooks.test_restore import restoring, stored
+from tests.inside import (
+    CapacityError,
+    ConfigError,
+    MaskRecipe,
+    Packing,
+    PaddedRunner,
+    Runner,
+    StateError,
+    TokenError,
+    Unpackable,
+    UnsupportedModelError,
+    door_of,
+)
 
 PACKED = ["gemma3", "gpt_oss", "llama", "mistral", "qwen3"]
 APART = {

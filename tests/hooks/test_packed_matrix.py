@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from flowkv.core.errors import ConfigError
 from flowkv.hooks.huggingface import make_runner_parts
 from tests.hooks import models
 from tests.hooks.compare import attached, generate
 from tests.hooks.serving import runner_of, serve
 from tests.hooks.test_matrix import tiny
+from tests.inside import ConfigError
 
 PROMPTS = ((5, 1), (70, 2), (33, 3), (50, 4))
 

@@ -13,11 +13,11 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 import flowkv
-from flowkv.observe.events import RestoreEnded, RestoreSpan
 from flowkv.policy.restore import Compute, Load, RestorePolicy, Span, State
 from flowkv.testing import MemoryTier
-from flowkv.tiers.base import Completion, Outcome
+from flowkv.tiers import Completion, Outcome
 from tests.cache.fakes import Wrapped
+from tests.inside import RestoreEnded, RestoreSpan
 
 from . import models
 from .compare import assert_same, generate, reused

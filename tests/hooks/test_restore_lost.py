@@ -13,10 +13,9 @@ import torch
 from transformers import DynamicCache
 
 import flowkv
-from flowkv.core.errors import CapacityError, StateError
-from flowkv.hooks.huggingface.restore import Restoring
-from flowkv.hooks.huggingface.rows import Rows
 from tests.cache.audit import audit
+from tests.inside import CapacityError, Restoring, StateError
+from tests.inside import rows_Rows as Rows
 
 from . import models
 from .compare import assert_same, attached, generate

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import flowkv
-from flowkv.hooks.huggingface.attach import door_of
-from flowkv.hooks.huggingface.inputs import Fill, ForwardCall
-from flowkv.hooks.huggingface.restore import Nested, Part
 from flowkv.hooks.huggingface.versions import DynamicCache
+from tests.inside import Fill, ForwardCall, Nested, door_of
+from tests.inside import restore_Part as Part
 
 from . import models
 from .compare import assert_same, attached, generate, reused

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from flowkv.hooks.huggingface.attach import door_of
+from tests.inside import door_of
 
 from . import models
 from .compare import assert_same, generate, reused

@@ -10,11 +10,9 @@ import pytest
 import torch
 import transformers
 
-from flowkv.core.errors import ConfigError, UnsupportedModelError
-from flowkv.engine.request import Request
-from flowkv.engine.sampling import draw
-from flowkv.hooks.huggingface.runners import GenerateSampler
+from flowkv import Request
 from tests.hooks import models
+from tests.inside import ConfigError, GenerateSampler, UnsupportedModelError, draw
 
 NEW = 12
 

@@ -16,11 +16,10 @@ from transformers.integrations import sdpa_attention
 from transformers.models.llama import modeling_llama
 
 import flowkv
-from flowkv.hooks.huggingface import door as doors
-from flowkv.hooks.huggingface.identity import Identity
-from flowkv.hooks.huggingface.weights import Weights
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import Identity, Weights
+from tests.inside import door as doors
 
 Undo = Callable[[], None]
 

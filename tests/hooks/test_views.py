@@ -13,11 +13,10 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from flowkv.hooks.huggingface.attention import MaskRecipe, PagedView, mask
-from flowkv.hooks.huggingface.cache import place_layers, read_layer
 from flowkv.hooks.huggingface.versions import overlay_window
 from tests.hooks import models
 from tests.hooks.compare import attached
+from tests.inside import MaskRecipe, PagedView, mask, place_layers, read_layer
 
 
 class TestPagedView:

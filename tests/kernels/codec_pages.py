@@ -6,12 +6,18 @@ from typing import NamedTuple
 
 import torch
 
-from flowkv.core.errors import ConfigError
-from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout
-from flowkv.kernels import transcode
-from flowkv.kernels.bounds import checking
-from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND
-from flowkv.testing.codecs import KINDS, page_of
+from flowkv.kernels import checking, transcode
+from tests.inside import (
+    GRANULE_BYTES,
+    NON_FINITE,
+    OUT_OF_RANGE,
+    SOUND,
+    ConfigError,
+    PageLayout,
+    page_of,
+)
+from tests.inside import codecs_KINDS as KINDS
+from tests.inside import layout_CODECS as CODECS
 from tests.kernels.scene import POISON, int32, layout_like, layout_of
 
 EXTREMES = ("largest", "huge", "beyond", "nan", "infinite", "nan and huge")

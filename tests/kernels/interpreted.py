@@ -17,11 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.core.layout import GRANULE_BYTES
 from flowkv.kernels import (
     Pages,
     append,
+    checking,
     copy_pages,
     gather_dense,
     gather_pages,
@@ -29,10 +28,8 @@ from flowkv.kernels import (
     paged_attention,
     scatter_pages,
 )
-from flowkv.kernels.bounds import checking
-from flowkv.kernels.triton import few as triton_few
-from flowkv.kernels.triton.launch import interpreted
-from flowkv.kernels.triton.task import merge_two
+from tests.inside import GRANULE_BYTES, ConfigError, interpreted, merge_two
+from tests.inside import few as triton_few
 from tests.kernels.scene import Scene, int32, layout_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/kernels/test_triton_interpreter.py"

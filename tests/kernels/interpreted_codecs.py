@@ -11,14 +11,13 @@ import os
 import pytest
 import torch
 
-from flowkv.core.errors import ConfigError
-from flowkv.core.layout import CODECS
 from flowkv.kernels import (
     transcode,
 )
-from flowkv.kernels.triton import codec as triton_codec
-from flowkv.kernels.triton.launch import interpreted
-from flowkv.testing.codecs import KINDS
+from tests.inside import ConfigError, interpreted
+from tests.inside import codec as triton_codec
+from tests.inside import codecs_KINDS as KINDS
+from tests.inside import layout_CODECS as CODECS
 from tests.kernels.codec_pages import (
     DTYPES,
     EXTREMES,

@@ -10,7 +10,6 @@ import os
 import pytest
 import torch
 
-from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_BYTES
 from flowkv.kernels import (
     append,
     checking,
@@ -22,11 +21,10 @@ from flowkv.kernels import (
     rotations,
     scatter_pages,
 )
-from flowkv.kernels.reference import narrowed
-from flowkv.kernels.triton import move as triton_reshape
-from flowkv.kernels.triton import move as triton_rotary
-from flowkv.kernels.triton.launch import interpreted
-from flowkv.kernels.triton.move import append_rotary_kernel
+from tests.inside import CODEC_SHIFT, GRANULE_BYTES, append_rotary_kernel, interpreted, narrowed
+from tests.inside import layout_CODECS as CODECS
+from tests.inside import move as triton_reshape
+from tests.inside import move as triton_rotary
 from tests.kernels.scene import Scene, int32, layout_of
 from tests.kernels.test_reshape import halves
 from tests.kernels.test_rope import keys_of, outside_keys, pool, rotary

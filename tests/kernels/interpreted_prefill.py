@@ -12,22 +12,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, codec_of, granule_of
 from flowkv.kernels import (
     Scoring,
     cascade_attention,
+    checking,
     drop_tokens,
     gather_dense,
     plan_cascade,
     transcode,
 )
 from flowkv.kernels import paged_attention as flat_attention
-from flowkv.kernels.bounds import check_batch, check_scoring, checking
-from flowkv.kernels.triton import attend as triton_attend
-from flowkv.kernels.triton import dense as triton_unseal
-from flowkv.kernels.triton import many as triton_many
-from flowkv.kernels.triton.attend import paged_attention
+from tests.inside import (
+    CODEC_SHIFT,
+    GRANULE_BYTES,
+    ConfigError,
+    check_batch,
+    check_scoring,
+    codec_of,
+    granule_of,
+    paged_attention,
+)
+from tests.inside import attend as triton_attend
+from tests.inside import dense as triton_unseal
+from tests.inside import many as triton_many
 from tests.kernels.latent import SWITCHES as LATENT_SWITCHES
 from tests.kernels.latent import latent_layout
 from tests.kernels.scene import Scene, int32, layout_of

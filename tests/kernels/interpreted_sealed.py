@@ -15,17 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.layout import CODECS
 from flowkv.kernels import (
     Ragged,
     Scoring,
+    checking,
     paged_attention,
 )
-from flowkv.kernels.bounds import checking
-from flowkv.kernels.triton import few as triton_few
-from flowkv.kernels.triton import task as triton_lists
-from flowkv.kernels.triton.attend import paged_attention as attend_triton
-from flowkv.kernels.triton.sealed import rotation, sealed_config, turn
+from tests.inside import few as triton_few
+from tests.inside import layout_CODECS as CODECS
+from tests.inside import paged_attention as attend_triton
+from tests.inside import rotation, sealed_config, turn
+from tests.inside import task as triton_lists
 from tests.kernels.scene import Scene, int32, layout_like, layout_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/kernels/test_triton_interpreter.py"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flowkv.core.geometry import LayerGroup
-from flowkv.core.layout import PageLayout, page_layout
+from flowkv import LayerGroup
+from tests.inside import PageLayout, page_layout
 
 SWITCHES = {
     "plain": {},

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flowkv.core.geometry import Geometry
-from flowkv.core.layout import GRANULE_BYTES, PageLayout, page_id, page_layout
+from flowkv import Geometry
 from flowkv.kernels import Pages, Ragged, Scoring, append
-from flowkv.kernels.reference import decoded, transcode
+from tests.inside import GRANULE_BYTES, PageLayout, decoded, page_id, page_layout, transcode
 
 POISON = 0xFF
 """A byte that, repeated, is NaN in every floating dtype."""

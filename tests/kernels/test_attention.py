@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv.kernels import (
+    Ragged,
     append,
+    checking,
     merge,
     paged_attention,
 )
-from flowkv.kernels.bounds import checking
-from flowkv.kernels.cpu import attention as cpu_attention
-from flowkv.kernels.operands import Ragged
+from tests.inside import attention as cpu_attention
 from tests.kernels.scene import Scene, int32, layout_of
 
 TOLERANCE = {"float32": 4e-6, "bfloat16": 1.6e-2, "float16": 2e-3}

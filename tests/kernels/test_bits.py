@@ -7,7 +7,7 @@ import pytest
 import torch
 from numba import njit
 
-from flowkv.kernels.cpu.bits import FAST, exp2, narrow, order, tanh, unorder, widen
+from tests.inside import FAST, exp2, narrow, order, tanh, unorder, widen
 
 
 @njit(fastmath=FAST)  # as fast as the kernels: flags must not leak into these functions

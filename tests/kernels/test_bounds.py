@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.kernels import (
+    Pages,
     append,
     checking,
     copy_pages,
@@ -17,7 +17,7 @@ from flowkv.kernels import (
     paged_attention,
     scatter_pages,
 )
-from flowkv.kernels.operands import Pages
+from tests.inside import ConfigError, GeometryError
 from tests.kernels.scene import Scene, int32, layout_of
 
 

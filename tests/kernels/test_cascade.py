@@ -10,11 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.errors import GeometryError
-from flowkv.kernels import cascade_attention, paged_attention, plan_cascade
-from flowkv.kernels.bounds import checking
-from flowkv.kernels.cascade import Group, shared_prefixes
-from flowkv.kernels.operands import Ragged
+from flowkv.kernels import Ragged, cascade_attention, checking, paged_attention, plan_cascade
+from tests.inside import GeometryError, Group, shared_prefixes
 from tests.kernels.scene import Scene, int32, layout_of
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -128,7 +125,7 @@ def test_a_shared_page_is_read_once(backend: str, monkeypatch: pytest.MonkeyPatc
     """The two calls, together, name each shared page once, and all others too."""
     scene = decode_step()
     module = {"reference": "reference", "cpu": "cpu.attention"}[backend]
-    from flowkv.kernels import registry
+    from tests.inside import registry
 
     attend, named = registry.resolve("paged_attention", "raw", backend), []
 

@@ -12,19 +12,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError, GeometryError
-from flowkv.core.layout import CODECS, GRANULE_BYTES
-from flowkv.kernels import reference as reference_codec
-from flowkv.kernels import (
-    registry,
-    transcode,
-)
-from flowkv.kernels.cpu import pages as cpu
-from flowkv.kernels.dispatch import SOUND
-from flowkv.kernels.loss import bounds, by_token, turning
-from flowkv.kernels.reference import decoded, rotate
+from flowkv.kernels import transcode
 from flowkv.testing import check_codec
-from flowkv.testing.codecs import KINDS, page_of
+from tests.inside import (
+    GRANULE_BYTES,
+    SOUND,
+    ConfigError,
+    GeometryError,
+    bounds,
+    by_token,
+    decoded,
+    page_of,
+    registry,
+    rotate,
+    turning,
+)
+from tests.inside import codecs_KINDS as KINDS
+from tests.inside import layout_CODECS as CODECS
+from tests.inside import pages as cpu
+from tests.inside import reference as reference_codec
 from tests.kernels.codec_pages import (
     DTYPES,
     EXTREMES,

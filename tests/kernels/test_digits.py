@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from flowkv.kernels.triton.tile import FLIP_SIGNS, MOST, SPLIT_DIGITS, SPLIT_NIBBLES
+from tests.inside import FLIP_SIGNS, SPLIT_DIGITS, SPLIT_NIBBLES
+from tests.inside import tile_MOST as MOST
 
 MAGIC = np.float32(12582912.0)
 

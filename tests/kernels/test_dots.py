@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from flowkv.kernels.cpu.attend import NIBBLES, SIGNED, UNSIGNED, dots_of
-from flowkv.kernels.cpu.bits import data
+from tests.inside import NIBBLES, SIGNED, UNSIGNED, data, dots_of
 
 
 def callable_dots(lanes: int, kind: int, adds: bool) -> Callable[..., int]:

@@ -7,7 +7,6 @@ import torch
 
 from bench.gpu.machine import Machine
 from bench.gpu.pool import Case, prepare
-from flowkv.core.layout import GRANULE_BYTES
 from flowkv.kernels import (
     Pages,
     Ragged,
@@ -19,6 +18,7 @@ from flowkv.kernels import (
     paged_attention,
     scatter_pages,
 )
+from tests.inside import GRANULE_BYTES
 from tests.kernels.scene import Scene, int32, layout_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]

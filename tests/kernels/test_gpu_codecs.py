@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowkv.core.layout import CODECS
 from flowkv.kernels import transcode
 from flowkv.testing import check_codec
-from flowkv.testing.codecs import KINDS
+from tests.inside import codecs_KINDS as KINDS
+from tests.inside import layout_CODECS as CODECS
 from tests.kernels.codec_pages import DTYPES, EXTREMES, SHAPES, filled, layouts_of, moved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]

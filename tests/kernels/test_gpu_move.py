@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowkv.core.layout import CODECS, GRANULE_BYTES
 from flowkv.kernels import (
     Ragged,
     Rotary,
@@ -19,6 +18,8 @@ from flowkv.kernels import (
     scatter_pages,
     stripe_part,
 )
+from tests.inside import GRANULE_BYTES
+from tests.inside import layout_CODECS as CODECS
 from tests.kernels.scene import Scene, layout_of
 from tests.kernels.test_reshape import halves
 from tests.kernels.test_rope import pool, rotary

@@ -7,20 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError, GeometryError
-from flowkv.core.geometry import LayerGroup
-from flowkv.core.layout import CODECS, GRANULE_BYTES, page_layout
+from flowkv import LayerGroup
 from flowkv.kernels import (
     Scoring,
     append,
     cascade_attention,
+    checking,
     drop_tokens,
     gather_dense,
     paged_attention,
     plan_cascade,
     transcode,
 )
-from flowkv.kernels.bounds import checking
+from tests.inside import GRANULE_BYTES, ConfigError, GeometryError, page_layout
+from tests.inside import layout_CODECS as CODECS
 from tests.kernels.latent import SWITCHES, latent_layout
 from tests.kernels.scene import Scene, int32
 

@@ -16,9 +16,7 @@ import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 
 from bench.nodevice import NoDevice, active  # noqa: E402
-from flowkv.core import compiling  # noqa: E402
-from flowkv.kernels.triton import launch as triton_launch  # noqa: E402
-from flowkv.kernels.triton.launch import launch  # noqa: E402
+from tests.inside import compiling, launch, triton_launch  # noqa: E402
 
 
 @triton.jit

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.errors import GeometryError
 from flowkv.kernels import (
     merge,
 )
-from flowkv.kernels.cpu import pages as cpu
+from tests.inside import GeometryError
+from tests.inside import pages as cpu
 
 each_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
 

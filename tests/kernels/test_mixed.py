@@ -7,17 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.layout import CODECS
 from flowkv.kernels import (
+    Pages,
+    Ragged,
     Scoring,
     append,
+    checking,
     gather_dense,
     merge,
     paged_attention,
 )
-from flowkv.kernels.bounds import checking
-from flowkv.kernels.cpu import attention as cpu_mixed_call
-from flowkv.kernels.operands import Pages, Ragged
+from tests.inside import attention as cpu_mixed_call
+from tests.inside import layout_CODECS as CODECS
 from tests.kernels.scene import Scene, int32, layout_of
 
 TOLERANCE = {"float32": 4e-6, "bfloat16": 1.6e-2, "float16": 2e-3}

@@ -7,18 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.layout import GRANULE_BYTES
 from flowkv.kernels import (
     Pages,
     append,
+    checking,
     copy_pages,
     gather_dense,
     gather_pages,
     scatter_pages,
 )
-from flowkv.kernels.bounds import checking
-from flowkv.kernels.cpu import pages as cpu
-from flowkv.kernels.reference import page_views
+from tests.inside import GRANULE_BYTES, page_views
+from tests.inside import pages as cpu
 from tests.kernels.scene import POISON, Scene, int32, layout_of
 
 BACKENDS = ["reference", "cpu"]

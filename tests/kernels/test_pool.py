@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from flowkv.kernels.cpu import pool as cpu_pool
+from tests.inside import cpu_pool
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from flowkv import kernels
-from flowkv.core.errors import ConfigError
-from flowkv.kernels import dispatch, registry
+from tests.inside import ConfigError, dispatch, registry
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = sorted(registry.IMPLEMENTATIONS)
@@ -113,8 +112,8 @@ def test_import_is_lazy() -> None:
 
 
 def test_without_a_directory_for_machine_code_the_kernels_still_work() -> None:
-    from flowkv.kernels.cpu import entries as cpu_entries
-    from flowkv.kernels.cpu import pages as cpu
+    from tests.inside import entries as cpu_entries
+    from tests.inside import pages as cpu
 
     kept = cpu_entries.move_pages
     arena = torch.arange(4 * 4096).to(torch.uint8)
@@ -127,7 +126,7 @@ def test_without_a_directory_for_machine_code_the_kernels_still_work() -> None:
 
 def test_machine_code_is_kept_under_the_digest_of_all_sources() -> None:
     """A change in any kernel file must change the constant that the cached entries close over."""
-    from flowkv.kernels.cpu import entries as cpu_entries
+    from tests.inside import entries as cpu_entries
 
     stamps = {
         cell.cell_contents

@@ -9,9 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError, GeometryError
-from flowkv.core.geometry import Geometry
-from flowkv.core.layout import CODECS, GRANULE_BYTES, page_layout
+from flowkv import Geometry
 from flowkv.kernels import (
     Pages,
     checking,
@@ -21,8 +19,9 @@ from flowkv.kernels import (
     scatter_pages,
     stripe_part,
 )
-from flowkv.kernels.cpu import pages as cpu
-from flowkv.kernels.reference import page_views
+from tests.inside import GRANULE_BYTES, ConfigError, GeometryError, page_layout, page_views
+from tests.inside import layout_CODECS as CODECS
+from tests.inside import pages as cpu
 from tests.kernels.scene import POISON, int32, layout_of
 from tests.kernels.test_rope import Pool, pool
 

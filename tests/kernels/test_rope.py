@@ -10,8 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError, GeometryError
-from flowkv.core.layout import PageLayout
 from flowkv.kernels import (
     Pages,
     Rotary,
@@ -21,8 +19,8 @@ from flowkv.kernels import (
     reposition,
     rotations,
 )
-from flowkv.kernels.cpu import pages as cpu
-from flowkv.kernels.reference import page_views
+from tests.inside import ConfigError, GeometryError, PageLayout, page_views
+from tests.inside import pages as cpu
 from tests.kernels.latent import latent_layout
 from tests.kernels.scene import Scene, int32, layout_of, poisoned_arena
 

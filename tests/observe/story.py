@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from flowkv.observe import events
-from flowkv.observe.events import Bus, Event
+from tests.inside import Bus, Event, events
 
 BEGIN_S = 100.0
 

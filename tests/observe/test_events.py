@@ -9,7 +9,7 @@ import time
 import msgspec
 import pytest
 
-from flowkv.observe.events import Bus, Event, Evicted, Hit, Miss, StepPlanned, Warned
+from tests.inside import Bus, Event, Evicted, Hit, Miss, StepPlanned, Warned
 
 HIT = Hit(tier="host", tokens=64, n_bytes=4096, tenant="alice")
 MISS = Miss(tokens=3)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowkv.observe.events import Admitted, Preempted, Queued
-from flowkv.observe.timeline import Lanes, RequestPhase
+from tests.inside import Admitted, Lanes, Preempted, Queued, RequestPhase
 from tests.observe.story import BEGIN_S, finished, story
 
 

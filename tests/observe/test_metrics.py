@@ -8,19 +8,23 @@ import threading
 import msgspec
 import pytest
 
-from flowkv.observe import events
-from flowkv.observe.events import (
+from tests.inside import (
+    COUNT_BUCKETS,
+    SECONDS_BUCKETS,
     Bus,
     Event,
+    Histogram,
     Hit,
+    Level,
+    Metrics,
     Miss,
     Quarantined,
     Restored,
     StepPlanned,
     Stored,
     Warned,
+    events,
 )
-from flowkv.observe.metrics import COUNT_BUCKETS, SECONDS_BUCKETS, Histogram, Level, Metrics
 from tests.observe.story import step
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.observe.metrics import NAMES, RULES
+from tests.inside import NAMES, RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 READ = {  # told by nobody: `runtime.levels` reads them, and is held against the table in its test

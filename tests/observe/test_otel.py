@@ -14,11 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from flowkv import Engine
-from flowkv.observe import events
-from flowkv.observe.events import EngineStep, StepPlanned
-from flowkv.observe.metrics import Histogram
-from flowkv.observe.otel import Bridge
 from tests.engine.nano import Nano, make_kv
+from tests.inside import Bridge, EngineStep, Histogram, StepPlanned, events
 from tests.observe.story import Clock, finished, step, tell
 from tests.observe.test_prometheus import Watched
 

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flowkv.core.errors import ConfigError
-from flowkv.observe.events import Bus, EngineStep, Stored
-from flowkv.observe.metrics import Level, Metrics
-from flowkv.observe.prometheus import Exporter
+from tests.inside import Bus, ConfigError, EngineStep, Exporter, Level, Metrics, Stored
 from tests.observe.story import Clock, step, tell
 
 Sample = tuple[str, tuple[tuple[str, str], ...], float]

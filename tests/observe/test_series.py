@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.observe.metrics import Series
+from tests.inside import Series
 
 
 @given(

@@ -7,10 +7,7 @@ import threading
 
 import pytest
 
-from flowkv.observe import events
-from flowkv.observe.events import Bus, EngineStep, Event
-from flowkv.observe.metrics import Level
-from flowkv.observe.timeline import LATENCIES, Serving
+from tests.inside import LATENCIES, Bus, EngineStep, Event, Level, Serving, events
 from tests.observe.story import BEGIN_S, Clock, finished, step, tell
 
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.observe.events import Bus, Hit, Miss
-from flowkv.observe.timeline import OTHERS, Tenancy
+from tests.inside import OTHERS, Bus, Hit, Miss, Tenancy
 
 told = st.lists(
     st.tuples(st.sampled_from("abcdefg"), st.sampled_from(["", "host", "disk"]), st.integers(0, 9)),

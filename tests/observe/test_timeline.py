@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.observe.events import Bus, RestoreEnded, RestoreSpan
-from flowkv.observe.timeline import Meeting, Timeline, Timelines
+from tests.inside import Bus, Meeting, RestoreEnded, RestoreSpan, Timeline, Timelines
 
 BEGUN_S = 1000.0
 

@@ -15,10 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.observe import events
-from flowkv.observe.events import Bus, Event, RestoreEnded, RestoreSpan
-from flowkv.observe.trace import TraceFile
+from tests.inside import Bus, ConfigError, Event, RestoreEnded, RestoreSpan, TraceFile, events
 from tests.observe import story
 from tests.observe.chrome import read_chrome
 

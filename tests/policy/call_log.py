@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.policy.base import NO_VISIT, UNKNOWN_STOP, Policy, Slots, Visit
-from flowkv.policy.config import Lease
+from flowkv import Lease, Policy
+from flowkv.policy import Slots, Visit
+from tests.inside import NO_VISIT, UNKNOWN_STOP
 
 
 class PolicyCall(NamedTuple):

@@ -7,9 +7,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from flowkv.policy.base import NO_VISIT
-from flowkv.policy.hazard.compiled import BEFORE, BEYOND, EDGES_NS, WIDTHS, hinted_index, logistic
-from flowkv.policy.order.compiled import log2
+from tests.inside import BEFORE, BEYOND, EDGES_NS, NO_VISIT, WIDTHS, hinted_index, log2, logistic
 
 
 class Tip:

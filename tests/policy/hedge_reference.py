@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flowkv.policy.order.compiled import aged
+from tests.inside import aged
 
 HALF_LIFE_S = 1800.0
 

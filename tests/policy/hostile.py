@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flowkv.policy import CATALOGUE, make_policy
-from flowkv.policy.base import NEVER_NS, Policy, Visit
-from flowkv.policy.by_score import ByScore
+from flowkv import Policy
+from flowkv.policy import CATALOGUE, Visit, make_policy
+from tests.inside import NEVER_NS, ByScore
 
 FAR = [-(2**63), -(2**40), -(2**31), -5, -1, 3, 1023, 1024, 2048, 2**16, 2**28, 2**31, 2**62]
 NUMBERS = [*FAR, 0, 1, 2, 5]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy.order.compiled import SLOT_LIMIT, Array, kernel
-from flowkv.residency.blocks import (
+from tests.inside import (
     HALF,
     KEY,
     NOTHING,
+    SLOT_LIMIT,
+    Array,
+    ConfigError,
     Ids,
     as_ids,
     buckets_for,
     cut,
     factors,
     find,
+    kernel,
     put,
     rehash,
 )

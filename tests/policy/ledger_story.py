@@ -7,13 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flowkv.policy.base import NEVER_NS, Policy
-from flowkv.policy.config import Lease
-from flowkv.policy.tenants import Quota, Tenants
+from flowkv import Lease, Policy
 from flowkv.residency import Ledger, Meta, Move, Place, Plan
-from flowkv.residency.blocks import Ids
-from flowkv.residency.ledger import LedgerReach
-from flowkv.testing.policies import SECOND, requests, steps_ns
 from flowkv.testing.stories import (
     RuleBasedStateMachine,
     initialize,
@@ -23,6 +18,8 @@ from flowkv.testing.stories import (
     rule,
     st,
 )
+from tests.inside import NEVER_NS, Ids, LedgerReach, Quota, Tenants, requests, steps_ns
+from tests.inside import policies_SECOND as SECOND
 
 # What must be true of a `Ledger` whatever its policies decide, counted anew from its answers.
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from flowkv.policy.base import NEVER_NS, NO_VISIT, Policy
+from flowkv import Policy
 from flowkv.policy.prefetch import PrefetchConfig
-from flowkv.policy.prefetch.prefetcher import Hint, class_of
+from tests.inside import NEVER_NS, NO_VISIT, Hint, class_of
 
 S = 1_000_000_000
 

@@ -10,8 +10,8 @@ from decimal import ROUND_HALF_EVEN, Context, Decimal
 
 import numpy as np
 
-from flowkv.policy.base import NEVER_NS, NO_VISIT, Policy
-from flowkv.policy.order.compiled import aged
+from flowkv import Policy
+from tests.inside import NEVER_NS, NO_VISIT, aged
 
 EXACT = Context(prec=60, rounding=ROUND_HALF_EVEN)
 

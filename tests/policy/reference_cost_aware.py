@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowkv.policy.order.compiled import log2_of
+from tests.inside import log2_of
 from tests.policy.reference import SlowLfuTtl
 
 

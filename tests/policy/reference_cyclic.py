@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowkv.policy.base import NO_VISIT
+from tests.inside import NO_VISIT
 from tests.policy.reference import SlowLfuTtl
 
 

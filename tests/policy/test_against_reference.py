@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from flowkv.policy import Lease, LfuTtl, Visit
-from flowkv.policy.base import NEVER_NS
-from flowkv.policy.order.compiled import BLOCKED, DUES, EXPIRED, HINTED, LEAVES, SECOND
+from tests.inside import BLOCKED, DUES, EXPIRED, HINTED, LEAVES, NEVER_NS
+from tests.inside import compiled_SECOND as SECOND
 from tests.policy.reference import SlowLfuTtl
 
 S = 10**9

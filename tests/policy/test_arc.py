@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from flowkv.policy.arc import ARC
-from flowkv.policy.order.compiled import GHOSTS, ONCE, SIZE, TARGET
+from flowkv.policy import ARC
+from tests.inside import GHOSTS, ONCE, SIZE, TARGET
 from tests.policy.reference_arc import SlowArc
 from tests.policy.test_against_reference import LEASES, Both
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy import LRU
-from flowkv.policy.by_score import ByScore, _keys
 from flowkv.testing import check_policy
+from tests.inside import ByScore, ConfigError, _keys
 from tests.policy.reference import SlowLfuTtl
 from tests.policy.test_against_reference import LEASES, Both
 

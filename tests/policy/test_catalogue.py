@@ -7,8 +7,8 @@ import math
 import msgspec
 import pytest
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy import CATALOGUE, LRU, Lease, LfuTtl, LfuTtlConfig, Policy, make_policy
+from tests.inside import ConfigError
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

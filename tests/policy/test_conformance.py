@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from flowkv.policy import CATALOGUE, LRU, Lease, LfuTtl, Policy, make_policy
-from flowkv.policy.tenants import Quota, Tenants
 from flowkv.testing import check_policy
 from flowkv.testing.stories import tell_machine
+from tests.inside import Quota, Tenants
 from tests.policy.ledger_story import LedgerStory
 from tests.policy.reference import SlowLfuTtl
 

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy import LfuTtl
-from flowkv.policy.cost_aware import CostAware
-from flowkv.policy.order.compiled import log2_of
+from flowkv.policy import CostAware, LfuTtl
+from tests.inside import ConfigError, log2_of
 from tests.policy.reference_cost_aware import SlowCostAware
 from tests.policy.test_against_reference import LEASES, Both
 

@@ -10,10 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy import LRU
-from flowkv.policy.cyclic import KNOWN, RECENTS, STAYERS, Cyclic
-from flowkv.policy.order.compiled import HELD_FAST
+from flowkv.policy import LRU, Cyclic
+from tests.inside import HELD_FAST, KNOWN, RECENTS, STAYERS, ConfigError
 from tests.policy.reference_cyclic import SlowCyclic
 from tests.policy.test_against_reference import LEASES, Both, ids
 

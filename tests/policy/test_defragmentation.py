@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy.defragmentation import Defragmentation, Occupancy
+from tests.inside import ConfigError, Defragmentation, Occupancy
 
 SPARSE = Occupancy(slabs=64, empty=0, reclaimable=9, sizes=2, fragmentation=0.4)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flowkv.policy import Policy, make_policy
-from flowkv.policy.order.compiled import WORDS, ArrayCall
+from tests.inside import WORDS, ArrayCall
 
 
 def serve(policy: Policy, first: int, last: int) -> list[list[int]]:

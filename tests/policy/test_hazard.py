@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy import HazardIndex, Lease, Visit
-from flowkv.policy.base import NEVER_NS, TOOL_USE, TURN_END
-from flowkv.policy.hazard.compiled import (
+from tests.inside import (
     BASE_LIMIT,
     BASES,
     BINS,
@@ -20,27 +18,31 @@ from flowkv.policy.hazard.compiled import (
     EDGES_NS,
     FEATURES,
     MOST_INDEX,
+    NEVER_NS,
     REACH,
     SIZES,
     STARTS,
     TIP,
     TIPS,
+    TOOL_USE,
     TRAITS,
+    TURN_END,
     WEIGHT_LIMIT,
+    ConfigError,
     beyond,
     bin_of,
     decay,
-    describe,
     fresh_model,
     hazard,
     hinted_index,
     index,
+    is_model,
     key_of,
     logistic,
     teach,
     value_of,
 )
-from flowkv.policy.hazard.index import is_model
+from tests.inside import compiled_describe as describe
 
 S = 10**9
 whole = st.integers(-(1 << 31), (1 << 31) - 1)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from flowkv.policy.base import NEVER_NS, TOOL_USE, TURN_END, Visit
-from flowkv.policy.hazard.index import HazardIndex
-from flowkv.sim.generate import generate
-from flowkv.sim.trace import Trace
+from flowkv.policy import HazardIndex, Visit
+from flowkv.sim import Trace, generate
+from tests.inside import NEVER_NS, TOOL_USE, TURN_END
 
 S = 1_000_000_000
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flowkv.policy import LRU, Hedge, Lease
-from flowkv.policy.base import NEVER_NS, NO_VISIT, Visit
-from flowkv.policy.hazard.compiled import worth_of
-from flowkv.policy.hedge import HERE, ROOM
-from flowkv.policy.order.compiled import BIRTHS, LISTS
-from flowkv.policy.order.shadow import AWAY
-from flowkv.sim.generate import generate
+from flowkv.policy import LRU, Hedge, Lease, Visit
+from flowkv.sim import generate
 from flowkv.testing import check_policy
+from tests.inside import AWAY, BIRTHS, HERE, LISTS, NEVER_NS, NO_VISIT, ROOM, worth_of
 from tests.policy.hedge_reference import SlowHedge
 from tests.sim.stories import run_through
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from flowkv.core.errors import ConfigError, GeometryError
-from flowkv.policy.importance import Importance
+from tests.inside import ConfigError, GeometryError, Importance
 
 SIZE = 8
 

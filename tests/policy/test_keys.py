@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flowkv.policy import LRU, LfuTtl
-from flowkv.policy.order.compiled import aged, softplus2
+from tests.inside import aged, softplus2
 from tests.policy.reference import EXACT, key_after
 
 S = 10**9

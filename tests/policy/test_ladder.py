@@ -6,9 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from flowkv.core.errors import ConfigError
-from flowkv.core.layout import CODECS
-from flowkv.policy.temperature import Ladder, make_ladder
+from tests.inside import ConfigError, Ladder, make_ladder
+from tests.inside import layout_CODECS as CODECS
 
 RUNGS = st.lists(
     st.tuples(st.integers(0, 400), st.sampled_from(CODECS[1:])),

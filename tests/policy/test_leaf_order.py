@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy import LRU, Lease, LfuTtl, Visit
-from flowkv.policy.base import NEVER_NS
-from flowkv.policy.order.leaf import FIRST_CAPACITY
+from tests.inside import FIRST_CAPACITY, NEVER_NS, ConfigError
 
 S = 10**9
 

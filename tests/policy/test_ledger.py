@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flowkv.core.errors import StateError
 from flowkv.policy import LRU, make_policy
 from flowkv.residency import Ledger, Meta, Place
-from flowkv.residency.ledger import LedgerReach
-from flowkv.sim.trace import Trace
+from flowkv.sim import Trace
+from tests.inside import LedgerReach, StateError
 from tests.sim.stories import run_through
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from numpy.typing import NDArray
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy.prefetch.markov import Markov
+from tests.inside import ConfigError, Markov
 from tests.policy.markov_reference import SlowMarkov
 
 STREAMS = st.lists(st.integers(-3, 5), max_size=60)

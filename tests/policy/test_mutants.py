@@ -8,14 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from flowkv.core.errors import StateError
 from flowkv.policy import LRU, Lease
-from flowkv.policy.base import NO_VISIT
-from flowkv.policy.by_score import ByScore
 from flowkv.residency import Ledger
 from flowkv.residency.ledger import Move
 from flowkv.testing import check_policy
 from flowkv.testing.stories import tell_machine
+from tests.inside import NO_VISIT, ByScore, StateError
 from tests.policy.ledger_story import LedgerStory
 from tests.policy.test_conformance import LEASES, Fast, Slow
 

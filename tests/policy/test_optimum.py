@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy import CATALOGUE, make_policy
-from flowkv.policy.optimum import NOT_AGAIN, Optimum, belady, next_uses
-from flowkv.sim.trace import Trace, read_npz
+from flowkv.policy import CATALOGUE, Optimum, make_policy
+from flowkv.sim import Trace
+from tests.inside import NOT_AGAIN, ConfigError, belady, next_uses, read_npz
 from tests.sim.stories import run_through
 
 S = 10**9

@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy.base import NEVER_NS, NO_SLOTS
 from flowkv.policy.prefetch import Fetch, Prefetcher
-from flowkv.policy.prefetch.prefetcher import (
+from tests.inside import (
     HINT,
     LEARNED,
+    NEVER_NS,
+    NO_SLOTS,
     QUEUE,
+    ConfigError,
     Credit,
     Hint,
+    Rates,
     RegretGuard,
     class_of,
 )
-from flowkv.policy.rates import Rates
 from tests.policy.prefetch_reference import S, Shop, SlowPrefetcher
 
 PARENTS = [-1, 0, 1, 2, 1, 4, -1, 6, 7, 7]

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from flowkv.policy.rates import Rates
+from tests.inside import Rates
 
 SIZES = st.lists(st.integers(1, 1 << 30), min_size=1, max_size=30)
 

@@ -6,9 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy.prefetch.prefetcher import RegretGuard
-from flowkv.policy.rates import Rates
+from tests.inside import ConfigError, Rates, RegretGuard
 
 S, MIB = 1_000_000_000, 1 << 20
 

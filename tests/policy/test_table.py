@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.residency.blocks import buckets_for
+from tests.inside import ConfigError, buckets_for
 from tests.policy.id_table import IdTable
 
 

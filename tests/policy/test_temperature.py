@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy import LfuTtl
-from flowkv.policy.temperature import Heat, Shares, Temperature, make_ladder, shares_that_fit
+from tests.inside import ConfigError, Heat, Shares, Temperature, make_ladder, shares_that_fit
 
 S = 10**9
 

@@ -6,10 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy import LRU, HazardIndex
-from flowkv.policy.base import TOOL_USE, TURN_END, Visit
-from flowkv.policy.tenants import Quota, Tenants
+from flowkv.policy import LRU, HazardIndex, Visit
+from tests.inside import TOOL_USE, TURN_END, ConfigError, Quota, Tenants
 
 S = 10**9
 QUOTAS = {1: Quota(reserve_bytes=4), 2: Quota(limit_bytes=6)}

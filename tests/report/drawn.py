@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-from flowkv.report.charts import Chart
+from tests.inside import Chart
 
 
 class Shape(NamedTuple):

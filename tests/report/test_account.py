@@ -9,15 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.observe import events
-from flowkv.observe.events import Bus, EngineStep
-from flowkv.observe.metrics import Level, Spread
-from flowkv.observe.timeline import RequestLane, RequestPhase, Serving
-from flowkv.report.account import Account, serving_sections
-from flowkv.report.charts import Distributions, Gantt, OverTime
-from flowkv.report.page import render_report
-from flowkv.report.words import seconds
+from tests.inside import (
+    Account,
+    Bus,
+    ConfigError,
+    Distributions,
+    EngineStep,
+    Gantt,
+    Level,
+    OverTime,
+    RequestLane,
+    RequestPhase,
+    Serving,
+    Spread,
+    events,
+    render_report,
+    seconds,
+    serving_sections,
+)
 from tests.observe.story import BEGIN_S, Clock, finished, step, tell
 from tests.report.drawn import Drawn, points
 from tests.report.test_page import read

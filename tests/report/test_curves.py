@@ -10,9 +10,7 @@ from typing import Literal
 
 import pytest
 
-from flowkv.core.errors import ConfigError
-from flowkv.report.charts import MOST_CURVES, Curves, OverTime
-from flowkv.report.page import Section, render_report
+from tests.inside import MOST_CURVES, ConfigError, Curves, OverTime, Section, render_report
 from tests.report.drawn import Drawn
 
 

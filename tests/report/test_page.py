@@ -14,18 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
-from flowkv.core.errors import ConfigError, MissingDependencyError
-from flowkv.report.charts import Curves
-from flowkv.report.page import (
+from tests.inside import (
     Bars,
+    ConfigError,
+    Curves,
     Figures,
-    Part,
+    MissingDependencyError,
     Section,
     Table,
     Text,
     render_report,
     write_report,
 )
+from tests.inside import page_Part as Part
 
 VOID = {"meta", "line", "rect", "br"}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flowkv.report.replay import write_replay_report
-from flowkv.sim.replay import Result
+from flowkv.sim import Result
+from tests.inside import write_replay_report
 from tests.report.drawn import curves
 
 NOTHING = np.zeros(0, np.int64)

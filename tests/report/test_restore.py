@@ -6,10 +6,7 @@ import re
 
 import pytest
 
-from flowkv.observe.timeline import Timeline
-from flowkv.report.account import restore_section
-from flowkv.report.charts import Overlap
-from flowkv.report.page import Section, render_report
+from tests.inside import Overlap, Section, Timeline, render_report, restore_section
 from tests.observe.test_timeline import ended, met, span
 from tests.report.drawn import Drawn, Shape
 

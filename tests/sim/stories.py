@@ -10,10 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from flowkv.policy import Optimum, Policy, make_policy
-from flowkv.policy.base import Visit
+from flowkv.policy import Optimum, Policy, Visit, make_policy
 from flowkv.sim import Trace, build_trace, read_trace
-from flowkv.sim.trace import wide
+from tests.inside import wide
 
 S = 10**9
 TRACES = os.environ.get("FLOWKV_TRACES")

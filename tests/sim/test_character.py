@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from flowkv.policy import LRU
 from flowkv.sim import characterise
-from flowkv.sim.character import lru_hit_ratios, stack_distances
+from tests.inside import lru_hit_ratios, stack_distances
 from tests.sim.stories import chains, needs_traces, public, run_through, traces
 
 

@@ -12,9 +12,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
 from flowkv.sim import generate, read_trace
-from flowkv.sim.formats import read_mooncake, read_sessions
+from tests.inside import ConfigError, read_mooncake, read_sessions
 from tests.sim.stories import TRACES, S, chains, needs_traces, public, same, told, traces
 from tests.sim.writers import write_mooncake, write_npz
 

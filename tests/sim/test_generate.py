@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy.base import TOOL_USE, TURN_END
 from flowkv.sim import characterise, generate, replay
-from flowkv.sim.generate import KINDS, MarkovTraceConfig, bursts, poisson, transitions, walk
+from tests.inside import (
+    TOOL_USE,
+    TURN_END,
+    ConfigError,
+    MarkovTraceConfig,
+    bursts,
+    poisson,
+    transitions,
+    walk,
+)
+from tests.inside import generate_KINDS as KINDS
 from tests.sim.stories import same
 
 

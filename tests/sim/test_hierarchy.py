@@ -9,30 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy import make_policy
 from flowkv.sim.hierarchy import (
-    INT8,
     MACHINES,
+    BlockWorkload,
+    ExperimentRow,
+    MemoryLevel,
+    published_workload,
+    read_workload,
+    run_experiment,
+    write_workload,
+)
+from tests.inside import (
+    INT8,
     MIB,
     PUBLISHED,
     RAW,
     BlockShape,
-    BlockWorkload,
     BoundedMemory,
     Classes,
+    ConfigError,
     Everything,
-    ExperimentRow,
-    MemoryLevel,
     StrictPlan,
     compulsory_bytes,
     least_cxl_bytes,
-    published_workload,
-    read_workload,
-    run_experiment,
     run_published,
     run_strict,
-    write_workload,
 )
 
 MB, MS = 1e6, 1e6

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from flowkv.policy import make_policy
 from flowkv.policy.prefetch import Prefetcher
-from flowkv.sim.generate import generate
-from flowkv.sim.replay import OnePlace
-from flowkv.sim.trace import Trace
+from flowkv.sim import Trace, generate
+from tests.inside import OnePlace
 
 CHUNK = 8
 

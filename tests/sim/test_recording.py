@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError, StateError
-from flowkv.sim import formats, generate, read_trace
-from flowkv.sim.formats import Reader, Writer
+from flowkv.sim import generate, read_trace
+from tests.inside import ConfigError, Reader, StateError, Writer, formats
 from tests.sim.stories import chains, same, stories, told
 
 SALT = b"salt"

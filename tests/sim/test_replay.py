@@ -9,14 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy import CATALOGUE, LRU, make_policy
-from flowkv.policy.base import NEVER_NS
-from flowkv.policy.optimum import Optimum, belady
+from flowkv.policy import CATALOGUE, LRU, Optimum, make_policy
 from flowkv.policy.prefetch import Prefetcher
 from flowkv.sim import generate, replay, sweep
-from flowkv.sim.replay import OnePlace, bounds_of, pages_of, share_of
-from flowkv.sim.trace import hints_of, next_turns
+from tests.inside import (
+    NEVER_NS,
+    ConfigError,
+    OnePlace,
+    belady,
+    bounds_of,
+    hints_of,
+    next_turns,
+    pages_of,
+    share_of,
+)
 from tests.sim.stories import PUBLIC, fresh, needs_traces, public, run_through, told, traces
 
 ROW = [

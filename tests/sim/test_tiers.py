@@ -7,11 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.sim import generate, replay
-from flowkv.sim.hardware import CODECS, HARDWARE, MODELS, Shape, block_costs
-from flowkv.sim.replay import PlaceStack, ReplayTier, first_tokens_s, tier_from
+from tests.inside import (
+    HARDWARE,
+    MODELS,
+    ConfigError,
+    PlaceStack,
+    ReplayTier,
+    Shape,
+    block_costs,
+    first_tokens_s,
+    tier_from,
+)
+from tests.inside import hardware_CODECS as CODECS
 from tests.sim.stories import fresh, run_through, told, traces
 
 

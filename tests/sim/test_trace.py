@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy import LRU
 from flowkv.sim import Trace, build_trace, join
-from flowkv.sim.replay import OnePlace
-from flowkv.sim.trace import wide
+from tests.inside import ConfigError, OnePlace, wide
 from tests.sim.stories import S, chains, same, stories, told, traces
 
 

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import zstandard
 
-from flowkv.policy.base import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
 from flowkv.sim import Trace
+from tests.inside import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
 
 WORDS = {UNKNOWN_STOP: "", TOOL_USE: "tool_use", TURN_END: "end_turn", CUT_OFF: "length"}
 

@@ -13,7 +13,7 @@ import random
 import stat
 from collections.abc import Callable, Sequence
 
-from flowkv.tiers.disk.files import Buffer, FileIO
+from tests.inside import Buffer, FileIO
 
 SECTOR = 512
 BLOCK = 4096

@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Sequence
 
-from flowkv.tiers.disk.files import Buffer, FileIO
+from tests.inside import Buffer, FileIO
 
 CHANGES = ("open", "write", "truncate", "punch", "sync", "replace")
 

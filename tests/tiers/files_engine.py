@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.errors import StateError
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.io.engine import READ, SYNC, WRITE, Completions, Operations, Reports
+from tests.inside import READ, SYNC, WRITE, FileIO, Operations, Reports, StateError
+from tests.inside import engine_Completions as Completions
 
 
 class FilesEngine:

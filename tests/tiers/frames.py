@@ -7,7 +7,8 @@ import random
 import time
 from collections.abc import Sequence
 
-from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store, Tier
+from flowkv import Tier
+from flowkv.tiers import Completion, FrameInfo, Load, Outcome, Store
 
 LAYOUT = bytes(range(16))
 

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE, Operations
+from tests.inside import OPERATION, READ, SYNC, WRITE, Operations
 
 from .files_engine import FilesEngine
 

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowkv.core.errors import StoreError
-from flowkv.tiers.shared.tier import FileLayout, file_name
+from tests.inside import FileLayout, StoreError, file_name
 
 from .frames import hits, key_of, put
 from .sharer import NAMES, die_with_parent, size_of, start

@@ -9,9 +9,9 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 
-from flowkv.testing.tiers import MemoryTier
-from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
-from flowkv.tiers.frame import Header, describe
+from flowkv.testing import MemoryTier
+from flowkv.tiers import Completion, Entry, Header, Load, Outcome, Store
+from tests.inside import frame_describe as describe
 
 Stored = tuple[Header, bytes]
 

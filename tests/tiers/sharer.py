@@ -20,9 +20,9 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 from numba import njit
 
-from flowkv.core.errors import StoreError
-from flowkv.tiers.base import Outcome
-from flowkv.tiers.shared import SharedTier, table
+from flowkv.tiers import Outcome
+from flowkv.tiers.shared import SharedTier
+from tests.inside import StoreError, table
 
 from .frames import get, hits, key_of, outcomes, put
 

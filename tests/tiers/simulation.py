@@ -26,22 +26,28 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.clock import Clock, ManualClock
-from flowkv.core.errors import StoreError
-from flowkv.core.layout import GRANULE_BYTES
-from flowkv.testing.tier_machine import Frame, Model, Wish
-from flowkv.testing.tiers import Faults, FlakyTier, MemoryTier
-from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store, Tier
+from flowkv import Tier
+from flowkv.testing import FlakyTier, MemoryTier
+from flowkv.tiers import Completion, FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.files import Buffer, FileIO
-from flowkv.tiers.host import HostTier
-from flowkv.tiers.io.engine import (
+from tests.inside import (
     COMPLETION,
+    GRANULE_BYTES,
     OPERATION,
     WRITE,
-    Completions,
+    Buffer,
+    Clock,
+    Faults,
+    FileIO,
+    Frame,
+    HostTier,
+    ManualClock,
+    Model,
     Operations,
+    StoreError,
+    Wish,
 )
+from tests.inside import engine_Completions as Completions
 from tests.tiers.files_engine import FilesEngine, memory
 
 __all__ = [

@@ -13,11 +13,18 @@ import pytest
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from flowkv.core.errors import ConfigError, MissingDependencyError
-from flowkv.tiers import envelope as keyring
-from flowkv.tiers.envelope import Envelope, FrameCipher, Keyring
-from flowkv.tiers.frame import AES_256_GCM, DIGEST_AT, BadFrame, Header, fixed_fields
-from flowkv.tiers.lossless import Lossless
+from flowkv.tiers import BadFrame, Envelope, Header
+from tests.inside import (
+    AES_256_GCM,
+    DIGEST_AT,
+    ConfigError,
+    FrameCipher,
+    Keyring,
+    Lossless,
+    MissingDependencyError,
+    fixed_fields,
+)
+from tests.inside import envelope as keyring
 
 from .frames import info_of, key_of
 from .wraps import SECRET, envelope_of, load, store

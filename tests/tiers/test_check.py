@@ -11,17 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from flowkv.core.errors import StateError
-from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames
-from flowkv.tiers.frame import (
-    BadFrame,
-    decode_header,
-    describe,
+from flowkv.tiers import BadFrame, decode_header, verify
+from tests.inside import (
+    CHECK,
+    REASONS,
+    STREAMED_BYTES,
+    StateError,
+    check_frames,
     fixed_fields,
     header_bytes,
     pack_header,
-    verify,
 )
+from tests.inside import frame_describe as describe
 
 from .frames import body_of, info_of, key_of
 from .twin import digest as twin_digest

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from flowkv.testing import check_tier, tier_machine
-from flowkv.testing.tiers import FlakyTier, MemoryTier
-from flowkv.tiers.base import Completion, Outcome, Tier
+from flowkv import Tier
+from flowkv.testing import FlakyTier, MemoryTier, check_tier
+from flowkv.tiers import Completion, Outcome
+from tests.inside import tier_machine
 
 from . import mutants
 

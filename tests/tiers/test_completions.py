@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.tiers.base import Completion, Outcome, Tier
+from flowkv import Tier
+from flowkv.tiers import Completion, Outcome
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.host import HostTier
-from flowkv.tiers.worker import Completions
+from tests.inside import HostTier
+from tests.inside import worker_Completions as Completions
 
 from .frames import hits, stored
 

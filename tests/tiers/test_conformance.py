@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from flowkv.testing import check_tier
-from flowkv.testing.tiers import Faults, FlakyTier, MemoryTier
-from flowkv.tiers.base import Tier
+from flowkv import Tier
+from flowkv.testing import FlakyTier, MemoryTier, check_tier
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.host import HostTier
+from tests.inside import Faults, HostTier
 
 from .faulty import FastFiles
 from .files_engine import tier_over

@@ -11,13 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.tiers import open_tier
-from flowkv.tiers.base import Load, Outcome, Store, Tier
+from flowkv import Tier
+from flowkv.tiers import Load, Outcome, Store, open_tier
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
-from flowkv.tiers.disk.store import slot_granules
+from tests.inside import (
+    ConfigError,
+    FileIO,
+    StateError,
+    StoreError,
+    Superblock,
+    read_superblock,
+    slot_granules,
+    write_superblock,
+)
 
 from .faulty import FaultyFiles
 from .files_engine import tier_over

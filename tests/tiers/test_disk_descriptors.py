@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core.errors import StoreError
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.io import uring
+from tests.inside import StoreError, uring
 
 from .frames import hits, stored
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.tiers.base import Load, Outcome, Store
+from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.io import engine as opening
-from flowkv.tiers.io.engine import IOEngine, ThreadsEngine
-from flowkv.tiers.io.uring import open_engine
+from tests.inside import IOEngine, ThreadsEngine, open_engine
+from tests.inside import io_engine as opening
 
 from .files_engine import FilesEngine
 from .frames import LAYOUT, answers, hits, info_of, key_of, outcomes, stored

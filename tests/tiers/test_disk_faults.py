@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core.errors import StoreError
-from flowkv.tiers.base import Load, Outcome, Store
+from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.journal import RECORD_BYTES, RECORDS
-from flowkv.tiers.io.staging import Arena
+from tests.inside import RECORD_BYTES, RECORDS, Arena, StoreError
 
 from .crashing import MemoryFiles
 from .faulty import CHANGES, FastFiles, FaultyFiles

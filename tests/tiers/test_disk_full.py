@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from flowkv.tiers.base import Outcome, Store
+from flowkv.tiers import Outcome, Store
 from flowkv.tiers.disk import DiskTier
 
 from .frames import answers, body_of, get, info_of, key_of

@@ -16,14 +16,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flowkv.core.errors import StoreError
-from flowkv.tiers.base import Outcome, Store
+from flowkv.tiers import Envelope, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
-from flowkv.tiers.disk.inspect import inspect, repair, scrub
-from flowkv.tiers.disk.journal import WrittenFrame
-from flowkv.tiers.envelope import Envelope, Keyring
+from tests.inside import (
+    FileIO,
+    Keyring,
+    StoreError,
+    Superblock,
+    WrittenFrame,
+    inspect,
+    read_superblock,
+    repair,
+    scrub,
+    write_superblock,
+)
 
 from .faulty import FaultyFiles
 from .files_engine import tier_over

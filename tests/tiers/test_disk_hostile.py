@@ -14,22 +14,24 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from flowkv.tiers.base import Outcome
+from flowkv.tiers import Outcome, encode_header
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.inspect import inspect, repair, scrub
-from flowkv.tiers.disk.journal import (
+from tests.inside import (
     DELETED,
-    PAGE_BYTES,
     STORED,
+    FileIO,
     Held,
     Record,
     Slot,
+    inspect,
+    pack_header,
     pack_page,
     pack_record,
+    repair,
+    scrub,
 )
-from flowkv.tiers.frame import describe as describe_frame
-from flowkv.tiers.frame import encode_header, pack_header
+from tests.inside import frame_describe as describe_frame
+from tests.inside import journal_PAGE_BYTES as PAGE_BYTES
 
 from .frames import body_of, get, hits, info_of, key_of, put, stored
 

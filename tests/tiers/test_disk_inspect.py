@@ -14,14 +14,25 @@ import msgspec
 import pytest
 
 from flowkv import cli
-from flowkv.core.errors import StoreError
+from flowkv.tiers import Envelope
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
-from flowkv.tiers.disk.inspect import FrameShare, drop, inspect, repair, scrub
-from flowkv.tiers.disk.journal import Held, Record, Slot
-from flowkv.tiers.disk.store import open_journal
-from flowkv.tiers.envelope import Envelope, Keyring
+from tests.inside import (
+    FileIO,
+    FrameShare,
+    Held,
+    Keyring,
+    Record,
+    Slot,
+    StoreError,
+    Superblock,
+    drop,
+    inspect,
+    open_journal,
+    read_superblock,
+    repair,
+    scrub,
+    write_superblock,
+)
 
 from .frames import body_of, info_of, key_of, stored
 

@@ -10,19 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.journal import (
+from tests.inside import (
+    AES_256_GCM,
     CHARGE_BYTES,
     DELETED,
-    PAGE_BYTES,
     RECORD_BYTES,
     RECORDS,
     ROW,
     STORED,
+    XXH3_128,
+    FileIO,
     Held,
+    Index,
     Journal,
     Record,
-    Rows,
     Slot,
     newest,
     pack_page,
@@ -32,8 +33,8 @@ from flowkv.tiers.disk.journal import (
     sensible,
     unpack_row,
 )
-from flowkv.tiers.disk.store import Index
-from flowkv.tiers.frame import AES_256_GCM, XXH3_128
+from tests.inside import journal_PAGE_BYTES as PAGE_BYTES
+from tests.inside import journal_Rows as Rows
 
 from .crashing import MemoryFiles
 from .faulty import FaultyFiles

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.tiers.base import Load, Outcome
+from flowkv.tiers import Load, Outcome
 from flowkv.tiers.disk import DiskTier
 
 from .frames import LAYOUT, answers, body_of, key_of

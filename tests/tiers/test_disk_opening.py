@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.tiers.base import Load, Outcome, Store
-from flowkv.tiers.disk import DiskTier, transfer
-from flowkv.tiers.envelope import Envelope, Keyring
-from flowkv.tiers.lossless import SAMPLES, Lossless
+from flowkv.tiers import Envelope, Load, Outcome, Store
+from flowkv.tiers.disk import DiskTier
+from tests.inside import SAMPLES, Keyring, Lossless, transfer
 
 from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 

@@ -10,12 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowkv.core.clock import ManualClock
-from flowkv.core.errors import StoreError
-from flowkv.tiers.base import Completion, Load, Outcome, Store
+from flowkv.tiers import Completion, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.transfer import seal_all
-from flowkv.tiers.io.staging import Arena
+from tests.inside import Arena, ManualClock, StoreError, seal_all
 
 from .frames import LAYOUT, answers, body_of, hits, info_of, key_of, outcomes, stored
 from .gates import GatedEngine

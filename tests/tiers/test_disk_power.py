@@ -14,11 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from flowkv.tiers.base import Completion, Load, Outcome, Store
+from flowkv.tiers import Completion, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.files import Buffer
-from flowkv.tiers.io.engine import COMPLETION, Completions
-from flowkv.tiers.io.staging import Arena
+from tests.inside import COMPLETION, Arena, Buffer
+from tests.inside import engine_Completions as Completions
 
 from .crashing import MemoryFiles
 from .files_engine import FilesEngine, tier_over

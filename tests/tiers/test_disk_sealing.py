@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.tiers.base import Outcome, Store
-from flowkv.tiers.disk import DiskTier, transfer
-from flowkv.tiers.disk.transfer import Unsealed, seal_all
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.frame import header_bytes
-from flowkv.tiers.io.staging import Arena
+from flowkv.tiers import Envelope, Outcome, Store
+from flowkv.tiers.disk import DiskTier
+from tests.inside import Arena, Unsealed, header_bytes, seal_all, transfer
 
 from .frames import answers, hits, info_of, key_of, outcomes, stored
 

@@ -11,9 +11,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.frame import BadFrame, fixed_fields, header_bytes
+from flowkv.tiers import BadFrame, Envelope
+from tests.inside import ConfigError, fixed_fields, header_bytes
 
 from .frames import info_of, key_of
 from .wraps import KINDS, bfloat16, envelope_of, load, store

@@ -28,19 +28,16 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 
 import flowkv
-from flowkv.cache.export import MAGIC, ArchiveReader
-from flowkv.core.errors import FlowKVError, StoreError
-from flowkv.testing.tiers import MemoryTier
-from flowkv.tiers.base import Load, Outcome, Tier
+from flowkv import FlowKVError, Tier
+from flowkv.testing import MemoryTier
+from flowkv.tiers import BadFrame, Envelope, Load, Outcome, decode_header, encode_header
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.frame import BadFrame, decode_header, encode_header
-from flowkv.tiers.host import HostTier
 from flowkv.tiers.shared import SharedTier
 from tests.audit import PACKAGE, Forbidden
 from tests.cache.fakes import Wrapped
 from tests.cache.toy import check_content, make_kv, published, simple, write
 from tests.hooks.nano import make_nano
+from tests.inside import MAGIC, ArchiveReader, HostTier, StoreError
 
 from .fault_list import FAULTS
 from .frames import LAYOUT, answers, body_of, get, info_of, key_of, outcomes, stored

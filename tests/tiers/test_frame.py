@@ -10,17 +10,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.layout import CODECS, GRANULE_BYTES
-from flowkv.tiers.frame import (
-    KINDS,
+from flowkv.tiers import BadFrame, Header, decode_header, encode_header, verify
+from tests.inside import (
+    GRANULE_BYTES,
     MAX_STRIPES,
     XXH3_128,
-    BadFrame,
-    Header,
     accept,
     aligned,
-    decode_header,
-    encode_header,
     fixed_fields,
     header_bytes,
     lay_out,
@@ -28,9 +24,10 @@ from flowkv.tiers.frame import (
     pack_header,
     place,
     stored_sizes,
-    verify,
     verify_stripe,
 )
+from tests.inside import frame_KINDS as KINDS
+from tests.inside import layout_CODECS as CODECS
 
 from .frames import LAYOUT, body_of, info_of, key_of
 

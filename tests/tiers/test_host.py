@@ -5,12 +5,9 @@ import threading
 
 import pytest
 
-from flowkv.core.clock import ManualClock
-from flowkv.core.errors import ConfigError, StateError
-from flowkv.tiers import host
-from flowkv.tiers.base import Load, Outcome, Store, Tier
-from flowkv.tiers.frame import BadFrame
-from flowkv.tiers.host import HostTier
+from flowkv import Tier
+from flowkv.tiers import BadFrame, Load, Outcome, Store
+from tests.inside import ConfigError, HostTier, ManualClock, StateError, host
 
 from .frames import (
     LAYOUT,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from flowkv.tiers.base import Completion, Load, Outcome, Store, Tier
+from flowkv import Tier
+from flowkv.tiers import Completion, Load, Outcome, Store
 from flowkv.tiers.shared import SharedTier
 from tests.tiers.simulation import SimulatedFiles
 

@@ -14,11 +14,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.clock import ManualClock
-from flowkv.core.layout import CODECS
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.frame import BadFrame, Header, aligned, pack_header
-from flowkv.tiers.lossless import AGAIN, SAMPLES, Lossless, unpack_stripe
+from flowkv.tiers import BadFrame, Envelope, Header
+from tests.inside import AGAIN, SAMPLES, Lossless, ManualClock, aligned, pack_header, unpack_stripe
+from tests.inside import layout_CODECS as CODECS
 
 from .frames import info_of, key_of
 from .wraps import bfloat16, load

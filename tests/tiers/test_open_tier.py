@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core.errors import ConfigError, MissingDependencyError
 from flowkv.tiers import REMOTE_KINDS, Envelope, open_tier
+from tests.inside import ConfigError, MissingDependencyError
 
 MIB = 1 << 20
 EXTRAS = {

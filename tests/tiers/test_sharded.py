@@ -8,17 +8,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from flowkv.core.errors import ConfigError, GeometryError
-from flowkv.core.geometry import Geometry, LayerGroup
-from flowkv.core.keys import Shard
-from flowkv.core.layout import CODECS, PageLayout, page_layout
-from flowkv.testing import check_tier
-from flowkv.testing.tiers import Faults, FlakyTier
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier
+from flowkv import Geometry, LayerGroup, Shard, Tier
+from flowkv.testing import FlakyTier, check_tier
+from flowkv.tiers import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.host import HostTier
-from flowkv.tiers.sharded import Heads, ShardedTier, stored_key
 from flowkv.tiers.shared import SharedTier
+from tests.inside import (
+    ConfigError,
+    Faults,
+    GeometryError,
+    Heads,
+    HostTier,
+    PageLayout,
+    ShardedTier,
+    page_layout,
+    stored_key,
+)
+from tests.inside import layout_CODECS as CODECS
 
 from .frames import answers, key_of, outcomes
 

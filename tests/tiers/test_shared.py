@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from flowkv.core.errors import ConfigError, StateError, StoreError
+from flowkv import Tier
 from flowkv.testing import check_tier
-from flowkv.tiers.base import Load, Store, Tier
-from flowkv.tiers.shared import SharedTier, table
-from flowkv.tiers.shared.tier import LEAST_BYTES, file_name, plan
+from flowkv.tiers import Load, Store
+from flowkv.tiers.shared import SharedTier
+from tests.inside import LEAST_BYTES, ConfigError, StateError, StoreError, file_name, table
+from tests.inside import tier_plan as plan
 
 from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .sharer import CAPACITY_BYTES, audit, start

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.tiers.base import Tier
-from flowkv.tiers.disk import DiskTier, journal
-from flowkv.tiers.disk.journal import Journal
+from flowkv import Tier
+from flowkv.tiers.disk import DiskTier
+from tests.inside import Journal, journal
 from tests.tiers import simulation
 from tests.tiers.simulation import (
     HAZARDS,
@@ -169,7 +169,7 @@ def test_wrong_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def early(self: simulation.SimulatedEngine, rows: list[tuple[int, ...]]) -> object:
         import numpy as np
 
-        from flowkv.tiers.io.engine import COMPLETION
+        from tests.inside import COMPLETION
 
         return np.array([(row[-1], row[4]) for row in rows], COMPLETION)
 

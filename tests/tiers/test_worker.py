@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from flowkv.core.clock import ManualClock, SystemClock
-from flowkv.tiers.base import Completion, Load, Outcome, Store
-from flowkv.tiers.worker import Item, ThreadMemory, Workers
+from flowkv.tiers import Completion, Load, Outcome, Store
+from tests.inside import Item, ManualClock, SystemClock, ThreadMemory, Workers
 
 from .frames import LAYOUT, info_of, key_of
 

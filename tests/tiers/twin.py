@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from flowkv.tiers.digest import swapped, xxh3_128
+from tests.inside import swapped, xxh3_128
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -12,10 +12,9 @@ import random
 import sys
 import tempfile
 
-from flowkv.tiers.base import Outcome, Store
+from flowkv.tiers import Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.io.engine import ThreadsEngine
-from flowkv.tiers.io.uring import open_engine
+from tests.inside import ThreadsEngine, open_engine
 
 from .frames import answers, body_of, hits, info_of, key_of, stored
 

@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flowkv.tiers.base import FrameInfo
-from flowkv.tiers.envelope import Envelope, Integrity, Keyring, SealedFrame
-from flowkv.tiers.frame import BadFrame, Header
-from flowkv.tiers.lossless import Lossless
+from flowkv.tiers import BadFrame, Envelope, FrameInfo, Header
+from tests.inside import Integrity, Keyring, Lossless, SealedFrame
 
 from .frames import info_of, key_of
 

@@ -17,11 +17,9 @@ from bench.restore.baselines import (
     over_layers_s,
     over_tokens_s,
 )
-from flowkv.core.errors import ConfigError
-from flowkv.policy.restore import Compute, Load, Request, RestorePolicy, Source, Span, Suffix
-from flowkv.policy.restore.state import State
+from flowkv.policy.restore import Compute, Load, Request, RestorePolicy, Source, Span, State, Suffix
 from flowkv.testing import check_restore_policy
-from flowkv.testing.restores import MadeUpCosts, RestoreStory, RestoreWorld
+from tests.inside import ConfigError, MadeUpCosts, RestoreStory, RestoreWorld
 
 PRICES = MadeUpCosts(token_s=1e-5, pair_s=1e-9, start_s=2e-5, cell_s=1e-5)
 UNKNOWN = MadeUpCosts(token_s=0.0, pair_s=0.0, start_s=0.0, cell_s=0.0)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import Request, Source, Span
-from flowkv.policy.restore.costs import lower_bound
+from flowkv.sim import lower_bound
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked
+from tests.inside import ConfigError
 
 LLAMA = SHAPES["Llama-3.1-8B"]
 

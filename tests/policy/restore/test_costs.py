@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from flowkv.policy.restore import Request, Source, Span
-from flowkv.policy.restore.costs import Measured
+from flowkv.policy.restore import Measured, Request, Source, Span
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked
 
 LLAMA = SHAPES["Llama-3.1-8B"]

@@ -6,12 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy.restore import Caps, Compute, Load, Request, Source, Span, State, Suffix, verify
-from flowkv.policy.restore.flowkv import Prices, TwoPointer, best_split
-from flowkv.policy.restore.state import Progress
+from flowkv.policy.restore import (
+    Caps,
+    Compute,
+    Load,
+    Progress,
+    Request,
+    Source,
+    Span,
+    State,
+    Suffix,
+    verify,
+)
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, run
 from flowkv.testing import check_restore_policy
+from tests.inside import ConfigError, Prices, TwoPointer, best_split
 
 LLAMA = SHAPES["Llama-3.1-8B"]
 

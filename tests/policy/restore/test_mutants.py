@@ -14,9 +14,9 @@ from bench.restore.baselines import (
     LoadOnly,
     Recompute,
 )
-from flowkv.core.errors import StateError
 from flowkv.policy.restore import Compute, Load, RestorePolicy, Span, Suffix
 from flowkv.testing import check_restore_policy
+from tests.inside import StateError
 
 FAULTS = (AssertionError, StateError, IndexError, KeyError, TypeError)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.restore.baselines import engine_would, link_would
 from flowkv.policy.restore import Compute, Load, Request, Source, Span, State
-from flowkv.testing.restores import MadeUpCosts
+from tests.inside import MadeUpCosts
 
 PRICES = MadeUpCosts(token_s=1.0, pair_s=0.0, start_s=100.0, cell_s=10.0)
 ASKED = Request(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowkv.core.errors import StateError
 from flowkv.policy.restore import Compute, Load, Request, Source, Span, State, Suffix
-from flowkv.testing.restores import MadeUpCosts
+from tests.inside import MadeUpCosts, StateError
 
 ALL = Span(0, 3)
 ASKED = Request(

@@ -19,7 +19,8 @@ from flowkv.policy.restore import (
     VerificationError,
     verify,
 )
-from flowkv.testing.restores import RestoreStory, worlds
+from tests.inside import RestoreStory
+from tests.inside import restores_worlds as worlds
 
 ALL = Span(0, 2)
 REQUEST = Request(

@@ -7,19 +7,19 @@ import math
 
 import pytest
 
-from flowkv.core.errors import StateError
 from flowkv.policy.scheduling import (
     COMING,
     RUNNING,
     WAITING,
     FirstCome,
     Priority,
+    Room,
     Shortest,
     Turn,
     Turns,
 )
-from flowkv.policy.scheduling.turns import Room, WaitingLine
 from flowkv.testing import check_scheduler
+from tests.inside import StateError, WaitingLine
 from tests.policy.scheduling.proven import check_turns
 
 FAULTS = (AssertionError, StateError, IndexError)

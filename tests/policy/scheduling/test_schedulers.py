@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from flowkv.core.errors import ConfigError
 from flowkv.policy.scheduling import (
     RUNNING,
     SCHEDULERS,
@@ -17,6 +16,7 @@ from flowkv.policy.scheduling import (
     Shortest,
     make_scheduler,
 )
+from tests.inside import ConfigError
 
 
 def job(number: int, arrived_s: float = 0.0, prompt: int = 32, limit: int = 64, **fields) -> Job:

@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 
-from flowkv.core.errors import ConfigError, StateError
 from flowkv.policy.scheduling import (
     ASIDE,
     COMING,
@@ -22,6 +21,7 @@ from flowkv.policy.scheduling import (
     Shortest,
     Turns,
 )
+from tests.inside import ConfigError, StateError
 
 LIMITS = Limits(max_rows=4, token_budget=40, page_size=16, watermark=0.0)
 PLENTY = Room(1000, 1000)

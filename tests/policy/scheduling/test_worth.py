@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowkv.policy.scheduling import Job
-from flowkv.policy.scheduling.turns import Worth
+from tests.inside import Worth
 
 
 def job(tokens: int, pages: int) -> Job:

@@ -11,8 +11,8 @@ import pytest
 from bench.restore.baselines import make_restore_policy
 from bench.restore.grid import GRID_GBPS, GRID_GPUS, GRID_MODELS, lengths
 from flowkv.policy.restore import Caps, Request, verify
-from flowkv.policy.restore.flowkv import TwoPointer
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound, run
+from tests.inside import TwoPointer
 
 
 def together(costs: Modelled, tokens: Sequence[int], every_s: float = 0.0) -> list[Request]:

@@ -8,10 +8,19 @@ from collections.abc import Collection
 import pytest
 
 from bench.restore.baselines import make_restore_policy
-from flowkv.core.errors import ConfigError, StateError
-from flowkv.policy.restore import Caps, Compute, Load, RestorePolicy, Span, State, Suffix, verify
-from flowkv.policy.restore.costs import Measured
+from flowkv.policy.restore import (
+    Caps,
+    Compute,
+    Load,
+    Measured,
+    RestorePolicy,
+    Span,
+    State,
+    Suffix,
+    verify,
+)
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, run
+from tests.inside import ConfigError, StateError
 
 COSTS = Modelled(SHAPES["Llama-3.1-8B"], GPUS["A100"], 40)
 SHAPE = COSTS.model

@@ -9,8 +9,7 @@ import pytest
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from bench.restore.grid import Cell, grid
-from flowkv.policy.restore import Caps, verify
-from flowkv.policy.restore.state import Span
+from flowkv.policy.restore import Caps, Span, verify
 from flowkv.sim.restore import run
 
 SUFFIXES, SHARES = (64, 512, 2048), (0.125, 0.5, 1.0)

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from bench.restore.grid import GRID_GPUS, GRID_MODELS, staged
-from flowkv.core.errors import ConfigError
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound
+from tests.inside import ConfigError
 
 
 def efficiency(costs: Modelled, tokens: int, stages: int) -> float:

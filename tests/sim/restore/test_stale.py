@@ -8,8 +8,7 @@ import pytest
 
 from bench.restore.baselines import make_restore_policy
 from bench.restore.grid import Cell, grid
-from flowkv.policy.restore import Caps, verify
-from flowkv.policy.restore.costs import Measured
+from flowkv.policy.restore import Caps, Measured, verify
 from flowkv.sim.restore import Modelled, run
 
 CELLS = grid()[1::4] + grid()[2::4]  # 16K and 30K

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from flowkv.core.errors import ConfigError, StateError
 from flowkv.policy.scheduling import FirstCome, Job, Limits, Priority, Shortest
 from flowkv.sim.serving import StepCosts, VirtualRequest, mixed, serve
+from tests.inside import ConfigError, StateError
 
 ONE = StepCosts(step_s=1.0, token_s=0.0, context_s=0.0, out_s=0.25, back_s=0.5, load_s=0.1)
 LIMITS = Limits(max_rows=2, token_budget=8, page_size=4, watermark=0.0, grace=1)

@@ -12,16 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowkv.tiers.io.engine import (
+from tests.inside import (
     OPERATION,
     READ,
     SYNC,
     WRITE,
+    Arena,
+    ArenaSlot,
     IOEngine,
     ThreadsEngine,
+    UringEngine,
 )
-from flowkv.tiers.io.staging import Arena, ArenaSlot
-from flowkv.tiers.io.uring import UringEngine
 from tests.tiers.files_engine import FilesEngine
 
 BLOCK = 4096

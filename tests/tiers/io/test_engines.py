@@ -14,9 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import StateError
-from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE
-from flowkv.tiers.io.staging import ArenaSlot
+from tests.inside import OPERATION, READ, SYNC, WRITE, ArenaSlot, StateError
 from tests.tiers.io.rig import BLOCK, MAKERS, Rig, rigged
 
 REFUSED = np.array([(READ, 0, 0, 0, 0, 1)], OPERATION)

@@ -18,10 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.tiers.io import engine as opening
-from flowkv.tiers.io import uring
-from flowkv.tiers.io.engine import ThreadsEngine
-from flowkv.tiers.io.uring import open_engine
+from tests.inside import ThreadsEngine, open_engine, uring
+from tests.inside import io_engine as opening
 from tests.tiers.io.rig import BLOCK, Rig, rigged
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError, StateError
-from flowkv.tiers.io import staging
-from flowkv.tiers.io.staging import PAGE_BYTES, Arena, ArenaSlot, Extents, address_of
+from tests.inside import Arena, ArenaSlot, ConfigError, Extents, StateError, address_of, staging
+from tests.inside import staging_PAGE_BYTES as PAGE_BYTES
 
 PAGES = 64
 

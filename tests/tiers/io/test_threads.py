@@ -7,7 +7,7 @@ import errno
 
 import pytest
 
-from flowkv.tiers.io.engine import MOST_BYTES, READ, WRITE, ThreadsEngine
+from tests.inside import MOST_BYTES, READ, WRITE, ThreadsEngine
 
 
 @pytest.mark.parametrize(

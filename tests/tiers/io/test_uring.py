@@ -15,10 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowkv.tiers.io import ring, uring
-from flowkv.tiers.io.engine import OPERATION, READ, SYNC, WRITE
-from flowkv.tiers.io.staging import Arena
-from flowkv.tiers.io.uring import UringEngine
+from tests.inside import OPERATION, READ, SYNC, WRITE, Arena, UringEngine, ring, uring
 from tests.tiers.io.rig import BLOCK, Rig, rigged
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from flowkv.core.clock import ManualClock
-from flowkv.tiers.remote.backend import ABSENT, Listed
 from flowkv.tiers.remote.tier import RemoteTier
+from tests.inside import ABSENT, Listed, ManualClock
 
 Fault = Callable[[str, bytes], bytes]
 PATIENCE_S = 20.0

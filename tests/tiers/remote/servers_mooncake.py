@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core import errors
+from tests.inside import errors
 
 from .servers import Server, free_port
 

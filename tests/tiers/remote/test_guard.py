@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.clock import ManualClock
-from flowkv.tiers.remote.tier import (
-    FAILURES,
-    Breaker,
-    BreakerState,
-    OperationRates,
-    Pass,
-    attempt,
-)
+from tests.inside import FAILURES, Breaker, BreakerState, ManualClock, OperationRates, Pass, attempt
 
 STEPS = st.lists(
     st.one_of(

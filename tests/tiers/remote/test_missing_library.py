@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core import errors
+from tests.inside import errors
 
 ROOT = Path(__file__).resolve().parents[3]
 SAYS = "libibverbs.so.1: cannot open shared object file: No such file or directory"

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core.errors import ConfigError
+from flowkv import Tier
 from flowkv.testing import check_tier
-from flowkv.tiers.base import Load, Outcome, Store, Tier
-from flowkv.tiers.remote.backend import RemoteLimits
-from flowkv.tiers.remote.tier import RemoteTier
+from flowkv.tiers import Load, Outcome, Store
+from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
+from tests.inside import ConfigError
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .servers_mooncake import MooncakeCluster, binary, mooncake_cluster
 
 binary()  # skips the module where the store does not run
 
-from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier  # noqa: E402
+from tests.inside import Mooncake, MooncakeTier  # noqa: E402
 
 EVER_S = 20.0
 BRIEF = RemoteLimits(threads=2, close_s=0.5, open_s=5.0)
@@ -224,7 +224,7 @@ class FakeClient:
 def test_slots_of_doubtful_transfers_are_retired(
     code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flowkv.tiers.remote import mooncake
+    from tests.inside import mooncake
 
     clients: list[FakeClient] = []
 
@@ -260,7 +260,7 @@ def test_slots_of_doubtful_transfers_are_retired(
 def test_what_comes_back_late_is_retired_whatever_it_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flowkv.tiers.remote import mooncake
+    from tests.inside import mooncake
 
     client = FakeClient()
     monkeypatch.setattr(Mooncake, "_set_up", lambda self: mooncake.MooncakeSession(client, 4 << 20))
@@ -278,7 +278,7 @@ def test_what_comes_back_late_is_retired_whatever_it_says(
 def test_a_client_is_not_torn_down_while_a_call_is_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flowkv.tiers.remote import mooncake
+    from tests.inside import mooncake
 
     client = FakeClient()
     monkeypatch.setattr(

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from flowkv.tiers.base import Load, Outcome, Store
-from flowkv.tiers.remote import objects
-from flowkv.tiers.remote.backend import RemoteLimits
-from flowkv.tiers.remote.objects import ObjectTier
-from flowkv.tiers.remote.tier import BreakerState
+from flowkv.tiers import Load, Outcome, Store
+from flowkv.tiers.remote.tier import RemoteLimits
+from tests.inside import BreakerState, ObjectTier, objects
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .servers import ObjectServer, find_program, object_server

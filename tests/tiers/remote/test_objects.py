@@ -14,21 +14,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
+from flowkv import Tier
 from flowkv.testing import check_tier
-from flowkv.tiers import open_tier
-from flowkv.tiers.base import Load, Outcome, Store, Tier
-from flowkv.tiers.envelope import Envelope, Keyring
-from flowkv.tiers.remote import objects
-from flowkv.tiers.remote.backend import RemoteLimits
-from flowkv.tiers.remote.objects import (
+from flowkv.tiers import Envelope, Load, Outcome, Store, open_tier
+from flowkv.tiers.remote.tier import RemoteLimits
+from tests.inside import (
     MOST_CATALOGS,
+    BreakerState,
+    ConfigError,
+    Fact,
+    Keyring,
+    MissingDependencyError,
     ObjectBackend,
     ObjectTier,
+    StoreError,
     decode_catalog,
     encode_catalog,
+    objects,
 )
-from flowkv.tiers.remote.tier import BreakerState, Fact
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, stored
 from .faulty import steady

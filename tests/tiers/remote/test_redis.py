@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core.config import parse_place, parse_size
-from flowkv.core.errors import ConfigError, StoreError
+from flowkv import Tier
 from flowkv.testing import check_tier
-from flowkv.tiers import open_tier
-from flowkv.tiers.base import Load, Outcome, Store, Tier
-from flowkv.tiers.remote.backend import ABSENT, RemoteLimits
-from flowkv.tiers.remote.redis import Redis, RedisTier
+from flowkv.tiers import Load, Outcome, Store, open_tier
+from flowkv.tiers.remote.tier import RemoteLimits
+from tests.inside import ABSENT, ConfigError, Redis, RedisTier, StoreError, parse_place, parse_size
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .servers_redis import RedisServer, redis_server

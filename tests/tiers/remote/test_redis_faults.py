@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from flowkv.tiers.base import Load, Outcome, Store
-from flowkv.tiers.remote.backend import RemoteLimits
-from flowkv.tiers.remote.redis import RedisTier
+from flowkv.tiers import Load, Outcome, Store
+from flowkv.tiers.remote.tier import RemoteLimits
+from tests.inside import RedisTier
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .faulty_redis import FAULTS, FaultyRedis, delay, duplicate, hang, rot

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flowkv.core.errors import StoreError
-from flowkv.tiers.base import Outcome
-from flowkv.tiers.remote.redis import RedisTier
+from flowkv.tiers import Outcome
+from tests.inside import RedisTier, StoreError
 
 from ..frames import get, hits, key_of, outcomes, stored
 from .faulty_redis import FaultyRedis

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.tiers.remote.redis import (
+from tests.inside import (
     MAX_LINE_BYTES,
     MAX_REPLY_BYTES,
     ServerError,

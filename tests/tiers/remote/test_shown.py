@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from flowkv.core.errors import FlowKVError
+from flowkv import FlowKVError
 from flowkv.tiers import open_tier
 
 SECRETIVE = [

@@ -11,12 +11,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from flowkv.core.clock import ManualClock
-from flowkv.core.errors import ConfigError, StateError, StoreError
+from flowkv import Tier
 from flowkv.testing import check_tier
-from flowkv.tiers.base import UNBOUNDED, Completion, Load, Outcome, Store, Tier
-from flowkv.tiers.frame import Header, pack_header
-from flowkv.tiers.remote.tier import BreakerState, Fact, Known, RemoteLimits, RemoteTier
+from flowkv.tiers import Completion, Header, Load, Outcome, Store
+from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
+from tests.inside import (
+    UNBOUNDED,
+    BreakerState,
+    ConfigError,
+    Fact,
+    Known,
+    ManualClock,
+    StateError,
+    StoreError,
+    pack_header,
+)
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .faulty import FaultyBackend, steady

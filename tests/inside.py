@@ -1,0 +1,489 @@
+"""What tests look at inside FlowKV, and where it lies: whoever moves it changes this file alone.
+
+What is public is imported from where users import it. Nothing is loaded before a test asks for it,
+so what an optional package or a device brings is missed only by those tests that need it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowkv.cache import export, pinned, stack, step, store, swap
+    from flowkv.cache import pool as cache_pool
+    from flowkv.cache.audit import due
+    from flowkv.cache.block_table import relocate
+    from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
+    from flowkv.cache.footprint import Footprint
+    from flowkv.cache.guard import Guard
+    from flowkv.cache.index import Block, PrefixIndex, SwappedCopy
+    from flowkv.cache.kv import PagedRow, bind, end, follow, levels, source, warn
+    from flowkv.cache.kv import plan as kv_plan
+    from flowkv.cache.mover import SHARE, IOPriority, Mover, Schedule, SubmitResult, TransferRequest
+    from flowkv.cache.pinned import (
+        Copies,
+        Crossover,
+        CudaStreams,
+        calibrate,
+        open_copies,
+        remember,
+        remembered,
+    )
+    from flowkv.cache.pool import PagePool
+    from flowkv.cache.prefetch import Prefetch
+    from flowkv.cache.restore import Late, RestoreJob
+    from flowkv.cache.sequence import CLOSED, READY, Tables, session_number
+    from flowkv.cache.statistics import breaker
+    from flowkv.cache.step import CURRENT
+    from flowkv.cache.store import PageStore, PolicyPlace, Samples, Verdict, as_slots
+    from flowkv.cache.swap import Copy, decode_state, encode_state
+    from flowkv.cli import command
+    from flowkv.cli.arguments import Misused
+    from flowkv.cli.generate import read_prompts
+    from flowkv.core import compiling, errors
+    from flowkv.core.clock import Clock, ManualClock, SystemClock
+    from flowkv.core.compiling import Intervals
+    from flowkv.core.config import (
+        ENVIRONMENT,
+        TierConfig,
+        format_size,
+        load_config,
+        parse_place,
+        parse_policy,
+        parse_quota,
+        parse_size,
+    )
+    from flowkv.core.errors import (
+        BusyError,
+        CapacityError,
+        ConfigError,
+        GeometryError,
+        MissingDependencyError,
+        NonFiniteError,
+        StateError,
+        StoreError,
+        TokenError,
+        UnsupportedModelError,
+        did_you_mean,
+    )
+    from flowkv.core.geometry import ITEMSIZE
+    from flowkv.core.keys import KEY_BYTES, ROOT, KeyChain, as_tokens, tenant_salt, within
+    from flowkv.core.layout import (
+        CODEC_SHIFT,
+        GRANULE_BYTES,
+        PageLayout,
+        codec_of,
+        granule_of,
+        page_id,
+        page_layout,
+    )
+    from flowkv.core.layout import CODECS as layout_CODECS
+    from flowkv.demo import report, run
+    from flowkv.demo.records import (
+        DemoCase,
+        DemoPlan,
+        DemoSizes,
+        Findings,
+        Sample,
+        WatchedRestore,
+        build_workload,
+    )
+    from flowkv.demo.report import summarise
+    from flowkv.demo.timing import timed_generate
+    from flowkv.engine import engine as engine_engine
+    from flowkv.engine import invariant as engine_invariant
+    from flowkv.engine import request, sampling, scheduler
+    from flowkv.engine.engine import make_request
+    from flowkv.engine.invariant import Fixed, Products, invariant, marked
+    from flowkv.engine.request import AnswerSource, _Ear, tell
+    from flowkv.engine.runner import Forward, OpenRow, PackedRunner, Runner, own_model
+    from flowkv.engine.sampling import UNEVEN, Choice, Drawn, Largest, OwnSampler, draw, seed_of
+    from flowkv.engine.scheduler import RunningRequest
+    from flowkv.hooks.huggingface import door, identity, load, restore
+    from flowkv.hooks.huggingface.attach import door_of
+    from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask
+    from flowkv.hooks.huggingface.cache import PagedCache, place_layers, read_layer
+    from flowkv.hooks.huggingface.door import ForwardHook
+    from flowkv.hooks.huggingface.identity import CALLS, Identity
+    from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids
+    from flowkv.hooks.huggingface.load import load_model
+    from flowkv.hooks.huggingface.restore import Nested, Restoring, discard
+    from flowkv.hooks.huggingface.restore import Part as restore_Part
+    from flowkv.hooks.huggingface.rows import Rows as rows_Rows
+    from flowkv.hooks.huggingface.runners import ApartRow, GenerateSampler, PaddedRunner, Parts
+    from flowkv.hooks.huggingface.weights import Weights
+    from flowkv.kernels import dispatch, reference, registry
+    from flowkv.kernels.bounds import check_batch, check_scoring
+    from flowkv.kernels.cascade import Group, shared_prefixes
+    from flowkv.kernels.cpu import attention, entries, pages
+    from flowkv.kernels.cpu import pool as cpu_pool
+    from flowkv.kernels.cpu.attend import NIBBLES, SIGNED, UNSIGNED, dots_of
+    from flowkv.kernels.cpu.bits import FAST, data, exp2, narrow, order, tanh, unorder, widen
+    from flowkv.kernels.cpu.pages import address
+    from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND
+    from flowkv.kernels.loss import bounds, by_token, turning
+    from flowkv.kernels.reference import decoded, narrowed, page_views, rotate, transcode
+    from flowkv.kernels.triton import attend, codec, dense, few, many, move, task
+    from flowkv.kernels.triton import launch as triton_launch
+    from flowkv.kernels.triton.attend import paged_attention
+    from flowkv.kernels.triton.launch import interpreted, launch
+    from flowkv.kernels.triton.move import append_rotary_kernel
+    from flowkv.kernels.triton.sealed import rotation, sealed_config, turn
+    from flowkv.kernels.triton.task import merge_two
+    from flowkv.kernels.triton.tile import FLIP_SIGNS, SPLIT_DIGITS, SPLIT_NIBBLES
+    from flowkv.kernels.triton.tile import MOST as tile_MOST
+    from flowkv.observe import doctor, events
+    from flowkv.observe.events import (
+        Admitted,
+        Audited,
+        Bus,
+        Defragmented,
+        Demoted,
+        Encoded,
+        EngineStep,
+        Event,
+        Evicted,
+        Failed,
+        Finished,
+        Hit,
+        LayerArrived,
+        LayerSent,
+        Miss,
+        Preempted,
+        Promoted,
+        Published,
+        Quarantined,
+        Queued,
+        Restored,
+        RestoreEnded,
+        RestoreSpan,
+        StepPlanned,
+        Stored,
+        Warned,
+    )
+    from flowkv.observe.metrics import (
+        COUNT_BUCKETS,
+        ERROR,
+        LEAST,
+        NAMES,
+        RULES,
+        SECONDS_BUCKETS,
+        Histogram,
+        Level,
+        Metrics,
+        Series,
+        Spread,
+    )
+    from flowkv.observe.metrics import MOST as metrics_MOST
+    from flowkv.observe.otel import Bridge
+    from flowkv.observe.prometheus import Exporter
+    from flowkv.observe.timeline import (
+        LATENCIES,
+        OTHERS,
+        Lanes,
+        Meeting,
+        RequestLane,
+        RequestPhase,
+        Serving,
+        Tenancy,
+        Timeline,
+        Timelines,
+    )
+    from flowkv.observe.trace import TraceFile
+    from flowkv.policy.base import (
+        CUT_OFF,
+        NEVER_NS,
+        NO_SLOTS,
+        NO_VISIT,
+        TOOL_USE,
+        TURN_END,
+        UNKNOWN_STOP,
+    )
+    from flowkv.policy.by_score import ByScore, _keys
+    from flowkv.policy.cyclic import KNOWN, RECENTS, STAYERS
+    from flowkv.policy.defragmentation import Defragmentation, Occupancy
+    from flowkv.policy.hazard.compiled import (
+        BASE_LIMIT,
+        BASES,
+        BEFORE,
+        BEYOND,
+        BINS,
+        BUCKETS,
+        EDGES_NS,
+        FEATURES,
+        MOST_INDEX,
+        REACH,
+        SIZES,
+        STARTS,
+        TIP,
+        TIPS,
+        TRAITS,
+        WEIGHT_LIMIT,
+        WIDTHS,
+        beyond,
+        bin_of,
+        decay,
+        fresh_model,
+        hazard,
+        hinted_index,
+        index,
+        key_of,
+        logistic,
+        teach,
+        value_of,
+        worth_of,
+    )
+    from flowkv.policy.hazard.compiled import describe as compiled_describe
+    from flowkv.policy.hazard.index import is_model
+    from flowkv.policy.hedge import HERE, ROOM
+    from flowkv.policy.importance import Importance
+    from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
+    from flowkv.policy.order.compiled import (
+        BIRTHS,
+        BLOCKED,
+        DUES,
+        EXPIRED,
+        GHOSTS,
+        HELD_FAST,
+        HINTED,
+        LEAVES,
+        LISTS,
+        ONCE,
+        SIZE,
+        SLOT_LIMIT,
+        TARGET,
+        WORDS,
+        Array,
+        ArrayCall,
+        aged,
+        kernel,
+        log2,
+        log2_of,
+        softplus2,
+    )
+    from flowkv.policy.order.compiled import SECOND as compiled_SECOND
+    from flowkv.policy.order.leaf import FIRST_CAPACITY
+    from flowkv.policy.order.shadow import AWAY
+    from flowkv.policy.prefetch.markov import Markov
+    from flowkv.policy.prefetch.prefetcher import (
+        HINT,
+        LEARNED,
+        QUEUE,
+        Credit,
+        Hint,
+        RegretGuard,
+        class_of,
+    )
+    from flowkv.policy.rates import Rates
+    from flowkv.policy.restore.flowkv import Prices, TwoPointer, best_split
+    from flowkv.policy.scheduling.turns import WaitingLine, Worth
+    from flowkv.policy.temperature import (
+        Heat,
+        Ladder,
+        Shares,
+        Temperature,
+        make_ladder,
+        shares_that_fit,
+    )
+    from flowkv.policy.tenants import Quota, Tenants
+    from flowkv.report import screen, words
+    from flowkv.report.account import Account, restore_section, serving_sections
+    from flowkv.report.charts import (
+        MOST_CURVES,
+        Chart,
+        Curves,
+        Distributions,
+        Gantt,
+        Overlap,
+        OverTime,
+    )
+    from flowkv.report.page import Bars, Figures, Section, Table, Text, render_report, write_report
+    from flowkv.report.page import Part as page_Part
+    from flowkv.report.replay import write_replay_report
+    from flowkv.report.words import seconds
+    from flowkv.residency.blocks import (
+        HALF,
+        KEY,
+        NOTHING,
+        Ids,
+        as_ids,
+        buckets_for,
+        cut,
+        factors,
+        find,
+        put,
+        rehash,
+    )
+    from flowkv.residency.ledger import LedgerReach
+    from flowkv.sim import formats
+    from flowkv.sim.character import lru_hit_ratios, stack_distances
+    from flowkv.sim.formats import Reader, Writer, read_mooncake, read_sessions
+    from flowkv.sim.generate import KINDS as generate_KINDS
+    from flowkv.sim.generate import MarkovTraceConfig, bursts, poisson, transitions, walk
+    from flowkv.sim.hardware import CODECS as hardware_CODECS
+    from flowkv.sim.hardware import HARDWARE, MODELS, Shape, block_costs
+    from flowkv.sim.hierarchy import (
+        INT8,
+        MIB,
+        PUBLISHED,
+        RAW,
+        BlockShape,
+        BoundedMemory,
+        Classes,
+        Everything,
+        StrictPlan,
+        compulsory_bytes,
+        least_cxl_bytes,
+        run_published,
+        run_strict,
+    )
+    from flowkv.sim.replay import (
+        OnePlace,
+        PlaceStack,
+        ReplayTier,
+        bounds_of,
+        first_tokens_s,
+        pages_of,
+        share_of,
+        tier_from,
+    )
+    from flowkv.sim.restore import Decoder
+    from flowkv.sim.trace import hints_of, next_turns, read_npz, wide
+    from flowkv.testing import tier_machine
+    from flowkv.testing.codecs import KINDS as codecs_KINDS
+    from flowkv.testing.codecs import page_of
+    from flowkv.testing.policies import SECOND as policies_SECOND
+    from flowkv.testing.policies import requests, steps_ns
+    from flowkv.testing.restores import MadeUpCosts, RestoreStory, RestoreWorld
+    from flowkv.testing.restores import worlds as restores_worlds
+    from flowkv.testing.schedulers import CheckedTurns, SchedulerStory, SchedulerWorld
+    from flowkv.testing.schedulers import worlds as schedulers_worlds
+    from flowkv.testing.tier_machine import Frame, Model, Wish
+    from flowkv.testing.tiers import Faults
+    from flowkv.tiers import envelope, host
+    from flowkv.tiers.base import UNBOUNDED
+    from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, swapped, xxh3_128
+    from flowkv.tiers.disk import journal, transfer
+    from flowkv.tiers.disk.files import Buffer, FileIO
+    from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
+    from flowkv.tiers.disk.inspect import FrameShare, Inspection, drop, inspect, repair, scrub
+    from flowkv.tiers.disk.journal import (
+        CHARGE_BYTES,
+        DELETED,
+        RECORD_BYTES,
+        RECORDS,
+        ROW,
+        STORED,
+        Held,
+        Journal,
+        Record,
+        Slot,
+        WrittenFrame,
+        newest,
+        pack_page,
+        pack_record,
+        peek_store_id,
+        read_page,
+        sensible,
+        unpack_row,
+    )
+    from flowkv.tiers.disk.journal import PAGE_BYTES as journal_PAGE_BYTES
+    from flowkv.tiers.disk.journal import Rows as journal_Rows
+    from flowkv.tiers.disk.store import Index, open_journal, slot_granules
+    from flowkv.tiers.disk.transfer import Loading, Unsealed, seal_all
+    from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame
+    from flowkv.tiers.frame import (
+        AES_256_GCM,
+        DIGEST_AT,
+        MAX_STRIPES,
+        XXH3_128,
+        accept,
+        aligned,
+        fixed_fields,
+        header_bytes,
+        lay_out,
+        most_header_bytes,
+        pack_header,
+        place,
+        stored_sizes,
+        verify_stripe,
+    )
+    from flowkv.tiers.frame import KINDS as frame_KINDS
+    from flowkv.tiers.frame import describe as frame_describe
+    from flowkv.tiers.host import HostTier
+    from flowkv.tiers.io import engine as io_engine
+    from flowkv.tiers.io import ring, staging, uring
+    from flowkv.tiers.io.engine import (
+        COMPLETION,
+        MOST_BYTES,
+        OPERATION,
+        READ,
+        SYNC,
+        WRITE,
+        IOEngine,
+        Operations,
+        Reports,
+        ThreadsEngine,
+    )
+    from flowkv.tiers.io.engine import Completions as engine_Completions
+    from flowkv.tiers.io.staging import PAGE_BYTES as staging_PAGE_BYTES
+    from flowkv.tiers.io.staging import Arena, ArenaSlot, Extents, address_of
+    from flowkv.tiers.io.uring import UringEngine, open_engine
+    from flowkv.tiers.lossless import AGAIN, SAMPLES, Lossless, unpack_stripe
+    from flowkv.tiers.remote import mooncake, objects
+    from flowkv.tiers.remote.backend import ABSENT, Listed
+    from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier
+    from flowkv.tiers.remote.objects import (
+        MOST_CATALOGS,
+        ObjectBackend,
+        ObjectTier,
+        decode_catalog,
+        encode_catalog,
+    )
+    from flowkv.tiers.remote.redis import (
+        MAX_LINE_BYTES,
+        MAX_REPLY_BYTES,
+        Redis,
+        RedisTier,
+        ServerError,
+        Wire,
+        WireError,
+        pack,
+        pack_set,
+    )
+    from flowkv.tiers.remote.tier import (
+        FAILURES,
+        Breaker,
+        BreakerState,
+        Fact,
+        Known,
+        OperationRates,
+        Pass,
+        attempt,
+    )
+    from flowkv.tiers.sharded import Heads, ShardedTier, stored_key
+    from flowkv.tiers.shared import table
+    from flowkv.tiers.shared.tier import LEAST_BYTES, FileLayout, file_name
+    from flowkv.tiers.shared.tier import plan as tier_plan
+    from flowkv.tiers.worker import Completions as worker_Completions
+    from flowkv.tiers.worker import Item, ThreadMemory, Workers
+
+_PLACES = {
+    alias.asname or alias.name: (statement.module or "", alias.name)
+    for statement in ast.walk(ast.parse(Path(__file__).read_text()))
+    if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith("flowkv")
+    for alias in statement.names
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"tests.inside has no {name}. Add the import that brings it")
+    module, there = _PLACES[name]
+    try:
+        return getattr(importlib.import_module(module), there)
+    except AttributeError:  # a module of a package
+        return importlib.import_module(f"{module}.{there}")
