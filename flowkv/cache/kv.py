@@ -174,7 +174,7 @@ def prefill(kv: KV, seqs: Items[Sequence], chunk: int) -> Iterator[Step]:
 
 
 def restore(kv: KV, seqs: Items[Sequence], forward: Callable[[Step], Any], chunk: int) -> list[Any]:
-    """See `KV.restore`."""
+    """Finishes the prefill of prompts opened with `wait=False`, in the least time it can take."""
     outputs: dict[int, Any] = {}
     for out in fronts(kv, seqs, chunk):
         if isinstance(out, Step):
@@ -1545,15 +1545,15 @@ class PagedRow:
         self._kv, self.seq = kv, seq
 
     def suspend(self) -> int:
-        """See `KV.suspend`."""
+        """Gives a sequence's pages up for others until `resume` brings them back, bit for bit."""
         return self._kv.suspend(self.seq)
 
     def resume(self) -> None:
-        """See `KV.resume`."""
+        """Brings a suspended sequence back, bit for bit."""
         self._kv.resume(self.seq)
 
     def close(self, stop: str = "") -> None:
-        """See `Sequence.close`."""
+        """Releases its pages; published ones stay known."""
         self.seq.close(stop)
 
 

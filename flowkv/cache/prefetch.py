@@ -169,11 +169,11 @@ class DevicePrefetcher:
     # ---- what it asks
 
     def room_bytes(self) -> int:
-        """See `Reach`."""
+        """Free on the device."""
         return self.capacity_bytes - self._pool.used_bytes()
 
     def sizes(self, slots: Slots) -> Slots:
-        """See `Reach`; as they lie on the device, or would."""
+        """Bytes of blocks, as they lie on the device or would."""
         return np.array([self._size(self._store.index.get(slot)) for slot in slots.tolist()], int)
 
     def _size(self, block: Block | None) -> int:
@@ -183,7 +183,10 @@ class DevicePrefetcher:
         return self._store.size(block, number)
 
     def missing(self, tip: int) -> tuple[int, Slots]:
-        """See `Reach`. Where a window hides the beginning, only what it still shows."""
+        """The deepest ancestor of `tip` that is on the device, or -1, and what lies between.
+
+        Where a window hides the beginning, only what it still shows.
+        """
         self._tip = tip
         index, block = self._store.index, self._store.index.get(tip)
         if block is None or block.kind != "page" or block.group not in self._groups:

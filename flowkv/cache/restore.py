@@ -130,7 +130,7 @@ class PrefixMatcher:
         return self._within(first, stop, has)
 
     def _within(self, first: int, stop: int, has: Callable[[int, int], bool]) -> int:
-        """See `longest`, of sliding groups."""
+        """The longest prefix up to `stop` of which sliding groups have all that they still see."""
         groups = range(len(self.planner.geometry.groups))
         sliding = [g for g in groups if self.planner.window(g) is not None]
 
@@ -701,7 +701,7 @@ class RestoreScheduler:
             one.told(done.op, begun_s, (now - begun_s) * share, counted_s * share)
 
     def hand_out(self, among: Items[RestoreJob], most: int | None) -> tuple[RestoreJob, int] | None:
-        """See `restoration.choose`."""
+        """The job that computes next, and how many tokens; None if none has any to compute."""
         for one in among:
             one.pump()
         for one in among:

@@ -132,11 +132,11 @@ class PolicyPlace:
         return self.policy.evict(now_ns, n)
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """See `Policy.wanted`."""
+        """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
         return self.policy.wanted(now_ns, n)
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """See `Policy.displace`."""
+        """Gives up to `n` victims to a prefetch: only what is worth less than that."""
         if not self._counts:
             return self.policy.displace(now_ns, n, rate, {*self.held, *protected})
         self._tell()

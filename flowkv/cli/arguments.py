@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises `Misused` where others exit."""
 
     def error(self, message: str) -> NoReturn:
-        """See `argparse`."""
+        """Raises what is wrong; called by `argparse`."""
         raise Misused(self.format_usage(), message)
 
 

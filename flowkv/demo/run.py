@@ -285,7 +285,7 @@ class Slow:
         return getattr(self._tier, name)
 
     def poll(self, timeout_s: float = 0.0) -> list[Completion]:
-        """See `Tier`."""
+        """Answers that are ready; waits up to `timeout_s` for the first one."""
         end_s = time.monotonic() + timeout_s
         while True:
             with self._lock:

@@ -101,12 +101,12 @@ class PackedRunner:
         self._kv, self._forward, self._refresh = kv, forward, refresh
 
     def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
-        """See `Runner.open`."""
+        """Opens a row with its known prefix in place, or (`wait=False`) on its way."""
         self._refresh()
         return open_row(self._kv, request, tokens, wait=wait)
 
     def step(self, rows: Items[OpenRow], tokens: Items[Tokens]) -> torch.Tensor:
-        """See `Runner.step`."""
+        """Runs the model over the next tokens of some rows."""
         packed = _packed(tokens)
         step = plan(self._kv, [row.seq for row in rows], [len(ids) for ids in tokens])
         step.give(packed)

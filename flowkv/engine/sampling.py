@@ -117,11 +117,11 @@ class Largest:
         self._stops = frozenset(stops)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """See `Choice.choose`."""
+        """The next token."""
         return int(logits.argmax())
 
     def take(self, token: int) -> bool:
-        """See `Choice.take`."""
+        """Notes the token that was chosen; True if the request ends with it."""
         return token in self._stops
 
 
@@ -156,7 +156,7 @@ class Weighted(Largest):
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
 
     def choose(self, logits: torch.Tensor) -> int:
-        """See `Choice.choose`."""
+        """The next token."""
         scores = logits.float()[None] / self._temperature
         if self._top_k:
             least = scores.topk(min(self._top_k, scores.shape[-1])).values[..., -1:]
@@ -186,7 +186,7 @@ class Chosen(Largest):
         self._choose, self._made = choose, list[int]()
 
     def choose(self, logits: torch.Tensor) -> int:
-        """See `Choice.choose`."""
+        """The next token."""
         token = int(self._choose(logits.float(), self._made))
         if not 0 <= token < logits.shape[-1]:
             raise ConfigError(
@@ -196,7 +196,7 @@ class Chosen(Largest):
         return token
 
     def take(self, token: int) -> bool:
-        """See `Choice.take`."""
+        """Notes the token that was chosen; True if the request ends with it."""
         self._made.append(token)
         return super().take(token)
 
@@ -219,7 +219,7 @@ class OwnSampler:
         _own(options, 0)
 
     def start(self, request: Request, prompt: NDArray[np.uint32], seed: int) -> Choice:
-        """See `Sampler.start`."""
+        """Reads a request's options, at submit."""
         return _own({**self._defaults, **request.options}, seed)
 
 

@@ -709,19 +709,19 @@ class CountedTurns(Turns):
         self._keeper = keeper
 
     def admit(self, waiting: Items[Job], active: Items[Job], room: Room, now_s: float) -> Turn:
-        """See `Turns.admit`."""
+        """Who leaves and who enters now."""
         # Who cannot be preempted is counted by its length alone.
         everybody = self.scheduler.preempts
         self._count([job for job in active if everybody or job.state == COMING], exact=False)
         return super().admit(waiting, active, room, now_s)
 
     def relieve(self, active: Items[Job], now_s: float) -> tuple[Job, bool] | None:
-        """See `Turns.relieve`."""
+        """Who goes where rows in progress cannot grow; None where only one is left."""
         self._count(active, exact=True)
         return super().relieve(active, now_s)
 
     def pages(self, job: Job) -> int:
-        """See `Turns.pages`."""
+        """Pages that a job needs to enter: those of all that is known of it, and one to go on."""
         self._keeper.share(cast(RunningRequest, job))
         return super().pages(job)
 

@@ -93,7 +93,7 @@ class ByScore(LeafOrder):
         lease: str | Lease = "",
         tenant: int = 0,
     ) -> None:
-        """See `LeafOrder.insert`."""
+        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
         slots = as_slots(slots)
         super().insert(now_ns, slots, parents, lease=lease, tenant=tenant)
         if len(self._past) < len(self._arrays[0]):
@@ -106,7 +106,7 @@ class ByScore(LeafOrder):
         self._use(slots[(past["uses"] == 0) | (past["last_ns"] != now)], NO_VISIT)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """See `LeafOrder.access`."""
+        """A request uses these known blocks, root to leaf."""
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
         slots = slots[(slots >= 0) & (slots < len(self._past))]
@@ -114,14 +114,17 @@ class ByScore(LeafOrder):
         self._use(slots[(nodes["birth"] != 0) & (nodes["live"] >= 0)], visit)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """See `LeafOrder.hint`; only `NEVER_NS` has an effect."""
+        """The application expects the next use of this chain in about `eta_ns`.
+
+        Only `NEVER_NS` has an effect.
+        """
         if eta_ns == NEVER_NS:
             super().hint(now_ns, slots, eta_ns, sigma)
         else:
             self.admit(now_ns, as_slots([]))  # time passes
 
     def forget(self, slots: Slots) -> None:
-        """See `LeafOrder.forget`."""
+        """Nobody knows these blocks any more: their slots may name others next."""
         slots = as_slots(slots)
         super().forget(slots)
         slots = slots[(slots >= 0) & (slots < len(self._past))]

@@ -168,7 +168,10 @@ class Cyclic(LeafOrder):
         self._counts = np.zeros(COUNTS, np.int64)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """See `Policy.access`. Ghosts count: that they come back tells of a circle."""
+        """A request uses these known blocks, root to leaf.
+
+        Ghosts count: that they come back tells of a circle.
+        """
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
         if self.config.cycle is not None or self._size == 0:
@@ -184,13 +187,16 @@ class Cyclic(LeafOrder):
                 loosen(*self._arrays, self._state)
 
     def forget(self, slots: Slots) -> None:
-        """See `Policy.forget`."""
+        """Nobody knows these blocks any more: their slots may name others next."""
         slots = as_slots(slots)
         super().forget(slots)
         forsake(self._arrays[0], self._shadow, self._counts, slots)
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """See `Policy.evict`. Where the traffic is a circle, it also chooses what stays."""
+        """Chooses and removes `n` victims, none pinned or protected; None, nothing changed, else.
+
+        Where the traffic is a circle, it also chooses what stays.
+        """
         victims = super().evict(now_ns, n, protected)
         if victims is not None and n > 0:
             self._size = max(self._size, int(self._state[COUNT]))

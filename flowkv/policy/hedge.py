@@ -653,13 +653,16 @@ class Hedge(HazardIndex):
     # ---- what happens
 
     def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
-        """See `LeafOrder.insert`."""
+        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
         slots, parents = as_slots(slots), as_slots(parents)
         super().insert(now_ns, slots, parents, **said)
         come(*self._all, slots, parents, self._state[CLOCK], self._active)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """See `Policy.access`. Known blocks that are not resident teach as well."""
+        """A request uses these known blocks, root to leaf.
+
+        Known blocks that are not resident teach as well.
+        """
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
         models = self._mind[4]
@@ -673,19 +676,22 @@ class Hedge(HazardIndex):
             seen(*self._all, slots, self._state[CLOCK], chosen)
 
     def remove(self, slots: Slots) -> None:
-        """See `LeafOrder.remove`."""
+        """Blocks left for another reason than `evict`."""
         slots = as_slots(slots)
         super().remove(slots)
         lose(self._watch, self._shadows, slots, False)
 
     def forget(self, slots: Slots) -> None:
-        """See `Policy.forget`."""
+        """Nobody knows these blocks any more: their slots may name others next."""
         slots = as_slots(slots)
         super().forget(slots)
         lose(self._watch, self._shadows, slots, True)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """See `Policy.hint`. The learned index hears of it whoever decides."""
+        """The application expects the next use of this chain in about `eta_ns`.
+
+        The learned index hears of it whoever decides.
+        """
         super().hint(now_ns, slots, eta_ns, sigma)
         if self._active != len(self._taus) and eta_ns < NEVER_NS:
             LeafOrder.hint(self, now_ns, slots, eta_ns, sigma)
@@ -693,14 +699,17 @@ class Hedge(HazardIndex):
     # ---- what is decided
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """See `LeafOrder.evict`."""
+        """Chooses and removes `n` victims, none pinned or protected; None if there are fewer."""
         victims = super().evict(now_ns, n, protected)
         if victims is not None and len(victims):
             go(self._watch, victims)
         return victims
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """See `Policy.displace`. For what is certain only, unless the learned index decides."""
+        """Gives up to `n` victims to a prefetch: only what is worth less than that.
+
+        For what is certain only, unless the learned index decides.
+        """
         if self._active != len(self._taus):
             return Policy.displace(self, now_ns, n, rate, protected)
         victims = super().displace(now_ns, n, rate, protected)
@@ -709,7 +718,10 @@ class Hedge(HazardIndex):
         return victims
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """See `Policy.wanted`. Nothing, unless the learned index decides."""
+        """Up to `n` ends of chains that are not resident and worth bringing here, best first.
+
+        Nothing, unless the learned index decides.
+        """
         if self._active != len(self._taus):
             return NO_SLOTS.copy(), np.empty(0)
         return super().wanted(now_ns, n)

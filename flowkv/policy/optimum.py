@@ -185,7 +185,10 @@ class Optimum(LeafOrder):
         self._offsets, self._uses = offsets, next_uses(offsets, blocks, unique)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """See `Policy.access`. Names the first blocks of the request; `insert` adds the others."""
+        """A request uses these known blocks, root to leaf.
+
+        Names the first blocks of the request; `insert` adds the others.
+        """
         super().access(now_ns, slots, visit)
         r = visit.request if visit.request >= 0 else self._requests
         self._requests += 1
@@ -195,7 +198,10 @@ class Optimum(LeafOrder):
         self._rank()
 
     def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
-        """See `Policy.insert`: blocks of the request that was last accessed."""
+        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1.
+
+        Blocks of the request that was last accessed.
+        """
         super().insert(now_ns, slots, parents, **said)
         slots = as_slots(slots)
         self._chain = np.append(self._chain, slots[~np.isin(slots, self._chain)])

@@ -180,7 +180,7 @@ class Tenants(Policy):
         lease: str | Lease = "",
         tenant: int = 0,
     ) -> None:
-        """See `Policy.insert`."""
+        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
         now_ns, payer = self._clock(now_ns), self._payer(tenant)
         account = self._account(payer)
         if len(slots):
@@ -206,7 +206,7 @@ class Tenants(Policy):
             self._accounts[t].policy.access(now_ns, theirs)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """See `Policy.access`."""
+        """A request uses these known blocks, root to leaf."""
         now_ns = self._clock(now_ns)
         parts = self._parts(slots)
         self._untold = None
@@ -230,13 +230,13 @@ class Tenants(Policy):
                 self._accounts[t].policy.access(now_ns, theirs)
 
     def remove(self, slots: Slots) -> None:
-        """See `Policy.remove`."""
+        """Blocks left for another reason than `evict`."""
         for t, theirs in self._parts(slots):
             self._accounts[t].policy.remove(theirs)
         self._drop(slots)
 
     def forget(self, slots: Slots) -> None:
-        """See `Policy.forget`."""
+        """Nobody knows these blocks any more: their slots may name others next."""
         gone = np.array([s for s in slots.tolist() if s not in self._here], np.int64)
         for account in self._accounts.values():  # one may know of a block that it does not own
             account.policy.forget(gone)
@@ -247,28 +247,28 @@ class Tenants(Policy):
             self._untold = then, told[~np.isin(told, gone)], visit
 
     def complete(self, now_ns: int, request: int, *, stop: int = 0, output_tokens: int = 0) -> None:
-        """See `Policy.complete`."""
+        """A request ended: what could only be known now."""
         now_ns = self._clock(now_ns)
         account = self._accounts.get(self._requests.pop(request, -1))
         if account is not None:
             account.policy.complete(now_ns, request, stop=stop, output_tokens=output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
-        """See `Policy.abort`."""
+        """A request that was enqueued or accessed will not go on."""
         now_ns = self._clock(now_ns)
         account = self._accounts.get(self._requests.pop(request, -1))
         if account is not None:
             account.policy.abort(now_ns, request)
 
     def pin(self, slots: Slots) -> None:
-        """See `Policy.pin`."""
+        """Blocks, resident or not, must not be given up until as many `unpin`; nests."""
         self._pins.update(slots.tolist())
         for t, theirs in self._parts(slots):
             if self._accounts[t].pins:
                 self._accounts[t].policy.pin(theirs)
 
     def unpin(self, slots: Slots) -> None:
-        """See `Policy.unpin`."""
+        """Ends one `pin` of each."""
         pinned = np.array([s for s in slots.tolist() if self._pins[s] > 0], np.int64)
         self._pins -= Counter(pinned.tolist())  # drops what is at zero
         for t, theirs in self._parts(pinned):
@@ -276,14 +276,20 @@ class Tenants(Policy):
                 self._accounts[t].policy.unpin(theirs)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """See `Policy.hint`. Told to whom the last block belongs."""
+        """The application expects the next use of this chain in about `eta_ns`.
+
+        Told to whom the last block belongs.
+        """
         now_ns = self._clock(now_ns)
         tenant = self._owner.get(int(slots[-1])) if len(slots) else None
         if tenant is not None:
             self._accounts[tenant].policy.hint(now_ns, self._of(tenant, slots), eta_ns, sigma)
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
-        """See `Policy.enqueue`. Told to whom the last block belongs."""
+        """A queued request will use this chain: certain, until its `access` or `abort`.
+
+        Told to whom the last block belongs.
+        """
         now_ns = self._clock(now_ns)
         self.abort(now_ns, request)
         tenant = self._owner.get(int(slots[-1])) if len(slots) else None
@@ -292,7 +298,7 @@ class Tenants(Policy):
             self._accounts[tenant].policy.enqueue(now_ns, request, self._of(tenant, slots))
 
     def invalidate(self, now_ns: int, tenant: int) -> None:
-        """See `Policy.invalidate`."""
+        """All present blocks of a tenant became stale: as expired as by a lease, at once."""
         now_ns = self._clock(now_ns)
         account = self._accounts.get(self._payer(tenant))
         if account is not None:
@@ -301,7 +307,10 @@ class Tenants(Policy):
     # ---- what is decided
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """See `Policy.evict`. None also where more would touch somebody's reserve."""
+        """Chooses and removes `n` victims, none pinned or protected; None, nothing changed, else.
+
+        None also where more would touch somebody's reserve.
+        """
         if n < 0:
             raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
         self._clock(now_ns)
@@ -312,7 +321,10 @@ class Tenants(Policy):
         return self._answer(self._gather(can, n, guarded, math.nan))
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """See `Policy.displace`. Down to the reserves, as `evict`; and what is above a limit."""
+        """Gives up to `n` victims to a prefetch: only what is worth less than that.
+
+        Down to the reserves, as `evict`; and what is above a limit.
+        """
         self._clock(now_ns)
         guarded = {int(s) for s in protected}
         victims = self._gather(self._evictable(guarded), n, guarded, rate)
@@ -332,7 +344,10 @@ class Tenants(Policy):
         return self._answer(victims) if victims else NO_SLOTS.copy()
 
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
-        """See `Policy.admit`. Blocks that nobody is known to own are admitted."""
+        """Which of these (not resident) blocks are worth their bytes here.
+
+        Blocks that nobody is known to own are admitted.
+        """
         now_ns = self._clock(now_ns)
         answer = np.ones(len(slots), np.bool_)
         owners = np.array([self._owner.get(s, -1) for s in slots.tolist()], np.int64)
@@ -341,13 +356,13 @@ class Tenants(Policy):
         return answer
 
     def expired(self, now_ns: int) -> Slots:
-        """See `Policy.expired`."""
+        """Resident blocks whose lease has run out: never a hit again, reclaimed first."""
         now_ns = self._clock(now_ns)
         parts = [account.policy.expired(now_ns) for account in self._accounts.values()]
         return np.concatenate([NO_SLOTS, *parts])
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """See `Policy.wanted`."""
+        """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
         now_ns = self._clock(now_ns)
         parts = [account.policy.wanted(now_ns, n) for account in self._accounts.values()]
         slots = np.concatenate([NO_SLOTS, *(part[0] for part in parts)])
@@ -356,12 +371,15 @@ class Tenants(Policy):
         return slots[best], worth[best]
 
     def priority(self, slot: int) -> float:
-        """See `Policy.priority`. Quotas are not in it."""
+        """Smaller is given up earlier; -inf for a slot that is not resident.
+
+        Quotas are not in it.
+        """
         tenant = self._owner.get(slot)
         return -math.inf if tenant is None else self._accounts[tenant].policy.priority(slot)
 
     def resident(self) -> Sequence[int]:
-        """See `Policy.resident`."""
+        """Slots it believes to be resident, in no particular order."""
         return list(self._here)
 
     def digest(self) -> int:
@@ -372,7 +390,7 @@ class Tenants(Policy):
         return value
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
-        """See `Policy.weakest`."""
+        """The slot that `evict` of one would give up, for comparisons; -1 if there is none."""
         now_ns = self._clock(now_ns)
         guarded = {int(s) for s in protected}
         can = self._evictable(guarded)

@@ -445,7 +445,7 @@ class Account(Closing):
         self.serving = Serving(bus, levels=levels)
 
     def summary(self) -> dict[str, Any]:
-        """See `Serving.summary`."""
+        """Plain numbers, ready for JSON."""
         return self.serving.summary()
 
     def sections(self) -> list[Section]:

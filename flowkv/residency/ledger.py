@@ -317,7 +317,7 @@ MASK = (1 << 64) - 1
 
 
 class Ledger:
-    """See the module. `now_ns` is clamped, as in `Policy`.
+    """A book of what lies where. `now_ns` is clamped, as in `Policy`.
 
     Args:
         places: Policies and their room, fastest first; eight at most.
@@ -780,7 +780,10 @@ class Ledger:
         return self._flush()
 
     def hint(self, now_ns: int, session: int, eta_ns: int, sigma: float = 0.5) -> None:
-        """See `Policy.hint`: about the last chain of a session; unknown ones are ignored."""
+        """The application expects the next use of this chain in about `eta_ns`.
+
+        About the last chain of a session; unknown ones are ignored.
+        """
         now = self._advance(now_ns)
         tip, births = self._tips.get(session, (0, -1))
         if not 0 <= self._blocks["birth"][tip] <= births or self._blocks["space"][tip] < 0:

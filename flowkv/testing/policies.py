@@ -190,7 +190,7 @@ def overrides(policy: Policy, *methods: str) -> bool:
 
 
 class PolicyStory(RuleBasedStateMachine):
-    """See the module; what is declared below is said to `check_policy`."""
+    """Calls of all kinds, told to a policy and a slow model of it; `check_policy` fills this in."""
 
     make: Callable[[], Policy]
     leases: tuple[str | Lease, ...]

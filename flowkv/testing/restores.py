@@ -234,18 +234,18 @@ class MadeUpCosts(msgspec.Struct, frozen=True):
     cell_s: float
 
     def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
-        """See `Costs`."""
+        """Computing so many layers of these tokens."""
         pairs = tokens.size * (tokens.first + tokens.stop + 1) / 2
         fixed = self.start_s if self.token_s else 0.0
         return layers * (fixed + self.token_s * tokens.size + self.pair_s * pairs)
 
     def suffix_s(self, request: Request) -> float:
-        """See `Costs`."""
+        """Computing all layers of the suffix."""
         behind = Span(request.tokens, request.tokens + request.suffix)
         return self.compute_s(request, request.layers, behind)
 
     def load_s(self, request: Request, source: int, cells: int) -> float:
-        """See `Costs`."""
+        """Loading so many cells (tokens times layers) at once."""
         return self.cell_s * cells / (1 + source)
 
     def op_s(self, request: Request, op: Op) -> float:

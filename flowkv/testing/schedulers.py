@@ -56,7 +56,7 @@ class CheckedTurns:
     def admit(
         self, waiting: Sequence[Job], active: Sequence[Job], room: Room, now_s: float
     ) -> Turn:
-        """See `Turns.admit`."""
+        """Who leaves and who enters now."""
         jobs = [*waiting, *active]
         self._check_ranks(jobs, now_s)
         turn: Turn = self._ask(jobs, lambda one: one.admit(waiting, active, room, now_s))
@@ -67,12 +67,12 @@ class CheckedTurns:
         return turn
 
     def share(self, active: Sequence[Job], now_s: float) -> list[tuple[Job, int]]:
-        """See `Turns.share`."""
+        """Tokens that each row computes in the next step; rows that get none are left out."""
         shares: list[tuple[Job, int]] = self._ask(active, lambda one: one.share(active, now_s))
         return shares
 
     def relieve(self, active: Sequence[Job], now_s: float) -> tuple[Job, bool] | None:
-        """See `Turns.relieve`."""
+        """Who goes where rows in progress cannot grow; None where only one is left."""
         gone: tuple[Job, bool] | None = self._ask(active, lambda one: one.relieve(active, now_s))
         return gone
 

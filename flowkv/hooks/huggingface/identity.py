@@ -334,12 +334,12 @@ class Identity:
 
     @property
     def unnamed(self) -> list[str]:
-        """See the class."""
+        """What cannot be named, and why; then nothing outlives the process."""
         return [*self._walk.unnamed, *(why for _, part, _ in self._parts for why in part.unnamed)]
 
     @property
     def foreign(self) -> list[str]:
-        """See the class."""
+        """What takes part that is neither torch's nor transformers'."""
         return self._walk.foreign
 
     @property

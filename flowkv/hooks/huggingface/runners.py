@@ -85,7 +85,10 @@ class ApartRow(PagedRow):
         self.cache = cache
 
     def close(self, stop: str = "") -> None:
-        """See `Sequence.close`; recurrent states are kept for prompts that go on."""
+        """Releases its pages; published ones stay known.
+
+        Recurrent states are kept for prompts that go on.
+        """
         if stop:
             self.seq.stop = STOPS[stop]
         self.cache.close()
@@ -105,7 +108,10 @@ class PaddedRunner:
         self._model, self._kv, self._door, self.together = model, kv, door, together
 
     def open(self, request: Asked, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
-        """See `engine.runner.Runner.open`. Rows with recurrent states always wait."""
+        """Opens a row with its known prefix in place, or (`wait=False`) on its way.
+
+        Rows with recurrent states always wait.
+        """
         door, kv = self._door, self._kv
         door.refresh()
         if self.together:
@@ -126,7 +132,9 @@ class PaddedRunner:
         return ApartRow(kv, cache)
 
     def step(self, rows: Items[Any], tokens: Items[Any]) -> torch.Tensor:
-        """See `engine.runner.Runner.step`; exactly one row, unless they run together.
+        """Runs the model over the next tokens of some rows.
+
+        Exactly one row, unless they run together.
 
         Raises:
             StateError: The row failed before in the middle of its recurrent states.
@@ -615,7 +623,7 @@ class GeneratedChoice:
         self._draws: torch.Generator | None = None
 
     def choose(self, logits: torch.Tensor) -> int:
-        """See `flowkv.engine.sampling.Choice.choose`."""
+        """The next token."""
         scores = logits[None].to(self._device, torch.float32, copy=True)
         if self._processors is not None:
             scores = self._processors(self._text(), scores)
@@ -626,7 +634,7 @@ class GeneratedChoice:
         return int(torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws))
 
     def take(self, token: int) -> bool:
-        """See `flowkv.engine.sampling.Choice.take`."""
+        """Notes the token that was chosen; True if the request ends with it."""
         if self._processors is not None or self._criteria is not None:
             self._text()
             assert self._ids is not None
@@ -667,7 +675,7 @@ class GenerateSampler:
         self.read(np.zeros(1, np.uint32), 1, {}, 0)
 
     def start(self, request: Any, prompt: NDArray[np.uint32], seed: int) -> GeneratedChoice:
-        """See `flowkv.engine.sampling.Sampler.start`."""
+        """Reads a request's options, at submit."""
         return self.read(prompt, request.max_new_tokens, request.options, seed)
 
     def read(

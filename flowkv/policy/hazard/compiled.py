@@ -744,7 +744,7 @@ NOT_DONE, NOT_JOINED = -1, -2
 
 @kernel
 def room_needed(capacity: int, slots: Array) -> int:
-    """See `room_for`."""
+    """0 if all slots fit, the capacity that would do, or -1 for a number that is no slot."""
     return int(room_for(capacity, slots))
 
 

@@ -310,7 +310,7 @@ class HazardIndex(LeafOrder):
         lease: str | Lease = "",
         tenant: int = 0,
     ) -> None:
-        """See `LeafOrder.insert`."""
+        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
         learned.tick(self._desk, now_ns)
         slots, parents = as_slots(slots), as_slots(parents)
         done = learned.NOT_DONE
@@ -327,7 +327,10 @@ class HazardIndex(LeafOrder):
         learned.join(self._order, self._mind, slots, parents)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """See `Policy.access`. Known blocks that are not resident teach as well."""
+        """A request uses these known blocks, root to leaf.
+
+        Known blocks that are not resident teach as well.
+        """
         slots = as_slots(slots)
         said = (now_ns, visit.blocks)
         tip = learned.visit(self._desk, slots, *said)
@@ -342,27 +345,30 @@ class HazardIndex(LeafOrder):
     def complete(
         self, now_ns: int, request: int, *, stop: int = UNKNOWN_STOP, output_tokens: int = 0
     ) -> None:
-        """See `Policy.complete`."""
+        """A request ended: what could only be known now."""
         tip = self._open.pop(request, -1)
         if tip >= 0:
             learned.finish(self._desk, now_ns, tip, stop, output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
-        """See `Policy.abort`."""
+        """A request that was enqueued or accessed will not go on."""
         super().abort(now_ns, request)
         self._open.pop(request, None)
 
     def remove(self, slots: Slots) -> None:
-        """See `LeafOrder.remove`."""
+        """Blocks left for another reason than `evict`."""
         learned.remove(self._order, self._mind, as_slots(slots))
 
     def forget(self, slots: Slots) -> None:
-        """See `Policy.forget`."""
+        """Nobody knows these blocks any more: their slots may name others next."""
         super().forget(slots)
         learned.forget(self._order, self._mind, as_slots(slots))
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """See `Policy.hint`. Ignored if nothing is known of the chain's last block."""
+        """The application expects the next use of this chain in about `eta_ns`.
+
+        Ignored if nothing is known of the chain's last block.
+        """
         slots = as_slots(slots)
         if eta_ns >= NEVER_NS:
             super().hint(now_ns, slots, eta_ns, sigma)
@@ -375,7 +381,7 @@ class HazardIndex(LeafOrder):
     # ---- what is decided
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """See `LeafOrder.evict`."""
+        """Chooses and removes `n` victims, none pinned or protected; None if there are fewer."""
         if n < 0:
             raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
         if n > self._state[COUNT]:
@@ -386,14 +392,20 @@ class HazardIndex(LeafOrder):
         return victims if done else None
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """See `Policy.displace`. A queued request's blocks stay, whatever comes."""
+        """Gives up to `n` victims to a prefetch: only what is worth less than that.
+
+        A queued request's blocks stay, whatever comes.
+        """
         victims = np.empty(max(min(n, int(self._state[COUNT])), 0), np.int64)
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
         count = displace(self._order, self._mind, guarded, victims, now_ns, rate)
         return victims[:count]
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """See `Policy.wanted`. Chains that have left, judged as those that are here."""
+        """Up to `n` ends of chains that are not resident and worth bringing here, best first.
+
+        Chains that have left, judged as those that are here.
+        """
         if n < 1:
             return NO_SLOTS.copy(), np.empty(0)
         if len(self._asked) < len(self._mind[0]):
@@ -404,18 +416,21 @@ class HazardIndex(LeafOrder):
         return slots[:count], rates[:count]
 
     def invalidate(self, now_ns: int, tenant: int) -> None:
-        """See `LeafOrder.invalidate`. What expires keeps the place that it has now."""
+        """All present blocks of a tenant became stale: as expired as by a lease, at once.
+
+        What expires keeps the place that it has now.
+        """
         learned.tick(self._desk, now_ns)
         super().invalidate(now_ns, tenant)
 
     def expired(self, now_ns: int) -> Slots:
-        """See `LeafOrder.expired`."""
+        """Resident blocks whose lease has run out: never a hit again, reclaimed first."""
         if learned.tick(self._desk, now_ns) == 0:
             return np.empty(0, np.int64)
         return super().expired(now_ns)
 
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
-        """See `LeafOrder.admit`."""
+        """Everything: these policies choose what leaves, not what enters."""
         learned.tick(self._desk, now_ns)
         return super().admit(now_ns, slots)
 

@@ -131,7 +131,9 @@ class LeafOrder(Policy):
         lease: str | Lease = "",
         tenant: int = 0,
     ) -> None:
-        """See `Policy.insert`. All blocks count alike, whatever their `n_bytes`.
+        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1.
+
+        All blocks count alike, whatever their `n_bytes`.
 
         Raises:
             ConfigError: If the arrays differ in length or hold what is no slot number, or there is
@@ -158,45 +160,66 @@ class LeafOrder(Policy):
             compiled.insert(*self._arrays, self._state, *said)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """See `Policy.access`. Of blocks that are not resident only the hints end."""
+        """A request uses these known blocks, root to leaf.
+
+        Of blocks that are not resident only the hints end.
+        """
         compiled.access(*self._arrays, self._state, as_slots(slots), now_ns)
         if self._queued and visit.request in self._queued:
             compiled.queue(*self._arrays, self._state, self._queued.pop(visit.request), -1)
 
     def remove(self, slots: Slots) -> None:
-        """See `Policy.remove`. Children of a removed block stay, as roots."""
+        """Blocks left for another reason than `evict`.
+
+        Children of a removed block stay, as roots.
+        """
         compiled.remove(*self._arrays, self._state, as_slots(slots))
 
     def forget(self, slots: Slots) -> None:
-        """See `Policy.forget`. Ends their counts and hints; resident ones are ignored."""
+        """Nobody knows these blocks any more: their slots may name others next.
+
+        Ends their counts and hints; resident ones are ignored.
+        """
         compiled.forget(*self._arrays, self._state, as_slots(slots))
 
     def abort(self, now_ns: int, request: int) -> None:
-        """See `Policy.abort`."""
+        """A request that was enqueued or accessed will not go on."""
         if request in self._queued:
             compiled.queue(*self._arrays, self._state, self._queued.pop(request), -1)
 
     def pin(self, slots: Slots) -> None:
-        """See `Policy.pin`. What is above a pinned block stays as well, while both are resident."""
+        """Blocks, resident or not, must not be given up until as many `unpin`; nests.
+
+        What is above a pinned block stays as well, while both are resident.
+        """
         self._call(compiled.pin, as_slots(slots), 1)
 
     def unpin(self, slots: Slots) -> None:
-        """See `Policy.unpin`. Slots that are not pinned are ignored."""
+        """Ends one `pin` of each. Slots that are not pinned are ignored."""
         compiled.pin(*self._arrays, self._state, as_slots(slots), -1)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """See `Policy.hint` and the notes of this class."""
+        """The application expects the next use of this chain in about `eta_ns`.
+
+        And the notes of this class.
+        """
         self._call(compiled.hint, as_slots(slots), now_ns, min(eta_ns, NEVER_NS))
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
-        """See `Policy.enqueue`. A request that is enqueued again has another chain now."""
+        """A queued request will use this chain: certain, until its `access` or `abort`.
+
+        A request that is enqueued again has another chain now.
+        """
         self.abort(now_ns, request)
         slots = as_slots(slots).copy()
         self._call(compiled.queue, slots, 1)
         self._queued[request] = slots
 
     def invalidate(self, now_ns: int, tenant: int) -> None:
-        """See `Policy.invalidate`. O(1); the next call that decides does the rest, once a block."""
+        """All present blocks of a tenant became stale: as expired as by a lease, at once.
+
+        O(1); the next call that decides does the rest, once a block.
+        """
         if not 0 <= tenant < len(self._state) - LISTS - TENANTS:
             self.admit(now_ns, NO_SLOTS)  # nobody it knows; but the time is
         else:
@@ -208,7 +231,9 @@ class LeafOrder(Policy):
         return np.ones(len(slots), np.bool_)
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """See `Policy.evict`. Victims in the order in which they go, children before parents.
+        """Chooses and removes `n` victims, none pinned or protected; None, nothing changed, else.
+
+        Victims in the order in which they go, children before parents.
 
         None if fewer than `n` blocks are neither pinned or protected, nor above such a block. What
         is in use for longer than a call is better pinned: that costs an eviction nothing.
@@ -226,7 +251,10 @@ class LeafOrder(Policy):
         return victims if done else None
 
     def expired(self, now_ns: int) -> Slots:
-        """See `Policy.expired`. Ascending; they stay until removed, evicted or inserted again."""
+        """Resident blocks whose lease has run out: never a hit again, reclaimed first.
+
+        Ascending; they stay until removed, evicted or inserted again.
+        """
         count = compiled.tick(*self._arrays, self._state, now_ns)
         if count == 0:
             return np.empty(0, np.int64)
@@ -237,7 +265,10 @@ class LeafOrder(Policy):
         return out
 
     def priority(self, slot: int) -> float:
-        """See `Policy.priority`: as of the last call; other classes lie far away."""
+        """Smaller is given up earlier; -inf for a slot that is not resident.
+
+        As of the last call; other classes lie far away.
+        """
         nodes = self._arrays[0]
         if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
             return -np.inf
@@ -246,7 +277,10 @@ class LeafOrder(Policy):
         return self._worth(slot)
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
-        """See `Policy.weakest`; O(1), and as long for each protected block as for a pin."""
+        """The slot that `evict` of one would give up, for comparisons; -1 if there is none.
+
+        O(1), and as long for each protected block as for a pin.
+        """
         guarded = as_slots(protected) if len(protected) else NO_SLOTS
         return int(compiled.peek(*self._arrays, self._state, guarded, now_ns))
 

@@ -383,11 +383,11 @@ class Giver(Protocol):
     """Who knows what is worth bringing and what may go for it: a `Policy`, or who speaks for it."""
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """See `Policy.wanted`."""
+        """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
         ...
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """See `Policy.displace`."""
+        """Gives up to `n` victims to a prefetch: only what is worth less than that."""
         ...
 
 
