@@ -43,7 +43,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
         CODECS,
         "reference:gather_dense",
         "cpu.attention:gather_dense",
-        "triton.dense:gather_dense",
+        "triton.codec:gather_dense",
     ),
     "drop_tokens": (
         _RAW,

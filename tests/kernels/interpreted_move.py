@@ -26,7 +26,7 @@ from flowkv.kernels.reference import narrowed
 from flowkv.kernels.triton import move as triton_reshape
 from flowkv.kernels.triton import move as triton_rotary
 from flowkv.kernels.triton.launch import interpreted
-from flowkv.kernels.triton.move import append_rotary_kernel
+from flowkv.kernels.triton.move import append_kernel
 from tests.kernels.scene import Scene, int32, layout_of
 from tests.kernels.test_reshape import halves
 from tests.kernels.test_rope import keys_of, outside_keys, pool, rotary
@@ -46,7 +46,7 @@ each_style = pytest.mark.parametrize("interleaved", [False, True], ids=["halves"
 
 
 def test_remake_is_interpreted() -> None:
-    assert interpreted(append_rotary_kernel) and interpreted(triton_rotary.reposition_kernel)
+    assert interpreted(append_kernel) and interpreted(triton_rotary.reposition_kernel)
     assert interpreted(triton_reshape.drop_kernel)
 
 

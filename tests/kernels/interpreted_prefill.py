@@ -25,7 +25,7 @@ from flowkv.kernels import (
 from flowkv.kernels import paged_attention as flat_attention
 from flowkv.kernels.bounds import check_batch, check_scoring, checking
 from flowkv.kernels.triton import attend as triton_attend
-from flowkv.kernels.triton import dense as triton_unseal
+from flowkv.kernels.triton import codec as triton_unseal
 from flowkv.kernels.triton import many as triton_many
 from flowkv.kernels.triton.attend import paged_attention
 from tests.kernels.latent import SWITCHES as LATENT_SWITCHES
