@@ -256,7 +256,7 @@ def values_of(p_byte, p_half, p_raw, o_c, o_d, UPPER: tl.constexpr, C: tl.conste
     return tl.where(m, b.to(tl.float32) * b_scale[:, None], 0.0)
 
 
-NON_FINITE, OUT_OF_RANGE = tl.constexpr(1), tl.constexpr(2)  # see `coding`
+NON_FINITE, OUT_OF_RANGE = tl.constexpr(1), tl.constexpr(2)  # see `dispatch`
 GRANULE = tl.constexpr(GRANULE_BYTES)
 KEY_ELEMENTS, VALUE_ELEMENTS = 2048, 4096
 """Of each block of a tile of K, of V; V is turned over, which wants many tokens."""

@@ -35,7 +35,9 @@ from flowkv.kernels.triton.tile import (
     locate,
     many_chunks,
     pick,
+    row_at,
     row_of_item,
+    sight_of,
     sum_before,
     tile_range,
     unit_of,
@@ -181,9 +183,7 @@ def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tre
     i_row = tl.program_id(0) // n_columns
     i_page = tl.program_id(0) % n_columns
     i_head = tl.program_id(1) + head_low
-    start = tl.load(p_starts + i_row)
-    n_new = tl.load(p_starts + i_row + 1) - start
-    n_tokens = tl.load(p_lengths + i_row)
+    start, n_new, n_tokens = row_at(i_row, p_starts, p_lengths)
     first = first_page(n_tokens, n_new, C)
     if (n_new <= C.FEW) | (i_page < first) | (i_page * C.PAGE >= n_tokens):
         return
@@ -315,9 +315,7 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
         i_item, p_starts, p_lengths, n_rows, n_shares, C)  # fmt: skip
     if i_row >= n_rows:
         return
-    start = tl.load(p_starts + i_row)
-    n_new = tl.load(p_starts + i_row + 1) - start
-    n_tokens = tl.load(p_lengths + i_row)
+    start, n_new, n_tokens = row_at(i_row, p_starts, p_lengths)
     p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
     p_run = p_arena + layer.to(tl.int64) * C.STRIPE + i_head * C.RUN
     n_spare = tl.num_programs(1) * C.RUN
@@ -339,15 +337,8 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
     b_l = tl.full([C.BLOCK], 0, tl.float32)
     b_acc = tl.full([C.BLOCK, C.DV], 0, tl.float32)
     context = n_tokens - n_new
-    b_seen = context + 1 + o_r // C.GROUP
-    if not C.CAUSAL:
-        b_seen = o_r * 0 + n_tokens
-    b_slope = b_l
-    if C.ALIBI:
-        b_slope = tl.load(p_alibi + o_head, mask=m_r, other=0.0).to(tl.float32)
-    b_tree = o_token
-    if C.TREE:
-        b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
+    b_seen, b_slope, b_tree = sight_of(
+        o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
     t0, f0, f1, t1 = block_tiles(page, n_pages, i_block, n_new, n_tokens, C)
     for t in tl.range(f0, f1, num_stages=C.STAGES):
         b_m, b_l, b_acc = many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare,

@@ -51,7 +51,7 @@ def copy_kernel(p_source, p_target, p_from, p_to, n_granules, granules, SOURCE: 
 def copy_pages(
     arena: torch.Tensor, source: torch.Tensor, target: torch.Tensor, granules: int
 ) -> None:
-    """Copy pages within the arena; see `movement.copy_pages`."""
+    """Copy pages within the arena; see `dispatch.copy_pages`."""
     _copy(arena, arena, source, target, granules, SOURCE=True, TARGET=True)
 
 
@@ -62,7 +62,7 @@ def gather_pages(
     out: torch.Tensor,
     part: tuple[int, int] | None = None,
 ) -> None:
-    """Copy pages of the arena, or `part` of each, side by side; see `movement.gather_pages`."""
+    """Copy pages of the arena, or `part` of each, side by side; see `dispatch.gather_pages`."""
     first, count = part or (0, granules)
     _copy(arena[GRANULE_BYTES * first :], out, source, source, count, SOURCE=True, TARGET=False)
 
@@ -74,7 +74,7 @@ def scatter_pages(
     data: torch.Tensor,
     part: tuple[int, int] | None = None,
 ) -> None:
-    """Copy the lines of `data` to pages, or to `part` of each; see `movement.scatter_pages`."""
+    """Copy the lines of `data` to pages, or to `part` of each; see `dispatch.scatter_pages`."""
     first, count = part or (0, granules)
     _copy(data, arena[GRANULE_BYTES * first :], target, target, count, SOURCE=False, TARGET=True)
 
@@ -147,7 +147,7 @@ def drop_tokens(
     keep: torch.Tensor,
     layout: PageLayout,
 ) -> None:
-    """Make pages of chosen tokens of others; see `movement.drop_tokens`."""
+    """Make pages of chosen tokens of others; see `dispatch.drop_tokens`."""
     kept, shape = keep.shape[2], strides(layout)
     block = max(1, MOST_ELEMENTS // max(shape.D, shape.DV))
     if kept:
@@ -256,7 +256,7 @@ def reposition(
     layout: PageLayout,
     layer: int | None = None,
 ) -> None:
-    """Rotate the keys of pages in place; see `rotary.reposition`."""
+    """Rotate the keys of pages in place; see `dispatch.reposition`."""
     constants, page = turned(rope), layout.page_size
     block = min(max(1, MOST_ELEMENTS // (2 * constants.P)), triton.next_power_of_2(page))
     blocks, layers = triton.cdiv(page, block), layout.layers if layer is None else 1
@@ -390,7 +390,7 @@ def checksum_kernel(p_words, p_sums, n_words, block_words, splits, STEP: tl.cons
 
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Two sums over each block; see `sums.checksum`."""
+    """Two sums over each block; see `dispatch.checksum`."""
     blocks = triton.cdiv(len(words), block_words)
     splits = triton.cdiv(min(block_words, len(words)), TILE * TILES)
     sums = words.new_empty(blocks, splits, 2)

@@ -231,6 +231,28 @@ def row_of_token(i_token, p_starts, n_rows, C: tl.constexpr):
 
 
 @triton.jit
+def row_at(i_row, p_starts, p_lengths):
+    """(First new token, new tokens, tokens) of a row."""
+    start = tl.load(p_starts + i_row)
+    return start, tl.load(p_starts + i_row + 1) - start, tl.load(p_lengths + i_row)
+
+
+@triton.jit
+def sight_of(o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C: tl.constexpr):
+    """(Positions below which query rows see, their slopes of ALiBi, bits of new tokens seen)."""
+    b_seen = context + 1 + o_r // C.GROUP
+    if not C.CAUSAL:
+        b_seen = o_r * 0 + n_tokens
+    b_slope = b_seen
+    if C.ALIBI:
+        b_slope = tl.load(p_alibi + o_head, mask=m_r, other=0.0).to(tl.float32)
+    b_tree = o_r
+    if C.TREE:
+        b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
+    return b_seen, b_slope, b_tree
+
+
+@triton.jit
 def first_page(n_tokens, n_new, C: tl.constexpr):
     """First page that any new token of a row sees."""
     if C.WINDOW > 0:
