@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -154,7 +155,7 @@ def attend_latents(task: Task) -> None:
     cut = cut_of(task, block, device.processors)
     shape = _config(layout, device, block, cut.split)
     part, part_lse = partials(task, cut, block)
-    common = {"BLOCK": block, "MIN_PAGES": cut.least, "SPLIT": cut.split}
+    common: dict[str, Any] = {"BLOCK": block, "MIN_PAGES": cut.least, "SPLIT": cut.split}
     launch(
         attend_latent,
         (cut.items,),

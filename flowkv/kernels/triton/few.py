@@ -15,6 +15,7 @@ each codec, and all their partials are merged at once.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -311,7 +312,7 @@ def decode(task: Task) -> None:
     size = (len(shares) * segments, layout.kv_heads, columns)
     part_lse = task.out.new_empty(size, dtype=torch.float32)
     part = task.out.new_empty((*size, layout.value_dim), dtype=torch.float32)
-    common = {"COLUMNS": columns, "MIN_PAGES": least, "UNITS": units}
+    common: dict[str, Any] = {"COLUMNS": columns, "MIN_PAGES": least, "UNITS": units}
     tiles, parts = 0, task.out
     if task.how.mass is not None:
         tiles = max(-(-layout.page_size // config["tile"]) for config in configs)

@@ -14,7 +14,7 @@ the same kernel with the same tensor-core instructions whatever the codecs of a 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -377,7 +377,7 @@ def prefill(task: Task) -> None:
     shape, tune = _config(layout, device, bool(task.pages.sealed) or task.switches["ALIBI"])
     block = tune["block"]
     cut = cut_of(task, block, -(-device.processors * tune["programs"] // heads))
-    common = {"BLOCK": block, "MIN_PAGES": cut.least, "SPLIT": cut.split}
+    common: dict[str, Any] = {"BLOCK": block, "MIN_PAGES": cut.least, "SPLIT": cut.split}
     part, part_lse = partials(task, cut, block)
     constants = shape._replace(
         **task.batching, **task.switches, **task.ends, **common, SEALED=bool(task.pages.sealed)

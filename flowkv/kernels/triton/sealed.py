@@ -10,7 +10,7 @@ with a loop that does not wait for other warps, 64 slots of 128 dims fill its re
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -554,7 +554,7 @@ class Work(NamedTuple):
     part_lse: torch.Tensor
     parts: torch.Tensor
     tiles: int
-    common: dict[str, int]
+    common: dict[str, Any]
 
 
 def attend_list(task: Task, work: Work, i_list: int, codec: PageLayout, shares: int) -> None:

@@ -179,9 +179,9 @@ class Task(NamedTuple):
     most_pages: int
     few: int
     group: int
-    batching: dict[str, int]  # constants of all kernels
-    switches: dict[str, bool]  # constants of what scores
-    ends: dict[str, bool]  # constants of what writes results
+    batching: dict[str, Any]  # constants of all kernels
+    switches: dict[str, Any]  # constants of what scores
+    ends: dict[str, Any]  # constants of what writes results
 
 
 def merge_parts(
