@@ -101,7 +101,8 @@ def merge_few(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n_
             if C.LISTS > 0:
                 p_counts = p_lists + i_list * FIELDS * n_rows
                 b_items = few_rows(p_counts, p_starts, n_rows, C)
-                n_list = ((n_shares >> (i_list * BITS.value)) & ((1 << BITS.value) - 1)).to(tl.int32)
+                n_list = (n_shares >> (i_list * BITS.value)) & ((1 << BITS.value) - 1)
+                n_list = n_list.to(tl.int32)
             else:
                 b_items = few_pages(p_starts, p_lengths, n_rows, C)
                 n_list = n_shares
