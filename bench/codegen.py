@@ -349,10 +349,11 @@ def report(case: Case, arch: str, launch: Launch) -> dict[str, Any]:
         "shared_bytes": metadata.shared,
         **found,
     }
-    if "loop" in found and "TILE" in launch.constants:
-        tile, k, v = (launch.constants[name] for name in ("TILE", "HEAD_DIM", "VALUE_DIM"))
+    if "loop" in found and launch.kernel.startswith("attend"):
+        known = launch.constants["C"]
         threads = metadata.num_warps * metadata.target.warp_size
-        row |= {"tile": tile, "inst_per_el": round(found["loop"] * threads / (tile * (k + v)), 2)}
+        elements = known.TILE * (known.HEAD_DIM + known.VALUE_DIM)
+        row |= {"tile": known.TILE, "inst_per_el": round(found["loop"] * threads / elements, 2)}
     return row
 
 

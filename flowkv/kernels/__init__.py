@@ -8,29 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {
-    "Pages": "operands",
-    "Ragged": "operands",
-    "Rotary": "operands",
-    "Scoring": "operands",
-    "append": "dispatch",
-    "cascade_attention": "cascade",
-    "checking": "bounds",
-    "checksum": "dispatch",
-    "copy_pages": "dispatch",
-    "drop_tokens": "dispatch",
-    "gather_dense": "dispatch",
-    "gather_pages": "dispatch",
-    "merge": "dispatch",
-    "paged_attention": "dispatch",
-    "plan_cascade": "cascade",
-    "reposition": "dispatch",
-    "rotations": "dispatch",
-    "scatter_pages": "dispatch",
-    "stripe_part": "dispatch",
-    "transcode": "dispatch",
-}
-
 __all__ = [
     "Pages",
     "Ragged",
@@ -53,12 +30,19 @@ __all__ = [
     "stripe_part",
     "transcode",
 ]
+_HOMES = {
+    "cascade_attention": "cascade",
+    "plan_cascade": "cascade",
+    "checking": "bounds",
+} | dict.fromkeys(("Pages", "Ragged", "Rotary", "Scoring"), "operands")
+"""Modules of the names that are not in `dispatch`."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    module = _HOMES.get(name, "dispatch")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 

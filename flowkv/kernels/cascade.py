@@ -276,28 +276,7 @@ def cascade_attention(  # noqa: PLR0913 - the switches of attention belong to on
     )
     bounds.check_scoring(how, q, pages, batch)
     backend = backend or choose(q.device, q.dtype, page_dtype=layout.dtype)
-    return resolve("cascade_attention", ANY, backend)(q, pages, batch, shared, how)
-
-
-def on_reference(
-    q: torch.Tensor, pages: Pages, batch: Ragged, shared: Cascade, how: Scoring
-) -> torch.Tensor | Partial:
-    """The oracle: two calls of `reference.paged_attention`, merged."""
-    return _attend("reference", q, pages, batch, shared, how)
-
-
-def on_cpu(
-    q: torch.Tensor, pages: Pages, batch: Ragged, shared: Cascade, how: Scoring
-) -> torch.Tensor | Partial:
-    """The twin: two calls of `cpu.attention.paged_attention`, merged."""
-    return _attend("cpu", q, pages, batch, shared, how)
-
-
-def on_triton(
-    q: torch.Tensor, pages: Pages, batch: Ragged, shared: Cascade, how: Scoring
-) -> torch.Tensor | Partial:
-    """On GPUs: two calls of `triton.attend.paged_attention`, merged."""
-    return _attend("triton", q, pages, batch, shared, how)
+    return _attend(backend, q, pages, batch, shared, how)
 
 
 def _attend(

@@ -153,7 +153,7 @@ def encoded(k: torch.Tensor, v: torch.Tensor, layout: PageLayout) -> tuple[torch
 
     Returns:
         uint8 `[n, stripe_stride_bytes]`, its padding zero, and the status of each page, int32 `[n]`
-        (see `coding.transcode`).
+        (see `dispatch.transcode`).
     """
     finite = k.isfinite().flatten(1).all(1) & v.isfinite().flatten(1).all(1)
     largest = torch.finfo(k.dtype).max if layout.codec == "raw" else HUGE
@@ -184,7 +184,7 @@ def transcode(
     old: PageLayout,
     new: PageLayout,
 ) -> torch.Tensor:
-    """Write full pages once more in another codec; see `coding.transcode`."""
+    """Write full pages once more in another codec; see `dispatch.transcode`."""
     status = arena.new_zeros(len(source), old.layers, dtype=torch.int32)
     granules, places = source.tolist(), target.tolist()
     if not granules:
@@ -542,7 +542,7 @@ def drop_tokens(
     keep: torch.Tensor,
     layout: PageLayout,
 ) -> None:
-    """Make pages of chosen tokens of others; see `movement.drop_tokens`."""
+    """Make pages of chosen tokens of others; see `dispatch.drop_tokens`."""
     size, count = layout.page_size, keep.shape[2]
     heads = torch.arange(layout.kv_heads, device=arena.device)[:, None]
     token = torch.arange(count, device=arena.device)
@@ -562,7 +562,7 @@ def reposition(
     layout: PageLayout,
     layer: int | None = None,
 ) -> None:
-    """Rotate the keys of pages in place; see `rotary.reposition`."""
+    """Rotate the keys of pages in place; see `dispatch.reposition`."""
     for number in range(layout.layers) if layer is None else (layer,):
         keys, _ = page_views(Pages(arena, layout, number))
         for page, turn in zip(pages.tolist(), turns.tolist(), strict=True):
@@ -577,7 +577,7 @@ _AT_ONCE = 1 << 20
 
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Two sums over each block; see `sums.checksum`."""
+    """Two sums over each block; see `dispatch.checksum`."""
     sums = words.new_zeros(-(-len(words) // block_words), 2)
     for block, out in zip(words.split(block_words), sums, strict=True):
         for first in range(0, len(block), _AT_ONCE):

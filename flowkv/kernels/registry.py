@@ -22,77 +22,27 @@ ANY = "any"
 """The codec of operations that move bytes and never look at them."""
 
 _ROOM = "flowkv.kernels"
-_RAW, _SEALED = ("raw",), CODECS[1:]
-_OPERATIONS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
-    # operation: (codecs, oracle, twin, kernel)
-    "append": (_RAW, "reference:append", "cpu.pages:append", "triton.move:append"),
-    "paged_attention": (
-        CODECS,
-        "reference:paged_attention",
-        "cpu.attention:paged_attention",
-        "triton.attend:paged_attention",
-    ),
-    "cascade_attention": (
-        (ANY,),
-        "cascade:on_reference",
-        "cascade:on_cpu",
-        "cascade:on_triton",
-    ),
-    "merge": ((ANY,), "reference:merge", "cpu.pages:merge", "triton.attend:merge"),
-    "gather_dense": (
-        CODECS,
-        "reference:gather_dense",
-        "cpu.attention:gather_dense",
-        "triton.dense:gather_dense",
-    ),
-    "drop_tokens": (
-        _RAW,
-        "reference:drop_tokens",
-        "cpu.pages:drop_tokens",
-        "triton.move:drop_tokens",
-    ),
-    "reposition": (
-        _RAW,
-        "reference:reposition",
-        "cpu.pages:reposition",
-        "triton.move:reposition",
-    ),
-    "transcode": (
-        CODECS,
-        "reference:transcode",
-        "cpu.codec:transcode",
-        "triton.codec:transcode",
-    ),
-    "checksum": (
-        (ANY,),
-        "reference:checksum",
-        "cpu.pages:checksum",
-        "triton.move:checksum",
-    ),
-    "copy_pages": (
-        (ANY,),
-        "reference:copy_pages",
-        "cpu.pages:copy_pages",
-        "triton.move:copy_pages",
-    ),
-    "gather_pages": (
-        (ANY,),
-        "reference:gather_pages",
-        "cpu.pages:gather_pages",
-        "triton.move:gather_pages",
-    ),
-    "scatter_pages": (
-        (ANY,),
-        "reference:scatter_pages",
-        "cpu.pages:scatter_pages",
-        "triton.move:scatter_pages",
-    ),
+_RAW = ("raw",)
+_OPERATIONS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    # operation: (codecs, module of its twin, module of its kernel)
+    "append": (_RAW, "cpu.pages", "triton.move"),
+    "paged_attention": (CODECS, "cpu.attention", "triton.attend"),
+    "merge": ((ANY,), "cpu.pages", "triton.attend"),
+    "gather_dense": (CODECS, "cpu.attention", "triton.codec"),
+    "drop_tokens": (_RAW, "cpu.pages", "triton.move"),
+    "reposition": (_RAW, "cpu.pages", "triton.move"),
+    "transcode": (CODECS, "cpu.pages", "triton.codec"),
+    "checksum": ((ANY,), "cpu.pages", "triton.move"),
+    "copy_pages": ((ANY,), "cpu.pages", "triton.move"),
+    "gather_pages": ((ANY,), "cpu.pages", "triton.move"),
+    "scatter_pages": ((ANY,), "cpu.pages", "triton.move"),
 }
 IMPLEMENTATIONS: dict[tuple[str, str], dict[str, str]] = {
     (op, codec): {
-        backend: f"{_ROOM}.{target}" for backend, target in zip(BACKENDS, targets, strict=True)
+        backend: f"{_ROOM}.{module}:{op}"
+        for backend, module in zip(BACKENDS, ("reference", *modules), strict=True)
     }
-    for op, (codecs, *targets) in _OPERATIONS.items()
+    for op, (codecs, *modules) in _OPERATIONS.items()
     for codec in codecs
 }
 

@@ -21,7 +21,7 @@ from flowkv.kernels import (
     rotations,
     scatter_pages,
 )
-from tests.inside import CODEC_SHIFT, GRANULE_BYTES, append_rotary_kernel, interpreted, narrowed
+from tests.inside import CODEC_SHIFT, GRANULE_BYTES, append_kernel, interpreted, narrowed
 from tests.inside import layout_CODECS as CODECS
 from tests.inside import move as triton_reshape
 from tests.inside import move as triton_rotary
@@ -44,7 +44,7 @@ each_style = pytest.mark.parametrize("interleaved", [False, True], ids=["halves"
 
 
 def test_remake_is_interpreted() -> None:
-    assert interpreted(append_rotary_kernel) and interpreted(triton_rotary.reposition_kernel)
+    assert interpreted(append_kernel) and interpreted(triton_rotary.reposition_kernel)
     assert interpreted(triton_reshape.drop_kernel)
 
 

@@ -33,7 +33,7 @@ from tests.inside import (
     paged_attention,
 )
 from tests.inside import attend as triton_attend
-from tests.inside import dense as triton_unseal
+from tests.inside import codec as triton_unseal
 from tests.inside import many as triton_many
 from tests.kernels.latent import SWITCHES as LATENT_SWITCHES
 from tests.kernels.latent import latent_layout

@@ -131,7 +131,7 @@ def test_sealed_error_is_within_its_bound(codec: str) -> None:
         logit = scale * most * (k.abs().sum(1) + 4 * step).amax() / 65024
     logit = logit + 1e-5
     shape, _ = sealed_config(layout_like(scene.layout, codec), 8, triton_few.traits(q.device))
-    value = v.abs().amax() * (2 * logit + (shape["TILE"] + 8) / 65024)
+    value = v.abs().amax() * (2 * logit + (shape.TILE + 8) / 65024)
     assert ((lse.double() - expected_lse)[0].abs() <= logit).all()
     assert ((o.double() - expected)[0].abs() <= value[:, None]).all()
     assert value.max() < 0.02 * v.abs().amax()  # and it says something

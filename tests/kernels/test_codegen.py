@@ -20,8 +20,8 @@ SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gf
 MMA = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 EXACT = {"prefill-fp32"}  # float32 is multiplied exactly, out of registers that do not suffice
 SLACK = 1.1
-MOVING = ("append_kernel", "drop_kernel", "dense_kernel", "copy_kernel")
-UNFUSED = ("append_rotary_kernel", "reposition_kernel", "dense_sealed_kernel")
+MOVING = ("drop_kernel", "dense_kernel", "copy_kernel")
+UNFUSED = ("append_kernel", "reposition_kernel", "dense_sealed_kernel")
 """What must be bit for bit what the oracle computes, and divides nothing: no fused operations."""
 
 pytest.importorskip("triton", reason="Triton is not installed here")

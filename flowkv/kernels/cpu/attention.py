@@ -29,14 +29,21 @@ from flowkv.kernels.cpu.attend import (
     SINKS,
     SLOTS,
 )
-from flowkv.kernels.cpu.pages import DTYPES, LEAST_ELEMENTS, LIKE, address, dense_rows, fresh, run
+from flowkv.kernels.cpu.pages import (
+    DTYPES,
+    LEAST_ELEMENTS,
+    LIKE,
+    TOP,
+    address,
+    dense_rows,
+    fresh,
+    run,
+)
 from flowkv.kernels.cpu.pool import slices, spread
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 
 # The numba twin of `gather_dense`: raw pages are copied, sealed ones decoded.
 
-TOP = {dtype: np.float32(torch.finfo(dtype).max) for dtype in LIKE}
-"""Where decoded elements saturate; of the dtypes of raw pages only float16 is too small for any."""
 DECODING = 8
 """Bytes that could be copied in the time that decoding one takes."""
 
@@ -330,6 +337,39 @@ def _address(x: torch.Tensor | None) -> int:
     return 0 if x is None else address(x)
 
 
+def _call_operands(
+    layout: PageLayout, batch: Ragged, heads: int, window: int | None, most: int, fields: int
+) -> tuple[np.ndarray, int, int]:
+    """(Operands of a call that all layers share, the others 0; tokens that a row sees; work)."""
+    group, rows = heads // layout.kv_heads, batch.rows.shape[0]
+    a = np.zeros(fields, np.int64)
+    a[6:11] = (
+        address(batch.table),
+        batch.table.stride(0),
+        address(batch.rows),
+        address(batch.lengths),
+        address(batch.starts),
+    )
+    a[14:27] = (
+        rows,
+        group,
+        layout.kv_heads,
+        layout.head_dim,
+        layout.value_dim,
+        layout.page_size,
+        2 if layout.dtype != "float32" else 4,
+        layout.run_bytes,
+        layout.v_offset_bytes,
+        _ALL if window is None else window,
+        most,
+        max(most * group, 1),
+        layout.value_stride,
+    )
+    seen = batch.most_length if window is None else min(batch.most_length, window + most)
+    elements = rows * layout.kv_heads * seen * (layout.head_dim + layout.value_dim)
+    return a, seen, elements * max(1, most * group // 4)
+
+
 class _mixed_call_Shared(NamedTuple):
     """What the calls of all layers of a step have in common.
 
@@ -358,29 +398,9 @@ def _mixed_call_shared_operands(
     key = (layout, pages.sealed, how.window, how.causal, heads, few)
     if last.key[:-1] == key and last.key[-1] is batch:
         return last
-    group, most, rows = heads // layout.kv_heads, min(batch.most_new, few), batch.rows.shape[0]
-    a = np.zeros(FORMATS + FORMAT_FIELDS * len(CODECS), np.int64)
-    a[6:11] = (
-        address(batch.table),
-        batch.table.stride(0),
-        address(batch.rows),
-        address(batch.lengths),
-        address(batch.starts),
-    )
-    a[14:26] = (
-        rows,
-        group,
-        layout.kv_heads,
-        layout.head_dim,
-        layout.value_dim,
-        layout.page_size,
-        2 if layout.dtype != "float32" else 4,
-        layout.run_bytes,
-        layout.v_offset_bytes,
-        _ALL if how.window is None else how.window,
-        most,
-        max(most * group, 1),
-    )
+    most, rows = min(batch.most_new, few), batch.rows.shape[0]
+    fields = FORMATS + FORMAT_FIELDS * len(CODECS)
+    a, seen, work = _call_operands(layout, batch, heads, how.window, most, fields)
     a[CAUSAL] = how.causal
     used, stripes = np.zeros((2, FORMAT_FIELDS * len(CODECS)), np.int64)
     for form in (layout, *pages.sealed):
@@ -392,11 +412,8 @@ def _mixed_call_shared_operands(
             form.k_scale_offset_bytes,
             form.v_scale_offset_bytes,
         )
-    length, size = batch.most_length, layout.page_size
-    seen = length if how.window is None else min(length, how.window + most)
-    work = rows * layout.kv_heads * seen * (layout.head_dim + layout.value_dim)
-    work *= max(1, most * group // 4)
-    items, most_rows, most_pages = rows * layout.kv_heads, int(a[25]), -(-seen // size) + 1
+    items, most_pages = rows * layout.kv_heads, -(-seen // layout.page_size) + 1
+    most_rows = int(a[MOST_ROWS])
     fresh = _mixed_call_Shared((*key, batch), a, used, stripes, items, most_rows, most_pages, work)
     _MIXED_CALL_LAST[0] = fresh
     return fresh
@@ -488,34 +505,8 @@ def _shared_operands(
     last, switches = _LAST[0], (heads, window, served)
     if last.layout is layout and last.batch is batch and last.switches == switches:
         return last
-    group, most = heads // layout.kv_heads, min(batch.most_new, served[1])
-    dim, rows = layout.head_dim, batch.rows.shape[0]
-    a = np.zeros(FIELDS, np.int64)
-    a[6:11] = (
-        address(batch.table),
-        batch.table.stride(0),
-        address(batch.rows),
-        address(batch.lengths),
-        address(batch.starts),
-    )
-    a[14:27] = (
-        rows,
-        group,
-        layout.kv_heads,
-        dim,
-        layout.value_dim,
-        layout.page_size,
-        2 if layout.dtype != "float32" else 4,
-        layout.run_bytes,
-        layout.v_offset_bytes,
-        _ALL if window is None else window,
-        most,
-        max(most * group, 1),
-        layout.value_stride,
-    )
-    seen = batch.most_length if window is None else min(batch.most_length, window + most)
-    elements = rows * layout.kv_heads * seen * (dim + layout.value_dim)
-    work = elements * max(1, most * group // 4)
+    most = min(batch.most_new, served[1])
+    a, _, work = _call_operands(layout, batch, heads, window, most, FIELDS)
     fresh = _LAST[0] = _Shared(layout, batch, switches, a, work)
     return fresh
 

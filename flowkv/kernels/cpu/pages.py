@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from flowkv.core.errors import GeometryError
+from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.geometry import ITEMSIZE
-from flowkv.core.layout import GRANULE_BYTES, PageLayout
+from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout
 from flowkv.kernels.cpu import entries
 from flowkv.kernels.cpu.pool import slices, spread
 from flowkv.kernels.operands import Pages, Ragged, Rotary
@@ -25,6 +25,8 @@ LIKE = {
     torch.float16: np.int16(0),
 }
 """Under which type the elements of a dtype travel through numba; see `cpu.bits`."""
+TOP = {dtype: np.float32(torch.finfo(dtype).max) for dtype in LIKE}
+"""Where raw elements saturate. Of the three, decoded elements can only exceed float16."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 LEAST_ELEMENTS = 1 << 18
@@ -73,7 +75,7 @@ def fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def copy_pages(
     arena: torch.Tensor, source: torch.Tensor, target: torch.Tensor, granules: int
 ) -> None:
-    """Copy pages within the arena; see `movement.copy_pages`."""
+    """Copy pages within the arena; see `dispatch.copy_pages`."""
     _move((arena, target.contiguous()), (arena, source.contiguous()), granules)
 
 
@@ -84,7 +86,7 @@ def gather_pages(
     out: torch.Tensor,
     part: tuple[int, int] | None = None,
 ) -> None:
-    """Copy pages of the arena, or a part of each, side by side; see `movement.gather_pages`."""
+    """Copy pages of the arena, or a part of each, side by side; see `dispatch.gather_pages`."""
     first, count = part or (0, granules)
     _move((out, None), (arena[GRANULE_BYTES * first :], source.contiguous()), count)
 
@@ -96,7 +98,7 @@ def scatter_pages(
     data: torch.Tensor,
     part: tuple[int, int] | None = None,
 ) -> None:
-    """Copy lines of a staging tensor to pages, or a part of each; see `movement.scatter_pages`."""
+    """Copy lines of a staging tensor to pages, or a part of each; see `dispatch.scatter_pages`."""
     first, count = part or (0, granules)
     _move((arena[GRANULE_BYTES * first :], target.contiguous()), (data, None), count)
 
@@ -123,7 +125,7 @@ def run(kernel, n_bytes: int, *operands: object) -> None:
 
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Two sums over each block; see `sums.checksum`."""
+    """Two sums over each block; see `dispatch.checksum`."""
     sums = words.new_empty(-(-len(words) // block_words), 2, dtype=torch.int64)
     a = np.array([address(words), len(words), block_words, address(sums)], np.int64)
     run(entries.checksum, 8 * len(words), a)
@@ -228,7 +230,7 @@ def drop_tokens(
     keep: torch.Tensor,
     layout: PageLayout,
 ) -> None:
-    """Make pages of chosen tokens of others; see `movement.drop_tokens`."""
+    """Make pages of chosen tokens of others; see `dispatch.drop_tokens`."""
     source, target, keep = source.contiguous(), target.contiguous(), keep.contiguous()
     kept, item = keep.shape[2], ITEMSIZE[layout.dtype]
     k_bytes, v_bytes = layout.head_dim * item, layout.stored_value_dim * item
@@ -262,7 +264,7 @@ def reposition(
     layout: PageLayout,
     layer: int | None = None,
 ) -> None:
-    """Rotate the keys of pages in place; see `rotary.reposition`."""
+    """Rotate the keys of pages in place; see `dispatch.reposition`."""
     pages, turns = pages.contiguous(), turns.contiguous()
     item, layers = ITEMSIZE[layout.dtype], layout.layers if layer is None else 1
     a = np.array(
@@ -283,3 +285,43 @@ def reposition(
     turn, like = rotary_operands(rope, item), LIKE[DTYPES[layout.dtype]]
     n_bytes = 4 * pages.shape[0] * layers * layout.kv_heads * layout.page_size * rope.cos.shape[1]
     run(entries.reposition, item * n_bytes, a, turn, like)
+
+
+# The numba twin of the codecs: the layers of pages are dealt out.
+
+
+def transcode(
+    arena: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    old: PageLayout,
+    new: PageLayout,
+) -> torch.Tensor:
+    """Write full pages once more in another codec; see `dispatch.transcode`."""
+    if old.dtype not in DTYPES:
+        raise ConfigError(f"pages of {old.dtype} have no numba codec", "Pass backend='reference'")
+    count, dtype = len(source), DTYPES[old.dtype]
+    status = arena.new_empty(count, old.layers, dtype=torch.int32)
+    source, target = source.contiguous(), target.contiguous()
+    a = np.array(
+        [
+            *(address(x) for x in (arena, source, target, status)),
+            *(count, old.layers, old.kv_heads, old.page_size, old.head_dim, old.value_dim),
+            *_offsets(old),
+            *_offsets(new),
+        ],
+        np.int64,
+    )
+    run(entries.transcode, count * old.page_bytes, a, (LIKE[dtype], TOP[dtype]))
+    return status
+
+
+def _offsets(layout: PageLayout) -> tuple[int, ...]:
+    return (
+        CODECS.index(layout.codec),
+        layout.stripe_stride_bytes,
+        layout.run_bytes,
+        layout.v_offset_bytes,
+        layout.k_scale_offset_bytes,
+        layout.v_scale_offset_bytes,
+    )

@@ -5,10 +5,13 @@ Grids and scratch depend only on what the host knows without asking the device: 
 after lengths and tables have changed, as long as they stay below the maxima it was captured with.
 """
 
+# ruff: noqa: PLR0913, PLR0917
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +22,7 @@ from flowkv.core.geometry import ITEMSIZE
 from flowkv.core.layout import PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.triton.few import decode
-from flowkv.kernels.triton.launch import Traits, launch, padded, strides, traits
+from flowkv.kernels.triton.launch import Constants, Traits, launch, padded, strides, traits
 from flowkv.kernels.triton.many import (
     block_of_item,
     block_tiles,
@@ -39,12 +42,12 @@ from flowkv.kernels.triton.task import (
     tile_of,
     upcast,
 )
-from flowkv.kernels.triton.tile import LOWEST, load, locate, unit_of
+from flowkv.kernels.triton.tile import LOWEST, load, locate, row_at, sight_of, unit_of
 
 # Attention over latents (MLA), in Triton: one KV head, its values the first dims of its keys.
 #
 # All query heads share each latent, so rows of queries are many even in decode, and a block of
-# them is laid out as for prompts (`triton.block`). A latent is read once: the tile that the first
+# them is laid out as for prompts (`triton.many`). A latent is read once: the tile that the first
 # Dv dims of the queries are multiplied with is the tile that the weights mix; only the other dims
 # of the keys, rotated by position, are a tile of their own (multi-head latent attention, arXiv
 # 2405.04434: 576 = 512 + 64).
@@ -52,38 +55,31 @@ from flowkv.kernels.triton.tile import LOWEST, load, locate, unit_of
 # Rows of few and of many new tokens are served alike. Where there are fewer blocks than the device
 # holds, the pages of each are cut into chunks, whose partials are merged.
 
-# ruff: noqa: PLR0913, PLR0917
-
 
 @triton.jit
-def latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slope, b_tree,
-                n_tokens, context, scale, softcap, HEAD_DIM: tl.constexpr,
-                VALUE_DIM: tl.constexpr, DV: tl.constexpr, REST: tl.constexpr, PAGE: tl.constexpr,
-                TILE: tl.constexpr, GRANULE: tl.constexpr, WINDOW: tl.constexpr,
-                SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr, MASK: tl.constexpr,
-                UPCAST: tl.constexpr):  # fmt: skip
+def latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slope, b_tree, n_tokens,
+                context, scale, softcap, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Take a tile of tokens into the running softmax (m, l, acc) of a block of query rows."""
-    p_page, o_slot, position = locate(t, p_run, p_line, PAGE, TILE, GRANULE)
-    o_t = tl.arange(0, TILE)
-    o_v = tl.arange(0, DV)
-    o_d = tl.arange(0, REST)
+    p_page, o_slot, position = locate(t, p_run, p_line, C)
+    o_t = tl.arange(0, C.TILE)
+    o_v = tl.arange(0, C.DV)
+    o_d = tl.arange(0, C.REST)
     b_at = position + o_t
-    m_t = (b_at < n_tokens) & (o_slot + o_t < PAGE)
-    m_v = (o_v < VALUE_DIM)[None, :]
-    m_k = (o_d < HEAD_DIM - VALUE_DIM)[:, None]
+    m_t = (b_at < n_tokens) & (o_slot + o_t < C.PAGE)
+    m_v = (o_v < C.VALUE_DIM)[None, :]
+    m_k = (o_d < C.HEAD_DIM - C.VALUE_DIM)[:, None]
     if MASK:  # a slot that holds no token yet may hold anything, NaN included
         m_v = m_v & m_t[:, None]
         m_k = m_k & m_t[None, :]
-    p_tile = p_page + o_slot * HEAD_DIM
-    b_v = load(p_tile + o_t[:, None] * HEAD_DIM + o_v[None, :], m_v, MASK or DV != VALUE_DIM,
-               UPCAST)  # fmt: skip
-    b_k = load(p_tile + VALUE_DIM + o_t[None, :] * HEAD_DIM + o_d[:, None], m_k,
-               MASK or REST != HEAD_DIM - VALUE_DIM, UPCAST)  # fmt: skip
+    p_tile = p_page + o_slot * C.HEAD_DIM
+    b_v = load(p_tile + o_t[:, None] * C.HEAD_DIM + o_v[None, :], m_v, MASK or C.DV != C.VALUE_DIM,
+               C.UPCAST)  # fmt: skip
+    b_k = load(p_tile + C.VALUE_DIM + o_t[None, :] * C.HEAD_DIM + o_d[:, None], m_k,
+               MASK or C.REST != C.HEAD_DIM - C.VALUE_DIM, C.UPCAST)  # fmt: skip
     b_s = tl.dot(b_q, tl.trans(b_v), out_dtype=tl.float32, input_precision="ieee")
     b_s = tl.dot(b_q_rest, b_k, acc=b_s, out_dtype=tl.float32, input_precision="ieee")
-    b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, WINDOW, SOFTCAP,
-                ALIBI, TREE, MASK)  # fmt: skip
-    unit = unit_of(scale, SOFTCAP, ALIBI)
+    b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, MASK, C)
+    unit = unit_of(scale, C)
     b_top = tl.maximum(b_m, tl.max(b_s, axis=1))
     b_fade = tl.math.exp2((b_m - b_top) * unit)
     b_p = tl.math.exp2(b_s * unit - (b_top * unit)[:, None])
@@ -96,72 +92,49 @@ def latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slop
 @triton.jit(do_not_specialize=["layer", "n_rows", "n_shares"])
 def attend_latent(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_alibi, p_tree,
                   p_out, p_lse, stride_token, stride_head, stride_table, layer, n_rows, n_shares,
-                  scale, softcap,
-                  HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
-                  REST: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-                  GRANULE: tl.constexpr, STRIPE: tl.constexpr, GROUP: tl.constexpr,
-                  BLOCK: tl.constexpr, ROWS: tl.constexpr, MIN_PAGES: tl.constexpr,
-                  SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-                  SINKS: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr,
-                  CAUSAL: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-                  UPCAST: tl.constexpr):  # fmt: skip
+                  scale, softcap, C: tl.constexpr):  # fmt: skip
     """One block of query rows over one chunk of pages. Grid (items,), as of `attend_many`."""
     i_item = tl.num_programs(0) - 1 - tl.program_id(0)  # later blocks see more: they begin first
     i_row, _, i_block, page, n_pages = block_of_item(
-        i_item, p_starts, p_lengths, n_rows, n_shares, PAGE, GROUP, 0, BLOCK, ROWS, MIN_PAGES,
-        SPLIT, WINDOW)  # fmt: skip
+        i_item, p_starts, p_lengths, n_rows, n_shares, C)  # fmt: skip
     if i_row >= n_rows:
         return
-    start = tl.load(p_starts + i_row)
-    n_new = tl.load(p_starts + i_row + 1) - start
-    n_tokens = tl.load(p_lengths + i_row)
+    start, n_new, n_tokens = row_at(i_row, p_starts, p_lengths)
     p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
-    p_run = p_arena + layer.to(tl.int64) * STRIPE
-    o_r = i_block * BLOCK + tl.arange(0, BLOCK)
-    o_v = tl.arange(0, DV)
-    o_d = tl.arange(0, REST)
-    o_token = (start + o_r // GROUP).to(tl.int64)
-    o_head = o_r % GROUP
-    m_r = o_r < n_new * GROUP
+    p_run = p_arena + layer.to(tl.int64) * C.STRIPE
+    o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
+    o_v = tl.arange(0, C.DV)
+    o_d = tl.arange(0, C.REST)
+    o_token = (start + o_r // C.GROUP).to(tl.int64)
+    o_head = o_r % C.GROUP
+    m_r = o_r < n_new * C.GROUP
     p_rows_q = p_q + (o_token * stride_token + o_head * stride_head)[:, None]
-    b_q = load(p_rows_q + o_v[None, :], m_r[:, None] & (o_v < VALUE_DIM)[None, :], True, UPCAST)
-    m_rest = m_r[:, None] & (o_d < HEAD_DIM - VALUE_DIM)[None, :]
-    b_q_rest = load(p_rows_q + VALUE_DIM + o_d[None, :], m_rest, True, UPCAST)
-    if not UPCAST:
+    b_q = load(p_rows_q + o_v[None, :], m_r[:, None] & (o_v < C.VALUE_DIM)[None, :], True, C.UPCAST)
+    m_rest = m_r[:, None] & (o_d < C.HEAD_DIM - C.VALUE_DIM)[None, :]
+    b_q_rest = load(p_rows_q + C.VALUE_DIM + o_d[None, :], m_rest, True, C.UPCAST)
+    if not C.UPCAST:
         b_q = b_q.to(p_arena.dtype.element_ty)
         b_q_rest = b_q_rest.to(p_arena.dtype.element_ty)
 
-    b_m = tl.full([BLOCK], LOWEST, tl.float32)
-    b_l = tl.zeros([BLOCK], tl.float32)
-    b_acc = tl.zeros([BLOCK, DV], tl.float32)
+    b_m = tl.full([C.BLOCK], LOWEST, tl.float32)
+    b_l = tl.full([C.BLOCK], 0, tl.float32)
+    b_acc = tl.full([C.BLOCK, C.DV], 0, tl.float32)
     context = n_tokens - n_new
-    b_seen = context + 1 + o_r // GROUP
-    if not CAUSAL:
-        b_seen = o_r * 0 + n_tokens
-    b_slope = b_l
-    if ALIBI:
-        b_slope = tl.load(p_alibi + o_head, mask=m_r, other=0.0).to(tl.float32)
-    b_tree = o_token
-    if TREE:
-        b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
-    t0, f0, f1, t1 = block_tiles(
-        page, n_pages, i_block, n_new, n_tokens, PAGE, TILE, GROUP, BLOCK, WINDOW, CAUSAL,
-        TREE)  # fmt: skip
-    for t in tl.range(f0, f1, num_stages=STAGES):
-        b_m, b_l, b_acc = latent_tile(
-            b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slope, b_tree, n_tokens,
-            context, scale, softcap, HEAD_DIM, VALUE_DIM, DV, REST, PAGE, TILE, GRANULE, WINDOW,
-            SOFTCAP, ALIBI, TREE, PAGE % TILE != 0, UPCAST)  # fmt: skip
+    b_seen, b_slope, b_tree = sight_of(
+        o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
+    t0, f0, f1, t1 = block_tiles(page, n_pages, i_block, n_new, n_tokens, C)
+    for t in tl.range(f0, f1, num_stages=C.STAGES):
+        b_m, b_l, b_acc = latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen,
+                                      b_slope, b_tree, n_tokens, context, scale, softcap,
+                                      C.PAGE % C.TILE != 0, C)  # fmt: skip
     n_head = f0 - t0
     for i in tl.range(0, n_head + t1 - f1, num_stages=1):
         t = tl.where(i < n_head, t0 + i, f1 + i - n_head)
-        b_m, b_l, b_acc = latent_tile(
-            b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slope, b_tree, n_tokens,
-            context, scale, softcap, HEAD_DIM, VALUE_DIM, DV, REST, PAGE, TILE, GRANULE, WINDOW,
-            SOFTCAP, ALIBI, TREE, True, UPCAST)  # fmt: skip
-    store_block(
-        b_m * unit_of(scale, SOFTCAP, ALIBI), b_l, b_acc, p_out, p_lse, p_sinks, i_item, o_token,
-        o_head, GROUP, m_r, VALUE_DIM, DV, BLOCK, SPLIT, SINKS, LSE)  # fmt: skip
+        b_m, b_l, b_acc = latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen,
+                                      b_slope, b_tree, n_tokens, context, scale, softcap, True,
+                                      C)  # fmt: skip
+    store_block(b_m * unit_of(scale, C), b_l, b_acc, p_out, p_lse, p_sinks, i_item,
+                o_token, o_head, C.GROUP, m_r, C)  # fmt: skip
 
 
 def attend_latents(task: Task) -> None:
@@ -174,60 +147,42 @@ def attend_latents(task: Task) -> None:
         raise ConfigError(
             "no Triton kernel weighs pages of latents", "Leave `mass` out, or use a 'full' group"
         )
-    task = task._replace(few=0)
-    layout, device, flags = task.layout, traits(task.out.device), task.flags
+    task = task._replace(few=0, batching=task.batching | {"FEW": 0})
+    layout, device = task.layout, traits(task.out.device)
     # 64 rows for WGMMA, whose outputs are 64 x 512, do not fit beside all else in registers.
     most = task.group * (1 if task.how.invariant else task.batch.most_new)
     block = 16 if layout.dtype == "float32" or most <= 16 else 32
     cut = cut_of(task, block, device.processors)
     shape = _config(layout, device, block, cut.split)
     part, part_lse = partials(task, cut, block)
-    common = {
-        "GROUP": task.group,
-        "BLOCK": block,
-        "ROWS": padded(task.rows),
-        "MIN_PAGES": cut.least,
-        "WINDOW": flags["WINDOW"],
-    }
+    common: dict[str, Any] = {"BLOCK": block, "MIN_PAGES": cut.least, "SPLIT": cut.split}
     launch(
         attend_latent,
         (cut.items,),
-        *task.operands,
-        task.sinks,
-        task.alibi,
-        task.tree,
-        part,
-        part_lse,
-        *task.numbers,
-        cut.shares,
-        *task.softmax,
-        **shape,
-        **common,
-        **{name: flags[name] for name in ("SINKS", "LSE", "ALIBI", "TREE", "CAUSAL")},
-        SPLIT=cut.split,
-        SOFTCAP=task.softmax[1] > 0,
-        UPCAST=upcast(layout),
+        *(*task.operands, task.sinks, task.alibi, task.tree, part, part_lse),
+        *(*task.numbers, cut.shares, *task.softmax),
+        C=shape._replace(**task.batching, **task.switches, **task.ends, **common),
         num_warps=8,
         **REGISTERS,
     )
     if cut.split:
-        common |= {"FEW": 0}
-        merge_parts(merge_many, len(task.out), task, part, part_lse, cut.shares, common)
+        constants = Constants(**common)
+        merge_parts(merge_many, len(task.out), task, part, part_lse, cut.shares, constants)
 
 
 @lru_cache(maxsize=256)
-def _config(layout: PageLayout, device: Traits, block: int, split: bool) -> dict[str, int]:
+def _config(layout: PageLayout, device: Traits, block: int, split: bool) -> Constants:
     """Constants of `attend_latent`."""
-    item, known = ITEMSIZE[layout.dtype], strides(layout)
-    shape = {name: known[name] for name in ("HEAD_DIM", "VALUE_DIM", "DV", "PAGE", "GRANULE")}
-    shape |= {"STRIPE": known["STRIPE"], "REST": padded(layout.head_dim - layout.value_dim)}
-    row_bytes = (shape["DV"] + shape["REST"]) * item
+    item = ITEMSIZE[layout.dtype]
+    rest = padded(layout.head_dim - layout.value_dim)
+    shape = strides(layout)._replace(VALUE_DIM=layout.value_dim, REST=rest)
+    row_bytes = (shape.DV + rest) * item
     # What writes the result itself takes a few registers more than what writes partials.
     tile = tile_of(layout, 16 if item == 4 else 64 if split else 32)
     room = device.shared_bytes - 1024
     while tile > 16 and block * (row_bytes + tile * item) + 2 * tile * row_bytes > room:
         tile //= 2
-    return shape | {"TILE": tile, "STAGES": 5}
+    return shape._replace(TILE=tile, STAGES=5)
 
 
 MOST_COLUMNS = 32
@@ -280,15 +235,15 @@ def paged_attention(
         most_pages=-(-batch.most_length // layout.page_size),
         few=few,
         group=group,
-        flags={
-            "WINDOW": how.window or 0,
-            "SINKS": sinks is not None,
-            "LSE": asks_lse,
+        batching={"GROUP": group, "FEW": few, "ROWS": padded(rows), "WINDOW": how.window or 0},
+        switches={
+            "SOFTCAP": (how.softcap or 0.0) > 0,
             "ALIBI": how.alibi is not None,
             "TREE": how.tree is not None,
             "CAUSAL": how.causal,
-            "INVARIANT": how.invariant,
+            "UPCAST": upcast(layout),
         },
+        ends={"SINKS": sinks is not None, "LSE": asks_lse},
     )
     if layout.latent:
         if tokens:
@@ -331,8 +286,7 @@ def merge(parts: Sequence[Partial]) -> Partial:
                 other_lse.float().contiguous(),
                 out,
                 out_lse,
-                DIM=dim,
-                DV=padded(dim),
+                C=Constants(VALUE_DIM=dim, DV=padded(dim)),
                 num_warps=1,
             )
         o, lse = out, out_lse

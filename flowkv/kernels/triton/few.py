@@ -10,9 +10,12 @@ Where pages may be sealed, this kernel serves the raw ones among them, `triton.s
 each codec, and all their partials are merged at once.
 """
 
+# ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
+
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -20,21 +23,7 @@ import triton.language as tl
 
 from flowkv.core.geometry import ITEMSIZE
 from flowkv.core.layout import PageLayout
-from flowkv.kernels.triton.launch import Traits, launch, padded, strides, traits
-from flowkv.kernels.triton.plan import (
-    few_items,
-    few_pages,
-    few_rows,
-    first_page,
-    list_range,
-    pick,
-    row_of_item,
-    row_unit,
-    seen_pages,
-    share_of_items,
-    sum_before,
-    tile_range,
-)
+from flowkv.kernels.triton.launch import Constants, Traits, launch, strides, traits
 from flowkv.kernels.triton.sealed import Work, attend_list, sealed_config
 from flowkv.kernels.triton.task import (
     BITS,
@@ -45,16 +34,27 @@ from flowkv.kernels.triton.task import (
     merge_few,
     merge_parts,
     tile_of,
-    upcast,
 )
 from flowkv.kernels.triton.tile import (
     LOG2E,
     LOWEST,
     cap,
+    few_items,
+    few_pages,
+    few_rows,
+    first_page,
+    list_range,
     load,
     locate,
+    pick,
+    row_of_item,
+    row_unit,
+    seen_pages,
+    share_of_items,
     store_mass,
     store_partial,
+    sum_before,
+    tile_range,
     unit_of,
     visible,
 )
@@ -65,17 +65,12 @@ from flowkv.kernels.triton.tile import (
 # So they leave log 2 of each tile's weight, 4 bytes a tile, head and column, and this kernel ends
 # it.
 
-# ruff: noqa: PLR0913, PLR0917
-
-
 BLOCK = 32
 """Pages of a program."""
 
 
 @triton.jit(do_not_specialize=["n_pages", "stride_mass"])
-def mass_few(p_part, p_starts, p_lse, p_mass, n_pages, stride_mass, GROUP: tl.constexpr,
-             FEW: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
+def mass_few(p_part, p_starts, p_lse, p_mass, n_pages, stride_mass, C: tl.constexpr):
     """Add to p_mass `[B, pages, Hk]` what p_part `[B, n_pages, TILES, Hk, COLUMNS]` says.
 
     Grid (B, cdiv(n_pages, BLOCK), Hk). p_lse is `[N, Hq]`, natural log; tiles that were not read
@@ -86,18 +81,20 @@ def mass_few(p_part, p_starts, p_lse, p_mass, n_pages, stride_mass, GROUP: tl.co
     n_heads = tl.num_programs(2)
     start = tl.load(p_starts + i_row)
     n_new = tl.load(p_starts + i_row + 1) - start
-    if (n_new > 0) & (n_new <= FEW):
-        o_page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        o_c = tl.arange(0, COLUMNS)
-        m_c = o_c < n_new * GROUP
-        o_lse = (start + o_c // GROUP).to(tl.int64) * n_heads * GROUP
-        b_lse = tl.load(p_lse + o_lse + i_head * GROUP + o_c % GROUP, mask=m_c, other=0.0) * LOG2E
+    if (n_new > 0) & (n_new <= C.FEW):
+        o_page = tl.program_id(1) * C.BLOCK + tl.arange(0, C.BLOCK)
+        o_c = tl.arange(0, C.COLUMNS)
+        m_c = o_c < n_new * C.GROUP
+        o_lse = (start + o_c // C.GROUP).to(tl.int64) * n_heads * C.GROUP
+        p_from = p_lse + o_lse + i_head * C.GROUP + o_c % C.GROUP
+        b_lse = tl.load(p_from, mask=m_c, other=0.0) * LOG2E
         b_lse = tl.where(b_lse == -float("inf"), 0.0, b_lse)  # that query saw nothing
-        b_sum = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        b_sum = tl.full([C.BLOCK, C.COLUMNS], 0, tl.float32)
         m = m_c[None, :] & (o_page < n_pages)[:, None]
-        for i_tile in tl.static_range(TILES):
-            o_part = (i_row.to(tl.int64) * n_pages + o_page) * TILES + i_tile
-            o_part = (o_part * n_heads + i_head)[:, None] * COLUMNS + o_c[None, :]
+        MASS: tl.constexpr = C.MASS
+        for i_tile in tl.static_range(MASS):
+            o_part = (i_row.to(tl.int64) * n_pages + o_page) * C.MASS + i_tile
+            o_part = (o_part * n_heads + i_head)[:, None] * C.COLUMNS + o_c[None, :]
             b_part = tl.load(p_part + o_part, mask=m, other=-float("inf"))
             b_sum += tl.math.exp2(b_part - b_lse[None, :])
         p_to = p_mass + i_row.to(tl.int64) * stride_mass + o_page * n_heads + i_head
@@ -126,66 +123,56 @@ def add_mass(task: Task, parts: torch.Tensor) -> None:
             mass,
             pages,
             mass.stride(0),
-            GROUP=task.group,
-            FEW=task.few,
-            COLUMNS=columns,
-            TILES=tiles,
-            BLOCK=BLOCK,
+            C=Constants(GROUP=task.group, FEW=task.few, COLUMNS=columns, MASS=tiles, BLOCK=BLOCK),
             num_warps=4,
         )
 
 
-# ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
-
-
-MOST_SHARES = (1 << BITS) - 1
+MOST_SHARES = (1 << BITS.value) - 1
 MOST_UNITS = 64
 """Units into which a row's pages are cut at most where its bits must not depend on the batch."""
 
 
 @triton.jit
 def few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_numbers, p_mass, b_seen, b_slope, b_tree,
-             n_tokens, context, scale, softcap,
-             HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-             PAGE: tl.constexpr, TILE: tl.constexpr, GRANULE: tl.constexpr, VALUES: tl.constexpr,
-             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr,
-             LISTED: tl.constexpr, MASS: tl.constexpr, MASK: tl.constexpr,
-             UPCAST: tl.constexpr):  # fmt: skip
+             n_tokens, context, scale, softcap, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Take a tile of tokens into the running softmax (m, l, acc) of all columns.
 
     MASS is the number of tiles of a page for which p_mass has room, `[pages, MASS, Hk, COLUMNS]`.
     """
-    p_page, o_slot, position = locate(t, p_run, p_line, PAGE, TILE, GRANULE)
-    if LISTED:
-        position = tl.load(p_numbers + t // ((PAGE + TILE - 1) // TILE)) * PAGE + o_slot
-    o_t = tl.arange(0, TILE)
-    o_d = tl.arange(0, D)
-    o_v = tl.arange(0, DV)
-    m_k = (o_d < HEAD_DIM)[None, :]
-    m_v = (o_v < VALUE_DIM)[:, None]
+    p_page, o_slot, position = locate(t, p_run, p_line, C)
+    if C.LISTED:
+        position = tl.load(p_numbers + t // C.TILES) * C.PAGE + o_slot
+    o_t = tl.arange(0, C.TILE)
+    o_d = tl.arange(0, C.D)
+    o_v = tl.arange(0, C.DV)
+    m_k = (o_d < C.HEAD_DIM)[None, :]
+    m_v = (o_v < C.VALUE_DIM)[:, None]
     b_at = position + o_t
     if MASK:  # a slot that holds no token yet may hold anything, NaN included
-        m_t = (b_at < n_tokens) & (o_slot + o_t < PAGE)
+        m_t = (b_at < n_tokens) & (o_slot + o_t < C.PAGE)
         m_k = m_k & m_t[:, None]
         m_v = m_v & m_t[None, :]
-    p_k = p_page + o_slot * HEAD_DIM
-    p_v = p_page + VALUES + o_slot * VALUE_DIM
-    b_k = load(p_k + o_t[:, None] * HEAD_DIM + o_d[None, :], m_k, MASK or D != HEAD_DIM, UPCAST)
+    p_k = p_page + o_slot * C.HEAD_DIM
+    p_v = p_page + C.VALUES + o_slot * C.VALUE_DIM
+    b_k = load(p_k + o_t[:, None] * C.HEAD_DIM + o_d[None, :], m_k, MASK or C.D != C.HEAD_DIM,
+               C.UPCAST)  # fmt: skip
     b_s = tl.dot(b_k, b_q, out_dtype=tl.float32, input_precision="ieee")
-    b_v = load(p_v + o_t[None, :] * VALUE_DIM + o_v[:, None], m_v, MASK or DV != VALUE_DIM, UPCAST)
-    b_s = cap(b_s, scale, softcap, SOFTCAP, ALIBI)
-    if ALIBI:
+    b_v = load(p_v + o_t[None, :] * C.VALUE_DIM + o_v[:, None], m_v, MASK or C.DV != C.VALUE_DIM,
+               C.UPCAST)  # fmt: skip
+    b_s = cap(b_s, scale, softcap, C)
+    if C.ALIBI:
         b_s += b_slope[None, :] * (b_at[:, None] - (b_seen - 1)[None, :]).to(tl.float32)
     if MASK:
-        m_s = visible(b_at[:, None], b_seen[None, :], b_tree[None, :], context, WINDOW, TREE)
+        m_s = visible(b_at[:, None], b_seen[None, :], b_tree[None, :], context, C)
         b_s = tl.where(m_t[:, None] & m_s, b_s, -float("inf"))
-    unit = unit_of(scale, SOFTCAP, ALIBI)
+    unit = unit_of(scale, C)
     b_top = tl.maximum(b_m, tl.max(b_s, axis=0))
     b_fade = tl.math.exp2((b_m - b_top) * unit)
     b_p = tl.math.exp2(b_s * unit - (b_top * unit)[None, :])
     b_sum = tl.sum(b_p, axis=0)
-    if MASS > 0:
-        store_mass(p_mass, position // PAGE * MASS + o_slot // TILE, b_top * unit, b_sum)
+    if C.MASS > 0:
+        store_mass(p_mass, position // C.PAGE * C.MASS + o_slot // C.TILE, b_top * unit, b_sum)
     b_l = b_l * b_fade + b_sum
     b_acc = tl.dot(b_v, b_p.to(b_v.dtype), acc=b_acc * b_fade[None, :], out_dtype=tl.float32,
                    input_precision="ieee")  # fmt: skip
@@ -193,124 +180,110 @@ def few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_numbers, p_mass, b_seen, 
 
 
 @triton.jit(do_not_specialize=["layer", "n_rows", "n_shares", "i_list", "n_segments"])
-def attend_few(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_part_lse,
-               stride_token, stride_head, stride_table, layer, n_rows, n_shares, scale, softcap,
-               p_alibi, p_tree, p_lists, p_granules, p_numbers, i_list, n_segments, stride_list,
-               p_mass, stride_mass,
-               HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-               PAGE: tl.constexpr, TILE: tl.constexpr, GRANULE: tl.constexpr,
-               VALUES: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr,
-               GROUP: tl.constexpr, FEW: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-               MIN_PAGES: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr,
-               SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr,
-               CAUSAL: tl.constexpr, LISTED: tl.constexpr, MASS: tl.constexpr,
-               STAGES: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+def attend_few(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_part, p_part_lse, stride_token,
+               stride_head, stride_table, layer, n_rows, n_shares, scale, softcap, p_alibi, p_tree,
+               p_lists, p_granules, p_numbers, i_list, n_segments, stride_list, p_mass, stride_mass,
+               C: tl.constexpr):  # fmt: skip
     """Partials of one KV head over one share of the pages of all rows with 0 < T <= FEW.
 
     Grid (n_shares, Hk). Column c stands for new token c // GROUP and query head c % GROUP of the
     group. Writes segment share + row (with UNITS, the number of the unit) of p_part
     `[segments, Hk, COLUMNS, Dv]` and of p_part_lse `[segments, Hk, COLUMNS]`, which is in units of
-    log 2. With LISTED, pages are those of list i_list (`triton.lists`), whose partials begin
+    log 2. With LISTED, pages are those of list i_list (`triton.task`), whose partials begin
     i_list * n_segments segments later; otherwise those of the table.
     """
     i_share = tl.program_id(0)
     i_head = tl.program_id(1)
-    if LISTED:
+    if C.LISTED:
         p_lists += i_list * FIELDS * n_rows
-        b_pages = few_rows(p_lists, p_starts, n_rows, FEW, ROWS)
+        b_pages = few_rows(p_lists, p_starts, n_rows, C)
     else:
-        b_pages = few_pages(p_starts, p_lengths, n_rows, FEW, PAGE, WINDOW, ROWS)
-    b_items = few_items(b_pages, MIN_PAGES, UNITS)
-    n_share = share_of_items(b_items, n_shares, MIN_PAGES, UNITS)
+        b_pages = few_pages(p_starts, p_lengths, n_rows, C)
+    b_items = few_items(b_pages, C)
+    n_share = share_of_items(b_items, n_shares, C)
     i_item = i_share * n_share
     left = tl.minimum(n_share, tl.sum(b_items, axis=0) - i_item)
     i_row = row_of_item(b_items, i_item)
-    skip = i_item - sum_before(b_items, i_row, ROWS)
-    if UNITS > 0:
-        skip *= row_unit(pick(b_pages, i_row, ROWS), MIN_PAGES, UNITS)
-    p_run = p_arena + layer.to(tl.int64) * STRIPE + i_head * RUN
-    o_c = tl.arange(0, COLUMNS)
-    o_d = tl.arange(0, D)
+    skip = i_item - sum_before(b_items, i_row)
+    if C.UNITS > 0:
+        skip *= row_unit(pick(b_pages, i_row), C)
+    p_run = p_arena + layer.to(tl.int64) * C.STRIPE + i_head * C.RUN
+    o_c = tl.arange(0, C.COLUMNS)
+    o_d = tl.arange(0, C.D)
     while left > 0:
         start = tl.load(p_starts + i_row)
         n_new = tl.load(p_starts + i_row + 1) - start
         n_tokens = tl.load(p_lengths + i_row)
         context = n_tokens - n_new
-        if LISTED:
+        if C.LISTED:
             n_pages = tl.load(p_lists + i_row)
         else:
-            n_pages = seen_pages(n_tokens, n_new, PAGE, WINDOW)
-        if UNITS > 0:
-            take = tl.minimum(n_pages - skip, row_unit(n_pages, MIN_PAGES, UNITS))
+            n_pages = seen_pages(n_tokens, n_new, C)
+        if C.UNITS > 0:
+            take = tl.minimum(n_pages - skip, row_unit(n_pages, C))
             segment = i_item
         else:
             take = tl.minimum(n_pages - skip, left)
             segment = i_share + i_row
-        few = (n_new > 0) & (n_new <= FEW) & (take > 0)
+        few = (n_new > 0) & (n_new <= C.FEW) & (take > 0)
         if few:
-            o_token = start + o_c // GROUP
-            o_head = i_head * GROUP + o_c % GROUP
-            m_c = o_c < n_new * GROUP
-            m_q = m_c[None, :] & (o_d < HEAD_DIM)[:, None]
+            o_token = start + o_c // C.GROUP
+            o_head = i_head * C.GROUP + o_c % C.GROUP
+            m_c = o_c < n_new * C.GROUP
+            m_q = m_c[None, :] & (o_d < C.HEAD_DIM)[:, None]
             o_q = o_token.to(tl.int64) * stride_token + o_head * stride_head
-            b_q = load(p_q + o_q[None, :] + o_d[:, None], m_q, True, UPCAST)
-            if not UPCAST:
+            b_q = load(p_q + o_q[None, :] + o_d[:, None], m_q, True, C.UPCAST)
+            if not C.UPCAST:
                 b_q = b_q.to(p_arena.dtype.element_ty)
-            b_m = tl.full([COLUMNS], LOWEST, tl.float32)
-            b_l = tl.zeros([COLUMNS], tl.float32)
-            b_acc = tl.zeros([DV, COLUMNS], tl.float32)
-            b_seen = context + 1 + o_c // GROUP
-            if not CAUSAL:
+            b_m = tl.full([C.COLUMNS], LOWEST, tl.float32)
+            b_l = tl.full([C.COLUMNS], 0, tl.float32)
+            b_acc = tl.full([C.DV, C.COLUMNS], 0, tl.float32)
+            b_seen = context + 1 + o_c // C.GROUP
+            if not C.CAUSAL:
                 b_seen = o_c * 0 + n_tokens
             b_slope = b_m
-            if ALIBI:
+            if C.ALIBI:
                 b_slope = tl.load(p_alibi + o_head, mask=m_c, other=0.0).to(tl.float32)
             b_tree = o_c
-            if TREE:
+            if C.TREE:
                 b_tree = tl.load(p_tree + o_token, mask=m_c, other=0)
             p_to = p_mass
-            if MASS > 0:
-                p_to += i_row.to(tl.int64) * stride_mass + i_head * COLUMNS + o_c
-            if LISTED:
+            if C.MASS > 0:
+                p_to += i_row.to(tl.int64) * stride_mass + i_head * C.COLUMNS + o_c
+            if C.LISTED:
                 o_list = i_row.to(tl.int64) * stride_list + tl.load(p_lists + n_rows + i_row)
                 p_line = p_granules + o_list
                 p_pages = p_numbers + o_list
-                t0, f0, f1, t1 = list_range(
-                    skip, take, n_pages, tl.load(p_lists + 2 * n_rows + i_row),
-                    tl.load(p_lists + 3 * n_rows + i_row), PAGE, TILE)  # fmt: skip
+                t0, f0, f1, t1 = list_range(skip, take, n_pages,
+                                            tl.load(p_lists + 2 * n_rows + i_row),
+                                            tl.load(p_lists + 3 * n_rows + i_row), C)  # fmt: skip
             else:
                 p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
                 p_pages = p_line
                 seen_least = context + 1
-                if TREE:
+                if C.TREE:
                     seen_least = context
-                if not CAUSAL:
+                if not C.CAUSAL:
                     seen_least = n_tokens
-                t0, f0, f1, t1 = tile_range(
-                    first_page(n_tokens, n_new, PAGE, WINDOW) + skip, take, seen_least, n_tokens,
-                    PAGE, TILE, WINDOW)  # fmt: skip
-            for t in tl.range(f0, f1, num_stages=STAGES):
-                b_m, b_l, b_acc = few_tile(
-                    b_q, b_m, b_l, b_acc, t, p_run, p_line, p_pages, p_to, b_seen, b_slope, b_tree,
-                    n_tokens, context, scale, softcap, HEAD_DIM, VALUE_DIM, D, DV, PAGE, TILE,
-                    GRANULE, VALUES, WINDOW, SOFTCAP, ALIBI, TREE, LISTED, MASS, PAGE % TILE != 0,
-                    UPCAST)  # fmt: skip
+                t0, f0, f1, t1 = tile_range(first_page(n_tokens, n_new, C) + skip, take, seen_least,
+                                            n_tokens, C)  # fmt: skip
+            for t in tl.range(f0, f1, num_stages=C.STAGES):
+                b_m, b_l, b_acc = few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_pages, p_to,
+                                           b_seen, b_slope, b_tree, n_tokens, context, scale,
+                                           softcap, C.PAGE % C.TILE != 0, C)  # fmt: skip
             n_head = f0 - t0
             for i in tl.range(0, n_head + t1 - f1, num_stages=1):
                 t = tl.where(i < n_head, t0 + i, f1 + i - n_head)
-                b_m, b_l, b_acc = few_tile(
-                    b_q, b_m, b_l, b_acc, t, p_run, p_line, p_pages, p_to, b_seen, b_slope, b_tree,
-                    n_tokens, context, scale, softcap, HEAD_DIM, VALUE_DIM, D, DV, PAGE, TILE,
-                    GRANULE, VALUES, WINDOW, SOFTCAP, ALIBI, TREE, LISTED, MASS, True,
-                    UPCAST)  # fmt: skip
+                b_m, b_l, b_acc = few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_pages, p_to,
+                                           b_seen, b_slope, b_tree, n_tokens, context, scale,
+                                           softcap, True, C)  # fmt: skip
             o_part = segment.to(tl.int64)
-            if LISTED:
+            if C.LISTED:
                 o_part += i_list * n_segments
-            o_part = (o_part * tl.num_programs(1) + i_head) * COLUMNS + o_c
-            store_partial(
-                p_part, p_part_lse, o_part, m_c,
-                b_m * unit_of(scale, SOFTCAP, ALIBI), b_l, b_acc, 0, VALUE_DIM)  # fmt: skip
-        if UNITS > 0:
+            o_part = (o_part * tl.num_programs(1) + i_head) * C.COLUMNS + o_c
+            store_partial(p_part, p_part_lse, o_part, m_c, b_m * unit_of(scale, C), b_l,
+                          b_acc, 0, C)  # fmt: skip
+        if C.UNITS > 0:
             left -= few.to(tl.int32)
             i_item += few.to(tl.int32)
             stay = few & (skip + take < n_pages)
@@ -339,25 +312,17 @@ def decode(task: Task) -> None:
     size = (len(shares) * segments, layout.kv_heads, columns)
     part_lse = task.out.new_empty(size, dtype=torch.float32)
     part = task.out.new_empty((*size, layout.value_dim), dtype=torch.float32)
-    common = {
-        "GROUP": task.group,
-        "FEW": task.few,
-        "COLUMNS": columns,
-        "ROWS": padded(task.rows),
-        "MIN_PAGES": least,
-        "UNITS": units,
-        "WINDOW": task.flags["WINDOW"],
-    }
+    common: dict[str, Any] = {"COLUMNS": columns, "MIN_PAGES": least, "UNITS": units}
     tiles, parts = 0, task.out
     if task.how.mass is not None:
         tiles = max(-(-layout.page_size // config["tile"]) for config in configs)
         parts = new_parts(task, columns, tiles)
     lists = lists_of(task) if sealed else None
     work = Work(lists, segments, part, part_lse, parts, tiles, common)
-    _attend(task, work, shape, tune, shares[0])
+    _attend(task, work, shape, tune["warps"], shares[0])
     for i, (codec, share) in enumerate(zip(sealed, shares[1:], strict=True), 1):
         attend_list(task, work, i, codec, share)
-    packed = sum(share << i * BITS for i, share in enumerate(shares)) if sealed else shares[0]
+    packed = sum(share << i * BITS.value for i, share in enumerate(shares)) if sealed else shares[0]
     counts = task.batch.lengths if lists is None else lists.counts
     merge_parts(
         merge_few,
@@ -366,7 +331,7 @@ def decode(task: Task) -> None:
         part,
         part_lse,
         packed,
-        common | {"LISTS": len(shares) if sealed else 0, "FIELDS": FIELDS.value, "BITS": BITS},
+        Constants(**common, LISTS=len(shares) if sealed else 0),
         counts,
         segments,
     )
@@ -374,57 +339,39 @@ def decode(task: Task) -> None:
         add_mass(task, parts)
 
 
-def _attend(
-    task: Task, work: Work, shape: dict[str, int], tune: dict[str, int], shares: int
-) -> None:
+def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: int) -> None:
     """Attend over raw pages, those of list 0 if there are lists."""
-    lists, parts = work.lists, work.parts
-    counts, granules, numbers = lists or (task.batch.lengths,) * 3
+    lists = work.lists
     launch(
         attend_few,
         (shares, task.layout.kv_heads),
-        *task.operands,
-        work.part,
-        work.part_lse,
-        *task.numbers,
-        shares,
-        *task.softmax,
-        task.alibi,
-        task.tree,
-        counts,
-        granules,
-        numbers,
-        0,
-        work.segments,
-        task.most_pages,
-        parts,
-        parts.stride(0),
-        **shape,
-        **work.common,
-        SOFTCAP=task.softmax[1] > 0,
-        ALIBI=task.flags["ALIBI"],
-        TREE=task.flags["TREE"],
-        CAUSAL=task.flags["CAUSAL"],
-        LISTED=lists is not None,
-        MASS=work.tiles,
-        UPCAST=upcast(task.layout),
-        num_warps=tune["warps"],
+        *(*task.operands, work.part, work.part_lse, *task.numbers, shares, *task.softmax),
+        *(task.alibi, task.tree, *(lists or (task.batch.lengths,) * 3), 0, work.segments),
+        *(task.most_pages, work.parts, work.parts.stride(0)),
+        C=shape._replace(
+            **task.batching,
+            **task.switches,
+            **work.common,
+            LISTED=lists is not None,
+            MASS=work.tiles,
+        ),
+        num_warps=warps,
         **REGISTERS,
     )
 
 
 @lru_cache(maxsize=256)
-def _config(layout: PageLayout, device: Traits) -> tuple[dict[str, int], dict[str, int]]:
+def _config(layout: PageLayout, device: Traits) -> tuple[Constants, dict[str, int]]:
     """Constants of `attend_few`; warps of a program, programs that a processor holds at once."""
-    shape, item = dict(strides(layout)), ITEMSIZE[layout.dtype]
-    row_bytes = (shape["D"] + shape["DV"]) * item
+    shape, item = strides(layout), ITEMSIZE[layout.dtype]
+    row_bytes = (shape.D + shape.DV) * item
     # float32 is multiplied exactly, without tensor cores, and holds whole operands in registers.
     tile = tile_of(layout, 64 if item == 2 else 16)
     while tile > 16 and tile * row_bytes > 32768:  # more needs 4 warps, which tempts to use WGMMA
         tile //= 2
     # A loop that reads the page table needs 5 stages for two K/V tiles in flight, 3 for one; AMD's
     # devices have shared memory for one.
-    shape |= {"TILE": tile, "STAGES": 5 if device.major else 3}
+    shape = shape._replace(TILE=tile, STAGES=5 if device.major else 3)
     warps = 1 if tile * row_bytes <= 16384 and item == 2 else 2
     programs = max(1, min(8, device.shared_bytes // (2 * tile * row_bytes + 2048)))
     return shape, {"warps": warps, "programs": programs, "tile": tile}

@@ -5,14 +5,16 @@ that grouped heads share each tile; tiles before the diagonal (and inside of eve
 without masks. A short suffix over a long prefix has too few blocks to fill a device: then SPLIT
 cuts the pages of each block into chunks, whose partials are merged.
 
-Sealed pages are decoded first, once, into spare raw runs (`triton.unseal`), so that what attends is
+Sealed pages are decoded first, once, into spare raw runs (`codec.unseal`), so that what attends is
 the same kernel with the same tensor-core instructions whatever the codecs of a row are.
 """
+
+# ruff: noqa: PLR0913, PLR0917
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,18 +22,27 @@ import triton.language as tl
 
 from flowkv.core.geometry import ITEMSIZE
 from flowkv.core.layout import CODEC_SHIFT, PageLayout
-from flowkv.kernels.triton.dense import Spare, unseal
-from flowkv.kernels.triton.launch import Traits, launch, padded, strides, traits
-from flowkv.kernels.triton.plan import (
+from flowkv.kernels.triton.codec import Spare, unseal
+from flowkv.kernels.triton.launch import Constants, Traits, launch, strides, traits
+from flowkv.kernels.triton.task import REGISTERS, Task, merge_many, merge_parts, tile_of
+from flowkv.kernels.triton.tile import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    cap,
     first_page,
+    load,
+    locate,
     many_chunks,
     pick,
+    row_at,
     row_of_item,
+    sight_of,
     sum_before,
     tile_range,
+    unit_of,
+    visible,
 )
-from flowkv.kernels.triton.task import REGISTERS, Task, merge_many, merge_parts, tile_of, upcast
-from flowkv.kernels.triton.tile import LN2, LOG2E, LOWEST, cap, load, locate, unit_of, visible
 
 # What the kernels for many new tokens do alike with one block of query rows.
 #
@@ -39,84 +50,69 @@ from flowkv.kernels.triton.tile import LN2, LOG2E, LOWEST, cap, load, locate, un
 # counted from the block's first. Which rows a block has, which pages it attends over, how scores
 # become probabilities, and where the result goes, is the same for every kind of page.
 
-# ruff: noqa: PLR0913, PLR0917
-
-
 TAG = tl.constexpr(CODEC_SHIFT)
 
 
 @triton.jit
-def block_of_item(i_item, p_starts, p_lengths, n_rows, n_shares, PAGE: tl.constexpr,
-                  GROUP: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
-                  ROWS: tl.constexpr, MIN_PAGES: tl.constexpr, SPLIT: tl.constexpr,
-                  WINDOW: tl.constexpr):  # fmt: skip
+def block_of_item(i_item, p_starts, p_lengths, n_rows, n_shares, C: tl.constexpr):
     """(Row, rank, block, first page, pages) of an item: a chunk of pages of a block of a row.
 
     The row is `n_rows` or more for items of no row. The rank counts rows with more than FEW new
     tokens.
     """
-    b_blocks, b_chunks, n_chunk = many_chunks(
-        p_starts, p_lengths, n_rows, n_shares, FEW, GROUP, BLOCK, MIN_PAGES, SPLIT, PAGE, WINDOW,
-        ROWS)  # fmt: skip
+    b_blocks, b_chunks, n_chunk = many_chunks(p_starts, p_lengths, n_rows, n_shares, C)
     i_row = row_of_item(b_blocks * b_chunks, i_item)
-    i_chunk = i_item - sum_before(b_blocks * b_chunks, i_row, ROWS)
-    n_chunks = tl.maximum(pick(b_chunks, i_row, ROWS), 1)
-    i_rank = sum_before((b_blocks > 0).to(tl.int32), i_row, ROWS)
+    i_chunk = i_item - sum_before(b_blocks * b_chunks, i_row)
+    n_chunks = tl.maximum(pick(b_chunks, i_row), 1)
+    i_rank = sum_before((b_blocks > 0).to(tl.int32), i_row)
     return i_row, i_rank, i_chunk // n_chunks, i_chunk % n_chunks * n_chunk, n_chunk
 
 
 @triton.jit
-def block_tiles(page, n_pages, i_block, n_new, n_tokens, PAGE: tl.constexpr, TILE: tl.constexpr,
-                GROUP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-                CAUSAL: tl.constexpr, TREE: tl.constexpr):  # fmt: skip
+def block_tiles(page, n_pages, i_block, n_new, n_tokens, C: tl.constexpr):
     """`tile_range` of a block's chunk, whose pages count from the first that the row sees."""
-    if not CAUSAL:
+    if not C.CAUSAL:
         least = n_tokens
         most = n_tokens
-    elif TREE:  # all see what lies before the new tokens
+    elif C.TREE:  # all see what lies before the new tokens
         least = n_tokens - n_new
         most = n_tokens
     else:
         context = n_tokens - n_new
-        least = context + 1 + i_block * BLOCK // GROUP
-        most = context + 1 + tl.minimum((i_block * BLOCK + BLOCK - 1) // GROUP, n_new - 1)
-    return tile_range(
-        first_page(n_tokens, n_new, PAGE, WINDOW) + page, n_pages, least, most, PAGE, TILE,
-        WINDOW)  # fmt: skip
+        least = context + 1 + i_block * C.BLOCK // C.GROUP
+        most = context + 1 + tl.minimum((i_block * C.BLOCK + C.BLOCK - 1) // C.GROUP, n_new - 1)
+    return tile_range(first_page(n_tokens, n_new, C) + page, n_pages, least, most, C)
 
 
 @triton.jit
-def spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, RUN: tl.constexpr,
-                 GRANULE: tl.constexpr):  # fmt: skip
+def spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, C: tl.constexpr):
     """Elements from p_run to the spare run of a row's first page, whose rank is i_rank.
 
     An offset, not a pointer: AMD's compiler wants all that a load may read to have one base.
     """
-    ITEM: tl.constexpr = 4096 // GRANULE
+    ITEM: tl.constexpr = 4096 // C.GRANULE
     o_spare = (p_spare.to(tl.int64) - p_run.to(tl.int64)) // ITEM
-    return o_spare + i_rank.to(tl.int64) * n_columns * n_spare + tl.program_id(1) * RUN
+    return o_spare + i_rank.to(tl.int64) * n_columns * n_spare + tl.program_id(1) * C.RUN
 
 
 @triton.jit
-def page_of_tile(t, p_run, p_line, o_spare, n_spare, PAGE: tl.constexpr, TILE: tl.constexpr,
-                 GRANULE: tl.constexpr, SEALED: tl.constexpr):  # fmt: skip
+def page_of_tile(t, p_run, p_line, o_spare, n_spare, C: tl.constexpr):
     """`locate`; a sealed page p is read at p_run + o_spare + p * n_spare instead."""
-    if SEALED:
-        i_page = t // ((PAGE + TILE - 1) // TILE)
-        o_slot = t % ((PAGE + TILE - 1) // TILE) * TILE
+    if C.SEALED:
+        i_page = t // C.TILES
+        o_slot = t % C.TILES * C.TILE
         page = tl.load(p_line + i_page)
-        o_page = page.to(tl.int64) * GRANULE
+        o_page = page.to(tl.int64) * C.GRANULE
         o_page = tl.where(page >> TAG > 0, o_spare + i_page.to(tl.int64) * n_spare, o_page)
-        p_page = p_run + tl.multiple_of(o_page, GRANULE // 256)  # runs begin at whole 16 bytes
-        return p_page, o_slot, i_page * PAGE + o_slot
+        p_page = p_run + tl.multiple_of(o_page, C.GRANULE // 256)  # runs begin at whole 16 bytes
+        return p_page, o_slot, i_page * C.PAGE + o_slot
     else:
-        return locate(t, p_run, p_line, PAGE, TILE, GRANULE)
+        return locate(t, p_run, p_line, C)
 
 
 @triton.jit
-def weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, WINDOW: tl.constexpr,
-          SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr,
-          MASK: tl.constexpr):  # fmt: skip
+def weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, MASK: tl.constexpr,
+          C: tl.constexpr):  # fmt: skip
     """Scores `[BLOCK, TILE]` of the tokens at b_at, in units of `unit_of`; -inf where hidden.
 
     Args:
@@ -129,36 +125,32 @@ def weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, WIND
         context: Position of the row's first new token.
         scale: Of the products.
         softcap: On scaled products.
-        WINDOW: Tokens seen, 0 for all.
-        SOFTCAP: Whether there is a softcap.
-        ALIBI: Whether there are slopes.
-        TREE: Whether bits stand in for the causal rule.
         MASK: Whether anything may be hidden.
+        C: What the kernel is compiled for (`launch.Constants`).
     """
-    b_s = cap(b_s, scale, softcap, SOFTCAP, ALIBI)
-    if ALIBI:
+    b_s = cap(b_s, scale, softcap, C)
+    if C.ALIBI:
         b_s += b_slope[:, None] * (b_at[None, :] + 1 - b_seen[:, None]).to(tl.float32)
     if MASK:
-        m_s = visible(b_at[None, :], b_seen[:, None], b_tree[:, None], context, WINDOW, TREE)
+        m_s = visible(b_at[None, :], b_seen[:, None], b_tree[:, None], context, C)
         b_s = tl.where(m_t[None, :] & m_s, b_s, -float("inf"))
     return b_s
 
 
 @triton.jit
 def store_block(b_m, b_l, b_acc, p_out, p_lse, p_sinks, i_part, o_token, o_head, n_heads, m_r,
-                VALUE_DIM: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-                SPLIT: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
+                C: tl.constexpr):  # fmt: skip
     """Write what a block has seen: maxima b_m and sums b_l in units of log 2, and outputs.
 
     With SPLIT, p_out is float32 partials `[parts, BLOCK, Dv]` and p_lse `[parts, BLOCK]` in units
     of log 2; without, the result `[N, n_heads, Dv]` and `[N, n_heads]`, natural log.
     """
-    o_v = tl.arange(0, DV)
-    if SPLIT:
-        o_o = i_part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    o_v = tl.arange(0, C.DV)
+    if C.SPLIT:
+        o_o = i_part.to(tl.int64) * C.BLOCK + tl.arange(0, C.BLOCK)
     else:
         o_o = o_token * n_heads + o_head
-        if SINKS:
+        if C.SINKS:
             b_sink = tl.load(p_sinks + o_head, mask=m_r, other=0.0).to(tl.float32) * LOG2E
             b_top = tl.maximum(b_m, b_sink)
             b_fade = tl.math.exp2(b_m - b_top)
@@ -166,13 +158,13 @@ def store_block(b_m, b_l, b_acc, p_out, p_lse, p_sinks, i_part, o_token, o_head,
             b_acc = b_acc * b_fade[:, None]
             b_m = b_top
     b_some = tl.where(b_l == 0.0, 1.0, b_l)  # a chunk behind the diagonal has seen nothing
-    if SPLIT or LSE:
+    if C.SPLIT or C.LSE:
         b_lse = tl.where(b_l == 0.0, -float("inf"), b_m + tl.math.log2(b_some))
-        if not SPLIT:
+        if not C.SPLIT:
             b_lse = b_lse * LN2
         tl.store(p_lse + o_o, b_lse, mask=m_r)
-    p_o = p_out + o_o[:, None] * VALUE_DIM + o_v[None, :]
-    m_o = m_r[:, None] & (o_v < VALUE_DIM)[None, :]
+    p_o = p_out + o_o[:, None] * C.VALUE_DIM + o_v[None, :]
+    m_o = m_r[:, None] & (o_v < C.VALUE_DIM)[None, :]
     tl.store(p_o, (b_acc / b_some[:, None]).to(p_out.dtype.element_ty), mask=m_o)
 
 
@@ -182,76 +174,64 @@ def store_block(b_m, b_l, b_acc, p_out, p_lse, p_sinks, i_part, o_token, o_head,
 # are made again, and values are not read. One program owns one page of one row and KV head: sums
 # come out the same each time.
 
-# ruff: noqa: PLR0913, PLR0917
-
 
 @triton.jit(do_not_specialize=["layer", "n_rows", "head_low", "n_heads", "n_columns"])
 def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tree, p_spare, p_lse,
               p_mass, stride_token, stride_head, stride_table, layer, n_rows, stride_mass, head_low,
-              n_heads, n_columns, scale, softcap,
-              HEAD_DIM: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-              GRANULE: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr, GROUP: tl.constexpr,
-              FEW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
-              SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr,
-              CAUSAL: tl.constexpr, SEALED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+              n_heads, n_columns, scale, softcap, C: tl.constexpr):  # fmt: skip
     """Add to p_mass `[B, pages, n_heads]`. Grid (B * n_columns, KV heads from head_low on)."""
     i_row = tl.program_id(0) // n_columns
     i_page = tl.program_id(0) % n_columns
     i_head = tl.program_id(1) + head_low
-    start = tl.load(p_starts + i_row)
-    n_new = tl.load(p_starts + i_row + 1) - start
-    n_tokens = tl.load(p_lengths + i_row)
-    first = first_page(n_tokens, n_new, PAGE, WINDOW)
-    if (n_new <= FEW) | (i_page < first) | (i_page * PAGE >= n_tokens):
+    start, n_new, n_tokens = row_at(i_row, p_starts, p_lengths)
+    first = first_page(n_tokens, n_new, C)
+    if (n_new <= C.FEW) | (i_page < first) | (i_page * C.PAGE >= n_tokens):
         return
     p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
-    p_run = p_arena + layer.to(tl.int64) * STRIPE + i_head * RUN
-    n_spare = tl.num_programs(1) * RUN
+    p_run = p_arena + layer.to(tl.int64) * C.STRIPE + i_head * C.RUN
+    n_spare = tl.num_programs(1) * C.RUN
     o_spare = i_row
-    if SEALED:
-        o_row = tl.arange(0, ROWS)
+    if C.SEALED:
+        o_row = tl.arange(0, C.ROWS)
         m_row = o_row < n_rows
         b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
         b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0) - b_start
-        i_rank = sum_before((b_new > FEW).to(tl.int32), i_row, ROWS)
-        o_spare = spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, RUN, GRANULE)
-    o_d = tl.arange(0, D)
+        i_rank = sum_before((b_new > C.FEW).to(tl.int32), i_row)
+        o_spare = spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, C)
+    o_d = tl.arange(0, C.D)
     context = n_tokens - n_new
-    TILES: tl.constexpr = (PAGE + TILE - 1) // TILE
-    b_mass = tl.zeros([BLOCK], tl.float32)
-    for t in tl.range(i_page * TILES, i_page * TILES + TILES, num_stages=1):
-        p_page, o_slot, position = page_of_tile(
-            t, p_run, p_line, o_spare, n_spare, PAGE, TILE, GRANULE, SEALED)  # fmt: skip
-        o_t = tl.arange(0, TILE)
+    b_mass = tl.full([C.BLOCK], 0, tl.float32)
+    for t in tl.range(i_page * C.TILES, i_page * C.TILES + C.TILES, num_stages=1):
+        p_page, o_slot, position = page_of_tile(t, p_run, p_line, o_spare, n_spare, C)
+        o_t = tl.arange(0, C.TILE)
         b_at = position + o_t
-        m_t = (b_at < n_tokens) & (o_slot + o_t < PAGE)
-        m_k = m_t[None, :] & (o_d < HEAD_DIM)[:, None]
-        p_k = p_page + o_slot * HEAD_DIM
-        b_k = load(p_k + o_t[None, :] * HEAD_DIM + o_d[:, None], m_k, True, UPCAST)
-        for i in tl.range(0, n_new * GROUP, BLOCK, num_stages=1):
-            o_r = i + tl.arange(0, BLOCK)
-            o_token = (start + o_r // GROUP).to(tl.int64)
-            o_head = i_head * GROUP + o_r % GROUP
-            m_r = o_r < n_new * GROUP
+        m_t = (b_at < n_tokens) & (o_slot + o_t < C.PAGE)
+        m_k = m_t[None, :] & (o_d < C.HEAD_DIM)[:, None]
+        p_k = p_page + o_slot * C.HEAD_DIM
+        b_k = load(p_k + o_t[None, :] * C.HEAD_DIM + o_d[:, None], m_k, True, C.UPCAST)
+        for i in tl.range(0, n_new * C.GROUP, C.BLOCK, num_stages=1):
+            o_r = i + tl.arange(0, C.BLOCK)
+            o_token = (start + o_r // C.GROUP).to(tl.int64)
+            o_head = i_head * C.GROUP + o_r % C.GROUP
+            m_r = o_r < n_new * C.GROUP
             o_q = o_token * stride_token + o_head * stride_head
-            m_q = m_r[:, None] & (o_d < HEAD_DIM)[None, :]
-            b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, UPCAST)
-            if not UPCAST:
+            m_q = m_r[:, None] & (o_d < C.HEAD_DIM)[None, :]
+            b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, C.UPCAST)
+            if not C.UPCAST:
                 b_q = b_q.to(p_arena.dtype.element_ty)
-            b_seen = context + 1 + o_r // GROUP
-            if not CAUSAL:
+            b_seen = context + 1 + o_r // C.GROUP
+            if not C.CAUSAL:
                 b_seen = o_r * 0 + n_tokens
-            b_lse = tl.load(p_lse + o_token * n_heads * GROUP + o_head, mask=m_r, other=0.0)
+            b_lse = tl.load(p_lse + o_token * n_heads * C.GROUP + o_head, mask=m_r, other=0.0)
             b_slope = b_lse
-            if ALIBI:
+            if C.ALIBI:
                 b_slope = tl.load(p_alibi + o_head, mask=m_r, other=0.0).to(tl.float32)
             b_tree = o_token
-            if TREE:
+            if C.TREE:
                 b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
             b_s = tl.dot(b_q, b_k, out_dtype=tl.float32, input_precision="ieee")
-            b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, WINDOW,
-                        SOFTCAP, ALIBI, TREE, True)  # fmt: skip
-            b_log = b_s * unit_of(scale, SOFTCAP, ALIBI) - (b_lse * LOG2E)[:, None]
+            b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, True, C)
+            b_log = b_s * unit_of(scale, C) - (b_lse * LOG2E)[:, None]
             m_s = m_r[:, None] & (b_s > -float("inf"))
             b_mass += tl.sum(tl.where(m_s, tl.math.exp2(b_log), 0.0), axis=1)
     p_to = p_mass + i_row.to(tl.int64) * stride_mass + i_page * n_heads + i_head
@@ -260,45 +240,25 @@ def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tre
 
 def add_mass(task: Task, spare: Spare) -> None:
     """Add the weights of rows with many new tokens to `task.how.mass`; their lse is written."""
-    layout, mass, flags = task.layout, task.how.mass, task.flags
+    layout, mass = task.layout, task.how.mass
     assert mass is not None
     shape = strides(layout)
-    names = ("HEAD_DIM", "D", "PAGE", "GRANULE", "RUN", "STRIPE")
-    wide = ITEMSIZE[layout.dtype] == 4 or shape["D"] > 128
+    wide = ITEMSIZE[layout.dtype] == 4 or shape.D > 128
     launch(
         mass_many,
         (task.rows * task.most_pages, spare.heads),
-        *task.operands,
-        task.alibi,
-        task.tree,
-        spare.runs,
-        task.lse,
-        mass,
-        *task.numbers,
-        mass.stride(0),
-        spare.low,
-        layout.kv_heads,
-        task.most_pages,
-        *task.softmax,
-        **{name: shape[name] for name in names},
-        TILE=tile_of(layout, 16 if wide else 64),
-        GROUP=task.group,
-        FEW=task.few,
-        BLOCK=32 if wide else 128 if traits(task.out.device).major >= 9 else 64,
-        ROWS=padded(task.rows),
-        WINDOW=flags["WINDOW"],
-        SOFTCAP=task.softmax[1] > 0,
-        ALIBI=flags["ALIBI"],
-        TREE=flags["TREE"],
-        CAUSAL=flags["CAUSAL"],
-        SEALED=bool(task.pages.sealed),
-        UPCAST=upcast(layout),
+        *(*task.operands, task.alibi, task.tree, spare.runs, task.lse, mass, *task.numbers),
+        *(mass.stride(0), spare.low, layout.kv_heads, task.most_pages, *task.softmax),
+        C=shape._replace(
+            TILE=tile_of(layout, 16 if wide else 64),
+            BLOCK=32 if wide else 128 if traits(task.out.device).major >= 9 else 64,
+            SEALED=bool(task.pages.sealed),
+            **task.batching,
+            **task.switches,
+        ),
         num_warps=4,
         **REGISTERS,
     )
-
-
-# ruff: noqa: PLR0913, PLR0917
 
 
 INVARIANT_TOKENS = 4096
@@ -307,37 +267,32 @@ INVARIANT_TOKENS = 4096
 
 @triton.jit
 def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, b_slope, b_tree,
-              n_tokens, context, scale, softcap,
-              HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-              PAGE: tl.constexpr, TILE: tl.constexpr, GRANULE: tl.constexpr, VALUES: tl.constexpr,
-              WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-              TREE: tl.constexpr, SEALED: tl.constexpr, MASK: tl.constexpr,
-              UPCAST: tl.constexpr):  # fmt: skip
+              n_tokens, context, scale, softcap, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Take a tile of tokens into the running softmax (m, l, acc) of a block of query rows."""
-    p_page, o_slot, position = page_of_tile(
-        t, p_run, p_line, o_spare, n_spare, PAGE, TILE, GRANULE, SEALED)  # fmt: skip
-    o_t = tl.arange(0, TILE)
-    o_d = tl.arange(0, D)
-    o_v = tl.arange(0, DV)
-    m_k = (o_d < HEAD_DIM)[:, None]
-    m_v = (o_v < VALUE_DIM)[None, :]
+    p_page, o_slot, position = page_of_tile(t, p_run, p_line, o_spare, n_spare, C)
+    o_t = tl.arange(0, C.TILE)
+    o_d = tl.arange(0, C.D)
+    o_v = tl.arange(0, C.DV)
+    m_k = (o_d < C.HEAD_DIM)[:, None]
+    m_v = (o_v < C.VALUE_DIM)[None, :]
     b_at = position + o_t
-    m_t = (b_at < n_tokens) & (o_slot + o_t < PAGE)
+    m_t = (b_at < n_tokens) & (o_slot + o_t < C.PAGE)
     if MASK:  # a slot that holds no token yet may hold anything, NaN included
         m_k = m_k & m_t[None, :]
         m_v = m_v & m_t[:, None]
-    p_k = p_page + o_slot * HEAD_DIM
-    p_v = p_page + VALUES + o_slot * VALUE_DIM
-    b_k = load(p_k + o_t[None, :] * HEAD_DIM + o_d[:, None], m_k, MASK or D != HEAD_DIM, UPCAST)
+    p_k = p_page + o_slot * C.HEAD_DIM
+    p_v = p_page + C.VALUES + o_slot * C.VALUE_DIM
+    b_k = load(p_k + o_t[None, :] * C.HEAD_DIM + o_d[:, None], m_k, MASK or C.D != C.HEAD_DIM,
+               C.UPCAST)  # fmt: skip
     b_s = tl.dot(b_q, b_k, out_dtype=tl.float32, input_precision="ieee")
-    b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, WINDOW, SOFTCAP,
-                ALIBI, TREE, MASK)  # fmt: skip
-    unit = unit_of(scale, SOFTCAP, ALIBI)
+    b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, MASK, C)
+    unit = unit_of(scale, C)
     b_top = tl.maximum(b_m, tl.max(b_s, axis=1))
     b_fade = tl.math.exp2((b_m - b_top) * unit)
     b_p = tl.math.exp2(b_s * unit - (b_top * unit)[:, None])
     b_l = b_l * b_fade + tl.sum(b_p, axis=1)
-    b_v = load(p_v + o_t[:, None] * VALUE_DIM + o_v[None, :], m_v, MASK or DV != VALUE_DIM, UPCAST)
+    b_v = load(p_v + o_t[:, None] * C.VALUE_DIM + o_v[None, :], m_v, MASK or C.DV != C.VALUE_DIM,
+               C.UPCAST)  # fmt: skip
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, acc=b_acc * b_fade[:, None], out_dtype=tl.float32,
                    input_precision="ieee")  # fmt: skip
     return b_top, b_l, b_acc
@@ -347,14 +302,7 @@ def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, 
 def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_alibi, p_tree,
                 p_spare, p_out, p_lse, stride_token, stride_head, stride_table, layer, n_rows,
                 n_shares, head_low, n_heads, n_columns, scale, softcap,
-                HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-                PAGE: tl.constexpr, TILE: tl.constexpr, GRANULE: tl.constexpr,
-                VALUES: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr,
-                GROUP: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                MIN_PAGES: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-                SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
-                TREE: tl.constexpr, CAUSAL: tl.constexpr, SEALED: tl.constexpr, LSE: tl.constexpr,
-                STAGES: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+                C: tl.constexpr):  # fmt: skip
     """One block of query rows of one KV head over one chunk of pages, for rows with T > FEW.
 
     Grid (items, KV heads from head_low on); the item counts chunks within blocks within rows. With
@@ -364,62 +312,46 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
     i_item = tl.num_programs(0) - 1 - tl.program_id(0)  # later blocks see more: they begin first
     i_head = tl.program_id(1) + head_low
     i_row, i_rank, i_block, page, n_pages = block_of_item(
-        i_item, p_starts, p_lengths, n_rows, n_shares, PAGE, GROUP, FEW, BLOCK, ROWS, MIN_PAGES,
-        SPLIT, WINDOW)  # fmt: skip
+        i_item, p_starts, p_lengths, n_rows, n_shares, C)  # fmt: skip
     if i_row >= n_rows:
         return
-    start = tl.load(p_starts + i_row)
-    n_new = tl.load(p_starts + i_row + 1) - start
-    n_tokens = tl.load(p_lengths + i_row)
+    start, n_new, n_tokens = row_at(i_row, p_starts, p_lengths)
     p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
-    p_run = p_arena + layer.to(tl.int64) * STRIPE + i_head * RUN
-    n_spare = tl.num_programs(1) * RUN
+    p_run = p_arena + layer.to(tl.int64) * C.STRIPE + i_head * C.RUN
+    n_spare = tl.num_programs(1) * C.RUN
     o_spare = i_rank
-    if SEALED:
-        o_spare = spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, RUN, GRANULE)
-    o_r = i_block * BLOCK + tl.arange(0, BLOCK)
-    o_d = tl.arange(0, D)
-    o_token = (start + o_r // GROUP).to(tl.int64)
-    o_head = i_head * GROUP + o_r % GROUP
-    m_r = o_r < n_new * GROUP
+    if C.SEALED:
+        o_spare = spare_offset(p_spare, p_run, i_rank, n_columns, n_spare, C)
+    o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
+    o_d = tl.arange(0, C.D)
+    o_token = (start + o_r // C.GROUP).to(tl.int64)
+    o_head = i_head * C.GROUP + o_r % C.GROUP
+    m_r = o_r < n_new * C.GROUP
     o_q = o_token * stride_token + o_head * stride_head
-    m_q = m_r[:, None] & (o_d < HEAD_DIM)[None, :]
-    b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, UPCAST)
-    if not UPCAST:
+    m_q = m_r[:, None] & (o_d < C.HEAD_DIM)[None, :]
+    b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, C.UPCAST)
+    if not C.UPCAST:
         b_q = b_q.to(p_arena.dtype.element_ty)
 
-    b_m = tl.full([BLOCK], LOWEST, tl.float32)
-    b_l = tl.zeros([BLOCK], tl.float32)
-    b_acc = tl.zeros([BLOCK, DV], tl.float32)
+    b_m = tl.full([C.BLOCK], LOWEST, tl.float32)
+    b_l = tl.full([C.BLOCK], 0, tl.float32)
+    b_acc = tl.full([C.BLOCK, C.DV], 0, tl.float32)
     context = n_tokens - n_new
-    b_seen = context + 1 + o_r // GROUP
-    if not CAUSAL:
-        b_seen = o_r * 0 + n_tokens
-    b_slope = b_l
-    if ALIBI:
-        b_slope = tl.load(p_alibi + o_head, mask=m_r, other=0.0).to(tl.float32)
-    b_tree = o_token
-    if TREE:
-        b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
-    t0, f0, f1, t1 = block_tiles(
-        page, n_pages, i_block, n_new, n_tokens, PAGE, TILE, GROUP, BLOCK, WINDOW, CAUSAL,
-        TREE)  # fmt: skip
-    for t in tl.range(f0, f1, num_stages=STAGES):
-        b_m, b_l, b_acc = many_tile(
-            b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, b_slope, b_tree,
-            n_tokens, context, scale, softcap, HEAD_DIM, VALUE_DIM, D, DV, PAGE, TILE, GRANULE,
-            VALUES, WINDOW, SOFTCAP, ALIBI, TREE, SEALED, PAGE % TILE != 0, UPCAST)  # fmt: skip
+    b_seen, b_slope, b_tree = sight_of(
+        o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
+    t0, f0, f1, t1 = block_tiles(page, n_pages, i_block, n_new, n_tokens, C)
+    for t in tl.range(f0, f1, num_stages=C.STAGES):
+        b_m, b_l, b_acc = many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare,
+                                    b_seen, b_slope, b_tree, n_tokens, context, scale, softcap,
+                                    C.PAGE % C.TILE != 0, C)  # fmt: skip
     n_head = f0 - t0
     for i in tl.range(0, n_head + t1 - f1, num_stages=1):
         t = tl.where(i < n_head, t0 + i, f1 + i - n_head)
-        b_m, b_l, b_acc = many_tile(
-            b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, b_slope, b_tree,
-            n_tokens, context, scale, softcap, HEAD_DIM, VALUE_DIM, D, DV, PAGE, TILE, GRANULE,
-            VALUES, WINDOW, SOFTCAP, ALIBI, TREE, SEALED, True, UPCAST)  # fmt: skip
-    store_block(
-        b_m * unit_of(scale, SOFTCAP, ALIBI), b_l, b_acc, p_out, p_lse, p_sinks,
-        i_item * n_heads + i_head, o_token, o_head, n_heads * GROUP, m_r, VALUE_DIM, DV, BLOCK,
-        SPLIT, SINKS, LSE)  # fmt: skip
+        b_m, b_l, b_acc = many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare,
+                                    b_seen, b_slope, b_tree, n_tokens, context, scale, softcap,
+                                    True, C)  # fmt: skip
+    store_block(b_m * unit_of(scale, C), b_l, b_acc, p_out, p_lse, p_sinks,
+                i_item * n_heads + i_head, o_token, o_head, n_heads * C.GROUP, m_r, C)  # fmt: skip
 
 
 class Cut(NamedTuple):
@@ -440,50 +372,28 @@ class Cut(NamedTuple):
 
 def prefill(task: Task) -> None:
     """Attend with all rows that have many new tokens."""
-    layout, device, flags = task.layout, traits(task.out.device), task.flags
+    layout, device = task.layout, traits(task.out.device)
     heads, tokens = layout.kv_heads, task.out.shape[0]
-    shape, tune = _config(layout, device, bool(task.pages.sealed) or flags["ALIBI"])
+    shape, tune = _config(layout, device, bool(task.pages.sealed) or task.switches["ALIBI"])
     block = tune["block"]
     cut = cut_of(task, block, -(-device.processors * tune["programs"] // heads))
-    common = {
-        "GROUP": task.group,
-        "FEW": task.few,
-        "BLOCK": block,
-        "ROWS": padded(task.rows),
-        "MIN_PAGES": cut.least,
-        "WINDOW": flags["WINDOW"],
-    }
+    common: dict[str, Any] = {"BLOCK": block, "MIN_PAGES": cut.least, "SPLIT": cut.split}
     part, part_lse = partials(task, cut, block)
-    names = ("SINKS", "LSE", "ALIBI", "TREE", "CAUSAL")
+    constants = shape._replace(
+        **task.batching, **task.switches, **task.ends, **common, SEALED=bool(task.pages.sealed)
+    )
     for spare in unseal(task):
         launch(
             attend_many,
             (cut.items, spare.heads),
-            *task.operands,
-            task.sinks,
-            task.alibi,
-            task.tree,
-            spare.runs,
-            part,
-            part_lse,
-            *task.numbers,
-            cut.shares,
-            spare.low,
-            heads,
-            task.most_pages,
-            *task.softmax,
-            **shape,
-            **common,
-            **{name: flags[name] for name in names},
-            SPLIT=cut.split,
-            SOFTCAP=task.softmax[1] > 0,
-            SEALED=bool(task.pages.sealed),
-            UPCAST=upcast(layout),
+            *(*task.operands, task.sinks, task.alibi, task.tree, spare.runs, part, part_lse),
+            *(*task.numbers, cut.shares, spare.low, heads, task.most_pages, *task.softmax),
+            C=constants,
             num_warps=tune["warps"],
             **REGISTERS,
         )
     if cut.split:
-        merge_parts(merge_many, tokens, task, part, part_lse, cut.shares, common)
+        merge_parts(merge_many, tokens, task, part, part_lse, cut.shares, Constants(**common))
     if task.how.mass is not None:  # weights are relative to what all pages together gave
         for spare in unseal(task):
             add_mass(task, spare)
@@ -511,20 +421,17 @@ def partials(task: Task, cut: Cut, block: int) -> tuple[torch.Tensor, torch.Tens
 
 
 @lru_cache(maxsize=256)
-def _config(
-    layout: PageLayout, device: Traits, busy: bool
-) -> tuple[dict[str, int], dict[str, int]]:
+def _config(layout: PageLayout, device: Traits, busy: bool) -> tuple[Constants, dict[str, int]]:
     """Constants of `attend_many`; query rows of a block, warps, programs a processor holds."""
-    shape, item = dict(strides(layout)), ITEMSIZE[layout.dtype]
+    shape, item = strides(layout), ITEMSIZE[layout.dtype]
     block, tile = (128, tile_of(layout, 64)) if item == 2 else (64, 16)
-    if item == 2 and max(shape["D"], shape["DV"]) > 128:  # as much as registers hold
+    if item == 2 and max(shape.D, shape.DV) > 128:  # as much as registers hold
         block, tile = {9: 128, 10: 64}.get(device.major, 32), min(tile, 32)
     if item == 2 and busy and device.major < 9:  # spare runs, or ALiBi, take registers too
         tile = min(tile, 32)
-    row_bytes = (shape["D"] + shape["DV"]) * item
-    while (
-        block > 32 and block * shape["D"] * item + 2 * tile * row_bytes > device.shared_bytes - 4096
-    ):
+    row_bytes = (shape.D + shape.DV) * item
+    room = device.shared_bytes - 4096
+    while block > 32 and block * shape.D * item + 2 * tile * row_bytes > room:
         block //= 2
-    shape |= {"TILE": tile, "STAGES": 5 if device.major else 3}
+    shape = shape._replace(TILE=tile, STAGES=5 if device.major else 3)
     return shape, {"block": block, "warps": 8, "programs": 1}

@@ -4,7 +4,11 @@ Nothing here computes: every byte arrives as it left. Grids depend on shapes alo
 can be captured in CUDA graphs.
 """
 
+# ruff: noqa: PLR0913, PLR0917
+
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,10 +18,7 @@ from flowkv.core.layout import GRANULE_BYTES, PageLayout
 from flowkv.kernels.dispatch import FIRST, SECOND, STEP
 from flowkv.kernels.operands import Pages, Ragged, Rotary
 from flowkv.kernels.triton.launch import launch, padded, strides, traits
-from flowkv.kernels.triton.plan import row_of_token
-
-# ruff: noqa: PLR0913, PLR0917
-
+from flowkv.kernels.triton.tile import row_of_token
 
 GRANULES = 4
 """Granules a program moves at once: 16 KiB, or eight 16-byte vectors a thread."""
@@ -50,7 +51,7 @@ def copy_kernel(p_source, p_target, p_from, p_to, n_granules, granules, SOURCE: 
 def copy_pages(
     arena: torch.Tensor, source: torch.Tensor, target: torch.Tensor, granules: int
 ) -> None:
-    """Copy pages within the arena; see `movement.copy_pages`."""
+    """Copy pages within the arena; see `dispatch.copy_pages`."""
     _copy(arena, arena, source, target, granules, SOURCE=True, TARGET=True)
 
 
@@ -61,7 +62,7 @@ def gather_pages(
     out: torch.Tensor,
     part: tuple[int, int] | None = None,
 ) -> None:
-    """Copy pages of the arena, or `part` of each, side by side; see `movement.gather_pages`."""
+    """Copy pages of the arena, or `part` of each, side by side; see `dispatch.gather_pages`."""
     first, count = part or (0, granules)
     _copy(arena[GRANULE_BYTES * first :], out, source, source, count, SOURCE=True, TARGET=False)
 
@@ -73,7 +74,7 @@ def scatter_pages(
     data: torch.Tensor,
     part: tuple[int, int] | None = None,
 ) -> None:
-    """Copy the lines of `data` to pages, or to `part` of each; see `movement.scatter_pages`."""
+    """Copy the lines of `data` to pages, or to `part` of each; see `dispatch.scatter_pages`."""
     first, count = part or (0, granules)
     _copy(data, arena[GRANULE_BYTES * first :], target, target, count, SOURCE=False, TARGET=True)
 
@@ -109,40 +110,34 @@ def _copy(
 
 # Makes pages of chosen tokens of other pages on GPUs, in Triton (sparsification).
 
-# ruff: noqa: PLR0913, PLR0917
-
-
 MOST_ELEMENTS = 4096
 """Of K or V that a program holds."""
 
 
 @triton.jit(do_not_specialize=["n_kept"])
-def drop_kernel(p_arena, p_source, p_target, p_keep, n_kept, HEAD_DIM: tl.constexpr,
-                VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
-                GRANULE: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr,
-                STRIPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def drop_kernel(p_arena, p_source, p_target, p_keep, n_kept, C: tl.constexpr):
     """Copy BLOCK kept tokens of one layer and head. Grid (cdiv(n_kept, BLOCK), Hk, L)."""
     i_head = tl.program_id(1)
     i_layer = tl.program_id(2).to(tl.int64)
-    o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    o_t = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     m_t = o_t < n_kept
     p_line = p_keep + (i_layer * tl.num_programs(1) + i_head) * n_kept
     token = tl.load(p_line + o_t, mask=m_t, other=0)
-    p_run = p_arena + i_layer * STRIPE + i_head * RUN
-    g_from = tl.load(p_source + token // PAGE, mask=m_t, other=0).to(tl.int64)
-    g_to = tl.load(p_target + o_t // PAGE, mask=m_t, other=0).to(tl.int64)
-    p_from = p_run + g_from * GRANULE
-    p_to = p_run + g_to * GRANULE
-    s_from = token % PAGE
-    s_to = o_t % PAGE
-    o_d = tl.arange(0, D)[None, :]
-    o_v = tl.arange(0, DV)[None, :]
-    m_k = m_t[:, None] & (o_d < HEAD_DIM)
-    m_v = m_t[:, None] & (o_v < VALUE_DIM)
-    b_k = tl.load((p_from + s_from * HEAD_DIM)[:, None] + o_d, mask=m_k, other=0.0)
-    b_v = tl.load((p_from + VALUES + s_from * VALUE_DIM)[:, None] + o_v, mask=m_v, other=0.0)
-    tl.store((p_to + s_to * HEAD_DIM)[:, None] + o_d, b_k, mask=m_k)
-    tl.store((p_to + VALUES + s_to * VALUE_DIM)[:, None] + o_v, b_v, mask=m_v)
+    p_run = p_arena + i_layer * C.STRIPE + i_head * C.RUN
+    g_from = tl.load(p_source + token // C.PAGE, mask=m_t, other=0).to(tl.int64)
+    g_to = tl.load(p_target + o_t // C.PAGE, mask=m_t, other=0).to(tl.int64)
+    p_from = p_run + g_from * C.GRANULE
+    p_to = p_run + g_to * C.GRANULE
+    s_from = token % C.PAGE
+    s_to = o_t % C.PAGE
+    o_d = tl.arange(0, C.D)[None, :]
+    o_v = tl.arange(0, C.DV)[None, :]
+    m_k = m_t[:, None] & (o_d < C.HEAD_DIM)
+    m_v = m_t[:, None] & (o_v < C.VALUE_DIM)
+    b_k = tl.load((p_from + s_from * C.HEAD_DIM)[:, None] + o_d, mask=m_k, other=0.0)
+    b_v = tl.load((p_from + C.VALUES + s_from * C.VALUE_DIM)[:, None] + o_v, mask=m_v, other=0.0)
+    tl.store((p_to + s_to * C.HEAD_DIM)[:, None] + o_d, b_k, mask=m_k)
+    tl.store((p_to + C.VALUES + s_to * C.VALUE_DIM)[:, None] + o_v, b_v, mask=m_v)
 
 
 def drop_tokens(
@@ -152,21 +147,16 @@ def drop_tokens(
     keep: torch.Tensor,
     layout: PageLayout,
 ) -> None:
-    """Make pages of chosen tokens of others; see `movement.drop_tokens`."""
-    shape = strides(layout) | {"VALUE_DIM": layout.stored_value_dim}
-    kept = keep.shape[2]
-    block = max(1, MOST_ELEMENTS // max(shape["D"], shape["DV"]))
+    """Make pages of chosen tokens of others; see `dispatch.drop_tokens`."""
+    kept, shape = keep.shape[2], strides(layout)
+    block = max(1, MOST_ELEMENTS // max(shape.D, shape.DV))
     if kept:
         launch(
             drop_kernel,
             (triton.cdiv(kept, block), layout.kv_heads, layout.layers),
             arena.view(getattr(torch, layout.dtype)),
-            source.contiguous(),
-            target.contiguous(),
-            keep.contiguous(),
-            kept,
-            **shape,
-            BLOCK=block,
+            *(source.contiguous(), target.contiguous(), keep.contiguous(), kept),
+            C=shape._replace(BLOCK=block),
             num_warps=4,
         )
 
@@ -175,90 +165,87 @@ def drop_tokens(
 #
 # Compiled without FP fusion: each product and sum is rounded by itself (`operands.Rotary`).
 
-# ruff: noqa: PLR0913, PLR0917
-
 
 @triton.jit
-def load_pairs(p_rows, m_rows, stride, PAIRS: tl.constexpr, P: tl.constexpr,
-               INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def load_pairs(p_rows, m_rows, stride, R: tl.constexpr):
     """The rotated dims of BLOCK rows as pairs: x `[BLOCK, P]` and y `[BLOCK, P]`."""
-    if INTERLEAVED:
-        o_d = tl.arange(0, 2 * P)
-        m_d = m_rows[:, None] & (o_d < 2 * PAIRS)[None, :]
+    if R.INTERLEAVED:
+        o_d = tl.arange(0, 2 * R.P)
+        m_d = m_rows[:, None] & (o_d < 2 * R.PAIRS)[None, :]
         b = tl.load(p_rows[:, None] + o_d[None, :] * stride, mask=m_d, other=0.0)
-        b_x, b_y = tl.split(tl.reshape(b, (BLOCK, P, 2)))
+        b_x, b_y = tl.split(tl.reshape(b, (b.shape[0], R.P, 2)))
     else:
-        o_i = tl.arange(0, P)
-        m_i = m_rows[:, None] & (o_i < PAIRS)[None, :]
+        o_i = tl.arange(0, R.P)
+        m_i = m_rows[:, None] & (o_i < R.PAIRS)[None, :]
         p_x = p_rows[:, None] + o_i[None, :] * stride
         b_x = tl.load(p_x, mask=m_i, other=0.0)
-        b_y = tl.load(p_x + PAIRS * stride, mask=m_i, other=0.0)
+        b_y = tl.load(p_x + R.PAIRS * stride, mask=m_i, other=0.0)
     return b_x, b_y
 
 
 @triton.jit
-def store_turned(p_rows, m_rows, b_x, b_y, b_cos, b_sin, PAIRS: tl.constexpr, P: tl.constexpr,
-                 INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def store_turned(p_rows, m_rows, b_x, b_y, b_cos, b_sin, R: tl.constexpr):
     """Rotate pairs by `b_cos` and `b_sin`, `[1, P]` of float32, and store them as rows."""
     element: tl.constexpr = p_rows.dtype.element_ty
     wide: tl.constexpr = tl.float64 if element == tl.float64 else tl.float32
     b_x, b_y, b_cos, b_sin = b_x.to(wide), b_y.to(wide), b_cos.to(wide), b_sin.to(wide)
     b_u = (b_x * b_cos - b_y * b_sin).to(element)
     b_v = (b_y * b_cos + b_x * b_sin).to(element)
-    if INTERLEAVED:
-        o_d = tl.arange(0, 2 * P)
-        m_d = m_rows[:, None] & (o_d < 2 * PAIRS)[None, :]
-        b = tl.reshape(tl.join(b_u, b_v), (BLOCK, 2 * P))
+    if R.INTERLEAVED:
+        o_d = tl.arange(0, 2 * R.P)
+        m_d = m_rows[:, None] & (o_d < 2 * R.PAIRS)[None, :]
+        b = tl.reshape(tl.join(b_u, b_v), (b_u.shape[0], 2 * R.P))
         tl.store(p_rows[:, None] + o_d[None, :], b, mask=m_d)
     else:
-        o_i = tl.arange(0, P)
-        m_i = m_rows[:, None] & (o_i < PAIRS)[None, :]
+        o_i = tl.arange(0, R.P)
+        m_i = m_rows[:, None] & (o_i < R.PAIRS)[None, :]
         p_u = p_rows[:, None] + o_i[None, :]
         tl.store(p_u, b_u, mask=m_i)
-        tl.store(p_u + PAIRS, b_v, mask=m_i)
+        tl.store(p_u + R.PAIRS, b_v, mask=m_i)
 
 
 @triton.jit
-def load_turn(p_cos, p_sin, line, PAIRS: tl.constexpr, P: tl.constexpr):
+def load_turn(p_cos, p_sin, line, R: tl.constexpr):
     """A line of cosines and one of sines, `[1, P]`."""
-    o_i = tl.arange(0, P)[None, :]
-    o_from = line.to(tl.int64) * PAIRS + o_i
-    m_i = o_i < PAIRS
+    o_i = tl.arange(0, R.P)[None, :]
+    o_from = line.to(tl.int64) * R.PAIRS + o_i
+    m_i = o_i < R.PAIRS
     b_cos = tl.load(p_cos + o_from, mask=m_i, other=0.0)
     return b_cos, tl.load(p_sin + o_from, mask=m_i, other=0.0)
 
 
 @triton.jit(do_not_specialize=["layer"])
-def reposition_kernel(p_arena, p_pages, p_turns, p_cos, p_sin, layer, HEAD_DIM: tl.constexpr,
-                      PAGE: tl.constexpr, GRANULE: tl.constexpr, RUN: tl.constexpr,
-                      STRIPE: tl.constexpr, PAIRS: tl.constexpr, P: tl.constexpr,
-                      INTERLEAVED: tl.constexpr, START: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
+def reposition_kernel(p_arena, p_pages, p_turns, p_cos, p_sin, layer, R: tl.constexpr,
+                      C: tl.constexpr):  # fmt: skip
     """Rotate BLOCK keys of a page, where they lie. Grid (n * cdiv(PAGE, BLOCK), Hk, layers)."""
-    BLOCKS: tl.constexpr = (PAGE + BLOCK - 1) // BLOCK
+    BLOCKS: tl.constexpr = (C.PAGE + C.BLOCK - 1) // C.BLOCK
     i_page = tl.program_id(0) // BLOCKS
     turn = tl.load(p_turns + i_page)
     if turn < 0:
         return
-    o_slot = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    m_slot = o_slot < PAGE
-    p_run = p_arena + tl.load(p_pages + i_page).to(tl.int64) * GRANULE
-    p_run += (layer + tl.program_id(2)).to(tl.int64) * STRIPE + tl.program_id(1) * RUN
-    p_rows = p_run + START + o_slot * HEAD_DIM
-    b_cos, b_sin = load_turn(p_cos, p_sin, turn, PAIRS, P)
-    b_x, b_y = load_pairs(p_rows, m_slot, 1, PAIRS, P, INTERLEAVED, BLOCK)
-    store_turned(p_rows, m_slot, b_x, b_y, b_cos, b_sin, PAIRS, P, INTERLEAVED, BLOCK)
+    o_slot = tl.program_id(0) % BLOCKS * C.BLOCK + tl.arange(0, C.BLOCK)
+    m_slot = o_slot < C.PAGE
+    p_run = p_arena + tl.load(p_pages + i_page).to(tl.int64) * C.GRANULE
+    p_run += (layer + tl.program_id(2)).to(tl.int64) * C.STRIPE + tl.program_id(1) * C.RUN
+    p_rows = p_run + R.START + o_slot * C.HEAD_DIM
+    b_cos, b_sin = load_turn(p_cos, p_sin, turn, R)
+    b_x, b_y = load_pairs(p_rows, m_slot, 1, R)
+    store_turned(p_rows, m_slot, b_x, b_y, b_cos, b_sin, R)
 
 
-def rotary_constants(rope: Rotary) -> dict[str, int]:
+class Turned(NamedTuple):
+    """Which dims of a key are rotated, as `Rotary` says; P, a power of two, covers the pairs."""
+
+    PAIRS: int
+    P: int
+    INTERLEAVED: bool
+    START: int
+
+
+def turned(rope: Rotary) -> Turned:
     """The constants by which kernels find the pairs of a key."""
     pairs = rope.cos.shape[1]
-    return {
-        "PAIRS": pairs,
-        "P": triton.next_power_of_2(pairs),
-        "INTERLEAVED": rope.interleaved,
-        "START": rope.start,
-    }
+    return Turned(pairs, triton.next_power_of_2(pairs), rope.interleaved, rope.start)
 
 
 def reposition(
@@ -269,24 +256,18 @@ def reposition(
     layout: PageLayout,
     layer: int | None = None,
 ) -> None:
-    """Rotate the keys of pages in place; see `rotary.reposition`."""
-    constants, shape = rotary_constants(rope), strides(layout)
-    page = layout.page_size
-    block = min(max(1, MOST_ELEMENTS // (2 * constants["P"])), triton.next_power_of_2(page))
+    """Rotate the keys of pages in place; see `dispatch.reposition`."""
+    constants, page = turned(rope), layout.page_size
+    block = min(max(1, MOST_ELEMENTS // (2 * constants.P)), triton.next_power_of_2(page))
     blocks, layers = triton.cdiv(page, block), layout.layers if layer is None else 1
     if pages.shape[0]:
         launch(
             reposition_kernel,
             (pages.shape[0] * blocks, layout.kv_heads, layers),
             arena.view(getattr(torch, layout.dtype)),
-            pages.contiguous(),
-            turns.contiguous(),
-            rope.cos,
-            rope.sin,
-            layer or 0,
-            **{name: shape[name] for name in ("HEAD_DIM", "PAGE", "GRANULE", "RUN", "STRIPE")},
-            **constants,
-            BLOCK=block,
+            *(pages.contiguous(), turns.contiguous(), rope.cos, rope.sin, layer or 0),
+            R=constants,
+            C=strides(layout)._replace(BLOCK=block),
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -295,23 +276,6 @@ def reposition(
 # Writes new tokens into open pages on GPUs, in Triton, as they are or rotated (RoPE).
 #
 # Grids depend on shapes alone, so that calls can be captured in CUDA graphs.
-
-# ruff: noqa: PLR0913, PLR0917
-
-
-@triton.jit
-def _place(i_token, p_arena, p_table, p_rows, p_lengths, p_starts, stride_table, layer, n_rows,
-           PAGE: tl.constexpr, GRANULE: tl.constexpr, STRIPE: tl.constexpr,
-           ROWS: tl.constexpr):  # fmt: skip
-    """(position of a packed token, its layer's stripe); position -1 if it has no page."""
-    i_row = row_of_token(i_token, p_starts, n_rows, ROWS)
-    m_row = i_row < n_rows  # tokens of no row pad a captured graph
-    b_end = tl.load(p_starts + i_row + 1, mask=m_row, other=0)
-    position = tl.load(p_lengths + i_row, mask=m_row, other=0) - b_end + i_token
-    o_line = tl.load(p_rows + i_row, mask=m_row, other=0).to(tl.int64) * stride_table
-    granule = tl.load(p_table + o_line + position // PAGE, mask=m_row, other=-1)
-    p_stripe = p_arena + granule.to(tl.int64) * GRANULE + layer.to(tl.int64) * STRIPE
-    return tl.where(granule < 0, -1, position), p_stripe  # granule -1: behind a window already
 
 
 @triton.jit
@@ -324,66 +288,43 @@ def _copy_heads(p_from, stride_head, stride_dim, p_to, o_h, o_d, m, RUN: tl.cons
 
 @triton.jit(do_not_specialize=["layer", "n_rows"])
 def append_kernel(p_k, p_v, p_arena, p_table, p_rows, p_lengths, p_starts, k_token, k_head, k_dim,
-                  v_token, v_head, v_dim, stride_table, layer, n_rows, HEADS: tl.constexpr,
-                  HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-                  DV: tl.constexpr, PAGE: tl.constexpr, GRANULE: tl.constexpr,
-                  VALUES: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr,
-                  ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write BLOCK heads of one new token into its page. Grid (N, cdiv(Hk, BLOCK))."""
+                  v_token, v_head, v_dim, stride_table, layer, n_rows, p_cos, p_sin,
+                  R: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Write BLOCK heads of one new token into its page. Grid (N, cdiv(Hk, BLOCK)).
+
+    With R, the key is rotated by line `position` of cos and sin.
+    """
     i_token = tl.program_id(0)
-    position, p_stripe = _place(i_token, p_arena, p_table, p_rows, p_lengths, p_starts,
-                                stride_table, layer, n_rows, PAGE, GRANULE, STRIPE,
-                                ROWS)  # fmt: skip
+    i_row = row_of_token(i_token, p_starts, n_rows, C)
+    m_row = i_row < n_rows  # tokens of no row pad a captured graph
+    b_end = tl.load(p_starts + i_row + 1, mask=m_row, other=0)
+    position = tl.load(p_lengths + i_row, mask=m_row, other=0) - b_end + i_token
+    o_line = tl.load(p_rows + i_row, mask=m_row, other=0).to(tl.int64) * stride_table
+    granule = tl.load(p_table + o_line + position // C.PAGE, mask=m_row, other=-1)
+    p_stripe = p_arena + granule.to(tl.int64) * C.GRANULE + layer.to(tl.int64) * C.STRIPE
+    position = tl.where(granule < 0, -1, position)  # -1: behind a window already
     if position < 0:
         return
-    o_slot = position % PAGE
-    o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    o_d = tl.arange(0, D)
-    o_v = tl.arange(0, DV)
-    m_k = (o_h < HEADS)[:, None] & (o_d < HEAD_DIM)[None, :]
-    m_v = (o_h < HEADS)[:, None] & (o_v < VALUE_DIM)[None, :]
+    o_slot = position % C.PAGE
+    o_h = tl.program_id(1) * C.BLOCK + tl.arange(0, C.BLOCK)
+    o_d = tl.arange(0, C.D)
+    o_v = tl.arange(0, C.DV)
+    m_h = o_h < C.HEADS
+    m_d = o_d < C.HEAD_DIM
     p_from = p_k + i_token.to(tl.int64) * k_token
-    _copy_heads(p_from, k_head, k_dim, p_stripe + o_slot * HEAD_DIM, o_h, o_d, m_k, RUN)
+    p_to = p_stripe + o_slot * C.HEAD_DIM
+    if R is not None:
+        b_cos, b_sin = load_turn(p_cos, p_sin, position, R)
+        p_pairs = p_from + R.START * k_dim + o_h * k_head
+        b_x, b_y = load_pairs(p_pairs, m_h, k_dim, R)
+        store_turned(p_to + R.START + o_h * C.RUN, m_h, b_x, b_y, b_cos, b_sin, R)
+        m_d = m_d & ((o_d < R.START) | (o_d >= R.START + 2 * R.PAIRS))
+    if R is None or 2 * R.PAIRS < C.HEAD_DIM:
+        _copy_heads(p_from, k_head, k_dim, p_to, o_h, o_d, m_h[:, None] & m_d[None, :], C.RUN)
     p_from = p_v + i_token.to(tl.int64) * v_token
-    p_to = p_stripe + VALUES + o_slot * VALUE_DIM
-    _copy_heads(p_from, v_head, v_dim, p_to, o_h, o_v, m_v, RUN)
-
-
-@triton.jit(do_not_specialize=["layer", "n_rows"])
-def append_rotary_kernel(p_k, p_v, p_arena, p_table, p_rows, p_lengths, p_starts, k_token, k_head,
-                         k_dim, v_token, v_head, v_dim, stride_table, layer, n_rows, p_cos, p_sin,
-                         HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-                         D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
-                         GRANULE: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr,
-                         STRIPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                         PAIRS: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr,
-                         START: tl.constexpr):  # fmt: skip
-    """As `append_kernel`, the key rotated by line `position` of cos and sin."""
-    i_token = tl.program_id(0)
-    position, p_stripe = _place(i_token, p_arena, p_table, p_rows, p_lengths, p_starts,
-                                stride_table, layer, n_rows, PAGE, GRANULE, STRIPE,
-                                ROWS)  # fmt: skip
-    if position < 0:
-        return
-    o_slot = position % PAGE
-    o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    m_h = o_h < HEADS
-    o_v = tl.arange(0, DV)
-    p_from = p_k + i_token.to(tl.int64) * k_token
-    p_to = p_stripe + o_slot * HEAD_DIM
-    b_cos, b_sin = load_turn(p_cos, p_sin, position, PAIRS, P)
-    p_rows_from = p_from + START * k_dim + o_h * k_head
-    b_x, b_y = load_pairs(p_rows_from, m_h, k_dim, PAIRS, P, INTERLEAVED, BLOCK)
-    store_turned(p_to + START + o_h * RUN, m_h, b_x, b_y, b_cos, b_sin, PAIRS, P, INTERLEAVED,
-                 BLOCK)  # fmt: skip
-    if 2 * PAIRS < HEAD_DIM:
-        o_d = tl.arange(0, D)
-        m_d = (o_d < HEAD_DIM) & ((o_d < START) | (o_d >= START + 2 * PAIRS))
-        _copy_heads(p_from, k_head, k_dim, p_to, o_h, o_d, m_h[:, None] & m_d[None, :], RUN)
-    p_from = p_v + i_token.to(tl.int64) * v_token
-    p_to = p_stripe + VALUES + o_slot * VALUE_DIM
-    m_v = m_h[:, None] & (o_v < VALUE_DIM)[None, :]
-    _copy_heads(p_from, v_head, v_dim, p_to, o_h, o_v, m_v, RUN)
+    p_to = p_stripe + C.VALUES + o_slot * C.VALUE_DIM
+    m_v = m_h[:, None] & (o_v < C.VALUE_DIM)[None, :]
+    _copy_heads(p_from, v_head, v_dim, p_to, o_h, o_v, m_v, C.RUN)
 
 
 def append(
@@ -391,33 +332,20 @@ def append(
 ) -> None:
     """Write new tokens into the open pages; see `dispatch.append`."""
     tokens, heads, _ = k.shape
-    shape = strides(pages.layout) | {"VALUE_DIM": pages.layout.stored_value_dim}
-    block = _heads(pages.layout)
-    rows = batch.rows.shape[0]
-    operands = (
-        k,
-        v,
-        pages.arena.view(getattr(torch, pages.layout.dtype)),
-        batch.table,
-        batch.rows,
-        batch.lengths,
-        batch.starts,
-        *k.stride(),
-        *v.stride(),
-        batch.table.stride(0),
-        pages.layer,
-        rows,
-    )
-    constants = {"HEADS": heads, "ROWS": padded(rows), "BLOCK": block, **shape, "num_warps": 4}
-    grid = tokens, triton.cdiv(heads, block)
+    block, rows = _heads(pages.layout), batch.rows.shape[0]
     if not tokens:
         return
-    if rope is None:
-        launch(append_kernel, grid, *operands, **constants)
-        return
-    constants |= rotary_constants(rope)
-    kernel = append_rotary_kernel
-    launch(kernel, grid, *operands, rope.cos, rope.sin, **constants, enable_fp_fusion=False)
+    launch(
+        append_kernel,
+        (tokens, triton.cdiv(heads, block)),
+        *(k, v, pages.arena.view(getattr(torch, pages.layout.dtype)), *batch[:4]),
+        *(*k.stride(), *v.stride(), batch.table.stride(0), pages.layer, rows),
+        *((None, None) if rope is None else (rope.cos, rope.sin)),
+        R=None if rope is None else turned(rope),
+        C=strides(pages.layout)._replace(HEADS=heads, ROWS=padded(rows), BLOCK=block),
+        num_warps=4,
+        enable_fp_fusion=rope is None,
+    )
 
 
 def _heads(layout: PageLayout) -> int:
@@ -427,9 +355,6 @@ def _heads(layout: PageLayout) -> int:
 
 
 # `checksum` on GPUs, in Triton: every byte is read once, where it lies.
-
-# ruff: noqa: PLR0913, PLR0917
-
 
 TILE = 1024
 TILES = 16
@@ -465,7 +390,7 @@ def checksum_kernel(p_words, p_sums, n_words, block_words, splits, STEP: tl.cons
 
 
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Two sums over each block; see `sums.checksum`."""
+    """Two sums over each block; see `dispatch.checksum`."""
     blocks = triton.cdiv(len(words), block_words)
     splits = triton.cdiv(min(block_words, len(words)), TILE * TILES)
     sums = words.new_empty(blocks, splits, 2)

@@ -1,30 +1,30 @@
 """Paged attention for few new tokens per row over sealed pages of one codec, in Triton.
 
-As `triton.few`, but over the pages of one list (`triton.lists`), full and before all new tokens, so
+As `triton.few`, but over the pages of one list (`triton.task`), full and before all new tokens, so
 that only windows need masks. A program is one warp where 8 columns suffice: without barriers, and
 with a loop that does not wait for other warps, 64 slots of 128 dims fill its registers.
 """
 
+# ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
+
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from flowkv.core.layout import GRANULE_BYTES, PageLayout
-from flowkv.kernels.triton.launch import Traits, interpreted, launch, padded, traits
-from flowkv.kernels.triton.plan import (
-    few_items,
-    few_rows,
-    list_range,
-    pick,
-    row_of_item,
-    row_unit,
-    share_of_items,
-    sum_before,
+from flowkv.core.layout import PageLayout
+from flowkv.kernels.triton.launch import (
+    Constants,
+    Traits,
+    coded,
+    interpreted,
+    launch,
+    padded,
+    traits,
 )
 from flowkv.kernels.triton.task import FIELDS, REGISTERS, TAG, Lists, Task
 from flowkv.kernels.triton.tile import (
@@ -36,13 +36,21 @@ from flowkv.kernels.triton.tile import (
     MOST,
     cap,
     digits,
+    few_items,
+    few_rows,
     joined,
+    list_range,
     load,
     nibbles,
+    pick,
     rounded,
+    row_of_item,
+    row_unit,
+    share_of_items,
     signed,
     store_mass,
     store_partial,
+    sum_before,
 )
 
 # One tile of a sealed page, taken into a running softmax by integer tensor cores, in Triton.
@@ -53,7 +61,7 @@ from flowkv.kernels.triton.tile import (
 # * K and V^T bytes travel to shared memory by asynchronous copies and are unpacked behind it, in
 #   the layout in which tensor cores take them. Nibbles are split by halves (of D for K, of the
 #   page for V), so that each half is an operand of its own and nothing is ever reordered;
-# * queries, and the probabilities of a tile, become numbers of two digits (`triton.bits`), so
+# * queries, and the probabilities of a tile, become numbers of two digits (`triton.tile`), so
 #   scores and outputs are exact sums of int8 products: four times the tensor-core work of one
 #   digit, which waits for memory anyway, for 256 times less rounding;
 # * accumulators begin at the bits of 1.5 * 2**23 (256 times that for high digits): their float32 is
@@ -78,33 +86,31 @@ from flowkv.kernels.triton.tile import (
 # (TILE + 8) / 65024)`, TILE <= 128: 0.2 % of the largest value if every error were the worst and
 # of one sign; measured on normal data, 1e-4. The tests assert these bounds.
 
-# ruff: noqa: PLR0913, PLR0917
-
 
 @triton.jit
-def slots_of(BLOCK: tl.constexpr, WARPS: tl.constexpr):
+def slots_of(BLOCK: tl.constexpr, C: tl.constexpr):
     """`[BLOCK]` slots, in the order in which `in_order` finds them.
 
     Tensor cores leave a thread with rows 8 apart of a score tile, one byte each as probabilities,
     and want four neighbours of one column in a register: byte by byte through shared memory. So
     keys are read in an order that makes a thread's rows neighbours.
     """
-    REPEATS: tl.constexpr = BLOCK // (16 * WARPS)
+    REPEATS: tl.constexpr = BLOCK // (16 * C.WARPS)
     o = tl.arange(0, BLOCK)
     if REPEATS >= 2:
-        o_row = o // (16 * WARPS)
-        o_thread = (o_row // 2 * WARPS + o // 16 % WARPS) * 8 + o % 8
+        o_row = o // (16 * C.WARPS)
+        o_thread = (o_row // 2 * C.WARPS + o // 16 % C.WARPS) * 8 + o % 8
         o = o_thread * 4 + o_row % 2 * 2 + o // 8 % 2
     return o
 
 
 @triton.jit
-def in_order(b, WARPS: tl.constexpr):
+def in_order(b, C: tl.constexpr):
     """A tile `[BLOCK, COLUMNS]` over `slots_of`, by slot: no data moves between registers."""
-    REPEATS: tl.constexpr = b.shape[0] // (16 * WARPS)
+    REPEATS: tl.constexpr = b.shape[0] // (16 * C.WARPS)
     if REPEATS >= 2:
         COLUMNS: tl.constexpr = b.shape[1]
-        b_rows = tl.reshape(b, [REPEATS // 2, 2, WARPS, 2, 8, COLUMNS])
+        b_rows = tl.reshape(b, [REPEATS // 2, 2, C.WARPS, 2, 8, COLUMNS])
         b_rows = tl.permute(b_rows, (0, 2, 4, 1, 3, 5))
         return tl.reshape(b_rows, [b.shape[0], COLUMNS])
     else:
@@ -112,22 +118,21 @@ def in_order(b, WARPS: tl.constexpr):
 
 
 @triton.jit
-def key_products(q_hi, q_lo, q_hi1, q_lo1, b_hi, b_lo, p_k, o_slot, m_t, HEAD_DIM: tl.constexpr,
-                 D: tl.constexpr, K_BITS: tl.constexpr, MASK: tl.constexpr,
-                 ASM: tl.constexpr):  # fmt: skip
+def key_products(q_hi, q_lo, q_hi1, q_lo1, b_hi, b_lo, p_k, o_slot, m_t, MASK: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
     """`[tokens, COLUMNS]` products of keys of some slots with queries, as `joined` returns them."""
-    STRIDE: tl.constexpr = HEAD_DIM * K_BITS // 8
-    o_d = tl.arange(0, D)
+    STRIDE: tl.constexpr = C.HEAD_DIM * C.K_BITS // 8
+    o_d = tl.arange(0, C.D)
     m_k = m_t[:, None] & (o_d < STRIDE)[None, :]
-    b_k = load(p_k + o_slot[:, None] * STRIDE + o_d[None, :], m_k, MASK or D != STRIDE, False)
+    b_k = load(p_k + o_slot[:, None] * STRIDE + o_d[None, :], m_k, MASK or C.D != STRIDE, False)
     b_hi = tl.zeros([o_slot.shape[0], q_hi.shape[1]], tl.int32) + b_hi[None, :]
     b_lo = tl.zeros([o_slot.shape[0], q_hi.shape[1]], tl.int32) + b_lo[None, :]
-    if K_BITS == 8:
+    if C.K_BITS == 8:
         b_k = b_k.to(tl.int8, bitcast=True)
         b_hi = tl.dot(b_k, q_hi, acc=b_hi, out_dtype=tl.int32)
         b_lo = tl.dot(b_k, q_lo, acc=b_lo, out_dtype=tl.int32)
     else:
-        b_0, b_1 = nibbles(b_k, ASM)
+        b_0, b_1 = nibbles(b_k, C)
         b_hi = tl.dot(b_0, q_hi, acc=b_hi, out_dtype=tl.int32)
         b_lo = tl.dot(b_0, q_lo, acc=b_lo, out_dtype=tl.int32)
         b_hi = tl.dot(b_1, q_hi1, acc=b_hi, out_dtype=tl.int32)
@@ -136,23 +141,23 @@ def key_products(q_hi, q_lo, q_hi1, q_lo1, b_hi, b_lo, p_k, o_slot, m_t, HEAD_DI
 
 
 @triton.jit
-def halves(b_0, b_1, ASM: tl.constexpr, BOTH: tl.constexpr):
+def halves(b_0, b_1, BOTH: tl.constexpr, C: tl.constexpr):
     """Queries as numbers of two digits, and what one unit of these is worth.
 
     Args:
         b_0: float32 `[D, COLUMNS]`, the dims that meet the low nibbles of K, or all dims.
         b_1: The dims that meet the high nibbles.
-        ASM: Whether to use PTX.
         BOTH: Whether b_1 counts.
+        C: What the kernel is compiled for (`launch.Constants`).
     """
     b_most = tl.max(tl.abs(b_0), axis=0)
     if BOTH:
         b_most = tl.maximum(b_most, tl.max(tl.abs(b_1), axis=0))
     b_most = tl.maximum(b_most, 1e-30)
     b_r = (1.0 / b_most * MOST)[None, :]
-    b_hi, b_lo = digits(rounded(b_0 * b_r), ASM)
+    b_hi, b_lo = digits(rounded(b_0 * b_r), C)
     if BOTH:
-        b_hi1, b_lo1 = digits(rounded(b_1 * b_r), ASM)
+        b_hi1, b_lo1 = digits(rounded(b_1 * b_r), C)
     else:
         b_hi1, b_lo1 = b_hi, b_lo
     return b_hi, b_lo, b_hi1, b_lo1, b_most * (1.0 / MOST)
@@ -166,93 +171,76 @@ def zero_points(b_0, b_1):
 
 @triton.jit
 def sealed_tile(q_hi, q_lo, q_hi1, q_lo1, b_step, z_hi, z_lo, p_0, m_q, b_m, b_l, b_acc, b_acc1, t,
-                p_run, p_line, p_numbers, p_mass, b_seen, b_slope, softcap,
-                HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-                DV: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-                GRANULE: tl.constexpr, VALUES: tl.constexpr, K_SCALES: tl.constexpr,
-                V_SCALES: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-                CHANNELS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-                ALIBI: tl.constexpr, MASS: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr,
-                WARPS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+                p_run, p_line, p_numbers, p_mass, b_seen, b_slope, softcap, MASK: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
     """Take a tile, which is cut into PARTS, into the running softmax of all columns."""
-    TILES: tl.constexpr = (PAGE + TILE - 1) // TILE
-    granule = tl.load(p_line + t // TILES)
-    p_page = p_run + granule.to(tl.int64) * GRANULE
+    granule = tl.load(p_line + t // C.TILES)
+    p_page = p_run + granule.to(tl.int64) * C.GRANULE
     number = t * 0
-    if MASK or ALIBI or MASS > 0:
-        number = tl.load(p_numbers + t // TILES)
+    if MASK or C.ALIBI or C.MASS > 0:
+        number = tl.load(p_numbers + t // C.TILES)
     b_shift = b_step
-    if CHANNELS:
-        HALF: tl.constexpr = HEAD_DIM // 2
-        p_ks = (p_page + K_SCALES).to(tl.pointer_type(tl.float16))
-        o_d = tl.arange(0, D)
+    if C.CHANNELS:
+        HALF: tl.constexpr = C.HEAD_DIM // 2
+        p_ks = (p_page + C.K_SCALES).to(tl.pointer_type(tl.float16))
+        o_d = tl.arange(0, C.D)
         m_d = o_d < HALF
-        b_s0 = load(p_ks + o_d, m_d, D != HALF, True)
-        b_s1 = load(p_ks + HALF + o_d, m_d, D != HALF, True)
-        b_m0 = load(p_ks + HEAD_DIM + o_d, m_d, D != HALF, True)
-        b_m1 = load(p_ks + HEAD_DIM + HALF + o_d, m_d, D != HALF, True)
+        b_s0 = load(p_ks + o_d, m_d, C.D != HALF, True)
+        b_s1 = load(p_ks + HALF + o_d, m_d, C.D != HALF, True)
+        b_m0 = load(p_ks + C.HEAD_DIM + o_d, m_d, C.D != HALF, True)
+        b_m1 = load(p_ks + C.HEAD_DIM + HALF + o_d, m_d, C.D != HALF, True)
         # There are no registers to keep queries in, so they are read anew for each page. The offset
         # is always 0, which the compiler cannot know; or it would read them ahead of the loop.
         o_0 = (granule >> TAG) * 64
         b_0 = tl.load(p_0 + o_0, mask=m_q, other=0.0).to(tl.float32)
         b_1 = tl.load(p_0 + o_0 + HALF, mask=m_q, other=0.0).to(tl.float32)
         b_shift = tl.sum(b_0 * b_m0[:, None] + b_1 * b_m1[:, None], axis=0) * b_step
-        q_hi, q_lo, q_hi1, q_lo1, b_size = halves(
-            b_0 * b_s0[:, None], b_1 * b_s1[:, None], ASM, True)  # fmt: skip
+        q_hi, q_lo, q_hi1, q_lo1, b_size = halves(b_0 * b_s0[:, None], b_1 * b_s1[:, None], True, C)
         b_step *= b_size
+    PARTS: tl.constexpr = C.PARTS
     for part in tl.static_range(PARTS):
         b_m, b_l, b_acc, b_acc1 = sealed_part(
             q_hi, q_lo, q_hi1, q_lo1, b_step, b_shift, z_hi, z_lo, b_m, b_l, b_acc, b_acc1,
-            t % TILES * PARTS + part, p_page, number, p_mass, b_seen, b_slope, softcap, HEAD_DIM,
-            VALUE_DIM, D, DV, PAGE, TILE // PARTS, VALUES, K_SCALES, V_SCALES, K_BITS, V_BITS,
-            CHANNELS, WINDOW, SOFTCAP, ALIBI, MASS, MASK, SPLIT, WARPS,
-            ASM)  # fmt: skip
+            t % C.TILES * C.PARTS + part, p_page, number, p_mass, b_seen, b_slope, softcap,
+            C.TILE // C.PARTS, MASK, C)  # fmt: skip
     return b_m, b_l, b_acc, b_acc1
 
 
 @triton.jit
 def sealed_part(q_hi, q_lo, q_hi1, q_lo1, b_step, b_shift, z_hi, z_lo, b_m, b_l, b_acc, b_acc1,
-                part, p_page, number, p_mass, b_seen, b_slope, softcap,
-                HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-                DV: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, VALUES: tl.constexpr,
-                K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, K_BITS: tl.constexpr,
-                V_BITS: tl.constexpr, CHANNELS: tl.constexpr, WINDOW: tl.constexpr,
-                SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASS: tl.constexpr,
-                MASK: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
-                ASM: tl.constexpr):  # fmt: skip
+                part, p_page, number, p_mass, b_seen, b_slope, softcap, TILE: tl.constexpr,
+                MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Take a part of a tile into the running softmax of all columns.
 
     A part is BLOCK slots of a page, and with 4-bit values also those half a page later, whose
     nibbles lie in the same bytes. b_l is `[BLOCK, COLUMNS]`, summed over slots at the end only.
     """
-    PAIR: tl.constexpr = V_BITS == 4
-    SLOTS: tl.constexpr = PAGE // 2 if PAIR else PAGE
+    PAIR: tl.constexpr = C.V_BITS == 4
+    SLOTS: tl.constexpr = C.PAGE // 2 if PAIR else C.PAGE
     BLOCK: tl.constexpr = TILE // 2 if PAIR else TILE
     RAGGED: tl.constexpr = SLOTS % BLOCK != 0
     o_t = part * BLOCK + tl.arange(0, BLOCK)
-    o_a = part * BLOCK + slots_of(BLOCK, WARPS)
+    o_a = part * BLOCK + slots_of(BLOCK, C)
     o_b = o_a + SLOTS
     m_t = o_a < SLOTS
-    p_ks = (p_page + K_SCALES).to(tl.pointer_type(tl.float16))
-    p_vs = (p_page + V_SCALES).to(tl.pointer_type(tl.float16))
+    p_ks = (p_page + C.K_SCALES).to(tl.pointer_type(tl.float16))
+    p_vs = (p_page + C.V_SCALES).to(tl.pointer_type(tl.float16))
 
-    b_sa = key_products(q_hi, q_lo, q_hi1, q_lo1, z_hi, z_lo, p_page, o_a, m_t, HEAD_DIM, D,
-                        K_BITS, RAGGED, ASM)  # fmt: skip
+    b_sa = key_products(q_hi, q_lo, q_hi1, q_lo1, z_hi, z_lo, p_page, o_a, m_t, RAGGED, C)
     b_sb = b_sa
     if PAIR:
-        b_sb = key_products(q_hi, q_lo, q_hi1, q_lo1, z_hi, z_lo, p_page, o_b, m_t, HEAD_DIM, D,
-                            K_BITS, RAGGED, ASM)  # fmt: skip
+        b_sb = key_products(q_hi, q_lo, q_hi1, q_lo1, z_hi, z_lo, p_page, o_b, m_t, RAGGED, C)
     b_va = load(p_vs + o_a, m_t, RAGGED, True)
     b_vb = load(p_vs + SLOTS + o_a, m_t, RAGGED and PAIR, True) if PAIR else b_va
 
-    b_sa = logits(b_sa, p_ks, o_a, m_t, number * PAGE + o_a, b_step, b_shift, b_seen, b_slope,
-                  softcap, CHANNELS, RAGGED, WINDOW, SOFTCAP, ALIBI, MASK)  # fmt: skip
+    b_sa = logits(b_sa, p_ks, o_a, m_t, number * C.PAGE + o_a, b_step, b_shift, b_seen, b_slope,
+                  softcap, RAGGED, MASK, C)  # fmt: skip
     b_max = tl.max(b_sa, axis=0)
     if PAIR:
-        b_sb = logits(b_sb, p_ks, o_b, m_t, number * PAGE + o_b, b_step, b_shift, b_seen, b_slope,
-                      softcap, CHANNELS, RAGGED, WINDOW, SOFTCAP, ALIBI, MASK)  # fmt: skip
+        b_sb = logits(b_sb, p_ks, o_b, m_t, number * C.PAGE + o_b, b_step, b_shift, b_seen, b_slope,
+                      softcap, RAGGED, MASK, C)  # fmt: skip
         b_max = tl.max(tl.maximum(b_sa, b_sb), axis=0)
-    b_unit = sealed_unit(b_step, CHANNELS, SOFTCAP, ALIBI)
+    b_unit = sealed_unit(b_step, C)
     b_top = tl.maximum(b_m, b_max)
     b_fade = tl.math.exp2((b_m - b_top) * b_unit)
     b_off = (b_top * b_unit)[None, :]
@@ -265,57 +253,56 @@ def sealed_part(q_hi, q_lo, q_hi1, q_lo1, b_step, b_shift, z_hi, z_lo, b_m, b_l,
         b_sum = b_pa + b_pb
         b_xb = b_pb * b_vb[:, None]
         b_most = tl.max(tl.maximum(b_xa, b_xb), axis=0)
-    if MASS > 0:
-        store_mass(p_mass, number * MASS + part, b_top * b_unit, tl.sum(b_sum, axis=0))
+    if C.MASS > 0:
+        store_mass(p_mass, number * C.MASS + part, b_top * b_unit, tl.sum(b_sum, axis=0))
     b_l = b_l * b_fade[None, :] + b_sum
 
     b_most = tl.maximum(b_most, 1e-30)
     b_r = (1.0 / b_most * MOST)[None, :]
-    b_na = in_order(rounded(b_xa * b_r), WARPS)
-    b_ha, b_la = digits(b_na, ASM)
+    b_na = in_order(rounded(b_xa * b_r), C)
+    b_ha, b_la = digits(b_na, C)
     b_hb, b_lb = b_ha, b_la
     b_most *= 1.0 / MOST
     b_less = b_most * MAGIC
     if PAIR:
-        b_nb = in_order(rounded(b_xb * b_r), WARPS)
-        b_hb, b_lb = digits(b_nb, ASM)
+        b_nb = in_order(rounded(b_xb * b_r), C)
+        b_hb, b_lb = digits(b_nb, C)
         RAISED: tl.constexpr = (TILE * (MAGIC_BITS + 128) + (1 << 31)) % (1 << 32) - (1 << 31)
         b_n = tl.sum(b_na + b_nb, axis=0) - RAISED  # sums wrap around, and back
         b_less = ((8 * b_n).to(tl.float32) + MAGIC) * b_most
-    p_v = p_page + VALUES
+    p_v = p_page + C.VALUES
     m_t = o_t < SLOTS
     b_acc = add_values(b_acc, b_ha, b_la, b_hb, b_lb, b_fade, b_less, b_most, p_v, o_t, m_t, 0,
-                       VALUE_DIM, PAGE, V_BITS, RAGGED, ASM)  # fmt: skip
-    if SPLIT:
+                       RAGGED, C)  # fmt: skip
+    if C.DV >= 128:
         b_acc1 = add_values(b_acc1, b_ha, b_la, b_hb, b_lb, b_fade, b_less, b_most, p_v, o_t, m_t,
-                            DV // 2, VALUE_DIM, PAGE, V_BITS, RAGGED, ASM)  # fmt: skip
+                            C.DV // 2, RAGGED, C)  # fmt: skip
     return b_top, b_l, b_acc, b_acc1
 
 
 @triton.jit
 def add_values(b_acc, b_ha, b_la, b_hb, b_lb, b_fade, b_less, b_most, p_v, o_t, m_t,
-               FROM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
-               V_BITS: tl.constexpr, RAGGED: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+               FROM: tl.constexpr, RAGGED: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Add the values of some slots, from dim FROM on, to `[dims, COLUMNS]`, which fades.
 
     High digits are done with before low ones begin: there are not registers for both.
     """
-    ROW: tl.constexpr = PAGE * V_BITS // 8
+    ROW: tl.constexpr = C.PAGE * C.V_BITS // 8
     DIMS: tl.constexpr = b_acc.shape[0]
     o_v = FROM + tl.arange(0, DIMS)
-    m_v = (o_v < VALUE_DIM)[:, None] & m_t[None, :]
-    b_v = load(p_v + o_v[:, None] * ROW + o_t[None, :], m_v, RAGGED or FROM + DIMS > VALUE_DIM,
+    m_v = (o_v < C.VALUE_DIM)[:, None] & m_t[None, :]
+    b_v = load(p_v + o_v[:, None] * ROW + o_t[None, :], m_v, RAGGED or FROM + DIMS > C.VALUE_DIM,
                False)  # fmt: skip
     b_hi = tl.full([DIMS, b_acc.shape[1]], HIGH_BITS, tl.int32)
     b_lo = tl.full([DIMS, b_acc.shape[1]], MAGIC_BITS, tl.int32)
-    if V_BITS == 4:
-        b_va, b_vb = nibbles(b_v, ASM)
+    if C.V_BITS == 4:
+        b_va, b_vb = nibbles(b_v, C)
         b_hi = tl.dot(b_va, b_ha, acc=b_hi, out_dtype=tl.int32)
         b_hi = tl.dot(b_vb, b_hb, acc=b_hi, out_dtype=tl.int32)
         b_lo = tl.dot(b_va, b_la, acc=b_lo, out_dtype=tl.int32)
         b_lo = tl.dot(b_vb, b_lb, acc=b_lo, out_dtype=tl.int32)
     else:
-        b_va = signed(b_v, ASM)
+        b_va = signed(b_v, C)
         b_hi = tl.dot(b_va, b_ha, acc=b_hi, out_dtype=tl.int32)
         b_lo = tl.dot(b_va, b_la, acc=b_lo, out_dtype=tl.int32)
     b_acc = b_acc * b_fade[None, :] - b_less[None, :]
@@ -324,11 +311,11 @@ def add_values(b_acc, b_ha, b_la, b_hb, b_lb, b_fade, b_less, b_most, p_v, o_t, 
 
 
 @triton.jit
-def sealed_unit(b_step, CHANNELS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+def sealed_unit(b_step, C: tl.constexpr):
     """`[COLUMNS]` units of `logits`."""
-    if SOFTCAP or ALIBI:
+    if C.SOFTCAP or C.ALIBI:
         return b_step * 0.0 + LOG2E
-    elif CHANNELS:
+    elif C.CHANNELS:
         return b_step * 0.0 + 1.0
     else:
         return b_step
@@ -336,43 +323,29 @@ def sealed_unit(b_step, CHANNELS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl
 
 @triton.jit
 def logits(b_s, p_ks, o_t, m_t, b_at, b_step, b_shift, b_seen, b_slope, softcap,
-           CHANNELS: tl.constexpr, RAGGED: tl.constexpr, WINDOW: tl.constexpr,
-           SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+           RAGGED: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Scores b_s' such that `b_s' * unit` is the logit in units of log 2."""
-    if CHANNELS:
+    if C.CHANNELS:
         b_s = b_s * b_step[None, :] + (b_shift - b_step * MAGIC)[None, :]
     else:
         b_scale = load(p_ks + o_t, m_t, RAGGED, True)
         b_s = b_s * b_scale[:, None] - (b_scale * MAGIC)[:, None]
-        if SOFTCAP or ALIBI:
+        if C.SOFTCAP or C.ALIBI:
             b_s = b_s * b_step[None, :]
-    b_s = cap(b_s, 1.0, softcap, SOFTCAP)
-    if ALIBI:
+    b_s = cap(b_s, 1.0, softcap, C)
+    if C.ALIBI:
         b_s += b_slope[None, :] * (b_at[:, None] - (b_seen - 1)[None, :]).to(tl.float32)
     if RAGGED:
         b_s = tl.where(m_t[:, None], b_s, -float("inf"))
     if MASK:
-        b_s = tl.where(b_at[:, None] >= (b_seen - WINDOW)[None, :], b_s, -float("inf"))
+        b_s = tl.where(b_at[:, None] >= (b_seen - C.WINDOW)[None, :], b_s, -float("inf"))
     return b_s
-
-
-# ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
 
 
 @triton.jit(do_not_specialize=["layer", "n_rows", "i_list", "n_segments"])
 def attend_sealed(p_q, p_arena, p_lengths, p_starts, p_part, p_part_lse, stride_token, stride_head,
                   layer, n_rows, scale, softcap, p_alibi, p_lists, p_granules, p_numbers, i_list,
-                  n_segments, stride_list, p_mass, stride_mass,
-                  HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-                  DV: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-                  GRANULE: tl.constexpr, VALUES: tl.constexpr, K_SCALES: tl.constexpr,
-                  V_SCALES: tl.constexpr, RUN: tl.constexpr, STRIPE: tl.constexpr,
-                  K_BITS: tl.constexpr, V_BITS: tl.constexpr, CHANNELS: tl.constexpr,
-                  GROUP: tl.constexpr, FEW: tl.constexpr, COLUMNS: tl.constexpr,
-                  ROWS: tl.constexpr, MIN_PAGES: tl.constexpr, UNITS: tl.constexpr,
-                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-                  CAUSAL: tl.constexpr, MASS: tl.constexpr, SPLIT: tl.constexpr,
-                  WARPS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+                  n_segments, stride_list, p_mass, stride_mass, C: tl.constexpr):  # fmt: skip
     """Partials of one KV head over one share of the pages of list i_list.
 
     As `attend_few` with LISTED; D and DV cover what K and V hold in a line of bytes, p_arena is
@@ -381,102 +354,95 @@ def attend_sealed(p_q, p_arena, p_lengths, p_starts, p_part, p_part_lse, stride_
     i_share = tl.program_id(0)
     i_head = tl.program_id(1)
     p_lists += i_list * FIELDS * n_rows
-    b_pages = few_rows(p_lists, p_starts, n_rows, FEW, ROWS)
-    b_items = few_items(b_pages, MIN_PAGES, UNITS)
-    n_share = share_of_items(b_items, tl.num_programs(0), MIN_PAGES, UNITS)
+    b_pages = few_rows(p_lists, p_starts, n_rows, C)
+    b_items = few_items(b_pages, C)
+    n_share = share_of_items(b_items, tl.num_programs(0), C)
     i_item = i_share * n_share
     left = tl.minimum(n_share, tl.sum(b_items, axis=0) - i_item)
     i_row = row_of_item(b_items, i_item)
-    skip = i_item - sum_before(b_items, i_row, ROWS)
-    if UNITS > 0:
-        skip *= row_unit(pick(b_pages, i_row, ROWS), MIN_PAGES, UNITS)
-    p_run = p_arena + layer.to(tl.int64) * STRIPE + i_head * RUN
-    PAIR: tl.constexpr = V_BITS == 4
-    BLOCK: tl.constexpr = (TILE // 2 if PAIR else TILE) // PARTS
-    HALF: tl.constexpr = HEAD_DIM // 2 if K_BITS == 4 else HEAD_DIM
-    o_c = tl.arange(0, COLUMNS)
-    o_d = tl.arange(0, D)
+    skip = i_item - sum_before(b_items, i_row)
+    if C.UNITS > 0:
+        skip *= row_unit(pick(b_pages, i_row), C)
+    p_run = p_arena + layer.to(tl.int64) * C.STRIPE + i_head * C.RUN
+    PAIR: tl.constexpr = C.V_BITS == 4
+    BLOCK: tl.constexpr = (C.TILE // 2 if PAIR else C.TILE) // C.PARTS
+    HALF: tl.constexpr = C.HEAD_DIM // 2 if C.K_BITS == 4 else C.HEAD_DIM
+    o_c = tl.arange(0, C.COLUMNS)
+    o_d = tl.arange(0, C.D)
     while left > 0:
         start = tl.load(p_starts + i_row)
         n_new = tl.load(p_starts + i_row + 1) - start
         n_tokens = tl.load(p_lengths + i_row)
         n_pages = tl.load(p_lists + i_row)
-        if UNITS > 0:
-            take = tl.minimum(n_pages - skip, row_unit(n_pages, MIN_PAGES, UNITS))
+        if C.UNITS > 0:
+            take = tl.minimum(n_pages - skip, row_unit(n_pages, C))
             segment = i_item
         else:
             take = tl.minimum(n_pages - skip, left)
             segment = i_share + i_row
-        few = (n_new > 0) & (n_new <= FEW) & (take > 0)
+        few = (n_new > 0) & (n_new <= C.FEW) & (take > 0)
         if few:
-            o_token = start + o_c // GROUP
-            o_head = i_head * GROUP + o_c % GROUP
-            m_c = o_c < n_new * GROUP
+            o_token = start + o_c // C.GROUP
+            o_head = i_head * C.GROUP + o_c % C.GROUP
+            m_c = o_c < n_new * C.GROUP
             m_q = m_c[None, :] & (o_d < HALF)[:, None]
             p_0 = p_q + (o_token.to(tl.int64) * stride_token + o_head * stride_head)[None, :]
             p_0 += o_d[:, None]
             b_0 = tl.load(p_0, mask=m_q, other=0.0)
             b_1 = b_0
-            if K_BITS == 4:
+            if C.K_BITS == 4:
                 b_1 = tl.load(p_0 + HALF, mask=m_q, other=0.0)
             b_bad = tl.sum((b_0.to(tl.float32) + b_1.to(tl.float32)) * 0.0, axis=0)  # NaN stays
-            b_factor = b_bad + scale * (1.0 if SOFTCAP or ALIBI else LOG2E)
-            z_hi = tl.full([COLUMNS], HIGH_BITS, tl.int32)
-            z_lo = tl.full([COLUMNS], MAGIC_BITS, tl.int32)
-            if CHANNELS:  # scales of a page come first
+            b_factor = b_bad + scale * (1.0 if C.SOFTCAP or C.ALIBI else LOG2E)
+            z_hi = tl.full([C.COLUMNS], HIGH_BITS, tl.int32)
+            z_lo = tl.full([C.COLUMNS], MAGIC_BITS, tl.int32)
+            if C.CHANNELS:  # scales of a page come first
                 q_hi, q_lo, q_hi1, q_lo1, b_step = b_0, b_0, b_0, b_0, b_factor
             else:
                 q_hi, q_lo, q_hi1, q_lo1, b_step = halves(
-                    b_0.to(tl.float32), b_1.to(tl.float32), ASM, K_BITS == 4)  # fmt: skip
+                    b_0.to(tl.float32), b_1.to(tl.float32), C.K_BITS == 4, C)  # fmt: skip
                 b_step *= b_factor
-                if K_BITS == 4:
+                if C.K_BITS == 4:
                     z_hi += zero_points(q_hi, q_hi1)
                     z_lo += zero_points(q_lo, q_lo1)
-            b_m = tl.full([COLUMNS], LOWEST, tl.float32)
-            b_l = tl.zeros([BLOCK, COLUMNS], tl.float32)
-            b_acc = tl.zeros([DV // 2 if SPLIT else DV, COLUMNS], tl.float32)
+            b_m = tl.full([C.COLUMNS], LOWEST, tl.float32)
+            b_l = tl.full([BLOCK, C.COLUMNS], 0, tl.float32)
+            b_acc = tl.full([C.DV // 2 if C.DV >= 128 else C.DV, C.COLUMNS], 0, tl.float32)
             b_acc1 = b_acc
-            b_seen = n_tokens - n_new + 1 + o_c // GROUP
-            if not CAUSAL:
+            b_seen = n_tokens - n_new + 1 + o_c // C.GROUP
+            if not C.CAUSAL:
                 b_seen = o_c * 0 + n_tokens
             b_slope = b_m
-            if ALIBI:
+            if C.ALIBI:
                 b_slope = tl.load(p_alibi + o_head, mask=m_c, other=0.0).to(tl.float32)
             p_to = p_mass
-            if MASS > 0:
-                p_to += i_row.to(tl.int64) * stride_mass + i_head * COLUMNS + o_c
+            if C.MASS > 0:
+                p_to += i_row.to(tl.int64) * stride_mass + i_head * C.COLUMNS + o_c
             o_list = i_row.to(tl.int64) * stride_list + tl.load(p_lists + n_rows + i_row)
             n_edge = tl.load(p_lists + 2 * n_rows + i_row)
-            t0, f0, _, t1 = list_range(skip, take, n_pages, n_edge, 0, PAGE, TILE)
+            t0, f0, _, t1 = list_range(skip, take, n_pages, n_edge, 0, C)
             p_line = p_granules + o_list
             p_pages = p_numbers + o_list
-            for t in tl.range(f0, t1, num_stages=STAGES):
+            for t in tl.range(f0, t1, num_stages=C.STAGES):
                 b_m, b_l, b_acc, b_acc1 = sealed_tile(
-                    q_hi, q_lo, q_hi1, q_lo1, b_step, z_hi, z_lo, p_0, m_q, b_m, b_l, b_acc,
-                    b_acc1, t, p_run, p_line, p_pages, p_to, b_seen, b_slope, softcap, HEAD_DIM,
-                    VALUE_DIM, D, DV, PAGE, TILE, PARTS, GRANULE, VALUES, K_SCALES, V_SCALES,
-                    K_BITS, V_BITS, CHANNELS, WINDOW, SOFTCAP, ALIBI, MASS, False, SPLIT, WARPS,
-                    ASM)  # fmt: skip
-            if WINDOW > 0:
+                    q_hi, q_lo, q_hi1, q_lo1, b_step, z_hi, z_lo, p_0, m_q, b_m, b_l, b_acc, b_acc1,
+                    t, p_run, p_line, p_pages, p_to, b_seen, b_slope, softcap, False,
+                    C)  # fmt: skip
+            if C.WINDOW > 0:
                 for t in tl.range(t0, f0, num_stages=1):
                     b_m, b_l, b_acc, b_acc1 = sealed_tile(
                         q_hi, q_lo, q_hi1, q_lo1, b_step, z_hi, z_lo, p_0, m_q, b_m, b_l, b_acc,
-                        b_acc1, t, p_run, p_line, p_pages, p_to, b_seen, b_slope, softcap,
-                        HEAD_DIM, VALUE_DIM, D, DV, PAGE, TILE, PARTS, GRANULE, VALUES, K_SCALES,
-                        V_SCALES, K_BITS, V_BITS, CHANNELS, WINDOW, SOFTCAP, ALIBI, MASS, True,
-                        SPLIT, WARPS, ASM)  # fmt: skip
+                        b_acc1, t, p_run, p_line, p_pages, p_to, b_seen, b_slope, softcap, True,
+                        C)  # fmt: skip
             o_part = segment.to(tl.int64) + i_list * n_segments
-            o_part = (o_part * tl.num_programs(1) + i_head) * COLUMNS + o_c
-            b_unit = sealed_unit(b_step, CHANNELS, SOFTCAP, ALIBI)
+            o_part = (o_part * tl.num_programs(1) + i_head) * C.COLUMNS + o_c
+            b_unit = sealed_unit(b_step, C)
             b_l = tl.sum(b_l, axis=0)
-            store_partial(
-                p_part, p_part_lse, o_part, m_c, b_m * b_unit, b_l, b_acc, 0,
-                VALUE_DIM)  # fmt: skip
-            if SPLIT:
-                store_partial(
-                    p_part, p_part_lse, o_part, m_c, b_m * b_unit, b_l, b_acc1, DV // 2,
-                    VALUE_DIM)  # fmt: skip
-        if UNITS > 0:
+            store_partial(p_part, p_part_lse, o_part, m_c, b_m * b_unit, b_l, b_acc, 0, C)
+            if C.DV >= 128:
+                store_partial(p_part, p_part_lse, o_part, m_c, b_m * b_unit, b_l, b_acc1, C.DV // 2,
+                              C)  # fmt: skip
+        if C.UNITS > 0:
             left -= few.to(tl.int32)
             i_item += few.to(tl.int32)
             stay = few & (skip + take < n_pages)
@@ -493,33 +459,31 @@ def attend_sealed(p_q, p_arena, p_lengths, p_starts, p_part, p_part_lse, stride_
 # Scores do not change when keys and queries are rotated alike. The rotation is a matrix of signs,
 # so that tensor cores multiply it exactly with 16-bit queries; sums are float32.
 
-# ruff: noqa: PLR0913, PLR0917
-
-
 BLOCK = 16
 """Queries of a program."""
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_queries"])
 def turn_queries(p_q, p_turn, p_out, stride_token, stride_head, n_heads, n_queries,
-                 HEAD_DIM: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, NORM: tl.constexpr,
-                 BLOCK: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+                 NORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """p_out float32 `[N, Hq, D]` is p_q times p_turn `[D, D]` times NORM. Grid (blocks,)."""
-    o_r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    o_d = tl.arange(0, D)
+    o_r = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
+    o_d = tl.arange(0, C.D)
     m_r = o_r < n_queries
-    m_q = m_r[:, None] & (o_d < HEAD_DIM)[None, :]
+    m_q = m_r[:, None] & (o_d < C.HEAD_DIM)[None, :]
     o_q = (o_r // n_heads).to(tl.int64) * stride_token + o_r % n_heads * stride_head
     b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=m_q, other=0.0)
-    if UPCAST:
+    if C.UPCAST:
         b_q = b_q.to(tl.float32)
-    for e in tl.static_range(0, D, PART):
-        o_e = e + tl.arange(0, PART)
-        m_turn = (o_d < HEAD_DIM)[:, None] & (o_e < HEAD_DIM)[None, :]
-        b_turn = tl.load(p_turn + o_d[:, None] * HEAD_DIM + o_e[None, :], mask=m_turn, other=0.0)
+    D: tl.constexpr = C.D
+    TILE: tl.constexpr = C.TILE
+    for e in tl.static_range(0, D, TILE):
+        o_e = e + tl.arange(0, C.TILE)
+        m_turn = (o_d < C.HEAD_DIM)[:, None] & (o_e < C.HEAD_DIM)[None, :]
+        b_turn = tl.load(p_turn + o_d[:, None] * C.HEAD_DIM + o_e[None, :], mask=m_turn, other=0.0)
         b_out = tl.dot(b_q, b_turn.to(b_q.dtype), out_dtype=tl.float32, input_precision="ieee")
-        p_to = p_out + o_r.to(tl.int64)[:, None] * HEAD_DIM + o_e[None, :]
-        tl.store(p_to, b_out * NORM, mask=m_r[:, None] & (o_e < HEAD_DIM)[None, :])
+        p_to = p_out + o_r.to(tl.int64)[:, None] * C.HEAD_DIM + o_e[None, :]
+        tl.store(p_to, b_out * NORM, mask=m_r[:, None] & (o_e < C.HEAD_DIM)[None, :])
 
 
 def turned(q: torch.Tensor) -> torch.Tensor:
@@ -537,12 +501,14 @@ def turned(q: torch.Tensor) -> torch.Tensor:
         q.stride(1),
         heads,
         tokens * heads,
-        HEAD_DIM=dim,
-        D=width,
-        PART=min(width, 64 if q.element_size() == 2 else 16),
+        C=Constants(
+            HEAD_DIM=dim,
+            D=width,
+            TILE=min(width, 64 if q.element_size() == 2 else 16),
+            BLOCK=BLOCK,
+            UPCAST=q.dtype is torch.bfloat16 and interpreted(turn_queries),
+        ),
         NORM=rotation(dim)[1],
-        BLOCK=BLOCK,
-        UPCAST=q.dtype is torch.bfloat16 and interpreted(turn_queries),
         num_warps=4,
     )
     return out
@@ -588,7 +554,7 @@ class Work(NamedTuple):
     part_lse: torch.Tensor
     parts: torch.Tensor
     tiles: int
-    common: dict[str, int]
+    common: dict[str, Any]
 
 
 def attend_list(task: Task, work: Work, i_list: int, codec: PageLayout, shares: int) -> None:
@@ -597,36 +563,21 @@ def attend_list(task: Task, work: Work, i_list: int, codec: PageLayout, shares: 
     shape, tune = sealed_config(codec, columns, device)
     q = turned(task.q) if codec.codec == "kv4h" else task.q
     assert work.lists is not None
-    _, _, lengths, starts = task.operands[2:]
     launch(
         attend_sealed,
         (shares, codec.kv_heads),
-        q,
-        task.pages.arena,
-        lengths,
-        starts,
-        work.part,
-        work.part_lse,
-        q.stride(0),
-        q.stride(1),
-        task.pages.layer,
-        task.rows,
-        *task.softmax,
-        task.alibi,
-        *work.lists,
-        i_list,
-        work.segments,
-        task.most_pages,
-        work.parts,
-        work.parts.stride(0),
-        **shape,
-        **work.common,
-        SOFTCAP=task.softmax[1] > 0,
-        ALIBI=task.flags["ALIBI"],
-        CAUSAL=task.flags["CAUSAL"],
-        MASS=work.tiles,
-        WARPS=tune["warps"],
-        ASM=device.ptx,
+        *(q, task.pages.arena, *task.operands[4:], work.part, work.part_lse),
+        *(q.stride(0), q.stride(1), task.pages.layer, task.rows, *task.softmax, task.alibi),
+        *(*work.lists, i_list, work.segments, task.most_pages, work.parts, work.parts.stride(0)),
+        C=shape._replace(
+            **task.batching,
+            **work.common,
+            SOFTCAP=task.switches["SOFTCAP"],
+            ALIBI=task.switches["ALIBI"],
+            CAUSAL=task.switches["CAUSAL"],
+            MASS=work.tiles,
+            ASM=device.ptx,
+        ),
         num_warps=tune["warps"],
         **REGISTERS,
     )
@@ -635,7 +586,7 @@ def attend_list(task: Task, work: Work, i_list: int, codec: PageLayout, shares: 
 @lru_cache(maxsize=256)
 def sealed_config(
     layout: PageLayout, columns: int, device: Traits
-) -> tuple[dict[str, int], dict[str, int]]:
+) -> tuple[Constants, dict[str, int]]:
     """Constants of `attend_sealed`; warps of a program, programs that a processor holds at once."""
     k_bits, v_bits = _BITS[layout.codec]
     dim, value_dim = layout.head_dim, layout.value_dim
@@ -658,24 +609,15 @@ def sealed_config(
     tile = block * pair * parts
     tile_bytes = tile * (dim * k_bits + value_dim * v_bits) // 8
     programs = max(1, min(8 // warps, device.shared_bytes // (2 * tile_bytes + 3072)))
-    shape = {
-        "HEAD_DIM": dim,
-        "VALUE_DIM": value_dim,
-        "D": d,
-        "DV": dv,
-        "PAGE": layout.page_size,
-        "TILE": tile,
-        "PARTS": parts,
-        "SPLIT": dv >= 128,
-        "GRANULE": GRANULE_BYTES,
-        "VALUES": layout.v_offset_bytes,
-        "K_SCALES": layout.k_scale_offset_bytes,
-        "V_SCALES": layout.v_scale_offset_bytes,
-        "RUN": layout.run_bytes,
-        "STRIPE": layout.stripe_stride_bytes,
-        "K_BITS": k_bits,
-        "V_BITS": v_bits,
-        "CHANNELS": layout.codec == "kv4c",
-        "STAGES": 5,
-    }
+    shape = coded(layout)._replace(
+        D=d,
+        DV=dv,
+        TILE=tile,
+        PARTS=parts,
+        K_BITS=k_bits,
+        V_BITS=v_bits,
+        CHANNELS=layout.codec == "kv4c",
+        STAGES=5,
+        WARPS=warps,
+    )
     return shape, {"warps": warps, "programs": programs, "tile": tile // parts}

@@ -1,5 +1,7 @@
 """What the launches of one attention call have in common, and how their partials are merged."""
 
+# ruff: noqa: PLR0913, PLR0917
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -11,8 +13,11 @@ import triton.language as tl
 from flowkv.core.errors import ConfigError
 from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_MASK, PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Scoring
-from flowkv.kernels.triton.launch import interpreted, launch, padded
-from flowkv.kernels.triton.plan import (
+from flowkv.kernels.triton.launch import Constants, interpreted, launch, padded
+from flowkv.kernels.triton.tile import (
+    LN2,
+    LOG2E,
+    LOWEST,
     few_items,
     few_pages,
     few_rows,
@@ -24,41 +29,37 @@ from flowkv.kernels.triton.plan import (
     share_of_items,
     sum_before,
 )
-from flowkv.kernels.triton.tile import LN2, LOG2E, LOWEST
 
 # Merges partials of attention, `(o, lse)` over disjoint sets of tokens, into the result. Exact.
 #
-# Segments of one query lie one after the other (`triton.plan`), so a program walks a short range.
-
-# ruff: noqa: PLR0913, PLR0917
+# Segments of one query lie one after the other (`triton.tile`), so a program walks a short range.
 
 
 @triton.jit
-def nothing_yet(p_sinks, DV: tl.constexpr, SINKS: tl.constexpr):
+def nothing_yet(p_sinks, C: tl.constexpr):
     """A merge (m, l, acc) before its first segment, for one query head (program axis 1)."""
-    if SINKS:  # a logit without a value
+    if C.SINKS:  # a logit without a value
         b_m = tl.load(p_sinks + tl.program_id(1)).to(tl.float32) * LOG2E
         b_l = b_m * 0.0 + 1.0
     else:
         b_l = tl.zeros((), tl.float32)
         b_m = b_l + LOWEST
-    return b_m, b_l, tl.zeros([DV], tl.float32)
+    return b_m, b_l, tl.full([C.DV], 0, tl.float32)
 
 
 @triton.jit
-def fold_segments(b_m, b_l, b_acc, first, count, i_column, p_part, p_part_lse,
-                  VALUE_DIM: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
-                  WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):  # fmt: skip
+def fold_segments(b_m, b_l, b_acc, first, count, i_column, p_part, p_part_lse, WIDTH: tl.constexpr,
+                  C: tl.constexpr):  # fmt: skip
     """Take `count` segments from `first` on into a merge, for one token and query head."""
-    i_kv_head = tl.program_id(1) // GROUP
-    n_kv_heads = tl.num_programs(1) // GROUP
-    o_v = tl.arange(0, DV)
-    for i in tl.range(0, count, SEGMENTS, num_stages=1):
-        o_s = i + tl.arange(0, SEGMENTS)
+    i_kv_head = tl.program_id(1) // C.GROUP
+    n_kv_heads = tl.num_programs(1) // C.GROUP
+    o_v = tl.arange(0, C.DV)
+    for i in tl.range(0, count, C.SEGMENTS, num_stages=1):
+        o_s = i + tl.arange(0, C.SEGMENTS)
         o_part = ((first + o_s).to(tl.int64) * n_kv_heads + i_kv_head) * WIDTH + i_column
         b_lse = tl.load(p_part_lse + o_part, mask=o_s < count, other=-float("inf"))
-        m_o = (b_lse > LOWEST)[:, None] & (o_v < VALUE_DIM)[None, :]
-        b_o = tl.load(p_part + o_part[:, None] * VALUE_DIM + o_v[None, :], mask=m_o, other=0.0)
+        m_o = (b_lse > LOWEST)[:, None] & (o_v < C.VALUE_DIM)[None, :]
+        b_o = tl.load(p_part + o_part[:, None] * C.VALUE_DIM + o_v[None, :], mask=m_o, other=0.0)
         b_top = tl.maximum(b_m, tl.max(b_lse, axis=0))
         b_fade = tl.math.exp2(b_m - b_top)
         b_w = tl.math.exp2(b_lse - b_top)
@@ -69,86 +70,74 @@ def fold_segments(b_m, b_l, b_acc, first, count, i_column, p_part, p_part_lse,
 
 
 @triton.jit
-def store_merged(b_m, b_l, b_acc, i_token, p_out, p_lse, VALUE_DIM: tl.constexpr,
-                 DV: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
+def store_merged(b_m, b_l, b_acc, i_token, p_out, p_lse, C: tl.constexpr):
     """Store a merge as the result of one token and query head; without any segment, zeros."""
-    o_v = tl.arange(0, DV)
+    o_v = tl.arange(0, C.DV)
     o_o = i_token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     b_some = tl.where(b_l == 0.0, 1.0, b_l)  # NaN stays NaN
-    tl.store(p_out + o_o * VALUE_DIM + o_v, (b_acc / b_some).to(p_out.dtype.element_ty),
-             mask=o_v < VALUE_DIM)  # fmt: skip
-    if LSE:
+    tl.store(p_out + o_o * C.VALUE_DIM + o_v, (b_acc / b_some).to(p_out.dtype.element_ty),
+             mask=o_v < C.VALUE_DIM)  # fmt: skip
+    if C.LSE:
         b_lse = tl.where(b_l == 0.0, -float("inf"), (b_m + tl.math.log2(b_some)) * LN2)
         tl.store(p_lse + o_o, b_lse)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_shares", "n_segments"])
 def merge_few(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n_rows, n_shares,
-              p_lists, n_segments,
-              VALUE_DIM: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-              FEW: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-              MIN_PAGES: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr,
-              SEGMENTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, LISTS: tl.constexpr,
-              FIELDS: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+              p_lists, n_segments, C: tl.constexpr):  # fmt: skip
     """Merge what `attend_few` made, or it and `attend_sealed` over LISTS lists. Grid (B FEW, Hq).
 
     n_shares holds, BITS bits each, into how many shares each list was cut; the partials of a list
     begin n_segments segments after those of the list before.
     """
-    i_row = tl.program_id(0) // FEW
-    i_new = tl.program_id(0) % FEW
+    i_row = tl.program_id(0) // C.FEW
+    i_new = tl.program_id(0) % C.FEW
     start = tl.load(p_starts + i_row)
     n_new = tl.load(p_starts + i_row + 1) - start
-    if (i_new < n_new) & (n_new <= FEW):
-        i_column = i_new * GROUP + tl.program_id(1) % GROUP
-        b_m, b_l, b_acc = nothing_yet(p_sinks, DV, SINKS)
-        for i_list in tl.static_range(max(1, LISTS)):
-            if LISTS > 0:
+    if (i_new < n_new) & (n_new <= C.FEW):
+        i_column = i_new * C.GROUP + tl.program_id(1) % C.GROUP
+        b_m, b_l, b_acc = nothing_yet(p_sinks, C)
+        for i_list in tl.static_range(max(1, C.LISTS)):
+            if C.LISTS > 0:
                 p_counts = p_lists + i_list * FIELDS * n_rows
-                b_items = few_rows(p_counts, p_starts, n_rows, FEW, ROWS)
-                n_list = ((n_shares >> (i_list * BITS)) & ((1 << BITS) - 1)).to(tl.int32)
+                b_items = few_rows(p_counts, p_starts, n_rows, C)
+                n_list = (n_shares >> (i_list * BITS.value)) & ((1 << BITS.value) - 1)
+                n_list = n_list.to(tl.int32)
             else:
-                b_items = few_pages(p_starts, p_lengths, n_rows, FEW, PAGE, WINDOW, ROWS)
+                b_items = few_pages(p_starts, p_lengths, n_rows, C)
                 n_list = n_shares
-            b_items = few_items(b_items, MIN_PAGES, UNITS)
-            n_share = share_of_items(b_items, n_list, MIN_PAGES, UNITS)
-            first, count = few_segments(b_items, i_row, n_share, ROWS, UNITS)
-            b_m, b_l, b_acc = fold_segments(
-                b_m, b_l, b_acc, first + i_list * n_segments, count, i_column, p_part, p_part_lse,
-                VALUE_DIM, DV, GROUP, COLUMNS, SEGMENTS)  # fmt: skip
-        store_merged(b_m, b_l, b_acc, start + i_new, p_out, p_lse, VALUE_DIM, DV, LSE)
+            b_items = few_items(b_items, C)
+            n_share = share_of_items(b_items, n_list, C)
+            first, count = few_segments(b_items, i_row, n_share, C)
+            b_m, b_l, b_acc = fold_segments(b_m, b_l, b_acc, first + i_list * n_segments, count,
+                                            i_column, p_part, p_part_lse, C.COLUMNS, C)  # fmt: skip
+        store_merged(b_m, b_l, b_acc, start + i_new, p_out, p_lse, C)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_shares"])
 def merge_many(p_part, p_part_lse, p_lengths, p_starts, p_sinks, p_out, p_lse, n_rows, n_shares,
-               VALUE_DIM: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-               FEW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-               MIN_PAGES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
-               SINKS: tl.constexpr, LSE: tl.constexpr):  # fmt: skip
+               C: tl.constexpr):  # fmt: skip
     """Merge what `attend_many` made with SPLIT. Grid (N, Hq)."""
     i_token = tl.program_id(0)
-    i_row = row_of_token(i_token, p_starts, n_rows, ROWS)
+    i_row = row_of_token(i_token, p_starts, n_rows, C)
     if i_row < n_rows:
         start = tl.load(p_starts + i_row)
-        if tl.load(p_starts + i_row + 1) - start > FEW:
-            b_blocks, b_chunks, _ = many_chunks(
-                p_starts, p_lengths, n_rows, n_shares, FEW, GROUP, BLOCK, MIN_PAGES, True, PAGE,
-                WINDOW, ROWS)  # fmt: skip
-            n_chunks = pick(b_chunks, i_row, ROWS)
-            o_r = (i_token - start) * GROUP + tl.program_id(1) % GROUP
-            first = sum_before(b_blocks * b_chunks, i_row, ROWS) + o_r // BLOCK * n_chunks
-            b_m, b_l, b_acc = nothing_yet(p_sinks, DV, SINKS)
-            b_m, b_l, b_acc = fold_segments(
-                b_m, b_l, b_acc, first, n_chunks, o_r % BLOCK, p_part, p_part_lse, VALUE_DIM, DV,
-                GROUP, BLOCK, SEGMENTS)  # fmt: skip
-            store_merged(b_m, b_l, b_acc, i_token, p_out, p_lse, VALUE_DIM, DV, LSE)
+        if tl.load(p_starts + i_row + 1) - start > C.FEW:
+            b_blocks, b_chunks, _ = many_chunks(p_starts, p_lengths, n_rows, n_shares, C)
+            n_chunks = pick(b_chunks, i_row)
+            o_r = (i_token - start) * C.GROUP + tl.program_id(1) % C.GROUP
+            first = sum_before(b_blocks * b_chunks, i_row) + o_r // C.BLOCK * n_chunks
+            b_m, b_l, b_acc = nothing_yet(p_sinks, C)
+            b_m, b_l, b_acc = fold_segments(b_m, b_l, b_acc, first, n_chunks, o_r % C.BLOCK, p_part,
+                                            p_part_lse, C.BLOCK, C)  # fmt: skip
+            store_merged(b_m, b_l, b_acc, i_token, p_out, p_lse, C)
 
 
 @triton.jit
-def merge_two(p_a, p_a_lse, p_b, p_b_lse, p_out, p_lse, DIM: tl.constexpr, DV: tl.constexpr):
+def merge_two(p_a, p_a_lse, p_b, p_b_lse, p_out, p_lse, C: tl.constexpr):
     """Merge two `(o [N, Hq, DIM], lse [N, Hq])`, natural log. Grid (N * Hq,)."""
     i = tl.program_id(0).to(tl.int64)
-    o_d = tl.arange(0, DV)
+    o_d = tl.arange(0, C.DV)
     a_lse = tl.load(p_a_lse + i)
     b_lse = tl.load(p_b_lse + i)
     top = tl.maximum(tl.maximum(a_lse, b_lse), LOWEST)
@@ -156,9 +145,9 @@ def merge_two(p_a, p_a_lse, p_b, p_b_lse, p_out, p_lse, DIM: tl.constexpr, DV: t
     b_w = tl.math.exp2((b_lse - top) * LOG2E)
     total = a_w + b_w
     some = tl.where(total == 0.0, 1.0, total)  # NaN stays NaN
-    o_o = i * DIM + o_d
-    m_d = o_d < DIM
-    b_none = tl.zeros([DV], tl.float32) + LOWEST  # a part without tokens may hold anything
+    o_o = i * C.VALUE_DIM + o_d
+    m_d = o_d < C.VALUE_DIM
+    b_none = tl.full([C.DV], 0, tl.float32) + LOWEST  # a part without tokens may hold anything
     b_a = tl.load(p_a + o_o, mask=m_d & (a_lse > b_none), other=0.0).to(tl.float32)
     b_b = tl.load(p_b + o_o, mask=m_d & (b_lse > b_none), other=0.0).to(tl.float32)
     b_o = b_a * (a_w / some) + b_b * (b_w / some)
@@ -191,7 +180,9 @@ class Task(NamedTuple):
     most_pages: int
     few: int
     group: int
-    flags: dict[str, Any]
+    batching: dict[str, Any]  # constants of all kernels
+    switches: dict[str, Any]  # constants of what scores
+    ends: dict[str, Any]  # constants of what writes results
 
 
 def merge_parts(
@@ -201,31 +192,24 @@ def merge_parts(
     part: torch.Tensor,
     part_lse: torch.Tensor,
     shares: int,
-    common: dict[str, int],
+    constants: Constants,
     *more: Any,
 ) -> None:
     """Merge partials into the output of a call, with `merge_few` or `merge_many`."""
-    lengths, starts = task.operands[4:]
+    dim = task.layout.value_dim
     launch(
         kernel,
         (programs, task.out.shape[1]),
-        part,
-        part_lse,
-        lengths,
-        starts,
-        task.sinks,
-        task.out,
-        task.lse,
-        task.rows,
-        shares,
+        *(part, part_lse, *task.operands[4:], task.sinks, task.out, task.lse, task.rows, shares),
         *more,
-        VALUE_DIM=task.layout.value_dim,
-        DV=padded(task.layout.value_dim),
-        SEGMENTS=max(1, 2048 // padded(task.layout.value_dim)),
-        SINKS=task.flags["SINKS"],
-        LSE=task.flags["LSE"],
-        PAGE=task.layout.page_size,
-        **common,
+        C=constants._replace(
+            VALUE_DIM=dim,
+            DV=padded(dim),
+            SEGMENTS=max(1, 2048 // padded(dim)),
+            PAGE=task.layout.page_size,
+            **task.batching,
+            **task.ends,
+        ),
         num_warps=4,
     )
 
@@ -271,14 +255,14 @@ def tile_of(layout: PageLayout, most: int) -> int:
 # the longest row, so it is captured in a CUDA graph with the kernels that read them, and sorts
 # anew when the graph is replayed.
 
-# ruff: noqa: PLR0913, PLR0917
-
-
 FIELDS = tl.constexpr(4)
 """Of a list and row: count, first, and how many pages at its begin and at its end need masks."""
 
-BITS = 12
+BITS = tl.constexpr(12)
 """Bits for each list in the packed numbers of shares."""
+
+LINES = tl.constexpr(8)
+"""A power of two, of lists at most."""
 
 TAG = tl.constexpr(CODEC_SHIFT)
 PLACE = tl.constexpr(GRANULE_MASK)
@@ -300,48 +284,43 @@ class Lists(NamedTuple):
 
 @triton.jit(do_not_specialize=["n_rows", "stride_table", "stride_list", "tags"])
 def list_pages(p_table, p_rows, p_lengths, p_starts, p_counts, p_granules, p_numbers, n_rows,
-               stride_table, stride_list, tags,
-               LISTS: tl.constexpr, LINES: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-               CAUSAL: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Sort the pages that a row sees. Grid (B,); `tags` holds the codec of each list, 4 bits each.
-
-    LINES >= LISTS is a power of two.
-    """
+               stride_table, stride_list, tags, C: tl.constexpr):  # fmt: skip
+    """Sort the pages that a row sees. Grid (B,); `tags` holds each list's codec, 4 bits each."""
     i_row = tl.program_id(0)
     n_new = tl.load(p_starts + i_row + 1) - tl.load(p_starts + i_row)
     n_tokens = tl.load(p_lengths + i_row)
     p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
-    begin = first_page(n_tokens, n_new, PAGE, WINDOW)
-    end = tl.where(n_new > 0, (n_tokens + PAGE - 1) // PAGE, begin)
+    begin = first_page(n_tokens, n_new, C)
+    end = tl.where(n_new > 0, (n_tokens + C.PAGE - 1) // C.PAGE, begin)
     sees_all = n_tokens  # positions below are seen by every new token that has them in its window
-    if CAUSAL:
+    if C.CAUSAL:
         sees_all -= n_new
-        if not TREE:
+        if not C.TREE:
             sees_all += 1
-    hidden = n_tokens - WINDOW if WINDOW > 0 else 0  # from here on the last new token sees
+    hidden = n_tokens - C.WINDOW if C.WINDOW > 0 else 0  # from here on the last new token sees
     o_list = tl.arange(0, LINES)
     b_tags = (tags >> (o_list * 4)) & 15
-    b_tags = tl.where(o_list < LISTS, b_tags, 16)
+    b_tags = tl.where(o_list < C.LISTS, b_tags, 16)
     b_count = tl.zeros([LINES], tl.int32)
     b_edge = tl.zeros([LINES], tl.int32)
     b_tail = tl.zeros([LINES], tl.int32)
-    for i in tl.range(begin, end, BLOCK, num_stages=1):
-        o_page = i + tl.arange(0, BLOCK)
+    for i in tl.range(begin, end, C.BLOCK, num_stages=1):
+        o_page = i + tl.arange(0, C.BLOCK)
         b_page = tl.load(p_line + o_page, mask=o_page < end, other=-1)
         m = (b_page >> TAG)[:, None] == b_tags[None, :]
         b_count += tl.sum(m.to(tl.int32), axis=0)
-        b_edge += tl.sum((m & (o_page * PAGE < hidden)[:, None]).to(tl.int32), axis=0)
-        b_tail += tl.sum((m & (o_page * PAGE + PAGE > sees_all)[:, None]).to(tl.int32), axis=0)
+        b_edge += tl.sum((m & (o_page * C.PAGE < hidden)[:, None]).to(tl.int32), axis=0)
+        b_tail += tl.sum((m & (o_page * C.PAGE + C.PAGE > sees_all)[:, None]).to(tl.int32), axis=0)
     b_first = tl.cumsum(b_count, axis=0) - b_count
     p_count = p_counts + o_list * FIELDS * n_rows + i_row
-    m_list = o_list < LISTS
+    m_list = o_list < C.LISTS
     tl.store(p_count, b_count, mask=m_list)
     tl.store(p_count + n_rows, b_first, mask=m_list)
     tl.store(p_count + 2 * n_rows, b_edge, mask=m_list)
     tl.store(p_count + 3 * n_rows, b_tail, mask=m_list)
     o_to = i_row.to(tl.int64) * stride_list
-    for i in tl.range(begin, end, BLOCK, num_stages=1):
-        o_page = i + tl.arange(0, BLOCK)
+    for i in tl.range(begin, end, C.BLOCK, num_stages=1):
+        o_page = i + tl.arange(0, C.BLOCK)
         b_page = tl.load(p_line + o_page, mask=o_page < end, other=-1)
         m = (b_page >> TAG)[:, None] == b_tags[None, :]
         b_rank = tl.cumsum(m.to(tl.int32), axis=0) - 1 + b_first[None, :]
@@ -375,7 +354,7 @@ def lists_of(task: Task) -> Lists:
     key = (
         task.layout.page_size,
         tuple(layout.codec for layout in task.pages.sealed),
-        *(task.flags[name] for name in ("WINDOW", "CAUSAL", "TREE")),
+        *(task.how.window, task.how.causal, task.how.tree is not None),
         task.out.is_cuda and torch.cuda.is_current_stream_capturing(),
     )
     lists, last = made.lists.get(key, (None, layer))
@@ -395,19 +374,16 @@ def _make(task: Task) -> Lists:
     launch(
         list_pages,
         (rows,),
-        *task.operands[2:],
-        *lists,
-        rows,
-        batch.table.stride(0),
-        width,
+        *(*task.operands[2:], *lists, rows, batch.table.stride(0), width),
         sum(CODECS.index(codec) << 4 * i for i, codec in enumerate(codecs)),
-        LISTS=len(codecs),
-        LINES=8,
-        PAGE=task.layout.page_size,
-        WINDOW=task.flags["WINDOW"],
-        CAUSAL=task.flags["CAUSAL"],
-        TREE=task.flags["TREE"],
-        BLOCK=min(1024, padded(width)),
+        C=Constants(
+            PAGE=task.layout.page_size,
+            WINDOW=task.how.window or 0,
+            CAUSAL=task.how.causal,
+            TREE=task.how.tree is not None,
+            LISTS=len(codecs),
+            BLOCK=min(1024, padded(width)),
+        ),
         num_warps=8,
     )
     return lists

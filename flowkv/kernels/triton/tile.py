@@ -1,12 +1,11 @@
-"""What the attention kernels do alike with one tile of K and V: find it, load it, scale scores."""
+"""Device code that kernels share: tiles of K and V, numbers of two digits, who does which work."""
+
+# ruff: noqa: PLR0913, PLR0917
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-# ruff: noqa: PLR0913, PLR0917
-
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -14,22 +13,19 @@ LOWEST = tl.constexpr(-1.0e30)  # finite: "nothing seen yet" needs no guards aga
 
 
 @triton.jit
-def locate(t, p_run, p_line, PAGE: tl.constexpr, TILE: tl.constexpr, GRANULE: tl.constexpr):
+def locate(t, p_run, p_line, C: tl.constexpr):
     """(Pointer to the page's run, slot of the tile's first token, position of that token).
 
     Args:
         t: Number of the tile; pages are cut into cdiv(PAGE, TILE) tiles.
         p_run: Run of the head in a page at granule 0.
         p_line: The row's line of the page table.
-        PAGE: Tokens of a page.
-        TILE: Tokens of a tile.
-        GRANULE: Elements of a granule; a constant, it tells the compiler the alignment.
+        C: What the kernel is compiled for (`launch.Constants`).
     """
-    TILES: tl.constexpr = (PAGE + TILE - 1) // TILE
-    i_page = t // TILES
-    o_slot = t % TILES * TILE
-    p_page = p_run + tl.load(p_line + i_page).to(tl.int64) * GRANULE
-    return p_page, o_slot, i_page * PAGE + o_slot
+    i_page = t // C.TILES
+    o_slot = t % C.TILES * C.TILE
+    p_page = p_run + tl.load(p_line + i_page).to(tl.int64) * C.GRANULE
+    return p_page, o_slot, i_page * C.PAGE + o_slot
 
 
 @triton.jit
@@ -48,31 +44,28 @@ def load(p, m, MASKED: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def cap(b_s, scale, softcap, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr = False):
-    """Scores b_s' such that `b_s' * unit` is the logit, capped, in units of log 2.
-
-    NATURAL asks for the logit itself, so that a bias may be added to it.
-    """
-    if SOFTCAP:  # cap * tanh(s / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1)
+def cap(b_s, scale, softcap, C: tl.constexpr):
+    """Scores b_s' such that `b_s' * unit` is the logit, capped, in units of log 2."""
+    if C.SOFTCAP:  # cap * tanh(s / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1)
         b_exp = tl.math.exp2(b_s * (2.0 * LOG2E * scale / softcap))
         return softcap - 2.0 * softcap / (b_exp + 1.0)
-    elif NATURAL:
+    elif C.ALIBI:  # the logit itself, so that a bias may be added to it
         return b_s * scale
     else:
         return b_s
 
 
 @triton.jit
-def unit_of(scale, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr = False):
+def unit_of(scale, C: tl.constexpr):
     """The unit of `cap`."""
-    if SOFTCAP or NATURAL:
+    if C.SOFTCAP or C.ALIBI:
         return LOG2E
     else:
         return scale * LOG2E
 
 
 @triton.jit
-def visible(b_at, b_seen, b_tree, context, WINDOW: tl.constexpr, TREE: tl.constexpr):
+def visible(b_at, b_seen, b_tree, context, C: tl.constexpr):
     """Whether queries see positions b_at, as far as causality, a tree and a window say.
 
     Args:
@@ -80,16 +73,15 @@ def visible(b_at, b_seen, b_tree, context, WINDOW: tl.constexpr, TREE: tl.conste
         b_seen: Number of positions up to each query's own; of the row, without causality.
         b_tree: int64, bit j of a query's: it sees new token j of its row.
         context: Position of the row's first new token.
-        WINDOW: Positions that a query sees, its own included; 0 for all.
-        TREE: Whether b_tree decides about the new tokens.
+        C: What the kernel is compiled for (`launch.Constants`).
     """
-    if TREE:
+    if C.TREE:
         b_new = tl.minimum(tl.maximum(b_at - context, 0), 63).to(tl.int64)
         m = (b_at < context) | (((b_tree >> b_new) & 1) != 0)
     else:
         m = b_at < b_seen
-    if WINDOW > 0:
-        m = m & (b_at >= b_seen - WINDOW)
+    if C.WINDOW > 0:
+        m = m & (b_at >= b_seen - C.WINDOW)
     return m
 
 
@@ -111,14 +103,15 @@ def store_mass(p_mass, i_tile, b_top, b_sum):
 
 @triton.jit
 def store_partial(p_part, p_part_lse, o_part, m_c, b_m, b_l, b_acc, FROM: tl.constexpr,
-                  VALUE_DIM: tl.constexpr):  # fmt: skip
+                  C: tl.constexpr):  # fmt: skip
     """Store a running softmax as a partial: m in units of log 2, acc from dim FROM on."""
     o_v = FROM + tl.arange(0, b_acc.shape[0])
     b_some = tl.where(b_l == 0.0, 1.0, b_l)  # NaN stays NaN
     b_lse = tl.where(b_l == 0.0, -float("inf"), b_m + tl.math.log2(b_some))
     tl.store(p_part_lse + o_part, b_lse, mask=m_c)
-    m_o = m_c[None, :] & (o_v < VALUE_DIM)[:, None]
-    tl.store(p_part + o_part[None, :] * VALUE_DIM + o_v[:, None], b_acc / b_some[None, :], mask=m_o)
+    m_o = m_c[None, :] & (o_v < C.VALUE_DIM)[:, None]
+    tl.store(p_part + o_part[None, :] * C.VALUE_DIM + o_v[:, None], b_acc / b_some[None, :],
+             mask=m_o)  # fmt: skip
 
 
 # Integers in the registers of sealed kernels: nibbles, signed bytes, and numbers of two digits.
@@ -130,7 +123,7 @@ def store_partial(p_part, p_part_lse, o_part, m_c, b_m, b_l, b_acc, FROM: tl.con
 #
 # A *number of two digits* is an integer n of at most 127 * 256 in magnitude, kept as two int8 `hi`
 # and `lo` with n = 256 hi + lo: tensor cores multiply both with 8- or 4-bit integers, exactly, and
-# the second product costs little beside the loads it waits for (`triton.sealed_tile`).
+# the second product costs little beside the loads it waits for (`triton.sealed`).
 
 MOST = tl.constexpr(32512.0)
 """The largest number of two digits, 127 * 256."""
@@ -164,9 +157,9 @@ SPLIT_DIGITS = tl.constexpr("""{
 
 
 @triton.jit
-def nibbles(b, ASM: tl.constexpr):
+def nibbles(b, C: tl.constexpr):
     """(Low, high) nibbles of bytes, as int8 of 0 to 15."""
-    if ASM:
+    if C.ASM:
         return tl.inline_asm_elementwise(
             SPLIT_NIBBLES, "=r,=r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
@@ -175,9 +168,9 @@ def nibbles(b, ASM: tl.constexpr):
 
 
 @triton.jit
-def signed(b, ASM: tl.constexpr):
+def signed(b, C: tl.constexpr):
     """Bytes u as int8 u - 128."""
-    if ASM:
+    if C.ASM:
         return tl.inline_asm_elementwise(
             FLIP_SIGNS, "=r,r", [b], dtype=tl.int8, is_pure=True, pack=4
         )
@@ -192,9 +185,9 @@ def rounded(x):
 
 
 @triton.jit
-def digits(b, ASM: tl.constexpr):
+def digits(b, C: tl.constexpr):
     """(hi, lo) of what `rounded` returned: byte 1, and byte 0 less the 128."""
-    if ASM:
+    if C.ASM:
         return tl.inline_asm_elementwise(
             SPLIT_DIGITS, "=r,=r,r,r,r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
@@ -211,3 +204,214 @@ def joined(b_hi, b_lo):
     """
     b_hi = b_hi.to(tl.float32, bitcast=True) - 256.0 * MAGIC
     return b_hi + b_lo.to(tl.float32, bitcast=True)
+
+
+# Who does which part of the work.
+#
+# Nothing here is planned on the host, so a captured CUDA graph stays right when lengths change:
+# every program reads the (few) lengths of the batch and finds its own share. Two ways of sharing:
+#
+# * *few* new tokens per row (decode): stream-K. The pages of all rows stand in one line, cut into
+#   equal shares; a share may end in the middle of a row and go on in the next. Segment number
+#   `share + row` is unique, so partials need no table. Where a row's result must not depend on the
+#   rest of the batch, what is dealt out are *units* of pages instead, cut within each row alone,
+#   and every unit is a segment.
+# * *many* new tokens (prefill): a row is cut into blocks of query rows, and each block into chunks
+#   of pages where there are too few blocks to fill the device.
+#
+# A row belongs to the few if `0 < T <= FEW`, to the many if `T > FEW`; one batch may hold both.
+
+
+@triton.jit
+def row_of_token(i_token, p_starts, n_rows, C: tl.constexpr):
+    """Row of packed token `i_token`; at least `n_rows` for a token of no row. ROWS >= n_rows."""
+    o_row = tl.arange(0, C.ROWS)
+    b_end = tl.load(p_starts + 1 + o_row, mask=o_row < n_rows, other=2147483647)
+    return tl.sum((b_end <= i_token).to(tl.int32), axis=0)
+
+
+@triton.jit
+def row_at(i_row, p_starts, p_lengths):
+    """(First new token, new tokens, tokens) of a row."""
+    start = tl.load(p_starts + i_row)
+    return start, tl.load(p_starts + i_row + 1) - start, tl.load(p_lengths + i_row)
+
+
+@triton.jit
+def sight_of(o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C: tl.constexpr):
+    """(Positions below which query rows see, their slopes of ALiBi, bits of new tokens seen)."""
+    b_seen = context + 1 + o_r // C.GROUP
+    if not C.CAUSAL:
+        b_seen = o_r * 0 + n_tokens
+    b_slope = b_seen
+    if C.ALIBI:
+        b_slope = tl.load(p_alibi + o_head, mask=m_r, other=0.0).to(tl.float32)
+    b_tree = o_r
+    if C.TREE:
+        b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
+    return b_seen, b_slope, b_tree
+
+
+@triton.jit
+def first_page(n_tokens, n_new, C: tl.constexpr):
+    """First page that any new token of a row sees."""
+    if C.WINDOW > 0:
+        return tl.maximum(n_tokens - n_new - C.WINDOW + 1, 0) // C.PAGE
+    else:
+        return n_tokens * 0
+
+
+@triton.jit
+def seen_pages(n_tokens, n_new, C: tl.constexpr):
+    """Number of pages that the new tokens of a row see."""
+    return (n_tokens + C.PAGE - 1) // C.PAGE - first_page(n_tokens, n_new, C)
+
+
+@triton.jit
+def few_pages(p_starts, p_lengths, n_rows, C: tl.constexpr):
+    """`[ROWS]` pages to read of each row that has few new tokens, 0 of the others."""
+    o_row = tl.arange(0, C.ROWS)
+    m_row = o_row < n_rows
+    b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
+    b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0) - b_start
+    b_length = tl.load(p_lengths + o_row, mask=m_row, other=0)
+    b_pages = seen_pages(b_length, b_new, C)
+    return tl.where(m_row & (b_new > 0) & (b_new <= C.FEW), b_pages, 0)
+
+
+@triton.jit
+def few_rows(p_counts, p_starts, n_rows, C: tl.constexpr):
+    """`[ROWS]` counts `[B]` of rows that have few new tokens, 0 of the others."""
+    o_row = tl.arange(0, C.ROWS)
+    m_row = o_row < n_rows
+    b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0)
+    b_new -= tl.load(p_starts + o_row, mask=m_row, other=0)
+    b_count = tl.load(p_counts + o_row, mask=m_row, other=0)
+    return tl.where((b_new > 0) & (b_new <= C.FEW), b_count, 0)
+
+
+@triton.jit
+def few_share(b_pages, n_shares, C: tl.constexpr):
+    """Pages of one share when all pages are dealt out over at most `n_shares`."""
+    return tl.maximum((tl.sum(b_pages, axis=0) + n_shares - 1) // n_shares, C.MIN_PAGES)
+
+
+@triton.jit
+def row_unit(n_pages, C: tl.constexpr):
+    """Pages of a unit of a row that is cut into UNITS at most, whatever the other rows are."""
+    return tl.maximum((n_pages + C.UNITS - 1) // C.UNITS, C.MIN_PAGES)
+
+
+@triton.jit
+def few_items(b_pages, C: tl.constexpr):
+    """`[ROWS]` items of each row's pages that are dealt out: pages, or units if UNITS > 0."""
+    if C.UNITS > 0:
+        b_unit = row_unit(b_pages, C)
+        return (b_pages + b_unit - 1) // b_unit
+    else:
+        return b_pages
+
+
+@triton.jit
+def share_of_items(b_items, n_shares, C: tl.constexpr):
+    """Items of one share."""
+    if C.UNITS > 0:
+        return tl.maximum((tl.sum(b_items, axis=0) + n_shares - 1) // n_shares, 1)
+    else:
+        return few_share(b_items, n_shares, C)
+
+
+@triton.jit
+def few_segments(b_items, i_row, n_share, C: tl.constexpr):
+    """(First, number) of the segments of a row's partials."""
+    begin = sum_before(b_items, i_row)
+    n_items = pick(b_items, i_row)
+    if C.UNITS > 0:
+        return begin, n_items
+    else:
+        first = begin // n_share
+        last = (begin + n_items - 1) // n_share
+        return first + i_row, tl.where(n_items > 0, last - first + 1, 0)
+
+
+@triton.jit
+def many_chunks(p_starts, p_lengths, n_rows, n_shares, C: tl.constexpr):
+    """Blocks `[ROWS]` and chunks per block `[ROWS]` of rows with many new tokens, pages a chunk."""
+    o_row = tl.arange(0, C.ROWS)
+    m_row = o_row < n_rows
+    b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
+    b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0) - b_start
+    b_length = tl.load(p_lengths + o_row, mask=m_row, other=0)
+    b_pages = seen_pages(b_length, b_new, C)
+    b_blocks = tl.where(m_row & (b_new > C.FEW), (b_new * C.GROUP + C.BLOCK - 1) // C.BLOCK, 0)
+    if C.SPLIT:
+        n_chunk = (tl.sum(b_blocks * b_pages, axis=0) + n_shares - 1) // n_shares
+        n_chunk = tl.maximum(n_chunk, C.MIN_PAGES)
+        b_chunks = (b_pages + n_chunk - 1) // n_chunk
+    else:
+        n_chunk = tl.max(b_pages, axis=0)
+        b_chunks = tl.full([C.ROWS], 1, tl.int32)
+    return b_blocks, b_chunks, n_chunk
+
+
+@triton.jit
+def pick(b_values, index):
+    """Element `index` of a block."""
+    return tl.sum(tl.where(tl.arange(0, b_values.shape[0]) == index, b_values, 0), axis=0)
+
+
+@triton.jit
+def sum_before(b_values, index):
+    """Sum of the elements of a block before `index`."""
+    return tl.sum(tl.where(tl.arange(0, b_values.shape[0]) < index, b_values, 0), axis=0)
+
+
+@triton.jit
+def row_of_item(b_items, i_item):
+    """Row that holds item `i_item` when rows hold `b_items` each; ROWS beyond the last item."""
+    return tl.sum((tl.cumsum(b_items, axis=0) <= i_item).to(tl.int32), axis=0)
+
+
+@triton.jit
+def tile_at(position, C: tl.constexpr):
+    """Number of the tile that holds a position. A page is cut into cdiv(PAGE, TILE) tiles."""
+    if C.PAGE % C.TILE == 0:
+        return position // C.TILE
+    else:
+        return position // C.PAGE * C.TILES + position % C.PAGE // C.TILE
+
+
+@triton.jit
+def tiles_until(position, C: tl.constexpr):
+    """Number of tiles that hold the positions below `position`."""
+    return tl.where(position > 0, tile_at(position - 1, C) + 1, 0)
+
+
+@triton.jit
+def tile_range(page, n_pages, seen_least, seen_most, C: tl.constexpr):
+    """Tiles `[t0, t1)` of `n_pages` pages that some query sees, `[f0, f1)` that all see in full.
+
+    Queries see the positions below `seen_least` to `seen_most`, and WINDOW of them at most.
+    """
+    t0 = page * C.TILES
+    t1 = tl.minimum((page + n_pages) * C.TILES, tiles_until(seen_most, C))
+    f0 = t0
+    if C.WINDOW > 0:
+        t0 = tl.maximum(t0, tile_at(tl.maximum(seen_least - C.WINDOW, 0), C))
+        f0 = tiles_until(tl.maximum(seen_most - C.WINDOW, 0), C)
+    t1 = tl.maximum(t0, t1)
+    f0 = tl.minimum(tl.maximum(f0, t0), t1)
+    f1 = tl.minimum(tl.maximum(tile_at(seen_least, C), f0), t1)
+    return t0, f0, f1, t1
+
+
+@triton.jit
+def list_range(skip, take, n_pages, n_edge, n_tail, C: tl.constexpr):
+    """`tile_range` of `take` pages from `skip` on of a list: its ends of n_edge, n_tail have masks.
+
+    Tiles are cut from pages of PAGE tokens.
+    """
+    end = skip + take
+    f0 = tl.minimum(tl.maximum(skip, n_edge), end)
+    f1 = tl.minimum(tl.maximum(n_pages - n_tail, f0), end)
+    return skip * C.TILES, f0 * C.TILES, f1 * C.TILES, end * C.TILES
