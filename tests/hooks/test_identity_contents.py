@@ -1037,14 +1037,16 @@ def test_what_somebody_keeps_on_a_cache_is_named(bound: bool) -> None:
 
 def test_a_name_of_python_that_a_module_takes_for_itself_is_noticed() -> None:
     model, space = models.causal("llama"), {"__name__": "somewhere"}
-    exec("def hook(module, given, out):\n    return out * abs(-1.0)", space)
+    exec("def hook(module, given, out):\n    return out.mul(abs(-1.0))", space)
     model.model.layers[0].mlp.register_forward_hook(space["hook"])
     identity = Identity(model)
     space["abs"] = lambda value: 2.0
     assert not identity.same(model)
     assert Identity(model).namespace != identity.namespace
     del space["abs"]
-    assert identity.same(model) and Identity(model).namespace == identity.namespace
+    assert Identity(model).namespace == identity.namespace
+    space["mul"] = "what a notebook calls like that is not what the hook means"
+    assert identity.same(model)
 
 
 def test_a_setting_that_a_module_gets_later_is_noticed() -> None:

@@ -998,8 +998,9 @@ class Walk:
                 self._global(home, space, name, names, library)
             elif name in vars(builtins):
                 self._items.append((vars(builtins), name, vars(builtins)[name]))
-                self._lacks(space, name)
-            elif not library:
+                if library or name in _loaded(function.__code__):
+                    self._lacks(space, name)
+            elif not library and name in _loaded(function.__code__):
                 self._lacks(space, name)
 
     def _global(
@@ -1498,6 +1499,13 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
+
+
+@functools.cache
+def _loaded(code: types.CodeType) -> frozenset[str]:
+    """Names that code looks up among the globals, apart from those of attributes."""
+    steps = itertools.chain.from_iterable(map(dis.get_instructions, _codes(code)))
+    return frozenset(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 @functools.cache
