@@ -61,8 +61,9 @@ class Prefetch:
         """
         store = self._store
         absent = [block for block in blocks if block.page < 0]
-        for block in set(blocks).difference(absent):
-            self._told(block, False)
+        for block in blocks:
+            if block.page >= 0:
+                self._told(block, False)
         loads = [PageLoad(store, b, -1, awaited=False, allocate=allocate) for b in absent]
         codecs = ways(store, loads)
         reserve(loads, codecs, allocate or store.spare)

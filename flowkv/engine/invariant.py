@@ -1,8 +1,8 @@
 """Batch-invariant steps: to the last bit, what comes of a token does not depend on other rows.
 
 Nor on how its prompt was cut into chunks, on what of it was known, or on where its pages lie. Four
-things see to that. Matrix products run over blocks of fixed numbers of rows (`engine.products`).
-Functions of single elements leave none over (`engine.elements`). Each new token attends by itself,
+things see to that. Matrix products run over blocks of fixed numbers of rows.
+Functions of single elements leave none over. Each new token attends by itself,
 as if it were decoded, however many there are (`Step.apart`). And pages computed this way are kept
 apart from others, by a salt. All else that decoders do with packed tokens happens within each one.
 """

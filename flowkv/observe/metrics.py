@@ -403,7 +403,9 @@ class Metrics:
         for level in levels:
             found.setdefault(level.name, {})[_key(level.labels)] = level.value
         return [
-            Family(name, NAMES[name].kind, NAMES[name].meaning, sorted(series.items()))
+            Family(name, known.kind, known.meaning, sorted(series.items()))
+            if (known := NAMES.get(name)) is not None
+            else Family(name, "gauge", "", sorted(series.items()))  # of somebody's own source
             for name, series in sorted(found.items())
         ]
 

@@ -199,7 +199,7 @@ class Envelope:
             either way.
 
     Attributes:
-        plain: Whether all frames it seals are their bodies behind a header, so that `tiers.check`
+        plain: Whether all frames it seals are their bodies behind a header, so that `tiers.digest`
             may open them.
 
     Raises:

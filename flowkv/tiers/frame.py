@@ -23,7 +23,7 @@ from a header is used before its digest is right, and no length before it was ch
 bytes that are there (DESIGN D5, D11).
 
 xxh3_128 finds accidents, not attackers. The byte `integrity` names the check: a reader that wants
-the keyed one (`tiers.aead`) refuses frames without it, and the other way round (`tiers.envelope`).
+the keyed one refuses frames without it, and the other way round (`tiers.envelope`).
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 import numpy as np
@@ -178,13 +180,18 @@ class HostTier(Immediate):
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
         end_ns = start_ns + round(min(deadline_s, 1e9) * 1e9)
         self._waiting.add(job)
+        work = (job, items, start_ns, end_ns, itertools.count())
         try:
-            self._apart.submit(self._carry_out, job, items, start_ns, end_ns)
-        except RuntimeError:  # closed meanwhile: which is what it will answer
-            self._carry_out(job, items, start_ns, end_ns)
+            self._apart.submit(self._carry_out, *work)
+        except RuntimeError:  # closed meanwhile, which is what it will answer, or no thread begins
+            self._carry_out(*work)
         return job
 
-    def _carry_out(self, job: int, items: Sequence[Load], start_ns: int, end_ns: int) -> None:
+    def _carry_out(
+        self, job: int, items: Sequence[Load], start_ns: int, end_ns: int, turns: Iterator[int]
+    ) -> None:
+        if next(turns):  # it was queued, although no thread could begin then
+            return
         for index, item in enumerate(items):
             if self._closed or job not in self._waiting:
                 reply = failed(item.key, "closed" if self._closed else "cancelled")
@@ -240,7 +247,8 @@ class HostTier(Immediate):
         with self._lock:
             self._closed = True
         if self._pid == os.getpid():  # threads do not follow into a child
-            self._apart.shutdown()
+            with suppress(RuntimeError):  # closed by that very thread
+                self._apart.shutdown()
         with self._lock:
             self._frames.clear()
             self._used_bytes = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import collections
+import copy
 import ctypes
 import dataclasses
 import enum
@@ -15,6 +16,7 @@ import functools
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 import types
@@ -1083,3 +1085,32 @@ def test_weights_that_are_read_as_another_type_are_noticed() -> None:
             parameter.data = parameter.data.view(torch.float16)
         generate(model, 4, input_ids=prompt)
         assert kv.stats()["tokens_reused"] == before
+
+
+class Foreign(torch.nn.Module):
+    """A module of somebody's own, of which a hook keeps one more."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_copying_and_pickling_leave_no_trace_in_a_name() -> None:
+    """Python notes on a class how its objects are copied, when the first of them is."""
+    model, kept = models.causal("llama"), One()
+    model.model.layers[0].mlp = Foreign(model.model.layers[0].mlp)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, given, out, kept=kept: out)
+    for cls in (torch.Tensor, Foreign, One):
+        if "__slotnames__" in vars(cls):
+            del cls.__slotnames__
+    identity = Identity(model)
+    for something in (torch.zeros(1), model, kept):
+        copy.copy(something)
+        copy.deepcopy(something)
+        pickle.dumps(torch.zeros(1))
+    assert "__slotnames__" in vars(torch.Tensor)
+    assert identity.same(model)
+    assert Identity(model).namespace == identity.namespace

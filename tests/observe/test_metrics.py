@@ -168,3 +168,9 @@ def test_threads_lose_nothing() -> None:
         thread.join()
     assert metrics.total("restores_total") == 1500
     assert metrics.total("restored_tokens_total") == 3000
+
+
+def test_a_source_may_have_names_of_its_own() -> None:
+    metrics = Metrics()
+    metrics.source(lambda: [Level("my_own", 3.0)])
+    assert "flowkv_my_own 3" in metrics.prometheus()

@@ -230,3 +230,26 @@ def test_what_a_thread_does_not_carry_out_is_answered(
     if how == "close":
         closing.join()
     tier.close()
+
+
+def test_a_job_is_answered_once_if_no_thread_could_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = HostTier(1 << 20, clock=ManualClock())
+    first, then = (load_all(tier, [name], 8192) for name in "ab")
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(host, "APART_BYTES", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        job = tier.submit_load(first)
+    later = tier.submit_load(then)
+    found = [answer.job for _ in range(4) for answer in tier.poll(0.5)]
+    assert sorted(found) == sorted([job, later])
+    tier.close()
+
+
+def test_its_own_thread_can_close_it() -> None:
+    tier = HostTier(1 << 20)
+    assert tier._apart.submit(tier.close).exception(timeout=10) is None
+    assert tier._closed and not tier.contains([bytes(32)])[0]

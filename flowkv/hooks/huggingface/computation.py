@@ -1139,9 +1139,10 @@ class Walk:
             self._checks.append(_unchanged(hooks, set()))
         for name, value in vars(torch.Tensor).items():
             own = _TENSOR.get(name) is value and _root(value) in ("torch", "builtins")
-            if not own and (name in self._named or name.startswith("__")):
+            operator_of = name.startswith("__") and name not in _CLASS_ITEMS
+            if not own and (name in self._named or operator_of):
                 self._value(f"torch.Tensor.{name}", value)
-        self._checks.append(_unchanged(vars(torch.Tensor), set()))
+        self._checks.append(_unchanged(vars(torch.Tensor), {"__slotnames__"}))
         updates = [cls.update for cls in CACHES]  # FlowKV's own stand in for theirs
         for cls, update in zip(CACHES, updates, strict=True):
             self._value(f"{cls.__name__}.update", update)
@@ -1185,7 +1186,7 @@ _CLASS_ITEMS = frozenset(
     """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__
     __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__ __slots__
     __match_args__ __dataclass_fields__ __dataclass_params__ __parameters__ __orig_bases__
-    __abstractmethods__ _abc_impl __hash__""".split()
+    __abstractmethods__ _abc_impl __hash__ __slotnames__""".split()
 )
 _is = operator.is_
 
@@ -1592,8 +1593,13 @@ def _content_of(cell: types.CellType) -> Any:
 
 
 def _same_length(cls: type) -> Callable[[], bool]:
-    space, size = vars(cls), len(vars(cls))
-    return lambda: len(space) == size
+    held = vars(cls)
+
+    def length() -> int:
+        return len(held) - ("__slotnames__" in held)  # noted by Python when one is copied first
+
+    size = length()
+    return lambda: length() == size
 
 
 _AROUND = (functools.cached_property, functools.partialmethod, functools.partial)

@@ -282,7 +282,7 @@ def _weigh_pages(weights: torch.Tensor, row: RowPart, first: int) -> None:
     row.how.mass[row.number].index_add_(0, page, weights.T)
 
 
-# Calls of `cpu.mixed`: pages of several codecs, and the rarer switches of attention.
+# Calls of `cpu.attend`: pages of several codecs, and the rarer switches of attention.
 
 INVARIANT_TOKENS = 1024
 """Tokens of a piece when rows must not depend on each other: cut for parallelism, but always so."""

@@ -337,7 +337,7 @@ def sum_blocks(a, part, parts):
 # numba kernels that rotate keys (RoPE): on their way into pages, and where they lie in pages.
 #
 # The functions name no fast-math flags, so that every product and sum is rounded by itself, as the
-# contract of `operands.Rotary` wants; see `cpu.move` for how they take their operands.
+# contract of `operands.Rotary` wants; see above for how they take their operands.
 
 _ROTARY_JIT = {"error_model": "numpy", "fastmath": False}
 _INLINE = {**_ROTARY_JIT, "forceinline": True}
@@ -386,7 +386,7 @@ def _rotate_here(p, cos, sin, pairs, interleaved, like):
 
 @njit(**_ROTARY_JIT)
 def append_rotary(a, turn, likes, part, parts):
-    """Write packed tokens into pages, their keys rotated; operands `a` are those of `cpu.move`.
+    """Write packed tokens into pages, their keys rotated; operands `a` are those of moves.
 
     turn: addresses of cos and sin, pairs, first rotated dim, whether interleaved, bytes of an
     element of a page. `likes` are the types of an element of a packed key and of a page.

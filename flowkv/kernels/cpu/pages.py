@@ -1,7 +1,7 @@
 """The numba twin: what all of it shares, moves of whole pages, and merges.
 
 The functions here turn tensors into addresses (no views, so that a call costs microseconds), decide
-whether the work is worth more than one thread, and call the kernels of `cpu.move` and `cpu.merge`.
+whether the work is worth more than one thread, and call the kernels of `cpu.bits` and `cpu.attend`.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
 
 
 def rotary_operands(rope: Rotary, item_bytes: int) -> np.ndarray:
-    """The addresses and sizes of `rope` as `cpu.rotary` reads them."""
+    """The addresses and sizes of `rope` as `cpu.bits` reads them."""
     return np.array(
         [
             address(rope.cos),

@@ -185,7 +185,7 @@ class Turns:
         scheduler: The order.
         limits: What may be done at once.
         keeps: Whether a job's pages are worth keeping in host memory, rather than computing them
-            again, as far as anybody has measured; see `policy.scheduling.worth`.
+            again, as far as anybody has measured.
 
     Raises:
         ConfigError: A limit is out of range.

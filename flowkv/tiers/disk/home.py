@@ -3,7 +3,7 @@
     superblock.json   what made it: format, sizes, store id        written by rename, with a crc32
     lock              held (flock) by the one process that writes; holds its process id
     journal           which frame lies where                       `disk.journal`
-    slab-<granules>   the frames                                   `disk.slab`
+    slab-<granules>   the frames                                   `disk.store`
     learned           what policies learned, if they do            `flowkv.cache.stack`
     aside-<n>         a store of another format, moved out of the way and never deleted
 

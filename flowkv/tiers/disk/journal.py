@@ -2,7 +2,7 @@
 
     file   = page | page | ...                              4 KiB each, appended; the last one grows
     page   = magic, crc32, count, store id, number (64 bytes) | 18 records of 224 bytes
-    record = `disk.records`, with a crc32 of its own
+    record = `Record`, with a crc32 of its own
 
 The newest record of a key, and of a slot, wins: the one with the highest number, wherever it lies.
 One wrong bit costs at most one record: a page whose crc fails is searched record by record, and

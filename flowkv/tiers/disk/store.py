@@ -330,7 +330,7 @@ class Slabs:
     def occupy(self, granules: NDArray[np.uint32], numbers: NDArray[np.uint64]) -> None:
         """Tells which slots hold frames; cuts off what lies behind the last one of each file.
 
-        No two frames share a slot, and every slot lies within its file (`disk.recover.recover`).
+        No two frames share a slot, and every slot lies within its file (`recover`).
         """
         for each in sorted({*self.sizes(), *np.unique(granules).tolist()}):
             taken = np.sort(numbers[granules == each]).astype(np.int64)

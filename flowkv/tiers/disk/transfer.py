@@ -49,7 +49,7 @@ from flowkv.tiers.io.staging import ArenaSlot, address_of
 # Frames that a disk has delivered: verified and copied to their targets, whole batches at a time.
 #
 # Small batches are checked by the envelope. Large ones of plain frames go through one compiled call
-# (`tiers.check`), which keeps its speed while the interpreter is busy elsewhere.
+# (`tiers.digest`), which keeps its speed while the interpreter is busy elsewhere.
 
 COMPILED_BYTES = 1 << 20
 """Batches at least so large are worth the compiled check, and once in a process its loading."""
@@ -505,13 +505,10 @@ class Storing(_Transfers):
                 _copy(sealed, memory.view)
                 head, sizes = sealed.head, (len(sealed.header), sealed.n_bytes)
             slot, stale = self._store.place(*sizes)
+            fd = self._store.fd(slot)
         except BaseException:
             self._store.release(wish.key)
             raise
-        if self._envelope.plain:
-            body = wish.body.cast("B")
-            frame = Unsealed(wish.key, wish.info, body, memory, sizes[0], seq)
-            self._unsealed += ((item, frame),)
         stored_bytes, n_bytes = head.frame_bytes, sizes[1]
         # nothing of what lay there before survives behind a shorter frame
         length = slot.n_bytes if stale else aligned(n_bytes)
@@ -519,8 +516,11 @@ class Storing(_Transfers):
         compressed = bool(head.sizes)
         held = Held(seq, slot, stripes, wish.info, stored_bytes, head.integrity, compressed)
         flight = DiskWrite(item, memory, WrittenFrame(wish.key, held))
-        fd = self._store.fd(slot)
         flight.operations = [(WRITE, fd, slot.offset, memory.address, length)]
+        if self._envelope.plain:
+            body = wish.body.cast("B")
+            frame = Unsealed(wish.key, wish.info, body, memory, sizes[0], seq)
+            self._unsealed += ((item, frame),)
         return flight
 
     def drop(self, flights: list[DiskWrite], reason: str) -> None:
