@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import bench.policy.command
+import bench.real
 import bench.restore.command
 import bench.serve.command
 from flowkv.cli.arguments import Parser, adder
@@ -19,6 +20,7 @@ def parser() -> Parser:
         epilog="python -m bench VERB --help tells more.",
     )
     verb = adder(made.add_subparsers(title="verbs", metavar="VERB", required=True))
+    bench.real.add_verbs(verb)
     for measured in (bench.policy, bench.restore, bench.serve):
         measured.command.add_verbs(verb)
     return made

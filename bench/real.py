@@ -1,0 +1,350 @@
+"""A real language model, attached against plain: `python -m bench real`.
+
+SmolLM2-135M-Instruct by default (see `flowkv.hooks.huggingface.smollm2`), any other folder or id
+with `--model`. Prompts are English: the language reference that ships with CPython, cut into tokens
+and named by its digest in the result. Calls of plain and attached models alternate in one process,
+answers are compared before times, and a ratio is the median of the ratios of neighbouring calls,
+since machines are shared and noisy. What only a new process shows (an empty compile cache, a
+restart, memory) is measured in processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import mmap
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import flowkv
+from flowkv.cli.arguments import AddVerb, count, names
+from flowkv.core.config import parse_size
+from flowkv.demo.timing import Timing, timed_generate
+from flowkv.hooks.huggingface.load import DTYPES, LoadedModel, load_model
+from flowkv.report.screen import Screen
+
+PARTS = ("first", "ttft", "tpot", "restart", "engine")
+UNSEEN, LENGTHS, RESTARTED = (256, 1024, 2048, 4000), (64, 256, 1024, 2048, 4000), (2048, 4000)
+POOL = "2GiB"
+Row = dict[str, Any]
+
+
+def add_verbs(verb: AddVerb) -> None:
+    """Adds the verb."""
+    real = verb("real", _real, "measure a real language model, attached against plain")
+    real.add_argument("--model", default="smollm2", help="folder or Hugging Face id")
+    real.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
+    real.add_argument("--threads", type=count, default=os.cpu_count() or 1)
+    real.add_argument("--rounds", type=count, default=5)
+    real.add_argument("--parts", type=names, default=list(PARTS), help=f"of {','.join(PARTS)}")
+    real.add_argument("--longest", type=count, default=4000, help="tokens of the longest context")
+    real.add_argument("--out", type=Path, metavar="FILE", help="write the result there, too")
+    real.add_argument("--child", default="", help=argparse.SUPPRESS)
+
+
+def _real(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    torch.set_num_threads(given.threads)
+    if given.child:
+        part, folder = given.child.split(":", 1)
+        return 0, _CHILDREN[part](given, folder)
+    rows: list[Row] = []
+    for part in given.parts:
+        for row in _PARTS[part](given):
+            rows.append(row)
+            screen.say("  ".join(f"{k} {_shown(v)}" for k, v in row.items()))
+    result = {
+        "model": given.model,
+        "dtype": given.dtype,
+        "threads": given.threads,
+        "rounds": given.rounds,
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "text_sha256": hashlib.sha256(english().encode()).hexdigest(),
+        "rows": rows,
+    }
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    return int(not all(row.get("identical", True) for row in rows)), result
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return f"{value[1]:.4g} ({value[0]:.4g} to {value[2]:.4g})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """The least, the median and the most."""
+    return [min(values), median(values), max(values)]
+
+
+def english() -> str:
+    """The language reference that ships with CPython; some 700 kB of English, less its tables."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def load(given: argparse.Namespace) -> LoadedModel:
+    """The model, which does not stop before it is told to."""
+    loaded = load_model(given.model, dtype=given.dtype, device="cpu")
+    loaded.model.generation_config.eos_token_id = None
+    loaded.model.generation_config.pad_token_id = 0
+    return loaded
+
+
+class Texts:
+    """Prompts out of the text, none of which begins as another does."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._tokens, self._at = encode(english()), 0
+
+    def next(self, tokens: int) -> list[int]:
+        """The next tokens of the text; from its start again where it ends."""
+        if self._at + tokens > len(self._tokens):
+            self._at = self._at % 97 + 1  # other beginnings than the first time
+        self._at += tokens
+        return self._tokens[self._at - tokens : self._at]
+
+
+class Pair:
+    """The model twice: as it is, and attached."""
+
+    def __init__(self, given: argparse.Namespace, **config: Any) -> None:
+        self.given = given
+        self.plain, self.served = load(given), load(given)
+        self.texts = Texts(self.plain.encode)
+        self.kv = flowkv.attach(self.served.model, **{"gpu": POOL, **config})
+        warm = self.texts.next(700)
+        for _ in range(2):  # compile and allocate before anything is timed
+            for loaded in (self.plain, self.served):
+                timed_generate(loaded.model, [warm], max_new_tokens=70)
+
+    def compare(
+        self, what: str, prompts: Sequence[list[int]], new_tokens: int, figure: str, **plain: Any
+    ) -> Row:
+        """Neighbouring calls on each prompt; ratios are plain / attached.
+
+        Args:
+            what: Name of the row.
+            prompts: One a round.
+            new_tokens: Of an answer.
+            figure: Field of `Timing` that counts.
+            **plain: Options of `generate` for the plain model.
+        """
+        pairs: list[tuple[Timing, Timing]] = []
+        for number, prompt in enumerate(prompts):
+            sides = [(self.plain, plain), (self.served, {})]
+            calls = [
+                timed_generate(loaded.model, [prompt], max_new_tokens=new_tokens, **options)
+                for loaded, options in (sides if number % 2 else sides[::-1])
+            ]
+            one, two = calls if number % 2 else calls[::-1]
+            pairs.append((one, two))
+        alone, served = (
+            [getattr(side, figure) for side in sides] for sides in zip(*pairs, strict=True)
+        )
+        return {
+            "what": what,
+            "tokens": len(prompts[0]),
+            "identical": all(a.answers == b.answers for a, b in pairs),
+            "plain_ms": spread([1e3 * s for s in alone]),
+            "attached_ms": spread([1e3 * s for s in served]),
+            "ratio": spread([a / b for a, b in zip(alone, served, strict=True)]),
+        }
+
+    def lengths(self, of: Sequence[int]) -> list[int]:
+        """Those that were asked for."""
+        return [n for n in of if n <= self.given.longest]
+
+
+def ttft(given: argparse.Namespace) -> Iterator[Row]:
+    """First tokens: of prompts never seen, and of the same ones again."""
+    pair = Pair(given)
+    for n in pair.lengths(UNSEEN):
+        fresh = [pair.texts.next(n) for _ in range(given.rounds)]
+        yield pair.compare("ttft, unseen", fresh, 1, "ttft_s")
+        yield pair.compare("ttft, asked again", fresh, 1, "ttft_s")
+    pair.kv.close()
+
+
+def tpot(given: argparse.Namespace) -> Iterator[Row]:
+    """Further tokens, beside DynamicCache and StaticCache."""
+    pair = Pair(given)
+    for n in pair.lengths(LENGTHS):
+        prompts = [pair.texts.next(n)] * given.rounds
+        pair.compare("", prompts[:1], 2, "tpot_s")  # the prompt is known from here on
+        yield pair.compare("tpot, DynamicCache / attached", prompts, 25, "tpot_s")
+        static = {"cache_implementation": "static"}
+        yield pair.compare("tpot, StaticCache / attached", prompts, 25, "tpot_s", **static)
+    pair.kv.close()
+
+
+def engine(given: argparse.Namespace) -> Iterator[Row]:
+    """New tokens a second of several clients at once, over one `generate` after the other."""
+    pair = Pair(given)
+    for clients in (1, 4):
+        ratios, tokens, same = [], 32, True
+        for _ in range(given.rounds):
+            prompts = [pair.texts.next(256) for _ in range(clients)]
+            start = time.perf_counter()
+            plain = [
+                timed_generate(pair.plain.model, [p], max_new_tokens=tokens).answers[0]
+                for p in prompts
+            ]
+            middle = time.perf_counter()
+            with flowkv.Engine(pair.served.model, pair.kv) as served:
+                answers = [list(c.tokens) for c in served.run(prompts, max_new_tokens=tokens)]
+            ratios.append((middle - start) / (time.perf_counter() - middle))
+            same &= answers == plain
+        yield {"what": f"engine / generate, {clients} clients", "tokens": 256} | {
+            "identical": same,
+            "ratio": spread(ratios),
+        }
+    pair.kv.close()
+
+
+# --- what only a new process shows ---------------------------------------------------------------
+
+
+def _child(given: argparse.Namespace, part: str, folder: str, **environment: str) -> Any:
+    """Runs a part in a process of its own and returns what it found."""
+    command = [sys.executable, "-m", "bench", "real", "--json", "--child", f"{part}:{folder}"]
+    for name in ("model", "dtype", "threads", "rounds", "longest"):
+        command += [f"--{name}", str(getattr(given, name))]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True, text=True
+    )
+    return json.loads(done.stdout)
+
+
+def first(given: argparse.Namespace) -> Iterator[Row]:
+    """The first minute: with nothing compiled, and in the next process."""
+    with tempfile.TemporaryDirectory() as folder:
+        for what in ("empty compile cache", "warm compile cache"):
+            yield {"what": what, **_child(given, "first", folder, NUMBA_CACHE_DIR=folder)}
+
+
+def _first(given: argparse.Namespace, folder: str) -> Row:
+    loaded = load(given)
+    ids = Texts(loaded.encode).next(300)
+    timed_generate(loaded.model, [ids], max_new_tokens=4)  # what the model itself allocates
+    before, start = _resident(), time.process_time()
+    kv = flowkv.attach(loaded.model, gpu="64MiB")
+    attached = time.process_time()
+    timed_generate(loaded.model, [ids], max_new_tokens=4)
+    done = time.process_time()
+    kv.close()
+    code = "import time; t = time.perf_counter(); import flowkv; print(time.perf_counter() - t)"
+    imports = [
+        float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(given.rounds)
+    ]
+    added = _resident() - before - parse_size("64MiB")
+    return {
+        "attach_cpu_s": attached - start,
+        "first_generate_cpu_s": done - attached,
+        "rss_beyond_pool_mib": added / 2**20,
+        "import_ms": spread([1e3 * s for s in imports]),
+    }
+
+
+def _resident() -> int:
+    """Bytes of this process that lie in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def restart(given: argparse.Namespace) -> Iterator[Row]:
+    """Prompts that an earlier process stored, beside computing them and beside the lower bound."""
+    with tempfile.TemporaryDirectory() as folder:
+        stored = _child(given, "store", folder)
+        for row in _child(given, "restored", folder):
+            yield {**row, "store_bytes_a_token": stored["bytes_a_token"]}
+
+
+def _stored(texts: Texts, given: argparse.Namespace) -> dict[int, list[list[int]]]:
+    return {
+        n: [texts.next(n) for _ in range(given.rounds)] for n in RESTARTED if n <= given.longest
+    }
+
+
+def _store(given: argparse.Namespace, folder: str) -> Row:
+    loaded = load(given)
+    kv = flowkv.attach(loaded.model, gpu=POOL, disk=f"{folder}/kv:8GiB")
+    prompts = [p for n in _stored(Texts(loaded.encode), given).values() for p in n]
+    for prompt in prompts:
+        timed_generate(loaded.model, [prompt], max_new_tokens=1)
+    kv.flush()
+    kv.close()
+    kept = sum(f.stat().st_blocks * 512 for f in Path(folder).rglob("*") if f.is_file())
+    return {"bytes_a_token": kept / sum(map(len, prompts))}
+
+
+def _restored(given: argparse.Namespace, folder: str) -> list[Row]:
+    stored = _stored(Texts(load(given).encode), given)
+    pair = Pair(given, disk=f"{folder}/kv:8GiB")
+    rows = []
+    for n, prompts in stored.items():
+        step = pair.compare("", [pair.texts.next(n)] * 2, 9, "tpot_s")["plain_ms"][0] / 1e3
+        before = pair.kv.stats()["tiers"]["disk"]["loaded_bytes"]
+        row = pair.compare("ttft, restarted", prompts, 1, "ttft_s")
+        n_bytes = (pair.kv.stats()["tiers"]["disk"]["loaded_bytes"] - before) / len(prompts)
+        load_s, compute_s = n_bytes / _disk_rate(Path(folder), n_bytes), row["plain_ms"][0] / 1e3
+        # Loading from one end, computing from the other, then the step that makes the token.
+        bound = 1 / (1 / load_s + 1 / compute_s) + step if load_s else compute_s
+        rows.append(
+            {
+                **row,
+                "loaded_bytes": n_bytes,
+                "bound_ms": 1e3 * bound,
+                "over_bound": row["attached_ms"][1] / (1e3 * bound),
+            }
+        )
+    pair.kv.close()
+    return rows
+
+
+def _disk_rate(folder: Path, n_bytes: float) -> float:
+    """Bytes per second of direct reads of 1 MiB, 4 at once, from a file of that many bytes."""
+    block, path = 1 << 20, folder / "rate"
+    blocks = max(1, int(n_bytes) // block)
+    with path.open("wb") as file:
+        for _ in range(blocks):
+            file.write(os.urandom(block))
+        file.flush()
+        os.fsync(file.fileno())
+    direct = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    try:
+        room = [mmap.mmap(-1, block) for _ in range(4)]
+
+        def read(lane: int) -> None:
+            for number in range(lane, blocks, 4):
+                os.preadv(direct, [room[lane]], number * block)
+
+        start = time.perf_counter()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(read, range(4)))
+        return blocks * block / (time.perf_counter() - start)
+    finally:
+        os.close(direct)
+        path.unlink()
+
+
+_PARTS = {"first": first, "ttft": ttft, "tpot": tpot, "restart": restart, "engine": engine}
+_CHILDREN: dict[str, Callable[[argparse.Namespace, str], Any]] = {
+    "first": _first,
+    "store": _store,
+    "restored": _restored,
+}
