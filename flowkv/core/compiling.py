@@ -4,12 +4,15 @@ A function is compiled, or read from a cache of compiled ones, when it is first 
 in whatever was under way just then, and whoever needs numba's lock meanwhile waits as long. `watch`
 hears of all of it from numba itself, so that functions count that nobody here knows of; what is
 compiled otherwise says so by `around`. Deadlines are set by `now_ns`, which stands still meanwhile;
-a time that was measured goes through `measured_s` before anybody believes it.
+a time that was measured goes through `measured_s` before anybody believes it. What takes longer than
+a second is told to whoever waits: in a line on a terminal, as log records elsewhere.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -25,6 +28,11 @@ MOST_SHARE = 0.1
 
 _KEPT = 1 << 10
 
+_TOLD_EVERY_S = 1.0
+"""Between two words about what is compiled."""
+
+_log = logging.getLogger("flowkv")
+
 
 class Intervals:
     """When any thread of a process compiled. Thread-safe; times are of `time.monotonic_ns`."""
@@ -34,6 +42,7 @@ class Intervals:
         self._depths: dict[int, int] = {}  # of threads that compile
         self._begun_ns = self._spent_ns = 0
         self._past: deque[tuple[int, int]] = deque(maxlen=_KEPT)
+        self._told = False  # a thread watches, to tell what takes long
 
     def begin(self) -> None:
         """The calling thread compiles from now on; nests."""
@@ -42,6 +51,13 @@ class Intervals:
                 self._begun_ns = time.monotonic_ns()
             me = threading.get_ident()
             self._depths[me] = self._depths.get(me, 0) + 1
+
+    def tell(self) -> None:
+        """Says so every second, from a thread of its own, for as long as something is compiled."""
+        with self._lock:
+            if not self._told:
+                self._told = True
+                threading.Thread(target=self._tell, name="flowkv-compiling", daemon=True).start()
 
     def end(self) -> None:
         """The calling thread is done with what it began last; more ends than beginnings are not."""
@@ -78,13 +94,30 @@ class Intervals:
                 total_ns += max(0, min(ended, ended_ns) - max(begun, begun_ns))
         return total_ns
 
+    def _tell(self) -> None:
+        line = ""
+        while True:
+            time.sleep(_TOLD_EVERY_S)
+            with self._lock:
+                if not self._depths:
+                    self._told = False
+                    break
+                spent_s = self.at()[1] / 1e9
+            line = f"flowkv: compiling, once on this machine: {spent_s:.0f} s"
+            if sys.stderr.isatty():
+                print(f"\r{line}", end="", file=sys.stderr, flush=True)
+            else:
+                _log.info(line)
+        if line and sys.stderr.isatty():
+            print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
+
     def _close(self, ended_ns: int) -> None:
         self._spent_ns += ended_ns - self._begun_ns
         self._past.append((self._begun_ns, ended_ns))
 
     def forked(self) -> None:
         """In a child of `fork` the other threads are gone, and with them what they compiled."""
-        self._lock = threading.RLock()
+        self._lock, self._told = threading.RLock(), False
         if self._depths:
             self._depths.clear()
             self._close(time.monotonic_ns())
@@ -108,9 +141,17 @@ def watch() -> None:
         def on_end(self, event: object) -> None:
             _INTERVALS.end()
 
+    class Teller(event.Listener):
+        def on_start(self, event: object) -> None:
+            _INTERVALS.tell()
+
+        def on_end(self, event: object) -> None:
+            pass
+
     # The lock, rather than what is done under it: caches are read under it too, and waited for it.
     _WATCHING.append(Listener())
     event.register("numba:compiler_lock", _WATCHING[0])
+    event.register("numba:compile", Teller())  # not for what only comes out of the cache
 
 
 def begin() -> None:

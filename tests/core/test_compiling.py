@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -147,3 +148,42 @@ def test_a_child_does_not_inherit_what_other_threads_compile() -> None:
     while known.at()[0] == later[0]:
         pass
     assert known.at()[1] == later[1], "the clock runs"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_is_compiled_for_long_is_told(
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compiling, "_TOLD_EVERY_S", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    said = threading.Event()
+    monkeypatch.setattr(compiling._log, "info", lambda line: (lines.append(line), said.set()))
+    lines, shown, known = list[str](), "", Intervals()
+    known.begin()
+    known.tell()
+    known.tell()  # one thread tells, however many functions there are
+    assert [t.name for t in threading.enumerate()].count("flowkv-compiling") == 1
+    if terminal:
+        while "compiling" not in shown:
+            shown += capsys.readouterr().err
+    else:
+        assert said.wait(10) and "compiling, once on this machine" in lines[0]
+    known.end()
+    while any(t.name == "flowkv-compiling" for t in threading.enumerate()):
+        time.sleep(0.01)
+    shown += capsys.readouterr().err
+    assert shown.endswith("\r") == terminal  # the line is wiped out behind it
+
+
+def test_only_what_is_really_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[int]()
+    compiling.watch()
+    monkeypatch.setattr(compiling._INTERVALS, "tell", lambda: told.append(1))
+    twice = numba.njit(lambda x: 2 * x)
+    twice(1)
+    assert told
+    count = len(told)
+    twice(2)
+    assert len(told) == count
