@@ -31,13 +31,13 @@ import torch
 import flowkv
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.config import parse_size
-from flowkv.demo.timing import Timing, timed_generate
+from flowkv.demo.timing import Reuse, Timing, timed_generate
 from flowkv.hooks.huggingface.load import DTYPES, LoadedModel, load_model
 from flowkv.report.screen import Screen
 
 PARTS = ("first", "ttft", "tpot", "restart", "engine")
 UNSEEN, LENGTHS, RESTARTED = (256, 1024, 2048, 4000), (64, 256, 1024, 2048, 4000), (2048, 4000)
-POOL = "2GiB"
+POOL, WARM = "2GiB", 700
 Row = dict[str, Any]
 
 
@@ -128,7 +128,7 @@ class Pair:
         self.plain, self.served = load(given), load(given)
         self.texts = Texts(self.plain.encode)
         self.kv = flowkv.attach(self.served.model, **{"gpu": POOL, **config})
-        warm = self.texts.next(700)
+        warm = self.texts.next(WARM)
         for _ in range(2):  # compile and allocate before anything is timed
             for loaded in (self.plain, self.served):
                 timed_generate(loaded.model, [warm], max_new_tokens=70)
@@ -275,15 +275,17 @@ def restart(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def _stored(texts: Texts, given: argparse.Namespace) -> dict[int, list[list[int]]]:
-    return {
-        n: [texts.next(n) for _ in range(given.rounds)] for n in RESTARTED if n <= given.longest
-    }
+    """Prompts that both processes know, by length."""
+    lengths = sorted({min(n, given.longest) for n in RESTARTED})
+    return {n: [texts.next(n) for _ in range(given.rounds)] for n in lengths}
 
 
 def _store(given: argparse.Namespace, folder: str) -> Row:
     loaded = load(given)
     kv = flowkv.attach(loaded.model, gpu=POOL, disk=f"{folder}/kv:8GiB")
-    prompts = [p for n in _stored(Texts(loaded.encode), given).values() for p in n]
+    texts = Texts(loaded.encode)
+    texts.next(WARM)  # which `Pair` warms up with
+    prompts = [p for n in _stored(texts, given).values() for p in n]
     for prompt in prompts:
         timed_generate(loaded.model, [prompt], max_new_tokens=1)
     kv.flush()
@@ -293,14 +295,15 @@ def _store(given: argparse.Namespace, folder: str) -> Row:
 
 
 def _restored(given: argparse.Namespace, folder: str) -> list[Row]:
-    stored = _stored(Texts(load(given).encode), given)
     pair = Pair(given, disk=f"{folder}/kv:8GiB")
+    stored = _stored(pair.texts, given)
     rows = []
     for n, prompts in stored.items():
         step = pair.compare("", [pair.texts.next(n)] * 2, 9, "tpot_s")["plain_ms"][0] / 1e3
-        before = pair.kv.stats()["tiers"]["disk"]["loaded_bytes"]
+        before = Reuse.of(pair.kv)
         row = pair.compare("ttft, restarted", prompts, 1, "ttft_s")
-        n_bytes = (pair.kv.stats()["tiers"]["disk"]["loaded_bytes"] - before) / len(prompts)
+        loaded = Reuse.of(pair.kv).since(before).loaded_bytes
+        n_bytes = sum(loaded.values()) / len(prompts)
         load_s, compute_s = n_bytes / _disk_rate(Path(folder), n_bytes), row["plain_ms"][0] / 1e3
         # Loading from one end, computing from the other, then the step that makes the token.
         bound = 1 / (1 / load_s + 1 / compute_s) + step if load_s else compute_s
