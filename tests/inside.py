@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from flowkv.cache.swap import Copy, decode_state, encode_state
     from flowkv.cli import command
     from flowkv.cli.arguments import Misused
-    from flowkv.cli.generate import read_prompts
+    from flowkv.cli.command import read_prompts
     from flowkv.core import compiling, errors
     from flowkv.core.clock import Clock, ManualClock, SystemClock
     from flowkv.core.compiling import Intervals
@@ -81,8 +81,9 @@ if TYPE_CHECKING:
         page_layout,
     )
     from flowkv.core.layout import CODECS as layout_CODECS
-    from flowkv.demo import report, run
-    from flowkv.demo.records import (
+    from flowkv.demo import findings as demo_findings
+    from flowkv.demo import run
+    from flowkv.demo.findings import (
         DemoCase,
         DemoPlan,
         DemoSizes,
@@ -90,8 +91,8 @@ if TYPE_CHECKING:
         Sample,
         WatchedRestore,
         build_workload,
+        summarise,
     )
-    from flowkv.demo.report import summarise
     from flowkv.demo.timing import timed_generate
     from flowkv.engine import engine as engine_engine
     from flowkv.engine import invariant as engine_invariant
@@ -302,7 +303,7 @@ if TYPE_CHECKING:
     )
     from flowkv.report.page import Bars, Figures, Section, Table, Text, render_report, write_report
     from flowkv.report.page import Part as page_Part
-    from flowkv.report.replay import write_replay_report
+    from flowkv.cli.sim import write_replay_report
     from flowkv.report.words import seconds
     from flowkv.residency.blocks import (
         HALF,
@@ -337,7 +338,6 @@ if TYPE_CHECKING:
         StrictPlan,
         compulsory_bytes,
         least_cxl_bytes,
-        run_published,
         run_strict,
     )
     from flowkv.sim.replay import (
