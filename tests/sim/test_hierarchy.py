@@ -253,7 +253,7 @@ def test_a_trace_comes_back(workload: BlockWorkload, tmp_path: Path) -> None:
 def test_a_bad_trace_is_refused(text: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="Write|Pass") as refusal:
+    with pytest.raises(ConfigError, match=r"Write|Pass") as refusal:
         read_workload(file)
     assert said in str(refusal.value)
 
