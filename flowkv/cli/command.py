@@ -236,7 +236,7 @@ def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             tokens, before = loaded.encode(prompt), Reuse.of(kv)
             timing = timed_generate(loaded.model, [tokens], max_new_tokens=given.max_new_tokens)
             (new,) = timing.answers
-            answer = {
+            answer: dict[str, Any] = {
                 "prompt": prompt,
                 "answer": loaded.decode(new),
                 "prompt_tokens": len(tokens),
@@ -667,7 +667,7 @@ def write_replay_report(path: Path, rows: Sequence[Result], *, footer: str = "")
     traces = list(dict.fromkeys(row.trace for row in rows))
     colours = {name: n for n, name in enumerate(dict.fromkeys(row.policy for row in rows))}
     title = "What a policy keeps" if len(traces) > 1 else f"What a policy keeps of {traces[0]}"
-    sections = []
+    sections: list[Section] = []
     for trace in traces:
         sections += _replay_sections(trace, [row for row in rows if row.trace == trace], colours)
     lead = (

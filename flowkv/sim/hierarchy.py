@@ -876,16 +876,20 @@ def _plans(
 ) -> Iterator[tuple[str, str, str, Callable[[], RunCounters | ExperimentRow]]]:
     """Rules, plan and source of every row, and what computes it."""
 
-    def strictly(on: Machine, codec: ModelledCodec, name: str, *more: int) -> RunCounters:
-        plan = StrictPlan(codec, make_policy(name), make_policy(name), *more)
+    def strictly(
+        on: Machine, codec: ModelledCodec, name: str, steps: int, thrifty: bool = False
+    ) -> RunCounters:
+        plan = StrictPlan(codec, make_policy(name), make_policy(name), steps, thrifty)
         return run_strict(workload, on, plan)
+
+    def kept(codec: ModelledCodec, ahead: int, name: str) -> RunCounters:
+        return Kept(workload, machine, codec, ahead, name).run()
 
     yield "published", "all in HBM", "kvflow", lambda: Everything(workload, machine).run()
     yield "published", "hot, warm, cold", "kvflow", lambda: Classes(workload, machine).run()
     for (codec, ahead), name in product(_AHEAD, names):
         label = f"{codec.name}, {name}, +{ahead} blocks"
-        make = partial(Kept, workload, machine, codec, ahead, name)
-        yield "published", label, "flowkv", lambda make=make: make().run()
+        yield "published", label, "flowkv", partial(kept, codec, ahead, name)
     for codec, name, steps in product(CODECS, names, (0, 1)):
         label = f"{codec.name}, {name}, +{steps} {'step' if steps == 1 else 'steps'}"
         yield "strict", label, "flowkv", partial(strictly, strict, codec, name, steps)
