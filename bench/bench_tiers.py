@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowkv.testing.tiers import MemoryTier
+from flowkv.testing import MemoryTier
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.frame import describe, verify

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from flowkv.cache.swap import Copy, decode_state, encode_state
     from flowkv.cli import command
     from flowkv.cli.arguments import Misused
-    from flowkv.cli.generate import read_prompts
+    from flowkv.cli.command import read_prompts, write_replay_report
     from flowkv.core import compiling, errors
     from flowkv.core.clock import Clock, ManualClock, SystemClock
     from flowkv.core.compiling import Intervals
@@ -81,8 +81,9 @@ if TYPE_CHECKING:
         page_layout,
     )
     from flowkv.core.layout import CODECS as layout_CODECS
-    from flowkv.demo import report, run
-    from flowkv.demo.records import (
+    from flowkv.demo import findings as demo_findings
+    from flowkv.demo import run
+    from flowkv.demo.findings import (
         DemoCase,
         DemoPlan,
         DemoSizes,
@@ -90,8 +91,8 @@ if TYPE_CHECKING:
         Sample,
         WatchedRestore,
         build_workload,
+        summarise,
     )
-    from flowkv.demo.report import summarise
     from flowkv.demo.timing import timed_generate
     from flowkv.engine import engine as engine_engine
     from flowkv.engine import invariant as engine_invariant
@@ -302,7 +303,6 @@ if TYPE_CHECKING:
     )
     from flowkv.report.page import Bars, Figures, Section, Table, Text, render_report, write_report
     from flowkv.report.page import Part as page_Part
-    from flowkv.report.replay import write_replay_report
     from flowkv.report.words import seconds
     from flowkv.residency.blocks import (
         HALF,
@@ -337,7 +337,6 @@ if TYPE_CHECKING:
         StrictPlan,
         compulsory_bytes,
         least_cxl_bytes,
-        run_published,
         run_strict,
     )
     from flowkv.sim.replay import (
@@ -352,17 +351,22 @@ if TYPE_CHECKING:
     )
     from flowkv.sim.restore import Decoder
     from flowkv.sim.trace import hints_of, next_turns, read_npz, wide
-    from flowkv.testing import tier_machine
-    from flowkv.testing.codecs import KINDS as codecs_KINDS
-    from flowkv.testing.codecs import page_of
+    from flowkv.testing import Faults
+    from flowkv.testing import storage as tier_machine
+    from flowkv.testing.planners import (
+        CheckedTurns,
+        MadeUpCosts,
+        RestoreStory,
+        RestoreWorld,
+        SchedulerStory,
+        SchedulerWorld,
+    )
+    from flowkv.testing.planners import restore_worlds as restores_worlds
+    from flowkv.testing.planners import scheduler_worlds as schedulers_worlds
     from flowkv.testing.policies import SECOND as policies_SECOND
     from flowkv.testing.policies import requests, steps_ns
-    from flowkv.testing.restores import MadeUpCosts, RestoreStory, RestoreWorld
-    from flowkv.testing.restores import worlds as restores_worlds
-    from flowkv.testing.schedulers import CheckedTurns, SchedulerStory, SchedulerWorld
-    from flowkv.testing.schedulers import worlds as schedulers_worlds
-    from flowkv.testing.tier_machine import Frame, Model, Wish
-    from flowkv.testing.tiers import Faults
+    from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
+    from flowkv.testing.storage import Frame, Model, Wish, page_of
     from flowkv.tiers import envelope, host
     from flowkv.tiers.base import UNBOUNDED
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, swapped, xxh3_128

@@ -9,8 +9,9 @@ import pytest
 
 from flowkv import cli
 from flowkv.sim import generate, replay
-from flowkv.sim.hierarchy import published_workload, write_workload
+from flowkv.sim.hierarchy import published_workload
 from tests.report.drawn import curves
+from tests.sim.writers import write_workload
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:

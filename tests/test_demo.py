@@ -25,10 +25,10 @@ from tests.inside import (
     Timeline,
     WatchedRestore,
     build_workload,
+    demo_findings,
     run,
     summarise,
 )
-from tests.inside import report as demo_report
 from tests.inside import run as slow
 from tests.observe.chrome import read_chrome
 
@@ -127,7 +127,7 @@ def test_restores_say_how_they_came_about() -> None:
     plain, slow = summarise(DemoPlan(model="m", store=""), stored, again).restores
     assert plain.startswith("measured: 256 tokens in 500.0 ms, 64 computed, 192 loaded")
     assert slow.startswith("from a disk of 20 MB/s, emulated: 256 tokens")
-    sections = [demo_report._restore(watched) for watched in again.restores]
+    sections = [demo_findings._restore(watched) for watched in again.restores]
     assert [section.source for section in sections] == ["measured", "emulated"]
     assert "20 MB/s" in sections[1].title
 

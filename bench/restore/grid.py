@@ -104,7 +104,7 @@ class _Stages(VirtualClock):
         self._policy = TwoPointer(block=64, inputs_s=self._token_s)
         part = costs.model._replace(layers=costs.model.layers // stages)
         asks = [asked(part, tokens, 0, number=i, tiers=(f"link{i}",)) for i in range(stages)]
-        super().__init__(asks, self._policy, costs, costs, [(i,) for i in range(stages)], 1, None)
+        super().__init__(asks, self._policy, costs, engines=[(i,) for i in range(stages)])
         self._fetched: dict[int, list[tuple[int, float]]] = {i: [] for i in range(1, stages)}
 
     @property

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bench.promised import show_promises
-from flowkv.cli.arguments import AddVerb, count, names
-from flowkv.cli.generate import model_arguments
+from flowkv.cli.arguments import AddVerb, count, model_arguments, names
 from flowkv.core.errors import ConfigError
 from flowkv.report.screen import Screen
 

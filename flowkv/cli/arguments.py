@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from flowkv.report.screen import Screen
@@ -11,7 +12,7 @@ from flowkv.report.screen import Screen
 Run = Callable[[argparse.Namespace, Screen], tuple[int, Any]]
 """What a verb does: (arguments, where people read) -> (exit status, result of `--json`)."""
 
-AddVerb = Callable[[str, Run, str], argparse.ArgumentParser]
+AddVerb = Callable[[str, Run, str], "Parser"]
 """Adds a verb: (name, what it does, help text)."""
 
 
@@ -35,6 +36,10 @@ class Parser(argparse.ArgumentParser):
         """Raises what is wrong; called by `argparse`."""
         raise Misused(self.format_usage(), message)
 
+    def option(self, flag: str, metavar: str, about: str, **more: Any) -> None:
+        """Adds an option that takes a value; `more` as of `add_argument`."""
+        self.add_argument(flag, metavar=metavar, help=about, **more)
+
 
 def adder(verbs: Any) -> AddVerb:
     """What adds verbs with the options that all of them take.
@@ -43,10 +48,9 @@ def adder(verbs: Any) -> AddVerb:
         verbs: What `add_subparsers` gave.
     """
 
-    def verb(name: str, run: Run, text: str) -> argparse.ArgumentParser:
-        added: argparse.ArgumentParser = verbs.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}."
-        )
+    def verb(name: str, run: Run, text: str) -> Parser:
+        about = f"{text[0].upper()}{text[1:]}."
+        added: Parser = verbs.add_parser(name, help=text, description=about)
         added.add_argument("--json", action="store_true", help="print one JSON value")
         added.add_argument("--debug", action="store_true", help="show tracebacks and all warnings")
         added.set_defaults(run=run)
@@ -77,3 +81,20 @@ def names(text: str) -> list[str]:
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} names nothing")
     return found
+
+
+def model_arguments(parser: Parser, *, required: bool) -> None:
+    """Adds what says which model, and where it is computed."""
+    about = "folder or Hugging Face id of a causal language model"
+    about += "" if required else "; default a tiny one that comes with FlowKV"
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.option("--model", "PATH_OR_ID", about, required=required, default="")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="default %(default)s")
+    parser.add_argument("--device", default="", help="default the GPU if there is one, else cpu")
+    parser.add_argument("--threads", type=count, default=0, help="threads of torch")
+
+
+def trace_argument(parser: Parser) -> None:
+    """Adds what has a trace written."""
+    about = "write a Chrome trace of what was computed and loaded when, for Perfetto"
+    parser.option("--trace", "FILE", about, type=Path)

@@ -1,25 +1,52 @@
-"""From words to an exit status: parsing, JSON, warnings, and what becomes of errors."""
+"""The `flowkv` command: parsing, JSON, warnings, what becomes of errors, and every verb."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
+import math
 import os
+import platform
+import re
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 import flowkv
-from flowkv.cli import demo, doctor, generate, sim, stores
-from flowkv.cli.arguments import Misused, Parser, adder
-from flowkv.core.errors import FlowKVError
+from flowkv.cli.arguments import (
+    AddVerb,
+    Misused,
+    Parser,
+    adder,
+    count,
+    model_arguments,
+    names,
+    trace_argument,
+)
+from flowkv.core.config import format_size, load_config, parse_size
+from flowkv.core.errors import ConfigError, FlowKVError, MissingDependencyError
 from flowkv.demo.run import DemoFailed
-from flowkv.report.screen import Screen
+from flowkv.report.charts import MOST_CURVES, Curves
+from flowkv.report.page import Figures, Section, Table, check_installed, write_report
+from flowkv.report.screen import Screen, one_line
+from flowkv.report.words import seconds
+from flowkv.tiers.envelope import Keyring
+
+if TYPE_CHECKING:
+    from flowkv.sim.hierarchy import ExperimentRow
+    from flowkv.sim.replay import Result
+    from flowkv.sim.trace import Trace
+    from flowkv.tiers.disk.inspect import FrameShare, Inspection, ScrubReport
+
+REPORT = "flowkv-report.html"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +141,713 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"flowkv {flowkv.__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for plain in (demo, generate, stores, doctor):
-        plain.add_verbs(adder(verbs))
-    sim.add_verbs(verbs)
+    for add in (_add_demo, _add_generate, _add_stores, _add_doctor):
+        add(adder(verbs))
+    _add_sim(verbs)
     return parser
+
+
+# `flowkv demo`.
+
+
+def _add_demo(verb: AddVerb) -> None:
+    parser = verb("demo", _demo, "see prompts survive a restart, on a trained model")
+    model_arguments(parser, required=False)
+    parser.option("--store", "DIR[:SIZE]", "default a temporary directory", default="")
+    parser.add_argument("--keep", action="store_true", help="keep the temporary directory")
+    about = f"default {REPORT}; needs the extra `report`, without which there is none"
+    parser.option("--report", "FILE", about, type=Path)
+    trace_argument(parser)
+    parser.option("--context", "N", "tokens of the longest prompt", type=count)
+    for flag, default, about in (
+        ("--turns", 4, "of the conversation"),
+        ("--rows", 3, "of the batch"),
+        ("--repeats", 3, "behind a median"),
+        ("--max-new-tokens", 24, "of an answer"),
+    ):
+        parser.option(flag, "N", f"{about}; default %(default)s", type=count, default=default)
+
+
+def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.data import tiny_path
+    from flowkv.demo.findings import DemoPlan, DemoSizes
+    from flowkv.demo.run import run_demo
+
+    if given.turns < 2:
+        raise ConfigError("a conversation of one turn has no past", "Give --turns 2 or more")
+    load_config(disk=given.store or None)  # better before a model is loaded than after it
+    report = given.report or Path(REPORT)
+    try:
+        check_installed()
+    except MissingDependencyError as error:
+        if given.report:
+            raise
+        report = None
+        screen.say(f"Note: {error} The demo goes on without one.", style="yellow")
+    sizes = DemoSizes(turns=given.turns, rows=given.rows, answer=given.max_new_tokens)
+    if given.context:
+        sizes = msgspec.structs.replace(sizes, context=given.context)
+    plan = DemoPlan(
+        model=given.model or str(tiny_path()),
+        store=given.store,
+        sizes=sizes,
+        repeats=given.repeats,
+        dtype=given.dtype,
+        device=given.device,
+        threads=given.threads,
+        trace=str(given.trace.absolute()) if given.trace else "",
+    )
+    summary = run_demo(plan, screen, report=report, keep=given.keep, debug=given.debug)
+    return (0 if summary.tokens_identical else 1), summary
+
+
+# `flowkv generate`: prompts of a file, answered with a store on disk.
+
+
+def _add_generate(verb: AddVerb) -> None:
+    parser = verb("generate", _generate, "answer prompts with a store on disk")
+    model_arguments(parser, required=True)
+    about = 'a prompt per line, or JSON lines with {"prompt": ...}; - for standard input'
+    parser.option("--prompts", "FILE", about, required=True)
+    parser.option("--store", "DIR[:SIZE]", "made if need be", required=True)
+    parser.option("--max-new-tokens", "N", "default %(default)s", type=count, default=64)
+    trace_argument(parser)
+
+
+def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    prompts = read_prompts(given.prompts)
+    load_config(disk=given.store)
+    with screen.progress("loading the model"):
+        import torch
+
+        from flowkv.demo.timing import Reuse, timed_generate
+        from flowkv.hooks.huggingface.load import load_model
+
+        if given.threads:
+            torch.set_num_threads(given.threads)
+        loaded = load_model(given.model, dtype=given.dtype, device=given.device or None)
+    answers = []
+    with contextlib.ExitStack() as stack:
+        kv = flowkv.attach(loaded.model, disk=given.store)
+        stack.callback(kv.close)
+        if given.trace:
+            stack.enter_context(kv.trace(given.trace))
+        for number, prompt in enumerate(prompts, 1):
+            tokens, before = loaded.encode(prompt), Reuse.of(kv)
+            timing = timed_generate(loaded.model, [tokens], max_new_tokens=given.max_new_tokens)
+            (new,) = timing.answers
+            answer: dict[str, Any] = {
+                "prompt": prompt,
+                "answer": loaded.decode(new),
+                "prompt_tokens": len(tokens),
+                "tokens_reused": Reuse.of(kv).since(before).reused,
+                "new_tokens": len(new),
+                "ttft_s": timing.ttft_s,
+                "tpot_s": timing.tpot_s,
+            }
+            answers.append(answer)
+            screen.say(f"{number}. {one_line(prompt)}", style="bold")
+            screen.say(answer["answer"])
+            reused = f"{answer['tokens_reused']:,} of {len(tokens):,} tokens reused"
+            screen.say(f"{reused}, first token after {seconds(timing.ttft_s)}\n", style="dim")
+        kv.flush()
+        stats = kv.stats()
+    result = {name: stats[name] for name in ("tokens_reused", "hit_rate", "tiers")}
+    return 0, {"answers": answers, **result, "device": str(loaded.model.device)}
+
+
+def read_prompts(name: str) -> list[str]:
+    r"""Prompts of a file: one per line, or JSON lines with {"prompt": "..."}.
+
+    Args:
+        name: The file; "-" for standard input. It is read as JSON lines if it ends in ".jsonl", or
+            if its first line is a JSON object.
+
+    Raises:
+        ConfigError: It cannot be read, holds no prompt, or a line is malformed.
+    """
+    lines = [(i, line) for i, line in enumerate(_text(name).splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"{name} holds no prompt", "Write one per line")
+    if name.endswith(".jsonl") or isinstance(_parsed(lines[0][1]), dict):
+        return [_prompt(name, number, line) for number, line in lines]
+    return [line for _, line in lines]
+
+
+def _text(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+        return data.decode()
+    except OSError as error:
+        raise ConfigError(
+            f"{name} cannot be read ({error.strerror or error})", "Correct the path of the prompts"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name} is not UTF-8 text (byte {error.start})", "Save the prompts as UTF-8"
+        ) from error
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _prompt(name: str, number: int, line: str) -> str:
+    found = _parsed(line)
+    prompt = found.get("prompt") if isinstance(found, dict) else None
+    if not isinstance(prompt, str) or not prompt:
+        raise ConfigError(
+            f"line {number} of {name} is no JSON object with a text `prompt`",
+            'Write {"prompt": "..."} on every line',
+        )
+    return prompt
+
+
+# `flowkv inspect` and `flowkv scrub`: what lies in the directory of a disk tier.
+
+
+def _add_stores(verb: AddVerb) -> None:
+    show = verb("inspect", _inspect, "show what a store holds")
+    check = verb("scrub", _scrub, "check every frame of a store")
+    for added in (show, check):
+        added.add_argument("directory", type=Path, metavar="DIR", help="directory of a disk tier")
+    change = check.add_mutually_exclusive_group()
+    change.add_argument(
+        "--drop",
+        metavar="NAMESPACE",
+        help="erase the frames of one model: the first digits of its namespace, its name, or"
+        " 'unknown' for all that no model in use has named; nobody may have the store open",
+    )
+    change.add_argument(
+        "--repair",
+        action="store_true",
+        help="drop damaged frames, find those that a damaged journal lost, and write it anew;"
+        " nobody may have the store open",
+    )
+    check.option("--config", "FILE", "has the secret of encrypted frames, as TOML", type=Path)
+
+
+def _inspect(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.tiers.disk.inspect import inspect
+
+    found = inspect(given.directory)
+    rows = _rows({f"kind {name[:16]}": one for name, one in found.kinds.items()})
+    rows += _rows({f"codec {name[:16]}": one for name, one in found.codecs.items()})
+    rows += _namespaces(found)
+    rows.append(["all frames", f"{found.frames:,}", format_size(found.bytes)])
+    screen.table(["", "frames", "bytes"], rows, title=f"Store {given.directory.absolute()}")
+    full = f"{format_size(found.disk_bytes)} of {format_size(found.capacity_bytes)}"
+    owner = "in use by a process" if found.owned else "in use by nobody"
+    screen.say(f"Format {found.format}, {full} on disk, {owner}.")
+    for frames, what in ((found.encrypted, "encrypted"), (found.compressed, "compressed")):
+        if frames:
+            screen.say(f"{frames:,} frames are {what}.")
+    if not found.readable:
+        screen.say("This version of FlowKV does not read that format.", style="yellow")
+    if found.journal_lost:
+        screen.say("Its journal is lost: the frames were found in their slots.", style="yellow")
+    elif found.bad_pages:
+        text = f"{found.bad_pages} pages of its journal are damaged: frames may be missing above."
+        screen.say(text, style="yellow")
+    return 0, {"directory": str(given.directory), **msgspec.structs.asdict(found)}
+
+
+def _rows(shares: dict[str, FrameShare]) -> list[list[str]]:
+    return [[name, f"{one.frames:,}", format_size(one.bytes)] for name, one in shares.items()]
+
+
+def _namespaces(found: Inspection | ScrubReport) -> list[list[str]]:
+    """A row for each namespace: what `--drop` takes, and the model, if any said its name."""
+    names, shares = found.names, found.namespaces
+    return _rows({f"namespace {d[:16]} ({names.get(d, 'unknown')})": s for d, s in shares.items()})
+
+
+def _drop(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.tiers.disk.inspect import drop
+
+    report = drop(given.directory, given.drop, keyring=_keyring(given.config))
+    screen.say(f"{report.frames:,} frames, {format_size(report.bytes)}, were erased.")
+    return 0, {"directory": str(given.directory), **msgspec.structs.asdict(report)}
+
+
+def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.tiers.disk.inspect import RepairReport, ScrubReport, repair, scrub
+
+    if given.drop is not None:
+        return _drop(given, screen)
+
+    keyring = _keyring(given.config)
+    check = repair if given.repair else scrub
+    with screen.progress("repairing" if given.repair else "checking") as tell:
+        report = check(
+            given.directory,
+            lambda done, total: tell(done, total, f"{done:,} frames"),
+            keyring=keyring,
+        )
+    if isinstance(report, ScrubReport) and report.namespaces:
+        screen.table(["", "frames", "bytes"], _namespaces(report))
+    rate = report.bytes / report.seconds if report.seconds else 0.0
+    screen.say(
+        f"{report.frames:,} frames, {format_size(report.bytes)} in {report.seconds:.2f} s"
+        f" ({format_size(int(rate))}/s)."
+    )
+    if report.locked:
+        text = f"{report.locked:,} are encrypted, and no secret given opens them: see --config."
+        screen.say(text, style="yellow")
+    if isinstance(report, RepairReport) and (report.bad or report.recovered):
+        text = f"{report.bad:,} damaged ones were dropped, {report.recovered:,} lost ones found."
+        screen.say(text, style="yellow")
+    elif report.bad:
+        text = f"{report.bad:,} are damaged. None will be served: their prompts are computed again."
+        screen.say(text, style="red bold")
+    elif not report.locked:
+        screen.say("All are sound.", style="green")
+    return int(report.bad > 0), {
+        "directory": str(given.directory),
+        **msgspec.structs.asdict(report),
+    }
+
+
+def _keyring(path: Path | None) -> Keyring | None:
+    config = load_config(path)
+    wanted = config.integrity == "aead" or config.secret
+    return Keyring(config.secret_bytes) if wanted else None
+
+
+# `flowkv doctor`.
+
+
+def _add_doctor(verb: AddVerb) -> None:
+    doctor = verb("doctor", _doctor, "show what this machine offers")
+    doctor.option("--store", "DIR", "look at its disk", type=Path, default=Path())
+
+
+def _doctor(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.observe.doctor import examine
+
+    findings = examine(given.store)
+    states = [finding.state for finding in findings]
+    marks = {"ok": "ok", "note": "-", "warn": "!", "bad": "BAD"}
+    advice = [f"\n-> {f.advice}" if f.advice else "" for f in findings]
+    rows = [[marks[f.state], f.name, f.value + a] for f, a in zip(findings, advice, strict=True)]
+    title = f"FlowKV {flowkv.__version__} on this machine"
+    screen.table(["", "what", "found"], rows, title=title, numbers=False, states=states)
+    bad = states.count("bad")
+    if bad:
+        screen.say("FlowKV does not work here before that is repaired.", style="red bold")
+    result = {
+        "flowkv": flowkv.__version__,
+        "ok": not bad,
+        "warnings": states.count("warn"),
+        "findings": [{**f._asdict(), "data": dict(f.data)} for f in findings],
+    }
+    return (1 if bad else 0), result
+
+
+# `flowkv sim replay` and `sweep`: traces of requests, through policies.
+
+SIZES = ("0.5%", "1%", "2%", "5%", "10%", "30%")
+POLICIES = ("lru", "auto", "opt")
+
+TRACE = "a file (JSON lines as Mooncake writes them, a recording, .npz), or a generator: chat,"
+TRACE += " agents, rag, bursts, drift, mix, scan, cyclic, markov; with options: agents:seed=3"
+
+
+def _add_replays(verb: AddVerb) -> None:
+    one = verb("replay", _sweep, "replay a trace through policies")
+    one.add_argument("traces", nargs=1, metavar="TRACE", help=TRACE)
+    many = verb("sweep", _sweep, "replay several traces through policies")
+    many.add_argument("traces", nargs="+", metavar="TRACE", help=TRACE)
+    several = f"names of the catalogue; default {','.join(POLICIES)}, with --tiers all but opt"
+    room = "room, as shares of the trace's different blocks; default"
+    sure = "the application says when each conversation goes on, off by a factor whose logarithm"
+    for parser in (one, many):
+        parser.option("--policy", "A,B", several, type=names)
+        about = f"{room} {','.join(SIZES).replace('%', '%%')}"
+        parser.option("--sizes", "X%,Y%", about, type=names, default=list(SIZES))
+        about = f"{sure} has this standard deviation, such as 0.5"
+        parser.option("--hints", "SIGMA", about, type=float)
+        about = "requests are known S seconds before"
+        parser.option("--queue", "S", about, type=float, default=0.0)
+        about = "bring blocks before they are asked for"
+        parser.add_argument("--prefetch", action="store_true", help=about)
+        about = "places below the first, such as dram:5%%,disk:30%%:kv8"
+        parser.option("--tiers", "A,B", about, type=names, default=[])
+        about = "of the first place with --tiers: raw, kv8 or kv4"
+        parser.add_argument("--codec", default="raw", help=about)
+        about = "adds times and prices: h100, h200, b200, mi300x or laptop"
+        parser.add_argument("--hardware", help=about)
+        about = "1b, 8b (the default) or 70b; for these"
+        parser.add_argument("--model", default="8b", help=about)
+        parser.option("--jobs", "N", "replays at a time; default 1", type=count, default=1)
+        parser.option("--html", "FILE", "write a report with curves", type=Path)
+
+
+def load_trace(text: str) -> Trace:
+    """A trace from the name of a file, or of a generator: "agents", "agents:seed=3,requests=99".
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    from flowkv.sim import generate, read_trace
+    from flowkv.sim.generate import KINDS
+
+    kind, _, options = text.partition(":")
+    if Path(text).exists() or (kind not in KINDS and not _GENERATOR.fullmatch(text)):
+        return read_trace(text)
+    told = dict(map(_option, filter(None, options.split(","))))
+    return msgspec.structs.replace(generate(kind, **told), name=text)
+
+
+_GENERATOR = re.compile(r"[a-z]+(:.*)?")
+
+
+def _option(text: str) -> tuple[str, object]:
+    name, _, value = text.partition("=")
+    try:
+        return name.strip(), msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        raise ConfigError(
+            f"{text!r} is no option of a generator", "Write options as seed=3,requests=2000"
+        ) from None
+
+
+def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.policy import make_policy
+
+    policies = given.policy or [name for name in POLICIES if name != "opt" or not given.tiers]
+    for name in policies:
+        make_policy(name)  # better refused now than after the first replays
+    if given.html is not None:
+        if not given.html.absolute().parent.is_dir():
+            raise ConfigError(f"there is no directory for {given.html}", "Make it first")
+        check_installed()
+        if len(policies) > MOST_CURVES:
+            raise ConfigError(
+                f"{len(policies)} curves cannot be told apart",
+                f"With --html, give {MOST_CURVES} policies at most",
+            )
+    found = {text: load_trace(text) for text in given.traces}
+    called = [trace.name for trace in found.values()]
+    traces = [
+        msgspec.structs.replace(trace, name=text) if called.count(trace.name) > 1 else trace
+        for text, trace in found.items()
+    ]
+    told = {"hints": given.hints, "queue_s": given.queue, "prefetch": given.prefetch}
+    results = _results(given, traces, policies, told)
+    for trace in traces:
+        own = [result for result in results if result.trace == trace.name]
+        title = f"{trace.name}: {len(trace):,} requests, {len(trace.blocks):,} blocks asked for,"
+        title += f" {trace.unique:,} different"
+        screen.table(_COLUMNS, list(map(_replays_cells, own)), title=title)
+        if own[0].extra:
+            title = f"Times and prices on {own[0].extra['hardware']}, a model of both"
+            screen.table(*_priced(own), title=title)
+    screen.say(
+        "Simulated. Closure: 0 is lru, 1 is opt. Traffic: blocks loaded again and prefetched, over"
+        " those of lru. Precision: of the prefetched blocks, those that were used."
+    )
+    if given.html is not None:
+        footer = f"FlowKV {flowkv.__version__}, Python {platform.python_version()}."
+        write_replay_report(given.html.absolute(), results, footer=footer)
+        screen.say(f"Report: {given.html.absolute()}")
+    # For scripts: the policy by its name alone, and what it was told beside it.
+    names = [result.policy.partition("+")[0] for result in results]
+    return 0, [
+        {**result.row(), "policy": name, **(_UNTOLD if name == "opt" else told)}
+        for name, result in zip(names, results, strict=True)
+    ]
+
+
+_UNTOLD = {"hints": None, "queue_s": 0.0, "prefetch": False}  # the bound needs to be told nothing
+
+
+def _results(
+    given: argparse.Namespace,
+    traces: Sequence[Trace],
+    policies: Sequence[str],
+    told: dict[str, Any],
+) -> list[Result]:
+    """Replays all traces with all policies at all sizes, with progress on standard error."""
+    from flowkv.sim.replay import share_of, sweep
+
+    shares = {size: share_of(size) for size in given.sizes}
+    common: dict[str, Any] = {"hardware": given.hardware, "model": given.model}
+    if given.tiers:
+        common |= {"tiers": given.tiers, "codec": given.codec}
+    words = {"hints": given.hints is not None, "queue": given.queue > 0, "prefetch": given.prefetch}
+    beyond = "".join(f"+{word}" for word, said in words.items() if said)
+    each: Any = {name: _UNTOLD if name == "opt" else told for name in policies}
+    jobs = [(trace, size, name) for trace in traces for size in shares for name in each]
+    results: list[Result] = []
+    with Screen(to_stderr=True).progress("replaying") as tell:
+
+        def show(share: float) -> None:
+            trace, size, name = jobs[min(len(results), len(jobs) - 1)]
+            done = round(1000 * (len(results) + share))
+            tell(done, 1000 * len(jobs), f"{trace.name} {name} {size}")
+
+        def done(_done: int, _all: int, result: Result) -> None:
+            _, size, name = jobs[len(results)]
+            label = name if name == "opt" else name + beyond
+            results.append(msgspec.structs.replace(result, policy=label, size=shares[size]))
+            show(0.0)
+
+        if given.jobs == 1:
+            common["progress"] = lambda done, total: show(done / total)
+        for trace in traces:
+            show(0.0)
+            sweep(trace, each, shares, processes=given.jobs, done=done, **common)
+    return results
+
+
+_COLUMNS = ["policy", "size", "blocks", "prefix hits", "closure", "traffic", "precision", "M/s"]
+
+
+def _replays_cells(result: Result) -> list[str]:
+    traffic = result.load_traffic_vs_lru
+    return [
+        result.policy,
+        f"{100 * result.size:.4g}%",
+        f"{result.pages:,}",
+        f"{100 * result.prefix_hit_ratio:.2f}%",
+        _or_dash(result.closure, ".3f"),
+        "-" if traffic is None else f"{traffic:.3f}x",
+        _or_dash(result.prefetch_precision, ".0%"),
+        f"{result.blocks_per_s / 1e6:.1f}",
+    ]
+
+
+def _or_dash(value: float | None, form: str, unit: float = 1.0) -> str:
+    return "-" if value is None else format(value * unit, form)
+
+
+def _priced(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Columns and lines of what a model of the hardware adds."""
+    places = [name for name in results[0].extra if name.startswith("hit_ratio_")]
+    columns = ["policy", "size", *(f"from {name[10:]}" for name in places)]
+    columns += ["TTFT ms, mean", "p99", "without", "$/Mtok"]
+    lines = []
+    for result in results:
+        extra: dict[str, Any] = result.extra
+        times = [extra[f"ttft_ms_{name}"] for name in ("mean", "p99", "mean_without")]
+        lines.append(
+            [
+                result.policy,
+                f"{100 * result.size:.4g}%",
+                *(f"{extra[name]:.1%}" for name in places),
+                *(f"{value:,.1f}" for value in times),
+                f"{extra['dollars_per_million_tokens']:.4f}",
+            ]
+        )
+    return columns, lines
+
+
+# Replays as one HTML file: hit ratio and closure against size, and the tables.
+
+BOUND = "opt"
+BASE = "lru"
+
+
+def write_replay_report(path: Path, rows: Sequence[Result], *, footer: str = "") -> Path:
+    """Writes the report and returns its path.
+
+    Args:
+        path: The HTML file.
+        rows: What was replayed, on one trace or several.
+        footer: Versions, machine, date.
+
+    Raises:
+        ConfigError: If there are more policies than curves can be told apart.
+        OSError: The file cannot be written.
+    """
+    traces = list(dict.fromkeys(row.trace for row in rows))
+    colours = {name: n for n, name in enumerate(dict.fromkeys(row.policy for row in rows))}
+    title = "What a policy keeps" if len(traces) > 1 else f"What a policy keeps of {traces[0]}"
+    sections: list[Section] = []
+    for trace in traces:
+        sections += _replay_sections(trace, [row for row in rows if row.trace == trace], colours)
+    lead = (
+        "Requests of a trace, replayed through the policy objects that the cache uses. A hit is a"
+        " block in the leading run of blocks that are there when a request arrives."
+    )
+    return write_report(path, title, sections, lead=lead, footer=footer)
+
+
+def _replay_sections(
+    trace: str, rows: Sequence[Result], colours: Mapping[str, int]
+) -> tuple[Section, Section]:
+    """Curves over sizes; and a table per figure: a policy a line, a size a column."""
+    sizes = {row.size: row.pages for row in sorted(rows, key=lambda row: row.size)}
+    at = {(row.policy, row.size): row for row in rows}
+    shown = sorted({row.policy for row in rows}, key=colours.__getitem__)
+
+    def values(name: str, field: str) -> list[float | None]:
+        return [getattr(at.get((name, size)), field, None) for size in sizes]
+
+    def curves(caption: str, field: str, names: Sequence[str]) -> Curves:
+        lines = {
+            name: [math.nan if value is None else value for value in values(name, field)]
+            for name in names
+        }
+        x = "room, as a share of the trace's different blocks"
+        return Curves(caption, list(sizes), lines, x, [BOUND], colours)
+
+    found = {name: [v for v in values(name, "closure") if v is not None] for name in shown}
+    means = [(sum(v) / len(v), n, len(v)) for n, v in found.items() if v and n not in (BOUND, BASE)]
+    parts: list[Figures | Curves] = [curves("Prefix hit ratio", "prefix_hit_ratio", shown)]
+    if means:
+        best = [
+            (name, f"{mean:.2f}", f"mean closure of {'one size' if n == 1 else f'{n} sizes'}")
+            for mean, name, n in sorted(means, reverse=True)[:3]
+        ]
+        caption = "Closure: how much of the way from leaf-first LRU to Belady"
+        names = [name for name in shown if name not in (BOUND, BASE)]
+        parts = [Figures(best), *parts, curves(caption, "closure", names)]
+    columns = ["policy", *(f"{100 * size:.4g}%" for size in sizes)]
+    tables = [Table(["", *columns[1:]], [["blocks that fit", *sizes.values()]], "Sizes")]
+    for caption, field, digits, unit in (
+        ("Prefix hit ratio, percent", "prefix_hit_ratio", 2, 100.0),
+        ("Closure", "closure", 3, 1.0),
+        ("Blocks loaded again and prefetched, over those of lru", "load_traffic_vs_lru", 3, 1.0),
+        ("Prefetched blocks that were used, percent", "prefetch_precision", 0, 100.0),
+        ("Million blocks replayed per second (measured)", "blocks_per_s", 1, 1e-6),
+    ):
+        lines = [
+            [name, *(_rounded(v, unit, digits) for v in values(name, field))] for name in shown
+        ]
+        if lines := [line for line in lines if any(line[1:])]:
+            tables.append(Table(columns, lines, caption))
+    return (
+        Section(trace, parts=parts, source="simulated"),
+        Section(f"{trace}, in figures", parts=tables, source="simulated"),
+    )
+
+
+def _rounded(value: float | None, unit: float, digits: int) -> str | None:
+    return None if value is None else f"{unit * value:.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+# `flowkv sim characterise`: what a trace is like, before any policy.
+
+
+def _add_characterise(verb: AddVerb) -> None:
+    added = verb("characterise", _characterise, "show what a trace is like, before any policy")
+    added.add_argument("trace", metavar="TRACE", help=TRACE)
+
+
+def _characterise(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.sim.character import characterise
+
+    with Screen(to_stderr=True).progress("looking"):
+        found = characterise(load_trace(given.trace))
+    facts = {
+        "requests": f"{found.requests:,}",
+        "known sessions, tenants": f"{found.sessions:,}, {found.tenants:,}",
+        "from the first to the last": f"{found.span_s:,.0f} s",
+        "between requests, mean and variation": f"{found.arrival_s:.3g} s, {found.arrival_cv:.2f}",
+        "blocks asked for, different ones": f"{found.blocks:,}, {found.unique:,}",
+        "tokens of a block": f"{found.block_tokens:,}",
+        "hit ratio with room for everything": f"{found.infinite_hit_ratio:.1%}",
+        "different blocks used only once": f"{found.used_once:.1%}",
+        "uses that fall on the top 1% of them": f"{found.top_share:.1%}",
+        "requests that continue an earlier one": f"{found.extending:.1%}",
+    }
+    screen.table(["", ""], [[*fact] for fact in facts.items()], title=f"Trace {found.trace}")
+    spreads = {
+        "blocks per request": found.blocks_per_request,
+        "to the next turn, s": found.gap_s,
+        "to a block's next use, s": found.reuse_s,
+        "... in requests": found.reuse_requests,
+        "... in blocks of an LRU stack": found.stack_distance,
+    }
+    rows = [
+        [name, *(f"{value:,.4g}" for value in (spread.p10, spread.p50, spread.p90, spread.p99))]
+        for name, spread in spreads.items()
+    ]
+    screen.table(["", "p10", "p50", "p90", "p99"], rows, title="Percentiles")
+    ratios = {f"{100 * size:.4g}%": f"{100 * ratio:.1f}%" for size, ratio in found.lru.items()}
+    windows = {f"{window:g} s": f"{blocks:,.0f}" for window, blocks in found.working_set.items()}
+    turns = {f"turn {turn}": f"{share:.0%}" for turn, share in found.returns.items()}
+    for title, corner, label, cells in (
+        ("Hit ratio of leaf-first LRU", "size", "lru", ratios),
+        ("Working set, mean", "window", "blocks", windows),
+        ("Conversations that go on", "", "goes on", turns),
+    ):
+        screen.table([corner, *cells], [[label, *cells.values()]], title=title)
+    return 0, found
+
+
+# `flowkv sim hierarchy`: the memory-hierarchy experiment.
+
+_RULES = {
+    "published": "By the rules that were published",
+    "strict": "By strict rules: every byte takes its turn on a shared channel",
+    "pressure": "Strict, with an HBM too small for the context",
+}
+
+
+def _add_hierarchy(verb: AddVerb) -> None:
+    about = "decode over SRAM, HBM, CXL and DRAM: a published table, and better"
+    added = verb("hierarchy", _hierarchy, about)
+    about = "what decides who leaves SRAM and HBM; default lru,auto"
+    added.option("--policy", "A,B", about, type=names, default=["lru", "auto"])
+    about = "kvflow (as published, the default), h100, h200, b200 or mi300x"
+    added.option("--machine", "NAME", about, default="kvflow")
+    about = "steps as JSON lines; default the published ones"
+    added.option("--trace", "FILE", about, type=Path)
+    added.option("--sram", "SIZE", "under strict rules; default %(default)s", default="32MiB")
+    added.option("--hbm", "SIZE", "of the last rows; default %(default)s", default="2GiB")
+
+
+def _hierarchy(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.sim.hierarchy import MACHINES, read_workload, run_experiment
+
+    if given.machine not in MACHINES:
+        raise ConfigError(f"there is no machine {given.machine!r}", f"Use {', '.join(MACHINES)}")
+    sizes = [parse_size(given.sram), parse_size(given.hbm)]
+    if not all(sizes):
+        raise ConfigError("a memory of 0 bytes holds nothing", "Give --sram and --hbm a size")
+    workload = read_workload(given.trace) if given.trace else None
+    room = dict(zip(("sram_bytes", "pressure_bytes"), sizes, strict=True))
+    with Screen(to_stderr=True).progress("simulating") as tell:
+        machine = MACHINES[given.machine]
+        rows = run_experiment(workload, machine, policies=given.policy, tell=tell, **room)
+    for rules, title in _RULES.items():
+        shown = [row for row in rows if row.rules == rules]
+        apart = any(row.exposed_decode_ns for row in shown)
+        columns = ["", "HBM MB", "CXL MB", "exposed ms", *["decode ms"] * apart]
+        columns += ["total ms", "SRAM", "$/Mtok"]
+        screen.table(columns, [_cells(row, apart) for row in shown], title=title)
+    screen.say(
+        "Simulated. Exposed: compute waited for bytes; decode: for decoding, where that is counted"
+        " apart. kvflow: rebuilt from its rules. No plan can undercut a floor."
+    )
+    return 0, rows
+
+
+def _cells(row: ExperimentRow, apart: bool) -> list[str]:
+    """A line of the table; `apart` has a column for waiting for decoding."""
+    times = [row.exposed_ns, *[row.exposed_decode_ns] * apart, row.total_ns]
+    return [
+        row.plan if row.source == "flowkv" else f"{row.source}: {row.plan}",
+        *(_or_dash(n_bytes, ",.1f", 1e-6) for n_bytes in (row.hbm_read_bytes, row.cxl_read_bytes)),
+        *(_or_dash(ns, ".4f", 1e-6) for ns in times),
+        _or_dash(row.sram_hit_rate, ".1%"),
+        _or_dash(row.usd_per_million_tokens, ".5f"),
+    ]
+
+
+def _add_sim(verbs: Any) -> None:
+    sim = verbs.add_parser(
+        "sim",
+        help="simulate caches, on traces and on a memory hierarchy",
+        description="Simulates caches; nothing here is a measurement.",
+        epilog="flowkv sim VERB --help tells more.",
+    )
+    verb = adder(sim.add_subparsers(title="verbs", metavar="VERB", required=True))
+    for add in (_add_replays, _add_characterise, _add_hierarchy):
+        add(verb)

@@ -26,28 +26,29 @@ import flowkv
 from flowkv.cache.stack import make_envelope
 from flowkv.core.config import format_size, load_config, parse_place
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError, UnsupportedModelError
-from flowkv.demo.records import (
-    FINDINGS,
-    PLAN,
+from flowkv.demo.findings import (
+    CaseSummary,
     DemoCase,
+    DemoMessage,
     DemoPlan,
+    DemoTask,
     DemoWorkload,
     Findings,
     Sample,
+    Summary,
     WatchedRestore,
     build_workload,
+    summarise,
+    write_demo_report,
 )
-from flowkv.demo.report import Summary, summarise, write_demo_report
 from flowkv.demo.timing import NOTHING, Reuse, timed_generate
 from flowkv.hooks.huggingface.load import LoadedModel, load_model
-from flowkv.observe.timeline import Timeline, Timelines
+from flowkv.observe.timeline import Timelines
 from flowkv.report.screen import Screen, Tell
 from flowkv.report.words import seconds, times
 from flowkv.tiers.base import UNBOUNDED, Completion, Outcome, Tier
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.inspect import inspect
-
-_GRACE_S = 5.0  # for a process that was interrupted
 
 
 class DemoFailed(RuntimeError):
@@ -80,18 +81,18 @@ def run_demo(
     screen.say()
     with _directories(plan.store, keep) as (work, store):
         plan = msgspec.structs.replace(plan, store=store)
-        (work / PLAN).write_bytes(msgspec.json.encode(plan))
-        stored = _phase("store", work, screen, threads=plan.threads, debug=debug)
-        restored = _phase("restore", work, screen, threads=plan.threads, debug=debug)
+        task = DemoTask("store", plan, str(work))
+        stored = _phase(task, "first process", screen, debug=debug)
+        task = DemoTask("restore", plan, str(work), stored.cases)
+        restored = _phase(task, "second process", screen, debug=debug)
         lasting = Path(parse_place(f"disk:{store}").path)
         store_bytes = inspect(lasting).disk_bytes
     summary = summarise(plan, stored, restored, store_bytes=store_bytes)
     summary.store = str(lasting) if lasting.exists() else ""
     summary.seconds = time.monotonic() - started
     if report is not None:
-        summary.report = str(
-            write_demo_report(report, plan, summary, stored.texts, restores=restored.restores)
-        )
+        written = write_demo_report(report, plan, summary, stored.texts, restores=restored.restores)
+        summary.report = str(written)
     _show(summary, plan, screen)
     return summary
 
@@ -106,92 +107,68 @@ def _check_file(path: Path, what: str, flag: str) -> None:
 @contextlib.contextmanager
 def _directories(store: str, keep: bool) -> Iterator[tuple[Path, str]]:
     """A working directory, and the store's: given, or fresh and removed unless it is kept."""
-    made: list[str] = []
-    try:
+    with contextlib.ExitStack() as stack:
+
+        def make(prefix: str) -> str:
+            made = tempfile.mkdtemp(prefix=prefix)
+            stack.callback(shutil.rmtree, made, ignore_errors=True)
+            return made
+
         try:
-            work = tempfile.mkdtemp(prefix="flowkv-demo-")
-            made.append(work)
+            work = make("flowkv-demo-")
             if not store:
-                store = tempfile.mkdtemp(prefix="flowkv-store-")
-                made += [] if keep else [store]
+                prefix = "flowkv-store-"
+                store = tempfile.mkdtemp(prefix=prefix) if keep else make(prefix)
         except OSError as error:
             raise StoreError(
                 f"no temporary directory can be made ({error.strerror or error})",
                 "Free some space, or set TMPDIR to another directory",
             ) from error
         yield Path(work), store
-    finally:
-        for directory in made:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
-def _phase(
-    phase: str, work: Path, screen: Screen, *, threads: int = 0, debug: bool = False
-) -> Findings:
-    label = {"store": "first process", "restore": "second process"}[phase]
-    log = work / f"{phase}.log"
-    command = [sys.executable, "-m", "flowkv.demo", "--phase", phase, "--work", str(work)]
+def _phase(task: DemoTask, label: str, screen: Screen, *, debug: bool) -> Findings:
+    """Runs one process; shows its progress and its notes."""
+    file, log = (Path(task.work) / f"{task.phase}.{kind}" for kind in ("json", "log"))
+    file.write_bytes(msgspec.json.encode(task))
     # Started elsewhere, it must still import this very package.
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     # Threads that spin while they wait slow everything several times where cores are shared.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": path}
-    if threads:  # the thread pools of OpenMP and numba are sized when they are loaded
-        environment |= {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
-    with log.open("wb") as errors, screen.progress(f"{label:<14}") as tell:
-        process = subprocess.Popen(
+    if threads := str(task.plan.threads or ""):  # pools of threads are sized when they are loaded
+        environment |= {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
+    command = [sys.executable, "-m", "flowkv.demo", str(file)]
+    last, notes = DemoMessage(), dict[str, None]()  # notes: each once, in order
+    with (
+        log.open("wb") as errors,
+        screen.progress(f"{label:<14}") as tell,
+        subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=None if debug else errors,
             env=environment,
-        )
+        ) as process,
+    ):
         try:
-            problem, notes = _follow(process, tell)
-        finally:
-            _end(process)
+            for line in process.stdout or ():
+                last = msgspec.json.decode(line, type=DemoMessage)
+                if last.note:
+                    notes[last.note] = None
+                elif last.total:
+                    tell(last.done, last.total, last.doing)
+        except BaseException:  # this process was interrupted
+            process.terminate()
+            raise
     for note in notes:
         screen.say(f"Note: {note}", style="yellow")
-    if problem is not None:
-        raise problem
-    if process.returncode:
-        said = "see above" if debug else _last_line(log)
+    if last.problem:
+        raise FlowKVError(last.problem, last.remedy)
+    if last.found is None:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        said = "see above" if debug else lines[-1][:300]
         raise DemoFailed(f"the {label} ended with status {process.returncode}: {said}")
-    return msgspec.json.decode((work / FINDINGS.format(phase)).read_bytes(), type=Findings)
-
-
-def _follow(
-    process: subprocess.Popen[bytes], tell: Tell
-) -> tuple[FlowKVError | None, dict[str, None]]:
-    """Passes progress on until the process closes its pipe; returns its complaint and its notes."""
-    problem = None
-    notes: dict[str, None] = {}  # each once, in order
-    for line in process.stdout or ():
-        message = msgspec.json.decode(line)
-        if "problem" in message:
-            problem = FlowKVError(message["problem"], message["remedy"])
-        elif "note" in message:
-            notes[message["note"]] = None
-        else:
-            tell(message["done"], message["total"], message["doing"])
-    process.wait()
-    return problem, notes
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.stdout:
-        process.stdout.close()
-    if process.poll() is None:  # this process was interrupted: so was the other, in a terminal
-        process.terminate()
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-    return lines[-1][:300]
+    return last.found
 
 
 def _show(summary: Summary, plan: DemoPlan, screen: Screen) -> None:
@@ -206,18 +183,19 @@ def _show(summary: Summary, plan: DemoPlan, screen: Screen) -> None:
         ["recompute, second process", *(seconds(case.ttft_recompute_s) for case in shown)],
         ["restored from disk, second process", *(seconds(case.ttft_disk_s) for case in shown)],
         ["  faster than recomputing", *(times(case.speedup) for case in shown)],
-        ["  tokens reused", *(_reused(case.reused_tokens, case.ttft_disk_s) for case in shown)],
+        ["  tokens reused", *(_reused(case) for case in shown)],
         ["tokens identical", *("yes" if case.identical else "NO" for case in shown)],
     ]
     names = [case.name.removeprefix("conversation, ") for case in shown]
     screen.table(["", *names], rows, title="Time to the first token: conversation and batch")
     read = ", ".join(f"{format_size(n)} from {kind}" for kind, n in summary.restored_from.items())
+    paged, plain = seconds(summary.tpot_paged_s), seconds(summary.tpot_plain_s)
     facts = [
         ["restored by the second process", read or "nothing"],
         ["tokens reused", f"{summary.tokens_reused:,} ({summary.hit_rate:.1%} of the prompts)"],
         ["pool of the first process", format_size(summary.pool_bytes)],
         ["store on disk", format_size(summary.store_bytes)],
-        ["time per further token", _tpot(summary)],
+        ["time per further token", f"{paged} (without FlowKV {plain})"],
         ["attaching, once per process", seconds(summary.attach_s)],
         ["processes", f"{summary.processes[0]}, then {summary.processes[1]}"],
     ]
@@ -251,12 +229,8 @@ def _show(summary: Summary, plan: DemoPlan, screen: Screen) -> None:
     screen.say(f"Took {summary.seconds:.0f} s.", style="dim")
 
 
-def _reused(tokens: int, ttft_s: float) -> str:
-    return f"{tokens:,}" if math.isfinite(ttft_s) else "-"
-
-
-def _tpot(summary: Summary) -> str:
-    return f"{seconds(summary.tpot_paged_s)} (without FlowKV {seconds(summary.tpot_plain_s)})"
+def _reused(case: CaseSummary) -> str:
+    return f"{case.reused_tokens:,}" if math.isfinite(case.ttft_disk_s) else "-"
 
 
 # A tier made slower, so that on a fast disk, too, loading and computing can be seen to share.
@@ -319,25 +293,17 @@ class _Meter:
 
     def __init__(self, loaded: LoadedModel, plan: DemoPlan, tell: Tell, total: int) -> None:
         self.loaded, self.model, self.plan = loaded, loaded.model, plan
-        self.tell, self.total = tell, total
         self.samples: list[Sample] = []
-        self.done = 0
+        self._tell, self._total, self._done = tell, total, 0
 
     def step(self, text: str) -> None:
-        self.done += 1
-        self.tell(min(self.done, self.total), self.total, text)
+        self._done += 1
+        self._tell(min(self._done, self._total), self._total, text)
 
-    def plain(self, way: str, case: DemoCase, *, whole: bool) -> list[list[int]]:
-        """Without FlowKV; only the first token unless `whole`."""
-        return self._measure(way, case, whole, None)
-
-    def paged(self, way: str, case: DemoCase, kv: flowkv.KV, *, whole: bool) -> None:
-        """With FlowKV."""
-        self._measure(way, case, whole, kv)
-
-    def _measure(
-        self, way: str, case: DemoCase, whole: bool, kv: flowkv.KV | None
+    def ask(
+        self, way: str, case: DemoCase, kv: flowkv.KV | None = None, *, whole: bool = False
     ) -> list[list[int]]:
+        """Answers with or without FlowKV; only the first token unless `whole`."""
         count = self.plan.sizes.answer if whole else 1
         before = Reuse.of(kv) if kv else NOTHING
         timing = timed_generate(self.model, case.prompts, max_new_tokens=count)
@@ -360,17 +326,16 @@ class _Meter:
         self.step(f"{case.name}, {'with' if kv else 'without'} FlowKV")
         return timing.answers
 
-    def set_known_aside(self, opening: DemoCase) -> bool:
-        """Renames samples that are no first ones, where a store of yours knew the opening before.
 
-        Returns:
-            Whether it did.
-        """
-        first = [sample for sample in self.samples if sample.way == "first"]
-        known = any(sample.reused for sample in first if sample.case == opening.name)
-        for sample in first if known else ():
-            sample.way = "known"
-        return known
+def run_task(task: DemoTask, tell: Tell) -> Findings:
+    """What a process of the demo does.
+
+    Raises:
+        FlowKVError: What is asked for cannot be done.
+    """
+    if task.phase == "store":
+        return store_phase(task.plan, Path(task.work), tell)
+    return restore_phase(task.plan, Path(task.work), task.cases, tell)
 
 
 def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
@@ -383,20 +348,23 @@ def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
     for repeat in range(repeats):
         if repeat:
             for case in cases:
-                meter.plain("cold", case, whole=False)
+                meter.ask("cold", case)
         # Only the first repeat fills the store, with whole answers. What the others measure as
         # unknown must be unknown.
         place = str(work / f"scratch-{repeat}") if repeat else plan.store
         with _attached(loaded.model, place) as kv:
             for way in ("first", "again"):
                 for case in cases:
-                    meter.paged(way, case, kv, whole=not repeat)
+                    meter.ask(way, case, kv, whole=not repeat)
             kv.flush()
             pool_bytes = pool_bytes or _pool_bytes(kv)
         if repeat:
             shutil.rmtree(place, ignore_errors=True)
         else:
-            fresh = not meter.set_known_aside(cases[0])
+            first = [sample for sample in meter.samples if sample.way == "first"]
+            fresh = not first[0].reused
+            for sample in [] if fresh else first:  # a store of yours knew the opening before
+                sample.way = "known"
     shown = cases[-2]
     texts = [loaded.decode(shown.prompts[0]), loaded.decode(shown.answers[0])]
     return Findings(
@@ -417,17 +385,17 @@ def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell)
     pool_bytes, attach_s = 0, 0.0
     for repeat in range(plan.repeats):
         for case in asked:
-            meter.plain("recompute", case, whole=not repeat)
+            meter.ask("recompute", case, whole=not repeat)
         _drop_page_cache(Path(parse_place(f"disk:{plan.store}").path))
         started = time.perf_counter()
         # A new cache every time: its pool is empty, so that pages come from disk.
         with _attached(meter.model, plan.store) as kv:
             attach_s = attach_s or time.perf_counter() - started
             for case in asked:
-                meter.paged("disk", case, kv, whole=not repeat)
+                meter.ask("disk", case, kv, whole=not repeat)
             if not repeat:
                 for case in earlier:
-                    meter.paged("check", case, kv, whole=True)
+                    meter.ask("check", case, kv, whole=True)
             pool_bytes = pool_bytes or _pool_bytes(kv)
     return Findings(
         samples=meter.samples,
@@ -442,24 +410,26 @@ def _watch(meter: _Meter, asked: list[DemoCase]) -> list[WatchedRestore]:
     """Restores the last turn twice more, with a look at how: from the disk, and from a slow one.
 
     The slow one takes about as long to load a prompt as the model takes to compute it. No time of
-    this is among the figures, since being watched costs a little.
+    this is among the figures, since being watched costs a little. Other cases go before, and teach
+    the cache the rates.
     """
-    plan, talk, model = meter.plan, asked[0], meter.model
-    directory = parse_place(f"disk:{plan.store}").path
+    plan, (talk, *others) = meter.plan, asked
     said = [sample for sample in meter.samples if sample.case == talk.name]
     compute_s = median(sample.ttft_s for sample in said if sample.way == "recompute")
-    n_bytes = max(sum(sample.loaded_bytes.values()) for sample in said)
-    slow = n_bytes / compute_s
+    slow = max(sum(sample.loaded_bytes.values()) for sample in said) / compute_s
     found = []
-    _drop_page_cache(Path(directory))
-    with _attached(model, plan.store) as kv:
-        found += [WatchedRestore(timeline=one) for one in _watched(meter, asked, kv, plan.trace)]
-    if not slow:  # nothing was restored, or other tiers have it
-        return found
-    with _attached(model, _slow_disk(plan.store, slow)) as kv:
-        found += [
-            WatchedRestore(timeline=one, bytes_per_s=slow) for one in _watched(meter, asked, kv, "")
-        ]
+    _drop_page_cache(Path(parse_place(f"disk:{plan.store}").path))
+    # Without a rate nothing was restored, or other tiers have it.
+    for rate in (0.0, slow) if slow else (0.0,):
+        place = _slow_disk(plan.store, rate) if rate else plan.store
+        with _attached(meter.model, place) as kv, contextlib.ExitStack() as stack:
+            if plan.trace and not rate:
+                stack.enter_context(kv.trace(plan.trace))
+            for case in others:
+                meter.ask("watched", case, kv)
+            restores = stack.enter_context(Timelines(kv.bus))
+            meter.ask("watched", talk, kv)
+            found += [WatchedRestore(timeline=one, bytes_per_s=rate) for one in restores.ended]
     return found
 
 
@@ -467,21 +437,9 @@ def _slow_disk(place: str, bytes_per_s: float) -> Slow:
     """The store as a tier object, opened as the cache itself would."""
     config = load_config(disk=place)
     (disk,) = (one for one in config.places(on_cpu=True) if one.kind == "disk")
-    most = disk.size_bytes(shutil.disk_usage(disk.path).total)
+    most = disk.size_bytes(shutil.disk_usage(disk.path).total) or UNBOUNDED
     envelope = make_envelope(config)
-    tier = DiskTier(disk.path, most or UNBOUNDED, name="slow disk", envelope=envelope)
-    return Slow(tier, bytes_per_s)
-
-
-def _watched(meter: _Meter, asked: list[DemoCase], kv: flowkv.KV, trace: str) -> list[Timeline]:
-    """Timelines of the first case, after others that teach the cache the rates."""
-    talk, *others = asked
-    with kv.trace(trace) if trace else contextlib.nullcontext():
-        for case in others:
-            meter.paged("watched", case, kv, whole=False)
-        with Timelines(kv.bus) as restores:
-            meter.paged("watched", talk, kv, whole=False)
-    return restores.ended
+    return Slow(DiskTier(disk.path, most, name="slow disk", envelope=envelope), bytes_per_s)
 
 
 def _prepare(plan: DemoPlan, work: Path, tell: Tell, steps: int) -> tuple[_Meter, DemoWorkload]:
@@ -539,12 +497,12 @@ def _converse(meter: _Meter, workload: DemoWorkload) -> list[DemoCase]:
     prompt = workload.opening
     for turn in range(1, meter.plan.sizes.turns + 1):
         case = DemoCase(f"conversation, turn {turn}", [prompt])
-        case.answers = meter.plain("cold", case, whole=True)
+        case.answers = meter.ask("cold", case, whole=True)
         cases.append(case)
         if turn <= len(workload.questions):
             prompt = prompt + case.answers[0] + workload.questions[turn - 1]
     case = DemoCase(f"batch of {len(workload.batch)}", workload.batch)
-    case.answers = meter.plain("cold", case, whole=True)
+    case.answers = meter.ask("cold", case, whole=True)
     return [*cases, case]
 
 

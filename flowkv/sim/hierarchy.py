@@ -22,6 +22,7 @@ import numpy as np
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy import Policy, make_policy
+from flowkv.sim.formats import read_lines
 from flowkv.sim.hardware import HARDWARE
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "published_workload",
     "read_workload",
     "run_experiment",
-    "write_workload",
 ]
 
 
@@ -87,7 +87,7 @@ class ModelledCodec(NamedTuple):
 RAW = ModelledCodec("raw", 1.0, 0.0)
 INT8 = ModelledCodec("int8", 0.5, 120.0)
 INT4 = ModelledCodec("int4", 0.25, 260.0)
-CODECS: Mapping[str, ModelledCodec] = MappingProxyType({c.name: c for c in (RAW, INT8, INT4)})
+CODECS = (RAW, INT8, INT4)
 
 
 class Machine(NamedTuple):
@@ -210,13 +210,8 @@ class BlockWorkload(NamedTuple):
 
     name: str
     geometry: BlockShape
-    steps: Sequence[Sequence[int]]
-    positions: Sequence[int]
-
-    @property
-    def accesses(self) -> int:
-        """Reads in all."""
-        return sum(map(len, self.steps))
+    steps: list[list[int]]
+    positions: list[int]
 
     def distinct(self, step: int) -> list[int]:
         """Slots of a step, each once, in order."""
@@ -247,13 +242,15 @@ def published_workload() -> BlockWorkload:
     return BlockWorkload("kvflow", shape, steps, positions)
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
+class DecodeStep(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of a trace: blocks as layer, head and number; and the newest one's number."""
+
     reads: list[tuple[int, int, int]]
     newest: int = -1
 
 
 def read_workload(path: Path, geometry: BlockShape | None = None) -> BlockWorkload:
-    """Reads a trace with one JSON object per decode step.
+    """Reads a trace with one JSON object per decode step, plain or zstd-compressed.
 
     A line is `{"reads": [[layer, head, block], ...], "newest": block}`; without `newest`, the
     largest block read so far is taken for the newest one.
@@ -266,59 +263,21 @@ def read_workload(path: Path, geometry: BlockShape | None = None) -> BlockWorklo
         ConfigError: If the file cannot be read, or a line is no step of this geometry.
     """
     shape = geometry or BlockShape()
-    steps: list[list[int]] = []
-    positions: list[int] = []
-    newest = 0
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            given = msgspec.json.decode(line, type=_Line)
-        except msgspec.DecodeError as error:
-            raise _refused(path, number, str(error)) from None
-        for layer, head, block in given.reads:
-            if not (
-                0 <= layer < shape.layers
-                and 0 <= head < shape.heads
-                and 0 <= block < shape.blocks_per_head
-            ):
-                raise _refused(path, number, f"there is no block {[layer, head, block]}")
-            newest = max(newest, block)
-        steps.append([shape.slot(*read) for read in given.reads])
-        positions.append(given.newest if given.newest >= 0 else newest)
-    if not any(steps):
+    if not path.is_file():
+        raise ConfigError(f"cannot read {path}", "Give the path of a JSON-lines file")
+    workload, largest = BlockWorkload(path.stem, shape, [], []), 0
+    for number, step in enumerate(read_lines(path, DecodeStep), 1):
+        for read in step.reads:
+            ends = zip(read, (shape.layers, shape.heads, shape.blocks_per_head), strict=True)
+            if not all(0 <= at < end for at, end in ends):
+                problem = f"{path}, step {number}: there is no block {list(read)}"
+                raise ConfigError(problem, "Write layer, head and block from 0 on")
+            largest = max(largest, read[2])
+        workload.steps.append([shape.slot(*read) for read in step.reads])
+        workload.positions.append(step.newest if step.newest >= 0 else largest)
+    if not any(workload.steps):
         raise ConfigError(f"{path} holds no reads", 'Write lines such as {"reads": [[0, 0, 0]]}')
-    return BlockWorkload(path.stem, shape, steps, positions)
-
-
-def write_workload(path: Path, workload: BlockWorkload) -> None:
-    """Writes what `read_workload` reads."""
-    shape = workload.geometry
-    with path.open("wb") as file:
-        for reads, newest in zip(workload.steps, workload.positions, strict=True):
-            split = [_split(shape, slot) for slot in reads]
-            file.write(msgspec.json.encode(_Line(split, newest)) + b"\n")
-
-
-def _split(shape: BlockShape, slot: int) -> tuple[int, int, int]:
-    pair, block = divmod(slot, shape.blocks_per_head)
-    layer, head = divmod(pair, shape.heads)
-    return layer, head, block
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            yield from (line for line in file if line.strip())
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror}", "Give the path of a JSON-lines file"
-        ) from None
-
-
-def _refused(path: Path, number: int, problem: str) -> ConfigError:
-    return ConfigError(
-        f"{path}, step {number}: {problem}",
-        'Write one object per step, {"reads": [[layer, head, block], ...]}',
-    )
+    return workload
 
 
 # What no policy can read less than: compulsory reads, and Belady's choice for a full HBM.
@@ -393,9 +352,7 @@ class RunCounters:
 
     reads: int = 0
     sram_hits: int = 0
-    read_bytes: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("hbm", "cxl", "dram"), 0)
-    )
+    read_bytes: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "cxl": 0, "dram": 0})
     moved_bytes: int = 0
     saved_bytes: int = 0
     encoded: int = 0
@@ -409,11 +366,6 @@ class RunCounters:
     def sram_hit_rate(self) -> float:
         """Share of the reads that found their block staged."""
         return self.sram_hits / self.reads
-
-    def occupy(self, n_bytes: dict[str, int]) -> None:
-        """Notes how full the tiers are now."""
-        for tier, value in n_bytes.items():
-            self.peak_bytes[tier] = max(self.peak_bytes.get(tier, 0), value)
 
     def usd_per_million_tokens(self, machine: Machine, tokens: int) -> float:
         """What the occupied memory costs for as long as a million tokens take; a proxy."""
@@ -442,12 +394,8 @@ class BoundedMemory:
     def __init__(self, capacity: int, block_bytes: int, policy: Policy) -> None:
         self.room = capacity // block_bytes
         self.held: set[int] = set()
-        self.left = 0
         self._policy = policy
         self._clock = 0
-
-    def __contains__(self, slot: int) -> bool:
-        return slot in self.held
 
     def use(self, now_ns: float, slot: int) -> bool:
         """A block is read; whether it is here."""
@@ -470,7 +418,6 @@ class BoundedMemory:
             victims = np.array([slot])
         gone: list[int] = victims.tolist()
         self.held.difference_update(gone)
-        self.left += len(gone)
         return gone
 
     def fill(self, chunks: Iterable[Sequence[int]]) -> None:
@@ -487,126 +434,190 @@ class BoundedMemory:
         return self._clock
 
 
-# Plans: where blocks live, in which form, and what is fetched ahead.
+# Published timing rules: moves are free, prefetches and reads do not get in each other's way.
 #
-# `Everything in HBM` and `Classes` are the two columns of the published table. `Kept` is
-# FlowKV's: one form for all blocks, device memory as long as it lasts, and then what a policy of
-# the catalogue says.
+# Per step: prefetches that are through are staged; the step's blocks are placed anew, at no cost;
+# the next step's blocks are ordered, each through one transfer engine, one decoder and one stage;
+# then every block that is not staged is read from where it lives, one after the other, latency
+# included. Every read counts as bytes of the block's home tier, staged or not.
+#
+# `Everything` and `Classes` are the two columns of the published table. `Kept` is FlowKV's: one
+# form for all blocks, device memory as long as it lasts, and then what a policy of the catalogue
+# says.
 
 HOT, WARM, COLD = "hot", "warm", "cold"
 
 RECENT_TOKENS = 128  # up to here behind the newest token a block is hot
 WARM_READS = 2  # an older one is warm from here on
 FAR_TOKENS = 768  # beyond that a cold one takes four bits
-_WINDOW, _PER_STEP = 96, 48  # candidates looked at, and taken, per step
+_PER_STEP = 48  # blocks fetched ahead per step by the published plan
 
 
-class Blocks:
-    """State of every block: tier, form, temperature, reads; and which lie staged.
+class Everything:
+    """All blocks raw in HBM, nothing fetched ahead: the published baseline. Other plans differ.
 
     Args:
-        shape: Shape of the cache.
+        workload: What is read.
+        machine: What it is read from.
+
+    Attributes:
+        tier: Where each block lives.
+        codec: Its form.
+        reads: How often it was read.
+        staged: Blocks in the staging memory, and their bytes there.
+        flying: Blocks on their way there, and when they are through.
     """
 
-    def __init__(self, shape: BlockShape) -> None:
-        self.shape = shape
-        self.tier = ["hbm"] * shape.blocks
-        self.codec = [RAW] * shape.blocks
-        self.temperature = [WARM] * shape.blocks
-        self.reads = [0] * shape.blocks
-        self.staged: dict[int, int] = {}  # and its bytes there
-        self.occupied = {"hbm": shape.blocks * shape.block_bytes, "cxl": 0, "dram": 0}
+    def __init__(self, workload: BlockWorkload, machine: Machine) -> None:
+        self.workload, self.machine, self.shape = workload, machine, workload.geometry
+        self.tier, self.codec = ["hbm"] * self.shape.blocks, [RAW] * self.shape.blocks
+        self.reads = [0] * self.shape.blocks
+        self.staged: dict[int, int] = {}
+        self.flying: dict[int, float] = {}
+        self.counted = RunCounters()
+        self._occupied = {"hbm": self.shape.blocks * self.shape.block_bytes, "cxl": 0, "dram": 0}
+        self._free_ns = (0.0, 0.0, 0.0)  # transfer engine, decoder, stage
+
+    # ---- what a plan decides
+
+    def place(self, slot: int, newest: int, now_ns: float) -> tuple[str, ModelledCodec]:
+        """Tier and form of a block that this step reads; may classify it, and move others."""
+        return "hbm", RAW
+
+    def ahead(self, slots: Sequence[int]) -> list[int]:
+        """Which blocks of the next step to fetch now, of those that are not on their way."""
+        return []
+
+    def stage(self, slot: int, now_ns: float) -> list[int] | None:
+        """Blocks that leave the staging memory for this one; None to leave it out."""
+        used = sum(self.staged.values())
+        return [] if used + self.n_bytes(slot) <= self.machine.sram.capacity else None
+
+    def unstage(self) -> list[int]:
+        """Blocks that leave the staging memory after a step."""
+        return []
+
+    # ---- the rules
+
+    def run(self) -> RunCounters:
+        """Runs the plan; times in nanoseconds."""
+        workload, counted, now = self.workload, self.counted, 0.0
+        for step, reads in enumerate(workload.steps):
+            for slot in [slot for slot, ready in self.flying.items() if ready <= now]:
+                del self.flying[slot]
+                self._stage(slot, now)
+            for slot in workload.distinct(step):
+                self._place(slot, workload.positions[step], now)
+            following = workload.distinct(min(step + 1, len(workload.steps) - 1))
+            for slot in self.ahead(following):
+                self._order(slot, now)
+            now += self._serve(reads)
+            for slot in self.unstage():
+                del self.staged[slot]
+            for tier, n_bytes in self._occupied.items():
+                counted.peak_bytes[tier] = max(counted.peak_bytes.get(tier, 0), n_bytes)
+        counted.total_ns = now
+        return counted
 
     def n_bytes(self, slot: int) -> int:
         """Bytes of a block in its present form."""
         return self.codec[slot].n_bytes(self.shape.block_bytes)
 
-    def first_token(self, slot: int) -> int:
-        """Number of the first token of a block."""
-        return slot % self.shape.blocks_per_head * self.shape.block_tokens
-
-    def age(self, slot: int, newest: int) -> int:
-        """Tokens between a block and the newest one's."""
-        return max(0, newest * self.shape.block_tokens - self.first_token(slot))
-
     def settle(self, slot: int, tier: str, codec: ModelledCodec) -> None:
         """A block lives there from now on, in that form."""
-        self.occupied[self.tier[slot]] -= self.n_bytes(slot)
+        self._occupied[self.tier[slot]] -= self.n_bytes(slot)
         self.tier[slot], self.codec[slot] = tier, codec
-        self.occupied[tier] += self.n_bytes(slot)
+        self._occupied[tier] += self.n_bytes(slot)
 
+    def _stage(self, slot: int, now_ns: float) -> None:
+        leaving = None if slot in self.staged else self.stage(slot, now_ns)
+        if leaving is not None:
+            for gone in leaving:
+                del self.staged[gone]
+            self.staged[slot] = self.n_bytes(slot)
+            self.counted.staged += 1
 
-class Everything:
-    """All blocks raw in HBM, nothing fetched ahead: the published baseline. Other plans differ."""
+    def _place(self, slot: int, newest: int, now_ns: float) -> None:
+        before, home = self.n_bytes(slot), self.tier[slot]
+        self.settle(slot, *self.place(slot, newest, now_ns))
+        after = self.n_bytes(slot)
+        self.counted.saved_bytes += max(0, before - after)
+        self.counted.encoded += after < before
+        self.counted.moved_bytes += after if self.tier[slot] != home else 0
 
-    def start(self, blocks: Blocks) -> None:
-        """Sets tier, form and temperature of every block before the first step."""
+    def _order(self, slot: int, now_ns: float) -> None:
+        n_bytes, (moved, decoded, ready) = self.n_bytes(slot), self._free_ns
+        level: MemoryLevel = getattr(self.machine, self.tier[slot])
+        moved = max(moved, now_ns) + level.transfer_ns(n_bytes)
+        decoded = max(decoded, moved) + self.codec[slot].decode_ns
+        ready = max(ready, decoded) + self.machine.stage_ns
+        self._free_ns = moved, decoded, ready
+        self.flying[slot] = ready
+        self.counted.moved_bytes += n_bytes
 
-    def place(
-        self, blocks: Blocks, slot: int, newest: int, now_ns: float
-    ) -> tuple[str, ModelledCodec]:
-        """Tier and form of a block that this step reads; may classify it, and move others."""
-        return "hbm", RAW
-
-    def ahead(self, blocks: Blocks, slots: Sequence[int], flying: Sequence[int]) -> list[int]:
-        """Which blocks of the next step to fetch now; `flying` ones are on their way."""
-        return []
-
-    def stage(self, blocks: Blocks, slot: int, room: int, now_ns: float) -> list[int] | None:
-        """Blocks that leave the staging memory of `room` bytes for this one; None to leave it."""
-        used = sum(blocks.staged.values())
-        return [] if used + blocks.n_bytes(slot) <= room else None
-
-    def unstage(self, blocks: Blocks) -> list[int]:
-        """Blocks that leave the staging memory after a step."""
-        return []
+    def _serve(self, reads: Sequence[int]) -> float:
+        """Reads a step's blocks; returns its time."""
+        counted, missed, transfer, decode = self.counted, set[int](), 0.0, 0.0
+        for slot in reads:
+            if slot in self.staged:
+                counted.sram_hits += 1
+            elif slot not in missed:
+                missed.add(slot)
+                level: MemoryLevel = getattr(self.machine, self.tier[slot])
+                transfer += level.transfer_ns(self.n_bytes(slot))
+                decode += self.codec[slot].decode_ns
+            counted.read_bytes[self.tier[slot]] += self.n_bytes(slot)
+            self.reads[slot] += 1
+        counted.reads += len(reads)
+        compute = self.machine.compute_ns * len(reads)
+        counted.exposed_ns += max(0.0, transfer - compute)
+        counted.exposed_decode_ns += max(0.0, decode - (compute - min(compute, transfer)))
+        return max(compute, transfer + decode)
 
 
 class Classes(Everything):
     """Hot, warm and cold: the published plan. Cold blocks are encoded and live behind CXL."""
 
-    def start(self, blocks: Blocks) -> None:
-        """Classifies all blocks by their tokens."""
-        for slot in range(blocks.shape.blocks):
-            token = blocks.first_token(slot)
-            if token <= RECENT_TOKENS:
-                blocks.temperature[slot] = HOT
-            elif token <= FAR_TOKENS:
-                blocks.temperature[slot] = WARM
-                blocks.settle(slot, "cxl", RAW)
-            else:
-                blocks.temperature[slot] = COLD
-                blocks.settle(slot, "dram", INT8)
+    def __init__(self, workload: BlockWorkload, machine: Machine) -> None:
+        super().__init__(workload, machine)
+        self._class = [HOT] * self.shape.blocks
+        for slot in range(self.shape.blocks):
+            token = self._first_token(slot)
+            if token > FAR_TOKENS:
+                self._class[slot] = COLD
+                self.settle(slot, "dram", INT8)
+            elif token > RECENT_TOKENS:
+                self._class[slot] = WARM
+                self.settle(slot, "cxl", RAW)
 
-    def place(
-        self, blocks: Blocks, slot: int, newest: int, now_ns: float
-    ) -> tuple[str, ModelledCodec]:
+    def _first_token(self, slot: int) -> int:
+        return slot % self.shape.blocks_per_head * self.shape.block_tokens
+
+    def place(self, slot: int, newest: int, now_ns: float) -> tuple[str, ModelledCodec]:
         """Classifies the block anew; a cold one is encoded."""
-        age = blocks.age(slot, newest)
-        if age <= RECENT_TOKENS:
-            blocks.temperature[slot] = HOT
-        else:
-            blocks.temperature[slot] = WARM if blocks.reads[slot] >= WARM_READS else COLD
-        if blocks.temperature[slot] != COLD:
+        age = max(0, newest * self.shape.block_tokens - self._first_token(slot))
+        older = WARM if self.reads[slot] >= WARM_READS else COLD
+        self._class[slot] = HOT if age <= RECENT_TOKENS else older
+        if self._class[slot] != COLD:
             return "hbm", RAW
         return "cxl", INT4 if age >= FAR_TOKENS else INT8
 
-    def ahead(self, blocks: Blocks, slots: Sequence[int], flying: Sequence[int]) -> list[int]:
+    def ahead(self, slots: Sequence[int]) -> list[int]:
         """Those that were hot when last classified: a next-step block seldom is."""
-        hot = [s for s in slots if blocks.temperature[s] == HOT and s not in blocks.staged]
-        return [s for s in hot[:_WINDOW][:_PER_STEP] if s not in flying]
+        hot = [s for s in slots if self._class[s] == HOT and s not in self.staged]
+        return [s for s in hot[:_PER_STEP] if s not in self.flying]
 
-    def unstage(self, blocks: Blocks) -> list[int]:
+    def unstage(self) -> list[int]:
         """Cold ones."""
-        return [slot for slot in blocks.staged if blocks.temperature[slot] == COLD]
+        return [slot for slot in self.staged if self._class[slot] == COLD]
 
 
 class Kept(Everything):
     """FlowKV's plan: one form, as near as there is room, the next step fetched ahead.
 
     Args:
-        machine: Gives the capacities.
-        workload: What will be read; only its shape is looked at.
+        workload: What is read.
+        machine: What it is read from.
         codec: Form of every block.
         per_step: Blocks fetched ahead per step, at most.
         policy: A name of the catalogue; decides what leaves staging and device memory.
@@ -614,153 +625,40 @@ class Kept(Everything):
 
     def __init__(
         self,
-        machine: Machine,
         workload: BlockWorkload,
+        machine: Machine,
         codec: ModelledCodec,
         per_step: int,
         policy: str,
     ) -> None:
-        n_bytes = codec.n_bytes(workload.geometry.block_bytes)
-        self._codec, self._per_step = codec, per_step
+        super().__init__(workload, machine)
+        n_bytes = codec.n_bytes(self.shape.block_bytes)
+        self._form, self._per_step = codec, per_step
         self._sram = BoundedMemory(machine.sram.capacity, n_bytes, make_policy(policy))
         self._hbm = BoundedMemory(machine.hbm.capacity, n_bytes, make_policy(policy))
+        self._hbm.fill(self.shape.newest(self._hbm.room))  # as a prefill leaves it
+        for slot in range(self.shape.blocks):
+            self.settle(slot, self._home(slot), codec)
 
-    def start(self, blocks: Blocks) -> None:
-        """Device memory as a prefill leaves it."""
-        self._hbm.fill(blocks.shape.newest(self._hbm.room))
-        for slot in range(blocks.shape.blocks):
-            blocks.settle(slot, "hbm" if slot in self._hbm else "cxl", self._codec)
+    def _home(self, slot: int) -> str:
+        return "hbm" if slot in self._hbm.held else "cxl"
 
-    def place(
-        self, blocks: Blocks, slot: int, newest: int, now_ns: float
-    ) -> tuple[str, ModelledCodec]:
+    def place(self, slot: int, newest: int, now_ns: float) -> tuple[str, ModelledCodec]:
         """Into device memory, if its policy does not keep it out."""
         self._sram.use(now_ns, slot)
         if not self._hbm.use(now_ns, slot):
             for gone in self._hbm.add(now_ns, slot):
-                blocks.settle(gone, "cxl", self._codec)
-        return ("hbm" if slot in self._hbm else "cxl"), self._codec
+                self.settle(gone, "cxl", self._form)
+        return self._home(slot), self._form
 
-    def ahead(self, blocks: Blocks, slots: Sequence[int], flying: Sequence[int]) -> list[int]:
+    def ahead(self, slots: Sequence[int]) -> list[int]:
         """All of them, up to the budget."""
-        missing = [s for s in slots if s not in blocks.staged and s not in flying]
-        return missing[: self._per_step]
+        return [s for s in slots if s not in self.staged and s not in self.flying][: self._per_step]
 
-    def stage(self, blocks: Blocks, slot: int, room: int, now_ns: float) -> list[int] | None:
+    def stage(self, slot: int, now_ns: float) -> list[int] | None:
         """What the policy gives up; None if that is the block itself."""
         gone = self._sram.add(now_ns, slot)
         return None if slot in gone else gone
-
-
-# The published timing rules: moves are free, prefetches and reads do not get in each other's way.
-#
-# Per step: prefetches that are through are staged; the step's blocks are placed anew, at no cost;
-# the next step's blocks are ordered, each through one transfer engine, one decoder and one stage;
-# then every block that is not staged is read from where it lives, one after the other, latency
-# included. Every read counts as bytes of the block's home tier, staged or not. Rules as
-# published; `strict` has those that a machine would impose.
-
-
-class _Engine:
-    """Transfer, decoding and staging of prefetches, each one after the other."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._free = [0.0, 0.0, 0.0]
-        self.flying: dict[int, float] = {}
-
-    def order(self, blocks: Blocks, slot: int, now_ns: float) -> None:
-        tier = getattr(self._machine, blocks.tier[slot])
-        moved = max(self._free[0], now_ns) + tier.transfer_ns(blocks.n_bytes(slot))
-        decoded = max(self._free[1], moved) + blocks.codec[slot].decode_ns
-        ready = max(self._free[2], decoded) + self._machine.stage_ns
-        self._free = [moved, decoded, ready]
-        self.flying[slot] = ready
-
-    def through(self, now_ns: float) -> list[int]:
-        done = [slot for slot, ready in self.flying.items() if ready <= now_ns]
-        for slot in done:
-            del self.flying[slot]
-        return done
-
-
-def run_published(workload: BlockWorkload, machine: Machine, plan: Everything) -> RunCounters:
-    """Runs a plan under the published rules.
-
-    Args:
-        workload: What is read.
-        machine: What it is read from.
-        plan: Where blocks live and what is fetched ahead.
-
-    Returns:
-        The counters; times in nanoseconds.
-    """
-    blocks, engine, counted = Blocks(workload.geometry), _Engine(machine), RunCounters()
-    plan.start(blocks)
-    now = 0.0
-    for step in range(len(workload.steps)):
-        for slot in engine.through(now):
-            if slot not in blocks.staged:
-                _stage(plan, blocks, slot, machine.sram.capacity, now, counted)
-        for slot in workload.distinct(step):
-            _place(plan, blocks, slot, workload.positions[step], now, counted)
-        following = min(step + 1, len(workload.steps) - 1)
-        for slot in plan.ahead(blocks, workload.distinct(following), list(engine.flying)):
-            engine.order(blocks, slot, now)
-            counted.moved_bytes += blocks.n_bytes(slot)
-        now += _serve(workload.steps[step], blocks, machine, counted)
-        for slot in plan.unstage(blocks):
-            del blocks.staged[slot]
-        counted.occupy(blocks.occupied)
-    counted.total_ns = now
-    return counted
-
-
-def _stage(
-    plan: Everything, blocks: Blocks, slot: int, room: int, now_ns: float, counted: RunCounters
-) -> None:
-    leaving = plan.stage(blocks, slot, room, now_ns)
-    if leaving is None:
-        return
-    for gone in leaving:
-        del blocks.staged[gone]
-    blocks.staged[slot] = blocks.n_bytes(slot)
-    counted.staged += 1
-
-
-def _place(
-    plan: Everything, blocks: Blocks, slot: int, newest: int, now_ns: float, counted: RunCounters
-) -> None:
-    before, home = blocks.n_bytes(slot), blocks.tier[slot]
-    tier, codec = plan.place(blocks, slot, newest, now_ns)
-    blocks.settle(slot, tier, codec)
-    saved = before - blocks.n_bytes(slot)
-    if saved > 0:
-        counted.saved_bytes += saved
-        counted.encoded += 1
-    if tier != home:
-        counted.moved_bytes += blocks.n_bytes(slot)
-
-
-def _serve(reads: Sequence[int], blocks: Blocks, machine: Machine, counted: RunCounters) -> float:
-    """Reads a step's blocks; returns its time."""
-    missed: set[int] = set()
-    transfer = decode = 0.0
-    for slot in reads:
-        counted.reads += 1
-        if slot in blocks.staged:
-            counted.sram_hits += 1
-        elif slot not in missed:
-            missed.add(slot)
-            transfer += getattr(machine, blocks.tier[slot]).transfer_ns(blocks.n_bytes(slot))
-            decode += blocks.codec[slot].decode_ns
-        counted.read_bytes[blocks.tier[slot]] += blocks.n_bytes(slot)
-        blocks.reads[slot] += 1
-    compute = machine.compute_ns * len(reads)
-    hidden = min(compute, transfer)
-    counted.exposed_ns += max(0.0, transfer - compute)
-    counted.exposed_decode_ns += max(0.0, decode - (compute - hidden))
-    return max(compute, transfer + decode)
 
 
 # Strict timing rules: every byte takes its turn on the channel of its tier.
@@ -793,45 +691,64 @@ class StrictPlan(NamedTuple):
     thrifty: bool = False
 
 
-class _Run:
+class _StrictRun:
     """One run: levels, channels, counters."""
 
     def __init__(self, workload: BlockWorkload, machine: Machine, plan: StrictPlan) -> None:
         shape = workload.geometry
-        self.machine, self.plan = machine, plan
+        self.workload, self.machine, self.plan = workload, machine, plan
         self.n_bytes = plan.codec.n_bytes(shape.block_bytes)
         self.sram = BoundedMemory(machine.sram.capacity, self.n_bytes, plan.sram)
         self.hbm = BoundedMemory(machine.hbm.capacity, self.n_bytes, plan.hbm)
-        self.free_ns = {"hbm": 0.0, "cxl": 0.0}  # when the channels are free
-        self.ready: dict[int, float] = {}
-        self.counted = RunCounters()
         self.hbm.fill(shape.newest(self.hbm.room))
+        self.free_ns = {"hbm": 0.0, "cxl": 0.0}  # when the channels are free
+        self.ready: dict[int, float] = {}  # when what lies in SRAM can be used
+        self.counted = RunCounters()
         self.spilled = set(range(shape.blocks)) - self.hbm.held
         self.read_over_cxl: set[int] = set()
 
-    def fetch(self, slot: int, now_ns: float, busy: set[int]) -> None:
+    def run(self) -> RunCounters:
+        """Steps order what they and those ahead lack, and compute over their blocks in order."""
+        counted, steps, now = self.counted, self.workload.steps, 0.0
+        for step, reads in enumerate(steps):
+            busy: set[int] = set()
+            for nearest in range(step, min(len(steps), step + 1 + self.plan.lookahead)):
+                slots = self.workload.distinct(nearest)
+                busy.update(slots)
+                for slot in slots:
+                    if not self.sram.use(now, slot):
+                        self._fetch(slot, now, busy)
+            for slot in reads:
+                if slot not in self.ready:  # a step wider than SRAM
+                    self._fetch(slot, now, {slot})
+                wait = max(0.0, self.ready[slot] - now)
+                counted.exposed_ns += wait
+                counted.sram_hits += wait == 0.0
+                now = max(now, self.ready[slot]) + self.machine.compute_ns
+            counted.reads += len(reads)
+        counted.total_ns = now
+        behind = self.spilled | (set(range(self.workload.geometry.blocks)) - self.hbm.held)
+        held = {"hbm": len(self.hbm.held), "cxl": len(behind)}
+        counted.peak_bytes = {tier: blocks * self.n_bytes for tier, blocks in held.items()}
+        return counted
+
+    def _fetch(self, slot: int, now_ns: float, busy: set[int]) -> None:
         """Brings a block into SRAM, from HBM or, through it or past it, over CXL."""
-        if self.hbm.use(now_ns, slot):
-            through = self.read(now_ns, "hbm")
-        else:
-            through = self.read(now_ns, "cxl")
-            if self._enters(slot):
-                self._into_hbm(slot, now_ns)
+        tier = "hbm" if self.hbm.use(now_ns, slot) else "cxl"
+        level: MemoryLevel = getattr(self.machine, tier)
+        self.counted.read_bytes[tier] += self.n_bytes
+        through = self._turn(now_ns, tier) + level.latency_ns
+        if tier == "cxl" and self._enters(slot):
+            self._into_hbm(slot, now_ns)
         self.ready[slot] = through + self.plan.codec.decode_ns
         for gone in self.sram.add(now_ns, slot, busy):
             if gone != slot:
                 del self.ready[gone]
 
-    def read(self, now_ns: float, tier: str) -> float:
-        """Counts a read; returns when its bytes are there."""
-        self.counted.read_bytes[tier] += self.n_bytes
-        latency_ns: float = getattr(self.machine, tier).latency_ns
-        return self.move(now_ns, tier) + latency_ns
-
-    def move(self, now_ns: float, tier: str) -> float:
+    def _turn(self, now_ns: float, tier: str) -> float:
         """Takes a turn on a channel; returns when the bytes are through."""
-        took_ns = self.n_bytes / getattr(self.machine, tier).bytes_per_ns
-        self.free_ns[tier] = max(self.free_ns[tier], now_ns) + took_ns
+        level: MemoryLevel = getattr(self.machine, tier)
+        self.free_ns[tier] = max(self.free_ns[tier], now_ns) + self.n_bytes / level.bytes_per_ns
         return self.free_ns[tier]
 
     def _enters(self, slot: int) -> bool:
@@ -845,13 +762,11 @@ class _Run:
         gone = self.hbm.add(now_ns, slot)
         if slot in gone:
             return
-        self.move(now_ns, "hbm")
-        self.counted.moved_bytes += self.n_bytes
-        for victim in gone:
-            if victim not in self.spilled:
-                self.spilled.add(victim)
-                self.move(now_ns, "cxl")
-                self.counted.moved_bytes += self.n_bytes
+        written = set(gone) - self.spilled
+        self.spilled |= written
+        for tier in ("hbm", *["cxl"] * len(written)):
+            self._turn(now_ns, tier)
+            self.counted.moved_bytes += self.n_bytes
 
 
 def run_strict(workload: BlockWorkload, machine: Machine, plan: StrictPlan) -> RunCounters:
@@ -865,43 +780,7 @@ def run_strict(workload: BlockWorkload, machine: Machine, plan: StrictPlan) -> R
     Returns:
         The counters; times in nanoseconds. `exposed_ns` includes waiting for decoding.
     """
-    run = _Run(workload, machine, plan)
-    now = 0.0
-    for step in range(len(workload.steps)):
-        until = min(len(workload.steps), step + 1 + plan.lookahead)
-        busy: set[int] = set()
-        for nearest in range(step, until):
-            slots = workload.distinct(nearest)
-            busy.update(slots)
-            for slot in slots:
-                if not run.sram.use(now, slot):
-                    run.fetch(slot, now, busy)
-        now = _consume(run, workload, step, now)
-    run.counted.total_ns = now
-    _occupy(run, workload)
-    return run.counted
-
-
-def _consume(run: _Run, workload: BlockWorkload, step: int, now_ns: float) -> float:
-    """Computes over a step's blocks in order; returns when it is done."""
-    counted = run.counted
-    for slot in workload.steps[step]:
-        counted.reads += 1
-        if slot not in run.ready:  # a step wider than SRAM
-            run.fetch(slot, now_ns, {slot})
-        wait = run.ready[slot] - now_ns
-        if wait > 0:
-            counted.exposed_ns += wait
-            now_ns = run.ready[slot]
-        else:
-            counted.sram_hits += 1
-        now_ns += run.machine.compute_ns
-    return now_ns
-
-
-def _occupy(run: _Run, workload: BlockWorkload) -> None:
-    spilled = len(run.spilled | (set(range(workload.geometry.blocks)) - run.hbm.held))
-    run.counted.occupy({"hbm": len(run.hbm.held) * run.n_bytes, "cxl": spilled * run.n_bytes})
+    return _StrictRun(workload, machine, plan).run()
 
 
 # The table of the experiment: every plan, every set of rules, one row each.
@@ -976,83 +855,53 @@ def run_experiment(
     tight = strict._replace(hbm=strict.hbm._replace(capacity=pressure_bytes))
     plans = list(_plans(given, machine, strict, tight, policies))
     rows = []
-    for done, (label, run) in enumerate(plans, 1):
-        rows.append(run())
+    for rules, plan, source, run in plans:
+        found = run()
+        if isinstance(found, RunCounters):
+            price = found.usd_per_million_tokens(machine, len(given.steps))
+            read = found.read_bytes
+            found = ExperimentRow(
+                rules, plan, source, read["hbm"], read["cxl"], found.exposed_ns,
+                found.exposed_decode_ns, found.total_ns, found.sram_hit_rate, found.moved_bytes,
+                price,
+            )  # fmt: skip
+        rows.append(found)
         if tell is not None:
-            tell(done, len(plans), label)
+            tell(len(rows), len(plans), source if source == "floor" else plan)
     return rows
 
 
 def _plans(
-    workload: BlockWorkload,
-    machine: Machine,
-    strict: Machine,
-    tight: Machine,
-    policies: Sequence[str],
-) -> Iterator[tuple[str, Callable[[], ExperimentRow]]]:
-    """Every row by its label, and what computes it."""
-
-    def published(make: Callable[[], Everything]) -> RunCounters:
-        return run_published(workload, machine, make())
+    workload: BlockWorkload, machine: Machine, strict: Machine, tight: Machine, names: Sequence[str]
+) -> Iterator[tuple[str, str, str, Callable[[], RunCounters | ExperimentRow]]]:
+    """Rules, plan and source of every row, and what computes it."""
 
     def strictly(
-        on: Machine, codec: ModelledCodec, policy: str, steps: int, thrifty: bool = False
+        on: Machine, codec: ModelledCodec, name: str, steps: int, thrifty: bool = False
     ) -> RunCounters:
-        plan = StrictPlan(codec, make_policy(policy), make_policy(policy), steps, thrifty)
+        plan = StrictPlan(codec, make_policy(name), make_policy(name), steps, thrifty)
         return run_strict(workload, on, plan)
 
-    def row(
-        rules: str, label: str, run: Callable[[], RunCounters], source: str = "flowkv"
-    ) -> tuple[str, Callable[[], ExperimentRow]]:
-        return label, lambda: _row(rules, label, source, run(), workload, machine)
+    def kept(codec: ModelledCodec, ahead: int, name: str) -> RunCounters:
+        return Kept(workload, machine, codec, ahead, name).run()
 
-    yield row("published", "all in HBM", partial(published, Everything), "kvflow")
-    yield row("published", "hot, warm, cold", partial(published, Classes), "kvflow")
-    for (codec, ahead), name in product(_AHEAD, policies):
-        make = partial(Kept, machine, workload, codec, ahead, name)
-        yield row("published", f"{codec.name}, {name}, +{ahead} blocks", partial(published, make))
-    for codec, name, steps in product(CODECS.values(), policies, (0, 1)):
+    yield "published", "all in HBM", "kvflow", lambda: Everything(workload, machine).run()
+    yield "published", "hot, warm, cold", "kvflow", lambda: Classes(workload, machine).run()
+    for (codec, ahead), name in product(_AHEAD, names):
+        label = f"{codec.name}, {name}, +{ahead} blocks"
+        yield "published", label, "flowkv", partial(kept, codec, ahead, name)
+    for codec, name, steps in product(CODECS, names, (0, 1)):
         label = f"{codec.name}, {name}, +{steps} {'step' if steps == 1 else 'steps'}"
-        yield row("strict", label, partial(strictly, strict, codec, name, steps))
-    for codec in CODECS.values():
-        yield "floor", partial(_each_block_once, workload, codec)
-    for name, thrifty in product(policies, (False, True)):
+        yield "strict", label, "flowkv", partial(strictly, strict, codec, name, steps)
+    for codec in CODECS:
+        once = "strict", f"{codec.name}, each block once", "floor"
+        least = compulsory_bytes(workload, codec)
+        yield *once, partial(ExperimentRow, *once, least, 0, 0.0)
+    for name, thrifty in product(names, (False, True)):
         label = f"raw, {name}" + (", CXL-aware" if thrifty else "")
-        yield row("pressure", label, partial(strictly, tight, RAW, name, 1, thrifty))
+        yield "pressure", label, "flowkv", partial(strictly, tight, RAW, name, 1, thrifty)
     for codec in (INT8, INT4):
-        label = f"{codec.name}, {policies[-1]}"
-        yield row("pressure", label, partial(strictly, tight, codec, policies[-1], 1))
-    yield "floor", partial(_belady, workload, tight)
-
-
-def _each_block_once(workload: BlockWorkload, codec: ModelledCodec) -> ExperimentRow:
-    n_bytes = compulsory_bytes(workload, codec)
-    return ExperimentRow("strict", f"{codec.name}, each block once", "floor", n_bytes, 0, 0.0)
-
-
-def _belady(workload: BlockWorkload, machine: Machine) -> ExperimentRow:
-    over_cxl = least_cxl_bytes(workload, machine, RAW)
-    return ExperimentRow("pressure", "raw, Belady", "floor", None, over_cxl)
-
-
-def _row(
-    rules: str,
-    plan: str,
-    source: str,
-    outcome: RunCounters,
-    workload: BlockWorkload,
-    machine: Machine,
-) -> ExperimentRow:
-    return ExperimentRow(
-        rules,
-        plan,
-        source,
-        outcome.read_bytes["hbm"],
-        outcome.read_bytes["cxl"],
-        outcome.exposed_ns,
-        outcome.exposed_decode_ns,
-        outcome.total_ns,
-        outcome.sram_hit_rate,
-        outcome.moved_bytes,
-        outcome.usd_per_million_tokens(machine, len(workload.steps)),
-    )
+        label = f"{codec.name}, {names[-1]}"
+        yield "pressure", label, "flowkv", partial(strictly, tight, codec, names[-1], 1)
+    best = "pressure", "raw, Belady", "floor"
+    yield *best, lambda: ExperimentRow(*best, None, least_cxl_bytes(workload, tight, RAW))

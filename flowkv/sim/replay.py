@@ -426,8 +426,6 @@ def ratio(part: NDArray[np.generic], whole: NDArray[np.generic]) -> float:
 def judge(
     trace: Trace,
     course: Course,
-    bounds: Bounds,
-    costs: NDArray[np.float64],
     *,
     policy: str,
     pages: int,
@@ -439,14 +437,12 @@ def judge(
     Args:
         trace: What was replayed.
         course: What happened.
-        bounds: LRU and optimum of this trace and size.
-        costs: f8 [U], to compute each block anew, in any unit.
         policy: Its name in tables.
         pages: Blocks that fit.
         seconds: Wall time.
         digest: Of the policy at the end.
     """
-    sizes, hits = np.diff(trace.offsets), course.hits
+    sizes, hits, bounds = np.diff(trace.offsets), course.hits, bounds_of(trace, pages)
     missed = sizes - hits
     traffic = int(course.loaded.sum()) + course.prefetched
     lru_traffic = len(trace.blocks) - trace.unique - int(bounds.lru.sum())
@@ -468,7 +464,7 @@ def judge(
         first_hit_ratio=ratio(hits[first], sizes[first]),
         first_closure=bounds.closure(hits, START),
         saved_bytes_ratio=ratio(hits, sizes),
-        saved_cost_ratio=_saved(trace, hits, costs),
+        saved_cost_ratio=_saved(trace, hits, block_costs(trace)),
         load_traffic=traffic,
         load_traffic_vs_lru=traffic / lru_traffic if lru_traffic else None,
         prefetched=course.prefetched,
@@ -804,11 +800,8 @@ def replay(
     start = perf_counter()
     course = place.run(settings.get("progress"))
     seconds = perf_counter() - start
-    bounds, costs = bounds_of(trace, capacity), block_costs(trace)
     digest = f"{mine.digest():016x}"
-    result = judge(
-        trace, course, bounds, costs, policy=name, pages=capacity, seconds=seconds, digest=digest
-    )
+    result = judge(trace, course, policy=name, pages=capacity, seconds=seconds, digest=digest)
     return _told(trace, result, settings)
 
 
@@ -879,17 +872,8 @@ def _tiered(trace: Trace, policy: Maker, capacity: int, settings: ReplaySettings
     course = stack.run(settings.get("progress"))
     seconds = perf_counter() - start
     name = "/".join(dict.fromkeys(tier.policy or policy for tier in tiers))
-    bounds, costs, room = bounds_of(trace, sum(pages)), block_costs(trace, model), sum(pages)
-    result = judge(
-        trace,
-        course,
-        bounds,
-        costs,
-        policy=name,
-        pages=room,
-        seconds=seconds,
-        digest=stack.digest(),
-    )
+    digest = stack.digest()
+    result = judge(trace, course, policy=name, pages=sum(pages), seconds=seconds, digest=digest)
     return msgspec.structs.replace(
         result,
         extra=priced(trace, stack.found, tiers, hardware, model),
@@ -927,9 +911,7 @@ def _optimum(trace: Trace, capacity: int) -> Result:
     # Blocks are numbered in the order of their first use.
     known = np.concatenate(([0], np.maximum.accumulate(trace.blocks) + 1))[trace.offsets]
     course.loaded = np.diff(trace.offsets) - np.diff(known) - hits
-    costs = block_costs(trace)
-    bounds = bounds_of(trace, capacity)
-    return judge(trace, course, bounds, costs, policy="opt", pages=capacity, seconds=seconds)
+    return judge(trace, course, policy="opt", pages=capacity, seconds=seconds)
 
 
 def _beyond(settings: ReplaySettings) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -160,118 +161,143 @@ def run(
     Raises:
         StateError: The policy does not go on although something is left, or breaks the rules.
     """
-    return VirtualClock(requests, policy, costs, believed or costs, engines, depth, fails).run()
-
-
-class _Ending(NamedTuple):
-    op: Op
-    took_s: float
-    ok: bool
+    return VirtualClock(
+        requests, policy, costs, believed=believed, engines=engines, depth=depth, fails=fails
+    ).run()
 
 
 class VirtualClock:
-    """Executes a policy, event by event; arguments as of `run`."""
+    """Executes a policy, event by event; arguments as of `run`.
+
+    Attributes:
+        state: What the policy is shown.
+        windows: Per tier, loads that are begun at once.
+        timeline: Ops that were begun.
+    """
 
     def __init__(
         self,
         requests: Sequence[Request],
         policy: RestorePolicy,
         costs: Costs,
-        believed: Costs,
-        engines: Sequence[Among],
-        depth: int,
-        fails: Callable[[Load], bool] | None,
+        *,
+        believed: Costs | None = None,
+        engines: Sequence[Among] = (None,),
+        depth: int = 1,
+        fails: Callable[[Load], bool] | None = None,
     ) -> None:
-        self.policy, self.costs, self.believed = policy, costs, believed
-        self.requests = list(requests)
-        self.state = State(believed)
-        self.engines, self.depth = list(engines), depth
-        self.fails = fails
-        self.tiers = sorted({source.tier for one in requests for source in one.sources})
-        self.busy = [False] * len(self.engines)
-        self.queued = dict.fromkeys(self.tiers, 0)
-        self.free_s = dict.fromkeys(self.tiers, 0.0)
+        self.policy, self.costs, self.believed = policy, costs, believed or costs
+        self.requests = {request.number: request for request in requests}
+        self.state = State(self.believed)
+        self.engines, self.fails = list(engines), fails
+        tiers = sorted({source.tier for one in requests for source in one.sources})
+        self.windows = dict.fromkeys(tiers, depth)
+        self.free_s = dict.fromkeys(tiers, 0.0)
         self.timeline: list[Done] = []
-        self.events: list[tuple[float, int, Request | _Ending, int]] = []
-        self.count = 0
+        self._busy = [False] * len(self.engines)
+        self._queued = Counter[str]()
+        self._events: list[tuple[float, int, Request | Done | int, int]] = []
+        self._count = 0
+        for request in requests:
+            self.at(request.arrived_s, request)
 
     def run(self) -> Run:
-        """Until nothing is left."""
-        for request in self.requests:
-            self._at(request.arrived_s, request, 0)
-        while self.events:
-            now_s = self.state.now_s = self.events[0][0]
-            while self.events and self.events[0][0] <= now_s:
-                _, _, what, engine = heapq.heappop(self.events)
-                if isinstance(what, Request):
-                    self._drop_if_done(self.state.add(what))
-                else:
-                    self._ended(what, engine)
-            self._ask()
-        if self.state.requests:
-            left = sorted(self.state.requests)
+        """Executes everything, and says what that took."""
+        self.execute()
+        if left := sorted(self.state.requests):
             raise StateError(f"Requests {left} were left unfinished", "See the policy's answers")
-        return summed(self.requests, self.timeline)
+        return summed(self.requests.values(), self.timeline)
 
-    def _at(self, time_s: float, what: Request | _Ending, engine: int) -> None:
-        self.count += 1
-        heapq.heappush(self.events, (time_s, self.count, what, engine))
+    def execute(self) -> None:
+        """Until nothing happens any more."""
+        while self._events:
+            now_s = self.state.now_s = self._events[0][0]
+            while self._events and self._events[0][0] <= now_s:
+                _, _, what, engine = heapq.heappop(self._events)
+                if isinstance(what, Request):
+                    self.settle(self.state.add(what))
+                elif isinstance(what, Done):
+                    self._ended(what, engine)
+                else:
+                    self.called_off(what)
+            self._ask()
 
-    def _ask(self) -> None:
-        for engine, among in enumerate(self.engines):
-            if not self.busy[engine]:
-                op = self.policy.next_compute(self.state, among)
-                if op is not None:
-                    self.busy[engine] = True
-                    self._begin(op, engine)
-        for tier in self.tiers:
-            while self.queued[tier] < self.depth:
-                load = self.policy.next_load(self.state, tier)
-                if load is None:
-                    break
-                self.queued[tier] += 1
-                self._begin(load, -1)
+    def at(self, time_s: float, what: Request | Done | int, engine: int = -1) -> None:
+        """Something happens then: a request comes, an op ends, a request is called off."""
+        self._count += 1
+        heapq.heappush(self._events, (time_s, self._count, what, engine))
 
-    def _begin(self, op: Op, engine: int) -> None:
-        self.state.begin(op)
-        now_s = start_s = self.state.now_s
-        request = self.state.requests[op.request].request
-        ok = True
-        if isinstance(op, Load):
-            cells = op.layers.size * op.tokens.size
-            took_s = self.costs.load_s(request, op.source, cells)
-            tier = request.sources[op.source].tier
-            start_s = max(now_s, self.free_s[tier])
-            self.free_s[tier] = start_s + took_s
-            ok = self.fails is None or not self.fails(op)
-        elif isinstance(op, Compute):
-            start_s = self.inputs_s(op)
-            took_s = self.costs.compute_s(request, op.layers.size, op.tokens)
-        else:
-            took_s = self.costs.suffix_s(request) / request.layers
-        self.timeline.append(Done(op, now_s, start_s + took_s, ok))
-        self._at(start_s + took_s, _Ending(op, took_s, ok), engine)
+    # ---- what may differ
 
     def inputs_s(self, op: Compute) -> float:
         """When what a compute needs is there: now, for it is only begun then."""
         return self.state.now_s
 
-    def _ended(self, ending: _Ending, engine: int) -> None:
-        op, took_s, ok = ending
-        progress = self.state.requests[op.request]
+    def takes_s(self, op: Op) -> tuple[float, float]:
+        """When an op that is given to its engine now really begins, and how long it takes."""
+        request, now_s = self.requests[op.request], self.state.now_s
+        if isinstance(op, Compute):
+            return self.inputs_s(op), self.costs.compute_s(request, op.layers.size, op.tokens)
+        if isinstance(op, Suffix):
+            return now_s, self.costs.suffix_s(request) / request.layers
+        took_s = self.costs.load_s(request, op.source, op.layers.size * op.tokens.size)
+        tier = request.sources[op.source].tier
+        start_s = max(now_s, self.free_s[tier])
+        self.free_s[tier] = start_s + took_s
+        return start_s, took_s
+
+    def settle(self, progress: Progress) -> None:
+        """A request goes if it is done."""
+        if progress.done and not progress.flying:
+            self.remove(progress.request.number)
+
+    def called_off(self, number: int) -> None:
+        """A request goes before it is done."""
+        if number in self.state.requests:
+            self.remove(number)
+
+    # ---- how it goes
+
+    def remove(self, number: int) -> None:
+        """A request goes."""
+        self.state.remove(number)
+        self.policy.forget(number)
+
+    def _ask(self) -> None:
+        for engine, among in enumerate(self.engines):
+            if not self._busy[engine]:
+                op = self.policy.next_compute(self.state, among)
+                if op is not None:
+                    self._busy[engine] = True
+                    self._begin(op, engine)
+        for tier, window in self.windows.items():
+            while self._queued[tier] < window:
+                load = self.policy.next_load(self.state, tier)
+                if load is None:
+                    break
+                self._queued[tier] += 1
+                self._begin(load, -1)
+
+    def _begin(self, op: Op, engine: int) -> None:
+        self.state.begin(op)
+        start_s, took_s = self.takes_s(op)
+        ok = not (isinstance(op, Load) and self.fails is not None and self.fails(op))
+        self.timeline.append(Done(op, self.state.now_s, start_s + took_s, ok))
+        self.at(start_s + took_s, Done(op, start_s, start_s + took_s, ok), engine)
+
+    def _ended(self, done: Done, engine: int) -> None:
+        op, start_s, end_s, ok = done
+        request, progress = self.requests[op.request], self.state.requests.get(op.request)
         if isinstance(op, Load):
-            self.queued[progress.request.sources[op.source].tier] -= 1
+            self._queued[request.sources[op.source].tier] -= 1
         else:
-            self.busy[engine] = False
+            self._busy[engine] = False
+        if progress is None:  # called off meanwhile
+            return
         (self.state.end if ok else self.state.fail)(op)
         if ok and isinstance(self.believed, Measured):
-            learn(self.believed, progress.request, op, took_s)
-        self._drop_if_done(progress)
-
-    def _drop_if_done(self, progress: Progress) -> None:
-        if progress.done and not progress.flying:
-            self.state.remove(progress.request.number)
-            self.policy.forget(progress.request.number)
+            learn(self.believed, request, op, end_s - start_s)
+        self.settle(progress)
 
 
 def learn(measured: Measured, request: Request, op: Op, seconds: float) -> None:

@@ -6,7 +6,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,9 +21,19 @@ from flowkv.residency.blocks import KEY, factors, find, put
 LARGEST_BYTES = 1 << 34
 """No array of a trace may be larger, whatever a file says."""
 
+COLUMNS = {
+    "input_tokens": np.int32,
+    "output_tokens": np.int32,
+    "sessions": np.int64,
+    "stops": np.int8,
+    "tenants": np.int32,
+}
+"""What a trace says of each request beside its time and its blocks."""
+
 _ARRAYS = {
-    "ts": "f", "off": "iu", "blk": "iu", "parent": "iu", "depth": "iu", "inl": "iu", "outl": "iu",
-    "sess": "iu", "kind": "iu", "btok": "iu",
+    "off": ("offsets", np.int64), "blk": ("blocks", np.int64), "parent": ("parents", np.int64),
+    "depth": ("depths", np.int32), "inl": ("input_tokens", np.int32),
+    "outl": ("output_tokens", np.int32), "sess": ("sessions", np.int64), "kind": ("stops", np.int8),
 }  # fmt: skip
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError, NotImplementedError,
@@ -85,16 +95,11 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
         unique = int(self.blocks[:end].max(initial=-1)) + 1
         return msgspec.structs.replace(
             self,
-            times_ns=self.times_ns[:n],
             offsets=self.offsets[: n + 1],
             blocks=self.blocks[:end],
             parents=self.parents[:unique],
             depths=self.depths[:unique],
-            input_tokens=self.input_tokens[:n],
-            output_tokens=self.output_tokens[:n],
-            sessions=self.sessions[:n],
-            stops=self.stops[:n],
-            tenants=self.tenants[:n],
+            **{name: getattr(self, name)[:n] for name in ("times_ns", *COLUMNS)},
         )
 
     def check(self) -> None:
@@ -111,7 +116,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
 
     def _misfit(self) -> str:
         n, u, blocks = len(self), self.unique, self.blocks
-        columns = (self.input_tokens, self.output_tokens, self.sessions, self.stops, self.tenants)
+        columns = [getattr(self, name) for name in COLUMNS]
         numbers = self.times_ns, self.offsets, blocks, self.parents, self.depths, *columns
         if any(x.dtype.kind != "i" or x.ndim != 1 for x in numbers):
             return "not all arrays are vectors of signed integers"
@@ -156,25 +161,21 @@ def read_npz(path: Path) -> Trace:
     """
     try:
         with zipfile.ZipFile(path) as file:
-            a = {name: _array(file, name, kinds) for name, kinds in _ARRAYS.items()}
+            a = {name: _array(file, name, "iu") for name in (*_ARRAYS, "btok")}
+            times = _array(file, "ts", "f").astype(np.float64)
     except _DAMAGE as error:
         raise ConfigError(f"{path} is no trace: {error}", _REMEDY) from None
-    n, seconds = len(a["ts"]), a["ts"].astype(np.float64)
-    if not (np.isfinite(seconds) & (np.abs(seconds) < 2**33)).all() or a["btok"].size != 1:
+    if not (np.isfinite(times) & (np.abs(times) < 2**33)).all() or a["btok"].size != 1:
         raise ConfigError(f"{path} is no trace: a time or the size of a block is none", _REMEDY)
+    arrays: dict[str, Any] = {
+        field: a[name].astype(kind) for name, (field, kind) in _ARRAYS.items()
+    }
     trace = Trace(
         name=Path(path).stem,
-        times_ns=np.round(seconds * 1e9).astype(np.int64),
-        offsets=a["off"].astype(np.int64),
-        blocks=a["blk"].astype(np.int64),
-        parents=a["parent"].astype(np.int64),
-        depths=a["depth"].astype(np.int32),
-        input_tokens=a["inl"].astype(np.int32),
-        output_tokens=a["outl"].astype(np.int32),
-        sessions=a["sess"].astype(np.int64),
-        stops=a["kind"].astype(np.int8),
-        tenants=np.zeros(n, np.int32),
+        times_ns=np.round(times * 1e9).astype(np.int64),
+        tenants=np.zeros(len(times), np.int32),
         block_tokens=int(a["btok"].ravel()[0]),
+        **arrays,
     )
     trace.check()
     return trace
@@ -288,12 +289,12 @@ def build_trace(
         at = np.arange(len(ids)) + np.repeat(starts[order] - offsets[:-1], sizes[order])
         ids = ids[at]
     blocks, parents, depths = _number(offsets, np.ascontiguousarray(ids, np.uint64))
-
-    def column(key: str, kind: type, default: ArrayLike) -> NDArray[np.generic]:
-        if key not in columns:
-            return np.broadcast_to(np.asarray(default, kind), len(order)).copy()
-        return columns[key][order].astype(kind)
-
+    unsaid: dict[str, Any] = dict.fromkeys(COLUMNS, 0)
+    unsaid |= {"input_tokens": sizes * block_tokens, "sessions": -1}
+    said: dict[str, Any] = {
+        key: np.broadcast_to(columns.get(key, unsaid[key]), len(order))[order].astype(kind)
+        for key, kind in COLUMNS.items()
+    }
     return Trace(
         name=name,
         times_ns=times[order],
@@ -301,12 +302,8 @@ def build_trace(
         blocks=blocks,
         parents=parents,
         depths=depths,
-        input_tokens=column("input_tokens", np.int32, sizes[order] * block_tokens),  # type: ignore[arg-type]
-        output_tokens=column("output_tokens", np.int32, 0),  # type: ignore[arg-type]
-        sessions=column("sessions", np.int64, -1),  # type: ignore[arg-type]
-        stops=column("stops", np.int8, 0),  # type: ignore[arg-type]
-        tenants=column("tenants", np.int32, 0),  # type: ignore[arg-type]
         block_tokens=block_tokens,
+        **said,
     )
 
 
@@ -341,17 +338,15 @@ def join(name: str, traces: Sequence[Trace]) -> Trace:
         session += int(trace.sessions.max(initial=-1)) + 1
         tenants.append(trace.tenants + tenant)
         tenant += int(trace.tenants.max(initial=-1)) + 1
+    columns = {key: np.concatenate([getattr(trace, key) for trace in traces]) for key in COLUMNS}
+    columns |= {"sessions": np.concatenate(sessions), "tenants": np.concatenate(tenants)}
     return build_trace(
         name,
         np.concatenate([trace.times_ns for trace in traces]),
         np.concatenate([np.diff(trace.offsets) for trace in traces]),
         np.concatenate(ids),
         traces[0].block_tokens,
-        input_tokens=np.concatenate([trace.input_tokens for trace in traces]),
-        output_tokens=np.concatenate([trace.output_tokens for trace in traces]),
-        sessions=np.concatenate(sessions),
-        stops=np.concatenate([trace.stops for trace in traces]),
-        tenants=np.concatenate(tenants),
+        **columns,
     )
 
 

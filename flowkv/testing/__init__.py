@@ -1,31 +1,37 @@
-"""Conformance checks for your own policies, schedulers, tiers and codecs, and tiers that misbehave.
+"""Conformance checks for your own policies, schedulers, tiers and codecs, and tiers to test with.
 
-They need `pytest` and `hypothesis` and nothing else beside the library
-(`pip install 'flowkv[testing]'`), which are imported only when a check is used.
+The checks need `pytest` and `hypothesis` and nothing else beside the library
+(`pip install 'flowkv[testing]'`), which are imported only when a check is used. The tiers, the
+simplest correct one and one that fails on purpose, need neither.
 """
 
 from __future__ import annotations
 
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from flowkv.core.clock import Clock, SystemClock
+from flowkv.core.errors import StateError
+from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store, Tier
+from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, describe, span, verify
 
 if TYPE_CHECKING:
-    from flowkv.testing.codecs import check_codec as check_codec
+    from flowkv.testing.planners import check_restore_policy as check_restore_policy
+    from flowkv.testing.planners import check_scheduler as check_scheduler
     from flowkv.testing.policies import check_policy as check_policy
-    from flowkv.testing.restores import check_restore_policy as check_restore_policy
-    from flowkv.testing.schedulers import check_scheduler as check_scheduler
-    from flowkv.testing.tier_machine import check_tier as check_tier
-    from flowkv.testing.tiers import FlakyTier as FlakyTier
-    from flowkv.testing.tiers import MemoryTier as MemoryTier
+    from flowkv.testing.storage import check_codec as check_codec
+    from flowkv.testing.storage import check_tier as check_tier
 
 _PLACES = {
-    "FlakyTier": "flowkv.testing.tiers",
-    "MemoryTier": "flowkv.testing.tiers",
-    "check_codec": "flowkv.testing.codecs",
-    "check_policy": "flowkv.testing.policies",
-    "check_restore_policy": "flowkv.testing.restores",
-    "check_scheduler": "flowkv.testing.schedulers",
-    "check_tier": "flowkv.testing.tier_machine",
+    "check_codec": "storage",
+    "check_policy": "policies",
+    "check_restore_policy": "planners",
+    "check_scheduler": "planners",
+    "check_tier": "storage",
 }
 
 __all__ = [
@@ -42,8 +48,284 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+Asked = TypeVar("Asked", Load, Store)
+
+
+class MemoryTier:
+    """The simplest correct tier: a dict of frames. Read it to learn what a tier owes its user.
+
+    Args:
+        capacity_bytes: Most bytes of bodies.
+        name: Shown in statistics.
+    """
+
+    kind = "host"
+    writable = True
+    shared = False
+
+    def __init__(self, capacity_bytes: int = 1 << 30, *, name: str = "memory") -> None:
+        self.name, self.capacity_bytes = name, capacity_bytes
+        self.frames: dict[bytes, tuple[Header, bytes]] = {}
+        self._answers: list[Completion] = []
+        self._jobs = 0
+        self._lock = threading.RLock()
+
+    def used_bytes(self) -> int:
+        """Bytes of all bodies."""
+        with self._lock:
+            return sum(len(body) for _, body in self.frames.values())
+
+    def frame_bytes(self, body_bytes: int) -> int:
+        """Only the body counts."""
+        return body_bytes
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are there."""
+        return [key in self.frames for key in keys]
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        """Answers at once."""
+        return self._answer([self._load(item) for item in items])
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        """Answers at once."""
+        return self._answer([self._store(item) for item in items])
+
+    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+        """Never waits: whatever was submitted has been answered."""
+        with self._lock:
+            answers, self._answers = self._answers, []
+            return answers
+
+    def cancel(self, job: int) -> None:
+        """Too late: whatever was submitted has been answered."""
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forgets frames."""
+        return sum(self.frames.pop(key, None) is not None for key in keys)
+
+    def erase(self, keys: Sequence[bytes]) -> int:
+        """Forgets frames; nothing else holds their bytes."""
+        return self.delete(keys)
+
+    def scan(self) -> Iterator[Entry]:
+        """All frames, oldest store first."""
+        for key, (header, body) in list(self.frames.items()):
+            yield Entry(key, header.info, len(body))
+
+    def close(self) -> None:
+        """Forgets everything."""
+        self.frames.clear()
+
+    def forge(self, key: bytes, body: bytes) -> None:
+        """Replaces a frame's body, digests and all: no check finds that, but an audit does.
+
+        Args:
+            key: Of a frame that is there.
+            body: As long as the old one.
+        """
+        with self._lock:
+            header, old = self.frames[key]
+            if len(body) != len(old):
+                raise StateError(f"{len(body)} bytes for a frame of {len(old)}", "Keep its length")
+            self.frames[key] = describe(key, header.info, memoryview(body)), body
+
+    def _answer(self, answers: list[Completion]) -> int:
+        with self._lock:
+            self._jobs += 1
+            self._answers += [
+                answer._replace(job=self._jobs, item=item) for item, answer in enumerate(answers)
+            ]
+            return self._jobs
+
+    def _load(self, item: Load) -> Completion:
+        if item.key not in self.frames:
+            return Completion(0, 0, item.key, Outcome.MISS)
+        header, body = self.frames[item.key]
+        try:
+            accept(header, item.key, item.layout, item.fidelity)
+            stripes = span(header, item.first, item.stripes)
+            verify(header, body)
+        except BadFrame as error:
+            return Completion(0, 0, item.key, Outcome.MISS, error.reason)
+        step = header.info.stripe_bytes
+        part = body[stripes.start * step : stripes.stop * step]
+        if item.target.readonly or item.target.nbytes < len(part):
+            return Completion(0, 0, item.key, Outcome.FAILED, "target")
+        item.target.cast("B")[: len(part)] = part
+        return Completion(0, 0, item.key, Outcome.HIT, "", header.info, len(part))
+
+    def _store(self, item: Store) -> Completion:
+        size = item.body.nbytes
+        with self._lock:
+            if item.key not in self.frames:
+                try:
+                    count_stripes(item.key, item.info, size)
+                except BadFrame as error:
+                    return Completion(0, 0, item.key, Outcome.FAILED, error.reason)
+                if self.used_bytes() + size > self.capacity_bytes:
+                    return Completion(0, 0, item.key, Outcome.FAILED, "full")
+                self.frames[item.key] = describe(item.key, item.info, item.body), bytes(item.body)
+            return Completion(0, 0, item.key, Outcome.STORED, "", None, size)
+
+
+class Faults(NamedTuple):
+    """How often a `FlakyTier` misbehaves; probabilities per item.
+
+    Attributes:
+        fail: Answered `FAILED` with reason "injected", nothing done.
+        lose: The frame is gone before the load: a `MISS`.
+        flip: A bit of the loaded body is flipped: a `MISS` with reason "digest", the damaged bytes
+            are in the target, and the frame is gone.
+        latency_s: Answers become visible after a uniform random time up to this.
+    """
+
+    fail: float = 0.0
+    lose: float = 0.0
+    flip: float = 0.0
+    latency_s: float = 0.0
+
+
+SOME_FAULTS = Faults(fail=0.1, lose=0.05, flip=0.05)
+
+
+class FlakyTier:
+    """Wraps a tier and makes it fail in every way a tier may, and in no other.
+
+    Put it below whatever uses tiers: a reader that looks at a target without a `HIT`, waits without
+    an end, or believes `contains`, will be found.
+
+    Args:
+        inner: The tier that does the work.
+        seed: Equal seeds and equal calls give equal faults.
+        faults: What happens how often.
+        clock: Source of time, for the latency.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        seed: int,
+        faults: Faults = SOME_FAULTS,
+        clock: Clock | None = None,
+    ) -> None:
+        self.inner, self.faults = inner, faults
+        self.name, self.kind = f"flaky {inner.name}", inner.kind
+        self.capacity_bytes = inner.capacity_bytes
+        self._random, self._clock = random.Random(seed), clock or SystemClock()
+        self._lock = threading.Lock()
+        self._jobs = 0
+        self._wishes: dict[int, tuple[int, int, list[tuple[int, Load | Store]]]] = {}
+        self._held: list[tuple[int, Completion]] = []
+
+    @property
+    def writable(self) -> bool:
+        """What the inner tier says."""
+        return self.inner.writable
+
+    @property
+    def shared(self) -> bool:
+        """What the inner tier says."""
+        return self.inner.shared
+
+    def used_bytes(self) -> int:
+        """What the inner tier says."""
+        return self.inner.used_bytes()
+
+    def frame_bytes(self, body_bytes: int) -> int:
+        """What the inner tier says."""
+        return self.inner.frame_bytes(body_bytes)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """What the inner tier says; a load may still miss."""
+        return self.inner.contains(keys)
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        """Loads some, loses some, fails some."""
+        with self._lock:
+            self.inner.delete([item.key for item in items if self._happens(self.faults.lose)])
+            return self._submit(items, self.inner.submit_load, deadline_s)
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        """Stores some, fails some."""
+        with self._lock:
+            return self._submit(items, self.inner.submit_store, deadline_s)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+        """Answers whose time has come."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            wait_s = 0.0 if self._held else max(0.0, end_s - time.monotonic())
+            fresh = self.inner.poll(min(wait_s, 0.01))
+            with self._lock:
+                self._held += [self._translate(answer) for answer in fresh]
+                now_ns = self._clock.now_ns()
+                ready = [answer for due_ns, answer in self._held if due_ns <= now_ns]
+                self._held = [held for held in self._held if held[0] > now_ns]
+            if ready or time.monotonic() >= end_s:
+                return ready
+            time.sleep(0.0005)
+
+    def cancel(self, job: int) -> None:
+        """Cancels what the inner tier still has of a job."""
+        with self._lock:
+            for inner_job, (outer_job, _, _) in self._wishes.items():
+                if outer_job == job:
+                    self.inner.cancel(inner_job)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Deletes reliably."""
+        return self.inner.delete(keys)
+
+    def erase(self, keys: Sequence[bytes]) -> int:
+        """Erases reliably."""
+        return self.inner.erase(keys)
+
+    def scan(self) -> Iterator[Entry]:
+        """What the inner tier holds."""
+        return self.inner.scan()
+
+    def close(self) -> None:
+        """Closes the inner tier."""
+        self.inner.close()
+
+    def _happens(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def _due_ns(self, deadline_ns: int) -> int:
+        late_ns = round(self._random.random() * self.faults.latency_s * 1e9)
+        return min(self._clock.now_ns() + late_ns, deadline_ns)
+
+    def _submit(self, items: Sequence[Asked], submit: Callable[..., int], deadline_s: float) -> int:
+        self._jobs += 1
+        deadline_ns = self._clock.now_ns() + round(deadline_s * 1e9)
+        passed: list[tuple[int, Load | Store]] = []
+        for index, item in enumerate(items):
+            if self._happens(self.faults.fail):
+                failed = Completion(self._jobs, index, item.key, Outcome.FAILED, "injected")
+                self._held.append((self._due_ns(deadline_ns), failed))
+            else:
+                passed.append((index, item))
+        if passed:
+            inner_job = submit([item for _, item in passed], deadline_s=deadline_s)
+            self._wishes[inner_job] = self._jobs, deadline_ns, passed
+        return self._jobs
+
+    def _translate(self, answer: Completion) -> tuple[int, Completion]:
+        job, deadline_ns, passed = self._wishes[answer.job]
+        index, item = passed[answer.item]
+        answer = answer._replace(job=job, item=index)
+        if answer.outcome is Outcome.HIT and self._happens(self.faults.flip):
+            assert isinstance(item, Load)
+            bit = self._random.randrange(8 * answer.n_bytes)
+            item.target.cast("B")[bit // 8] ^= 1 << bit % 8
+            self.inner.delete([answer.key])
+            answer = answer._replace(outcome=Outcome.MISS, reason="digest", info=None, n_bytes=0)
+        return self._due_ns(deadline_ns), answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flowkv.core.errors import FlowKVError, MissingDependencyError
-from flowkv.policy.restore.state import VerificationError
+from flowkv.policy.restore.state import require
 
 try:
     from hypothesis import HealthCheck, Phase, given, settings
@@ -82,13 +82,3 @@ def tell_machine(
         tell(lambda: run_state_machine_as_test(machine, settings=how))
     except FlowKVError as error:
         raise AssertionError(f"it raised {type(error).__name__}: {error}") from error
-
-
-def require(holds: bool, sentence: str, about: object = None) -> None:
-    """Fails with a sentence, and what it is about.
-
-    Raises:
-        VerificationError: (an `AssertionError`) It does not hold.
-    """
-    if not holds:
-        raise VerificationError(sentence if about is None else f"{sentence}: {about}")

@@ -351,14 +351,14 @@ class VerificationError(AssertionError):
     """A timeline breaks a rule. The message begins with the rule's name."""
 
 
-def require(holds: bool, sentence: str, op: Op | None = None) -> None:
-    """Fails with a sentence, and the op that it is about.
+def require(holds: bool, sentence: str, about: object = None) -> None:
+    """Fails with a sentence, and what it is about.
 
     Raises:
         VerificationError: It does not hold.
     """
     if not holds:
-        raise VerificationError(sentence if op is None else f"{sentence}: {op}")
+        raise VerificationError(sentence if about is None else f"{sentence}: {about}")
 
 
 class Cells:
