@@ -14,9 +14,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from flowkv import kernels
-from flowkv.cache.guard import Guard
 from flowkv.cache.seal import Publisher, Refusal, Sealer
-from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Sequence, Tables
+from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
@@ -110,11 +109,7 @@ class Compactor:
 
 
 def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, int]) -> None:
-    """Moves pages of a device (old page -> new page), as if at once.
-
-    Raises:
-        StateError: See `PagePool.relocate`.
-    """
+    """Moves pages of a device (old page -> new page), see `PagePool.relocate`."""
     if not moves:
         return
     store.pools[device].relocate(moves)

@@ -24,16 +24,21 @@ from flowkv.cache import stack as learned
 from flowkv.cache.audit import Auditor, Explanation, explain
 from flowkv.cache.block_table import Planner
 from flowkv.cache.export import Bundles, Exported, Loaded
-from flowkv.cache.guard import Guard
 from flowkv.cache.handover import Arrival, Sender
 from flowkv.cache.load import PageLoader
 from flowkv.cache.prefetch import Prefetch, PrefetchManager
 from flowkv.cache.requests import Queue, Recording, RequestTracker, WaitingRequest
 from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreScheduler, choose
 from flowkv.cache.seal import Refusal, describe
-from flowkv.cache.sequence import Retain, Sequence, Tables, eta_ns, make_care, session_number
-from flowkv.cache.stack import divided, make_envelope, open_pools, open_tiers
-from flowkv.cache.statistics import store_levels, store_report
+from flowkv.cache.sequence import Guard, Retain, Sequence, Tables, eta_ns, make_care, session_number
+from flowkv.cache.stack import (
+    divided,
+    make_envelope,
+    open_pools,
+    open_tiers,
+    store_levels,
+    store_report,
+)
 from flowkv.cache.step import Step, chosen, sparsify
 from flowkv.cache.store import PageStore, Verdict
 from flowkv.cache.swap import Snapshots
@@ -50,8 +55,7 @@ from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, Shard, as_tokens, tenant_salt
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
 from flowkv.observe.metrics import Level, Metrics
-from flowkv.observe.timeline import Tenancy
-from flowkv.observe.trace import TraceFile
+from flowkv.observe.timeline import Tenancy, TraceFile
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Policy
 from flowkv.policy.config import Lease, configure
@@ -223,7 +227,7 @@ def end(kv: KV, restoration: RestoreJob, *, ok: bool) -> None:
 def levels(kv: KV) -> Iterator[Level]:
     """Levels and counts of a cache, without its lock; none of one that is closed.
 
-    See `flowkv.cache.statistics.store_levels`.
+    See `flowkv.cache.stack.store_levels`.
     """
     if kv.closed:
         return

@@ -1,14 +1,349 @@
-"""`flowkv doctor`."""
+"""`flowkv doctor`: what this machine offers: versions, GPU, kernel interfaces, limits, room.
+
+Nothing is changed and nothing is loaded that could fail: a probe that cannot answer says so.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import errno
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import flowkv
 from flowkv.cli.arguments import AddVerb
+from flowkv.core import errors
+from flowkv.core.config import format_size
 from flowkv.report.screen import Screen
+
+State = Literal["ok", "note", "warn", "bad"]
+
+EXTRAS = {  # extra -> (distribution, oldest version, what it is for)
+    "hf": ("transformers", "5.17", "Hugging Face models"),
+    "cli": ("rich", "13", "tables and progress bars"),
+    "aead": ("cryptography", "47", "encrypted frames"),
+    "object": ("obstore", "0.6", "object storage"),
+    "redis": ("redis", "5", "Redis and Valkey"),
+    "mooncake": ("mooncake-transfer-engine", "0.3", "Mooncake Store"),
+    "report": ("matplotlib", "3.10", "reports as HTML"),
+    "metrics": ("prometheus-client", "0.20", "Prometheus metrics"),
+    "otel": ("opentelemetry-api", "1.25", "OpenTelemetry metrics and spans"),
+}
+_CORE = {  # distribution -> oldest version
+    "torch": "2.11",
+    "numba": "0.61",
+    "numpy": "2.0",
+    "msgspec": "0.19",
+    "zstandard": "0.23",
+    "xxhash": "3.5",
+}
+_ALIKE = {"mooncake-transfer-engine": "mooncake-transfer-engine-non-cuda"}
+"""Distributions that bring the same under another name."""
+_IO_URING_SETUP = 425  # the same number on every architecture that Linux gained since 2019
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        name: What.
+        state: "ok"; "note" if something optional is not there; "warn" if it costs speed or safety;
+            "bad" if FlowKV does not work without.
+        value: What was found.
+        advice: What to do, if anything.
+        data: The same as plain values, for programs.
+    """
+
+    name: str
+    state: State
+    value: str
+    advice: str = ""
+    data: Mapping[str, object] = MappingProxyType({})
+
+
+def examine(directory: str | os.PathLike[str] = ".") -> list[Finding]:
+    """Looks at everything; takes as long as importing torch.
+
+    Args:
+        directory: Where a store would lie; it need not exist.
+    """
+    found: list[Finding] = []
+    probes: dict[str, Callable[[], Iterator[Finding]]] = {
+        "Python": _python,
+        "packages": _core,
+        "GPU": _gpu,
+        "Triton": _triton,
+        "C compiler": _compiler,
+        "processor": _processor,
+        "memory": _memory,
+        "locked memory": _locked,
+        "huge pages": _huge_pages,
+        "disk": lambda: _disk(Path(directory)),
+        "io_uring": _io_uring,
+        "extras": _extras,
+    }
+    for name, probe in probes.items():
+        try:
+            found += probe()
+        except Exception as error:  # a strange machine must not keep the rest from being shown
+            text = f"cannot be examined: {type(error).__name__}: {error}"
+            found.append(Finding(name, "warn", text))
+    return found
+
+
+def version_of(distribution: str) -> str:
+    """Version of an installed distribution; "" if it is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
+    return ""
+
+
+def older(version: str, oldest: str) -> bool:
+    """Whether a version such as "2.13.0+cpu" is older than "2.11"."""
+    return _numbers(version) < _numbers(oldest)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.partition("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+# ---- software
+
+
+def _python() -> Iterator[Finding]:
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    fits = sys.version_info >= (3, 11)
+    advice = "" if fits else "Install Python 3.11 or newer"
+    yield Finding("Python", "ok" if fits else "bad", text, advice, {"version": sys.version})
+
+
+def _core() -> Iterator[Finding]:
+    for name, oldest in _CORE.items():
+        version = version_of(name)
+        if version and not older(version, oldest):
+            yield Finding(name, "ok", version, data={"version": version})
+            continue
+        text = f"{version} is too old" if version else "not installed"
+        advice = f"pip install {'-U ' * bool(version)}'{name}>={oldest}'"
+        yield Finding(name, "bad", text, advice, {"version": version} if version else {})
+
+
+def _triton() -> Iterator[Finding]:
+    version = version_of("triton")
+    if not version:
+        advice = "It comes with PyTorch on Linux; the CPU needs none"
+        yield Finding("triton", "note", "not installed", advice)
+    elif _numbers(version)[:2] == (3, 8):
+        advice = "Use torch 2.13 with Triton 3.7, or torch 2.15 with 3.9"
+        text = f"{version}: generates slow code for 4-bit codecs"
+        yield Finding("triton", "warn", text, advice, {"version": version})
+    else:
+        yield Finding("triton", "ok", version, data={"version": version})
+
+
+def _gpu() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        build = torch.version.cuda or torch.version.hip
+        text = "none; numba kernels run on the CPU"
+        advice = "torch has GPU support but sees no GPU: look at nvidia-smi" if build else ""
+        yield Finding("GPU", "note", text, advice, {"count": 0})
+        return
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        capability = f"{about.major}.{about.minor}"
+        text = f"{about.name}, {format_size(free)} of {format_size(total)} free, sm {capability}"
+        data: dict[str, object] = {
+            "name": about.name,
+            "total_bytes": total,
+            "free_bytes": free,
+            "capability": capability,
+        }
+        yield Finding(f"GPU {number}", "ok", text, data=data)
+
+
+def _compiler() -> Iterator[Finding]:
+    wanted = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    path = next((found for name in wanted if name and (found := shutil.which(name))), None)
+    if path:
+        yield Finding("C compiler", "ok", path, data={"path": path})
+    else:
+        advice = "Install gcc or clang; Triton needs one to launch kernels"
+        yield Finding("C compiler", "warn", "none", advice)
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, (name, oldest, purpose) in EXTRAS.items():
+        version = version_of(name)
+        if not version and name in _ALIKE and (other := version_of(_ALIKE[name])):
+            name, version = _ALIKE[name], other
+        advice = f"pip install 'flowkv[{extra}]'"
+        data: dict[str, object] = {"extra": extra, "version": version}
+        if not version:
+            yield Finding(name, "note", f"not installed ({purpose})", advice, data)
+        elif older(version, oldest):
+            text = f"{version} is older than {oldest} ({purpose})"
+            yield Finding(name, "warn", text, f"pip install -U 'flowkv[{extra}]'", data)
+        elif extra == "mooncake" and (lacking := errors.missing()):
+            text = f"{version} ({purpose}), without {', '.join(lacking)}"
+            advice = f"As root: {errors.remedy(lacking)}"
+            yield Finding(name, "warn", text, advice, data | {"missing": lacking})
+        else:
+            yield Finding(name, "ok", f"{version} ({purpose})", data=data)
+
+
+# ---- machine
+
+
+def _processor() -> Iterator[Finding]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    cores = usable or os.cpu_count() or 1
+    data: dict[str, object] = {"cores": cores}
+    text = f"{cores} cores"
+    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0] != "max":
+        share = int(quota[0]) / int(quota[1])
+        data["quota_cores"] = share
+        text += f", {share:.3g} of them by quota"
+    yield Finding("processor", "ok", text, data=data)
+
+
+def _memory() -> Iterator[Finding]:
+    lines = _meminfo()
+    if "MemTotal" not in lines:
+        yield Finding("memory", "note", "unknown on this system")
+        return
+    total = int(lines["MemTotal"].split()[0]) << 10
+    free = int(lines.get("MemAvailable", "0").split()[0]) << 10
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    data: dict[str, object] = {"total_bytes": total, "available_bytes": free}
+    text = f"{format_size(free)} of {format_size(total)} available"
+    if limit.isdigit():
+        data["limit_bytes"] = int(limit)
+        text += f", limited to {format_size(int(limit))}"
+    yield Finding("memory", "ok", text, data=data)
+
+
+def _meminfo() -> dict[str, str]:
+    lines = _read("/proc/meminfo").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def _locked() -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield Finding("locked memory", "ok", "unlimited", data={"bytes": None})
+        return
+    few = soft < 64 << 20
+    advice = "Registered I/O buffers want more: raise `ulimit -l`" if few else ""
+    text = f"up to {format_size(soft)}"
+    yield Finding("locked memory", "note" if few else "ok", text, advice, {"bytes": soft})
+
+
+def _huge_pages() -> Iterator[Finding]:
+    modes = _read("/sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = modes[modes.find("[") + 1 : modes.find("]")] if "[" in modes else ""
+    reserved = int(_meminfo().get("HugePages_Total", "0"))
+    if not chosen:
+        yield Finding("huge pages", "note", "unknown on this system")
+        return
+    data: dict[str, object] = {"transparent": chosen, "reserved": reserved}
+    text = f"transparent: {chosen}, reserved: {reserved}"
+    advice = "Large pools like `madvise` or `always`" if chosen == "never" else ""
+    yield Finding("huge pages", "note" if advice else "ok", text, advice, data)
+
+
+def _disk(directory: Path) -> Iterator[Finding]:
+    place = directory.expanduser().absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    usage, kind = shutil.disk_usage(place), _file_system(place)
+    data: dict[str, object] = {
+        "directory": str(place),
+        "file_system": kind,
+        "free_bytes": usage.free,
+        "total_bytes": usage.total,
+    }
+    free, total = format_size(usage.free), format_size(usage.total)
+    text = f"{free} of {total} free at {place}" + (f" ({kind})" if kind else "")
+    advice = ""
+    if kind in ("tmpfs", "ramfs"):
+        advice = "This is memory: a store here is lost at a restart"
+    elif kind.startswith(("nfs", "cifs", "smb", "9p", "fuse.sshfs")):
+        advice = "Put stores on a local disk: their locks need one"
+    elif not os.access(place, os.W_OK):
+        advice = "This user may not write there: choose another directory"
+    elif usage.free < 1 << 30:
+        advice = "Free some space, or choose another directory"
+    yield Finding("disk", "warn" if advice else "ok", text, advice, data)
+
+
+def _file_system(place: Path) -> str:
+    best, kind = "", ""
+    for line in _read("/proc/mounts").splitlines():
+        fields = line.split()
+        mount = fields[1].replace("\\040", " ")
+        if place.is_relative_to(mount) and len(mount) >= len(best):
+            best, kind = mount, fields[2]
+    return kind
+
+
+def _io_uring() -> Iterator[Finding]:
+    code = _probe_io_uring() if sys.platform == "linux" else errno.ENOSYS
+    kernel = platform.release()
+    data: dict[str, object] = {"available": code == 0, "errno": code, "kernel": kernel}
+    why, advice = {
+        0: (f"available (kernel {kernel})", ""),
+        errno.ENOSYS: (
+            "not part of this kernel",
+            "Linux 5.1 or newer has it; threads do the work without",
+        ),
+        errno.EPERM: ("forbidden here", _ALLOW_IO_URING),
+        errno.EACCES: ("forbidden here", _ALLOW_IO_URING),
+    }.get(code, (f"does not work here ({os.strerror(code)})", ""))
+    yield Finding("io_uring", "note" if code else "ok", why, advice, data)
+
+
+_ALLOW_IO_URING = "Allow it in the container's seccomp profile and in kernel.io_uring_disabled"
+
+
+def _probe_io_uring() -> int:
+    """Asks for a ring of one entry and gives it back; returns 0 or the error number."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
+    ring = libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), ctypes.byref(parameters))
+    if ring < 0:
+        return ctypes.get_errno()
+    os.close(ring)
+    return 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+# ---- the verb
 
 
 def add_verbs(verb: AddVerb) -> None:
@@ -20,8 +355,6 @@ def add_verbs(verb: AddVerb) -> None:
 
 
 def _doctor(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.observe.doctor import examine
-
     findings = examine(given.store)
     states = [finding.state for finding in findings]
     marks = {"ok": "ok", "note": "-", "warn": "!", "bad": "BAD"}

@@ -572,7 +572,7 @@ def _add(cells: dict[int, tuple[float, float]], cell: int, more: tuple[float, fl
 #
 # Values are counted in buckets whose bounds grow by a constant factor, as in DDSketch (Masson,
 # Rim and Lee, VLDB 2019): every value of a bucket is within `ERROR` of its middle, so that a
-# quantile is, whatever the distribution. Spreads of parts add up to that of the whole, exactly.
+# quantile is, whatever the distribution.
 
 ERROR = 0.01
 """Greatest relative error of a quantile."""
@@ -615,7 +615,7 @@ class Spread:
     __slots__ = ("_counts", "_least", "_most", "_total", "_waiting", "_zeros")
 
     def __init__(self, values: Iterable[float] = ()) -> None:
-        self._counts = np.zeros(0, np.int64)
+        self._counts = np.zeros(_BUCKETS, np.int64)
         self._zeros, self._total, self._least, self._most = 0, 0.0, math.inf, -math.inf
         self._waiting: list[float] = []
         self.extend(values)
@@ -631,18 +631,6 @@ class Spread:
         self._waiting.extend(values)
         if len(self._waiting) >= _FOLD:
             self._fold()
-
-    def merge(self, other: Spread) -> None:
-        """Counts all that another one has counted."""
-        self._fold()
-        other._fold()
-        if len(other._counts):
-            self._room()
-            self._counts += other._counts
-        self._zeros += other._zeros
-        self._total += other._total
-        self._least = min(self._least, other._least)
-        self._most = max(self._most, other._most)
 
     @property
     def count(self) -> int:
@@ -706,10 +694,6 @@ class Spread:
         self._fold()
         return self._zeros
 
-    def _room(self) -> None:
-        if not len(self._counts):  # most spreads of a process stay empty
-            self._counts = np.zeros(_BUCKETS, np.int64)
-
     def _fold(self) -> None:
         if not self._waiting:
             return
@@ -724,7 +708,6 @@ class Spread:
         above = values[values > 0]
         self._zeros += len(values) - len(above)
         if len(above):
-            self._room()
             numbers = np.ceil(np.log(np.clip(above, LEAST, MOST) / LEAST) / _GROWTH)
             self._counts += np.bincount(numbers.astype(np.int64), minlength=_BUCKETS)
 
