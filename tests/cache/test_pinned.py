@@ -316,8 +316,8 @@ def test_the_arena_is_pinned_once() -> None:
     copies.close()
     held[0].fill_(1)  # a tier that is late: the memory is there, pinned or not
     assert copies.stage(1, GRANULE)[0].data_ptr() != held[0].data_ptr()
-    open_copies(device, pages, len(pages))
-    assert device.calls == ["pin", "unpin", "pin"]
+    again = open_copies(device, pages, len(pages))
+    assert device.calls == ["pin", "unpin", "pin"] and again.why == ""
     refused = open_copies(FakeStreams(0, "pin"), pages, len(pages))
     assert (refused.arena, refused.why) == (None, "no rights")
     assert refused.stage(2, GRANULE)[1].shape == (GRANULE,)

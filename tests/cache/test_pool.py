@@ -110,7 +110,7 @@ def test_a_replaced_page_leaves_its_references_behind() -> None:
 
 
 def test_pages_of_several_codecs_move_within_a_slab() -> None:
-    pool = pool_of(2)
+    pool = pool_of(4)
     ids = [(pool.allocate(1, 1, number % len(CODECS)) or [-1])[0] for number in range(8)]
     for number, page in enumerate(ids):
         pool.page_bytes(page, 4096).fill_(number)
