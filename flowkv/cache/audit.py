@@ -172,22 +172,17 @@ class Audit:
 
         Nothing is said of a page that was given up, cut off or not computed meanwhile.
         """
-        with self._planner.guard:
-            seq, twin, size = self._seq, self.twin, self._planner.page_size
-            if twin.closed or seq.closed or twin.length < (self.page + 1) * size:
-                _skip(seq, self.page)
-            else:
-                for group in range(len(seq.blocks)):
-                    self._judge(group)
-
-    def _judge(self, group: int) -> None:
-        seq, number, samples = self._seq, self.page, self._planner.store.samples
-        key = seq.key(group, number)
-        block = seq.blocks[group][number] if number < len(seq.blocks[group]) else None
-        if block is None or block.gone:
-            samples.skip(key)
-        elif tier := samples.take(key):
-            self._compare(group, block, tier)
+        planner, seq, twin = self._planner, self._seq, self.twin
+        with planner.guard:
+            computed = not (twin.closed or seq.closed)
+            computed = computed and twin.length >= (self.page + 1) * planner.page_size
+            for group, blocks in enumerate(seq.blocks):
+                block = blocks[self.page] if computed and self.page < len(blocks) else None
+                key, samples = seq.key(group, self.page), planner.store.samples
+                if block is None or block.gone:
+                    samples.skip(key)
+                elif tier := samples.take(key):
+                    self._compare(group, block, tier)
 
     def _compare(self, group: int, block: Block, tier: str) -> None:
         seq, number, planner = self._seq, self.page, self._planner

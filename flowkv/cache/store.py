@@ -28,7 +28,7 @@ from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, granule_of
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.policy.base import NO_SLOTS, Policy, Slots
-from flowkv.policy.rates import Rates
+from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Tenants
 from flowkv.tiers.base import Completion, Entry, FrameInfo, Load, Outcome, Tier
 from flowkv.tiers.host import HostTier
@@ -359,10 +359,8 @@ class PageStore:
         bus: Where events go.
         config: The codec of sealed pages (also what a reader accepts, DESIGN D6), whether they are
             written down at once, and how long a load may take.
-        rates: Load rates by tier name; whoever decides whether to load reads them.
-        page_cost_ns: Says how long it takes to compute a page; 0 while that is not known.
-        pays: `pays(tier, n_bytes, reach)` says whether a page of so many bytes there can ever be
-            worth loading; `reach(most)` are the pages of its longest prompt, as far as `most`.
+        gate: Knows what loads and steps take, and whether a page can ever be worth loading.
+        sends: Whether pages are written for others, whose rates nobody here knows.
         on_drop: Told the slots that name nothing any more.
         on_unused: Told of pages that were prefetched and left their device unused.
         give_up_late: Gives up loads that are overdue, so that nothing waits behind them.
@@ -395,9 +393,8 @@ class PageStore:
         clock: Clock,
         bus: Bus,
         config: Config,
-        rates: dict[str, Rates],
-        page_cost_ns: Callable[[], int],
-        pays: Callable[[str, int, Callable[[int], int]], bool],
+        gate: LoadGate,
+        sends: Callable[[], bool],
         on_drop: Callable[[Sequence[int]], None],
         on_unused: Callable[[Block], None],
         give_up_late: Callable[[], None],
@@ -407,9 +404,9 @@ class PageStore:
         self.fidelity = max(codec for forms in self.forms for codec in forms.layouts)
         self.clock, self.bus, self.write_back = clock, bus, config.write_back
         self.tiers: list[Tier] = []
-        self.index, self.mover = PrefixIndex(self._drop), Mover(config.load_deadline_s, rates)
+        self.index, self.mover = PrefixIndex(self._drop), Mover(config.load_deadline_s, gate.rates)
         self._policies, self.tier_places = policies, list[PolicyPlace]()
-        self._page_cost_ns, self._pays, self._on_drop = page_cost_ns, pays, on_drop
+        self._gate, self._sends, self._on_drop = gate, sends, on_drop
         self._tenants: dict[bytes, int] = {}
         for name in config.quotas:  # these have the first numbers
             self.tenant(tenant_salt(name, config.secret_bytes))
@@ -700,7 +697,7 @@ class PageStore:
             as_slots([block.slot for block in blocks]),
             as_slots([slot(block.parent) for block in blocks]),
             n_bytes=self.size(first, number),
-            cost_ns=self._page_cost_ns(),
+            cost_ns=round(self._gate.seconds_per_token * self.geometry.page_size * 1e9),
             lease=first.lease,
             tenant=self.tenant(first.tenant),
         )
@@ -738,8 +735,9 @@ class PageStore:
         """Whether a page can ever be worth loading from a tier; if not, that is counted."""
         if block.kind != "page" or block.group >= len(self.forms):
             return True
-        name = self.tiers[number].name
-        if self._pays(name, self._prompt_bytes, partial(self.index.reach, block)):
+        name, page, reach = self.tiers[number].name, self._prompt_bytes, self.index.reach
+        size = self.geometry.page_size
+        if self._sends() or self._gate.pays_to_store(name, page, size, partial(reach, block)):
             return True
         self.unpaid[name] += 1
         return False

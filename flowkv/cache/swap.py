@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -22,6 +22,8 @@ from flowkv.cache.sequence import READY, SUSPENDED, Sequence
 from flowkv.core.errors import CapacityError, StateError, StoreError
 from flowkv.core.keys import within
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
+from flowkv.kernels.operands import Pages
+from flowkv.kernels.reference import page_views
 from flowkv.observe.events import Hit
 
 # Device memory that sequences take, counted in pages: what is free, held, and would come free.
@@ -192,21 +194,15 @@ def suspend(lines: Planner, seq: Sequence) -> int:
         StateError: The sequence is closed, suspended or in a step.
     """
     lines.idle(seq)
-    n_bytes, saved = weigh(lines, seq), list[list[Copy | SwappedCopy | None]]()
-    placed = [
-        lines.tables.pages[g][seq.row, : len(blocks)].tolist()
-        for g, blocks in enumerate(seq.blocks)
-    ]
+    n_bytes, pages = weigh(lines, seq), lines.tables.pages
+    placed = [pages[g][seq.row, : len(blocks)].tolist() for g, blocks in enumerate(seq.blocks)]
     # Copies of all groups first: one may fail, and nothing is to be undone then.
     copied = [_copies(lines, g, line, seq.blocks[g]) for g, line in enumerate(placed)]
-    for line, blocks, copies in zip(placed, seq.blocks, copied, strict=True):
-        found = list[Copy | SwappedCopy | None]()
-        for page, block in zip(line, blocks, strict=True):
-            if page in copies:
-                found.append(copies[page])
-            else:
-                found.append(None if block is None else lines.store.swapped_copy(block))
-        saved.append(found)
+    swapped = lines.store.swapped_copy
+    saved: Saved = [
+        [copies.get(page) or (block and swapped(block)) for page, block in zip(*both, strict=True)]
+        for copies, *both in zip(copied, placed, seq.blocks, strict=True)
+    ]
     lines.vacate(seq)
     seq.suspended = saved
     lines.aside_bytes += n_bytes
@@ -450,32 +446,20 @@ class Snapshots:
         return seq.chains[0].state(seq.parent_key(0, pages), seq.tokens[first:length], salts)
 
     def _tails(self, seq: Sequence, pages: int, length: int) -> dict[str, torch.Tensor]:
-        """K and V of the tokens behind the last full page, `[layers, heads, 2, tokens, dim]`."""
-        count = length - pages * self.planner.page_size
-        if not count:
-            return {}
-        tails = {}
-        for g in range(len(seq.blocks)):
+        """K and V of the tokens behind the last full page, `[layers, heads, tokens, dim]`."""
+        count, tails = length - pages * self.planner.page_size, dict[str, torch.Tensor]()
+        for g in range(len(seq.blocks) if count else 0):
             page = int(self.planner.tables.pages[g][seq.row, pages])
-            for name, view in zip("kv", self._views(g, page), strict=True):
-                tails[f"{_TAIL}{g}.{name}"] = view[:, :, :count]
+            for name, views in zip("kv", self._views(g, page, count), strict=True):
+                tails[f"{_TAIL}{g}.{name}"] = torch.stack(views)
         return tails
 
-    def _views(self, group: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a raw page, `[layers, heads, page_size, dim]`."""
+    def _views(self, group: int, page: int, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """K and V of the first tokens of a raw page, a view `[heads, count, dim]` per layer."""
         layout = self.store.forms[group].raw
         raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
-        stripes = raw.view(layout.layers, -1)[:, : layout.stripe_bytes]
-        shape, dtype = (layout.layers, layout.kv_heads), getattr(torch, layout.dtype)
-        runs = stripes.view(*shape, layout.run_bytes)
-        if layout.latent:
-            latents = runs.view(dtype).view(*shape, layout.page_size, layout.head_dim)
-            return latents, latents[..., : layout.value_dim]
-        k, v = runs[..., : layout.v_offset_bytes], runs[..., layout.v_offset_bytes :]
-        return (
-            k.view(dtype).view(*shape, layout.page_size, layout.head_dim),
-            v.view(dtype).view(*shape, layout.page_size, layout.value_dim),
-        )
+        layers = (page_views(Pages(raw, layout, layer, ())) for layer in range(layout.layers))
+        return zip(*([view[0, :, :count] for view in both] for both in layers), strict=True)
 
     # ---- finding
 
@@ -580,11 +564,11 @@ class Snapshots:
             return False
         self.planner.occupy(seq, taken)
         for g, ((page,), tail) in enumerate(zip(taken, tails, strict=True)):
-            for view, saved in zip(self._views(g, page), tail, strict=True):
-                target = view[:, :, :count]
-                alike = isinstance(saved, torch.Tensor) and saved.dtype is target.dtype
-                if not alike or saved.shape != target.shape:
+            for views, saved in zip(self._views(g, page, count), tail, strict=True):
+                alike = isinstance(saved, torch.Tensor) and saved.dtype is views[0].dtype
+                if not alike or saved.shape != (len(views), *views[0].shape):
                     return False
-                target.copy_(saved)
+                for view, layer in zip(views, saved, strict=True):
+                    view.copy_(layer)
         self.planner.tables.lengths[seq.row] = length
         return True
