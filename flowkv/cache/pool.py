@@ -87,26 +87,18 @@ def drain_sparse(slabs: Iterable[Slab], stay: Set[int]) -> Iterator[Drain]:
         stay: Granules of pages that must not move. A slab with one of them is not emptied.
     """
     ordered = sorted(slabs, key=lambda slab: slab.used)
-    # From both ends, until they meet.
-    low, high = 0, len(ordered) - 1
-    room = sum(len(slab.free) for slab in ordered)
-    holes: list[int] = []
-    while low <= high:
-        pages, granules = ordered[low].occupied(), ordered[low].granules
-        room -= len(ordered[low].free)
-        low += 1
-        if len(pages) > room:
+    holes = [hole for slab in reversed(ordered) for hole in slab.free]
+    start, stop = 0, len(holes)
+    for slab in ordered:
+        pages = slab.occupied()
+        stop -= len(slab.free)  # its own, the last of them
+        if start + len(pages) > stop:
             return  # all others are fuller still
-        if not stay.isdisjoint(pages):
-            continue
-        while len(holes) < len(pages) and high >= low:
-            holes += ordered[high].free
-            high -= 1
-        if len(holes) < len(pages):
-            return
-        yield Drain(len(pages) * granules, list(zip(pages, holes, strict=False)))
-        del holes[: len(pages)]
-        room -= len(pages)
+        if stay.isdisjoint(pages):
+            yield Drain(
+                len(pages) * slab.granules, list(zip(pages, holes[start:stop], strict=False))
+            )
+            start += len(pages)
 
 
 _SLAB_PAGES = 16

@@ -16,7 +16,7 @@ import xxhash
 from flowkv.cache.pinned import CudaStreams, open_copies
 from flowkv.cache.pool import PagePool, make_forms
 from flowkv.cache.sequence import Tables
-from flowkv.cache.store import PageStore, PolicyPlace, Samples
+from flowkv.cache.store import PageStore, PolicyPlace
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, TierConfig
 from flowkv.core.errors import ConfigError
@@ -24,7 +24,6 @@ from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Shard
 from flowkv.observe.metrics import Level
 from flowkv.policy.hedge import Hedge
-from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.rates import Rates
 from flowkv.policy.tenants import Tenants
 from flowkv.tiers import Envelope, open_tier
@@ -271,14 +270,12 @@ def breaker(store: PageStore, number: int) -> str:
 
 def tier_levels(store: PageStore, number: int) -> Iterator[Level]:
     """Levels and counts of a tier, in time that does not depend on how much it holds."""
-    lane, labels = store.mover.lanes[number], MappingProxyType({"tier": store.tiers[number].name})
-    told, prefetched = _tier(store, number), _prefetch(lane.guard)
+    told, labels = tier_report(store, number), MappingProxyType({"tier": store.tiers[number].name})
+    told |= {f"prefetch_{name}": value for name, value in told["prefetch"].items()}
     for name, level in _LEVELS.items():
         yield Level(level, told[name], labels)
-    yield Level("prefetch_used_bytes_total", prefetched["used_bytes"], labels)
-    yield Level("prefetch_wasted_bytes_total", prefetched["wasted_bytes"], labels)
-    if prefetched["used_bytes"] or prefetched["wasted_bytes"]:
-        yield Level("prefetch_precision", prefetched["precision"], labels)
+    if told["prefetch_used_bytes"] or told["prefetch_wasted_bytes"]:
+        yield Level("prefetch_precision", told["prefetch_precision"], labels)
     for one in BREAKER:
         yield Level("tier_breaker", float(one == told["breaker"]), {**labels, "state": one})
 
@@ -296,36 +293,42 @@ _LEVELS = {
     "unpaid": "tier_unpaid_total",
     "load_bytes_per_s": "tier_load_bytes_per_second",
     "store_bytes_per_s": "tier_store_bytes_per_second",
+    "prefetch_used_bytes": "prefetch_used_bytes_total",
+    "prefetch_wasted_bytes": "prefetch_wasted_bytes_total",
 }
-"""What of `_tier` is a level, and under which name."""
+"""What of `tier_report` is a level, and under which name."""
 
 
-def _tier(store: PageStore, number: int) -> dict[str, Any]:
+def tier_report(store: PageStore, number: int) -> dict[str, Any]:
     """Plain numbers about a tier, in time that does not depend on how much it holds."""
     tier, lane = store.tiers[number], store.mover.lanes[number]
-    return {
+    early = lane.guard.saved_bytes, lane.guard.wasted_bytes
+    report = {
         "kind": tier.kind,
         "engine": getattr(tier, "engine", ""),
         "writable": tier.writable,
         "used_bytes": tier.used_bytes(),
         "capacity_bytes": tier.capacity_bytes,
-        "loaded_bytes": store.loaded_bytes[tier.name],
-        "stored_bytes": store.stored_bytes[tier.name],
-        "refused": store.refused[tier.name],
         "answers": store.answers(number),
         "breaker": breaker(store, number),
         "trips": getattr(tier, "trips", 0),
         "queued_bytes": lane.schedule.queued_bytes,
         "in_flight_bytes": lane.schedule.flying_bytes,
-        "dropped": store.dropped[tier.name],
-        "unpaid": store.unpaid[tier.name],
         "coalesced": lane.schedule.joined,
         "cancelled": lane.cancelled,
-        "load_bytes_per_s": lane.loads.bytes_per_s,
-        "load_latency_s": lane.loads.latency_s,
-        "store_bytes_per_s": lane.stores.bytes_per_s,
-        "store_latency_s": lane.stores.latency_s,
+        "prefetch": {  # what was brought before anybody asked for it
+            "used_bytes": early[0],
+            "wasted_bytes": early[1],
+            "precision": early[0] / sum(early) if any(early) else 0.0,
+            "rests": lane.guard.rests,
+        },
     }
+    for counted in ("loaded_bytes", "stored_bytes", "refused", "dropped", "unpaid"):
+        report[counted] = getattr(store, counted)[tier.name]
+    for way, rates in (("load", lane.loads), ("store", lane.stores)):
+        report[f"{way}_bytes_per_s"] = rates.bytes_per_s
+        report[f"{way}_latency_s"] = rates.latency_s
+    return report
 
 
 def store_levels(store: PageStore) -> Iterator[Level]:
@@ -373,36 +376,13 @@ def store_report(
             report["devices"][device]["staging"] = staging
     report["policies"] = {place.name: _policy(place, quotas) for place in store.places}
     report["ghosts"] = len(store.index.ghosts)
-    report["audit"] = _audit(store.samples)
+    counts = ("share", "audited", "mismatches", "skipped", "worst")
+    report["audit"] = {name: getattr(store.samples, name) for name in counts}
+    report["audit"]["waiting"] = len(store.samples)
     for number, tier in enumerate(store.tiers if tiers else ()):
         blocks = sum(block.tiers >> number & 1 for block in store.index)
-        prefetched = _prefetch(store.mover.lanes[number].guard)
-        about = {"blocks": blocks, "prefetch": prefetched}
-        report["tiers"][tier.name] = _tier(store, number) | about
+        report["tiers"][tier.name] = tier_report(store, number) | {"blocks": blocks}
     return report
-
-
-def _prefetch(guard: RegretGuard) -> dict[str, Any]:
-    """What became of bytes that were brought from a tier before anybody asked for them."""
-    known = guard.saved_bytes + guard.wasted_bytes
-    return {
-        "used_bytes": guard.saved_bytes,
-        "wasted_bytes": guard.wasted_bytes,
-        "precision": guard.saved_bytes / known if known else 0.0,
-        "rests": guard.rests,
-    }
-
-
-def _audit(samples: Samples) -> dict[str, Any]:
-    """What came of restored pages that were recomputed."""
-    return {
-        "share": samples.share,
-        "audited": samples.audited,
-        "mismatches": samples.mismatches,
-        "skipped": samples.skipped,
-        "waiting": len(samples),
-        "worst": samples.worst,
-    }
 
 
 def _policy(place: PolicyPlace, quotas: Iterable[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -259,11 +260,8 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "total")
 
-    def __init__(
-        self, bounds: tuple[float, ...], counts: Iterable[int] = (), total: float = 0.0
-    ) -> None:
-        self.bounds, self.total = bounds, total
-        self.counts = list(counts) or [0] * (len(bounds) + 1)
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.total, self.counts = bounds, 0.0, [0] * (len(bounds) + 1)
 
     def add(self, values: Iterable[float]) -> None:
         """Counts values."""
@@ -395,11 +393,7 @@ class Metrics:
         """All series now, and what sources say, by name: what every exposition is made of."""
         levels = [level for source in self._sources for level in source()]
         with self._lock:
-            found = {name: dict(series) for name, series in self._series.items()}
-            for series in found.values():
-                for key, one in series.items():
-                    if isinstance(one, Histogram):
-                        series[key] = Histogram(one.bounds, one.counts, one.total)
+            found = deepcopy(self._series)
         for level in levels:
             found.setdefault(level.name, {})[_key(level.labels)] = level.value
         return [
