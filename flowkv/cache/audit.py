@@ -24,7 +24,7 @@ from flowkv.cache.pool import Forms, PagePool
 from flowkv.cache.restore import PrefixMatcher
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
-from flowkv.cache.store import Verdict
+from flowkv.cache.store import PageStore, Verdict
 from flowkv.core.errors import CapacityError, StateError
 from flowkv.core.layout import CODEC_SHIFT, CODECS, PageLayout, codec_of
 from flowkv.kernels.loss import bounds, by_rotation
@@ -51,29 +51,21 @@ The model's first layer has none: its keys and values depend on their own token 
 _NOTHING = 1e-30
 
 
-def compare(
-    pool: PagePool,
-    forms: Forms,
-    page: int,
-    computed: int,
-    *,
-    lossiest: str,
-    layers: Items[int],
-) -> Verdict:
+def compare(store: PageStore, group: int, page: int, computed: int, lossiest: str) -> Verdict:
     """Compares a restored page with a raw one that the model has just computed.
 
     Args:
-        pool: Holds both.
-        forms: Layouts of their layer group.
+        store: Holds both.
+        group: Their layer group.
         page: Id of the restored page.
         computed: Id of the other.
         lossiest: Codec of the lossiest page that either was computed from.
-        layers: The group's layers, as the model counts them.
 
     Returns:
         Error and bound where they are furthest apart in proportion; the error is infinite if one of
         the pages holds NaN or infinity.
     """
+    pool, forms, layers = store.pool(group), store.forms[group], store.geometry.groups[group].layers
     layout = forms.of(page)
     rounding = ROUNDING[layout.dtype]
     stored = _raw(pool, forms, page)
@@ -191,14 +183,7 @@ class Audit:
         )
         past = max(block.fidelity, self.twin.fidelity) if number else 0
         store = planner.store
-        verdict = compare(
-            store.pool(group),
-            store.forms[group],
-            page,
-            computed,
-            lossiest=CODECS[past],
-            layers=planner.geometry.groups[group].layers,
-        )
+        verdict = compare(store, group, page, computed, CODECS[past])
         store.samples.judged(verdict)
         told = Audited(
             tier=tier,

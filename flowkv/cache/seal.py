@@ -84,43 +84,44 @@ class Sealer:
 
     def retire(self, seq: Sequence) -> None:
         """Encodes what a sequence that is about to be closed leaves behind in the index."""
-        due = []
-        for group, blocks in enumerate(seq.blocks):
-            ladder = self.store.forms[group].ladder
-            line = self.tables.pages[group][seq.row, : len(blocks)]
-            milder = (line >= 0) & (line >> CODEC_SHIFT < ladder.idle)
-            for page_no in np.flatnonzero(milder).tolist():
-                block, page = blocks[page_no], int(line[page_no])
-                if block is None or block.gone or not block.sealable:
-                    continue
-                rows = self._holders(group, page_no, page, seq.row, block)
-                others = [row for row in rows if row != seq.row]
-                codec = self._mildest(group, page_no, others, ladder.idle)
-                if codec > page >> CODEC_SHIFT and not self._in_use(group, page, others):
-                    due.append(_Due(group, page_no, page, codec, rows, block))
         self._exempt.discard(seq.row)
-        self._encode(due)
+        due: dict[tuple[int, int], _Due] = {}
+        for group in range(len(seq.blocks)):
+            self._find(seq, group, due, leaves=True)
+        self._encode(due.values())
         self._report()
 
-    def _find(self, seq: Sequence, group: int, due: dict[tuple[int, int], _Due]) -> None:
-        """Adds the pages of a sequence that are due, but for those that must wait."""
+    def _find(
+        self, seq: Sequence, group: int, due: dict[tuple[int, int], _Due], *, leaves: bool = False
+    ) -> None:
+        """Adds the pages of a sequence that are due, but for those that must wait.
+
+        Args:
+            seq: The sequence.
+            group: Which of its pages.
+            due: What is added to.
+            leaves: It is about to be closed: its pages need only be as others, or the index, want.
+        """
         row, length = seq.row, seq.length
         ladder, line = self.store.forms[group].ladder, self.tables.pages[group][row]
+        wanted = [(rung.codec, ladder.border(rung, length)) for rung in ladder.rungs]
         found: dict[int, int] = {}
-        for rung in ladder.rungs:  # the furthest one comes first
-            part = line[: max(0, ladder.border(rung, length))]
-            milder = (part >= 0) & (part >> CODEC_SHIFT < rung.codec)
+        for codec, border in [(ladder.idle, len(seq.blocks[group]))] if leaves else wanted:
+            part = line[:border]
+            milder = (part >= 0) & (part >> CODEC_SHIFT < codec)
             for page_no in np.flatnonzero(milder).tolist():
-                found.setdefault(page_no, rung.codec)
+                found.setdefault(page_no, codec)  # the furthest rung comes first
         for page_no, codec in found.items():
             page, block = int(line[page_no]), seq.blocks[group][page_no]
-            if block is not None and not block.sealable:
+            kept = not leaves or (block is not None and not block.gone)
+            if not kept or (block is not None and not block.sealable):
                 continue
             rows = self._holders(group, page_no, page, row, block)
             foreign = block is None and self.store.pool(group).references(page) > len(rows)
-            if foreign or self._in_use(group, page, rows):  # whoever published it encodes it
+            users = [other for other in rows if not leaves or other != row]
+            if foreign or self._in_use(group, page, users):  # whoever published it encodes it
                 continue
-            codec = self._mildest(group, page_no, rows, codec)
+            codec = self._mildest(group, page_no, users, codec)
             if codec > page >> CODEC_SHIFT:
                 due[group, page] = _Due(group, page_no, page, codec, rows, block)
 

@@ -417,11 +417,8 @@ class PageStore:
         self._states_only: set[int] = set()
         self.provisional = Provisional()
         self._strangers: dict[int, list[Block]] = {}
-        self.loaded_bytes = Counter[str]()
-        self.stored_bytes = Counter[str]()
-        self.refused = Counter[str]()
-        self.dropped = Counter[str]()
-        self.unpaid = Counter[str]()
+        self.loaded_bytes, self.stored_bytes = Counter[str](), Counter[str]()
+        self.refused, self.dropped, self.unpaid = (Counter[str]() for _ in range(3))
         self._incoming = Counter[int]()
         self.pools = pools
         self.device_places = {

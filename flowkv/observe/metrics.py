@@ -10,7 +10,6 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -269,6 +268,12 @@ class Histogram:
             self.counts[bisect.bisect_left(self.bounds, value)] += 1
             self.total += value
 
+    def copy(self) -> Histogram:
+        """As it is now."""
+        other = Histogram(self.bounds)
+        other.counts, other.total = self.counts.copy(), self.total
+        return other
+
     def below(self) -> list[tuple[str, int]]:
         """Each upper bound as text, and how many values are not above it."""
         bounds = map(number, (*self.bounds, math.inf))
@@ -393,7 +398,13 @@ class Metrics:
         """All series now, and what sources say, by name: what every exposition is made of."""
         levels = [level for source in self._sources for level in source()]
         with self._lock:
-            found = deepcopy(self._series)
+            found = {
+                name: {
+                    key: one.copy() if isinstance(one, Histogram) else one
+                    for key, one in of.items()
+                }
+                for name, of in self._series.items()
+            }
         for level in levels:
             found.setdefault(level.name, {})[_key(level.labels)] = level.value
         return [
