@@ -33,8 +33,7 @@ from flowkv.data import tiny_path
 from flowkv.observe.events import Bus, EngineStep
 from flowkv.observe.metrics import Level, Metrics
 from flowkv.observe.prometheus import Exporter
-from flowkv.observe.timeline import Serving
-from flowkv.observe.trace import TraceFile
+from flowkv.observe.timeline import Serving, TraceFile
 from flowkv.report.account import Account
 
 ROWS = 64

@@ -17,30 +17,20 @@ if TYPE_CHECKING:
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import relocate
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
-    from flowkv.cache.footprint import Footprint
-    from flowkv.cache.guard import Guard
     from flowkv.cache.index import Block, PrefixIndex, SwappedCopy
     from flowkv.cache.kv import PagedRow, bind, end, follow, levels, source, warn
     from flowkv.cache.kv import plan as kv_plan
     from flowkv.cache.mover import SHARE, IOPriority, Mover, Schedule, SubmitResult, TransferRequest
-    from flowkv.cache.pinned import (
-        Copies,
-        Crossover,
-        CudaStreams,
-        calibrate,
-        open_copies,
-        remember,
-        remembered,
-    )
+    from flowkv.cache.pinned import Copies, CudaStreams, open_copies
     from flowkv.cache.pool import PagePool
     from flowkv.cache.prefetch import Prefetch
     from flowkv.cache.restore import Late, RestoreJob
-    from flowkv.cache.sequence import CLOSED, READY, Tables, session_number
-    from flowkv.cache.statistics import breaker
+    from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
+    from flowkv.cache.stack import breaker
     from flowkv.cache.step import CURRENT
     from flowkv.cache.store import PageStore, PolicyPlace, Samples, Verdict, as_slots
-    from flowkv.cache.swap import Copy, decode_state, encode_state
-    from flowkv.cli import command
+    from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
+    from flowkv.cli import command, doctor
     from flowkv.cli.arguments import Misused
     from flowkv.cli.command import read_prompts, write_replay_report
     from flowkv.core import compiling, errors
@@ -136,7 +126,7 @@ if TYPE_CHECKING:
     from flowkv.kernels.triton.task import merge_two
     from flowkv.kernels.triton.tile import FLIP_SIGNS, SPLIT_DIGITS, SPLIT_NIBBLES
     from flowkv.kernels.triton.tile import MOST as tile_MOST
-    from flowkv.observe import doctor, events
+    from flowkv.observe import events
     from flowkv.observe.events import (
         Admitted,
         Audited,
@@ -192,8 +182,8 @@ if TYPE_CHECKING:
         Tenancy,
         Timeline,
         Timelines,
+        TraceFile,
     )
-    from flowkv.observe.trace import TraceFile
     from flowkv.policy.base import (
         CUT_OFF,
         NEVER_NS,

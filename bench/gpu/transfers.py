@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from bench.gpu.machine import Machine
-from flowkv.cache.pinned import Copies, Crossover, CudaStreams, open_copies
+from flowkv.cache.pinned import Copies, CudaStreams, open_copies
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.io.engine import OPERATION, READ, WRITE
 from flowkv.tiers.io.staging import Arena
@@ -29,8 +29,6 @@ WINDOWS = 6  # of them under way
 
 class Immediate:
     """The copies of a dry run: made at once, by the processor."""
-
-    name = "none"
 
     def follow(self) -> None:
         return
@@ -58,10 +56,6 @@ class Immediate:
     def wait(self) -> None:
         return
 
-    def timed(self, call: Callable[[], None]) -> float:
-        call()
-        return 1.0
-
     def pin(self, address: int, n_bytes: int) -> str:
         return ""
 
@@ -70,9 +64,9 @@ class Immediate:
 
 
 def copies_of(machine: Machine, pages: torch.Tensor, n_bytes: int) -> Copies:
-    """As the cache opens them; dry, without measuring where kernels end."""
+    """As the cache opens them."""
     if machine.dry:
-        return Copies(Immediate(), pages, Arena(n_bytes), Crossover(8192, 8192, 3))
+        return Copies(Immediate(), pages, Arena(n_bytes), kernel_bytes=8192, least_pieces=3)
     return open_copies(CudaStreams(torch.device("cuda")), pages, n_bytes)
 
 
@@ -108,10 +102,7 @@ def pieces(machine: Machine, size: int, count: int) -> Iterator[dict[str, Any]]:
     arrived = pages.view(2 * count, size)[index].cpu()
     right = torch.equal(arrived, torch.stack(rows))
     right = right and torch.equal(torch.stack(down()), torch.stack(rows))
-    about = {
-        "pinned": copies.why or "registered",
-        "kernels_below_bytes": [copies.crossover.up_bytes, copies.crossover.down_bytes],
-    }
+    about = {"pinned": copies.why or "registered"}
     for case, call, limit in (("to", up, "to_device"), ("from", down, "to_host")):
         name = f"{title} {case} the device"
         if not right:

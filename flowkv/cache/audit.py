@@ -24,7 +24,7 @@ from flowkv.cache.pool import Forms, PagePool
 from flowkv.cache.restore import PrefixMatcher
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
-from flowkv.cache.store import Verdict
+from flowkv.cache.store import PageStore, Verdict
 from flowkv.core.errors import CapacityError, StateError
 from flowkv.core.layout import CODEC_SHIFT, CODECS, PageLayout, codec_of
 from flowkv.kernels.loss import bounds, by_rotation
@@ -51,29 +51,21 @@ The model's first layer has none: its keys and values depend on their own token 
 _NOTHING = 1e-30
 
 
-def compare(
-    pool: PagePool,
-    forms: Forms,
-    page: int,
-    computed: int,
-    *,
-    lossiest: str,
-    layers: Items[int],
-) -> Verdict:
+def compare(store: PageStore, group: int, page: int, computed: int, lossiest: str) -> Verdict:
     """Compares a restored page with a raw one that the model has just computed.
 
     Args:
-        pool: Holds both.
-        forms: Layouts of their layer group.
+        store: Holds both.
+        group: Their layer group.
         page: Id of the restored page.
         computed: Id of the other.
         lossiest: Codec of the lossiest page that either was computed from.
-        layers: The group's layers, as the model counts them.
 
     Returns:
         Error and bound where they are furthest apart in proportion; the error is infinite if one of
         the pages holds NaN or infinity.
     """
+    pool, forms, layers = store.pool(group), store.forms[group], store.geometry.groups[group].layers
     layout = forms.of(page)
     rounding = ROUNDING[layout.dtype]
     stored = _raw(pool, forms, page)
@@ -172,22 +164,17 @@ class Audit:
 
         Nothing is said of a page that was given up, cut off or not computed meanwhile.
         """
-        with self._planner.guard:
-            seq, twin, size = self._seq, self.twin, self._planner.page_size
-            if twin.closed or seq.closed or twin.length < (self.page + 1) * size:
-                _skip(seq, self.page)
-            else:
-                for group in range(len(seq.blocks)):
-                    self._judge(group)
-
-    def _judge(self, group: int) -> None:
-        seq, number, samples = self._seq, self.page, self._planner.store.samples
-        key = seq.key(group, number)
-        block = seq.blocks[group][number] if number < len(seq.blocks[group]) else None
-        if block is None or block.gone:
-            samples.skip(key)
-        elif tier := samples.take(key):
-            self._compare(group, block, tier)
+        planner, seq, twin = self._planner, self._seq, self.twin
+        with planner.guard:
+            computed = not (twin.closed or seq.closed)
+            computed = computed and twin.length >= (self.page + 1) * planner.page_size
+            for group, blocks in enumerate(seq.blocks):
+                block = blocks[self.page] if computed and self.page < len(blocks) else None
+                key, samples = seq.key(group, self.page), planner.store.samples
+                if block is None or block.gone:
+                    samples.skip(key)
+                elif tier := samples.take(key):
+                    self._compare(group, block, tier)
 
     def _compare(self, group: int, block: Block, tier: str) -> None:
         seq, number, planner = self._seq, self.page, self._planner
@@ -196,14 +183,7 @@ class Audit:
         )
         past = max(block.fidelity, self.twin.fidelity) if number else 0
         store = planner.store
-        verdict = compare(
-            store.pool(group),
-            store.forms[group],
-            page,
-            computed,
-            lossiest=CODECS[past],
-            layers=planner.geometry.groups[group].layers,
-        )
+        verdict = compare(store, group, page, computed, CODECS[past])
         store.samples.judged(verdict)
         told = Audited(
             tier=tier,

@@ -14,9 +14,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from flowkv import kernels
-from flowkv.cache.guard import Guard
 from flowkv.cache.seal import Publisher, Refusal, Sealer
-from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Sequence, Tables
+from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
@@ -110,11 +109,7 @@ class Compactor:
 
 
 def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, int]) -> None:
-    """Moves pages of a device (old page -> new page), as if at once.
-
-    Raises:
-        StateError: See `PagePool.relocate`.
-    """
+    """Moves pages of a device (old page -> new page), see `PagePool.relocate`."""
     if not moves:
         return
     store.pools[device].relocate(moves)
@@ -522,16 +517,11 @@ class Planner:
                     f"Cut at most {WINDOW_SLACK_TOKENS} tokens, or open the prompt anew",
                 )
         self._cut(seq, -(-length // size))
-        self._unsealed(seq, length // size)
         self.tables.lengths[seq.row] = length
         self.tables.shared[seq.row] = length % size != 0
         seq.published = [min(done, length // size) for done in seq.published]
         if not length:
             seq.first_page = [0] * len(seq.first_page)
-
-    def _unsealed(self, seq: Sequence, pages: int) -> None:
-        if self.sealer:
-            self.sealer.rewind(seq.row, pages)
 
     def _cut(self, seq: Sequence, pages: int) -> None:
         for g, blocks in enumerate(seq.blocks):
@@ -561,14 +551,11 @@ class Planner:
             tables.touch()
             tables.lengths[child.row] = tables.lengths[seq.row]
             tables.shared[[seq.row, child.row]] = True
-            if self.sealer:
-                self.sealer.copy(seq.row, child.row)
 
     def vacate(self, seq: Sequence) -> None:
         """Gives back all pages of a sequence, but not its line, length or tokens."""
         with self.guard:
             self._cut(seq, 0)
-            self._unsealed(seq, 0)
             seq.first_page = [0] * len(seq.first_page)
             seq.published = [0] * len(seq.published)
 
@@ -583,7 +570,6 @@ class Planner:
                     self.sealer.retire(seq)
             finally:
                 self._cut(seq, 0)
-                self._unsealed(seq, 0)
                 self.tables.close_row(seq.row)
                 seq.row = self.tables.nowhere
 
@@ -691,7 +677,8 @@ class Planner:
 
     def look_ahead(self) -> None:
         """Brings what is expected next, if anything is. Callers hold the KV lock."""
-        if self._foresight is not None and self._foresight.due_ns < NEVER_NS:
+        due_ns = self._foresight.due_ns if self._foresight is not None else NEVER_NS
+        if self._foresight is not None and due_ns < NEVER_NS and due_ns <= self.store.now_ns():
             self._foresight.edge()
 
     def undo(self, step: Advance) -> None:

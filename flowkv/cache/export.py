@@ -17,8 +17,8 @@ import msgspec
 import torch
 import xxhash
 
-from flowkv.cache.guard import Guard
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, Block
+from flowkv.cache.sequence import Guard
 from flowkv.cache.store import PageStore
 from flowkv.core import compiling
 from flowkv.core.errors import StoreError

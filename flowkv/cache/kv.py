@@ -24,18 +24,23 @@ from flowkv.cache import stack as learned
 from flowkv.cache.audit import Auditor, Explanation, explain
 from flowkv.cache.block_table import Planner
 from flowkv.cache.export import Bundles, Exported, Loaded
-from flowkv.cache.guard import Guard
 from flowkv.cache.handover import Arrival, Sender
 from flowkv.cache.load import PageLoader
 from flowkv.cache.prefetch import Prefetch, PrefetchManager
 from flowkv.cache.requests import Queue, Recording, RequestTracker, WaitingRequest
 from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreScheduler, choose
 from flowkv.cache.seal import Refusal, describe
-from flowkv.cache.sequence import Retain, Sequence, Tables, eta_ns, make_care, session_number
-from flowkv.cache.stack import divided, make_envelope, open_pools, open_tiers
-from flowkv.cache.statistics import store_levels, store_report
+from flowkv.cache.sequence import Guard, Retain, Sequence, Tables, eta_ns, make_care, session_number
+from flowkv.cache.stack import (
+    divided,
+    make_envelope,
+    open_pools,
+    open_tiers,
+    store_levels,
+    store_report,
+)
 from flowkv.cache.step import Step, chosen, sparsify
-from flowkv.cache.store import PageStore, Verdict
+from flowkv.cache.store import PageStore, PolicyPlace, Verdict
 from flowkv.cache.swap import Snapshots
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import PLACE_KINDS, format_size, load_config, parse_quota
@@ -50,8 +55,7 @@ from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, Shard, as_tokens, tenant_salt
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
 from flowkv.observe.metrics import Level, Metrics
-from flowkv.observe.timeline import Tenancy
-from flowkv.observe.trace import TraceFile
+from flowkv.observe.timeline import Tenancy, TraceFile
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Policy
 from flowkv.policy.config import Lease, configure
@@ -162,31 +166,6 @@ def fronts(kv: KV, seqs: Items[Sequence], chunk: int) -> Iterator[Step | Sequenc
         yield mine
 
 
-def prefill(kv: KV, seqs: Items[Sequence], chunk: int) -> Iterator[Step]:
-    """The part of `KV.prefill` for sequences that are being restored: computes all of them."""
-    for out in fronts(kv, seqs, chunk):
-        if isinstance(out, Step):
-            yield out
-            continue
-        if (restoration := RestoreJob.of(out)) is not None:
-            end(kv, restoration, ok=restoration.complete())
-        yield from kv.prefill([out], chunk=chunk)
-
-
-def restore(kv: KV, seqs: Items[Sequence], forward: Callable[[Step], Any], chunk: int) -> list[Any]:
-    """Finishes the prefill of prompts opened with `wait=False`, in the least time it can take."""
-    outputs: dict[int, Any] = {}
-    for out in fronts(kv, seqs, chunk):
-        if isinstance(out, Step):
-            forward(out)
-        elif (restoration := RestoreJob.of(out)) is not None:
-            outputs[id(out)] = behind(kv, out, forward, restoration, chunk)
-    for seq in seqs:
-        for step in kv.prefill([seq], chunk=chunk):
-            outputs[id(seq)] = forward(step)
-    return [outputs.get(id(seq)) for seq in seqs]
-
-
 def behind(
     kv: KV, seq: Sequence, forward: Callable[[Step], Any], restoration: RestoreJob, chunk: int
 ) -> Any:
@@ -194,12 +173,12 @@ def behind(
     output, ok = None, False
     rest = seq.tokens[seq.position : seq.position + chunk].copy()
     try:
-        if len(rest):
+        if not len(rest):
+            ok = restoration.complete()
+        else:
             with kv.step([seq], [rest]) as step:
                 output = forward(step)
             ok = True
-        else:
-            ok = restoration.complete()
     except Late:
         output = None
     finally:
@@ -223,7 +202,7 @@ def end(kv: KV, restoration: RestoreJob, *, ok: bool) -> None:
 def levels(kv: KV) -> Iterator[Level]:
     """Levels and counts of a cache, without its lock; none of one that is closed.
 
-    See `flowkv.cache.statistics.store_levels`.
+    See `flowkv.cache.stack.store_levels`.
     """
     if kv.closed:
         return
@@ -375,13 +354,8 @@ class KV:
             clock=self.clock,
             bus=self.bus,
             config=self.config,
-            rates=self.gate.rates,
-            page_cost_ns=lambda: round(self.gate.seconds_per_token * geometry.page_size * 1e9),
-            # What a sender writes is for others, whose rates nobody here knows.
-            pays=lambda tier, n_bytes, reach: (
-                planner.sender is not None
-                or self.gate.pays_to_store(tier, n_bytes, geometry.page_size, reach)
-            ),
+            gate=self.gate,
+            sends=lambda: planner.sender is not None,
             on_drop=lambda slots: foresight.dropped(slots) if foresight is not None else None,
             on_unused=lambda block: foresight.unused(block) if foresight is not None else None,
             give_up_late=lambda: loader.expire(),  # noqa: PLW0108 - which needs the store
@@ -398,8 +372,7 @@ class KV:
         self.restorer = PrefixMatcher(self.planner, self.gate, self.bus, loader)
         self.snapshots = Snapshots(self.restorer)
         self.restores = RestoreScheduler(self.restorer)
-        if (directory := self._learned()) is not None:
-            self._tell(partial(learned.load, directory, store.places))
+        self._tell(learned.load)
         self.visits = RequestTracker(self.planner, foresight)
         self.queue = Queue(self.visits, self.lock)
         self.auditor = Auditor(self.restorer, self._like, self.step, self._condemned)
@@ -423,15 +396,10 @@ class KV:
         if not store.tiers or self.config.prefetch == "off":
             return None
         said, size = self.config.prefetch, store.geometry.page_size
-        pages = [
-            max(1, -(-(group.window - 1) // size))
-            if group.window and group.kind == "sliding"
-            else None
-            for group in store.geometry.groups
-        ]
-        return PrefetchManager(
-            store, self.loader, self.lock, pages, said if isinstance(said, dict) else {}
-        )
+        windows = [g.window if g.kind == "sliding" else None for g in store.geometry.groups]
+        pages = [max(1, -(-(window - 1) // size)) if window else None for window in windows]
+        options = said if isinstance(said, dict) else {}
+        return PrefetchManager(store, self.loader, self.lock, pages, options)
 
     def _policy(self, kind: str, capacity_bytes: int) -> Policy:
         """The policy of a place."""
@@ -459,15 +427,12 @@ class KV:
         disks = (tier for tier in ours if isinstance(tier, DiskTier) and tier.writable)
         return next((disk.path for disk in disks), None) if self.config.learned else None
 
-    def _save_learned(self) -> None:
+    def _tell(self, work: Callable[[Path, Iterable[PolicyPlace]], object]) -> None:
+        """Reads or writes what policies learned; if that fails, an event says so."""
         directory = self._learned()
-        if directory is not None and self.planner is not None:
-            self._tell(partial(learned.save, directory, self.planner.store.places))
-
-    def _tell(self, work: Callable[[], object]) -> None:
-        """Does something with a file that is worth an event if it fails, and nothing more."""
         try:
-            work()
+            if directory is not None and self.planner is not None:
+                work(directory, self.planner.store.places)
         except (ConfigError, OSError) as error:
             self.bus.emit(Warned(code="learned", message=str(error)))
 
@@ -1122,7 +1087,13 @@ class KV:
             raise ConfigError(f"chunk={chunk}", "Compute at least one token per row and step")
         if not all(isinstance(seq, Sequence) for seq in seqs):
             raise StateError("some of these are no sequences", "Pass what kv.open(...) returned")
-        yield from prefill(self, seqs, chunk)
+        for out in fronts(self, seqs, chunk):
+            if isinstance(out, Step):
+                yield out
+                continue
+            if (restoration := RestoreJob.of(out)) is not None:
+                end(self, restoration, ok=restoration.complete())
+            yield from self.prefill([out], chunk=chunk)
         if seqs:
             incomplete = [seq for seq in seqs if seq.position < len(seq.tokens)]
             yield from self.auditor.steps(incomplete)
@@ -1159,14 +1130,21 @@ class KV:
         """
         if chunk < 1:
             raise ConfigError(f"chunk={chunk}", "Compute at least one token per step")
-        outputs = restore(self, seqs, forward, chunk)
-        for row, seq in enumerate(seqs):  # what is found wrong is computed anew
+        outputs: dict[int, Any] = {}
+        for out in fronts(self, seqs, chunk):
+            if isinstance(out, Step):
+                forward(out)
+            elif (restoration := RestoreJob.of(out)) is not None:
+                outputs[id(out)] = behind(self, out, forward, restoration, chunk)
+        for seq in seqs:
+            for step in self.prefill([seq], chunk=chunk):
+                outputs[id(seq)] = forward(step)
+        for seq in seqs:  # what is found wrong is computed anew
             for step in self.auditor.steps([seq], whole=True):
                 forward(step)
-            if not seq.closed:
-                for step in self.prefill([seq], chunk=chunk):
-                    outputs[row] = forward(step)
-        return outputs
+            for step in self.prefill([seq], chunk=chunk) if not seq.closed else ():
+                outputs[id(seq)] = forward(step)
+        return [outputs.get(id(seq)) for seq in seqs]
 
     def audit(self, seq: Sequence, forward: Callable[[Step], Any]) -> int:
         """Recomputes those restored pages of a sequence that `audit=` samples, and compares.
@@ -1407,7 +1385,7 @@ class KV:
                 last.callback(setattr, self, "closed", True)
                 if self.planner:
                     last.callback(self.planner.store.mover.cancel)
-                last.callback(self._save_learned)
+                last.callback(self._tell, learned.save)
                 for recording in self._recordings:
                     last.callback(recording.close)
                 last.callback(self._flush)  # what was encoded just now, too

@@ -485,7 +485,10 @@ class Lane:
     # ---- calling off
 
     def give_up(self, wish: TransferRequest) -> bool:
-        """Waits for a load no longer; whether the tier still owes it, and so its target is lent."""
+        """Waits for a load no longer; whether the tier still owes it, and may write to its target.
+
+        `done` is called when it does answer.
+        """
         if self.schedule.withdraw(wish):
             wish.ended = True
             return False
@@ -597,13 +600,14 @@ class Mover:
 
     Attributes:
         lanes: One for each tier, nearest first.
+        busy: Something may wait, be in flight, or be owed: else there is nothing to `drain`.
         from_memory: Loads answered with the bytes of a store that was under way.
     """
 
     def __init__(self, deadline_s: float, rates: dict[str, Rates] | None = None) -> None:
         self.deadline_s, self.rates = deadline_s, {} if rates is None else rates
         self.lanes: list[Lane] = []
-        self.from_memory = 0
+        self.from_memory, self.busy = 0, False
         self._storing = 0
         self._bodies: dict[bytes, list[OnTheWay]] = {}
 
@@ -618,10 +622,6 @@ class Mover:
         self._storing = 0
 
     # ---- stores
-
-    def has_room(self, tier: int, n_bytes: int) -> bool:
-        """Whether a store of so many bytes would be taken now."""
-        return self.lanes[tier].schedule.has_room(n_bytes, IOPriority.WRITE_BACK)
 
     def store(self, tier: int, key: bytes, info: FrameInfo, body: memoryview, done: Done) -> bool:
         """Writes a frame in the background; False if too much waits for that already.
@@ -647,7 +647,7 @@ class Mover:
             is SubmitResult.REFUSED
         ):
             return False
-        self._storing += 1
+        self._storing, self.busy = self._storing + 1, True
         self._bodies.setdefault(key, []).append(OnTheWay(tier, item))
         return True
 
@@ -663,6 +663,7 @@ class Mover:
     def drain(self, timeout_s: float = 0.0) -> int:
         """Sends and answers what can be, or waits for the first answer. Returns how many came."""
         busy = [lane for lane in self.lanes if lane.busy]
+        self.busy = bool(busy)
         return self._wait(busy, timeout_s) if busy else 0
 
     def collect(self) -> int:
@@ -681,10 +682,6 @@ class Mover:
 
     # ---- loads
 
-    def overdue(self, tier: int) -> int:
-        """Loads that a tier still owes after their deadline; ask it for nothing meanwhile."""
-        return self.lanes[tier].overdue
-
     def load(
         self, wanted: Sequence[tuple[int, Load]], late: Callable[[int], None] = lambda index: None
     ) -> tuple[list[Completion], set[int]]:
@@ -700,32 +697,28 @@ class Mover:
             answered as `FAILED` here).
         """
         answers, lent = dict[int, Completion](), set[int]()
-        left, n_bytes = Counter(tier for tier, _ in wanted), Counter[int]()
 
         def answered(index: int, answer: Completion) -> None:
             if index in answers:
                 late(index)
-                return
-            answers[index], tier = answer, wanted[index][0]
-            left[tier] -= 1
-            if not left[tier]:
-                del left[tier]
+            else:
+                answers[index] = answer
 
-        wishes = list[TransferRequest | None]()
+        wishes, n_bytes = list[TransferRequest | None](), Counter[int]()
         for index, (tier, item) in enumerate(wanted):
             wishes.append(self.ask(tier, item, partial(answered, index)))
             n_bytes[tier] += item.target.nbytes
         started = compiling.now_s()
         ends = {tier: started + self.lanes[tier].patience_s(n) for tier, n in n_bytes.items()}
-        while left:
-            now = compiling.now_s()
+        while left := [index for index in range(len(wanted)) if index not in answers]:
+            now, tiers = compiling.now_s(), {wanted[index][0] for index in left}
             # Once more after the end: the tier may have given up by itself.
-            self.wait(left, min(max(min(ends[tier] for tier in left) - now, 0.0), _LONGEST_S))
-            overdue = {tier for tier in left if ends[tier] <= now}
-            for index, ((tier, item), wish) in enumerate(zip(wanted, wishes, strict=True)):
-                if tier in overdue and index not in answers and wish is not None:
+            self.wait(tiers, min(max(min(ends[tier] for tier in tiers) - now, 0.0), _LONGEST_S))
+            for index in left:
+                (tier, item), wish = wanted[index], wishes[index]
+                if ends[tier] <= now and index not in answers and wish is not None:
                     failed = Completion(0, index, item.key, Outcome.FAILED, "deadline passed")
-                    answered(index, failed._replace(seconds=now - started))
+                    answers[index] = failed._replace(seconds=now - started)
                     if self.give_up(tier, wish):
                         lent.add(index)
         return [answers[index] for index in range(len(wanted))], lent
@@ -761,17 +754,14 @@ class Mover:
             self.from_memory += 1
             done(answer)
             return None
-        wish = TransferRequest(item, done, priority, owner)
+        wish, self.busy = TransferRequest(item, done, priority, owner), True
         if self.lanes[tier].ask(wish) is SubmitResult.REFUSED:
             done(Completion(0, 0, item.key, Outcome.FAILED, "busy"))
             return None
         return wish
 
     def give_up(self, tier: int, wish: TransferRequest) -> bool:
-        """Waits for a load no longer; whether the tier still owes it, and may write to its target.
-
-        `done` is called when it does answer.
-        """
+        """Waits for a load no longer; see `Lane.give_up`."""
         return self.lanes[tier].give_up(wish)
 
     def cancel(self, owner: object = None) -> int:

@@ -14,10 +14,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import msgspec
 import torch
 
 from flowkv.core.layout import GRANULE_BYTES
@@ -60,7 +58,6 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.name = torch.cuda.get_device_name(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
@@ -90,16 +87,6 @@ class CudaStreams:
         """The place after the copies given so far."""
         return CudaMark(self._stream)
 
-    def timed(self, call: Callable[[], None]) -> float:
-        """Seconds that the copies of a call take on the device."""
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record(self._stream)
-        call()
-        end.record(self._stream)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
     def pin(self, address: int, n_bytes: int) -> str:
         """Has the device reach memory without the processor; why that does not work, or ""."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -124,101 +111,11 @@ def _granules(rows: torch.Tensor) -> int:
     return rows.shape[1] // 4096
 
 
-# From which size on a piece is copied by the copy engine rather than by a kernel, measured.
-#
-# A copy engine is told of each piece, which takes about as long as 30 KB of copying; one kernel
-# moves thousands of small pieces, but occupies processors (vLLM's `swap_blocks_triton` draws its
-# line at 28 KB and 16 pieces; figures in its "KV offloading connector" report of January 2026).
-# The line is another on every machine, so it is measured once and remembered.
-
-SIZES = tuple(4096 << n for n in range(8))  # 4 to 512 KiB
-PIECES = 64
-ROUNDS = 5
-MEMORY = Path("~/.cache/flowkv/copies.json")
-
-_BYTES_NEEDED = PIECES * SIZES[-1]
-
-
-class Crossover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where kernels end and the copy engine begins.
-
-    Attributes:
-        up_bytes: Smallest piece that the copy engine brings to the device.
-        down_bytes: Smallest piece that it brings from there.
-        least_pieces: Fewest pieces that are worth a kernel.
-    """
-
-    up_bytes: int = 28 << 10
-    down_bytes: int = 28 << 10
-    least_pieces: int = 16
-
-
-def remembered(name: str, file: Path = MEMORY) -> Crossover | None:
-    """What was measured on a device of this name."""
-    return _known(file.expanduser()).get(name)
-
-
-def remember(name: str, crossover: Crossover, file: Path = MEMORY) -> None:
-    """Keeps what was measured for the next process; where that is not allowed it measures again."""
-    file = file.expanduser()
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        known = _known(file) | {name: crossover}
-        beside = file.with_suffix(".new")
-        beside.write_bytes(msgspec.json.encode(known))
-        beside.replace(file)
-    except OSError:
-        return
-
-
-def calibrate(streams: CudaStreams, pages: torch.Tensor, staging: torch.Tensor) -> Crossover:
-    """Measures both ways on one device. The content of pages and staging is lost.
-
-    Args:
-        streams: Of the device.
-        pages: uint8 `[bytes]` on the device, nobody's yet.
-        staging: uint8 `[bytes]` in pinned memory.
-
-    Returns:
-        What was found, or the default if there is too little memory to tell.
-    """
-    if min(len(pages), len(staging)) < _BYTES_NEEDED:
-        return Crossover()
-    up, down = (_line(streams, pages, staging, to_device) for to_device in (True, False))
-    return Crossover(up, down)
-
-
-def _line(streams: CudaStreams, pages: torch.Tensor, staging: torch.Tensor, to_device: bool) -> int:
-    """The first size from which on the copy engine is not slower."""
-    for size in SIZES:
-        rows = staging[: PIECES * size].view(PIECES, size)
-        # backwards: no two neighbours are one piece
-        places = [(PIECES - 1 - i) * (size // 4096) for i in range(PIECES)]
-
-        def engine(rows: torch.Tensor = rows, places: list[int] = places, n: int = size) -> None:
-            for row, place in zip(rows, places, strict=True):
-                page = pages[4096 * place :][:n]
-                streams.copy(*((page, row) if to_device else (row, page)))
-
-        def kernel(rows: torch.Tensor = rows, places: list[int] = places) -> None:
-            (streams.scatter if to_device else streams.gather)(pages, places, rows)
-
-        if _fastest(streams, engine) <= _fastest(streams, kernel):
-            return size
-    return 2 * SIZES[-1]
-
-
-def _fastest(streams: CudaStreams, call: Callable[[], None]) -> float:
-    call()  # compiled, and once through
-    return min(streams.timed(call) for _ in range(ROUNDS))
-
-
-def _known(file: Path) -> dict[str, Crossover]:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Crossover])
-    except (OSError, msgspec.DecodeError):
-        return {}
-
+KERNEL_BYTES, LEAST_PIECES = 28 << 10, 16
+"""Pieces below this size, and so many of them, are copied by one kernel. A copy engine is told of
+each piece, which takes about as long as 30 KB of copying; one kernel moves thousands of small ones,
+but occupies processors (vLLM's `swap_blocks_triton` draws the same line; figures in its "KV
+offloading connector" report of January 2026)."""
 
 STAGING_BYTES = 256 << 20
 
@@ -230,8 +127,9 @@ class Copies:
         streams: Of the device.
         pages: uint8 `[bytes]`, the arena of the device's pages.
         arena: Staging memory that is registered with the device; None for torch's own.
-        crossover: Which pieces kernels copy.
         why: Why there is no arena.
+        kernel_bytes: Smaller pieces are copied by a kernel,
+        least_pieces: if they are so many.
     """
 
     def __init__(
@@ -239,12 +137,13 @@ class Copies:
         streams: CudaStreams,
         pages: torch.Tensor,
         arena: Arena | None,
-        crossover: Crossover | None = None,
         *,
         why: str = "",
+        kernel_bytes: int = KERNEL_BYTES,
+        least_pieces: int = LEAST_PIECES,
     ) -> None:
         self.streams, self.pages, self.arena, self.why = streams, pages, arena, why
-        self.crossover = crossover or Crossover()
+        self._kernel_bytes, self._least_pieces = kernel_bytes, least_pieces
         self._unused: deque[ArenaSlot] = deque()  # whose rows are gone; a finalizer may only append
         self._queue: list[tuple[int, torch.Tensor]] = []  # (granule, row)
         self._leaving: deque[tuple[CudaMark, list[torch.Tensor]]] = deque()
@@ -339,11 +238,10 @@ class Copies:
 
     def _move(self, queue: list[tuple[int, torch.Tensor]], *, to_device: bool) -> None:
         """Copies neighbouring rows in one go, by a kernel if they are many and small."""
-        least = self.crossover.up_bytes if to_device else self.crossover.down_bytes
         kernel = self.streams.scatter if to_device else self.streams.gather
         for run in _runs(queue):
             granules, first = [granule for granule, _ in run], run[0][1]
-            if len(first) < least and len(run) >= self.crossover.least_pieces:
+            if len(first) < self._kernel_bytes and len(run) >= self._least_pieces:
                 kernel(self.pages, granules, _joined(first, len(run)).view(len(run), len(first)))
                 continue
             start = 0
@@ -357,10 +255,8 @@ class Copies:
                 start = end
 
 
-def open_copies(
-    streams: CudaStreams, pages: torch.Tensor, n_bytes: int = STAGING_BYTES, file: Path = MEMORY
-) -> Copies:
-    """Copies for the pages of a device, before any page is used.
+def open_copies(streams: CudaStreams, pages: torch.Tensor, n_bytes: int = STAGING_BYTES) -> Copies:
+    """Copies for the pages of a device.
 
     Where the driver does not pin the arena, torch's own pinned memory is used, and `why` says so.
 
@@ -368,22 +264,12 @@ def open_copies(
         streams: Of the device.
         pages: uint8 `[bytes]`, the arena of its pages.
         n_bytes: Of staging memory.
-        file: Where the crossover of this machine is remembered.
     """
     arena = Arena(n_bytes)
     why = streams.pin(arena.address, arena.n_bytes)
     if why:
         arena.close()
-        return Copies(streams, pages, None, why=why)
-    name = f"{streams.name}, torch {torch.__version__}"
-    crossover = remembered(name, file)
-    if crossover is None:
-        staging = torch.frombuffer(arena.view, dtype=torch.uint8)
-        streams.follow()  # the pages are being made
-        crossover = calibrate(streams, pages, staging)
-        streams.lead()
-        remember(name, crossover, file)
-    return Copies(streams, pages, arena, crossover)
+    return Copies(streams, pages, None if why else arena, why=why)
 
 
 def _end(

@@ -87,26 +87,18 @@ def drain_sparse(slabs: Iterable[Slab], stay: Set[int]) -> Iterator[Drain]:
         stay: Granules of pages that must not move. A slab with one of them is not emptied.
     """
     ordered = sorted(slabs, key=lambda slab: slab.used)
-    # From both ends, until they meet.
-    low, high = 0, len(ordered) - 1
-    room = sum(len(slab.free) for slab in ordered)
-    holes: list[int] = []
-    while low <= high:
-        pages, granules = ordered[low].occupied(), ordered[low].granules
-        room -= len(ordered[low].free)
-        low += 1
-        if len(pages) > room:
+    holes = [hole for slab in reversed(ordered) for hole in slab.free]
+    start, stop = 0, len(holes)
+    for slab in ordered:
+        pages = slab.occupied()
+        stop -= len(slab.free)  # its own, the last of them
+        if start + len(pages) > stop:
             return  # all others are fuller still
-        if not stay.isdisjoint(pages):
-            continue
-        while len(holes) < len(pages) and high >= low:
-            holes += ordered[high].free
-            high -= 1
-        if len(holes) < len(pages):
-            return
-        yield Drain(len(pages) * granules, list(zip(pages, holes, strict=False)))
-        del holes[: len(pages)]
-        room -= len(pages)
+        if stay.isdisjoint(pages):
+            yield Drain(
+                len(pages) * slab.granules, list(zip(pages, holes[start:stop], strict=False))
+            )
+            start += len(pages)
 
 
 _SLAB_PAGES = 16
@@ -362,27 +354,21 @@ class PagePool:
         raise StateError(f"granule {granule} has no page", "Report this as a bug")
 
     def relocate(self, moves: Mapping[int, int]) -> None:
-        """Copies pages as if at once: targets may be sources of other moves, cycles included.
+        """Copies pages (old -> new) into holes of their size, and frees those that they had.
 
-        Every source must be in use; every target must be free or a source, of the same size, and
-        is named with the codec of its page. The caller rewrites every table that names a moved
-        page.
-
-        Raises:
-            StateError: A move is not of that form.
+        Targets are named with the codec of their page. The caller rewrites every table that names
+        a moved page.
         """
-        moves = {old: new for old, new in moves.items() if old != new}
-        self._check(moves)
-        at = {granule_of(old): granule_of(new) for old, new in moves.items()}
-        for granules in {self._size(old) for old in at}:
-            self._copy_all({o: n for o, n in at.items() if self._size(o) == granules}, granules)
-        counts = {new: self._refs.pop(old) for old, new in moves.items()}
-        for granule in set(at.values()) - at.keys():
-            self._occupy(granule)
-        for granule in at.keys() - set(at.values()):
-            self._vacate(granule)
-        self._refs.update(counts)
-        self._avoid({granule // self.slab_granules for granule in at})
+        by_size: dict[int, list[int]] = {}
+        for old in moves:
+            by_size.setdefault(self._size(old), []).append(old)
+        for granules, pages in by_size.items():
+            self.copy(pages, [moves[page] for page in pages], granules)
+        for new in moves.values():  # all of them first: no slab is to become empty meanwhile
+            self._occupy(granule_of(new))
+        for old, new in moves.items():
+            self.replace(old, new)
+        self._avoid({granule_of(page) // self.slab_granules for page in moves})
 
     def _avoid(self, left: set[int]) -> None:
         """Slabs that pages have left are filled last, so that what was begun can be finished."""
@@ -395,46 +381,6 @@ class PagePool:
     def copy(self, source: Sequence[int], target: Sequence[int], granules: int) -> None:
         """Copies pages onto other pages of the same size."""
         kernels.copy_pages(self.arena, self.granules(source), self.granules(target), granules)
-
-    def _copy_all(self, moves: dict[int, int], granules: int) -> None:
-        # Chains first, from their free end, so that no source is overwritten before it was read;
-        # what is left are cycles, which need one page aside.
-        pending, sources = dict(moves), {new: old for old, new in moves.items()}
-        order: list[tuple[int, int]] = []
-        for end in [new for new in sources if new not in moves]:
-            new = end
-            while (old := sources.get(new)) is not None and old in pending:
-                order.append((old, pending.pop(old)))
-                new = old
-        for old, new in order:
-            self.copy([old], [new], granules)
-        n_bytes = granules * GRANULE_BYTES
-        while pending:
-            start = next(iter(pending))
-            aside = self.page_bytes(start, n_bytes).clone()
-            new = start
-            while (old := sources[new]) != start:
-                self.copy([old], [new], granules)
-                del pending[old]
-                new = old
-            self.page_bytes(new, n_bytes).copy_(aside)
-            del pending[start]
-
-    def _check(self, moves: Mapping[int, int]) -> None:
-        free = {granule for slab in self._slabs if slab is not None for granule in slab.free}
-        left = {granule_of(old) for old in moves}
-        targets = {granule_of(new) for new in moves.values()}
-        fits = (
-            all(old in self._refs for old in moves)
-            and targets <= free | left
-            and all(self._size(o) == self._size(n) for o, n in moves.items())
-            and all(o >> CODEC_SHIFT == n >> CODEC_SHIFT for o, n in moves.items())
-        )
-        if not fits or len(targets) != len(moves):
-            raise StateError(
-                "pages cannot be moved that way",
-                "Move pages in use onto distinct pages of their size that are free or moved away",
-            )
 
     def _occupy(self, granule: int) -> None:
         number = granule // self.slab_granules

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from flowkv.cache.guard import Guard
 from flowkv.cache.index import Block
 from flowkv.cache.load import Allocate, LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
 from flowkv.cache.mover import IOPriority
+from flowkv.cache.sequence import Guard
 from flowkv.cache.store import PageStore, as_slots
 from flowkv.core import compiling
 from flowkv.core.keys import ROOT

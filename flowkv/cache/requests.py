@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from flowkv.cache.block_table import Planner
-from flowkv.cache.guard import Guard
 from flowkv.cache.index import Block
 from flowkv.cache.prefetch import Prefetch, PrefetchManager
-from flowkv.cache.sequence import NO_CARE, Sequence
+from flowkv.cache.sequence import NO_CARE, Guard, Sequence
 from flowkv.cache.store import as_slots
 from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT

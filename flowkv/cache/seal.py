@@ -3,7 +3,7 @@
 Which codec a page should have is the ladder's business (`policy.temperature`). A page that several
 sequences share gets the mildest codec that one of them still needs; a page that a step reads, or
 that a tier is taking, waits. What could not be done stays due and is tried again when the sequence
-fills its next page.
+fills its next page: then its whole line is looked at, which takes as long as encoding a few bytes.
 """
 
 from __future__ import annotations
@@ -66,100 +66,62 @@ class Sealer:
     ) -> None:
         self.store, self.tables, self._on_refusal = store, tables, on_refusal
         self._refusals: list[Refusal] = []
-        # Per group: pages of a line before this one have had their turn at each rung.
-        rows = tables.max_rows + 1
-        self._done = [np.zeros((rows, len(f.ladder.rungs)), np.int64) for f in store.forms]
-
-    # ---- what lines are told
-
-    def rewind(self, row: int, pages: int) -> None:
-        """A line has other pages from page number `pages` on."""
-        for done in self._done:
-            np.minimum(done[row], pages, out=done[row])
-
-    def copy(self, row: int, child: int) -> None:
-        """A line begins as a copy of another one."""
-        for done in self._done:
-            done[child] = done[row]
+        self._exempt: set[int] = set()  # lines
 
     def exempt(self, row: int) -> None:
         """No page of a line is encoded until it has another sequence."""
-        for done in self._done:
-            done[row] = np.iinfo(np.int64).max
-
-    # ---- encoding
+        self._exempt.add(row)
 
     def seal(self, seqs: Iterable[Sequence]) -> None:
         """Encodes what became due in these sequences, which are in no step any more."""
-        passed: list[tuple[int, int, int, int, int]] = []
         due: dict[tuple[int, int], _Due] = {}
-        left: set[tuple[int, int]] = set()
         for seq in seqs:
-            if self.tables.state[seq.row] == READY:
+            if self.tables.state[seq.row] == READY and seq.row not in self._exempt:
                 for group in range(len(seq.blocks)):
-                    self._find(seq, group, due, left, passed)
-        if due:
-            left |= self._encode(due.values())
-        for group, row, number, start, border in passed:
-            done = border
-            if left:
-                line = self.tables.pages[group][row, start:border].tolist()
-                waiting = (start + i for i, page in enumerate(line) if (group, page) in left)
-                done = next(waiting, border)
-            self._done[group][row, number] = done
+                    self._find(seq, group, due)
+        self._encode(due.values())
         self._report()
 
     def retire(self, seq: Sequence) -> None:
         """Encodes what a sequence that is about to be closed leaves behind in the index."""
-        due = []
-        for group, blocks in enumerate(seq.blocks):
-            ladder = self.store.forms[group].ladder
-            line = self.tables.pages[group][seq.row, : len(blocks)]
-            milder = (line >= 0) & (line >> CODEC_SHIFT < ladder.idle)
-            for page_no in np.flatnonzero(milder).tolist():
-                block, page = blocks[page_no], int(line[page_no])
-                if block is None or block.gone or not block.sealable:
-                    continue
-                rows = self._holders(group, page_no, page, seq.row, block)
-                others = [row for row in rows if row != seq.row]
-                codec = self._mildest(group, page_no, others, ladder.idle)
-                if codec > page >> CODEC_SHIFT and not self._in_use(group, page, others):
-                    due.append(_Due(group, page_no, page, codec, rows, block))
-        if due:
-            self._encode(due)
+        self._exempt.discard(seq.row)
+        due: dict[tuple[int, int], _Due] = {}
+        for group in range(len(seq.blocks)):
+            self._find(seq, group, due, leaves=True)
+        self._encode(due.values())
         self._report()
 
     def _find(
-        self,
-        seq: Sequence,
-        group: int,
-        due: dict[tuple[int, int], _Due],
-        left: set[tuple[int, int]],
-        passed: list[tuple[int, int, int, int, int]],
+        self, seq: Sequence, group: int, due: dict[tuple[int, int], _Due], *, leaves: bool = False
     ) -> None:
-        """Adds the pages of a sequence that are due, those that must wait, and where it stands."""
+        """Adds the pages of a sequence that are due, but for those that must wait.
+
+        Args:
+            seq: The sequence.
+            group: Which of its pages.
+            due: What is added to.
+            leaves: It is about to be closed: its pages need only be as others, or the index, want.
+        """
         row, length = seq.row, seq.length
         ladder, line = self.store.forms[group].ladder, self.tables.pages[group][row]
+        wanted = [(rung.codec, ladder.border(rung, length)) for rung in ladder.rungs]
         found: dict[int, int] = {}
-        for number, rung in enumerate(ladder.rungs):
-            start = max(int(self._done[group][row, number]), seq.first_page[group])
-            border = ladder.border(rung, length)
-            if start < border:
-                passed.append((group, row, number, start, border))
-                part = line[start:border]
-                milder = (part >= 0) & (part >> CODEC_SHIFT < rung.codec)
-                for at in np.flatnonzero(milder).tolist():
-                    found.setdefault(start + at, rung.codec)  # the furthest rung comes first
+        for codec, border in [(ladder.idle, len(seq.blocks[group]))] if leaves else wanted:
+            part = line[:border]
+            milder = (part >= 0) & (part >> CODEC_SHIFT < codec)
+            for page_no in np.flatnonzero(milder).tolist():
+                found.setdefault(page_no, codec)  # the furthest rung comes first
         for page_no, codec in found.items():
             page, block = int(line[page_no]), seq.blocks[group][page_no]
-            if block is not None and not block.sealable:
+            kept = not leaves or (block is not None and not block.gone)
+            if not kept or (block is not None and not block.sealable):
                 continue
             rows = self._holders(group, page_no, page, row, block)
             foreign = block is None and self.store.pool(group).references(page) > len(rows)
-            if foreign or self._in_use(group, page, rows):  # whoever published it encodes it
-                left.add((group, page))
+            users = [other for other in rows if not leaves or other != row]
+            if foreign or self._in_use(group, page, users):  # whoever published it encodes it
                 continue
-            codec = self._mildest(group, page_no, rows, codec)
+            codec = self._mildest(group, page_no, users, codec)
             if codec > page >> CODEC_SHIFT:
                 due[group, page] = _Due(group, page_no, page, codec, rows, block)
 
@@ -183,13 +145,12 @@ class Sealer:
         ladder, lengths = self.store.forms[group].ladder, self.tables.lengths
         return min([codec, *(ladder.codec(page_no, int(lengths[row])) for row in rows)])
 
-    def _encode(self, due: Iterable[_Due]) -> set[tuple[int, int]]:
-        """Encodes pages; returns (group, page) of those for which there is no room."""
+    def _encode(self, due: Iterable[_Due]) -> None:
+        """Encodes pages, as far as there is room for them."""
         work: dict[tuple[int, int, int], list[_Due]] = {}
         for item in due:
             key = item.group, item.page >> CODEC_SHIFT, item.codec
             work.setdefault(key, []).append(item)
-        left: set[tuple[int, int]] = set()
         for (group, _, new), items in work.items():
             pages = 0
             while pages < len(items):
@@ -199,9 +160,8 @@ class Sealer:
                     break
                 self._transcode(group, part[: len(targets)], targets)
                 pages += len(targets)
-            left |= {(group, item.page) for item in items[pages:]}
-        self.tables.touch()
-        return left
+        if work:
+            self.tables.touch()
 
     def _transcode(self, group: int, items: list[_Due], targets: list[int]) -> None:
         pool, forms = self.store.pool(group), self.store.forms[group]

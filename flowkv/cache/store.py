@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex, SwappedCopy
-from flowkv.cache.mover import Mover
+from flowkv.cache.mover import IOPriority, Mover
 from flowkv.cache.pool import PagePool, download, make_forms
 from flowkv.core import compiling
 from flowkv.core.clock import Clock
@@ -28,7 +28,7 @@ from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, granule_of
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.policy.base import NO_SLOTS, Policy, Slots
-from flowkv.policy.rates import Rates
+from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Tenants
 from flowkv.tiers.base import Completion, Entry, FrameInfo, Load, Outcome, Tier
 from flowkv.tiers.host import HostTier
@@ -48,40 +48,36 @@ class Provisional:
 
     def __init__(self) -> None:
         self.active = False
-        self._fresh: dict[Block, None] = {}
-        self._waiting: dict[Block, None] = {}
+        self._known: dict[Block, bool] = {}  # whether a reading has begun since it became known
 
     def __len__(self) -> int:
-        return len(self._fresh) + len(self._waiting)
+        return len(self._known)
 
     def __contains__(self, block: Block) -> bool:
-        return block in self._fresh or block in self._waiting
+        return block in self._known
 
     def add(self, block: Block) -> None:
         """A block became known."""
         if self.active:
-            self._waiting.pop(block, None)
-            self._fresh[block] = None
+            self._known[block] = False
 
     def discard(self, block: Block) -> None:
         """A block is known no more."""
-        self._fresh.pop(block, None)
-        self._waiting.pop(block, None)
+        self._known.pop(block, None)
 
     def begin(self) -> None:
         """A reading of all weights begins: what is known by now waits for its end."""
-        self._waiting |= self._fresh
-        self._fresh = {}
+        self._known = dict.fromkeys(self._known, True)
 
     def confirm(self) -> list[Block]:
         """The reading has ended, and nothing had changed; returns what is proven by it."""
-        proven, self._waiting = list(self._waiting), {}
+        proven = [block for block, read in self._known.items() if read]
+        self._known = {block: False for block, read in self._known.items() if not read}
         return proven
 
     def reject(self) -> list[Block]:
         """Weights had changed: returns what may have been computed by others than it is named."""
-        rejected = [*self._waiting, *self._fresh]
-        self._waiting, self._fresh = {}, {}
+        rejected, self._known = list(self._known), {}
         return rejected
 
 
@@ -331,20 +327,14 @@ class PrefetchedUnused:
         """A prefetch brought a page from a tier."""
         self._pages[block] = tier, n_bytes
 
-    def use(self, block: Block) -> None:
-        """Somebody uses a page, prefetched or not."""
-        found = self._pages.pop(block, None)
-        if found is not None and found[0] < len(self._mover.lanes):
-            lane = self._mover.lanes[found[0]]
-            lane.guard.used(lane.clock_ns(), found[1])
-
-    def leave(self, block: Block) -> None:
-        """A page left its device, prefetched or not."""
-        found = self._pages.pop(block, None)
-        if found is not None and found[0] < len(self._mover.lanes):
-            lane = self._mover.lanes[found[0]]
-            lane.guard.wasted(lane.clock_ns(), found[1])
-            self._on_leave(block)
+    def end(self, block: Block, *, used: bool) -> None:
+        """Somebody uses a page, prefetched or not; or it left its device."""
+        tier, n_bytes = self._pages.pop(block, (-1, 0))
+        if 0 <= tier < len(self._mover.lanes):
+            lane = self._mover.lanes[tier]
+            (lane.guard.used if used else lane.guard.wasted)(lane.clock_ns(), n_bytes)
+            if not used:
+                self._on_leave(block)
 
 
 # The devices: which block lies on which page there, and who uses it.
@@ -369,10 +359,8 @@ class PageStore:
         bus: Where events go.
         config: The codec of sealed pages (also what a reader accepts, DESIGN D6), whether they are
             written down at once, and how long a load may take.
-        rates: Load rates by tier name; whoever decides whether to load reads them.
-        page_cost_ns: Says how long it takes to compute a page; 0 while that is not known.
-        pays: `pays(tier, n_bytes, reach)` says whether a page of so many bytes there can ever be
-            worth loading; `reach(most)` are the pages of its longest prompt, as far as `most`.
+        gate: Knows what loads and steps take, and whether a page can ever be worth loading.
+        sends: Whether pages are written for others, whose rates nobody here knows.
         on_drop: Told the slots that name nothing any more.
         on_unused: Told of pages that were prefetched and left their device unused.
         give_up_late: Gives up loads that are overdue, so that nothing waits behind them.
@@ -405,9 +393,8 @@ class PageStore:
         clock: Clock,
         bus: Bus,
         config: Config,
-        rates: dict[str, Rates],
-        page_cost_ns: Callable[[], int],
-        pays: Callable[[str, int, Callable[[int], int]], bool],
+        gate: LoadGate,
+        sends: Callable[[], bool],
         on_drop: Callable[[Sequence[int]], None],
         on_unused: Callable[[Block], None],
         give_up_late: Callable[[], None],
@@ -417,9 +404,9 @@ class PageStore:
         self.fidelity = max(codec for forms in self.forms for codec in forms.layouts)
         self.clock, self.bus, self.write_back = clock, bus, config.write_back
         self.tiers: list[Tier] = []
-        self.index, self.mover = PrefixIndex(self._drop), Mover(config.load_deadline_s, rates)
+        self.index, self.mover = PrefixIndex(self._drop), Mover(config.load_deadline_s, gate.rates)
         self._policies, self.tier_places = policies, list[PolicyPlace]()
-        self._page_cost_ns, self._pays, self._on_drop = page_cost_ns, pays, on_drop
+        self._gate, self._sends, self._on_drop = gate, sends, on_drop
         self._tenants: dict[bytes, int] = {}
         for name in config.quotas:  # these have the first numbers
             self.tenant(tenant_salt(name, config.secret_bytes))
@@ -430,11 +417,8 @@ class PageStore:
         self._states_only: set[int] = set()
         self.provisional = Provisional()
         self._strangers: dict[int, list[Block]] = {}
-        self.loaded_bytes = Counter[str]()
-        self.stored_bytes = Counter[str]()
-        self.refused = Counter[str]()
-        self.dropped = Counter[str]()
-        self.unpaid = Counter[str]()
+        self.loaded_bytes, self.stored_bytes = Counter[str](), Counter[str]()
+        self.refused, self.dropped, self.unpaid = (Counter[str]() for _ in range(3))
         self._incoming = Counter[int]()
         self.pools = pools
         self.device_places = {
@@ -563,7 +547,7 @@ class PageStore:
 
     def answers(self, number: int) -> bool:
         """Whether a tier may be asked now: it owes nothing, and did not fail to answer lately."""
-        return not self.rests(number) and not self.mover.overdue(number)
+        return not self.rests(number) and not self.mover.lanes[number].overdue
 
     def rests(self, number: int) -> bool:
         """Whether a tier is left alone for now."""
@@ -710,7 +694,7 @@ class PageStore:
             as_slots([block.slot for block in blocks]),
             as_slots([slot(block.parent) for block in blocks]),
             n_bytes=self.size(first, number),
-            cost_ns=self._page_cost_ns(),
+            cost_ns=round(self._gate.seconds_per_token * self.geometry.page_size * 1e9),
             lease=first.lease,
             tenant=self.tenant(first.tenant),
         )
@@ -725,18 +709,16 @@ class PageStore:
         self._on_drop(slots)
 
     def size(self, block: Block, number: int) -> int:
-        """Most bytes of a block's body on a tier, or (-1) on its device; at least 1."""
-        if block.n_bytes:
-            return block.n_bytes
+        """Bytes of a block's body on a tier, or (-1) on its device, for policies: at least 1."""
         if block.group >= len(self.forms):
-            return 1  # of another model
-        codec = block.page >> CODEC_SHIFT if number < 0 else block.codec_on(number)
-        layouts = self.forms[block.group].layouts
-        return (layouts.get(codec) or layouts[self.forms[block.group].likely[0]]).page_bytes
+            return block.n_bytes or 1  # of another model
+        forms = self.forms[block.group]
+        return self.body_bytes(block, number) or forms.layouts[forms.ladder.idle].page_bytes
 
     def takes(self, number: int, body_bytes: int) -> bool:
         """Whether a tier could be given a frame now; if not, it is busy or away."""
-        return not self.rests(number) and self.mover.has_room(number, body_bytes)
+        schedule = self.mover.lanes[number].schedule
+        return not self.rests(number) and schedule.has_room(body_bytes, IOPriority.WRITE_BACK)
 
     def outlives(self, number: int) -> bool:
         """Whether a tier can be read after the process is gone, or by others."""
@@ -750,8 +732,9 @@ class PageStore:
         """Whether a page can ever be worth loading from a tier; if not, that is counted."""
         if block.kind != "page" or block.group >= len(self.forms):
             return True
-        name = self.tiers[number].name
-        if self._pays(name, self._prompt_bytes, partial(self.index.reach, block)):
+        name, page, reach = self.tiers[number].name, self._prompt_bytes, self.index.reach
+        size = self.geometry.page_size
+        if self._sends() or self._gate.pays_to_store(name, page, size, partial(reach, block)):
             return True
         self.unpaid[name] += 1
         return False
@@ -866,19 +849,23 @@ class PageStore:
         return True
 
     def codecs_on(self, block: Block, number: int) -> tuple[int, ...]:
-        """Indices of the codecs that a tier's copy of a page may have; none if it is unreadable."""
+        """Indices of the codecs that a tier's copy of a page, or (-1) that on its device, may have.
+
+        None if it is unreadable.
+        """
         if block.group >= len(self.forms):
             return ()  # of another model
-        forms, codec = self.forms[block.group], block.codec_on(number)
+        forms = self.forms[block.group]
+        codec = block.page >> CODEC_SHIFT if number < 0 else block.codec_on(number)
         if codec == UNKNOWN:
             return forms.likely
         return (codec,) if codec in forms.layouts else ()
 
     def body_bytes(self, block: Block, number: int) -> int:
-        """Most bytes of a block's body on a tier; 0 if that cannot be known."""
+        """Most bytes of a block's body on a tier, or (-1) on its device; 0 if nobody can know."""
         if block.n_bytes:
             return block.n_bytes
-        moving = self.mover.on_the_way(block.key) if block.moving else None
+        moving = self.mover.on_the_way(block.key) if block.moving and number >= 0 else None
         if moving is not None:
             return moving.store.body.nbytes
         layouts = [self.forms[block.group].layouts[c] for c in self.codecs_on(block, number)]
@@ -979,8 +966,7 @@ class PageStore:
         lower = self._taker(block, number + 1)
         found = self.read(block, number) if lower >= 0 else None
         if found is not None and self.save(block, lower, found[0], memoryview(found[1])):
-            source, tier = self.tiers[number].name, self.tiers[lower].name
-            self.bus.emit(Demoted(source=source, tier=tier, pages=1, n_bytes=len(found[1])))
+            self._demoted(self.tiers[number].name, lower, len(found[1]))
 
     def _taker(self, block: Block, first: int) -> int:
         """The nearest tier from number `first` on that wants a block; -1 if one before has it."""
@@ -1049,7 +1035,7 @@ class PageStore:
         """Keeps a block's device page where it is until `drop`."""
         self.pool(block.group).share(block.page)
         if self.unproven:
-            self.unproven.use(block)
+            self.unproven.end(block, used=True)
         block.holds += 1
         if block.holds == 1 and not block.gone:
             self._guard(block)
@@ -1252,30 +1238,25 @@ class PageStore:
         return False
 
     def _leave_device(self, block: Block, reason: str) -> None:
-        waited = block in self._unwritten
-        if reason != "lease" and not block.moving:
-            self._demote_page(block)
-        n_bytes = self.forms[block.group].of(block.page).page_bytes
+        waited, page = block in self._unwritten and not block.moving, block.page
+        n_bytes = self.body_bytes(block, -1)
+        if reason != "lease" and not block.moving and (number := self._taker(block, 0)) >= 0:
+            if self._save_page(block, number):
+                self._demoted("device", number, n_bytes)
+            elif not waited and not self.takes(number, n_bytes):
+                self.miss_out(number)
         self.bus.emit(Evicted(tier="device", pages=1, n_bytes=n_bytes, reason=reason))
-        page = block.page
         self.change(block, -1)
-        self.unproven.leave(block)
+        self.unproven.end(block, used=False)
         self._unwritten.pop(block, None)
         if waited and not block.moving:
             self.miss_out(self.lasting())
         self.pool(block.group).release(page)
         self.settle(block)
 
-    def _demote_page(self, block: Block) -> None:
-        number = self._taker(block, 0)
-        if number < 0:
-            return
-        n_bytes = self.forms[block.group].of(block.page).page_bytes
-        if self._save_page(block, number):
-            tier = self.tiers[number].name
-            self.bus.emit(Demoted(source="device", tier=tier, pages=1, n_bytes=n_bytes))
-        elif not self.takes(number, n_bytes) and block not in self._unwritten:
-            self.miss_out(number)
+    def _demoted(self, source: str, number: int, n_bytes: int) -> None:
+        tier = self.tiers[number].name
+        self.bus.emit(Demoted(source=source, tier=tier, pages=1, n_bytes=n_bytes))
 
     def expire(self) -> None:
         """Takes blocks whose lease has run out away from where it ran out."""
@@ -1330,8 +1311,8 @@ class PageStore:
             if above is None or not self._may_write(above, number):
                 break
             chain.append(above)
-        for one in reversed(chain):
-            self._write_down(one, number)
+        self._unwritten |= dict.fromkeys(reversed(chain))
+        self._write_out()
 
     def _unwritten_on(self, block: Block, number: int) -> bool:
         return not (block.moving or block.gone or block.tiers >> number & 1)
@@ -1366,25 +1347,25 @@ class PageStore:
         final = block.page >= 0 and (sealed or not block.sealable)
         return bool(final and self._unwritten_on(block, number) and block not in self._unwritten)
 
-    def _write_down(self, block: Block, number: int) -> None:
-        n_bytes = self.forms[block.group].of(block.page).page_bytes
-        if self.takes(number, n_bytes) and not self._unwritten:
-            self._save_page(block, number)
-        else:
-            self._unwritten[block] = None
-
-    def drain(self, timeout_s: float = 0.0) -> int:
-        """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""
-        handled = self.mover.drain(timeout_s)
-        self._give_up_late()
-        number = self.lasting() if self._unwritten else -1
+    def _write_out(self) -> None:
+        """Gives pages that wait to the tier that lasts, as far as it takes them now."""
+        number = self.lasting()
         while number >= 0 and self._unwritten:
             block = next(iter(self._unwritten))
-            if block.page >= 0 and not (block.gone or block.moving or block.tiers >> number & 1):
+            if block.page >= 0 and self._unwritten_on(block, number):
                 if not self.takes(number, self.forms[block.group].of(block.page).page_bytes):
                     break
                 self._save_page(block, number)
             self._unwritten.pop(block, None)
+
+    def drain(self, timeout_s: float = 0.0) -> int:
+        """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""
+        handled = 0
+        if self.mover.busy:
+            handled = self.mover.drain(timeout_s)
+            self._give_up_late()
+        if self._unwritten:
+            self._write_out()
         return handled
 
     def flush(self, timeout_s: float) -> bool:
@@ -1453,7 +1434,7 @@ class PageStore:
         if block.gone:
             return
         self.delete(block)
-        self.unproven.leave(block)
+        self.unproven.end(block, used=False)
         self._unwritten.pop(block, None)
         page = block.page
         if page >= 0:

@@ -1,26 +1,173 @@
-"""Takes open sequences off their device and puts them back; snapshots of recurrent layers."""
+"""What sequences take of devices, how they give it up for a while, and snapshots of states."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from flowkv.cache.block_table import Planner
+from flowkv.cache.block_table import WINDOW_SLACK_TOKENS, Planner
 from flowkv.cache.export import DTYPES, MOST_ELEMENTS
 from flowkv.cache.index import LAYOUT, Block, Copy, Saved, SwappedCopy
 from flowkv.cache.pool import download, upload
-from flowkv.cache.restore import PrefixMatcher
+from flowkv.cache.restore import PrefixMatcher, RestoreJob
 from flowkv.cache.seal import finite
 from flowkv.cache.sequence import READY, SUSPENDED, Sequence
 from flowkv.core.errors import CapacityError, StateError, StoreError
 from flowkv.core.keys import within
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
+from flowkv.kernels.operands import Pages
+from flowkv.kernels.reference import page_views
 from flowkv.observe.events import Hit
+
+# Device memory that sequences take, counted in pages: what is free, held, and would come free.
+
+_TYPICAL_TOKENS, _SHARE, _CHANGE = 2048, 1 / 16, 1.25
+"""Length of a sequence while nobody has said any; weight of a new one in the mean; what matters."""
+
+
+class Footprint:
+    """Counts what a cache's devices have room for.
+
+    A *page* stands for `page_size` tokens in all layer groups. What that takes depends on where in
+    a sequence they are: behind a window they take nothing, encoded ones little. Here it is the mean
+    over a sequence of the usual length, and the device that is short counts.
+
+    Args:
+        planner: Of a cache.
+
+    Attributes:
+        total: Pages that all devices could hold.
+        page_bytes: Bytes of a page, on all devices.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._store = planner, planner.store
+        self._mean = self._gauged = 0.0
+        self._gauge(_TYPICAL_TOKENS)
+
+    def learn(self, tokens: int) -> None:
+        """A sequence is going to have so many tokens."""
+        self._mean += (tokens - self._mean) * (_SHARE if self._mean else 1.0)
+        if not 1 / _CHANGE < self._mean / self._gauged < _CHANGE:
+            self._gauge(self._mean)
+
+    def _gauge(self, tokens: float) -> None:
+        size = self._planner.page_size
+        pages = max(1, round(tokens / size))
+        typical = self.granules(pages * size)
+        self._gauged = tokens
+        self._unit = {device: max(1.0, granules / pages) for device, granules in typical.items()}
+        capacity = {d: pool.capacity_granules for d, pool in self._store.pools.items()}
+        self.total = min(int(capacity[d] / unit) for d, unit in self._unit.items())
+        self.page_bytes = round(sum(self._unit.values())) * GRANULE_BYTES
+
+    def granules(self, length: int) -> dict[str, int]:
+        """Granules that a sequence of `length` tokens takes, by device."""
+        found = dict.fromkeys(self._store.pools, 0)
+        for (device, granules), pages in self._pages(length).items():
+            found[device] += granules * pages
+        return found
+
+    def _pages(self, length: int) -> Counter[tuple[str, int]]:
+        """Pages that a sequence takes, by device and size in granules."""
+        planner, size = self._planner, self._planner.page_size
+        found = Counter[tuple[str, int]]()
+        for g, group in enumerate(planner.geometry.groups):
+            window, forms, first = planner.window(g), self._store.forms[g], 0
+            if window is not None:
+                first = max(0, length - window - WINDOW_SLACK_TOKENS) // size
+            for rung in forms.ladder.rungs:  # the furthest first
+                border = max(first, forms.ladder.border(rung, length))
+                found[group.device, forms.layouts[rung.codec].granules] += border - first
+                first = border
+            found[group.device, forms.raw.granules] += max(0, -(-length // size) - first)
+        return found
+
+    def room(self) -> int:
+        """Pages that are free, or held by nobody but the index. Costs the same whatever is held."""
+        store = self._store
+        return min(int(store.room(device) / unit) for device, unit in self._unit.items())
+
+    def longest(self, chunk: int) -> int:
+        """Tokens of the longest sequence that fits alone, computed in chunks of so many tokens."""
+        low, high = 0, self.total * self._planner.page_size + 1
+        while self._fits(high, chunk) and high < 1 << 40:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(middle, chunk) else (low, middle)
+        return low
+
+    def _fits(self, length: int, chunk: int) -> bool:
+        """Whether a sequence fits alone, its last chunk raw and not yet behind any window."""
+        done, size, store = max(0, length - chunk), self._planner.page_size, self._store
+        pages, slabs = self._pages(done), dict.fromkeys(store.pools, 0)
+        for g, group in enumerate(self._planner.geometry.groups):
+            pages[group.device, store.forms[g].raw.granules] += -(-length // size) + -done // size
+        for (device, granules), count in pages.items():  # each size has slabs of its own
+            slabs[device] += -(-count // (store.pools[device].slab_granules // granules))
+        return all(taken <= store.pools[device].slabs for device, taken in slabs.items())
+
+    # ---- of one sequence
+
+    def alone(self, seq: Sequence) -> int:
+        """Pages that come free if a sequence goes: those that nobody else uses."""
+        taken = dict.fromkeys(self._unit, 0)
+        for g, blocks in enumerate(seq.blocks):
+            line = self._planner.tables.pages[g][seq.row, : len(blocks)]
+            taken[self._store.device(g)] += self._size(g, line[self._alone(seq, g)])
+        restoration = RestoreJob.of(seq)
+        if restoration is not None and not restoration.settled:
+            for inbound in restoration.back:
+                if inbound.page >= 0 and not inbound.held:
+                    granules = self._store.forms[inbound.group].of(inbound.page).granules
+                    taken[self._store.device(inbound.group)] += granules
+        return max(round(taken[device] / unit) for device, unit in self._unit.items())
+
+    def _size(self, group: int, pages: NDArray[np.int32]) -> int:
+        """Granules of pages of a group; -1 is none."""
+        forms = self._store.forms[group]
+        if len(forms.layouts) == 1 and self._planner.window(group) is None:
+            return len(pages) * forms.raw.granules
+        codecs = enumerate(np.bincount(pages[pages >= 0] >> CODEC_SHIFT).tolist())
+        return sum(count * forms.layouts[codec].granules for codec, count in codecs if count)
+
+    def _alone(self, seq: Sequence, group: int) -> slice | list[int]:
+        """Numbers of the pages that nobody else uses."""
+        blocks, low = seq.blocks[group], seq.first_page[group]
+        high = stop = len(blocks)
+        if self._planner.window(group) is not None:  # others may have let go of the first ones
+            return [n for n in range(low, stop) if (b := blocks[n]) is None or b.holds < 2]
+        while low < high:  # whoever uses a page uses all before it
+            middle = (low + high) // 2
+            block = blocks[middle]
+            low, high = (low, middle) if block is None or block.holds < 2 else (middle + 1, high)
+        return slice(low, stop)
+
+    def held(self, seq: Sequence, pages: int) -> int:
+        """Of the leading pages of a prompt, how many open sequences use now.
+
+        Args:
+            seq: One that knows the prompt, and may hold nothing.
+            pages: Full pages of the prompt.
+        """
+        low, high, find = 0, pages, self._store.find
+        while low < high:
+            middle = (low + high + 1) // 2
+            block = find(seq.key(0, middle - 1))
+            used = block is not None and block.page >= 0 and block.holds > 0
+            low, high = (middle, high) if used else (low, middle - 1)
+        return low
+
+
+# Open sequences leave their device and come back.
 
 
 def weigh(lines: Planner, seq: Sequence) -> int:
@@ -47,21 +194,15 @@ def suspend(lines: Planner, seq: Sequence) -> int:
         StateError: The sequence is closed, suspended or in a step.
     """
     lines.idle(seq)
-    n_bytes, saved = weigh(lines, seq), list[list[Copy | SwappedCopy | None]]()
-    placed = [
-        lines.tables.pages[g][seq.row, : len(blocks)].tolist()
-        for g, blocks in enumerate(seq.blocks)
-    ]
+    n_bytes, pages = weigh(lines, seq), lines.tables.pages
+    placed = [pages[g][seq.row, : len(blocks)].tolist() for g, blocks in enumerate(seq.blocks)]
     # Copies of all groups first: one may fail, and nothing is to be undone then.
     copied = [_copies(lines, g, line, seq.blocks[g]) for g, line in enumerate(placed)]
-    for line, blocks, copies in zip(placed, seq.blocks, copied, strict=True):
-        found = list[Copy | SwappedCopy | None]()
-        for page, block in zip(line, blocks, strict=True):
-            if page in copies:
-                found.append(copies[page])
-            else:
-                found.append(None if block is None else lines.store.swapped_copy(block))
-        saved.append(found)
+    swapped = lines.store.swapped_copy
+    saved: Saved = [
+        [copies.get(page) or (block and swapped(block)) for page, block in zip(*both, strict=True)]
+        for copies, *both in zip(copied, placed, seq.blocks, strict=True)
+    ]
     lines.vacate(seq)
     seq.suspended = saved
     lines.aside_bytes += n_bytes
@@ -305,32 +446,20 @@ class Snapshots:
         return seq.chains[0].state(seq.parent_key(0, pages), seq.tokens[first:length], salts)
 
     def _tails(self, seq: Sequence, pages: int, length: int) -> dict[str, torch.Tensor]:
-        """K and V of the tokens behind the last full page, `[layers, heads, 2, tokens, dim]`."""
-        count = length - pages * self.planner.page_size
-        if not count:
-            return {}
-        tails = {}
-        for g in range(len(seq.blocks)):
+        """K and V of the tokens behind the last full page, `[layers, heads, tokens, dim]`."""
+        count, tails = length - pages * self.planner.page_size, dict[str, torch.Tensor]()
+        for g in range(len(seq.blocks) if count else 0):
             page = int(self.planner.tables.pages[g][seq.row, pages])
-            for name, view in zip("kv", self._views(g, page), strict=True):
-                tails[f"{_TAIL}{g}.{name}"] = view[:, :, :count]
+            for name, views in zip("kv", self._views(g, page, count), strict=True):
+                tails[f"{_TAIL}{g}.{name}"] = torch.stack(views)
         return tails
 
-    def _views(self, group: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a raw page, `[layers, heads, page_size, dim]`."""
+    def _views(self, group: int, page: int, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """K and V of the first tokens of a raw page, a view `[heads, count, dim]` per layer."""
         layout = self.store.forms[group].raw
         raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
-        stripes = raw.view(layout.layers, -1)[:, : layout.stripe_bytes]
-        shape, dtype = (layout.layers, layout.kv_heads), getattr(torch, layout.dtype)
-        runs = stripes.view(*shape, layout.run_bytes)
-        if layout.latent:
-            latents = runs.view(dtype).view(*shape, layout.page_size, layout.head_dim)
-            return latents, latents[..., : layout.value_dim]
-        k, v = runs[..., : layout.v_offset_bytes], runs[..., layout.v_offset_bytes :]
-        return (
-            k.view(dtype).view(*shape, layout.page_size, layout.head_dim),
-            v.view(dtype).view(*shape, layout.page_size, layout.value_dim),
-        )
+        layers = (page_views(Pages(raw, layout, layer, ())) for layer in range(layout.layers))
+        return zip(*([view[0, :, :count] for view in both] for both in layers), strict=True)
 
     # ---- finding
 
@@ -435,11 +564,11 @@ class Snapshots:
             return False
         self.planner.occupy(seq, taken)
         for g, ((page,), tail) in enumerate(zip(taken, tails, strict=True)):
-            for view, saved in zip(self._views(g, page), tail, strict=True):
-                target = view[:, :, :count]
-                alike = isinstance(saved, torch.Tensor) and saved.dtype is target.dtype
-                if not alike or saved.shape != target.shape:
+            for views, saved in zip(self._views(g, page, count), tail, strict=True):
+                alike = isinstance(saved, torch.Tensor) and saved.dtype is views[0].dtype
+                if not alike or saved.shape != (len(views), *views[0].shape):
                     return False
-                target.copy_(saved)
+                for view, layer in zip(views, saved, strict=True):
+                    view.copy_(layer)
         self.planner.tables.lengths[seq.row] = length
         return True

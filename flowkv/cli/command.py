@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 import flowkv
+from flowkv.cli import doctor
 from flowkv.cli.arguments import (
     AddVerb,
     Misused,
@@ -141,7 +142,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"flowkv {flowkv.__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for add in (_add_demo, _add_generate, _add_stores, _add_doctor):
+    for add in (_add_demo, _add_generate, _add_stores, doctor.add_verb):
         add(adder(verbs))
     _add_sim(verbs)
     return parser
@@ -415,36 +416,6 @@ def _keyring(path: Path | None) -> Keyring | None:
     config = load_config(path)
     wanted = config.integrity == "aead" or config.secret
     return Keyring(config.secret_bytes) if wanted else None
-
-
-# `flowkv doctor`.
-
-
-def _add_doctor(verb: AddVerb) -> None:
-    doctor = verb("doctor", _doctor, "show what this machine offers")
-    doctor.option("--store", "DIR", "look at its disk", type=Path, default=Path())
-
-
-def _doctor(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.observe.doctor import examine
-
-    findings = examine(given.store)
-    states = [finding.state for finding in findings]
-    marks = {"ok": "ok", "note": "-", "warn": "!", "bad": "BAD"}
-    advice = [f"\n-> {f.advice}" if f.advice else "" for f in findings]
-    rows = [[marks[f.state], f.name, f.value + a] for f, a in zip(findings, advice, strict=True)]
-    title = f"FlowKV {flowkv.__version__} on this machine"
-    screen.table(["", "what", "found"], rows, title=title, numbers=False, states=states)
-    bad = states.count("bad")
-    if bad:
-        screen.say("FlowKV does not work here before that is repaired.", style="red bold")
-    result = {
-        "flowkv": flowkv.__version__,
-        "ok": not bad,
-        "warnings": states.count("warn"),
-        "findings": [{**f._asdict(), "data": dict(f.data)} for f in findings],
-    }
-    return (1 if bad else 0), result
 
 
 # `flowkv sim replay` and `sweep`: traces of requests, through policies.

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from flowkv.cache import swap
 from flowkv.cache.block_table import Planner
-from flowkv.cache.footprint import Footprint
 from flowkv.cache.kv import KV, end
 from flowkv.cache.mover import rest
 from flowkv.cache.restore import Late, RestoreJob, choose
 from flowkv.cache.sequence import Sequence
+from flowkv.cache.swap import Footprint
 from flowkv.core import compiling
 from flowkv.core.errors import CapacityError
 from flowkv.engine.request import Answer, Completion, Reason, Request

@@ -259,17 +259,20 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "total")
 
-    def __init__(
-        self, bounds: tuple[float, ...], counts: Iterable[int] = (), total: float = 0.0
-    ) -> None:
-        self.bounds, self.total = bounds, total
-        self.counts = list(counts) or [0] * (len(bounds) + 1)
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.total, self.counts = bounds, 0.0, [0] * (len(bounds) + 1)
 
     def add(self, values: Iterable[float]) -> None:
         """Counts values."""
         for value in values:
             self.counts[bisect.bisect_left(self.bounds, value)] += 1
             self.total += value
+
+    def copy(self) -> Histogram:
+        """As it is now."""
+        other = Histogram(self.bounds)
+        other.counts, other.total = self.counts.copy(), self.total
+        return other
 
     def below(self) -> list[tuple[str, int]]:
         """Each upper bound as text, and how many values are not above it."""
@@ -395,11 +398,13 @@ class Metrics:
         """All series now, and what sources say, by name: what every exposition is made of."""
         levels = [level for source in self._sources for level in source()]
         with self._lock:
-            found = {name: dict(series) for name, series in self._series.items()}
-            for series in found.values():
-                for key, one in series.items():
-                    if isinstance(one, Histogram):
-                        series[key] = Histogram(one.bounds, one.counts, one.total)
+            found = {
+                name: {
+                    key: one.copy() if isinstance(one, Histogram) else one
+                    for key, one in of.items()
+                }
+                for name, of in self._series.items()
+            }
         for level in levels:
             found.setdefault(level.name, {})[_key(level.labels)] = level.value
         return [
@@ -572,7 +577,7 @@ def _add(cells: dict[int, tuple[float, float]], cell: int, more: tuple[float, fl
 #
 # Values are counted in buckets whose bounds grow by a constant factor, as in DDSketch (Masson,
 # Rim and Lee, VLDB 2019): every value of a bucket is within `ERROR` of its middle, so that a
-# quantile is, whatever the distribution. Spreads of parts add up to that of the whole, exactly.
+# quantile is, whatever the distribution.
 
 ERROR = 0.01
 """Greatest relative error of a quantile."""
@@ -615,7 +620,7 @@ class Spread:
     __slots__ = ("_counts", "_least", "_most", "_total", "_waiting", "_zeros")
 
     def __init__(self, values: Iterable[float] = ()) -> None:
-        self._counts = np.zeros(0, np.int64)
+        self._counts = np.zeros(_BUCKETS, np.int64)
         self._zeros, self._total, self._least, self._most = 0, 0.0, math.inf, -math.inf
         self._waiting: list[float] = []
         self.extend(values)
@@ -631,18 +636,6 @@ class Spread:
         self._waiting.extend(values)
         if len(self._waiting) >= _FOLD:
             self._fold()
-
-    def merge(self, other: Spread) -> None:
-        """Counts all that another one has counted."""
-        self._fold()
-        other._fold()
-        if len(other._counts):
-            self._room()
-            self._counts += other._counts
-        self._zeros += other._zeros
-        self._total += other._total
-        self._least = min(self._least, other._least)
-        self._most = max(self._most, other._most)
 
     @property
     def count(self) -> int:
@@ -706,10 +699,6 @@ class Spread:
         self._fold()
         return self._zeros
 
-    def _room(self) -> None:
-        if not len(self._counts):  # most spreads of a process stay empty
-            self._counts = np.zeros(_BUCKETS, np.int64)
-
     def _fold(self) -> None:
         if not self._waiting:
             return
@@ -724,7 +713,6 @@ class Spread:
         above = values[values > 0]
         self._zeros += len(values) - len(above)
         if len(above):
-            self._room()
             numbers = np.ceil(np.log(np.clip(above, LEAST, MOST) / LEAST) / _GROWTH)
             self._counts += np.bincount(numbers.astype(np.int64), minlength=_BUCKETS)
 

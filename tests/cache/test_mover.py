@@ -242,10 +242,10 @@ def test_an_overdue_load_is_owed_and_called_off() -> None:
     mover, late = mover_over(tier, deadline_s=0.02), list[int]()
     (answer,), lent = mover.load([(0, load_of(1)[0])], late.append)
     assert (answer.outcome, answer.reason) == (Outcome.FAILED, "deadline passed") and lent == {0}
-    assert mover.overdue(0) == 1 and tier.cancelled == [1] and not late
+    assert mover.lanes[0].overdue == 1 and tier.cancelled == [1] and not late
     del tier.poll
     mover.drain()
-    assert late == [0] and mover.overdue(0) == 0 and not mover.lanes[0].busy
+    assert late == [0] and mover.lanes[0].overdue == 0 and not mover.lanes[0].busy
 
 
 def test_what_was_never_sent_is_not_owed() -> None:

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,18 +15,7 @@ from hypothesis import strategies as st
 from flowkv import KV
 from tests.cache.fakes import Silent, lasting
 from tests.cache.toy import check_content, make_kv, published
-from tests.inside import (
-    Arena,
-    Copies,
-    Crossover,
-    CudaStreams,
-    calibrate,
-    dispatch,
-    open_copies,
-    remember,
-    remembered,
-)
-from tests.inside import pinned as line
+from tests.inside import Arena, Copies, CudaStreams, dispatch, open_copies
 
 GRANULE = 4096
 PAGES = 8
@@ -134,21 +122,12 @@ class FakeStreams:
             mark.passed = True
         return mark
 
-    def timed(self, call: Callable[[], object]) -> float:
-        before = len(self.calls)
-        call()
-        self.queues["copies"].clear()  # 2 GB of copying shows nothing
-        return sum(self.price(*name.split()) for name in self.calls[before:])
-
     def pin(self, address: int, n_bytes: int) -> str:
         self.calls.append("pin")
         return "no rights" if "pin" in self.faults else ""
 
     def unpin(self, address: int) -> None:
         self.calls.append("unpin")
-
-    def price(self, kind: str, count: str) -> float:
-        return 5.0 if kind == "copy" else 160.0
 
 
 class World:
@@ -159,7 +138,7 @@ class World:
         self.granules, self.n_bytes = granules, granules * GRANULE
         self.arena = Arena(rows * self.n_bytes)
         self.pages = torch.zeros(PAGES * self.n_bytes, dtype=torch.uint8)
-        self.copies = Copies(self.device, self.pages, self.arena, Crossover(8192, 8192, 3))
+        self.copies = Copies(self.device, self.pages, self.arena, kernel_bytes=8192, least_pieces=3)
         self.model = [0] * PAGES
         self.wrong: list[str] = []
         self.value = 0
@@ -328,21 +307,18 @@ def test_what_does_not_fit_into_the_arena_lies_elsewhere() -> None:
     assert without.staged_bytes() == 0
 
 
-def test_the_arena_is_pinned_once_and_the_machine_measured_once(tmp_path: Path) -> None:
-    device, file = FakeStreams(0), tmp_path / "copies.json"
-    pages = torch.zeros(line._BYTES_NEEDED, dtype=torch.uint8)
-    copies = open_copies(device, pages, len(pages), file)
-    assert copies.crossover == Crossover(1 << 20, 1 << 20)
-    measured = len(device.calls)
+def test_the_arena_is_pinned_once() -> None:
+    device, pages = FakeStreams(0), torch.zeros(PAGES * GRANULE, dtype=torch.uint8)
+    copies = open_copies(device, pages, len(pages))
+    assert device.calls == ["pin"]
     held = copies.stage(1, GRANULE)
     copies.close()
     copies.close()
     held[0].fill_(1)  # a tier that is late: the memory is there, pinned or not
     assert copies.stage(1, GRANULE)[0].data_ptr() != held[0].data_ptr()
-    again = open_copies(device, pages, len(pages), file)
-    assert device.calls[measured:] == ["unpin", "pin"]
-    assert again.crossover == copies.crossover
-    refused = open_copies(FakeStreams(0, "pin"), pages, len(pages), file)
+    again = open_copies(device, pages, len(pages))
+    assert device.calls == ["pin", "unpin", "pin"] and again.why == ""
+    refused = open_copies(FakeStreams(0, "pin"), pages, len(pages))
     assert (refused.arena, refused.why) == (None, "no rights")
     assert refused.stage(2, GRANULE)[1].shape == (GRANULE,)
 
@@ -367,43 +343,6 @@ def test_nothing_costs_nothing() -> None:
     assert not world.device.calls
 
 
-# ---- where kernels end
-
-
-def test_the_line_is_where_the_engine_is_not_slower() -> None:
-    """The fake needs 5 for each piece, and 160 for 64 in one kernel: twice as fast at any size."""
-    staging = torch.zeros(line._BYTES_NEEDED, dtype=torch.uint8)
-    assert calibrate(FakeStreams(0), staging.clone(), staging) == Crossover(1 << 20, 1 << 20)
-
-    class Wide(FakeStreams):
-        """A kernel that takes as long as its bytes, an engine as long as its pieces."""
-
-        def scatter(self, pages: torch.Tensor, granules: list[int], rows: torch.Tensor) -> None:
-            super().scatter(pages, granules, rows)
-            self.calls[-1] = f"scatter {rows.numel()}"
-
-        def price(self, kind: str, count: str) -> float:
-            return {"copy": 8.0, "scatter": 400 + int(count) / 4096, "gather": 513.0}[kind]
-
-    assert calibrate(Wide(0), staging.clone(), staging) == Crossover(8192, 4096)
-    assert calibrate(FakeStreams(0), staging[:GRANULE], staging) == Crossover()
-
-
-def test_what_was_measured_is_remembered(tmp_path: Path) -> None:
-    file = tmp_path / "deep" / "copies.json"
-    assert remembered("a", file) is None
-    remember("a", Crossover(1, 2), file)
-    remember("b", Crossover(3, 4), file)
-    assert remembered("a", file) == Crossover(1, 2)
-    assert remembered("b", file) == Crossover(3, 4)
-    for damage in (b"{", b'{"a": {"up_bytes": "x"}}', b"[]", b"\xff"):
-        file.write_bytes(damage)
-        assert remembered("a", file) is None
-    remember("c", Crossover(5, 6), file)
-    assert remembered("c", file) == Crossover(5, 6)
-    remember("d", Crossover(), file / "no directory")  # not remembered, and no error
-
-
 # ---- the runtime over such a device
 
 
@@ -418,7 +357,8 @@ def behind_a_bus(kv: KV) -> list[Copies]:
     """Gives every pool of a cache on the CPU a staging arena, as pools on a GPU have."""
     pools = kv.planner.store.pools.values()
     for seed, pool in enumerate(pools):
-        pool.copies = Copies(Eager(seed), pool.arena, Arena(1 << 18), Crossover(8192, 8192, 3))
+        arena = Arena(1 << 18)
+        pool.copies = Copies(Eager(seed), pool.arena, arena, kernel_bytes=8192, least_pieces=3)
     return [pool.copies for pool in pools]
 
 
@@ -482,11 +422,11 @@ def test_a_tier_that_is_late_keeps_its_rows() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("granules", [1, 512])
-def test_a_slow_producer_on_a_gpu(granules: int, tmp_path: Path) -> None:
+def test_a_slow_producer_on_a_gpu(granules: int) -> None:
     """Fault F6: what leaves is what the producer left, what arrives is what its reader sees."""
     device, count, n_bytes = torch.device("cuda"), 32, granules * GRANULE
     pages = torch.zeros(2 * count * n_bytes, dtype=torch.uint8, device=device)
-    copies = open_copies(CudaStreams(device), pages, 128 << 20, tmp_path / "copies.json")
+    copies = open_copies(CudaStreams(device), pages, 128 << 20)
     assert copies.why == ""
     places = [2 * i * granules for i in torch.randperm(count).tolist()]
     for value in range(1, 6):

@@ -45,16 +45,6 @@ def test_quantiles_of_a_heavy_tail(scale: float) -> None:
         assert abs(told[f"p{q}"] / exact(values, q / 100) - 1) <= ERROR
 
 
-@given(st.lists(times, max_size=30), st.lists(times, max_size=30))
-@settings(max_examples=60, deadline=None)
-def test_parts_add_up_to_the_whole(one: list[float], two: list[float]) -> None:
-    parts, whole = Spread(one), Spread(one + two)
-    parts.merge(Spread(two))
-    assert list(parts.buckets()) == list(whole.buckets()) and parts.zeros == whole.zeros
-    assert parts.count == whole.count == len(one) + len(two)
-    assert parts.summary() == pytest.approx(whole.summary())
-
-
 def test_buckets_hold_what_lies_in_them() -> None:
     values = [0.0, 0.0, 0.001, 0.0011, 5.0, 70.0]
     spread = Spread(values)

@@ -194,7 +194,7 @@ def test_a_process_that_is_killed_leaves_what_happened(tmp_path: Path) -> None:
     code = f"""
         import os, signal
         from flowkv.observe import events
-        from flowkv.observe.trace import TraceFile
+        from flowkv.observe.timeline import TraceFile
         bus = events.Bus()
         trace = TraceFile({str(path)!r}, bus)
         for tokens in range(1, 101):

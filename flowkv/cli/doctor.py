@@ -1,10 +1,11 @@
-"""What this machine offers FlowKV: versions, GPU, kernel interfaces, limits, room; and what to do.
+"""`flowkv doctor`: what this machine offers: versions, GPU, kernel interfaces, limits, room.
 
 Nothing is changed and nothing is loaded that could fail: a probe that cannot answer says so.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import errno
@@ -17,23 +18,26 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import flowkv
+from flowkv.cli.arguments import AddVerb
 from flowkv.core import errors
 from flowkv.core.config import format_size
+from flowkv.report.screen import Screen
 
 State = Literal["ok", "note", "warn", "bad"]
 
-EXTRAS = {  # extra -> (distribution, oldest version, what it is for, whether anything uses it yet)
-    "hf": ("transformers", "5.17", "Hugging Face models", True),
-    "cli": ("rich", "13", "tables and progress bars", True),
-    "aead": ("cryptography", "47", "encrypted frames", True),
-    "object": ("obstore", "0.6", "object storage", True),
-    "redis": ("redis", "5", "Redis and Valkey", True),
-    "mooncake": ("mooncake-transfer-engine", "0.3", "Mooncake Store", True),
-    "report": ("matplotlib", "3.10", "reports as HTML", True),
-    "metrics": ("prometheus-client", "0.20", "Prometheus metrics", True),
-    "otel": ("opentelemetry-api", "1.25", "OpenTelemetry metrics and spans", True),
+EXTRAS = {  # extra -> (distribution, oldest version, what it is for)
+    "hf": ("transformers", "5.17", "Hugging Face models"),
+    "cli": ("rich", "13", "tables and progress bars"),
+    "aead": ("cryptography", "47", "encrypted frames"),
+    "object": ("obstore", "0.6", "object storage"),
+    "redis": ("redis", "5", "Redis and Valkey"),
+    "mooncake": ("mooncake-transfer-engine", "0.3", "Mooncake Store"),
+    "report": ("matplotlib", "3.10", "reports as HTML"),
+    "metrics": ("prometheus-client", "0.20", "Prometheus metrics"),
+    "otel": ("opentelemetry-api", "1.25", "OpenTelemetry metrics and spans"),
 }
 _CORE = {  # distribution -> oldest version
     "torch": "2.11",
@@ -187,13 +191,12 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, (name, oldest, purpose, used) in EXTRAS.items():
+    for extra, (name, oldest, purpose) in EXTRAS.items():
         version = version_of(name)
         if not version and name in _ALIKE and (other := version_of(_ALIKE[name])):
             name, version = _ALIKE[name], other
-        advice = f"pip install 'flowkv[{extra}]'" if used else ""
-        data: dict[str, object] = {"extra": extra, "version": version, "used": used}
-        purpose += "" if used else ", planned"
+        advice = f"pip install 'flowkv[{extra}]'"
+        data: dict[str, object] = {"extra": extra, "version": version}
         if not version:
             yield Finding(name, "note", f"not installed ({purpose})", advice, data)
         elif older(version, oldest):
@@ -338,3 +341,32 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
+
+
+# ---- the verb
+
+
+def add_verb(verb: AddVerb) -> None:
+    """Adds the verb."""
+    doctor = verb("doctor", _doctor, "show what this machine offers")
+    doctor.option("--store", "DIR", "look at its disk", type=Path, default=Path())
+
+
+def _doctor(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    findings = examine(given.store)
+    states = [finding.state for finding in findings]
+    marks = {"ok": "ok", "note": "-", "warn": "!", "bad": "BAD"}
+    advice = [f"\n-> {f.advice}" if f.advice else "" for f in findings]
+    rows = [[marks[f.state], f.name, f.value + a] for f, a in zip(findings, advice, strict=True)]
+    title = f"FlowKV {flowkv.__version__} on this machine"
+    screen.table(["", "what", "found"], rows, title=title, numbers=False, states=states)
+    bad = states.count("bad")
+    if bad:
+        screen.say("FlowKV does not work here before that is repaired.", style="red bold")
+    result = {
+        "flowkv": flowkv.__version__,
+        "ok": not bad,
+        "warnings": states.count("warn"),
+        "findings": [{**f._asdict(), "data": dict(f.data)} for f in findings],
+    }
+    return (1 if bad else 0), result
