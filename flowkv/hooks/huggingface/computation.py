@@ -393,7 +393,8 @@ class Walk:
         if not all(isinstance(held.get(kind), dict) for kind in _WATCHED):
             self._compiled_module(path, module)
             return
-        children, cls = module._modules, type(module)
+        children = module._modules
+        cls: Any = type(module)
         self._leaf(path, f"module {self._class(cls)}")
         if path == _ROOT:  # not kept alive
             self._watch(_type_of, weakref.ref(module))
@@ -530,7 +531,7 @@ class Walk:
             )
 
     def _look(self, path: str, value: Any) -> None:  # noqa: PLR0912 (one branch for each kind)
-        kind = type(value)
+        kind: Any = type(value)
         if kind not in PLAIN and "/reduced" not in path:  # which is made anew each time
             self.held.setdefault(path, value)
         if kind in PLAIN:
@@ -694,7 +695,7 @@ class Walk:
             except Exception:  # a mapping that cannot be listed
                 self._unname(path, f"a {kind.__name__} that cannot be listed", value)
                 return
-            labels = self._keys(path, items) if mapping else range(len(items))
+            labels: list[Any] = self._keys(path, items) if mapping else [*range(len(items))]
             named = [(label, *item) for label, item in zip(labels, items.items(), strict=True)]
             if mapping:
                 self.mappings[path] = frozenset(labels)

@@ -659,33 +659,30 @@ class Proof:
     def _roll(self, seconds: float) -> bool:
         weights = self._identity.weights
         if not weights.rolling:
-            with self._kv.lock:
-                if (planner := self._kv.planner) is not None:
-                    planner.store.provisional.begin()
+            self._tell(lambda store: store.provisional.begin())
         passes = weights.passes
         if not self._identity.roll(max(seconds, 0.0)):
             return False
         if weights.passes > passes and not self._identity.unnamed:
-            with self._kv.lock:
-                if (planner := self._kv.planner) is not None and not self._kv.closed:
-                    planner.store.confirm()
+            self._tell(lambda store: None if self._kv.closed else store.confirm())
         return True
+
+    def _tell(self, what: Callable[[Any], None]) -> None:
+        """Says something to the store of pages, once there is one."""
+        with self._kv.lock:
+            if (planner := self._kv.planner) is not None:
+                what(planner.store)
 
     # ---- what is proven
 
     def watch(self) -> None:
         """From now on pages are proven or not as the identity, which is new, asks for."""
-        with self._kv.lock:
-            if (planner := self._kv.planner) is not None:
-                identity = self._identity
-                proves = identity.n_bytes > SMALL_BYTES or bool(identity.unnamed)
-                planner.store.provisional.active = proves
+        proves = self._identity.n_bytes > SMALL_BYTES or bool(self._identity.unnamed)
+        self._tell(lambda store: setattr(store.provisional, "active", proves))
 
     def reject(self) -> None:
         """Weights changed: forgets what may have been computed by others than it is named after."""
-        with self._kv.lock:
-            if (planner := self._kv.planner) is not None:
-                planner.store.reject()
+        self._tell(lambda store: store.reject())
 
     def finish(self) -> None:
         """Reads all weights from the beginning, so that all that is known by now is proven."""
