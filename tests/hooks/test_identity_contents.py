@@ -1037,6 +1037,19 @@ def test_what_somebody_keeps_on_a_cache_is_named(bound: bool) -> None:
         assert names[0] == names[2] != names[1]
 
 
+def test_a_cache_that_somebody_makes_hold_itself_is_named() -> None:
+    model = models.causal("llama")
+    with attached(model) as kv:
+        kv.me, model.kv = kv, kv
+        identity = Identity(model)
+        assert identity.unnamed == []
+        assert identity.same(model)
+        assert Identity(model).namespace == identity.namespace
+        kv.factor = 2.0
+        assert not identity.same(model)
+        assert Identity(model).namespace != identity.namespace
+
+
 def test_a_name_of_python_that_a_module_takes_for_itself_is_noticed() -> None:
     model, space = models.causal("llama"), {"__name__": "somewhere"}
     exec("def hook(module, given, out):\n    return out.mul(abs(-1.0))", space)

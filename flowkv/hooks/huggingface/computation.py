@@ -38,8 +38,8 @@ import types
 import uuid
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -56,17 +56,18 @@ from flowkv.hooks.huggingface.versions import (
     settings,
     settled,
 )
-from flowkv.hooks.huggingface.weights import MISSING as _MISSING
-from flowkv.hooks.huggingface.weights import PLAIN as _PLAIN
-from flowkv.hooks.huggingface.weights import Weights, Written, readable
+from flowkv.hooks.huggingface.weights import Weights, readable
 
-COMPILED = "compiled"
+MISSING: Any = object()
+PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
+"""Types of values that are compared, not told by identity."""
+LONG = 64
+"""Longer lists and dicts of plain values are one leaf."""
 _PROCESS = uuid.uuid4().hex
 _COUNTER = itertools.count(1)
 _ROOT = "model"
 _MOST_LEAVES = 200_000
-_LONG = 64
-"""Longer lists and dicts of plain values are one leaf."""
+_DEEPEST = 100
 
 _OWN = ("transformers", "accelerate", "flowkv")
 """Their hooks and instance methods move data and record outputs; their releases are in the name."""
@@ -89,7 +90,8 @@ _HOOK_FLAGS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-_WATCHED = (*_HOOKS, "_parameters", "_buffers", "_modules")
+_TENSORS = ("_parameters", "_buffers")
+_WATCHED = (*_HOOKS, *_TENSORS, "_modules")
 _INERT = (
     logging.Logger,
     weakref.ref,
@@ -106,7 +108,22 @@ _INERT = (
 """Objects that decide nothing about numbers."""
 _WORKERS = (concurrent.futures.Executor, threading.Thread, multiprocessing.synchronize.SemLock)
 """They run what others give them; what that is shows where it is given."""
-_DESCRIPTORS = (staticmethod, classmethod, property, functools.partialmethod)
+_BOUND = {"func": "func", "args": "args", "keywords": "keywords"}
+_MADE_OF: dict[type, dict[str, str]] = {
+    property: {"fget": "fget", "fset": "fset"},
+    staticmethod: {"function": "__func__"},
+    classmethod: {"function": "__func__"},
+    types.MethodType: {"function": "__func__", "self": "__self__"},
+    functools.partial: _BOUND,
+    functools.partialmethod: _BOUND,
+}
+"""Objects of Python's that are their parts: labels of these, and the attributes that hold them."""
+_TEXTS = (
+    *(inspect.Signature, types.GenericAlias, types.UnionType, range),
+    *(torch.dtype, torch.Size, torch.layout, torch.memory_format),
+)
+"""Values that are what they say."""
+_ELSEWHERE = (weakref.ref, threading.local, threading.Event, contextvars.ContextVar)
 _PLAIN_BASES = (int, float, complex, str, bytes)
 _COMPILERS = frozenset({"numba", "triton", "torch"})
 _RANDOM = frozenset({"random", "numpy.random", "secrets"})
@@ -123,8 +140,22 @@ _CLOCKS = (
 )
 
 
+class Written(dict[str, tuple[tuple[str, str], ...]]):
+    """Paths that forwards write, and the leaves that stand for them in the name.
+
+    Attributes:
+        grown: Mappings to which forwards add keys, by path: the keys that were there before.
+    """
+
+    def __init__(self, other: Mapping[str, tuple[tuple[str, str], ...]] | None = None) -> None:
+        super().__init__(other or {})
+        self.grown: dict[str, frozenset[str]] = dict(getattr(other, "grown", {}))
+
+
 class Walk:
     """One look at what a model computes.
+
+    What was met is watched: a reading of something, and what it gave. `same` reads again.
 
     Attributes:
         leaves: Path and text of everything in the name.
@@ -175,17 +206,13 @@ class Walk:
         self._kept: list[Any] = []
         self._labels: dict[str, int] = {}
         self._members_seen: set[tuple[int, int]] = set()
-        self._lacking: set[tuple[int, str]] = set()
+        self._asked: set[tuple[int, str]] = set()
         self._named: set[str] = set()
         self._places: dict[int, str] | None = None
         self._spaces: dict[str, Any] = {}
         self._modules: list[Callable[[], bool]] = []
-        self._checks: list[Callable[[], bool]] = []
-        self._items: list[tuple[Mapping[str, Any], str, Any]] = []
-        self._typed: list[Any] = []
-        self._types: list[type] = []
-        self._beside: list[dict[str, Any]] = []  # attributes of tensors
-        self._lengths: list[int] = []
+        # By reading, and how deep its answers are compared: of what, and what it gave.
+        self._watched: dict[tuple[Any, int], tuple[list[tuple[Any, ...]], list[Any]]] = {}
         self._tree: torch.nn.Module | None = model
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(max(limit, 10_000))
@@ -240,58 +267,86 @@ class Walk:
     def same(self) -> bool:
         """Whether everything that was met is still there; what tensors hold is not read."""
         try:
-            return self._same()
+            return all(check() for check in self._modules) and all(
+                _alike([*itertools.starmap(read, subjects)], known, depth + 1)
+                for (read, depth), (subjects, known) in self._watched.items()
+            )
         except Exception:  # whatever an object raises that is asked: another look tells
             return False
 
-    def _same(self) -> bool:
-        return (
-            _flags() == self._precision
-            and [*map(type, self._typed)] == self._types
-            and [*map(len, self._beside)] == self._lengths
-            and all(check() for check in self._modules)
-            and all(
-                (found := holder.get(key, _MISSING)) is value or _equal(found, value)
-                for holder, key, value in self._items
-            )
-            and all(check() for check in self._checks)
-        )
-
     def forget(self) -> None:
         """Lets go of a model that is gone."""
-        lists = self._modules, self._checks, self._items, self._kept, self._typed, self._beside
-        for held in lists:
+        mappings = self.spots, self.configs, self.tensors, self.held, self._watched
+        for held in (*mappings, self._modules, self._kept):
             held.clear()
-        self.spots.clear()
-        self.configs.clear()
-        self.tensors.clear()
-        self.held.clear()
 
-    # ---- leaves
+    # ---- what is watched
 
-    def _spot(self, path: str, get: Callable[[], Any]) -> bool:
+    def _watch(self, read: Callable[..., Any], *subject: Any, depth: int = 0) -> None:
+        """Reads something, now and whenever it is asked whether all is as it was.
+
+        Args:
+            read: Gives the very thing, or an equal number or text, as long as nothing changed.
+            *subject: What it reads.
+            depth: How deep the lists, tuples and dicts that it gives are made anew each time.
+        """
+        subjects, known = self._watched.setdefault((read, depth), ([], []))
+        known.append(read(*subject))
+        subjects.append(subject)
+
+    def _spot(self, path: str, read: Callable[..., Any], *subject: Any) -> bool:
         """Whether a place is one that forwards write; then it is remembered how to look there."""
         if path not in self._written:
             return False
         self.leaves |= self._written[path]
-        self.spots.setdefault(path, get)
+        self.spots.setdefault(path, functools.partial(read, *subject))
         return True
 
-    def _watch(self, path: str, get: Callable[[], Any]) -> None:
-        """Asks for what is at a place, unless forwards write it."""
-        if self._spot(path, get):
-            return
-        known = get()
+    def _part(self, path: str, read: Callable[..., Any], *subject: Any) -> None:
+        """What is read of something: named, and watched unless forwards write it."""
+        found = read(*subject)
+        if found is not MISSING:
+            self._value(path, found)
+        if not self._spot(path, read, *subject):
+            self._watch(read, *subject)
 
-        def same() -> bool:
-            found = get()
-            return found is known or _equal(found, known)
+    def _space(self, path: str, read: Callable[..., Any], *subject: Any) -> None:
+        """Named things in a mapping that is read; others may come and go."""
+        held = read(*subject)
+        for name, item in list(held.items()):
+            self._value(f"{path}.{name}", item)
+            self._spot(f"{path}.{name}", lambda name=name: read(*subject).get(name, MISSING))
+        self._contents(self._free(path, held), None, read, *subject)
 
-        self._checks.append(same)
+    def _contents(
+        self,
+        free: set[Any],
+        grown: frozenset[str] | None,
+        read: Callable[..., Any],
+        *subject: Any,
+    ) -> None:
+        """Watches that a container holds the very things that it holds now.
+
+        Args:
+            free: Keys or places that forwards write.
+            grown: The only keys that matter, if forwards add others.
+            read: Gives the container.
+            *subject: What it reads.
+        """
+
+        def now() -> dict[Any, Any]:
+            held = items_of(read(*subject))
+            if grown is not None:
+                return {k: v for k, v in held.items() if _key(k) in grown and k not in free}
+            return {k: v for k, v in held.items() if k not in free} if free else held
+
+        self._watch(now, depth=1)
 
     def _free(self, path: str, names: Iterable[str]) -> set[str]:
         """Attributes of what is at a path that forwards write."""
         return {name for name in names if f"{path}.{name}" in self._written}
+
+    # ---- leaves
 
     def _numbered(self, key: Any, what: Any, make: Callable[[], Any]) -> Any:
         """What was made of something in an earlier walk, or is made now."""
@@ -303,11 +358,10 @@ class Walk:
     def _leaf(self, path: str, text: str) -> None:
         if path in self._written:
             self.leaves |= self._written[path]
-            return
-        if len(self.leaves) >= _MOST_LEAVES:
+        elif len(self.leaves) >= _MOST_LEAVES:
             self._unname("model", "too much to look at", self)
-            return
-        self.leaves[path] = text
+        else:
+            self.leaves[path] = text
 
     def _unname(self, path: str, why: str, what: Any) -> None:
         """Gives something a number that nobody has again; what a library keeps is its release's."""
@@ -340,42 +394,38 @@ class Walk:
             self._compiled_module(path, module)
             return
         children = module._modules
-        self._leaf(path, f"module {self._class(type(module))}")
-        self._watch_type(module, root=path == _ROOT)
+        cls: Any = type(module)
+        self._leaf(path, f"module {self._class(cls)}")
+        if path == _ROOT:  # not kept alive
+            self._watch(_type_of, weakref.ref(module))
+        else:
+            self._watch(type, module)
         self._leaf(f"{path}/training", str(module.training))
         self.training |= module.training
-        forward = held.get("forward")
         compiled = held.get("_compiled_call_impl") is not None or "_orig_mod" in children
-        self.compiled |= compiled or hasattr(forward, "_torchdynamo_orig_callable")
-        kind: Any = type(module)
-        for name in _stores(kind):
+        self.compiled |= compiled or hasattr(held.get("forward"), "_torchdynamo_orig_callable")
+        for name in _stores(cls):
             if not settles(held.get(name)):
                 self._written.setdefault(f"{path}.{name}", ())
         for name in (*held, *held["_buffers"]):  # what encodings that depend on length rewrite
             passes = self._passing and name.endswith((self._passing, "max_seq_len_cached"))
             if passes and not name.endswith(f"original_{self._passing}"):
                 self._written.setdefault(f"{path}.{name}", ())
-        every = [*held, *held["_buffers"], *held["_parameters"]]
-        free = self._free(path, every)
-        for kind in ("_parameters", "_buffers"):  # made anew by every forward
-            free |= {n for n, t in held[kind].items() if _offloaded(module, n, t) is not None}
-        skipped = BOOKKEEPING if _keeps_books(type(module)) else _MARKS
-        own = {
-            name: value
-            for name, value in held.items()
-            if name not in _STANDARD and name not in skipped and name not in free
-        }
+        tensors = [item for kind in _TENSORS for item in held[kind].items()]
+        free = self._free(path, [*held, *held["_buffers"], *held["_parameters"]])
+        free |= {name for name, t in tensors if _offloaded(module, name, t) is not None}
+        skipped = (BOOKKEEPING if _keeps_books(cls) else _MARKS) | _STANDARD | free
+        own = {name: value for name, value in held.items() if name not in skipped}
         for name in free:
-            self._spot(f"{path}.{name}", functools.partial(_attribute_of, held, name))
+            self._spot(f"{path}.{name}", _attribute_of, held, name)
         for name, value in own.items():
             self._attribute(f"{path}.{name}", module, name, value)
-            if type(value) not in _PLAIN:
+            if type(value) not in PLAIN:
                 self.held[f"{path}.{name}"] = value
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in held[kind].items():
-                self._stored(f"{path}.{name}", module, name, tensor)
+        for name, tensor in tensors:
+            self._stored(f"{path}.{name}", module, name, tensor)
         self._hooks(path, held)
-        self._watch_module(module, own, free)
+        self._modules.append(_module_stays(held, own, free))
         for name, child in children.items():
             if child is None:
                 self._leaf(f"{path}.{name}", "no module")
@@ -422,16 +472,15 @@ class Walk:
             inner = list(module.named_children())
             return [*own, *tensors, *inner, ("training", getattr(module, "training", False))]
 
-        known = state()
-        for name, value in known:
+        for name, value in state():
             if isinstance(value, torch.nn.Module):
                 self._child(f"{path}.{name}", value)
             else:
                 self._value(f"{path}.{name}", value)
         self._hooks(path, module.__dict__)
         for kind in _HOOKS:
-            self._checks.append(_unchanged(module.__dict__[kind], set()))
-        self._checks.append(lambda: _alike(state(), known))
+            self._contents(set(), None, module.__dict__.get, kind)
+        self._watch(state, depth=_DEEPEST)
 
     def _attribute(self, path: str, module: torch.nn.Module, name: str, value: Any) -> None:
         placed = _root(value) in ("accelerate", "flowkv")  # around the model's own
@@ -441,8 +490,7 @@ class Walk:
                 self._value(path, original)
         elif isinstance(value, _GENERATORS) and _root(type(module)) in _LIBRARIES:
             self._leaf(path, "generator")  # of use only to who names it
-            if name in _names(type(module).forward.__code__):
-                self.random = True
+            self.random |= name in _names(type(module).forward.__code__)
             self._unused.add(name)
         elif not (name == "_hf_hook" or (name == "_old_forward" and "_hf_hook" in vars(module))):
             if name == "forward":
@@ -469,48 +517,6 @@ class Walk:
                 self._leaf(f"{path}/{kind}/{i}/flags", " ".join(flags))
                 self._value(f"{path}/{kind}/{i}", hook)
 
-    def _watch_module(self, module: torch.nn.Module, own: dict[str, Any], free: set[str]) -> None:
-        held, items, training = module.__dict__, tuple(own.items()), module.training
-        size = len(held.keys() - free)
-        containers = [
-            (name, tuple(held[name]), tuple(held[name].values())) for name in _WATCHED if held[name]
-        ]
-        empty = [name for name in _WATCHED if not held[name]]
-
-        def same() -> bool:
-            if held["training"] is not training:
-                return False
-            if len(held) != size and len(held) - size != sum(name in held for name in free):
-                return False
-            for name, value in items:
-                found = held.get(name, _MISSING)
-                if found is not value and not _equal(found, value):
-                    return False
-            for name in empty:
-                if held[name]:
-                    return False
-            for name, keys, values in containers:
-                now = held[name]
-                if len(now) != len(keys):
-                    return False
-                if tuple(now) == keys and all(map(_is, now.values(), values)):
-                    continue
-                tensors = name in ("_parameters", "_buffers")  # others run in their order
-                if not tensors or not _only(now, keys, values, free):
-                    return False
-            return True
-
-        self._modules.append(same)
-
-    def _watch_type(self, value: Any, *, root: bool = False) -> None:
-        """Asks for the class, which can be assigned to."""
-        if root:  # not kept alive
-            model, kind = weakref.ref(value), type(value)
-            self._checks.append(lambda: type(model()) is kind)
-        else:
-            self._typed.append(value)
-            self._types.append(type(value))
-
     # ---- values
 
     def _value(self, path: str, value: Any) -> None:
@@ -525,15 +531,18 @@ class Walk:
             )
 
     def _look(self, path: str, value: Any) -> None:  # noqa: PLR0912 (one branch for each kind)
-        kind = type(value)
-        if kind not in _PLAIN and "/reduced" not in path:  # which is made anew each time
+        kind: Any = type(value)
+        if kind not in PLAIN and "/reduced" not in path:  # which is made anew each time
             self.held.setdefault(path, value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             self._leaf(path, f"{kind.__name__} {value!r}")
         elif isinstance(value, enum.Enum):
             self._leaf(path, f"{_name(kind)} {value.name}")
         elif isinstance(value, _PLAIN_BASES) and not isinstance(value, np.generic):
-            self._plain(path, value)
+            base: Any = next(base for base in _PLAIN_BASES if isinstance(value, base))
+            self._leaf(path, f"{self._class(kind)} {base.__repr__(value)}")
+            if not self._visited(f"{path}/held", value, path):
+                self._held(path, value)
         elif isinstance(value, torch.Tensor):
             self._tensor(path, value)
         elif isinstance(value, (np.ndarray, np.generic)):
@@ -542,82 +551,51 @@ class Walk:
             self._module(path, value)
         elif isinstance(value, torch.device):
             self._leaf(path, "device")  # the same model has the same name wherever it lies
-        elif isinstance(value, (inspect.Signature, types.GenericAlias, types.UnionType)):
+        elif isinstance(value, _TEXTS):
             self._leaf(path, str(value))
-        elif isinstance(value, (torch.dtype, torch.Size, torch.layout, torch.memory_format, range)):
-            self._leaf(path, repr(value))
         elif isinstance(value, PreTrainedConfig):
             self._config(path, value)
-        elif self._elsewhere(path, value):
-            pass
+        elif not self._library and isinstance(value, _ELSEWHERE):
+            self._elsewhere(path, value)
         elif isinstance(value, (*_INERT, *_WORKERS)):
             self._leaf(path, _name(kind))
-        elif _ours(value):
-            self._part_of_cache(path, value)
-        elif isinstance(value, _DESCRIPTORS):
-            self._descriptor(path, value)
+        elif _ours(value):  # what a cache knows says nothing; what somebody put beside it may
+            self._leaf(path, _name(kind))
+            if hasattr(value, "__dict__") and not self._visited(f"{path}/held", value, path):
+                self._space(path, _without, vars(value), _assigned(kind))
         elif isinstance(value, _GENERATORS):
             self.random = True
             self._leaf(path, "generator")
         elif isinstance(value, type):
             self._leaf(path, f"class {self._class(value)}")
-        else:
-            self._other(path, value)
-
-    def _other(self, path: str, value: Any) -> None:
-        if callable(value) and self._callable(path, value):
+        elif parts := next((p for k, p in _MADE_OF.items() if isinstance(value, k)), None):
+            if not isinstance(value, (types.MethodType, functools.partial)):
+                self._leaf(path, _name(kind))
+            for label, name in parts.items():
+                self._value(f"{path}/{label}", getattr(value, name))
+        elif callable(value) and self._callable(path, value):
             pass
         elif isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
             self._container(path, value)
         else:
             self._object(path, value)
 
-    def _part_of_cache(self, path: str, value: Any) -> None:
-        """What a cache knows says nothing of what is computed; what somebody put beside it may."""
-        kind: Any = type(value)
-        self._leaf(path, _name(kind))
-        held, own = getattr(value, "__dict__", {}), _assigned(kind)
-        free = self._free(path, held)
-
-        def added() -> dict[str, Any]:
-            return {name: item for name, item in held.items() if name not in own}
-
-        known = {name: item for name, item in added().items() if name not in free}
-        for name, item in added().items():
-            self._value(f"{path}.{name}", item)
-            self._spot(f"{path}.{name}", functools.partial(held.get, name, _MISSING))
-        self._checks.append(lambda: _as_known(added(), known, free))
-
-    def _elsewhere(self, path: str, value: Any) -> bool:
-        """Names what is kept for a thread, a context, or by somebody else; False if nothing is."""
-        if self._library:
-            return False
+    def _elsewhere(self, path: str, value: Any) -> None:
+        """What is kept for a thread, a context, or by somebody else."""
         if isinstance(value, weakref.ref):
             self._leaf(path, "weak reference")
             kept, found = len(self._kept), value()
             self._value(f"{path}/referent", found)
             self.held.pop(f"{path}/referent", None)
             del self._kept[kept:]  # nobody keeps it alive by looking at it
-            met = id(found)
-            self._checks.append(lambda: id(value()) == met)
+            self._watch(lambda: id(value()))
         elif isinstance(value, threading.local):
             self._leaf(path, _name(type(value)))
-            for name, item in list(vars(value).items()):
-                self._value(f"{path}.{name}", item)
-                self._spot(f"{path}.{name}", functools.partial(getattr, value, name, _MISSING))
-            free = self._free(path, vars(value))
-            known = {name: item for name, item in vars(value).items() if name not in free}
-            self._checks.append(lambda: _as_known(vars(value), known, free))  # of who asks
+            self._space(path, vars, value)  # of the thread that asks
         elif isinstance(value, threading.Event):
-            self._value(f"{path}/set", value.is_set())
-            self._watch(f"{path}/set", value.is_set)
-        elif isinstance(value, contextvars.ContextVar):
-            content = value.get(_MISSING)
-            self._value(f"{path}/content", None if content is _MISSING else content)
-            self._watch(f"{path}/content", functools.partial(value.get, _MISSING))
+            self._part(f"{path}/set", value.is_set)
         else:
-            return False
-        return True
+            self._part(f"{path}/content", value.get, MISSING)
 
     def _variables(self, code: types.CodeType) -> None:
         """Variables of the environment that code names; all of them if it names none."""
@@ -628,42 +606,20 @@ class Walk:
             if isinstance(text, str) and text.replace("_", "").isalnum()
         }
         for text in sorted(texts):
-            found = os.environ.get(text, _MISSING)
-            self._leaf(f"<environ>:{text}", "none" if found is _MISSING else found)
-            self._items.append((os.environ, text, found))
+            found = os.environ.get(text, MISSING)
+            self._leaf(f"<environ>:{text}", "none" if found is MISSING else found)
+            self._watch(_get, os.environ, text)
         if not texts & os.environ.keys():
-            known = dict(os.environ)
-            self._leaf("<environ>", _short(repr(sorted(known.items()))))
-            self._checks.append(lambda: dict(os.environ) == known)
-
-    def _plain(self, path: str, value: Any) -> None:
-        """A number or text of a class of its own, which may keep more."""
-        base: Any = next(base for base in _PLAIN_BASES if isinstance(value, base))
-        self._leaf(path, f"{self._class(type(value))} {base.__repr__(value)}")
-        if not self._visited(f"{path}/held", value, path):
-            self._watch_type(value)
-            self._held(path, value)
-
-    def _descriptor(self, path: str, value: Any) -> None:
-        """What a class makes attributes of, kept as a value."""
-        self._leaf(path, _name(type(value)))
-        if isinstance(value, property):
-            for name in ("fget", "fset"):
-                self._value(f"{path}/{name}", getattr(value, name))
-        elif isinstance(value, functools.partialmethod):
-            for name in ("func", "args", "keywords"):
-                self._value(f"{path}/{name}", getattr(value, name))
-        else:
-            self._value(f"{path}/function", value.__func__)
+            self._leaf("<environ>", _short(repr(sorted(os.environ.items()))))
+            self._watch(dict, os.environ, depth=1)
 
     def _held(self, path: str, value: Any) -> None:
-        """Attributes and slots of an object."""
+        """Class, attributes and slots of an object."""
+        self._watch(type, value)
         if hasattr(value, "__dict__"):
-            self._attributes(path, value)
+            self._space(path, vars, value)
         for name in [s for c in type(value).__mro__ for s in _slots(c)]:
-            if hasattr(value, name):
-                self._value(f"{path}.{name}", getattr(value, name))
-            self._watch(f"{path}.{name}", functools.partial(getattr, value, name, _MISSING))
+            self._part(f"{path}.{name}", getattr, value, name, MISSING)
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         kind = type(tensor)
@@ -671,27 +627,22 @@ class Walk:
             self.tensors[path] = tensor
             self._leaf(path, "tensor" if _root(kind) == "torch" else f"tensor {self._class(kind)}")
         else:
-            count = _count(tensor)
-            one = self._numbered((id(tensor), count), tensor, object)
+            one = self._numbered((id(tensor), _count(tensor)), tensor, object)
             self._unname(path, f"a tensor of type {kind.__name__}", one)
-            self._checks.append(lambda: _count(tensor) == count)
+            self._watch(_count, tensor, depth=1)
         beside = tensor.__dict__
-        self._beside.append(beside)
-        self._lengths.append(len(beside))
-        named = {name: item for name, item in beside.items() if name not in BOOKKEEPING}
-        for name, item in named.items():
-            self._value(f"{path}.{name}", item)
-        if named:
-            self._checks.append(_unchanged(beside, self._free(path, beside)))
+        self._watch(len, beside)
+        if beside.keys() - BOOKKEEPING:
+            self._space(path, _without, beside, BOOKKEEPING)
 
     def _array(self, path: str, array: Any) -> None:
         plain, layout = np.asarray(array), _layout_of(array)
-        self._checks.append(lambda: _layout_of(array) == layout)
+        self._watch(_layout_of, array, depth=2)
+        head = f"array {array.dtype} {array.shape}"
         if plain.dtype.hasobject:
-            items = list(plain.flat)
-            self._leaf(path, f"array {array.dtype} {array.shape}")
-            self._value(f"{path}/items", items)
-            self._checks.append(lambda: _alike(list(plain.flat), items))
+            self._leaf(path, head)
+            self._value(f"{path}/items", list(plain.flat))
+            self._watch(lambda: list(plain.flat), depth=1)
         else:
             turned = tuple(slice(None, None, -1 if step < 0 else 1) for step in plain.strides)
             view = plain[turned] if plain.ndim else plain
@@ -703,108 +654,85 @@ class Walk:
                 same = self._numbered(key, array, lambda: torch.from_numpy(view))
                 self.tensors[path] = same
                 turns = "".join("-" if step < 0 else "+" for step in plain.strides)
-                self._leaf(path, f"array {array.dtype} {array.shape} {turns}")
+                self._leaf(path, f"{head} {turns}")
             except (TypeError, ValueError):  # a dtype that torch does not have
-                content = plain.tobytes()
-                digest = hashlib.sha256(content).hexdigest()
-                self._leaf(path, f"array {array.dtype} {array.shape} {digest}")
-                self._checks.append(lambda: plain.tobytes() == content)
+                self._leaf(path, f"{head} {hashlib.sha256(plain.tobytes()).hexdigest()}")
+                self._watch(plain.tobytes)
         if type(array) is not np.ndarray and hasattr(array, "__dict__"):
-            self._attributes(path, array)
+            self._space(path, vars, array)
 
     def _config(self, path: str, config: Any) -> None:
         if self._visited(path, config, path):
             return
-        free = self._free(path, vars(config))
+        held = vars(config)
+        free = self._free(path, held)
         for name in free:
-            self._spot(f"{path}.{name}", functools.partial(vars(config).get, name, _MISSING))
+            self._spot(f"{path}.{name}", _get, held, name)
         try:
             text = _settings(config, free)
         except Exception:  # something in it cannot be copied
             text = ""
         self._leaf(path, f"config {self._class(type(config))} {text}")
-        for name, value in vars(config).items():
+        for name, value in held.items():
             if name not in free and (not settled(value) or not text):
                 self._value(f"{path}.{name}", value)
-        frozen = {name: _frozen(value) for name, value in vars(config).items()}
+        frozen = {name: _frozen(value) for name, value in held.items()}
         self.configs[path] = config, frozen
+        self._watch(lambda: vars(config) == frozen or _settings(config, free) == text)
 
-        def same() -> bool:
-            now = vars(config)
-            try:
-                return now == frozen or _settings(config, free) == text
-            except Exception:
-                return False
-
-        self._checks.append(same)
-
-    def _container(self, path: str, value: Any) -> None:  # noqa: PLR0912 (one branch for each kind)
+    def _container(self, path: str, value: Any) -> None:
         if self._visited(path, value, path):
             return
-        kind = type(value)
+        kind, mapping = type(value), isinstance(value, Mapping)
         label = self._class(kind) if _written(kind) else _name(kind)
-        self._leaf(path, f"{label} {len(value) if not isinstance(value, Mapping) else ''}")
-        free: set[Any] = set()
-        if isinstance(value, Mapping):
+        self._leaf(path, f"{label} {'' if mapping else len(value)}")
+        free, grown = set[Any](), self._written.grown.get(path) if mapping else None
+        if isinstance(value, (set, frozenset)):
+            self._set(path, value)
+        else:
             try:
-                items = [*value.items()]
+                items = items_of(value)
             except Exception:  # a mapping that cannot be listed
                 self._unname(path, f"a {kind.__name__} that cannot be listed", value)
                 return
-            labels = self._keys(path, [key for key, _ in items])
-            named = [(label, *item) for label, item in zip(labels, items, strict=True)]
-            self.mappings[path] = frozenset(labels)
-            grown = self._written.grown.get(path)
+            labels: list[Any] = self._keys(path, items) if mapping else [*range(len(items))]
+            named = [(label, *item) for label, item in zip(labels, items.items(), strict=True)]
+            if mapping:
+                self.mappings[path] = frozenset(labels)
             if grown is not None:  # a forward adds to it: other keys than those are its own
                 self.spots[f"{path}/new"] = functools.partial(_others, value, grown)
                 named = [each for each in named if each[0] in grown]
-            if len(named) > _LONG and all(type(item) in _PLAIN for _, _, item in named):
-                text = repr([(label, item) for label, _, item in named])
-                self._leaf(f"{path}/all", _short(text))
+            if len(named) > LONG and all(type(item) in PLAIN for _, _, item in named):
+                pairs = [(label, item) for label, _, item in named]
+                self._leaf(f"{path}/all", _short(repr(pairs if mapping else [*items.values()])))
             else:
                 for label, _, item in named:
                     self._value(f"{path}[{label}]", item)
             for label, key, _ in named:
-                if f"{path}[{label}]" in self._written:
+                if self._spot(f"{path}[{label}]", _item_of, value, key):
                     free.add(key)
-                    self._spot(f"{path}[{label}]", functools.partial(_item_of, value, key))
-            if grown is None:
-                self._order(path, value, labels, free)
-        elif isinstance(value, (set, frozenset)):
-            self._set(path, value)
-        elif len(value) > _LONG and all(type(item) in _PLAIN for item in value):
-            self._leaf(f"{path}/all", _short(repr(list(value))))
-        else:
-            for i, item in enumerate(value):
-                self._value(f"{path}[{i}]", item)
-                if self._spot(f"{path}[{i}]", functools.partial(_place_of, value, i)):
-                    free.add(i)
-            if isinstance(value, deque):
-                self.rings.add(path)
-        if isinstance(value, Mapping) and getattr(kind, "get", None) is not dict.get:
-            known = [item for item in items if item[0] not in free]
-            self._checks.append(
-                lambda: _alike([i for i in value.items() if i[0] not in free], known)
-            )
-        elif type(value) not in (tuple, frozenset):
-            self._checks.append(_unchanged(value, free, self._written.grown.get(path)))
+            if mapping and grown is None and not self._library:
+                self._order(path, value, [each for each in named if each[1] not in free], free)
+        if kind not in (tuple, frozenset):
+            self._contents(free, grown, _itself, value)
         if isinstance(value, defaultdict):
-            made_by = value.default_factory
-            self._value(f"{path}/factory", made_by)
-            self._checks.append(lambda: value.default_factory is made_by)
+            self._part(f"{path}/factory", getattr, value, "default_factory")
         elif isinstance(value, deque):
+            self.rings.add(path)
             self._leaf(f"{path}/maxlen", str(value.maxlen))
         if kind.__module__ not in ("builtins", "collections"):
-            self._watch_type(value)
             self._held(path, value)
 
-    def _keys(self, path: str, keys: list[Any]) -> list[str]:
+    def _keys(self, path: str, keys: Iterable[Any]) -> list[str]:
         """A label for each key, no two alike; what a label does not say is written down."""
         labels, counts = [], dict[str, int]()
         for key in keys:
             label = _key(key) or _title(key)
-            if isinstance(key, torch.nn.Module):
-                label = f"module {self._place(key)}"
+            if isinstance(key, torch.nn.Module):  # where it lies in the model; "" if it does not
+                if self._places is None:
+                    tree: Any = self._tree
+                    self._places = {id(each): name for name, each in tree.named_modules()}
+                label = f"module {self._places.get(id(key), '')}"
             count = counts[label] = counts.get(label, 0) + 1
             if count > 1:
                 label = f"{label}#{count}"
@@ -813,33 +741,17 @@ class Walk:
             labels.append(label)
         return labels
 
-    def _place(self, module: torch.nn.Module) -> str:
-        """Where a module lies in the model; "" if it does not."""
-        if self._places is None:
-            tree: Any = self._tree
-            self._places = {id(each): name for name, each in tree.named_modules()}
-        return self._places.get(id(module), "")
-
-    def _order(self, path: str, value: Any, labels: list[str], free: set[Any]) -> None:
+    def _order(self, path: str, value: Any, named: list[Any], free: set[Any]) -> None:
         """The order in which a mapping lists its keys, which code may follow."""
-        keys = [key for key in value if key not in free]
-        if len(keys) < 2 or self._library or f"{path}/order" in self._written:
-            return
-        if free:
-            labels = [label for label in labels if f"{path}[{label}]" not in self._written]
-        self._leaf(f"{path}/order", _short(repr(labels)))
-        if free:
-            self._checks.append(lambda: [key for key in value if key not in free] == keys)
-        else:
-            self._checks.append(lambda: [*value] == keys)
+        if len(named) > 1 and f"{path}/order" not in self._written:
+            self._leaf(f"{path}/order", _short(repr([label for label, _, _ in named])))
+            self._watch(lambda: [key for key in value if key not in free], depth=1)
 
     def _set(self, path: str, value: Any) -> None:
         members = sorted(((_key(item) or _title(item), item) for item in value), key=_first)
-        labels = [label for label, _ in members]
-        self._leaf(f"{path}/all", _short(repr(labels)))
+        self._leaf(f"{path}/all", _short(repr([label for label, _ in members])))
         vague = [(label, item) for label, item in members if _key(item) is None]
-        names = [label for label, _ in vague]
-        if len(set(names)) < len(names):
+        if len({label for label, _ in vague}) < len(vague):
             self._unname(f"{path}/all", "a set of objects of one kind", value)
             return
         for label, item in vague:
@@ -850,48 +762,35 @@ class Walk:
             return
         kind = type(value)
         self._leaf(path, f"object {self._class(kind)}")
-        self._watch_type(value)
         self._held(path, value)
         in_c = _in_c(kind)
         if in_c is object and (hasattr(value, "__dict__") or any(map(_slots, kind.__mro__))):
             return
         try:
-            content = bytes(memoryview(value))
+            content = _bytes_of(value)
         except Exception:  # no buffer
-            content = b""
+            self._reduced(path, value, watched=in_c is not object and not self._library)
         else:
             self._leaf(f"{path}/bytes", f"{len(content)} {hashlib.sha256(content).hexdigest()}")
             if f"{path}/bytes" not in self._written:
-                self._checks.append(lambda: bytes(memoryview(value)) == content)
-            return
+                self._watch(_bytes_of, value)
+
+    def _reduced(self, path: str, value: Any, *, watched: bool) -> None:
+        """What an object is made of, as `copy` and `pickle` ask for it."""
         try:
             reduced = _reduced(value)
         except Exception:  # whatever it raises: it cannot be looked into
             if not isinstance(value, io.IOBase):  # a file says nothing of what is computed
-                self._unname(path, f"a {kind.__name__}", value)
+                self._unname(path, f"a {type(value).__name__}", value)
             return
-        if in_c is not object and not self._library:
-            below = f"{path}/reduced"
-            if not any(known.startswith(below) for known in self._written):
-                before = _settled(reduced)
-                self._checks.append(lambda: _alike(_settled(_reduced(value)), before))
+        if watched and not any(known.startswith(f"{path}/reduced") for known in self._written):
+            self._watch(lambda: _settled(_reduced(value)), depth=_DEEPEST)
         if isinstance(reduced, str):
             self._leaf(f"{path}/reduced", reduced)
-        elif isinstance(reduced, tuple):
-            for i, part in enumerate(reduced):
-                if isinstance(part, Iterator):
-                    part = list(part)
-                self._value(f"{path}/reduced[{i}]", part)
         else:
-            self._unname(path, f"a {kind.__name__}", value)
-
-    def _attributes(self, path: str, value: Any) -> None:
-        held = vars(value)
-        free = self._free(path, held)
-        for name, item in list(held.items()):
-            self._value(f"{path}.{name}", item)
-            self._spot(f"{path}.{name}", functools.partial(held.get, name, _MISSING))
-        self._checks.append(_unchanged(held, free))
+            for i, part in enumerate(reduced):
+                part = list(part) if isinstance(part, Iterator) else part
+                self._value(f"{path}/reduced[{i}]", part)
 
     # ---- code
 
@@ -899,25 +798,17 @@ class Walk:
         """Names a function or what stands for one; False if it is an object like any other."""
         if isinstance(value, types.FunctionType):
             self._leaf(path, f"function {self._function(value)}")
-        elif isinstance(value, types.MethodType):
-            self._value(f"{path}/function", value.__func__)
-            self._value(f"{path}/self", value.__self__)
-        elif isinstance(value, functools.partial):
-            self._value(f"{path}/func", value.func)
-            self._value(f"{path}/args", value.args)
-            self._value(f"{path}/keywords", value.keywords)
         elif isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
             self._builtin(path, value)
         elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             self._leaf(path, f"op {value}")
         elif isinstance(value, torch.jit.ScriptFunction):
             self._leaf(path, f"script {value.code}")
-        else:
-            inner = _wrapped(value)
-            if inner is None:
-                return False
+        elif (inner := _wrapped(value)) is not None:
             self._value(f"{path}/wrapped", inner)
             return _in_c(type(value)) is not object or _root(type(value)) in _COMPILERS
+        else:
+            return False
         return True
 
     def _builtin(self, path: str, value: Any) -> None:
@@ -938,55 +829,45 @@ class Walk:
         label = self._seen[id(function)]
         library = module.partition(".")[0] in _LIBRARIES or _standard(module)
         library = library and _genuine(function)
-        if not library:
-            self.foreign.append(label)
         self._leaf(label, _code(code))
         self._value(f"{label}/defaults", function.__defaults__)
         self._value(f"{label}/kwdefaults", function.__kwdefaults__)
-        defaults, keywords = function.__defaults__, function.__kwdefaults__
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            self._watch(getattr, function, name)
         around, self._library = self._library, library
-
-        def same() -> bool:
-            return (
-                function.__code__ is code
-                and function.__defaults__ is defaults
-                and function.__kwdefaults__ is keywords
-            )
-
-        self._checks.append(same)
         if not library:  # `__wrapped__` is in a cell, where it is called
-            held = vars(function)
-            for name, item in list(held.items()):
-                if name != "__wrapped__":
-                    self._value(f"{label}.{name}", item)
-            self._checks.append(_unchanged(held, self._free(label, held)))
+            self.foreign.append(label)
+            self._space(label, _without, vars(function), ("__wrapped__",))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             content = _content_of(cell)
             if isinstance(content, types.ModuleType):
                 self._members(content, _names(code), library)
-            self._value(f"{label}/{name}", None if content is _MISSING else content)
-            self._watch(f"{label}/{name}", functools.partial(_content_of, cell))
+            self._part(f"{label}/{name}", _content_of, cell)
         if not library or module.startswith(_DEEP):
             self._globals(function, library=library)
         if not library:
-            self._foreign_names |= _names(code)
-            for name in sorted(_imports(code)):  # by the code itself, when it runs
-                if (found := sys.modules.get(name)) is None:
-                    self._leaf(f"<{name}>", "not imported yet")
-                else:
-                    self._leaf(f"<{name}>", "python module")
-                    self._members(found, _names(code), library)
-                self._items.append((sys.modules, name, _MISSING if found is None else found))
-            if _reads(code, "environ", "getenv", "environb"):
-                self._variables(code)
-            self.random |= _reads(code, "urandom", "getrandom") or (
-                _clock(function) and _answers(code)
-            )
+            self._foreign_code(function)
         self._library = around
         return label
 
+    def _foreign_code(self, function: types.FunctionType) -> None:
+        """What code that is no library's does when it runs."""
+        code = function.__code__
+        self._foreign_names |= _names(code)
+        for name in sorted(_mentioned(code, "IMPORT_NAME")):
+            found = sys.modules.get(name)
+            self._leaf(f"<{name}>", "not imported yet" if found is None else "python module")
+            if found is not None:
+                self._members(found, _names(code), library=False)
+            self._ask(sys.modules, name)
+        if not _names(code).isdisjoint(("environ", "getenv", "environb")):
+            self._variables(code)
+        draws = not _names(code).isdisjoint(("urandom", "getrandom"))
+        self.random |= draws or (_clock(function) and _answers(code))
+
     def _globals(self, function: types.FunctionType, *, library: bool) -> None:
         names, space = _names(function.__code__), function.__globals__
+        loaded = _mentioned(function.__code__, "LOAD_GLOBAL", "LOAD_NAME")  # not as attributes
         self._named |= names
         home = str(space.get("__name__"))  # which `functools.wraps` does not change
         count = 1
@@ -994,73 +875,67 @@ class Walk:
             count += 1
             home = f"{home.partition('#')[0]}#{count}"
         for name in sorted(names):
+            builtin = name in vars(builtins)
             if name in space:
                 self._global(home, space, name, names, library)
-            elif name in vars(builtins):
-                self._items.append((vars(builtins), name, vars(builtins)[name]))
-                if library or name in _loaded(function.__code__):
-                    self._lacks(space, name)
-            elif not library and name in _loaded(function.__code__):
-                self._lacks(space, name)
+                continue
+            if builtin:
+                self._ask(vars(builtins), name)
+            if builtin if library else name in loaded:
+                self._ask(space, name)  # once it is there, it means something
 
     def _global(
         self, module: str, space: Mapping[str, Any], name: str, names: frozenset[str], library: bool
     ) -> None:
         """Something that code names, among the globals of a Python module."""
         path, value = f"<{module}>:{name}", space[name]
-        if self._spot(path, functools.partial(space.get, name, _MISSING)):
+        if self._spot(path, _get, space, name):
             return
-        if not self._library and isinstance(value, _GENERATORS):
-            self.random = True
-        new = path not in self.leaves
-        if new:
-            self._items.append((space, name, value))
+        self.random |= not self._library and isinstance(value, _GENERATORS)
+        known = path in self.leaves
+        self._ask(space, name)
         if isinstance(value, types.ModuleType):
             self._leaf(path, f"python module {value.__name__}")
             self._members(value, names, library)
-        elif not new:
+        elif known:
             pass
         elif isinstance(value, type):
             self._leaf(path, f"class {self._class(value) if _written(value) else _name(value)}")
-        elif isinstance(value, types.FunctionType):
-            self._leaf(path, f"function {self._function(value)}")
-        elif isinstance(value, types.BuiltinFunctionType):
-            self._builtin(path, value)
+        elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+            self._callable(path, value)
         elif (
             library
             and not isinstance(value, functools.partial)
             and name in _defined(module)
             and (
                 isinstance(value, (Mapping, list, set))
-                or (type(value) not in _PLAIN and not _written(value))
+                or (type(value) not in PLAIN and not _written(value))
             )
         ):
             self._leaf(path, _name(type(value)))  # tables and caches are their release's
         else:
             self._value(path, value)
 
-    def _lacks(self, space: Mapping[str, Any], name: str) -> None:
-        """A name that code mentions is not among these globals; once it is, it means something."""
-        if (id(space), name) not in self._lacking:
-            self._lacking.add((id(space), name))
-            self._items.append((space, name, _MISSING))
+    def _ask(self, space: Mapping[str, Any], name: str) -> None:
+        """Watches what a name means, or that it means nothing."""
+        if (id(space), name) not in self._asked:
+            self._asked.add((id(space), name))
+            self._watch(_get, space, name)
 
     def _members(self, module: types.ModuleType, names: frozenset[str], library: bool) -> None:
         """What code names of a module, such as the functions of `torch.nn.functional`."""
-        if not self._library and module.__name__ in _RANDOM:
-            self.random = True
-        if _standard(module.__name__):
+        self.random |= not self._library and module.__name__ in _RANDOM
+        met = id(module), id(names)
+        if _standard(module.__name__) or met in self._members_seen:
             return
-        if (id(module), id(names)) in self._members_seen:
-            return
-        self._members_seen.add((id(module), id(names)))
+        self._members_seen.add(met)
         foreign = module.__name__.partition(".")[0] not in _LIBRARIES
         space = vars(module)
         for name in sorted(names & space.keys()):
             self._global(module.__name__, space, name, names, library or not foreign)
         if foreign and not library and type(module) is types.ModuleType:
             for name in names - space.keys() if "__getattr__" not in space else ():
-                self._lacks(space, name)
+                self._ask(space, name)
 
     def _class(self, cls: type) -> str:
         """Writes a class and the code that it may run down; its label."""
@@ -1080,13 +955,9 @@ class Walk:
         for owner in lineage:
             if _root(owner) not in _LIBRARIES or not _own_code(owner):
                 self.foreign.append(label)
-                todo |= {
-                    name
-                    for name, value in vars(owner).items()
-                    if name not in _CLASS_ITEMS
-                    and not (name in BOOKKEEPING and _keeps_books(owner))
-                }
-            self._checks.append(_same_length(owner))
+                skipped = _CLASS_ITEMS | BOOKKEEPING if _keeps_books(owner) else _CLASS_ITEMS
+                todo |= vars(owner).keys() - skipped
+            self._watch(_size, owner)
         done = set[str]()
         while todo:
             name = min(todo)
@@ -1097,9 +968,9 @@ class Walk:
                 continue
             value = vars(home)[name]
             path = f"{label}.{name}"
-            if self._spot(path, functools.partial(vars(home).get, name, _MISSING)):
+            if self._spot(path, _get, vars(home), name):
                 continue
-            self._items.append((vars(home), name, value))
+            self._watch(_get, vars(home), name)
             functions = list(_functions(value))
             if functions:
                 named = [self._function(f) for f in functions]
@@ -1114,7 +985,7 @@ class Walk:
                 self._leaf(path, repr(value))
             elif (
                 _root(home) in _LIBRARIES
-                and type(value) not in _PLAIN
+                and type(value) not in PLAIN
                 and name in _defined(home.__module__)
             ):
                 self._leaf(path, _name(type(value)))
@@ -1127,52 +998,46 @@ class Walk:
     def _environment(self, model: torch.nn.Module) -> None:
         self._leaf("python", f"{sys.version_info.major}.{sys.version_info.minor}")
         self._leaf("torch", library_version(torch))
-        self._precision = _flags()
-        for name, value in self._precision:
+        for name, value in _flags().items():
             self._leaf(f"torch/{name}", str(value))
+        self._watch(_flags, depth=1)
         for kind in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             hooks = getattr(torch_module, kind)
             foreign = [hook for hook in hooks.values() if _root(hook) not in _OWN]
             for i, hook in enumerate(foreign):
                 self.foreign.append(f"{kind}/{i}")
                 self._value(f"{kind}/{i}", hook)
-            self._checks.append(_unchanged(hooks, set()))
-        for name, value in vars(torch.Tensor).items():
+            self._contents(set(), None, _itself, hooks)
+        every = vars(torch.Tensor)
+        for name, value in every.items():
             own = _TENSOR.get(name) is value and _root(value) in ("torch", "builtins")
-            operator_of = name.startswith("__") and name not in _CLASS_ITEMS
-            if not own and (name in self._named or operator_of):
-                self._value(f"torch.Tensor.{name}", value)
-        self._checks.append(_unchanged(vars(torch.Tensor), {"__slotnames__"}))
-        updates = [cls.update for cls in CACHES]  # FlowKV's own stand in for theirs
-        for cls, update in zip(CACHES, updates, strict=True):
-            self._value(f"{cls.__name__}.update", update)
-        self._checks.append(lambda: [cls.update for cls in CACHES] == updates)
-        chosen = chosen_functions(model)
-        for registry, name, function in chosen:
-            self._value(f"{type(registry).__name__} {name}", function)
-        self._checks.append(lambda: all(r.get(name) is f for r, name, f in chosen))
+            if name in self._named or (name.startswith("__") and name not in _CLASS_ITEMS):
+                self._watch(_get, every, name)
+                if not own:
+                    self._value(f"torch.Tensor.{name}", value)
+        self._watch(_size, torch.Tensor)
+        for cls in CACHES:  # FlowKV's own stand in for theirs
+            self._part(f"{cls.__name__}.update", getattr, cls, "update")
+        for registry, name, _ in chosen_functions(model):
+            self._part(f"{type(registry).__name__} {name}", registry.get, name)
 
 
 _TENSOR = dict(vars(torch.Tensor))
 """What every tensor can do, as torch brings it."""
 
 
-def _flags() -> tuple[tuple[str, Any], ...]:
+def _flags() -> dict[str, Any]:
     """Flags of precision, which change what the same code computes."""
-    return (
-        ("matmul", _flag(torch.get_float32_matmul_precision)),
-        ("tf32", _flag(lambda: torch.backends.cuda.matmul.allow_tf32)),
-        ("cudnn", _flag(lambda: torch.backends.cudnn.allow_tf32)),
-        ("fp16", _flag(lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction)),
-        ("bf16", _flag(lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)),
-        ("mkldnn", _flag(_mkldnn_precision)),
-        ("dtype", _flag(torch.get_default_dtype)),
-    )
-
-
-def _mkldnn_precision() -> Any:
-    mkldnn: Any = torch.backends.mkldnn
-    return mkldnn.matmul.fp32_precision
+    matmul, mkldnn = torch.backends.cuda.matmul, cast("Any", torch.backends.mkldnn)
+    return {
+        "matmul": _flag(torch.get_float32_matmul_precision),
+        "tf32": _flag(lambda: matmul.allow_tf32),
+        "cudnn": _flag(lambda: torch.backends.cudnn.allow_tf32),
+        "fp16": _flag(lambda: matmul.allow_fp16_reduced_precision_reduction),
+        "bf16": _flag(lambda: matmul.allow_bf16_reduced_precision_reduction),
+        "mkldnn": _flag(lambda: mkldnn.matmul.fp32_precision),
+        "dtype": _flag(torch.get_default_dtype),
+    }
 
 
 def _flag(read: Callable[[], Any]) -> Any:
@@ -1213,9 +1078,7 @@ def _assigned(cls: Any) -> frozenset[str]:
         if isinstance(value, functools.cached_property):
             found.add(name)
         for function in _functions(value):
-            for code in _codes(function.__code__):
-                steps = dis.get_instructions(code)
-                found |= {step.argval for step in steps if step.opname == "STORE_ATTR"}
+            found |= _mentioned(function.__code__, "STORE_ATTR")
     return frozenset(found)
 
 
@@ -1338,16 +1201,12 @@ def _defined(module: str) -> Any:
         spec = importlib.util.find_spec(module)
         loader: Any = spec.loader if spec is not None else None
         code = loader.get_code(module)
-        found = set[str]()
-        for part in _codes(code):
-            for step in dis.get_instructions(part):
-                if step.opname in ("STORE_NAME", "STORE_GLOBAL", "STORE_ATTR"):
-                    found.add(str(step.argval))
-                elif step.opname == "IMPORT_STAR" or step.argrepr == "INTRINSIC_IMPORT_STAR":
-                    return _Everything()
+        for step in _steps(code):
+            if step.opname == "IMPORT_STAR" or step.argrepr == "INTRINSIC_IMPORT_STAR":
+                return _Everything()
+        return _mentioned(code, "STORE_NAME", "STORE_GLOBAL", "STORE_ATTR")
     except Exception:  # no source: whatever lies there is its release's
         return _Everything()
-    return frozenset(found)
 
 
 def _written(value: Any) -> bool:
@@ -1357,13 +1216,13 @@ def _written(value: Any) -> bool:
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether two plain values are one; anything else is told by identity."""
-    return type(a) is type(b) and type(a) in _PLAIN and bool(a == b)
+    return type(a) is type(b) and type(a) in PLAIN and bool(a == b)
 
 
 def _key(key: Any) -> str | None:
     """All that a key of a mapping is, as text; None for objects, which have more to them."""
     kind = type(key)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return f"{kind.__name__} {key!r}"
     if isinstance(key, enum.Enum):
         return f"{_name(kind)} {key.name}"
@@ -1385,8 +1244,6 @@ def _title(key: Any) -> str:
 
 
 _first = operator.itemgetter(0)
-
-
 key_text = _key
 
 
@@ -1413,22 +1270,19 @@ def _offloaded(module: torch.nn.Module, name: str, tensor: Any) -> Any:
     return where
 
 
-def _only(now: Mapping[str, Any], keys: Any, values: Any, free: set[str]) -> bool:
-    """Whether tensors differ only where every forward rewrites them."""
-    known = dict(zip(keys, values, strict=True))
-    return all(value is known.get(name, _MISSING) or name in free for name, value in now.items())
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two readings of one object's state hold the same things."""
+def _alike(a: Any, b: Any, depth: int) -> bool:
+    """Whether two readings gave the very same things, in containers down to some depth."""
     if a is b or _equal(a, b):
         return True
-    if type(a) is not type(b):
+    if depth == 0 or type(a) is not type(b):
         return False
     if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_alike, a, b))
+        return len(a) == len(b) and (
+            all(map(operator.is_, a, b))
+            or all(_alike(x, y, depth - 1) for x, y in zip(a, b, strict=True))
+        )
     if isinstance(a, dict):
-        return len(a) == len(b) and all(map(_alike, a.items(), b.items()))
+        return a.keys() == b.keys() and all(_alike(x, b[key], depth - 1) for key, x in a.items())
     if isinstance(a, (bytearray, set, frozenset, str, bytes, int, float)):
         return bool(a == b)
     if isinstance(a, np.ndarray):
@@ -1445,53 +1299,71 @@ def _frozen(value: Any) -> Any:
     return set(value) if type(value) is set else value
 
 
-def _unchanged(
-    container: Any, free: set[Any], grown: frozenset[str] | None = None
+def _module_stays(
+    held: dict[str, Any], own: Mapping[str, Any], free: set[str]
 ) -> Callable[[], bool]:
-    """Asks whether a container holds the very things that it holds now.
+    """Asks whether a module is as it is now, quickly: a decode step pays for this.
 
     Args:
-        container: A mapping, sequence or set.
-        free: Keys or places that forwards write.
-        grown: The only keys that matter, if forwards add others.
+        held: Its attributes.
+        own: Those that are in the name.
+        free: Names that forwards write.
     """
-    if isinstance(container, Mapping):
-        known = {key: item for key, item in container.items() if key not in free}
-        if grown is not None:
-            known = {key: item for key, item in known.items() if _key(key) in grown}
+    items, training, size = tuple(own.items()), held["training"], len(held.keys() - free)
+    empty = [kind for kind in _WATCHED if not held[kind]]
+    spaces = [(k, tuple(held[k]), tuple(held[k].values())) for k in _WATCHED if held[k]]
 
-        def same() -> bool:
-            all_keys = grown is None
-            if all_keys and len(container) != len(known) + sum(key in container for key in free):
+    def same() -> bool:
+        if held["training"] is not training:
+            return False
+        if len(held) != size and len(held) - size != sum(name in held for name in free):
+            return False
+        for name, value in items:
+            found = held.get(name, MISSING)
+            if found is not value and not _equal(found, value):
                 return False
-            return all(
-                (found := container.get(key, _MISSING)) is item or _equal(found, item)
-                for key, item in known.items()
-            )
+        for kind in empty:
+            if held[kind]:
+                return False
+        for kind, names, values in spaces:
+            now = held[kind]
+            if tuple(now) == names and all(map(_is, now.values(), values)):
+                continue
+            if kind not in _TENSORS or len(now) != len(names):  # others run in their order
+                return False
+            known = dict(zip(names, values, strict=True))
+            if any(known.get(n, MISSING) is not t and n not in free for n, t in now.items()):
+                return False
+        return True
 
-        return same
-    items = tuple(container)
-    if isinstance(container, (set, frozenset)):
-        return lambda: container == set(items)
-
-    def same_items() -> bool:
-        return len(container) == len(items) and all(
-            a is b or _equal(a, b) or (free and i in free)
-            for i, (a, b) in enumerate(zip(container, items, strict=True))
-        )
-
-    return same_items
+    return same
 
 
-def _as_known(now: Mapping[str, Any], known: Mapping[str, Any], free: set[str]) -> bool:
-    size = len(known) + sum(name in now for name in free)
-    return len(now) == size and all(
-        _same_thing(now.get(name, _MISSING), item) for name, item in known.items()
-    )
+def items_of(held: Any) -> dict[Any, Any]:
+    """What a container holds, by key or place."""
+    if isinstance(held, Mapping):
+        return dict(held.items())
+    return dict.fromkeys(held) if isinstance(held, (set, frozenset)) else dict(enumerate(held))
 
 
-def _same_thing(found: Any, known: Any) -> bool:
-    return found is known or _equal(found, known)
+def _without(held: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+    return {name: item for name, item in held.items() if name not in names}
+
+
+def _get(space: Mapping[str, Any], name: str) -> Any:
+    return space.get(name, MISSING)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _type_of(model: weakref.ref[Any]) -> type:
+    return type(model())
+
+
+def _bytes_of(value: Any) -> bytes:
+    return bytes(memoryview(value))
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -1502,23 +1374,14 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-@functools.cache
-def _loaded(code: types.CodeType) -> frozenset[str]:
-    """Names that code looks up among the globals, apart from those of attributes."""
-    steps = itertools.chain.from_iterable(map(dis.get_instructions, _codes(code)))
-    return frozenset(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
+    return itertools.chain.from_iterable(map(dis.get_instructions, _codes(code)))
 
 
 @functools.cache
-def _imports(code: types.CodeType) -> frozenset[str]:
-    """Modules that code imports when it runs."""
-    steps = (step for part in _codes(code) for step in dis.get_instructions(part))
-    return frozenset(step.argval for step in steps if step.opname == "IMPORT_NAME")
-
-
-def _reads(code: types.CodeType, *names: str) -> bool:
-    """Whether code names one of some functions of the standard library."""
-    return not _names(code).isdisjoint(names)
+def _mentioned(code: types.CodeType, *operations: str) -> frozenset[str]:
+    """Names that some operations of code are about."""
+    return frozenset(step.argval for step in _steps(code) if step.opname in operations)
 
 
 def _clock(function: types.FunctionType) -> bool:
@@ -1526,7 +1389,9 @@ def _clock(function: types.FunctionType) -> bool:
     names, space = _names(function.__code__), function.__globals__
     if any(getattr(space.get(name), "__module__", "") == "time" for name in names & space.keys()):
         return True
-    clock = any(space.get(name) is time for name in names) or "time" in _imports(function.__code__)
+    clock = any(space.get(name) is time for name in names) or "time" in _mentioned(
+        function.__code__, "IMPORT_NAME"
+    )
     return clock and not names.isdisjoint(_CLOCKS)
 
 
@@ -1564,42 +1429,33 @@ def _attribute_of(held: Mapping[str, Any], name: str) -> Any:
     for space in (held, held["_buffers"], held["_parameters"]):
         if name in space:
             return space[name]
-    return _MISSING
+    return MISSING
 
 
 def _others(mapping: Mapping[Any, Any], known: frozenset[str]) -> Any:
     """What is in a mapping under other keys than those; only how much, if that is a lot."""
-    if len(mapping) > len(known) + _LONG:
+    if len(mapping) > len(known) + LONG:
         return len(mapping)
     return {key: item for key, item in list(mapping.items()) if _key(key) not in known}
 
 
-def _item_of(mapping: Mapping[Any, Any], key: Any) -> Any:
-    try:
-        return mapping[key] if key in mapping else _MISSING  # noqa: SIM401 (no `get` that makes one)
-    except Exception:  # whatever a mapping of its own kind raises
-        return _MISSING
-
-
-def _place_of(sequence: Any, i: int) -> Any:
-    return sequence[i] if i < len(sequence) else _MISSING
+def _item_of(held: Any, key: Any) -> Any:
+    try:  # not `get`: mappings of their own kind may make one
+        return held[key] if not isinstance(held, Mapping) or key in held else MISSING
+    except Exception:  # whatever such a mapping raises, or a sequence that is shorter
+        return MISSING
 
 
 def _content_of(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return _MISSING
+        return MISSING
 
 
-def _same_length(cls: type) -> Callable[[], bool]:
-    held = vars(cls)
-
-    def length() -> int:
-        return len(held) - ("__slotnames__" in held)  # noted by Python when one is copied first
-
-    size = length()
-    return lambda: length() == size
+def _size(cls: type) -> int:
+    """How many attributes a class has, but what Python notes when one is copied first."""
+    return len(vars(cls)) - ("__slotnames__" in vars(cls))
 
 
 _AROUND = (functools.cached_property, functools.partialmethod, functools.partial)

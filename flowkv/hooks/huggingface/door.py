@@ -19,8 +19,8 @@ from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import ModelPlan, PagedCache, configured_layers
-from flowkv.hooks.huggingface.identity import Identity, Proof, usual
-from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names
+from flowkv.hooks.huggingface.identity import Identity, Proof
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, usual
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
     NOTHING,

@@ -14,22 +14,31 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flowkv.cache.kv import KV
 from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.keys import Namespace
-from flowkv.hooks.huggingface.computation import Walk, key_text, settles
+from flowkv.hooks.huggingface.computation import (
+    LONG,
+    MISSING,
+    PLAIN,
+    Walk,
+    Written,
+    items_of,
+    key_text,
+    settles,
+)
 from flowkv.hooks.huggingface.versions import chosen_functions, library_release
-from flowkv.hooks.huggingface.weights import MISSING, Places, Weights, Written, holds, state_of
+from flowkv.hooks.huggingface.weights import Weights, bytes_of, version_of
 
 SMALL_BYTES = 8 << 20
 """Weights up to this size are read whole for every cache and before pages become known."""
@@ -125,7 +134,7 @@ class Identity:
 
     def _with_edits(self) -> Namespace:
         """The name, with what somebody else wrote where forwards write."""
-        edited = self._places_written.edited()
+        edited = dict(self._places_written.edited)
         self._parts = parts = []
         for path, value in sorted(edited.items(), key=lambda item: item[0]):
             part = Walk(None, {}, "", self._numbers, part=(path, value))
@@ -197,11 +206,11 @@ class Identity:
                 values = (
                     {str(key_text(k)): v for k, v in now.items()} if isinstance(now, dict) else {}
                 )
-                keep = {k for k, v in values.items() if settles(v) and holds(state.get(k), v)}
+                keep = {k for k, v in values.items() if settles(v) and state.get(k) == state_of(v)}
                 self._written.grown[path.removesuffix("/new")] = known | keep
                 if len(keep) == len(values):
                     del self._written.grown[path.removesuffix("/new")]
-            elif settles(now) and holds(state, now):
+            elif settles(now) and state == state_of(now):
                 self._written.pop(path)
         self._learnt.clear()
         self._settled = True
@@ -241,7 +250,7 @@ class Identity:
 
     def _learn(self, model: Any, *, named: bool) -> bool:
         if not named:  # forwards that no door has seen
-            self._places_written.end()
+            self._places_written.follow(ended=True)
         uncounted = self._uncounted(always=not named)
         if not uncounted and self.same(model):
             return False
@@ -448,6 +457,160 @@ def _switch(config: Any) -> int | None:
     return min(int(n) for n in (*lengths, trained or lengths[0])) if lengths else None
 
 
+# What a model's own forward writes, and whether somebody else wrote to it since.
+#
+# A counter that a forward moves is no part of a model's name: it says nothing that the inputs do
+# not say. But the same place may be set by hand afterwards. So the state in which each forward
+# left such a place is remembered; whoever finds it in another one before the next forward knows
+# that somebody else wrote, and names what is there.
+
+_MOST = 256
+_DEEP = 6
+_SMALL_TENSOR = 1 << 16
+
+
+class _Who:
+    """Who something is, without keeping it alive."""
+
+    __slots__ = ("_met",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._met: Any = weakref.ref(value)
+        except TypeError:  # it cannot be referred to weakly
+            self._met = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        found = self._met()
+        return found is not None and isinstance(other, _Who) and found is other._met()
+
+
+def state_of(value: Any) -> Any:
+    """What equals its like as long as nothing was replaced or written to; keeps nothing alive.
+
+    Of containers of more than `LONG` items it is the length and both ends.
+    """
+    return _state(value, [_MOST], 0)
+
+
+def _state(value: Any, left: list[int], depth: int) -> Any:
+    left[0] -= 1
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if isinstance(value, torch.Tensor):
+        return _Who(value), version_of(value)
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= _SMALL_TENSOR and not value.dtype.hasobject
+        return _Who(value), value.tobytes() if small else None
+    if depth >= _DEEP or left[0] <= 0:
+        return _Who(value)
+    if isinstance(value, (set, frozenset)):
+        return kind, len(value), frozenset(map(id, value)) if len(value) <= LONG else None
+    if isinstance(value, (Mapping, list, tuple, deque)):
+        if len(value) <= LONG:
+            items = items_of(value).items()
+            return kind, {key: _state(item, left, depth + 1) for key, item in items}
+        ends = () if isinstance(value, Mapping) else (value[0], value[-1])
+        return kind, len(value), [_state(end, [0], 0) for end in ends]
+    held = getattr(value, "__dict__", None)
+    return _Who(value), _state(held, left, depth + 1) if type(held) is dict else None
+
+
+def _content_of(value: Any) -> Any:
+    """The state of a small tensor to which somebody writes without a count."""
+    if not isinstance(value, torch.Tensor) or value.nbytes > _SMALL_TENSOR:
+        return state_of(value)
+    return _Who(value), bytes_of(value.detach()).cpu().numpy().tobytes()
+
+
+class Places:
+    """The places that a model's forwards write, and in which state each was left.
+
+    Attributes:
+        touched: Places to which somebody else ever wrote.
+        uncounted: Places of tensors that are written to without a count.
+        foreign: Places that were not as a forward left them, when they were named last.
+        edited: What was at the places that were not as a forward left them when one began.
+        unsteady: Grows whenever somebody else wrote to such a place, or a forward did to one that
+            somebody else had written to: what is computed from now on is another thing than the
+            name says which a call began with.
+    """
+
+    def __init__(self) -> None:
+        self.unsteady = 0
+        self.edited: dict[str, Any] = {}
+        self.uncounted: set[str] = set()
+        self.touched: set[str] = set()
+        self.foreign: set[str] = set()
+        self._spots: dict[str, Callable[[], Any]] = {}
+        self._left: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}
+
+    def take(self, spots: Mapping[str, Callable[[], Any]], learnt: Iterable[str] = ()) -> None:
+        """Takes the places of a walk.
+
+        Args:
+            spots: What is at each place, by path.
+            learnt: Places at which a write was seen only once: they are named by what is there,
+                until a forward writes to them again.
+        """
+        self._spots = dict(spots)
+        for path in spots.keys() - self._left.keys():
+            self._left[path] = self._own[path] = self._state(path, self.value(path))
+        for path in learnt:
+            self.distrust(path)
+        for gone in self._left.keys() - spots.keys():
+            for held in (self._left, self._own, self.edited):
+                held.pop(gone, None)
+
+    def distrust(self, path: str) -> None:
+        """What is at a place now was not left by a forward."""
+        self._own[path] = None
+        self.edited[path] = self.value(path)
+
+    def follow(self, *, ended: bool) -> None:
+        """A forward begins, or has ended: what differs by then, it has written.
+
+        Whatever odd values raise, nothing is shared then.
+        """
+        try:
+            for path, get in self._spots.items():
+                now = get()
+                state = self._state(path, now)
+                if state == self._left[path]:
+                    continue
+                self._left[path] = state
+                if ended:
+                    self._own[path] = state
+                    self.unsteady += path in self.foreign
+                else:
+                    self.touched.add(path)
+                    self.unsteady += 1
+                if state == self._own[path]:
+                    self.edited.pop(path, None)
+                else:
+                    self.edited[path] = now
+        except Exception:
+            self.unsteady += 1
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._spots
+
+    def _state(self, path: str, value: Any) -> Any:
+        return _content_of(value) if path in self.uncounted else state_of(value)
+
+    def value(self, path: str) -> Any:
+        """What is at a place."""
+        return self._spots[path]()
+
+    def forget(self) -> None:
+        """Lets go of everything."""
+        for held in (self._spots, self._left, self._own, self.edited):
+            held.clear()
+
+
 # Proves pages by reading weights again: a little in every call, more while nothing runs.
 #
 # A page may leave the process once a reading of all weights, begun after the page became known, has
@@ -496,33 +659,30 @@ class Proof:
     def _roll(self, seconds: float) -> bool:
         weights = self._identity.weights
         if not weights.rolling:
-            with self._kv.lock:
-                if (planner := self._kv.planner) is not None:
-                    planner.store.provisional.begin()
+            self._tell(lambda store: store.provisional.begin())
         passes = weights.passes
         if not self._identity.roll(max(seconds, 0.0)):
             return False
         if weights.passes > passes and not self._identity.unnamed:
-            with self._kv.lock:
-                if (planner := self._kv.planner) is not None and not self._kv.closed:
-                    planner.store.confirm()
+            self._tell(lambda store: None if self._kv.closed else store.confirm())
         return True
+
+    def _tell(self, what: Callable[[Any], None]) -> None:
+        """Says something to the store of pages, once there is one."""
+        with self._kv.lock:
+            if (planner := self._kv.planner) is not None:
+                what(planner.store)
 
     # ---- what is proven
 
     def watch(self) -> None:
         """From now on pages are proven or not as the identity, which is new, asks for."""
-        with self._kv.lock:
-            if (planner := self._kv.planner) is not None:
-                identity = self._identity
-                proves = identity.n_bytes > SMALL_BYTES or bool(identity.unnamed)
-                planner.store.provisional.active = proves
+        proves = self._identity.n_bytes > SMALL_BYTES or bool(self._identity.unnamed)
+        self._tell(lambda store: setattr(store.provisional, "active", proves))
 
     def reject(self) -> None:
         """Weights changed: forgets what may have been computed by others than it is named after."""
-        with self._kv.lock:
-            if (planner := self._kv.planner) is not None:
-                planner.store.reject()
+        self._tell(lambda store: store.reject())
 
     def finish(self) -> None:
         """Reads all weights from the beginning, so that all that is known by now is proven."""
@@ -573,102 +733,3 @@ def _read_on(held: weakref.ref[Proof]) -> None:
     while (proof := held()) is not None and proof.step():
         del proof  # nobody is kept alive by being watched
         time.sleep(_PART_S)
-
-
-# Token ids and positions that went into a model, kept until a page fills and its name is needed.
-#
-# Reading them from a GPU waits for it, so they are read once a page and not once a token. They are
-# copied when they come: a caller may write its next token into the same tensor.
-
-
-class Note(NamedTuple):
-    """Ids `[B, T]` and positions `[..., T]` of the columns from `low` on."""
-
-    low: int
-    ids: torch.Tensor
-    positions: torch.Tensor | None
-
-
-class Notes:
-    """The notes of one cache, in order of columns."""
-
-    def __init__(self) -> None:
-        self._notes: list[Note] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._notes)
-
-    def add(self, low: int, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """Copies what a forward was given for the columns from `low` on."""
-        copied = None if positions is None else positions.detach().clone()
-        self._notes.append(Note(low, ids.detach().clone(), copied))
-
-    def drop(self, low: int) -> None:
-        """Forgets what was noted for columns from `low` on."""
-        self._notes = [note for note in self._notes if note.low < low]
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._notes.clear()
-
-    def take(self, pads: NDArray[np.int64], by_column: bool) -> tuple[int, NDArray[np.int64], bool]:
-        """Hands everything over.
-
-        Args:
-            pads: Padding columns of each row.
-            by_column: Positions are expected to be missing: they count columns.
-
-        Returns:
-            The first column, ids `[B, n]`, and whether all positions are the usual ones.
-        """
-        notes, self._notes = self._notes, []
-        joined = _join(notes)
-        ordinary = all(
-            usual(note.low, note.ids.shape[1], note.positions, pads, by_column=by_column)
-            for note in joined
-        )
-        ids = torch.cat([note.ids for note in joined], dim=1).cpu().numpy()
-        return notes[0].low, ids, ordinary
-
-
-def _join(notes: list[Note]) -> list[Note]:
-    """Adjacent columns as one note, if their positions have one shape: a GPU is asked once."""
-    positions = [note.positions for note in notes]
-    ids = torch.cat([note.ids for note in notes], dim=1)
-    given = [p for p in positions if p is not None]
-    if not given:
-        return [Note(notes[0].low, ids, None)]
-    alike = len({p.shape[:-1] for p in given}) == 1
-    fitting = all(p.shape[-1] == note.ids.shape[1] for p, note in zip(given, notes, strict=False))
-    if len(given) < len(notes) or not alike or not fitting:
-        return notes
-    return [Note(notes[0].low, ids, torch.cat(given, dim=-1))]
-
-
-def usual(
-    low: int,
-    columns: int,
-    positions: torch.Tensor | None,
-    pads: NDArray[np.int64],
-    *,
-    by_column: bool = False,
-) -> bool:
-    """Whether positions count each row's own tokens, which every reuse relies on.
-
-    Args:
-        low: First column.
-        columns: How many.
-        positions: What the model was told, `[..., columns]`; None if it makes them itself.
-        pads: Padding columns of each row.
-        by_column: Such own positions count the padding, and pages are named after that.
-    """
-    padded = bool(pads.any())
-    if positions is None:
-        return by_column or not padded
-    if (by_column and padded) or positions.shape[-1] != columns:
-        return False
-    wanted = torch.arange(low, low + columns, device=positions.device)
-    if not padded:
-        return bool((positions == wanted).all())
-    wanted = wanted - torch.from_numpy(pads).to(positions.device)[:, None]
-    return bool(((positions == wanted) | (wanted < 0)).all())

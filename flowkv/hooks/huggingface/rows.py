@@ -23,8 +23,7 @@ from flowkv.cache.kv import KV, plan
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core.errors import StateError
-from flowkv.hooks.huggingface.identity import Notes, usual
-from flowkv.hooks.huggingface.inputs import ForwardCall
+from flowkv.hooks.huggingface.inputs import ForwardCall, Notes, usual
 from flowkv.hooks.huggingface.versions import PREFILL, EncoderDecoderCache
 from flowkv.kernels.operands import Pages, Ragged
 
