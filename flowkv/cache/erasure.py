@@ -106,7 +106,7 @@ def _doom(store: PageStore, seq: Sequence, group: int, doomed: dict[int, Block])
     last = len(seq.tokens) // size
     for page in range(last, -1, -1):
         above, rest, others = seq.parent_key(group, page), seq.tokens[page * size :], False
-        parts: dict[int, Block] = {}  # of the page above, see `flowkv.cache.handover`
+        parts: dict[int, Block] = {}  # single layers of the page above, of an earlier version
         for branch in store.index.branches(above):
             head = branch[0]
             if (head.namespace, head.tenant, head.group) != realm or head.slot in doomed:
