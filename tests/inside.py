@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         remembered,
     )
     from flowkv.cache.pool import PagePool
-    from flowkv.cache.prefetch import Prefetch
+    from flowkv.cache.requests import Prefetch
     from flowkv.cache.restore import Late, RestoreJob
     from flowkv.cache.sequence import CLOSED, READY, Tables, session_number
     from flowkv.cache.statistics import breaker
@@ -278,7 +278,7 @@ if TYPE_CHECKING:
         class_of,
     )
     from flowkv.policy.rates import Rates
-    from flowkv.policy.restore.flowkv import Prices, TwoPointer, best_split
+    from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
     from flowkv.policy.scheduling.turns import WaitingLine, Worth
     from flowkv.policy.temperature import (
         Heat,
@@ -361,6 +361,7 @@ if TYPE_CHECKING:
     from flowkv.testing.restores import worlds as restores_worlds
     from flowkv.testing.schedulers import CheckedTurns, SchedulerStory, SchedulerWorld
     from flowkv.testing.schedulers import worlds as schedulers_worlds
+    from flowkv.testing.stories import VerificationError, require
     from flowkv.testing.tier_machine import Frame, Model, Wish
     from flowkv.testing.tiers import Faults
     from flowkv.tiers import envelope, host

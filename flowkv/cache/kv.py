@@ -20,15 +20,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache import erasure, export, swap
+from flowkv.cache import export, swap
 from flowkv.cache import stack as learned
 from flowkv.cache.audit import Auditor, Explanation, explain
 from flowkv.cache.block_table import Planner
 from flowkv.cache.export import Bundles, Exported, Loaded
 from flowkv.cache.guard import Guard
 from flowkv.cache.load import PageLoader
-from flowkv.cache.prefetch import Prefetch, PrefetchManager
-from flowkv.cache.requests import Queue, Recording, RequestTracker, WaitingRequest
+from flowkv.cache.requests import (
+    Prefetch,
+    PrefetchManager,
+    Queue,
+    Recording,
+    RequestTracker,
+    WaitingRequest,
+)
 from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreScheduler, choose
 from flowkv.cache.seal import Refusal, describe
 from flowkv.cache.sequence import Retain, Sequence, Tables, eta_ns, make_care, session_number
@@ -393,7 +399,7 @@ class KV:
         self.loader = loader = PageLoader(store)
         self.foresight = foresight = self._look_out(store)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
-        self.planner = planner = Planner(
+        self.planner = Planner(
             *(store, tables, self.lock, self.gate.computed, foresight),
             allowed=self._may_publish,
             on_non_finite=self._non_finite,
@@ -939,9 +945,9 @@ class KV:
             store = Planner.of(seq).store
             store.flush(self.config.load_deadline_s)
             if tokens is None:
-                return self._forget_realm(erasure.Realm(seq.tenant, None))
+                return self._forget_realm(export.Realm(seq.tenant, None))
             try:
-                return erasure.forget_prompt(store, seq)
+                return export.forget_prompt(store, seq)
             finally:
                 for open_seq in self._open.values():
                     open_seq.publishable &= not open_seq.forgotten
@@ -962,7 +968,7 @@ class KV:
             for seq in self._open.values():
                 seq.publishable = False
             with self._purged():
-                return self._forget_realm(erasure.Realm(None, self.namespace))
+                return self._forget_realm(export.Realm(None, self.namespace))
 
     @contextmanager
     def _purged(self) -> Iterator[None]:
@@ -977,10 +983,10 @@ class KV:
         self.visits.purge()
         self.queue.purge(self._bound().store.index.slot)
 
-    def _forget_realm(self, realm: erasure.Realm) -> int:
+    def _forget_realm(self, realm: export.Realm) -> int:
         for seq in self._open.values():
             seq.publishable &= seq.tenant != realm.tenant
-        return erasure.forget_realm(self._bound().store, realm)
+        return export.forget_realm(self._bound().store, realm)
 
     def save_state(self, seq: Sequence, values: dict[str, Any]) -> bool:
         """Keeps the state of recurrent layers after exactly `seq.length` tokens.
@@ -1062,7 +1068,7 @@ class KV:
         store, blocks = self._bound().store, dict[int, Any]()
         if tokens is None:
             with self._probe((), tenant, salts) as seq:
-                mine = erasure.Realm(seq.tenant, seq.namespace)
+                mine = export.Realm(seq.tenant, seq.namespace)
                 blocks = {id(b): b for b in store.index if mine.holds(b)}
         for prompt in () if tokens is None else _prompts(tokens):
             with self._probe(prompt, tenant, salts) as seq:

@@ -19,7 +19,7 @@ from flowkv.cache.store import PageStore, ReadFrom
 from flowkv.core import compiling
 from flowkv.core.errors import NonFiniteError, StateError
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, granule_of
-from flowkv.policy.restore import Load as LoadOp
+from flowkv.policy.restore import RestoreLoad
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome
 
 Allocate = Callable[[int, int, int], list[int] | None]
@@ -345,7 +345,7 @@ class LoadBatch:
         self,
         owner: object,
         done: Callable[[LoadBatch], None],
-        op: LoadOp | None = None,
+        op: RestoreLoad | None = None,
         tier: str = "",
         priority: IOPriority = IOPriority.DEMAND,
     ) -> None:

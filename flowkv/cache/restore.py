@@ -43,10 +43,10 @@ from flowkv.observe.events import (
 )
 from flowkv.policy.restore import (
     Compute,
-    Load,
     LoadGate,
-    Request,
+    RestoreLoad,
     RestorePolicy,
+    RestoreRequest,
     Source,
     Span,
     State,
@@ -389,18 +389,18 @@ class Prior:
         self._links: dict[str, tuple[float, float]] = {}
         self._token_s = 0.0
 
-    def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+    def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         """So many layers of these tokens."""
         if not self._token_s:
             self._token_s = self._gate.seconds_per_token or self._guess_s(request)
         return self._token_s * tokens.size * layers / request.layers
 
-    def suffix_s(self, request: Request) -> float:
+    def suffix_s(self, request: RestoreRequest) -> float:
         """All layers of the suffix."""
         behind = Span(request.tokens, request.tokens + request.suffix)
         return self.compute_s(request, request.layers, behind)
 
-    def load_s(self, request: Request, source: int, cells: int) -> float:
+    def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
         """So many cells at once."""
         tier, _, cell_bytes = request.sources[source]
         if tier not in self._links:
@@ -410,7 +410,7 @@ class Prior:
         latency_s, bytes_per_s = self._links[tier]
         return latency_s + cells * cell_bytes / bytes_per_s
 
-    def _guess_s(self, request: Request) -> float:
+    def _guess_s(self, request: RestoreRequest) -> float:
         """As long as it takes to load a token."""
         if not request.sources:
             return _LEAST_S
@@ -618,7 +618,7 @@ class RestoreScheduler:
         )
         return min(_LEAST_PAGES * max(pages, default=0.0), _LEAST_BYTES)
 
-    def _load(self, op: Load, tier: str) -> int:
+    def _load(self, op: RestoreLoad, tier: str) -> int:
         self.state.begin(op)
         restoration = self._active[op.request]
         flight = LoadBatch(restoration, self._arrived, op, tier)
@@ -626,7 +626,7 @@ class RestoreScheduler:
             flight, restoration.back.pieces(op), restoration.back.tier_of(op.source)
         )
 
-    def _left(self, tier: str) -> Load | None:
+    def _left(self, tier: str) -> RestoreLoad | None:
         """What the policy leaves where it is, though nobody computes it any more: by layers."""
         for number, one in self._active.items():
             progress = self.state.requests[number]
@@ -635,7 +635,9 @@ class RestoreScheduler:
             for layer in range(one.request.layers):
                 floor = max(progress.front[layer], progress.lost)
                 if floor < progress.back[layer]:
-                    return Load(number, Span(layer, layer + 1), Span(floor, progress.back[layer]))
+                    return RestoreLoad(
+                        number, Span(layer, layer + 1), Span(floor, progress.back[layer])
+                    )
         return None
 
     def files(self) -> list[int]:
@@ -653,7 +655,7 @@ class RestoreScheduler:
         self._measure(flight, op)
         restoration.arrived(flight, op)
 
-    def _measure(self, flight: LoadBatch, op: Load) -> None:
+    def _measure(self, flight: LoadBatch, op: RestoreLoad) -> None:
         """Loads in flight at one time share the link: each counts from the end of the last."""
         n_bytes = flight.n_bytes.total()
         request = self._active[op.request].request
@@ -772,7 +774,7 @@ class Back:
         """Number of the tier that a source is; -1 where that is for each page to say."""
         return self._tiers[source]
 
-    def pieces(self, op: Load) -> Iterator[LayerSlice]:
+    def pieces(self, op: RestoreLoad) -> Iterator[LayerSlice]:
         """What is not there of the cells of a load."""
         size = self._restorer.page_size
         pages = range(op.tokens.first // size, -(-op.tokens.stop // size))
@@ -905,7 +907,7 @@ class Tally:
         front: Tokens that were there when the front was done.
     """
 
-    def __init__(self, restores: RestoreScheduler, seq: Sequence, request: Request) -> None:
+    def __init__(self, restores: RestoreScheduler, seq: Sequence, request: RestoreRequest) -> None:
         self._restores, self._seq, self._request = restores, seq, request
         self._progress = restores.state.requests[request.number]
         self.front = request.resident
@@ -921,7 +923,7 @@ class Tally:
         self._restores.costs.computed(self._request, op.layers.size, op.tokens, counted_s)
         self._span("compute", op.tokens, Span(0, self._request.layers), started_s, seconds)
 
-    def loaded(self, flight: LoadBatch, op: Load) -> None:
+    def loaded(self, flight: LoadBatch, op: RestoreLoad) -> None:
         """A load is over."""
         self._failed += flight.lost
         if flight.n_bytes:
@@ -1079,7 +1081,7 @@ class RestoreJob:
         self.back, self._stop = Back(restores.restorer, seq, plan), plan.pages
         self._phase, self._broken = _Phase.FRONT, False
         self._computing: _Computing | None = None
-        self.request = Request(
+        self.request = RestoreRequest(
             number=restores.number(),
             tokens=plan.stop * self._size,
             suffix=seq.known - plan.pages * self._size,
@@ -1134,7 +1136,7 @@ class RestoreJob:
 
     # ---- loads
 
-    def arrived(self, flight: LoadBatch, op: Load) -> None:
+    def arrived(self, flight: LoadBatch, op: RestoreLoad) -> None:
         """A load is over. Callers hold the KV lock."""
         state = self._restores.state
         self._tally.loaded(flight, op)

@@ -15,14 +15,14 @@ import msgspec
 
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.policy.restore.costs import Measured, lower_bound
-from flowkv.policy.restore.state import (
+from flowkv.policy.restore.policy import (
     Compute,
     Costs,
-    Load,
     Op,
     Progress,
-    Request,
+    RestoreLoad,
     RestorePolicy,
+    RestoreRequest,
     Source,
     Span,
     State,
@@ -94,7 +94,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.ttft_s.values()) / len(self.ttft_s)
 
 
-def summed(requests: Iterable[Request], timeline: Iterable[Done]) -> Run:
+def summed(requests: Iterable[RestoreRequest], timeline: Iterable[Done]) -> Run:
     """What a timeline says about its requests; ops of one start in the order they were begun in."""
     known = {request.number: request for request in requests}
     timeline = tuple(sorted(timeline, key=lambda done: done.start_s))
@@ -104,7 +104,7 @@ def summed(requests: Iterable[Request], timeline: Iterable[Done]) -> Run:
     free_s: dict[str, float] = {}
     for op, start_s, end_s, ok in timeline:
         ends[op.request] = max(ends[op.request], end_s)
-        if isinstance(op, Load):
+        if isinstance(op, RestoreLoad):
             cells = op.layers.size * op.tokens.size
             link_bytes += cells * known[op.request].sources[op.source].cell_bytes
             tier = known[op.request].sources[op.source].tier
@@ -124,7 +124,7 @@ def summed(requests: Iterable[Request], timeline: Iterable[Done]) -> Run:
     )
 
 
-def cells_of(request: Request) -> int:
+def cells_of(request: RestoreRequest) -> int:
     """Cells that a restore of it has to produce."""
     return (request.tokens - request.resident) * request.layers
 
@@ -135,14 +135,14 @@ Among = Collection[int] | None
 
 
 def run(
-    requests: Sequence[Request],
+    requests: Sequence[RestoreRequest],
     policy: RestorePolicy,
     costs: Costs,
     *,
     believed: Costs | None = None,
     engines: Sequence[Among] = (None,),
     depth: int = 1,
-    fails: Callable[[Load], bool] | None = None,
+    fails: Callable[[RestoreLoad], bool] | None = None,
 ) -> Run:
     """Restores requests as a policy says.
 
@@ -174,13 +174,13 @@ class VirtualClock:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[RestoreRequest],
         policy: RestorePolicy,
         costs: Costs,
         believed: Costs,
         engines: Sequence[Among],
         depth: int,
-        fails: Callable[[Load], bool] | None,
+        fails: Callable[[RestoreLoad], bool] | None,
     ) -> None:
         self.policy, self.costs, self.believed = policy, costs, believed
         self.requests = list(requests)
@@ -192,7 +192,7 @@ class VirtualClock:
         self.queued = dict.fromkeys(self.tiers, 0)
         self.free_s = dict.fromkeys(self.tiers, 0.0)
         self.timeline: list[Done] = []
-        self.events: list[tuple[float, int, Request | _Ending, int]] = []
+        self.events: list[tuple[float, int, RestoreRequest | _Ending, int]] = []
         self.count = 0
 
     def run(self) -> Run:
@@ -203,7 +203,7 @@ class VirtualClock:
             now_s = self.state.now_s = self.events[0][0]
             while self.events and self.events[0][0] <= now_s:
                 _, _, what, engine = heapq.heappop(self.events)
-                if isinstance(what, Request):
+                if isinstance(what, RestoreRequest):
                     self._drop_if_done(self.state.add(what))
                 else:
                     self._ended(what, engine)
@@ -213,7 +213,7 @@ class VirtualClock:
             raise StateError(f"Requests {left} were left unfinished", "See the policy's answers")
         return summed(self.requests, self.timeline)
 
-    def _at(self, time_s: float, what: Request | _Ending, engine: int) -> None:
+    def _at(self, time_s: float, what: RestoreRequest | _Ending, engine: int) -> None:
         self.count += 1
         heapq.heappush(self.events, (time_s, self.count, what, engine))
 
@@ -237,7 +237,7 @@ class VirtualClock:
         now_s = start_s = self.state.now_s
         request = self.state.requests[op.request].request
         ok = True
-        if isinstance(op, Load):
+        if isinstance(op, RestoreLoad):
             cells = op.layers.size * op.tokens.size
             took_s = self.costs.load_s(request, op.source, cells)
             tier = request.sources[op.source].tier
@@ -259,7 +259,7 @@ class VirtualClock:
     def _ended(self, ending: _Ending, engine: int) -> None:
         op, took_s, ok = ending
         progress = self.state.requests[op.request]
-        if isinstance(op, Load):
+        if isinstance(op, RestoreLoad):
             self.queued[progress.request.sources[op.source].tier] -= 1
         else:
             self.busy[engine] = False
@@ -274,7 +274,7 @@ class VirtualClock:
             self.policy.forget(progress.request.number)
 
 
-def learn(measured: Measured, request: Request, op: Op, seconds: float) -> None:
+def learn(measured: Measured, request: RestoreRequest, op: Op, seconds: float) -> None:
     """Tells costs that are measured what an op took."""
     if isinstance(op, Compute):
         measured.computed(request, op.layers.size, op.tokens, seconds)
@@ -415,15 +415,15 @@ class Modelled:
         """The same without overheads, for `lower_bound`."""
         return Modelled(self.model, self.gpu, self.rates, ideal=True, **self._options)
 
-    def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+    def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         """So many layers of these tokens."""
         return layers * self._layer_s(tokens.first, tokens.stop - tokens.first)
 
-    def suffix_s(self, request: Request) -> float:
+    def suffix_s(self, request: RestoreRequest) -> float:
         """All layers of the suffix."""
         return request.layers * self._layer_s(request.tokens, request.suffix)
 
-    def load_s(self, request: Request, source: int, cells: int) -> float:
+    def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
         """So many cells at once."""
         tier, _, cell_bytes = request.sources[source]
         return self._latency_s + cells * cell_bytes * self._byte_s[tier]
@@ -452,12 +452,12 @@ def asked(
     tiers: tuple[str, ...] = (LINK,),
     arrived_s: float = 0.0,
     whole: bool = False,
-) -> Request:
+) -> RestoreRequest:
     """A request to such a model; its prefix lies in each of these tiers, in each codec."""
     sources = tuple(
         Source(tier, codec, model.cell_bytes * CODECS[codec]) for codec in codecs for tier in tiers
     )
-    return Request(
+    return RestoreRequest(
         number=number,
         tokens=tokens,
         suffix=suffix,

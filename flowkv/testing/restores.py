@@ -8,25 +8,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from flowkv.policy.restore.costs import Measured
-from flowkv.policy.restore.state import (
-    Caps,
+from flowkv.policy.restore.policy import (
     Compute,
     Costs,
-    Load,
     Op,
     Progress,
-    Request,
+    RestoreLoad,
     RestorePolicy,
+    RestoreRequest,
     Source,
     Span,
     State,
     Suffix,
-    VerificationError,
-    require,
-    verify,
 )
 from flowkv.sim.restore import learn
-from flowkv.testing.stories import given, st, tell, told
+from flowkv.testing.stories import VerificationError, given, require, st, tell, told
 
 # One restore policy, executed on made-up engines whose ops take and lose what a story says.
 
@@ -47,7 +43,7 @@ class RestoreWorld(msgspec.Struct, frozen=True, kw_only=True):
         called_off: Number of a request -> when it is called off.
     """
 
-    requests: Sequence[Request]
+    requests: Sequence[RestoreRequest]
     costs: Costs | None
     takes_s: Callable[[Op, int], float]
     failing: Collection[int] = ()
@@ -57,7 +53,7 @@ class RestoreWorld(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestoreStory:
-    """Executes a policy, and checks what it answers; `run` checks the timeline too.
+    """Executes a policy, and checks what it answers.
 
     Args:
         make: Makes a fresh policy.
@@ -101,8 +97,6 @@ class RestoreStory:
             self._leave()
         stuck = list(self.state.requests)
         require(not stuck, f"stuck: nothing is done about requests {stuck}")
-        caps = Caps(len(self.world.engines), self.world.windows)
-        verify(self.world.requests, self.timeline, caps, unfinished=self.unfinished)
 
     # ---- time
 
@@ -160,7 +154,7 @@ class RestoreStory:
                 op = self._ask(lambda p, t=tier: p.next_load(self.state, t))  # type: ignore[misc]
                 if op is None:
                     break
-                if not isinstance(op, Load):
+                if not isinstance(op, RestoreLoad):
                     raise VerificationError(f"a link loads: {op}")
                 require(op.request in self.state.requests, "a request that is not there", op)
                 sources = self.state.requests[op.request].request.sources
@@ -188,7 +182,8 @@ class RestoreStory:
 
     def _begin(self, op: Op, ok: bool, engine: int) -> None:
         require(len(self.timeline) < _MOST, "it never ends", op)
-        self.state.begin(op)
+        _allowed(op, self.state.requests[op.request])
+        self.state.begin(op)  # which sees to it that pointers go on where they are
         now = self.state.now_s
         end = now + self.world.takes_s(op, len(self.timeline))
         heapq.heappush(self._flying, (end, len(self.timeline), engine))
@@ -198,7 +193,7 @@ class RestoreStory:
         op, start_s, end_s, ok = self.timeline[index]
         if engine >= 0:
             self._busy[engine] = False
-        elif isinstance(op, Load):
+        elif isinstance(op, RestoreLoad):
             self._link[self._tier(op)] -= 1
         if op.request in self.state.requests:
             if ok:
@@ -208,9 +203,36 @@ class RestoreStory:
             else:
                 self.state.fail(op)
 
-    def _tier(self, op: Load) -> str:
+    def _tier(self, op: RestoreLoad) -> str:
         asked = next(r for r in self.world.requests if r.number == op.request)
         return asked.sources[op.source].tier
+
+
+def _allowed(op: Op, progress: Progress) -> None:
+    """Checks what `State.begin` takes on trust.
+
+    Raises:
+        VerificationError: The op may not be begun now.
+    """
+    request = progress.request
+    if isinstance(op, Suffix):
+        require(request.suffix > 0 and op.layer < request.layers, "suffix: there is none", op)
+        require(progress.answered == op.layer, "suffix: the layer below is not done", op)
+        return
+    (low, high), (first, stop) = op.layers, op.tokens
+    require(0 <= low < high <= request.layers, "span: layers are not the model's", op)
+    require(request.resident <= first < stop <= request.tokens, "span: not the prefix's", op)
+    for edge in (first, stop):
+        aligned = edge % request.unit == 0 or edge in (request.resident, request.tokens)
+        require(aligned, "span: tokens do not begin and end with pages", op)
+    if isinstance(op, Compute):
+        require(request.computable, "compute: the request cannot be computed", op)
+        all_layers = op.layers == Span(0, request.layers)
+        require(all_layers or not request.whole, "whole: a compute leaves layers out", op)
+        before = min(progress.computed[low:high])
+        require(before >= first, "causal: tokens before are not computed", op)
+        below = progress.computed[low - 1] if low else stop
+        require(below >= stop, "layers: the layer below is not computed", op)
 
 
 _TIERS = ("host", "disk")
@@ -233,39 +255,39 @@ class MadeUpCosts(msgspec.Struct, frozen=True):
     start_s: float
     cell_s: float
 
-    def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+    def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         """Computing so many layers of these tokens."""
         pairs = tokens.size * (tokens.first + tokens.stop + 1) / 2
         fixed = self.start_s if self.token_s else 0.0
         return layers * (fixed + self.token_s * tokens.size + self.pair_s * pairs)
 
-    def suffix_s(self, request: Request) -> float:
+    def suffix_s(self, request: RestoreRequest) -> float:
         """Computing all layers of the suffix."""
         behind = Span(request.tokens, request.tokens + request.suffix)
         return self.compute_s(request, request.layers, behind)
 
-    def load_s(self, request: Request, source: int, cells: int) -> float:
+    def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
         """Loading so many cells (tokens times layers) at once."""
         return self.cell_s * cells / (1 + source)
 
-    def op_s(self, request: Request, op: Op) -> float:
+    def op_s(self, request: RestoreRequest, op: Op) -> float:
         """What an op takes."""
         if isinstance(op, Compute):
             return self.compute_s(request, op.layers.size, op.tokens)
-        if isinstance(op, Load):
+        if isinstance(op, RestoreLoad):
             return self.load_s(request, op.source, op.layers.size * op.tokens.size)
         return self.suffix_s(request) / request.layers
 
 
 @st.composite
-def _requests(draw: st.DrawFn, number: int) -> Request:
+def _requests(draw: st.DrawFn, number: int) -> RestoreRequest:
     """A prompt of some pages, here and there."""
     unit, layers = draw(st.sampled_from([1, 16, 64, 256])), draw(st.integers(1, 6))
     pages, resident = draw(st.integers(1, 40)), draw(st.integers(0, 3))
     tokens = max(1, pages * unit - draw(st.sampled_from([0, 0, unit // 2])))
     found = draw(st.lists(st.sampled_from(_TIERS), max_size=2))
     kinds = (("raw", 8.0), ("kv8", 4.0))
-    return Request(
+    return RestoreRequest(
         number=number,
         tokens=tokens,
         suffix=draw(st.sampled_from([0, 1, 64, 512])),
@@ -325,8 +347,8 @@ def check_restore_policy(
     loaded, with pages that are resident; costs that are right, wrong, unknown or measured; one or
     two engines; ops that take longer than expected, or no time; loads that fail; requests that come
     late or are called off. Checked: questions do not change the state, and a second object that is
-    asked the same answers alike; answers are for the engine that asks; no request is forgotten; and
-    what `verify` checks.
+    asked the same answers alike; answers are for the engine that asks; no request is forgotten;
+    each cell comes once, behind what it depends on.
 
     Args:
         make: Makes a fresh policy: its class, or any callable without arguments.

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.inside import Faults, StateError, file_name
 
 from . import toy
 from .audit import audit
-from .relay import LAYERS, PAGE, PROMPT, Model, answer, fresh_answer, geometry, opened
+from .relay import PAGE, PROMPT, Model, answer, fresh_answer, geometry, opened
 
 PAGES = (len(PROMPT) - 1) // PAGE
 SLOW_S = 0.2
@@ -211,12 +211,11 @@ def test_one_rank_writes_and_two_read(pair: tuple[Process, Process], tmp_path: P
 
 
 def test_who_can_send() -> None:
-    with KV(geometry(), gpu="4MiB") as kv, pytest.raises(StateError, match="host:NAME"):
-        with kv.hand_over():
-            pass
-    with pytest.raises(StateError), toy.make_kv(toy.simple(), tiers=["host:64KiB"]) as kv:
-        with kv.hand_over():
-            pass
+    nobody = pytest.raises(StateError, match="host:NAME")
+    with KV(geometry(), gpu="4MiB") as kv, nobody, kv.hand_over():
+        pass
+    with toy.make_kv(toy.simple(), tiers=["host:64KiB"]) as kv, nobody, kv.hand_over():
+        pass
     with KV(geometry(), namespace="x", gpu="4MiB", shard=Shard(1, 2)) as kv:
         assert kv.geometry is not None and kv.geometry.groups[0].kv_heads == 2
 
