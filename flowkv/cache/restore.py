@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from enum import Enum
-from itertools import groupby
+from itertools import count, groupby
 from typing import NamedTuple, cast
 
 from flowkv.cache.block_table import Planner
@@ -44,6 +44,7 @@ from flowkv.observe.events import (
 from flowkv.policy.restore import (
     Compute,
     LoadGate,
+    Progress,
     RestoreLoad,
     RestorePolicy,
     RestoreRequest,
@@ -441,6 +442,7 @@ class RestoreScheduler:
         policy: Decides; another one can take its place while nothing is restored.
         costs: What was measured so far.
         state: How far all of them are.
+        numbers: Of requests to come.
         s_per_byte: Seconds of the thread that drives them; 0.0 while that is not known.
     """
 
@@ -453,7 +455,7 @@ class RestoreScheduler:
         self._active: dict[int, RestoreJob] = {}
         self._busy_s: dict[str, float] = {}
         self._computed_s: dict[int, float] = {}
-        self._numbers = 0
+        self.numbers = count(1)
         self._pumping, self._asked = False, 0  # bytes that the last `pump` asked for
         self._allowance_s, self.s_per_byte = math.inf, 0.0
 
@@ -518,15 +520,10 @@ class RestoreScheduler:
         self.pump()
         return restoration
 
-    def number(self) -> int:
-        """A number for a request."""
-        self._numbers += 1
-        return self._numbers
-
-    def add(self, restoration: RestoreJob) -> None:
+    def add(self, restoration: RestoreJob) -> Progress:
         """A restore begins."""
-        self.state.add(restoration.request)
         self._active[restoration.request.number] = restoration
+        return self.state.add(restoration.request)
 
     def remove(self, restoration: RestoreJob) -> None:
         """A restore is over; what is on its way for it is called off."""
@@ -669,17 +666,28 @@ class RestoreScheduler:
             if len(flight.n_bytes) == 1:
                 (number,) = flight.n_bytes
                 self.gate.loaded(self.store.tiers[number].name, n_bytes, counted_s)
+        self.tell_span(request, flight.tier, op.tokens, op.layers, (begun_s, seconds), n_bytes)
+
+    def tell_span(
+        self,
+        request: RestoreRequest,
+        engine: str,
+        tokens: Span,
+        layers: Span,
+        when: tuple[float, float],
+        n_bytes: int = 0,
+    ) -> None:
+        """Announces a piece of a restore; `when` is its start, and the seconds that it took."""
         if self.bus.wants(RestoreSpan):
-            (first, size), (layer, layers) = _cut(op.tokens), _cut(op.layers)
             span = RestoreSpan(
-                request=op.request,
-                engine=flight.tier,
-                token=first,
-                tokens=size,
-                layer=layer,
-                layers=layers,
-                started_s=begun_s,
-                seconds=seconds,
+                request=request.number,
+                engine=engine,
+                token=tokens.first,
+                tokens=tokens.size,
+                layer=layers.first,
+                layers=layers.size,
+                started_s=when[0],
+                seconds=when[1],
                 n_bytes=n_bytes,
             )
             self.bus.emit(span)
@@ -709,34 +717,18 @@ class RestoreScheduler:
         for one in among:
             if tokens := one.pending():
                 return one, tokens
-        found = self.choose(among)
-        if found is None or found[1] is None:
-            return None if found is None else (found[0], 0)
-        return found[0], found[0].take(found[1], most)
-
-    def choose(self, among: Iterable[RestoreJob]) -> tuple[RestoreJob, Compute | None] | None:
-        """What is computed next for one of these; `Compute` is None where only the suffix is left.
-
-        Returns:
-            None if nothing is to be computed now: all wait for loads.
-        """
         numbers = [one.request.number for one in among if one.request.number in self._active]
         if not numbers:
             return None
         self._now()
         op = self.policy.next_compute(self.state, numbers)
-        if op is None:
+        if op is None:  # all wait for loads
             return None
-        if not isinstance(op, Compute):
-            return self._active[op.request], None
-        return self._active[op.request], op
+        one = self._active[op.request]
+        return one, one.take(op, most) if isinstance(op, Compute) else 0
 
     def _now(self) -> None:
         self.state.now_s = time.perf_counter()
-
-
-def _cut(span: Span) -> tuple[int, int]:
-    return span.first, span.size
 
 
 # The pages of a restored prefix that come from the back, and how they enter a sequence's line.
@@ -921,7 +913,9 @@ class Tally:
     def computed(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
         """Part of the front was computed; `counted_s` of it say what that takes."""
         self._restores.costs.computed(self._request, op.layers.size, op.tokens, counted_s)
-        self._span("compute", op.tokens, Span(0, self._request.layers), started_s, seconds)
+        self._restores.tell_span(
+            self._request, "compute", op.tokens, op.layers, (started_s, seconds)
+        )
 
     def loaded(self, flight: LoadBatch, op: RestoreLoad) -> None:
         """A load is over."""
@@ -953,8 +947,9 @@ class Tally:
             counted_s = compiling.measured_s(self._layer_s, self._layer_s + seconds)
             self._suffix_s += counted_s
             self._known &= counted_s > 0 or not seconds
-            tokens = Span(self._request.tokens, self._request.tokens + self._request.suffix)
-            self._span("suffix", tokens, Span(layer, layer + 1), self._layer_s, seconds)
+            request, layers = self._request, Span(layer, layer + 1)
+            tokens = Span(request.tokens, request.tokens + request.suffix)
+            self._restores.tell_span(request, "suffix", tokens, layers, (self._layer_s, seconds))
 
     def ended(self, stop: int, *, ok: bool) -> None:
         """The restore is over.
@@ -1004,22 +999,6 @@ class Tally:
         """What nobody could beat at these rates; 0.0 while one of them is not known."""
         known = self._restores.gate.seconds_per_token > 0 and bool(self._n_bytes)
         return lower_bound(self._request, self._restores.costs) if known else 0.0
-
-    def _span(
-        self, engine: str, tokens: Span, layers: Span, started_s: float, seconds: float
-    ) -> None:
-        if self._restores.bus.wants(RestoreSpan):
-            span = RestoreSpan(
-                request=self._request.number,
-                engine=engine,
-                token=tokens.first,
-                tokens=tokens.size,
-                layer=layers.first,
-                layers=layers.size,
-                started_s=started_s,
-                seconds=seconds,
-            )
-            self._restores.bus.emit(span)
 
 
 _PAUSE_S = 0.002
@@ -1082,7 +1061,7 @@ class RestoreJob:
         self._phase, self._broken = _Phase.FRONT, False
         self._computing: _Computing | None = None
         self.request = RestoreRequest(
-            number=restores.number(),
+            number=next(restores.numbers),
             tokens=plan.stop * self._size,
             suffix=seq.known - plan.pages * self._size,
             layers=len(self.back.index),
@@ -1093,8 +1072,7 @@ class RestoreJob:
             whole=True,
             arrived_s=time.perf_counter(),
         )
-        restores.add(self)
-        self._progress = restores.state.requests[self.request.number]
+        self._progress = restores.add(self)
         self._tally = Tally(restores, seq, self.request)
 
     @staticmethod
@@ -1251,29 +1229,19 @@ class RestoreJob:
             Late: It is not going to come. Once `fill` has seen to that, `wait` can be called again.
         """
         index, begun_s = self.back.index[layer], time.perf_counter()
-        while not self._ready(index, begun_s):
-            if self._broken:
-                raise Late(layer)
+        while (there := self._poll(index)) is None:
             self._rest()
+        if not there:
+            raise Late(layer)
+        with self._guard:
+            if self._phase is _Phase.BEHIND:
+                self._tally.waited(index, begun_s, suffix=True)
 
     def _rest(self) -> None:
         with self._guard:
             self._restores.allow()  # nobody has better use of this thread
             waited_for = self._restores.files()
         rest(waited_for, _PAUSE_S)
-
-    def _ready(self, index: int, begun_s: float) -> bool:
-        with self._guard:
-            self.pump()
-            if self._phase is not _Phase.BEHIND:
-                return not self._broken
-            if not self._there(index):
-                self._stuck()
-                if not self._broken or not self._there(index):
-                    return False
-            self._tally.waited(index, begun_s, suffix=True)
-            self._restores.store.join()
-            return True
 
     def _there(self, index: int) -> bool:
         return self.back.there(index) if self._broken else self._progress.there(index)
@@ -1285,13 +1253,18 @@ class RestoreJob:
 
     def poll(self) -> bool | None:
         """Whether all of it is there, after `settle`; None as long as it may come. Never waits."""
+        return self._poll(None)
+
+    def _poll(self, index: int | None) -> bool | None:
+        """The same, for one layer or all of them."""
+        layers = range(self.request.layers) if index is None else (index,)
         with self._guard:
             self.pump()
             if self._phase is not _Phase.BEHIND:
                 return not self._broken
-            if self.lacks:
+            if not all(map(self._there, layers)):
                 self._stuck()
-                if self.lacks:
+                if not all(map(self._there, layers)):
                     return False if self._broken else None
             self._restores.store.join()
             return True
