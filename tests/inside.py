@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flowkv.cache.mover import SHARE, IOPriority, Mover, Schedule, SubmitResult, TransferRequest
     from flowkv.cache.pinned import Copies, CudaStreams, open_copies
     from flowkv.cache.pool import PagePool
-    from flowkv.cache.prefetch import Prefetch
+    from flowkv.cache.requests import Prefetch
     from flowkv.cache.restore import Late, RestoreJob
     from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
     from flowkv.cache.stack import breaker
@@ -269,7 +269,7 @@ if TYPE_CHECKING:
         class_of,
     )
     from flowkv.policy.rates import Rates
-    from flowkv.policy.restore.flowkv import Prices, TwoPointer, best_split
+    from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
     from flowkv.policy.scheduling.turns import WaitingLine, Worth
     from flowkv.policy.temperature import (
         Heat,
@@ -357,6 +357,7 @@ if TYPE_CHECKING:
     from flowkv.testing.policies import requests, steps_ns
     from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
     from flowkv.testing.storage import Frame, Model, Wish, page_of
+    from flowkv.testing.stories import VerificationError, require
     from flowkv.tiers import envelope, host
     from flowkv.tiers.base import UNBOUNDED
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, swapped, xxh3_128

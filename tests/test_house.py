@@ -87,7 +87,7 @@ def test_pure_rooms_need_no_tensors(source: Path) -> None:
         assert not imported(ast.parse(source.read_text())) & {"torch", "triton"}
 
 
-TWINS = {"Completion", "Load", "Request"}  # public names of two rooms each, `tiers` and others
+TWINS = {"Completion"}  # public names of two rooms each, `tiers` and others
 
 
 def modules() -> dict[str, ast.Module]:

@@ -26,32 +26,32 @@ from flowkv.policy.config import made
 from flowkv.policy.restore import (
     Compute,
     Costs,
-    Load,
     Progress,
-    Request,
+    RestoreLoad,
     RestorePolicy,
+    RestoreRequest,
     Span,
     State,
     Suffix,
 )
-from flowkv.policy.restore.flowkv import TwoPointer
+from flowkv.policy.restore.policy import TwoPointer
 
 # The next step of a pointer: from the front by computing, from the back by loading.
 
 
-def ahead(request: Request, first: int, chunk: int) -> int:
+def ahead(request: RestoreRequest, first: int, chunk: int) -> int:
     """Where a chunk that begins at `first` ends: at the edge of a page, one page on at least."""
     stop = (first + chunk) // request.unit * request.unit
     return min(stop if stop > first else (first // request.unit + 1) * request.unit, request.tokens)
 
 
-def behind(request: Request, stop: int, chunk: int) -> int:
+def behind(request: RestoreRequest, stop: int, chunk: int) -> int:
     """Where a chunk that ends at `stop` begins: at the edge of a page, one page back at least."""
     first = -((chunk - stop) // request.unit) * request.unit
     return max(first if first < stop else (stop - 1) // request.unit * request.unit, 0)
 
 
-def source_on(request: Request, tier: str) -> int | None:
+def source_on(request: RestoreRequest, tier: str) -> int | None:
     """The most precise source on a tier; None if there is none."""
     found = (i for i, source in enumerate(request.sources) if source.tier == tier)
     return next(found, None)
@@ -106,14 +106,14 @@ def compute_layers(progress: Progress, layers: Span, stop: int) -> Compute | Non
 
 def load_back(
     progress: Progress, layers: Span, chunk: int, source: int, floor: int = 0
-) -> Load | None:
+) -> RestoreLoad | None:
     """The next chunk from the back, of layers that stand at the same token.
 
     Args:
         progress: Of the request.
         layers: Which.
         chunk: Tokens at most; a page at least.
-        source: Index into `Request.sources`.
+        source: Index into `RestoreRequest.sources`.
         floor: Token to stop at, if nothing else stops them before.
 
     Returns:
@@ -124,16 +124,16 @@ def load_back(
     if stop <= floor or progress.back[layers.first : layers.stop] != [stop] * layers.size:
         return None
     first = max(floor, behind(request, stop, chunk))
-    return Load(request.number, layers, Span(first, stop), source)
+    return RestoreLoad(request.number, layers, Span(first, stop), source)
 
 
-def load_all(progress: Progress, chunk: int, source: int) -> Load | None:
+def load_all(progress: Progress, chunk: int, source: int) -> RestoreLoad | None:
     """The next chunk from the back, of all layers.
 
     Args:
         progress: Of the request.
         chunk: Tokens at most; a page at least.
-        source: Index into `Request.sources`.
+        source: Index into `RestoreRequest.sources`.
 
     Returns:
         None if nothing is left there that can be loaded.
@@ -148,12 +148,12 @@ def compute_lowest(progress: Progress) -> Compute | None:
     return next((op for op in steps if op is not None), None)
 
 
-def load_layer(progress: Progress, source: int, upwards: bool) -> Load | None:
+def load_layer(progress: Progress, source: int, upwards: bool) -> RestoreLoad | None:
     """What is left of one layer.
 
     Args:
         progress: Of the request.
-        source: Index into `Request.sources`.
+        source: Index into `RestoreRequest.sources`.
         upwards: The lowest layer that has something left; otherwise the highest.
     """
     tokens, layers = progress.request.tokens, range(progress.request.layers)
@@ -198,7 +198,7 @@ def link_would(state: State, progress: Progress, step: Compute) -> bool:
     return 0.0 < _to_load_s(state) < takes_s
 
 
-def engine_would(state: State, progress: Progress, step: Load) -> bool:
+def engine_would(state: State, progress: Progress, step: RestoreLoad) -> bool:
     """Whether computes, left alone, would be through with everything before this load ends.
 
     False where costs are not known, or the request cannot be computed.
@@ -215,7 +215,7 @@ def _to_load_s(state: State) -> float:
     seconds = 0.0
     for progress in state:
         request, flying = progress.request, progress.flying
-        cells = progress.cells() + sum(_cells(op) for op in flying if isinstance(op, Load))
+        cells = progress.cells() + sum(_cells(op) for op in flying if isinstance(op, RestoreLoad))
         if request.sources and cells:
             seconds += state.costs.load_s(request, 0, cells)
     return seconds
@@ -243,7 +243,7 @@ def _gaps(progress: Progress) -> dict[Span, int]:
     return found
 
 
-def _cells(op: Load) -> int:
+def _cells(op: RestoreLoad) -> int:
     return op.layers.size * op.tokens.size
 
 
@@ -285,7 +285,7 @@ class InOrder(RestorePolicy):
         steps = (self._compute(state, progress) for progress in self._compute_order(state, mine))
         return next((op for op in steps if op is not None), None)
 
-    def next_load(self, state: State, tier: str) -> Load | None:
+    def next_load(self, state: State, tier: str) -> RestoreLoad | None:
         """See `RestorePolicy`."""
         for progress in self._load_order(state, list(state)):
             source = source_on(progress.request, tier)
@@ -305,7 +305,7 @@ class InOrder(RestorePolicy):
     def _compute(self, state: State, progress: Progress) -> Compute | None: ...
 
     @abstractmethod
-    def _load(self, state: State, progress: Progress, source: int) -> Load | None: ...
+    def _load(self, state: State, progress: Progress, source: int) -> RestoreLoad | None: ...
 
 
 # Cake: compute chunks from the front, load chunks from the back, until they meet.
@@ -319,7 +319,7 @@ class Cake(InOrder):
     def _compute(self, state: State, progress: Progress) -> Compute | None:
         return compute_all(progress, self.chunk)
 
-    def _load(self, state: State, progress: Progress, source: int) -> Load | None:
+    def _load(self, state: State, progress: Progress, source: int) -> RestoreLoad | None:
         return load_all(progress, self.io_chunk, source)
 
 
@@ -329,7 +329,7 @@ class Cake(InOrder):
 class LayerWise(InOrder):
     """Two pointers over layers, then the suffix, as HCache splits a model (arXiv 2410.05004).
 
-    A model that computes all layers at once (`Request.whole`) gets two pointers over tokens.
+    A model that computes all layers at once (`RestoreRequest.whole`) gets two pointers over tokens.
     A layer that the other engine would be through with before is left to it.
     """
 
@@ -341,7 +341,7 @@ class LayerWise(InOrder):
         op = compute_lowest(progress)
         return None if op is not None and link_would(state, progress, op) else op
 
-    def _load(self, state: State, progress: Progress, source: int) -> Load | None:
+    def _load(self, state: State, progress: Progress, source: int) -> RestoreLoad | None:
         if progress.request.whole:
             return load_all(progress, self.io_chunk, source)
         op = load_layer(progress, source, upwards=False)
@@ -372,7 +372,7 @@ class LoadOnly(InOrder):
     def _compute(self, state: State, progress: Progress) -> Compute | None:
         return compute_all(progress, self.chunk, must_compute(progress))
 
-    def _load(self, state: State, progress: Progress, source: int) -> Load | None:
+    def _load(self, state: State, progress: Progress, source: int) -> RestoreLoad | None:
         return load_all(progress, self.io_chunk, source)
 
 
@@ -385,7 +385,7 @@ class LoadLayers(LoadOnly):
     name = "load-layers"
     early = True
 
-    def _load(self, state: State, progress: Progress, source: int) -> Load | None:
+    def _load(self, state: State, progress: Progress, source: int) -> RestoreLoad | None:
         return load_layer(progress, source, upwards=True)
 
 
@@ -408,7 +408,7 @@ class Recompute(InOrder):
     def _compute(self, state: State, progress: Progress) -> Compute | None:
         return compute_all(progress, self.chunk)
 
-    def _load(self, state: State, progress: Progress, source: int) -> Load | None:
+    def _load(self, state: State, progress: Progress, source: int) -> RestoreLoad | None:
         if progress.request.computable:
             return None
         return load_all(progress, self.io_chunk, source)
@@ -432,7 +432,7 @@ class TwoPointerSeed(InOrder):
         op = compute_all(progress, self.chunk)
         return None if op is not None and link_would(state, progress, op) else op
 
-    def _load(self, state: State, progress: Progress, source: int) -> Load | None:
+    def _load(self, state: State, progress: Progress, source: int) -> RestoreLoad | None:
         return load_all(progress, self.io_chunk, source)
 
     def _compute_order(self, state: State, requests: list[Progress]) -> list[Progress]:
@@ -532,14 +532,14 @@ class Staircase(InOrder):
                 return None if link_would(state, progress, op) else op
         return None
 
-    def _load(self, state: State, progress: Progress, source: int) -> Load | None:
+    def _load(self, state: State, progress: Progress, source: int) -> RestoreLoad | None:
         stairs = self._planned(state, progress)
         floors = [0 if stairs is None else stairs.target(i) for i in range(progress.request.layers)]
         return self._load_above(progress, source, floors) or (
             self._load_above(progress, source, [0] * len(floors)) if stairs else None
         )
 
-    def _load_above(self, progress: Progress, source: int, floors: list[int]) -> Load | None:
+    def _load_above(self, progress: Progress, source: int, floors: list[int]) -> RestoreLoad | None:
         """The next chunk from the back, of the lowest layers that stand furthest back."""
         back, front = progress.back, progress.front
         least = [max(x, f, progress.lost) for x, f in zip(floors, front, strict=True)]
@@ -554,7 +554,7 @@ class Staircase(InOrder):
         floor = max(floors[first:last])
         return load_back(progress, Span(first, last), self.io_chunk, source, floor)
 
-    def _blocks(self, request: Request) -> list[Span]:
+    def _blocks(self, request: RestoreRequest) -> list[Span]:
         size = request.layers if request.whole else self.block
         edges = [*range(0, request.layers, size), request.layers]
         return [Span(a, b) for a, b in itertools.pairwise(edges)]
@@ -666,7 +666,7 @@ class TwoPointerV1(InOrder):
     def _compute(self, state: State, progress: Progress) -> Compute | None:
         return self._way(state, progress)._compute(state, progress)
 
-    def _load(self, state: State, progress: Progress, source: int) -> Load | None:
+    def _load(self, state: State, progress: Progress, source: int) -> RestoreLoad | None:
         return self._way(state, progress)._load(state, progress, source)
 
     def _compute_order(self, state: State, requests: list[Progress]) -> list[Progress]:
@@ -687,7 +687,7 @@ class TwoPointerV1(InOrder):
         return way
 
 
-def over_tokens_s(costs: Costs, request: Request, chunk: int) -> float:
+def over_tokens_s(costs: Costs, request: RestoreRequest, chunk: int) -> float:
     """What restoring over tokens should take, without the suffix; 0 where nothing is known."""
     first, busy_s = request.resident, 0.0
     each_s = _load_s(costs, request, request.layers * (request.tokens - first))
@@ -703,7 +703,7 @@ def over_tokens_s(costs: Costs, request: Request, chunk: int) -> float:
         first = stop
 
 
-def over_layers_s(costs: Costs, request: Request) -> float:
+def over_layers_s(costs: Costs, request: RestoreRequest) -> float:
     """What restoring over layers should take, without the suffix; 0 where nothing is known."""
     tokens = Span(request.resident, request.tokens)
     each_s = costs.compute_s(request, 1, tokens)
@@ -713,7 +713,7 @@ def over_layers_s(costs: Costs, request: Request) -> float:
     )
 
 
-def _load_s(costs: Costs, request: Request, cells: int) -> float:
+def _load_s(costs: Costs, request: RestoreRequest, cells: int) -> float:
     return costs.load_s(request, 0, cells) if request.sources and cells else 0.0
 
 

@@ -18,7 +18,7 @@ from bench.restore.canvas import Canvas
 from bench.restore.device import Clock, Ended, rest
 from bench.restore.processor import Link
 from bench.restore.store import Mark
-from flowkv.policy.restore import Load, Op
+from flowkv.policy.restore import Op, RestoreLoad
 
 _LAYERS_AHEAD, _LOADS_AHEAD = 3, 3
 
@@ -134,7 +134,7 @@ class CudaProcessor:
 
     def begin(self, op: Op, clock: Clock) -> _Computed:
         """See `Device`."""
-        assert not isinstance(op, Load)
+        assert not isinstance(op, RestoreLoad)
         with self._stream.used():
             first = self._times.record(self._stream.stream)
             self._canvases[op.request].compute(op)
@@ -172,7 +172,7 @@ class CudaCopier:
 
     def begin(self, op: Op, clock: Clock) -> _Copied:
         """See `Device`."""
-        assert isinstance(op, Load)
+        assert isinstance(op, RestoreLoad)
         slot = self._link.slot(op, clock())
         with self._stream.used():
             first = self._times.record(self._stream.stream)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from bench.restore.device import Clock, Ended, rest
 from bench.restore.executor import Executor, Unit
-from flowkv.policy.restore import Compute, Costs, Load, Op, Request, RestorePolicy
+from flowkv.policy.restore import Compute, Costs, Op, RestoreLoad, RestorePolicy, RestoreRequest
 from flowkv.policy.restore.costs import Measured
 from flowkv.sim.restore import Run
 
@@ -45,7 +45,7 @@ class Sleeper:
     """
 
     def __init__(
-        self, seconds: Callable[[Op], float], fails: Callable[[Load], bool] | None = None
+        self, seconds: Callable[[Op], float], fails: Callable[[RestoreLoad], bool] | None = None
     ) -> None:
         self._seconds, self._fails, self._free_s, self.ahead = seconds, fails, 0.0, _AHEAD
 
@@ -53,18 +53,18 @@ class Sleeper:
         """See `Device`."""
         start_s = max(self._free_s, clock())
         self._free_s = start_s + self._seconds(op)
-        ok = self._fails is None or not isinstance(op, Load) or not self._fails(op)
+        ok = self._fails is None or not isinstance(op, RestoreLoad) or not self._fails(op)
         return _Due(start_s, self._free_s, ok, clock)
 
 
 def emulate(
-    requests: Sequence[Request],
+    requests: Sequence[RestoreRequest],
     policy: RestorePolicy,
     actual: Costs,
     costs: Measured | None = None,
     *,
     stages: Sequence[Collection[int] | None] = (None,),
-    fails: Callable[[Load], bool] | None = None,
+    fails: Callable[[RestoreLoad], bool] | None = None,
 ) -> Run:
     """Restores requests on emulated devices: one accelerator per stage, one link per tier.
 
@@ -79,11 +79,11 @@ def emulate(
     Raises:
         StateError: The policy stopped too early, or begins what is not due.
     """
-    by_number: Mapping[int, Request] = {request.number: request for request in requests}
+    by_number: Mapping[int, RestoreRequest] = {request.number: request for request in requests}
 
     def seconds(op: Op) -> float:
         request = by_number[op.request]
-        if isinstance(op, Load):
+        if isinstance(op, RestoreLoad):
             return actual.load_s(request, op.source, op.layers.size * op.tokens.size)
         if isinstance(op, Compute):
             return actual.compute_s(request, op.layers.size, op.tokens)

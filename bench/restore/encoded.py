@@ -11,7 +11,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import Geometry
 from flowkv.core.layout import PageLayout, page_layout
 from flowkv.kernels import transcode
-from flowkv.policy.restore import Load
+from flowkv.policy.restore import RestoreLoad
 
 _AT_ONCE = 64
 """Most pages of one layer that are sealed or decoded at once."""
@@ -58,7 +58,7 @@ class EncodedStore:
             for layer in range(layers):
                 self._seal(kv, layer, first, min(size[1], first + _AT_ONCE))
 
-    def fill(self, kv: torch.Tensor, op: Load, mark: Callable[[], Mark]) -> None:
+    def fill(self, kv: torch.Tensor, op: RestoreLoad, mark: Callable[[], Mark]) -> None:
         """See `Store`."""
         first, stop = op.tokens.first // self._unit, op.tokens.stop // self._unit
         layers = max(1, min(op.layers.size, _AT_ONCE // (stop - first)))

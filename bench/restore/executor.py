@@ -17,7 +17,16 @@ import msgspec
 
 from bench.restore.device import Device, Ended, Mark, stopwatch
 from flowkv.core.errors import StateError
-from flowkv.policy.restore import Compute, Load, Op, Progress, Request, RestorePolicy, State, Suffix
+from flowkv.policy.restore import (
+    Compute,
+    Op,
+    Progress,
+    RestoreLoad,
+    RestorePolicy,
+    RestoreRequest,
+    State,
+    Suffix,
+)
 from flowkv.policy.restore.costs import Measured
 from flowkv.sim.restore import Done, Run, summed
 
@@ -75,14 +84,14 @@ class Executor:
             _Engine(device, partial(policy.next_load, state, tier))
             for tier, device in links.items()
         ]
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[RestoreRequest] = deque()
         self._changed = threading.Condition()
         self._flying = self._looks = self._resting = 0
         self._error: BaseException | None = None
         self._timeline: list[Done] = []
         self._ttft_s: dict[int, float] = {}
 
-    def run(self, requests: Sequence[Request]) -> Run:
+    def run(self, requests: Sequence[RestoreRequest]) -> Run:
         """Restores them, each from when it arrives.
 
         Raises:
@@ -197,8 +206,8 @@ class Executor:
             self.state.remove(number)
             self.policy.forget(number)
 
-    def _learn(self, request: Request, op: Op, seconds: float) -> None:
-        if isinstance(op, Load):
+    def _learn(self, request: RestoreRequest, op: Op, seconds: float) -> None:
+        if isinstance(op, RestoreLoad):
             self.costs.loaded(request, op.source, op.layers.size * op.tokens.size, seconds)
         elif isinstance(op, Suffix):
             self.costs.suffixed(request, seconds * request.layers)

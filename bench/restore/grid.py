@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore.costs import lower_bound
-from flowkv.policy.restore.flowkv import TwoPointer
-from flowkv.policy.restore.state import Compute, Request, RestorePolicy
+from flowkv.policy.restore.policy import Compute, RestorePolicy, RestoreRequest, TwoPointer
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, Run, VirtualClock, asked, run
 
 # The grid of the protocol, cell by cell, on the virtual clock.
@@ -47,7 +46,7 @@ class Cell(NamedTuple):
         """What things take there."""
         return Modelled(SHAPES[self.model], GPUS[self.gpu], self.gbps, share=self.share)
 
-    def request(self, *, whole: bool = False, codecs: tuple[str, ...] = ("raw",)) -> Request:
+    def request(self, *, whole: bool = False, codecs: tuple[str, ...] = ("raw",)) -> RestoreRequest:
         """Its only request."""
         shape = SHAPES[self.model]
         return asked(shape, self.tokens, self.suffix, whole=whole, codecs=codecs)

@@ -11,7 +11,15 @@ from bench.restore.grid import staged
 from bench.restore.protocol import emulated_cells, paper_cells
 from bench.restore.row import OURS, Bounds, Cell, Label, Outcome
 from flowkv.core.errors import ConfigError
-from flowkv.policy.restore import Compute, Costs, Load, Request, RestorePolicy, State, Suffix
+from flowkv.policy.restore import (
+    Compute,
+    Costs,
+    RestoreLoad,
+    RestorePolicy,
+    RestoreRequest,
+    State,
+    Suffix,
+)
 from flowkv.policy.restore.costs import Measured, lower_bound
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, Run, asked, run
 
@@ -43,7 +51,7 @@ class Timed(RestorePolicy):
         self.seconds += thread_time() - begun - self._reading_s
         return op
 
-    def next_load(self, state: State, tier: str) -> Load | None:
+    def next_load(self, state: State, tier: str) -> RestoreLoad | None:
         """See `RestorePolicy`."""
         begun = thread_time()
         op = self.policy.next_load(state, tier)
@@ -143,7 +151,7 @@ class Emulated(_Modelled):
         return outcome(found, requests, timed)
 
 
-def bounds_of(requests: Sequence[Request], costs: Costs) -> Bounds:
+def bounds_of(requests: Sequence[RestoreRequest], costs: Costs) -> Bounds:
     """What nobody can beat who restores these at such costs."""
     makespan_s = lower_bound(requests, costs)
     # Where the bound is reached, the link is busy until then with what is not computed.
@@ -156,7 +164,7 @@ def bounds_of(requests: Sequence[Request], costs: Costs) -> Bounds:
 
 
 def outcome(
-    run: Run, requests: Sequence[Request], timed: Timed, **checked: float | bool | None
+    run: Run, requests: Sequence[RestoreRequest], timed: Timed, **checked: float | bool | None
 ) -> Outcome:
     """What a run says about one cell."""
     ttft_s = tuple(run.ttft_s[request.number] for request in requests)
@@ -187,7 +195,7 @@ def costs_of(cell: Cell) -> Modelled:
     return Modelled(SHAPES[cell.model], GPUS[cell.gpu], cell.gbps, share=cell.compute_share)
 
 
-def requests_of(cell: Cell) -> list[Request]:
+def requests_of(cell: Cell) -> list[RestoreRequest]:
     """What is asked for in a cell."""
     shape = SHAPES[cell.model]
     return [

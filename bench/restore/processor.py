@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from bench.restore.canvas import Canvas
 from bench.restore.device import Clock, Done, Ended, rest
 from bench.restore.store import Mark, Store
-from flowkv.policy.restore import Load, Op
+from flowkv.policy.restore import Op, RestoreLoad
 
 BURST_S = 0.002
 """How late the thread of a link may ask for more, and the link goes on as if it had not stopped."""
@@ -29,7 +29,7 @@ class Processor:
 
     def begin(self, op: Op, clock: Clock) -> Done:
         """See `Device`."""
-        assert not isinstance(op, Load)
+        assert not isinstance(op, RestoreLoad)
         start_s = clock()
         self._canvases[op.request].compute(op)
         rest(start_s + (clock() - start_s) / self._share, clock)
@@ -51,19 +51,19 @@ class Link:
         canvases: Mapping[int, Canvas],
         stores: Mapping[int, Sequence[Store]],
         bytes_per_s: float | None = None,
-        fails: Callable[[Load], bool] | None = None,
+        fails: Callable[[RestoreLoad], bool] | None = None,
     ) -> None:
         self._canvases, self._stores = canvases, stores
         self._bytes_per_s, self._fails, self._free_s = bytes_per_s, fails, 0.0
 
-    def copy(self, op: Load, mark: Callable[[], Mark]) -> bool:
+    def copy(self, op: RestoreLoad, mark: Callable[[], Mark]) -> bool:
         """Copies an op's cells; whether they came. See `Store.fill` for `mark`."""
         ok = self._fails is None or not self._fails(op)
         if ok:
             self._stores[op.request][op.source].fill(self._canvases[op.request].kv, op, mark)
         return ok
 
-    def slot(self, op: Load, now_s: float) -> tuple[float, float]:
+    def slot(self, op: RestoreLoad, now_s: float) -> tuple[float, float]:
         """When the limit has a load begin and end that the link is given now."""
         if self._bytes_per_s is None:
             return now_s, now_s
@@ -90,7 +90,7 @@ class Copier:
 
     def begin(self, op: Op, clock: Clock) -> Done:
         """See `Device`."""
-        assert isinstance(op, Load)
+        assert isinstance(op, RestoreLoad)
         start_s = clock()
         _, due_s = self._link.slot(op, start_s)  # the copy is part of the time that a load takes
         ok = self._link.copy(op, _at_once)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from flowkv.core.errors import ConfigError, StoreError
-from flowkv.policy.restore import Load
+from flowkv.policy.restore import RestoreLoad
 
 ALIGNED_BYTES = 4096
 
@@ -27,7 +27,7 @@ class Store(Protocol):
 
     cell_bytes: float
 
-    def fill(self, kv: torch.Tensor, op: Load, mark: Callable[[], Mark]) -> None:
+    def fill(self, kv: torch.Tensor, op: RestoreLoad, mark: Callable[[], Mark]) -> None:
         """Copies an op's cells, or gives their copies to the stream that is current.
 
         Args:
@@ -55,7 +55,7 @@ class HostStore:
         self.kv.copy_(kv)
         self.cell_bytes = float(self.kv[0, 0].nbytes)
 
-    def fill(self, kv: torch.Tensor, op: Load, mark: Callable[[], Mark]) -> None:
+    def fill(self, kv: torch.Tensor, op: RestoreLoad, mark: Callable[[], Mark]) -> None:
         """See `Store`."""
         where = slice(*op.tokens)
         for layer in range(*op.layers):  # tokens of a layer lie side by side: one copy each
@@ -102,7 +102,7 @@ class FileStore:
                 "Name a folder with room for the prefix",
             ) from error
 
-    def fill(self, kv: torch.Tensor, op: Load, mark: Callable[[], Mark]) -> None:
+    def fill(self, kv: torch.Tensor, op: RestoreLoad, mark: Callable[[], Mark]) -> None:
         """See `Store`."""
         most = self._ring.n_bytes // (self._unit * self._cell_bytes) * self._unit
         for layer in range(*op.layers):

@@ -22,7 +22,16 @@ from bench.restore.model import VOCABULARY, Model
 from bench.restore.processor import Copier, Link, Processor
 from bench.restore.store import FileStore, HostStore, Ring, Store
 from flowkv.core.errors import ConfigError
-from flowkv.policy.restore import Compute, Load, Op, Request, RestorePolicy, Source, Span, Suffix
+from flowkv.policy.restore import (
+    Compute,
+    Op,
+    RestoreLoad,
+    RestorePolicy,
+    RestoreRequest,
+    Source,
+    Span,
+    Suffix,
+)
 from flowkv.policy.restore.costs import Measured
 from flowkv.sim.restore import LINK, Decoder, Run
 
@@ -109,10 +118,10 @@ class TorchEngine:
                     file = FileStore(folder / f"prefix-{number}", kv, ring, UNIT)
                     self._stores[number].append(file)
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[RestoreRequest]:
         """What there is to restore."""
         return [
-            Request(
+            RestoreRequest(
                 number=number,
                 tokens=prompt.tokens,
                 suffix=prompt.suffix,
@@ -131,10 +140,10 @@ class TorchEngine:
         policy: RestorePolicy,
         costs: Measured | None = None,
         *,
-        requests: Sequence[Request] | None = None,
+        requests: Sequence[RestoreRequest] | None = None,
         bytes_per_s: float | None = None,
         share: float = 1.0,
-        fails: Callable[[Load], bool] | None = None,
+        fails: Callable[[RestoreLoad], bool] | None = None,
     ) -> Run:
         """Restores into empty tensors, which `canvases` holds afterwards.
 
@@ -195,7 +204,7 @@ class TorchEngine:
             costs.suffixed(request, samples[-1])
         for source in range(len(request.sources)):
             for tokens in (Span(0, min(UNIT, request.tokens)), *spans):
-                op = Load(request.number, Span(0, request.layers), tokens, source)
+                op = RestoreLoad(request.number, Span(0, request.layers), tokens, source)
                 cells = request.layers * tokens.size
                 costs.loaded(request, source, cells, _fastest_s(link, op, clock))
         return costs
@@ -215,7 +224,7 @@ class TorchEngine:
         return Canvas(self.model, self._tokens[number], self.prompts[number].tokens, ANSWER)
 
     def _devices(
-        self, bytes_per_s: float | None, share: float, fails: Callable[[Load], bool] | None
+        self, bytes_per_s: float | None, share: float, fails: Callable[[RestoreLoad], bool] | None
     ) -> tuple[Device, Device]:
         """What computes, and what loads."""
         link = Link(self.canvases, self._stores, bytes_per_s, fails)
@@ -229,7 +238,7 @@ class TorchEngine:
 
 
 def _computed(
-    compute: Device, request: Request, spans: Sequence[Span], clock: Clock
+    compute: Device, request: RestoreRequest, spans: Sequence[Span], clock: Clock
 ) -> list[float]:
     """Seconds of all layers of each span, and of the suffix."""
     layers = Span(0, request.layers)

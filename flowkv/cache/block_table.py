@@ -216,18 +216,6 @@ def _finish(rows, after, lengths, states):  # type: ignore[no-untyped-def]
         states[rows[b]] = READY
 
 
-class Follower(Protocol):
-    """Who follows steps layer by layer."""
-
-    def appended(self, step: Any, layer: int) -> None:
-        """A layer has written the new tokens of a step."""
-        ...
-
-    def close(self) -> None:
-        """Follows no longer."""
-        ...
-
-
 class Foresight(Protocol):
     """Who brings what is expected next, at the edges of steps."""
 
@@ -250,9 +238,6 @@ class Planner:
         allowed: See `Publisher`.
         on_non_finite: See `Publisher`.
         on_refusal: See `Sealer`.
-
-    Attributes:
-        sender: Told which layers have written new tokens, see `flowkv.cache.handover`.
     """
 
     def __init__(
@@ -281,7 +266,6 @@ class Planner:
         self.compactor = Compactor(store, tables, store.defragment_bytes)
         self.measured, self._foresight = measured, foresight
         self.publisher = Publisher(store, tables, allowed, on_non_finite)
-        self.sender: Follower | None = None
         self._places = {
             layer: (g, i)
             for g, group in enumerate(self.geometry.groups)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -133,6 +134,7 @@ BUNDLE_LAYOUT = hashlib.sha256(b"flowkv.bundle/1").digest()[:16]
 """What frames of named tensors (`KV.keep`) carry as theirs."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A known page or state: its identity, and where it lies now.
 
@@ -161,40 +163,28 @@ class Block:
         namespace: Namespace digest.
     """
 
-    __slots__ = (
-        "codecs",
-        "fidelity",
-        "gone",
-        "group",
-        "holds",
-        "idle",
-        "kept",
-        "key",
-        "kind",
-        "lease",
-        "moving",
-        "n_bytes",
-        "namespace",
-        "page",
-        "parent",
-        "pinned",
-        "sealable",
-        "slot",
-        "tail",
-        "tenant",
-        "tiers",
-        "tokens",
-    )
-
-    def __init__(self, slot: int, key: bytes, parent: bytes, group: int, kind: str) -> None:
-        self.slot, self.key, self.parent, self.group, self.kind = slot, key, parent, group, kind
-        self.page, self.tiers, self.codecs, self.fidelity = -1, 0, 0, 0
-        self.holds = self.kept = self.moving = self.idle = 0
-        self.pinned, self.gone, self.sealable = False, False, True
-        self.n_bytes = self.tail = 0
-        self.lease: str | Lease = ""
-        self.tokens: NDArray[np.uint32] | None = None
-        self.tenant = self.namespace = b""
+    slot: int
+    key: bytes
+    parent: bytes
+    group: int
+    kind: str
+    page: int = -1
+    tiers: int = 0
+    codecs: int = 0
+    fidelity: int = 0
+    holds: int = 0
+    idle: int = 0
+    kept: int = 0
+    moving: int = 0
+    pinned: bool = False
+    gone: bool = False
+    lease: str | Lease = ""
+    n_bytes: int = 0
+    tail: int = 0
+    sealable: bool = True
+    tokens: NDArray[np.uint32] | None = None
+    tenant: bytes = b""
+    namespace: bytes = b""
 
     @property
     def somewhere(self) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from math import inf
 from pathlib import Path
+from time import sleep
 from typing import Any, Protocol
 
 import msgspec
@@ -19,15 +20,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache import erasure, export, swap
+from flowkv.cache import export, swap
 from flowkv.cache import stack as learned
 from flowkv.cache.audit import Auditor, Explanation, explain
 from flowkv.cache.block_table import Planner
 from flowkv.cache.export import Bundles, Exported, Loaded
-from flowkv.cache.handover import Arrival, Sender
 from flowkv.cache.load import PageLoader
-from flowkv.cache.prefetch import Prefetch, PrefetchManager
-from flowkv.cache.requests import Queue, Recording, RequestTracker, WaitingRequest
+from flowkv.cache.requests import (
+    Prefetch,
+    PrefetchManager,
+    Queue,
+    Recording,
+    RequestTracker,
+    WaitingRequest,
+)
 from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreScheduler, choose
 from flowkv.cache.seal import Refusal, describe
 from flowkv.cache.sequence import Guard, Retain, Sequence, Tables, eta_ns, make_care, session_number
@@ -43,6 +49,7 @@ from flowkv.cache.step import Step, chosen, sparsify
 from flowkv.cache.store import PageStore, PolicyPlace, Verdict
 from flowkv.cache.swap import Snapshots
 from flowkv.core.clock import Clock, SystemClock
+from flowkv.core.compiling import now_s
 from flowkv.core.config import PLACE_KINDS, format_size, load_config, parse_quota
 from flowkv.core.errors import (
     ConfigError,
@@ -226,6 +233,8 @@ def source(kv: KV) -> Callable[[], list[Level]]:
     return read
 
 
+_POLL_S = 0.002  # between two looks for pages of others
+
 cache_door: Callable[..., Any] | None = None
 """Makes the object behind `KV.cache`; put here by the package, since hooks lie above this floor."""
 
@@ -302,6 +311,7 @@ class KV:
         self._tiers: list[Tier] = []
         self._open: dict[int, Sequence] = {}
         self._recordings: list[Recording] = []
+        self._handing_over = 0  # blocks of `hand_over` that are open
         self._traces: list[TraceFile] = []
         self.planner: Planner | None = None
         self.foresight: PrefetchManager | None = None
@@ -355,7 +365,7 @@ class KV:
             bus=self.bus,
             config=self.config,
             gate=self.gate,
-            sends=lambda: planner.sender is not None,
+            sends=lambda: self._handing_over > 0,
             on_drop=lambda slots: foresight.dropped(slots) if foresight is not None else None,
             on_unused=lambda block: foresight.unused(block) if foresight is not None else None,
             give_up_late=lambda: loader.expire(),  # noqa: PLW0108 - which needs the store
@@ -363,7 +373,7 @@ class KV:
         self.loader = loader = PageLoader(store)
         self.foresight = foresight = self._look_out(store)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
-        self.planner = planner = Planner(
+        self.planner = Planner(
             *(store, tables, self.lock, self.gate.computed, foresight),
             allowed=self._may_publish,
             on_non_finite=self._non_finite,
@@ -900,9 +910,9 @@ class KV:
             store = Planner.of(seq).store
             store.flush(self.config.load_deadline_s)
             if tokens is None:
-                return self._forget_realm(erasure.Realm(seq.tenant, None))
+                return self._forget_realm(export.Realm(seq.tenant, None))
             try:
-                return erasure.forget_prompt(store, seq)
+                return export.forget_prompt(store, seq)
             finally:
                 for open_seq in self._open.values():
                     open_seq.publishable &= not open_seq.forgotten
@@ -923,7 +933,7 @@ class KV:
             for seq in self._open.values():
                 seq.publishable = False
             with self._purged():
-                return self._forget_realm(erasure.Realm(None, self.namespace))
+                return self._forget_realm(export.Realm(None, self.namespace))
 
     @contextmanager
     def _purged(self) -> Iterator[None]:
@@ -938,10 +948,10 @@ class KV:
         self.visits.purge()
         self.queue.purge(self._bound().store.index.slot)
 
-    def _forget_realm(self, realm: erasure.Realm) -> int:
+    def _forget_realm(self, realm: export.Realm) -> int:
         for seq in self._open.values():
             seq.publishable &= seq.tenant != realm.tenant
-        return erasure.forget_realm(self._bound().store, realm)
+        return export.forget_realm(self._bound().store, realm)
 
     def save_state(self, seq: Sequence, values: dict[str, Any]) -> bool:
         """Keeps the state of recurrent layers after exactly `seq.length` tokens.
@@ -1023,7 +1033,7 @@ class KV:
         store, blocks = self._bound().store, dict[int, Any]()
         if tokens is None:
             with self._probe((), tenant, salts) as seq:
-                mine = erasure.Realm(seq.tenant, seq.namespace)
+                mine = export.Realm(seq.tenant, seq.namespace)
                 blocks = {id(b): b for b in store.index if mine.holds(b)}
         for prompt in () if tokens is None else _prompts(tokens):
             with self._probe(prompt, tenant, salts) as seq:
@@ -1167,17 +1177,31 @@ class KV:
             forward(step)
         return samples.mismatches - before
 
-    def hand_over(self) -> Sender:
-        """Sends pages to other processes while they are computed, layer by layer.
+    @contextmanager
+    def hand_over(self) -> Iterator[None]:
+        """Hands prompts to other processes while they are computed: `with kv.hand_over(): ...`.
 
-        `with kv.hand_over() as sender: ...` around the prefill, in the process that computes;
-        `take_over` in the one that goes on. Both name the same tier and namespace.
+        Around the prefill, in the process that computes; `take_over` in the one that goes on. Both
+        name the same tier and namespace. Every page is written down as it becomes final, whatever
+        loading it would take here; that of a lossy codec once its sequence is closed, at the
+        latest. When the block ends, all of them can be read, or `load_deadline_s` have passed.
 
         Raises:
-            StateError: No tier of the stack can be read by others, or another sender is active.
+            StateError: No tier of the stack can be read by others.
         """
-        self._prove()
-        return Sender(self._bound(), self.config.load_deadline_s, self.flush)
+        store = self._bound().store
+        if store.lasting() < 0:
+            raise StateError(
+                "pages can be handed over through a tier that others read only",
+                'Add one to the stack, such as "host:NAME:8GiB" or "disk:./kv"',
+            )
+        self._handing_over += 1
+        try:
+            yield
+        finally:
+            self._handing_over -= 1
+            if not self.closed:
+                self.flush(self.config.load_deadline_s)
 
     def take_over(
         self,
@@ -1187,37 +1211,46 @@ class KV:
         patience_s: float | None = None,
         chunk: int = 512,
     ) -> Any:
-        """Finishes the prefill of a prompt that another process computes, as its layers arrive.
+        """Finishes the prefill of a prompt that another process computes, as its pages arrive.
 
-        The forward over what follows the last full page starts at once; each layer of it waits for
-        that layer of the pages. What does not come in time is computed here, in further forwards.
+        Pages are brought onto the device as they become known. When all are there, or none came
+        for a while, what is known is attached and the rest is computed.
 
         Args:
             seq: As `open` returned it.
-            forward: Called with each step, inside of which your model runs; it may be called again
-                for tokens whose first forward was given up.
-            patience_s: Longest wait for a layer while nothing arrives; default `load_deadline_s`.
-            chunk: Most tokens in one step, where they are computed here.
+            forward: Called with each step, inside of which your model runs.
+            patience_s: Longest wait while nothing arrives; default `load_deadline_s`.
+            chunk: Most tokens in one step.
 
         Returns:
             What the last call of `forward` returned; None if nothing was left to compute.
 
         Raises:
             CapacityError: The pages do not fit.
+            StateError: The sequence is closed, suspended or in a step, or partly on its way.
         """
         patience_s = self.config.load_deadline_s if patience_s is None else patience_s
-        output, pages = None, (len(seq.tokens) - 1) // self.page_size
-        if pages * self.page_size > seq.length and not seq.length % self.page_size:
-            arrival = Arrival(seq, pages, patience_s)
-            rest = seq.tokens[pages * self.page_size :].copy()
-            try:
-                with self.step([seq], [rest]) as step:
-                    step.awaits = arrival.wait
-                    output = forward(step)
-            except Late:
-                pass
-            finally:
-                arrival.settle()
+        planner, pages = Planner.of(seq), (len(seq.tokens) - 1) // self.page_size
+        known, end_s = seq.length // self.page_size, now_s() + patience_s
+        coming: Prefetch | None = None
+        while known < pages and now_s() < end_s:
+            with self.lock:
+                planner.store.drain()
+                found = self.restorer.match(seq, pages)
+                if found > known:
+                    known, end_s = found, now_s() + patience_s
+                    coming = self._bring(seq) if coming is None or not coming.left else coming
+            if known < pages:
+                sleep(_POLL_S)
+        with self.lock:
+            planner.idle(seq)
+            if known * self.page_size > seq.length:
+                self.tokens_reused -= seq.reused
+                planner.vacate(seq)
+                planner.tables.lengths[seq.row] = 0
+                seq.reused = self.restorer.restore(seq, known * self.page_size)
+                self.tokens_reused += seq.reused
+        output = None
         for step in self.prefill([seq], chunk=chunk):
             output = forward(step)
         return output
@@ -1375,8 +1408,6 @@ class KV:
         with self.lock:
             if self.closed:
                 return
-            if self.planner is not None and self.planner.sender is not None:
-                self.planner.sender.close()
             with ExitStack() as last:  # what closing one of them raises does not keep the others
                 for trace in self._traces:
                     last.callback(trace.close)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from flowkv.cache.store import PageStore, ReadFrom
 from flowkv.core import compiling
 from flowkv.core.errors import NonFiniteError, StateError
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, granule_of
-from flowkv.policy.restore import Load as LoadOp
+from flowkv.policy.restore import RestoreLoad
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome
 
 Allocate = Callable[[int, int, int], list[int] | None]
@@ -311,6 +312,7 @@ class LayerSlice(NamedTuple):
     stripes: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LoadBatch:
     """Pieces of pages that were asked for together.
 
@@ -333,51 +335,46 @@ class LoadBatch:
         lost: Some of it cannot be had.
         refused: There was no room for a prefetch.
         called_off: Nobody is told that it arrived.
+        trips: What each asks of its tier, in bytes.
+        fresh: Blocks of which policies are to be told together; None where each is told at once.
     """
 
-    __slots__ = (
-        *("_done", "called_off", "end_s", "ended_s", "fresh", "joined", "left", "lost"),
-        *("n_bytes", "op", "owner", "pages", "priority", "refused", "seconds", "started_s", "tier"),
-        "trips",
-    )
+    owner: object
+    done: Callable[[LoadBatch], None]
+    op: RestoreLoad | None = None
+    tier: str = ""
+    priority: IOPriority = IOPriority.DEMAND
+    started_s: float = field(default_factory=time.perf_counter)
+    ended_s: float = 0.0
+    end_s: float = field(default_factory=compiling.now_s)
+    left: int = 1
+    n_bytes: Counter[int] = field(default_factory=Counter)
+    joined: Counter[int] = field(default_factory=Counter)
+    pages: Counter[tuple[int, int]] = field(default_factory=Counter)
+    seconds: float = 0.0
+    lost: bool = False
+    refused: bool = False
+    called_off: bool = False
+    trips: dict[_Trip, int] = field(default_factory=dict)
+    fresh: list[Block] | None = None
 
-    def __init__(
-        self,
-        owner: object,
-        done: Callable[[LoadBatch], None],
-        op: LoadOp | None = None,
-        tier: str = "",
-        priority: IOPriority = IOPriority.DEMAND,
-    ) -> None:
-        self.op, self.owner, self.tier, self._done, self.priority = op, owner, tier, done, priority
-        self.started_s = self.ended_s = time.perf_counter()
-        self.end_s, self.left, self.seconds = compiling.now_s(), 1, 0.0
-        self.lost = self.called_off = self.refused = False
-        self.n_bytes, self.joined = Counter[int](), Counter[int]()
-        self.pages = Counter[tuple[int, int]]()
-        self.trips: dict[_Trip, int] = {}  # what each asks of its tier, in bytes
-        self.fresh: list[Block] | None = None  # of which policies are to be told together
-
-    def arrived(self) -> None:
-        """All is answered."""
-        self._done(self)
+    def __post_init__(self) -> None:
+        self.ended_s = self.started_s
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Trip:
     """One question to one tier, and where to ask next."""
 
-    __slots__ = (
-        *("asked_s", "buffer", "flight", "given_up", "joined", "piece", "source", "sources"),
-        "wish",
-    )
-
-    def __init__(
-        self, flight: LoadBatch, piece: LayerSlice, source: ReadFrom, sources: Iterator[ReadFrom]
-    ) -> None:
-        self.flight, self.piece, self.source, self.sources = flight, piece, source, sources
-        self.asked_s, self.given_up, self.joined = time.perf_counter(), False, False
-        self.wish: TransferRequest | None = None
-        self.buffer: torch.Tensor | None = None
+    flight: LoadBatch
+    piece: LayerSlice
+    source: ReadFrom
+    sources: Iterator[ReadFrom]
+    asked_s: float = field(default_factory=time.perf_counter)
+    given_up: bool = False
+    joined: bool = False
+    wish: TransferRequest | None = None
+    buffer: torch.Tensor | None = None
 
 
 class PageLoader:
@@ -450,7 +447,7 @@ class PageLoader:
                 one.staged = row
 
     def begin(self, flight: LoadBatch, pieces: Iterable[LayerSlice], prefer: int) -> int:
-        """Asks tiers for pieces of pages; `LoadBatch.arrived` is called now or in a later `drain`.
+        """Asks tiers for pieces of pages; `LoadBatch.done` is called now or in a later `drain`.
 
         Args:
             flight: A new one.
@@ -585,7 +582,7 @@ class PageLoader:
         if not flight.left:
             self._flights.pop(flight, None)
             if not flight.called_off:
-                flight.arrived()
+                flight.done(flight)
 
 
 def ways(store: PageStore, loads: Iterable[PageLoad]) -> list[dict[int, int]]:

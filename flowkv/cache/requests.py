@@ -1,20 +1,471 @@
-"""Requests: what policies are told of them, those that wait, and their recording as a trace."""
+"""Requests: what is brought nearer for them, what policies are told, those that wait, traces."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
 
 from flowkv.cache.block_table import Planner
 from flowkv.cache.index import Block
-from flowkv.cache.prefetch import Prefetch, PrefetchManager
+from flowkv.cache.load import Allocate, LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
+from flowkv.cache.mover import IOPriority
 from flowkv.cache.sequence import NO_CARE, Guard, Sequence
-from flowkv.cache.store import as_slots
+from flowkv.cache.store import PageStore, as_slots
+from flowkv.core import compiling
 from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT
-from flowkv.policy.base import Slots, Visit
+from flowkv.observe.events import Promoted
+from flowkv.policy.base import NEVER_NS, NO_SLOTS, Policy, Slots, Visit
+from flowkv.policy.prefetch import Fetch, Prefetcher
+from flowkv.policy.prefetch.prefetcher import KINDS, QUEUE
 from flowkv.sim.formats import Writer
+
+# Known prompts, brought onto their device in the background, ahead of their use.
+
+_LONGEST_S = 0.1
+
+
+class Prefetch:
+    """Pages on their way to the device, as `KV.prefetch` returns them.
+
+    They arrive while others compute: at the edges of steps, or in `wait`. Who opens the prompt
+    before that waits for what is under way, and loads the rest.
+
+    Args:
+        store: Where pages are known.
+        loader: Loads them.
+        guard: The KV lock; `cancel` and `wait` take it.
+        told: Called with each block that was asked for, and whether it came by this.
+
+    Attributes:
+        pages: Pages that were asked for.
+        arrived: Those of them that came.
+        left: Those of them that are still on their way.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        loader: PageLoader,
+        guard: Guard,
+        told: Callable[[Block, bool], None] = lambda block, arrived: None,
+    ) -> None:
+        self._store, self._loader, self._guard, self._told = store, loader, guard, told
+        self.pages = self.arrived = self.left = 0
+
+    def start(self, blocks: Items[Block], allocate: Allocate | None = None) -> None:
+        """Asks for blocks, as far as there is room for them. Callers hold the KV lock.
+
+        Args:
+            blocks: Known blocks; those on their device by now need nothing.
+            allocate: Makes room; by default idle pages are given up for it.
+        """
+        store = self._store
+        absent = [block for block in blocks if block.page < 0]
+        for block in blocks:
+            if block.page >= 0:
+                self._told(block, False)
+        loads = [PageLoad(store, b, -1, awaited=False, allocate=allocate) for b in absent]
+        codecs = ways(store, loads)
+        reserve(loads, codecs, allocate or store.spare)
+        for one in loads:
+            if one.page >= 0:
+                self.pages, self.left = self.pages + 1, self.left + 1
+                batch = LoadBatch(self, partial(self._done, one), priority=IOPriority.PREFETCH)
+                self._loader.begin(batch, [LayerSlice(one, 0, one.stripes)], -1)
+            else:
+                one.drop()
+                self._told(one.block, False)
+        store.drain()
+
+    def cancel(self) -> None:
+        """Calls off what is on its way and nobody else waits for. Safe to call again."""
+        with self._guard:
+            self._store.mover.cancel(self)
+            self._store.drain()
+
+    def wait(self, timeout_s: float = 10.0) -> bool:
+        """Waits until everything was answered; False if that took too long."""
+        end_s = compiling.now_s() + timeout_s
+        while self.left:
+            left_s = end_s - compiling.now_s()
+            if left_s <= 0:
+                return False
+            with self._guard:
+                self._store.drain(min(left_s, _LONGEST_S))
+        return True
+
+    def _done(self, load: PageLoad, batch: LoadBatch) -> None:
+        store, block = self._store, load.block
+        self.left -= 1
+        self.pages -= batch.refused
+        load.drop()  # nobody holds it yet
+        for tier, _ in batch.pages:
+            n_bytes = batch.n_bytes[tier]
+            self.arrived += 1
+            store.unproven.add(block, tier, n_bytes)
+            name = store.tiers[tier].name
+            store.bus.emit(Promoted(source=name, tier="device", pages=1, n_bytes=n_bytes))
+        self._told(block, bool(batch.pages))
+
+    def __repr__(self) -> str:
+        return f"<flowkv.Prefetch: {self.arrived} of {self.pages} pages arrived, {self.left} left>"
+
+
+# One device's prefetcher: what it asks, what it is told, and what carries out its decisions.
+
+MOST_QUEUED = 256
+"""So many requests that wait are looked at; the others come when these were served."""
+_LEAST_FLYING, _MOST_FLYING = 1 << 26, 1 << 28
+"""Bytes that may be on their way at once; between these, what a period brings."""
+_SOON = 16  # parts of a period
+
+
+class _Queued(NamedTuple):
+    tip: int
+    handle: Prefetch
+
+
+class DevicePrefetcher:
+    """What one device's prefetcher asks (`Reach`), is told, and has done. Callers hold the KV lock.
+
+    Args:
+        store: Where everything lies.
+        loader: Loads pages.
+        guard: The KV lock.
+        device: Name of the device.
+        windows: Pages that each layer group needs before the end of a chain; None for all.
+        options: Fields of `PrefetchConfig`.
+
+    Attributes:
+        capacity_bytes: Of the device's pool.
+        prefetcher: Decides.
+        due_ns: When to look again.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        loader: PageLoader,
+        guard: Guard,
+        device: str,
+        windows: Items[int | None],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._store, self._loader, self._guard, self._windows = store, loader, guard, windows
+        self._place, self._pool = store.device_places[device], store.pools[device]
+        self._groups = {g for g in range(len(windows)) if store.device(g) == device}
+        self.capacity_bytes = self._pool.capacity_bytes()
+        self.prefetcher = Prefetcher(self.capacity_bytes, **options)
+        self._config = self.prefetcher.config
+        self._period_ns = round(self._config.period_s * 1e9)
+        self._learns = type(self._place.policy).wanted is not Policy.wanted
+        self._queued: dict[int, _Queued] = {}
+        self._arrived, self._failed, self._dropped = list[int](), list[int](), list[int]()
+        self._tip, self.due_ns = -1, NEVER_NS
+        if self._learns:  # compiled now, and not at the edge of a step
+            self.due_ns = now = store.now_ns()
+            self._place.wanted(now, 1)
+            self._place.displace(now, 0, 0.0)
+
+    # ---- what it asks
+
+    def room_bytes(self) -> int:
+        """Free on the device."""
+        return self.capacity_bytes - self._pool.used_bytes()
+
+    def sizes(self, slots: Slots) -> Slots:
+        """Bytes of blocks, as they lie on the device or would."""
+        return np.array([self._size(self._store.index.get(slot)) for slot in slots.tolist()], int)
+
+    def _size(self, block: Block | None) -> int:
+        if block is None:
+            return 1
+        number = self._store.source(block) if block.page < 0 else -1
+        return self._store.size(block, number)
+
+    def missing(self, tip: int) -> tuple[int, Slots]:
+        """The deepest ancestor of `tip` that is on the device, or -1, and what lies between.
+
+        Where a window hides the beginning, only what it still shows.
+        """
+        self._tip = tip
+        index, block = self._store.index, self._store.index.get(tip)
+        if block is None or block.kind != "page" or block.group not in self._groups:
+            return -1, NO_SLOTS
+        window, path = self._windows[block.group], dict[int, Block]()
+        while block is not None and block.page < 0 and block.slot not in path:
+            path[block.slot] = block
+            if window is not None and len(path) == window:
+                break
+            above = index.find(block.parent)
+            if above is None and block.parent != ROOT and window is None:
+                return -1, NO_SLOTS  # what lies above is gone, so this is of no use
+            block = above
+        anchor = block.slot if block is not None and block.page >= 0 else -1
+        slots, open_tiers = [], dict[int, bool]()
+        for one in reversed(path.values()):
+            number = self._store.source(one)
+            if number not in open_tiers:
+                open_tiers[number] = number >= 0 and self._gives(number)
+            if not open_tiers[number] or one.fidelity > self._store.fidelity:
+                break
+            slots.append(one.slot)
+        return anchor, as_slots(slots)
+
+    def _gives(self, number: int) -> bool:
+        lane = self._store.mover.lanes[number]
+        return self._store.answers(number) and lane.guard.allows(lane.clock_ns())
+
+    # ---- what it is told
+
+    def accessed(self, now_ns: int, request: int, group: int, slots: Slots) -> None:
+        """A request arrived, whose chain of a group has these slots."""
+        self._settle(now_ns)
+        window = self._windows[group]
+        chain = slots if window is None else slots[-window:]
+        hits, demanded = 0, 0
+        for at, slot in enumerate(chain.tolist()):
+            block = self._store.index.get(slot)
+            if block is not None and block.page >= 0:
+                hits += hits == at
+            elif block is not None and block.tiers:
+                demanded += self._size(block)
+        self._queued.pop(request, None)
+        self.prefetcher.accessed(now_ns, chain, hits, demanded, request)
+        self._plan_ahead(now_ns)
+
+    def hint(self, now_ns: int, group: int, slots: Slots, eta_ns: int, sigma: float) -> None:
+        """The next use of a group's chain is expected."""
+        self._settle(now_ns)
+        known = self._known(group, slots)
+        if len(known):
+            block = self._store.index.at(int(known[-1]))
+            number = block.nearest
+            if number >= 0:
+                self.prefetcher.rates = self._store.mover.lanes[number].loads
+            self.prefetcher.hint(now_ns, known, eta_ns, sigma)
+            self._plan_ahead(now_ns)
+
+    def enqueue(
+        self, now_ns: int, request: int, group: int, slots: Slots, handle: Prefetch
+    ) -> None:
+        """A request waits that will use a group's chain."""
+        self._settle(now_ns)
+        known = self._known(group, slots)
+        if len(known) and len(self._queued) < MOST_QUEUED:
+            self._queued[request] = _Queued(int(known[-1]), handle)
+            self.prefetcher.enqueue(now_ns, request, known)
+            self.due_ns = now_ns
+
+    def abort(self, now_ns: int, request: int) -> None:
+        """A request that waited will not run."""
+        if self._queued.pop(request, None) is not None:
+            self.prefetcher.abort(now_ns, request)
+
+    def left(self, now_ns: int, block: Block) -> None:
+        """A page that was prefetched left its device unused."""
+        self._settle(now_ns)
+        self.prefetcher.left(now_ns, as_slots([block.slot]))
+
+    def dropped(self, slots: Items[int]) -> None:
+        """Slots that name nothing any more."""
+        self._dropped += slots
+
+    def told(self, block: Block, arrived: bool) -> None:
+        """What became of a page that was on its way."""
+        (self._arrived if arrived else self._failed).append(block.slot)
+        if self._queued and self._store.index.get(block.slot) is not None:
+            self.due_ns = min(self.due_ns, self._store.now_ns() + self._period_ns // _SOON)
+
+    def _known(self, group: int, slots: Slots) -> Slots:
+        """The blocks of a chain that lie somewhere, up to the first gap if all are needed."""
+        found = []
+        for slot in slots.tolist():
+            if self._store.index.get(slot) is not None:
+                found.append(slot)
+            elif self._windows[group] is None:
+                break
+        return as_slots(found)
+
+    def _settle(self, now_ns: int) -> None:
+        """Passes on what happened meanwhile."""
+        arrived, self._arrived = self._arrived, []
+        failed, self._failed = self._failed, []
+        dropped, self._dropped = self._dropped, []
+        if arrived:
+            self.prefetcher.landed(now_ns, as_slots(arrived))
+        if failed:
+            self.prefetcher.failed(now_ns, as_slots(failed))
+        if dropped:
+            self.prefetcher.forget(as_slots(dropped))
+
+    def _plan_ahead(self, now_ns: int) -> None:
+        if self._learns or not self.prefetcher.idle:
+            self.due_ns = min(self.due_ns, self.prefetcher.due_ns(now_ns))
+
+    # ---- what is done
+
+    def look(self, now_ns: int) -> None:
+        """Brings what the prefetcher says, as far as there is room."""
+        self._settle(now_ns)
+        self.due_ns = NEVER_NS
+        self._bound()
+        for fetch in self.prefetcher.plan(now_ns, self._place, self):
+            self._carry_out(fetch)
+            self._settle(now_ns)
+        self._plan_ahead(now_ns)
+
+    def _bound(self) -> None:
+        """Lets no more be on its way than what the fastest tier gives in a period."""
+        rates = (lane.loads.bytes_per_s for lane in self._store.mover.lanes)
+        flying = round(max(rates, default=0.0) * self._config.period_s)
+        flying = min(max(flying, _LEAST_FLYING), _MOST_FLYING)
+        most = min(flying, self._config.flying_bytes)
+        self.prefetcher.config = msgspec.structs.replace(self._config, flying_bytes=most)
+
+    def _carry_out(self, fetch: Fetch) -> None:
+        store = self._store
+        blocks = [store.index.at(slot) for slot in fetch.slots.tolist()]
+        for block in blocks:  # what leaves for them may push something off a tier
+            store.keep(block)
+        try:
+            store.displace(fetch.victims.tolist())
+            if blocks:
+                self._handle(fetch.kind).start(blocks, self._free)
+        finally:
+            for block in blocks:
+                store.unkeep(block)
+
+    def _handle(self, kind: int) -> Prefetch:
+        """Those who wait may call off what comes for them."""
+        waiting = (one.handle for one in self._queued.values() if one.tip == self._tip)
+        handle = next(waiting, None) if kind == QUEUE else None
+        return handle or Prefetch(self._store, self._loader, self._guard, self.told)
+
+    def _free(self, group: int, count: int, codec: int) -> list[int]:
+        """Pages that are free; nothing goes for them that the prefetcher did not choose."""
+        granules = self._store.forms[group].layouts[codec].granules
+        count = min(count, self._pool.available(granules))
+        return self._pool.allocate(granules, count, codec) or []
+
+    def report(self) -> dict[str, Any]:
+        """Plain numbers."""
+        one, report = self.prefetcher, dict[str, Any]()
+        for number, kind in enumerate(KINDS):
+            report[kind] = {
+                "fetched_bytes": one.fetched_bytes[number],
+                "used_bytes": one.used_bytes[number],
+                "wasted_bytes": one.wasted_bytes[number],
+                "precision": one.precision(number),
+            }
+        report["displaced_bytes"] = one.displaced_bytes
+        report["unproven_bytes"] = one.unproven_bytes
+        report["rests"] = one.guard.rests
+        return report
+
+
+# Brings what is expected next onto its device before anybody asks, at the edges of steps.
+#
+# The `Prefetcher` of each device decides (`flowkv.policy.prefetch`): requests that wait, hints,
+# and what the place's policy has learned. Here it is told what happens, and a `DevicePrefetcher`
+# carries out what it says: room comes from free pages and from what the policy gives up for it,
+# bytes come from the tiers that hold the chain, by the same lanes as everything else. When
+# nothing is expected, an edge costs one comparison.
+
+
+class PrefetchManager:
+    """The prefetchers of all devices. Callers hold the KV lock.
+
+    Args:
+        store: Where everything lies.
+        loader: Loads pages.
+        guard: The KV lock.
+        windows: See `DevicePrefetcher`.
+        options: Fields of `PrefetchConfig`.
+
+    Attributes:
+        due_ns: Before that an edge has nothing to do; `NEVER_NS` while nothing is expected.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        loader: PageLoader,
+        guard: Guard,
+        windows: Items[int | None],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._store, self._loader, self._guard = store, loader, guard
+        self._lookouts = {
+            device: DevicePrefetcher(store, loader, guard, device, windows, options)
+            for device in store.pools
+        }
+        self._groups = [self._lookouts[store.device(g)] for g in range(len(windows))]
+        self.due_ns = NEVER_NS
+        self._expect()
+
+    def edge(self) -> None:
+        """Looks ahead if that is due. Ask only while `due_ns` is not `NEVER_NS`."""
+        now = self._store.now_ns()
+        if now < self.due_ns:
+            return
+        for lookout in self._lookouts.values():
+            if now >= lookout.due_ns:
+                lookout.look(now)
+        self._expect()
+
+    def accessed(self, now_ns: int, request: int, group: int, slots: Slots) -> None:
+        """A request arrived, whose chain of a group has these slots; nothing is loaded yet."""
+        self._groups[group].accessed(now_ns, request, group, slots)
+        self._expect()
+
+    def hint(self, now_ns: int, group: int, slots: Slots, eta_ns: int, sigma: float) -> None:
+        """The next use of a group's chain is expected in about `eta_ns`."""
+        self._groups[group].hint(now_ns, group, slots, eta_ns, sigma)
+        self._expect()
+
+    def enqueue(self, request: int, chains: Items[Slots]) -> Prefetch:
+        """A request waits that will use these chains; what comes for it is what is returned."""
+        now = self._store.now_ns()
+        handle = Prefetch(self._store, self._loader, self._guard, self._told)
+        for group, slots in enumerate(chains):
+            self._groups[group].enqueue(now, request + group, group, slots, handle)
+        self._expect()
+        self.edge()
+        return handle
+
+    def abort(self, now_ns: int, request: int, group: int) -> None:
+        """A request that waited will not run."""
+        self._groups[group].abort(now_ns, request)
+
+    def report(self) -> dict[str, Any]:
+        """Plain numbers, by device."""
+        return {device: lookout.report() for device, lookout in self._lookouts.items()}
+
+    def _told(self, block: Block, arrived: bool) -> None:
+        self._groups[block.group].told(block, arrived)
+        self._expect()
+
+    def unused(self, block: Block) -> None:
+        """A page that was prefetched left its device unused."""
+        self._groups[block.group].left(self._store.now_ns(), block)
+
+    def dropped(self, slots: Items[int]) -> None:
+        """Slots that name nothing any more."""
+        for lookout in self._lookouts.values():
+            lookout.dropped(slots)
+
+    def _expect(self) -> None:
+        self.due_ns = min(lookout.due_ns for lookout in self._lookouts.values())
+
 
 # Requests, as the policies of all places are told of them: once each, by the slots of its chain.
 #

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from enum import Enum
-from itertools import groupby
+from itertools import count, groupby
 from typing import NamedTuple, cast
 
 from flowkv.cache.block_table import Planner
@@ -43,10 +43,11 @@ from flowkv.observe.events import (
 )
 from flowkv.policy.restore import (
     Compute,
-    Load,
     LoadGate,
-    Request,
+    Progress,
+    RestoreLoad,
     RestorePolicy,
+    RestoreRequest,
     Source,
     Span,
     State,
@@ -389,18 +390,18 @@ class Prior:
         self._links: dict[str, tuple[float, float]] = {}
         self._token_s = 0.0
 
-    def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+    def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         """So many layers of these tokens."""
         if not self._token_s:
             self._token_s = self._gate.seconds_per_token or self._guess_s(request)
         return self._token_s * tokens.size * layers / request.layers
 
-    def suffix_s(self, request: Request) -> float:
+    def suffix_s(self, request: RestoreRequest) -> float:
         """All layers of the suffix."""
         behind = Span(request.tokens, request.tokens + request.suffix)
         return self.compute_s(request, request.layers, behind)
 
-    def load_s(self, request: Request, source: int, cells: int) -> float:
+    def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
         """So many cells at once."""
         tier, _, cell_bytes = request.sources[source]
         if tier not in self._links:
@@ -410,7 +411,7 @@ class Prior:
         latency_s, bytes_per_s = self._links[tier]
         return latency_s + cells * cell_bytes / bytes_per_s
 
-    def _guess_s(self, request: Request) -> float:
+    def _guess_s(self, request: RestoreRequest) -> float:
         """As long as it takes to load a token."""
         if not request.sources:
             return _LEAST_S
@@ -441,6 +442,7 @@ class RestoreScheduler:
         policy: Decides; another one can take its place while nothing is restored.
         costs: What was measured so far.
         state: How far all of them are.
+        numbers: Of requests to come.
         s_per_byte: Seconds of the thread that drives them; 0.0 while that is not known.
     """
 
@@ -453,7 +455,7 @@ class RestoreScheduler:
         self._active: dict[int, RestoreJob] = {}
         self._busy_s: dict[str, float] = {}
         self._computed_s: dict[int, float] = {}
-        self._numbers = 0
+        self.numbers = count(1)
         self._pumping, self._asked = False, 0  # bytes that the last `pump` asked for
         self._allowance_s, self.s_per_byte = math.inf, 0.0
 
@@ -518,15 +520,10 @@ class RestoreScheduler:
         self.pump()
         return restoration
 
-    def number(self) -> int:
-        """A number for a request."""
-        self._numbers += 1
-        return self._numbers
-
-    def add(self, restoration: RestoreJob) -> None:
+    def add(self, restoration: RestoreJob) -> Progress:
         """A restore begins."""
-        self.state.add(restoration.request)
         self._active[restoration.request.number] = restoration
+        return self.state.add(restoration.request)
 
     def remove(self, restoration: RestoreJob) -> None:
         """A restore is over; what is on its way for it is called off."""
@@ -618,7 +615,7 @@ class RestoreScheduler:
         )
         return min(_LEAST_PAGES * max(pages, default=0.0), _LEAST_BYTES)
 
-    def _load(self, op: Load, tier: str) -> int:
+    def _load(self, op: RestoreLoad, tier: str) -> int:
         self.state.begin(op)
         restoration = self._active[op.request]
         flight = LoadBatch(restoration, self._arrived, op, tier)
@@ -626,7 +623,7 @@ class RestoreScheduler:
             flight, restoration.back.pieces(op), restoration.back.tier_of(op.source)
         )
 
-    def _left(self, tier: str) -> Load | None:
+    def _left(self, tier: str) -> RestoreLoad | None:
         """What the policy leaves where it is, though nobody computes it any more: by layers."""
         for number, one in self._active.items():
             progress = self.state.requests[number]
@@ -635,7 +632,9 @@ class RestoreScheduler:
             for layer in range(one.request.layers):
                 floor = max(progress.front[layer], progress.lost)
                 if floor < progress.back[layer]:
-                    return Load(number, Span(layer, layer + 1), Span(floor, progress.back[layer]))
+                    return RestoreLoad(
+                        number, Span(layer, layer + 1), Span(floor, progress.back[layer])
+                    )
         return None
 
     def files(self) -> list[int]:
@@ -653,7 +652,7 @@ class RestoreScheduler:
         self._measure(flight, op)
         restoration.arrived(flight, op)
 
-    def _measure(self, flight: LoadBatch, op: Load) -> None:
+    def _measure(self, flight: LoadBatch, op: RestoreLoad) -> None:
         """Loads in flight at one time share the link: each counts from the end of the last."""
         n_bytes = flight.n_bytes.total()
         request = self._active[op.request].request
@@ -667,17 +666,28 @@ class RestoreScheduler:
             if len(flight.n_bytes) == 1:
                 (number,) = flight.n_bytes
                 self.gate.loaded(self.store.tiers[number].name, n_bytes, counted_s)
+        self.tell_span(request, flight.tier, op.tokens, op.layers, (begun_s, seconds), n_bytes)
+
+    def tell_span(
+        self,
+        request: RestoreRequest,
+        engine: str,
+        tokens: Span,
+        layers: Span,
+        when: tuple[float, float],
+        n_bytes: int = 0,
+    ) -> None:
+        """Announces a piece of a restore; `when` is its start, and the seconds that it took."""
         if self.bus.wants(RestoreSpan):
-            (first, size), (layer, layers) = _cut(op.tokens), _cut(op.layers)
             span = RestoreSpan(
-                request=op.request,
-                engine=flight.tier,
-                token=first,
-                tokens=size,
-                layer=layer,
-                layers=layers,
-                started_s=begun_s,
-                seconds=seconds,
+                request=request.number,
+                engine=engine,
+                token=tokens.first,
+                tokens=tokens.size,
+                layer=layers.first,
+                layers=layers.size,
+                started_s=when[0],
+                seconds=when[1],
                 n_bytes=n_bytes,
             )
             self.bus.emit(span)
@@ -707,34 +717,18 @@ class RestoreScheduler:
         for one in among:
             if tokens := one.pending():
                 return one, tokens
-        found = self.choose(among)
-        if found is None or found[1] is None:
-            return None if found is None else (found[0], 0)
-        return found[0], found[0].take(found[1], most)
-
-    def choose(self, among: Iterable[RestoreJob]) -> tuple[RestoreJob, Compute | None] | None:
-        """What is computed next for one of these; `Compute` is None where only the suffix is left.
-
-        Returns:
-            None if nothing is to be computed now: all wait for loads.
-        """
         numbers = [one.request.number for one in among if one.request.number in self._active]
         if not numbers:
             return None
         self._now()
         op = self.policy.next_compute(self.state, numbers)
-        if op is None:
+        if op is None:  # all wait for loads
             return None
-        if not isinstance(op, Compute):
-            return self._active[op.request], None
-        return self._active[op.request], op
+        one = self._active[op.request]
+        return one, one.take(op, most) if isinstance(op, Compute) else 0
 
     def _now(self) -> None:
         self.state.now_s = time.perf_counter()
-
-
-def _cut(span: Span) -> tuple[int, int]:
-    return span.first, span.size
 
 
 # The pages of a restored prefix that come from the back, and how they enter a sequence's line.
@@ -772,7 +766,7 @@ class Back:
         """Number of the tier that a source is; -1 where that is for each page to say."""
         return self._tiers[source]
 
-    def pieces(self, op: Load) -> Iterator[LayerSlice]:
+    def pieces(self, op: RestoreLoad) -> Iterator[LayerSlice]:
         """What is not there of the cells of a load."""
         size = self._restorer.page_size
         pages = range(op.tokens.first // size, -(-op.tokens.stop // size))
@@ -905,7 +899,7 @@ class Tally:
         front: Tokens that were there when the front was done.
     """
 
-    def __init__(self, restores: RestoreScheduler, seq: Sequence, request: Request) -> None:
+    def __init__(self, restores: RestoreScheduler, seq: Sequence, request: RestoreRequest) -> None:
         self._restores, self._seq, self._request = restores, seq, request
         self._progress = restores.state.requests[request.number]
         self.front = request.resident
@@ -919,9 +913,11 @@ class Tally:
     def computed(self, op: Compute, started_s: float, seconds: float, counted_s: float) -> None:
         """Part of the front was computed; `counted_s` of it say what that takes."""
         self._restores.costs.computed(self._request, op.layers.size, op.tokens, counted_s)
-        self._span("compute", op.tokens, Span(0, self._request.layers), started_s, seconds)
+        self._restores.tell_span(
+            self._request, "compute", op.tokens, op.layers, (started_s, seconds)
+        )
 
-    def loaded(self, flight: LoadBatch, op: Load) -> None:
+    def loaded(self, flight: LoadBatch, op: RestoreLoad) -> None:
         """A load is over."""
         self._failed += flight.lost
         if flight.n_bytes:
@@ -951,8 +947,9 @@ class Tally:
             counted_s = compiling.measured_s(self._layer_s, self._layer_s + seconds)
             self._suffix_s += counted_s
             self._known &= counted_s > 0 or not seconds
-            tokens = Span(self._request.tokens, self._request.tokens + self._request.suffix)
-            self._span("suffix", tokens, Span(layer, layer + 1), self._layer_s, seconds)
+            request, layers = self._request, Span(layer, layer + 1)
+            tokens = Span(request.tokens, request.tokens + request.suffix)
+            self._restores.tell_span(request, "suffix", tokens, layers, (self._layer_s, seconds))
 
     def ended(self, stop: int, *, ok: bool) -> None:
         """The restore is over.
@@ -1002,22 +999,6 @@ class Tally:
         """What nobody could beat at these rates; 0.0 while one of them is not known."""
         known = self._restores.gate.seconds_per_token > 0 and bool(self._n_bytes)
         return lower_bound(self._request, self._restores.costs) if known else 0.0
-
-    def _span(
-        self, engine: str, tokens: Span, layers: Span, started_s: float, seconds: float
-    ) -> None:
-        if self._restores.bus.wants(RestoreSpan):
-            span = RestoreSpan(
-                request=self._request.number,
-                engine=engine,
-                token=tokens.first,
-                tokens=tokens.size,
-                layer=layers.first,
-                layers=layers.size,
-                started_s=started_s,
-                seconds=seconds,
-            )
-            self._restores.bus.emit(span)
 
 
 _PAUSE_S = 0.002
@@ -1079,8 +1060,8 @@ class RestoreJob:
         self.back, self._stop = Back(restores.restorer, seq, plan), plan.pages
         self._phase, self._broken = _Phase.FRONT, False
         self._computing: _Computing | None = None
-        self.request = Request(
-            number=restores.number(),
+        self.request = RestoreRequest(
+            number=next(restores.numbers),
             tokens=plan.stop * self._size,
             suffix=seq.known - plan.pages * self._size,
             layers=len(self.back.index),
@@ -1091,8 +1072,7 @@ class RestoreJob:
             whole=True,
             arrived_s=time.perf_counter(),
         )
-        restores.add(self)
-        self._progress = restores.state.requests[self.request.number]
+        self._progress = restores.add(self)
         self._tally = Tally(restores, seq, self.request)
 
     @staticmethod
@@ -1134,7 +1114,7 @@ class RestoreJob:
 
     # ---- loads
 
-    def arrived(self, flight: LoadBatch, op: Load) -> None:
+    def arrived(self, flight: LoadBatch, op: RestoreLoad) -> None:
         """A load is over. Callers hold the KV lock."""
         state = self._restores.state
         self._tally.loaded(flight, op)
@@ -1249,29 +1229,19 @@ class RestoreJob:
             Late: It is not going to come. Once `fill` has seen to that, `wait` can be called again.
         """
         index, begun_s = self.back.index[layer], time.perf_counter()
-        while not self._ready(index, begun_s):
-            if self._broken:
-                raise Late(layer)
+        while (there := self._poll(index)) is None:
             self._rest()
+        if not there:
+            raise Late(layer)
+        with self._guard:
+            if self._phase is _Phase.BEHIND:
+                self._tally.waited(index, begun_s, suffix=True)
 
     def _rest(self) -> None:
         with self._guard:
             self._restores.allow()  # nobody has better use of this thread
             waited_for = self._restores.files()
         rest(waited_for, _PAUSE_S)
-
-    def _ready(self, index: int, begun_s: float) -> bool:
-        with self._guard:
-            self.pump()
-            if self._phase is not _Phase.BEHIND:
-                return not self._broken
-            if not self._there(index):
-                self._stuck()
-                if not self._broken or not self._there(index):
-                    return False
-            self._tally.waited(index, begun_s, suffix=True)
-            self._restores.store.join()
-            return True
 
     def _there(self, index: int) -> bool:
         return self.back.there(index) if self._broken else self._progress.there(index)
@@ -1283,13 +1253,18 @@ class RestoreJob:
 
     def poll(self) -> bool | None:
         """Whether all of it is there, after `settle`; None as long as it may come. Never waits."""
+        return self._poll(None)
+
+    def _poll(self, index: int | None) -> bool | None:
+        """The same, for one layer or all of them."""
+        layers = range(self.request.layers) if index is None else (index,)
         with self._guard:
             self.pump()
             if self._phase is not _Phase.BEHIND:
                 return not self._broken
-            if self.lacks:
+            if not all(map(self._there, layers)):
                 self._stuck()
-                if self.lacks:
+                if not all(map(self._there, layers)):
                     return False if self._broken else None
             self._restores.store.join()
             return True

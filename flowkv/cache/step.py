@@ -530,8 +530,6 @@ class Step:
 
     def appended(self, layer: int) -> None:
         """Says that a layer has written its new tokens, and is about to attend."""
-        if self._planner.sender is not None:
-            self._planner.sender.appended(self, layer)
         if self.awaits is not None:
             begun_s = time.perf_counter()
             self.awaits(layer)

@@ -16,14 +16,14 @@ import msgspec
 
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.policy.restore.costs import Measured, lower_bound
-from flowkv.policy.restore.state import (
+from flowkv.policy.restore.policy import (
     Compute,
     Costs,
-    Load,
     Op,
     Progress,
-    Request,
+    RestoreLoad,
     RestorePolicy,
+    RestoreRequest,
     Source,
     Span,
     State,
@@ -95,7 +95,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.ttft_s.values()) / len(self.ttft_s)
 
 
-def summed(requests: Iterable[Request], timeline: Iterable[Done]) -> Run:
+def summed(requests: Iterable[RestoreRequest], timeline: Iterable[Done]) -> Run:
     """What a timeline says about its requests; ops of one start in the order they were begun in."""
     known = {request.number: request for request in requests}
     timeline = tuple(sorted(timeline, key=lambda done: done.start_s))
@@ -105,7 +105,7 @@ def summed(requests: Iterable[Request], timeline: Iterable[Done]) -> Run:
     free_s: dict[str, float] = {}
     for op, start_s, end_s, ok in timeline:
         ends[op.request] = max(ends[op.request], end_s)
-        if isinstance(op, Load):
+        if isinstance(op, RestoreLoad):
             cells = op.layers.size * op.tokens.size
             link_bytes += cells * known[op.request].sources[op.source].cell_bytes
             tier = known[op.request].sources[op.source].tier
@@ -125,7 +125,7 @@ def summed(requests: Iterable[Request], timeline: Iterable[Done]) -> Run:
     )
 
 
-def cells_of(request: Request) -> int:
+def cells_of(request: RestoreRequest) -> int:
     """Cells that a restore of it has to produce."""
     return (request.tokens - request.resident) * request.layers
 
@@ -136,14 +136,14 @@ Among = Collection[int] | None
 
 
 def run(
-    requests: Sequence[Request],
+    requests: Sequence[RestoreRequest],
     policy: RestorePolicy,
     costs: Costs,
     *,
     believed: Costs | None = None,
     engines: Sequence[Among] = (None,),
     depth: int = 1,
-    fails: Callable[[Load], bool] | None = None,
+    fails: Callable[[RestoreLoad], bool] | None = None,
 ) -> Run:
     """Restores requests as a policy says.
 
@@ -177,14 +177,14 @@ class VirtualClock:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[RestoreRequest],
         policy: RestorePolicy,
         costs: Costs,
         *,
         believed: Costs | None = None,
         engines: Sequence[Among] = (None,),
         depth: int = 1,
-        fails: Callable[[Load], bool] | None = None,
+        fails: Callable[[RestoreLoad], bool] | None = None,
     ) -> None:
         self.policy, self.costs, self.believed = policy, costs, believed or costs
         self.requests = {request.number: request for request in requests}
@@ -196,7 +196,7 @@ class VirtualClock:
         self.timeline: list[Done] = []
         self._busy = [False] * len(self.engines)
         self._queued = Counter[str]()
-        self._events: list[tuple[float, int, Request | Done | int, int]] = []
+        self._events: list[tuple[float, int, RestoreRequest | Done | int, int]] = []
         self._count = 0
         for request in requests:
             self.at(request.arrived_s, request)
@@ -214,7 +214,7 @@ class VirtualClock:
             now_s = self.state.now_s = self._events[0][0]
             while self._events and self._events[0][0] <= now_s:
                 _, _, what, engine = heapq.heappop(self._events)
-                if isinstance(what, Request):
+                if isinstance(what, RestoreRequest):
                     self.settle(self.state.add(what))
                 elif isinstance(what, Done):
                     self._ended(what, engine)
@@ -222,7 +222,7 @@ class VirtualClock:
                     self.called_off(what)
             self._ask()
 
-    def at(self, time_s: float, what: Request | Done | int, engine: int = -1) -> None:
+    def at(self, time_s: float, what: RestoreRequest | Done | int, engine: int = -1) -> None:
         """Something happens then: a request comes, an op ends, a request is called off."""
         self._count += 1
         heapq.heappush(self._events, (time_s, self._count, what, engine))
@@ -281,14 +281,14 @@ class VirtualClock:
     def _begin(self, op: Op, engine: int) -> None:
         self.state.begin(op)
         start_s, took_s = self.takes_s(op)
-        ok = not (isinstance(op, Load) and self.fails is not None and self.fails(op))
+        ok = not (isinstance(op, RestoreLoad) and self.fails is not None and self.fails(op))
         self.timeline.append(Done(op, self.state.now_s, start_s + took_s, ok))
         self.at(start_s + took_s, Done(op, start_s, start_s + took_s, ok), engine)
 
     def _ended(self, done: Done, engine: int) -> None:
         op, start_s, end_s, ok = done
         request, progress = self.requests[op.request], self.state.requests.get(op.request)
-        if isinstance(op, Load):
+        if isinstance(op, RestoreLoad):
             self._queued[request.sources[op.source].tier] -= 1
         else:
             self._busy[engine] = False
@@ -300,7 +300,7 @@ class VirtualClock:
         self.settle(progress)
 
 
-def learn(measured: Measured, request: Request, op: Op, seconds: float) -> None:
+def learn(measured: Measured, request: RestoreRequest, op: Op, seconds: float) -> None:
     """Tells costs that are measured what an op took."""
     if isinstance(op, Compute):
         measured.computed(request, op.layers.size, op.tokens, seconds)
@@ -441,15 +441,15 @@ class Modelled:
         """The same without overheads, for `lower_bound`."""
         return Modelled(self.model, self.gpu, self.rates, ideal=True, **self._options)
 
-    def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+    def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         """So many layers of these tokens."""
         return layers * self._layer_s(tokens.first, tokens.stop - tokens.first)
 
-    def suffix_s(self, request: Request) -> float:
+    def suffix_s(self, request: RestoreRequest) -> float:
         """All layers of the suffix."""
         return request.layers * self._layer_s(request.tokens, request.suffix)
 
-    def load_s(self, request: Request, source: int, cells: int) -> float:
+    def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
         """So many cells at once."""
         tier, _, cell_bytes = request.sources[source]
         return self._latency_s + cells * cell_bytes * self._byte_s[tier]
@@ -478,12 +478,12 @@ def asked(
     tiers: tuple[str, ...] = (LINK,),
     arrived_s: float = 0.0,
     whole: bool = False,
-) -> Request:
+) -> RestoreRequest:
     """A request to such a model; its prefix lies in each of these tiers, in each codec."""
     sources = tuple(
         Source(tier, codec, model.cell_bytes * CODECS[codec]) for codec in codecs for tier in tiers
     )
-    return Request(
+    return RestoreRequest(
         number=number,
         tokens=tokens,
         suffix=suffix,

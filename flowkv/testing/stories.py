@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flowkv.core.errors import FlowKVError, MissingDependencyError
-from flowkv.policy.restore.state import require
 
 try:
     from hypothesis import HealthCheck, Phase, given, settings
@@ -25,6 +24,7 @@ except ImportError:  # pragma: no cover
 # Hypothesis is imported here alone, so that whoever lacks it is told what to install.
 __all__ = [
     "RuleBasedStateMachine",
+    "VerificationError",
     "given",
     "initialize",
     "invariant",
@@ -82,3 +82,17 @@ def tell_machine(
         tell(lambda: run_state_machine_as_test(machine, settings=how))
     except FlowKVError as error:
         raise AssertionError(f"it raised {type(error).__name__}: {error}") from error
+
+
+class VerificationError(AssertionError):
+    """Something breaks a rule. The message begins with it."""
+
+
+def require(holds: bool, sentence: str, about: object = None) -> None:
+    """Fails with a sentence, and what it is about.
+
+    Raises:
+        VerificationError: (an `AssertionError`) It does not hold.
+    """
+    if not holds:
+        raise VerificationError(sentence if about is None else f"{sentence}: {about}")

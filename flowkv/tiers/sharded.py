@@ -70,7 +70,7 @@ class Form(NamedTuple):
         group: Index of the layer group.
         codec: Index of the codec.
         mine: Heads of this rank.
-        layout: Of this rank's pages, or of one layer of them (see `flowkv.cache.handover`).
+        layout: Of this rank's pages, or of one layer of them.
     """
 
     group: int

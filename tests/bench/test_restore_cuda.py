@@ -18,8 +18,9 @@ from bench.restore.executor import Executor, Unit
 from bench.restore.model import DECODERS
 from bench.restore.processor import Link
 from bench.restore.torch_engine import Prompt, TorchEngine
-from flowkv.policy.restore import Caps, Compute, Load, Measured, Suffix, verify
+from flowkv.policy.restore import Compute, Measured, RestoreLoad, Suffix
 from tests.inside import Decoder
+from tests.policy.restore.verifier import Caps, verify
 
 SHAPE = Decoder("deep", 5, 48, 4, 2, 12, 64)
 CPU = torch.device("cpu")
@@ -100,7 +101,7 @@ class PutOff:
 class PutOffLink(Link):
     stream: Stream
 
-    def copy(self, op: Load, mark: Any) -> bool:
+    def copy(self, op: RestoreLoad, mark: Any) -> bool:
         fails = self._fails
         ok = fails is None or not fails(op)
         link = Link(self._canvases, self._stores)
@@ -164,7 +165,7 @@ def test_a_gpu_restores_from_a_file(policy: str, tmp_path: Path) -> None:
 def test_a_gpu_and_a_failed_load() -> None:
     engine, failed = TorchEngine(DECODERS["small"], [Prompt(2048, 100)], "cuda"), []
 
-    def fails(op: Load) -> bool:
+    def fails(op: RestoreLoad) -> bool:
         failed.append(op)
         return len(failed) == 2
 

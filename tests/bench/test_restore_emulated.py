@@ -16,21 +16,20 @@ from bench.restore.emulated import Sleeper, emulate
 from bench.restore.executor import Executor, Unit
 from bench.restore.protocol import EMULATED
 from flowkv.policy.restore import (
-    Caps,
     Compute,
-    Load,
     Measured,
     Op,
-    Request,
+    RestoreLoad,
     RestorePolicy,
+    RestoreRequest,
     Source,
     Span,
     State,
     Suffix,
-    verify,
 )
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound
 from tests.inside import StateError, TwoPointer
+from tests.policy.restore.verifier import Caps, verify
 
 ONE_LINK = Caps(computes=1, loads={"link": 1})
 
@@ -41,19 +40,19 @@ class Flat:
     def __init__(self, cell_s: float = 2e-7, load_s: float = 2e-7) -> None:
         self.cell_s, self.loaded_s = cell_s, load_s
 
-    def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+    def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         return layers * tokens.size * self.cell_s
 
-    def suffix_s(self, request: Request) -> float:
+    def suffix_s(self, request: RestoreRequest) -> float:
         return request.layers * request.suffix * self.cell_s
 
-    def load_s(self, request: Request, source: int, cells: int) -> float:
+    def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
         return cells * self.loaded_s
 
 
-def a_request(number: int = 0, tokens: int = 2048, **fields: object) -> Request:
+def a_request(number: int = 0, tokens: int = 2048, **fields: object) -> RestoreRequest:
     given = {"suffix": 64, "layers": 4, "sources": (Source("link", "raw", 100.0),), **fields}
-    return Request(number=number, tokens=tokens, **given)  # type: ignore[arg-type]
+    return RestoreRequest(number=number, tokens=tokens, **given)  # type: ignore[arg-type]
 
 
 class Never(RestorePolicy):
@@ -69,7 +68,7 @@ class Never(RestorePolicy):
                 return Compute(progress.request.number, Span(0, 4), Span(0, 64))
         return None
 
-    def next_load(self, state: State, tier: str) -> Load | None:
+    def next_load(self, state: State, tier: str) -> RestoreLoad | None:
         return None
 
 
@@ -90,11 +89,11 @@ class Late(Never):
                 return Suffix(request.number, progress.suffix)
         return None
 
-    def next_load(self, state: State, tier: str) -> Load | None:
+    def next_load(self, state: State, tier: str) -> RestoreLoad | None:
         self.asked += 1
         for progress in state:
             if self.asked > self.patience and not progress.met:
-                return Load(progress.request.number, Span(0, 4), Span(0, progress.back[0]))
+                return RestoreLoad(progress.request.number, Span(0, 4), Span(0, progress.back[0]))
         return None
 
 
@@ -131,7 +130,7 @@ def test_requests_come_one_after_the_other_and_share_what_there_is(name: str) ->
 def test_what_failed_is_computed(name: str) -> None:
     costs, failed = Flat(load_s=5e-8), []
 
-    def fails(op: Load) -> bool:
+    def fails(op: RestoreLoad) -> bool:
         failed.append(op)
         return len(failed) in (1, 3, 7)
 

@@ -26,7 +26,7 @@ from bench.restore.protocol import (
 )
 from bench.restore.real import Cuda, Processor, cuda_cells
 from bench.restore.row import OURS, Bounds, Cell, Label, Outcome, Row
-from flowkv.policy.restore import Request, Source, Span
+from flowkv.policy.restore import RestoreRequest, Source, Span
 from flowkv.sim.restore import GPUS, SHAPES, Modelled
 from tests.inside import ConfigError
 
@@ -285,16 +285,16 @@ class Prompted:
     """An engine that was made, whose prefix has 104,857,600 bytes."""
 
     @staticmethod
-    def requests() -> list[Request]:
+    def requests() -> list[RestoreRequest]:
         source = Source("link", "raw", 6400)
-        return [Request(number=0, tokens=2048, suffix=128, layers=8, sources=(source,))]
+        return [RestoreRequest(number=0, tokens=2048, suffix=128, layers=8, sources=(source,))]
 
 
 def known(cell: Cell) -> Modelled:
     """Costs by which computing the prefix takes a second."""
 
     class OneSecond(Modelled):
-        def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+        def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
             return 1.0
 
     shape, gpu = next(iter(SHAPES.values())), next(iter(GPUS.values()))

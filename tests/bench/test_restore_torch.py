@@ -22,8 +22,9 @@ from bench.restore.model import DECODERS, SMALL, Model
 from bench.restore.processor import BURST_S, Copier, Link, Processor
 from bench.restore.store import FileStore, HostStore, Ring
 from bench.restore.torch_engine import Prompt, TorchEngine
-from flowkv.policy.restore import Caps, Compute, Load, Measured, Request, Span, Suffix, verify
+from flowkv.policy.restore import Compute, Measured, RestoreLoad, RestoreRequest, Span, Suffix
 from tests.inside import ConfigError, Decoder, StoreError
+from tests.policy.restore.verifier import Caps, verify
 
 CPU = torch.device("cpu")
 DEEP = Decoder("deep", 6, 48, 4, 2, 12, 64)
@@ -36,7 +37,7 @@ def engine_of(shape: Decoder, *prompts: Prompt, **options: Any) -> TorchEngine:
     return TorchEngine(shape, prompts or (Prompt(704, 33),), **options)
 
 
-def rate(requests: list[Request], seconds: float = EVEN_S) -> float:
+def rate(requests: list[RestoreRequest], seconds: float = EVEN_S) -> float:
     """Bytes a second at which all prefixes take so long."""
     return sum(r.layers * r.tokens * r.sources[0].cell_bytes for r in requests) / seconds
 
@@ -106,7 +107,7 @@ def test_with_calibrated_costs(deep: TorchEngine) -> None:
 def test_what_failed_is_computed(deep: TorchEngine, policy: str) -> None:
     count = 0
 
-    def fails(op: Load) -> bool:
+    def fails(op: RestoreLoad) -> bool:
         nonlocal count
         count += 1
         return count % 4 == 1
@@ -198,12 +199,12 @@ def test_a_link_keeps_to_its_limit_and_to_no_less() -> None:
     link = Link({0: canvas}, {0: [HostStore(kv)]}, bytes_per_s=kv.nbytes / 0.08)
     copier, clock = Copier(link), stopwatch()
     for stop in range(256, 0, -32):
-        copier.begin(Load(0, Span(0, 2), Span(stop - 32, stop)), clock).wait()
+        copier.begin(RestoreLoad(0, Span(0, 2), Span(stop - 32, stop)), clock).wait()
     assert clock() >= 0.08 - BURST_S
     assert torch.equal(canvas.kv[:, :256], kv)
     time.sleep(0.02)  # idle time is not saved up
     at = clock()
-    assert link.slot(Load(0, Span(0, 2), Span(0, 256)), at)[1] >= at - BURST_S + 0.0799
+    assert link.slot(RestoreLoad(0, Span(0, 2), Span(0, 256)), at)[1] >= at - BURST_S + 0.0799
 
 
 class Slow:
@@ -218,7 +219,7 @@ def test_what_a_failed_load_was_to_bring_is_not_written() -> None:
     model = Model(Decoder("d", 2, 32, 2, 2, 16, 32), CPU, torch.float32, positions=64)
     canvas = Canvas(model, torch.zeros(64, dtype=torch.int64), 64)
     link = Link({0: canvas}, {0: [HostStore(kv)]}, fails=lambda op: True)
-    assert not Copier(link).begin(Load(0, Span(0, 2), Span(0, 64)), stopwatch()).wait().ok
+    assert not Copier(link).begin(RestoreLoad(0, Span(0, 2), Span(0, 64)), stopwatch()).wait().ok
     assert canvas.kv.isnan().all()
 
 
@@ -246,7 +247,7 @@ def test_a_file_is_read_through_a_ring(tmp_path: Path, monkeypatch: pytest.Monke
     store = FileStore(tmp_path / "kv", kv, Ring(40 * cell, 2), unit)
     assert store.cell_bytes == cell
     restored = torch.full_like(kv, torch.nan)
-    store.fill(restored, Load(0, Span(1, 3), Span(112, 200)), mark)
+    store.fill(restored, RestoreLoad(0, Span(1, 3), Span(112, 200)), mark)
     assert torch.equal(restored[1:, 112:], kv[1:, 112:])
     assert restored[0].isnan().all()
     assert restored[:, :112].isnan().all()
@@ -257,7 +258,7 @@ def test_a_file_is_read_through_a_ring(tmp_path: Path, monkeypatch: pytest.Monke
     assert [n for _, _, n in asked] == [[], [], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     (tmp_path / "kv").write_bytes(b"short")
     with pytest.raises(StoreError, match="ends early"):
-        store.fill(restored, Load(0, Span(0, 1), Span(0, 16)), mark)
+        store.fill(restored, RestoreLoad(0, Span(0, 1), Span(0, 16)), mark)
     store.close()
     assert not list(tmp_path.iterdir())
 
@@ -281,7 +282,7 @@ def test_direct_reads_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "preadv", preadv)
     restored = torch.full_like(kv, torch.nan)
-    store.fill(restored, Load(0, Span(0, 2), Span(0, 192)), lambda: lambda: None)
+    store.fill(restored, RestoreLoad(0, Span(0, 2), Span(0, 192)), lambda: lambda: None)
     assert torch.equal(restored, kv)
     assert asked == [0] * 18
     store.close()
@@ -294,7 +295,7 @@ def test_sealed_pages_are_decoded_where_they_belong(codec: str, within: float) -
     assert store.cell_bytes < {"kv8": 0.6, "kv4c": 0.4}[codec] * kv[0, 0].nbytes
     restored = torch.full_like(kv, torch.nan)
     for layers, tokens in (((0, 3), (4096, 4224)), ((0, 1), (64, 4096)), ((1, 3), (0, 4096))):
-        store.fill(restored, Load(0, Span(*layers), Span(*tokens)), lambda: lambda: None)
+        store.fill(restored, RestoreLoad(0, Span(*layers), Span(*tokens)), lambda: lambda: None)
     assert restored[0, :64].isnan().all()
     restored[0, :64] = kv[0, :64]
     assert (restored - kv).abs().max() < within

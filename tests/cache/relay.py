@@ -19,7 +19,7 @@ import torch
 
 import flowkv
 from flowkv import KV, Geometry, Shard, Step
-from tests.inside import LayerArrived, LayerSent
+from tests.inside import Promoted
 
 LAYERS, HEADS, KV_HEADS, DIM, WIDTH, VOCABULARY, PAGE = 4, 4, 4, 16, 32, 61, 16
 PROMPT = [(7 * n * n + 3 * n) % VOCABULARY for n in range(100)]
@@ -98,14 +98,14 @@ class Worker:
 
     def __init__(self) -> None:
         self.kv: KV | None = None
-        self.times: list[tuple[str, int, float]] = []
+        self.times: list[float] = []
 
-    def note(self, event: LayerSent | LayerArrived) -> None:
-        self.times.append((type(event).__name__, event.layer, time.monotonic()))
+    def note(self, event: Promoted) -> None:
+        self.times.append(time.monotonic())
 
     def open(self, order: dict[str, Any]) -> dict[str, Any]:
         self.times, self.kv = [], opened(order)
-        self.kv.bus.subscribe(self.note, LayerSent, LayerArrived)
+        self.kv.bus.subscribe(self.note, Promoted)
         return {"writable": [tier.writable for tier in self.kv.planner.store.tiers]}
 
     def send(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -113,17 +113,13 @@ class Worker:
         assert kv is not None
         heads = geometry().groups[0].heads(*order["shard"]) if "shard" in order else None
 
-        def die(layer: int) -> None:
-            if layer == order.get("die_after"):
-                sender.flush()
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        model.after = die
-        self.sender = sender = kv.hand_over()
-        with kv.open(PROMPT) as seq:
-            for step in kv.prefill([seq], chunk=order.get("chunk", 512)):
+        with kv.hand_over(), kv.open(PROMPT) as seq:
+            for number, step in enumerate(kv.prefill([seq], chunk=order.get("chunk", 512))):
+                if number == order.get("die_after"):
+                    kv.flush()
+                    os.kill(os.getpid(), signal.SIGKILL)
                 model(step, heads)
-        return {"flushed": sender.flush(), "stripes": sender.stripes, "times": self.times}
+        return {"ended": time.monotonic()}
 
     def receive(self, order: dict[str, Any]) -> dict[str, Any]:
         model, kv, forwards = Model(), self.kv, []
@@ -150,9 +146,6 @@ class Worker:
 
     def close(self, _: dict[str, Any]) -> dict[str, Any]:
         if self.kv is not None:
-            if hasattr(self, "sender"):
-                self.sender.close()
-                del self.sender
             tiers = self.kv.planner.store.tiers
             kinds = [entry.info.kind for tier in tiers for entry in tier.scan()]
             self.kv.close()

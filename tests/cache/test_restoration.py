@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from flowkv import KV, Geometry, Step
-from flowkv.policy.restore import Compute, Load, RestorePolicy, Span, State, Suffix
+from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, Span, State, Suffix
 from tests.inside import (
     Event,
     Hit,
@@ -54,7 +54,7 @@ class Split(RestorePolicy):
                 return Compute(request.number, Span(0, request.layers), tokens)
         return None
 
-    def next_load(self, state: State, tier: str) -> Load | None:
+    def next_load(self, state: State, tier: str) -> RestoreLoad | None:
         for progress in state:
             request = progress.request
             floor = max(self.front if request.computable else 0, progress.lost, request.resident)
@@ -62,9 +62,11 @@ class Split(RestorePolicy):
                 stop = progress.back[layer]
                 if stop > floor:
                     if not self.whole:
-                        return Load(request.number, Span(layer, layer + 1), Span(floor, stop))
+                        return RestoreLoad(
+                            request.number, Span(layer, layer + 1), Span(floor, stop)
+                        )
                     first = max(floor, stop - self.whole * request.unit)
-                    return Load(request.number, Span(0, request.layers), Span(first, stop))
+                    return RestoreLoad(request.number, Span(0, request.layers), Span(first, stop))
         return None
 
 

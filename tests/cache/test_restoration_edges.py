@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from flowkv import Step
-from flowkv.policy.restore import Load, State
+from flowkv.policy.restore import RestoreLoad, State
 from tests.inside import Late, RestoreEnded, StateError
 from tests.inside import kv_plan as plan
 
@@ -22,7 +22,7 @@ from .test_restoration import PAGE, Split, finish, heard, only, stored, tokens
 class Farther(Split):
     """Loads from the farther one of two tiers."""
 
-    def next_load(self, state: State, tier: str) -> Load | None:
+    def next_load(self, state: State, tier: str) -> RestoreLoad | None:
         op = super().next_load(state, tier)
         return op._replace(source=1) if op is not None and tier == "far" else None
 

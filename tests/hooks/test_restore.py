@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 import flowkv
-from flowkv.policy.restore import Compute, Load, RestorePolicy, Span, State
+from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, Span, State
 from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, Outcome
 from tests.cache.fakes import Wrapped
@@ -87,7 +87,7 @@ class Halves(RestorePolicy):
             floor = self._meet(progress) if request.computable else request.resident
             if stop > floor and request.sources[0].tier == tier:
                 tokens = Span(max(floor, stop - request.unit), stop)
-                return Load(request.number, Span(0, request.layers), tokens, 0)
+                return RestoreLoad(request.number, Span(0, request.layers), tokens, 0)
         return None
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.rates import Rates
-from flowkv.policy.restore.state import Costs, Request, Span
+from flowkv.policy.restore.policy import Costs, RestoreRequest, Span
 
 _MEMORY = 0.9
 _SPREAD = 1e-4
@@ -48,13 +48,13 @@ class Measured:
 
     # ---- what was measured
 
-    def computed(self, request: Request, layers: int, tokens: Span, seconds: float) -> None:
+    def computed(self, request: RestoreRequest, layers: int, tokens: Span, seconds: float) -> None:
         """Computing so many layers of these tokens took so long; nothing of it is no sample."""
         if layers > 0 and tokens.size > 0 and seconds > 0:
             believed = self._prior.compute_s(request, 1, tokens) if self._prior else 0.0
             self._compute.add(tokens, seconds / layers, believed)
 
-    def suffixed(self, request: Request, seconds: float) -> None:
+    def suffixed(self, request: RestoreRequest, seconds: float) -> None:
         """Computing all layers of the suffix took so long, without waiting for loads.
 
         Where nothing else was computed, that tells what computing takes: a prior by which nothing
@@ -68,7 +68,7 @@ class Measured:
         if seconds > 0 and believed > 0:
             self._suffix.append(seconds / believed)
 
-    def loaded(self, request: Request, source: int, cells: int, seconds: float) -> None:
+    def loaded(self, request: RestoreRequest, source: int, cells: int, seconds: float) -> None:
         """Loading so many cells took so long, without waiting for other loads."""
         tier, codec, cell_bytes = request.sources[source]
         if cells > 0 and seconds > 0:
@@ -78,7 +78,7 @@ class Measured:
 
     # ---- what is expected
 
-    def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+    def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         """So many layers of these tokens; 0.0 while nothing is known."""
         if self._prior is not None and not self._compute.sure:
             believed = self._prior.compute_s(request, layers, tokens)
@@ -88,11 +88,11 @@ class Measured:
         size = stop - first
         return layers * (once + size * (each + pair * (first + (size + 1) / 2)))
 
-    def suffix_s(self, request: Request) -> float:
+    def suffix_s(self, request: RestoreRequest) -> float:
         """All layers of the suffix; 0.0 while nothing is known."""
         return self._as_chunk_s(request) * (_median(self._suffix) if self._suffix else 1.0)
 
-    def load_s(self, request: Request, source: int, cells: int) -> float:
+    def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
         """So many cells at once; 0.0 while nothing is known."""
         tier, codec, cell_bytes = request.sources[source]
         link = self._links.get((tier, codec))
@@ -104,7 +104,7 @@ class Measured:
             link = next(known, None)
         return link.latency_s + cells * cell_bytes * link.byte_s if link else 0.0
 
-    def _as_chunk_s(self, request: Request) -> float:
+    def _as_chunk_s(self, request: RestoreRequest) -> float:
         if not request.suffix:
             return 0.0
         behind = Span(request.tokens, request.tokens + request.suffix)
@@ -334,7 +334,7 @@ class LoadGate:
 
 
 def lower_bound(
-    requests: Request | Sequence[Request],
+    requests: RestoreRequest | Sequence[RestoreRequest],
     costs: Costs,
     *,
     of: Literal["makespan", "mean"] = "makespan",
@@ -357,7 +357,7 @@ def lower_bound(
     """
     if stages < 1 or of not in ("makespan", "mean"):
         raise ConfigError(f"There is no bound of {of!r} over {stages} stages", "See lower_bound")
-    batch = [requests] if isinstance(requests, Request) else list(requests)
+    batch = [requests] if isinstance(requests, RestoreRequest) else list(requests)
     if not batch:
         return 0.0
     if of == "makespan":
@@ -375,11 +375,11 @@ def lower_bound(
     return max(alone, sum(ends) / len(moved))
 
 
-def _suffixes(batch: Sequence[Request], costs: Costs) -> list[float]:
+def _suffixes(batch: Sequence[RestoreRequest], costs: Costs) -> list[float]:
     return [costs.suffix_s(one) if one.suffix else 0.0 for one in batch]
 
 
-def _from_zero(request: Request) -> Request:
+def _from_zero(request: RestoreRequest) -> RestoreRequest:
     """One with as many cells, which are no dearer to compute."""
     if not request.resident:
         return request
@@ -387,7 +387,7 @@ def _from_zero(request: Request) -> Request:
 
 
 def _makespan(
-    batch: Sequence[Request],
+    batch: Sequence[RestoreRequest],
     costs: Costs,
     suffixes: Sequence[float] | None,
     stages: int,
@@ -413,7 +413,7 @@ def _makespan(
     return crossing(compute_s, load_s, least, max(one.tokens for one in batch))
 
 
-def _computed_s(request: Request, costs: Costs, tokens: int) -> float:
+def _computed_s(request: RestoreRequest, costs: Costs, tokens: int) -> float:
     """Seconds to compute its cells up to a token, as far as it can be computed."""
     stop = request.tokens if not request.sources else min(tokens, request.tokens)
     if not request.computable or stop <= request.resident:
@@ -421,7 +421,9 @@ def _computed_s(request: Request, costs: Costs, tokens: int) -> float:
     return costs.compute_s(request, request.layers, Span(request.resident, stop))
 
 
-def _loaded_s(request: Request, costs: Costs, tokens: int, stages: int, boundary_s: float) -> float:
+def _loaded_s(
+    request: RestoreRequest, costs: Costs, tokens: int, stages: int, boundary_s: float
+) -> float:
     """Seconds to load its cells from a token on, by all its tiers at once."""
     first = max(tokens, request.resident) if request.computable else request.resident
     size = max(0, request.tokens - first)

@@ -17,7 +17,16 @@ from bench.restore.baselines import (
     over_layers_s,
     over_tokens_s,
 )
-from flowkv.policy.restore import Compute, Load, Request, RestorePolicy, Source, Span, State, Suffix
+from flowkv.policy.restore import (
+    Compute,
+    RestoreLoad,
+    RestorePolicy,
+    RestoreRequest,
+    Source,
+    Span,
+    State,
+    Suffix,
+)
 from flowkv.testing import check_restore_policy
 from tests.inside import ConfigError, MadeUpCosts, RestoreStory, RestoreWorld
 
@@ -25,14 +34,14 @@ PRICES = MadeUpCosts(token_s=1e-5, pair_s=1e-9, start_s=2e-5, cell_s=1e-5)
 UNKNOWN = MadeUpCosts(token_s=0.0, pair_s=0.0, start_s=0.0, cell_s=0.0)
 
 
-def request(number: int = 0, tokens: int = 4096, **more: object) -> Request:
+def request(number: int = 0, tokens: int = 4096, **more: object) -> RestoreRequest:
     said = {"suffix": 256, "layers": 4, "unit": 16, "sources": (Source("disk", "raw", 1.0),)}
-    return Request(number=number, tokens=tokens, **(said | more))
+    return RestoreRequest(number=number, tokens=tokens, **(said | more))
 
 
 def told(
     make,
-    *requests: Request,
+    *requests: RestoreRequest,
     prices: MadeUpCosts = PRICES,
     costs: MadeUpCosts | None = None,
     **more: object,
@@ -59,22 +68,22 @@ def cells(some: list) -> int:
     return sum(op.layers.size * op.tokens.size for op in some)
 
 
-def end_s(story: RestoreStory, kind: type | tuple[type, ...] = (Compute, Load)) -> float:
+def end_s(story: RestoreStory, kind: type | tuple[type, ...] = (Compute, RestoreLoad)) -> float:
     return max(end for op, _, end, _ in story.timeline if isinstance(op, kind))
 
 
 def test_recompute_loads_nothing() -> None:
     story = told(Recompute, request())
-    assert not ops(story, Load) and len(ops(story, Compute)) == 2, "chunks of 2048 tokens"
+    assert not ops(story, RestoreLoad) and len(ops(story, Compute)) == 2, "chunks of 2048 tokens"
     story = told(Recompute, request(computable=False))
-    assert not ops(story, Compute) and cells(ops(story, Load)) == 4 * 4096
+    assert not ops(story, Compute) and cells(ops(story, RestoreLoad)) == 4 * 4096
 
 
 def test_load_computes_nothing_that_it_can_load() -> None:
     story = told(RESTORE_POLICIES["load"], request())
-    assert not ops(story, Compute) and cells(ops(story, Load)) == 4 * 4096
+    assert not ops(story, Compute) and cells(ops(story, RestoreLoad)) == 4 * 4096
     suffix = [start for op, start, *_ in story.timeline if isinstance(op, Suffix)]
-    assert min(suffix) == end_s(story, Load)
+    assert min(suffix) == end_s(story, RestoreLoad)
     story = told(lambda: LoadOnly(io_chunk=128), request(), failing={4})
     lost = 4096 - 4 * 128  # up to the failed load's last token
     assert [op.tokens for op in ops(story, Compute)][-1].stop == lost
@@ -83,8 +92,10 @@ def test_load_computes_nothing_that_it_can_load() -> None:
 
 def test_load_layers_hides_the_suffix_behind_the_loads() -> None:
     story = told(RESTORE_POLICIES["load-layers"], request())
-    assert [op.layers.first for op in ops(story, Load)] == [0, 1, 2, 3]
-    ended = {op.layers.first: end for op, _, end, _ in story.timeline if isinstance(op, Load)}
+    assert [op.layers.first for op in ops(story, RestoreLoad)] == [0, 1, 2, 3]
+    ended = {
+        op.layers.first: end for op, _, end, _ in story.timeline if isinstance(op, RestoreLoad)
+    }
     began = {op.layer: start for op, start, *_ in story.timeline if isinstance(op, Suffix)}
     assert began == ended, "each layer of the suffix begins when its layer is there"
 
@@ -92,7 +103,7 @@ def test_load_layers_hides_the_suffix_behind_the_loads() -> None:
 def test_cake_meets_in_the_middle() -> None:
     story = told(RESTORE_POLICIES["cake"], request())
     computed = max(op.tokens.stop for op in ops(story, Compute))
-    assert computed == min(op.tokens.first for op in ops(story, Load))
+    assert computed == min(op.tokens.first for op in ops(story, RestoreLoad))
     assert 1024 < computed < 3072
     one_s = PRICES.compute_s(request(), 4, Span(0, 4096))
     assert end_s(story) < 0.75 * min(one_s, PRICES.load_s(request(), 0, 4 * 4096))
@@ -101,10 +112,10 @@ def test_cake_meets_in_the_middle() -> None:
 def test_layers_meet_in_the_middle() -> None:
     story = told(RESTORE_POLICIES["layers"], request())
     assert [op.layers.first for op in ops(story, Compute)] == [0, 1]
-    assert [op.layers.first for op in ops(story, Load)] == [3, 2]
-    assert {op.tokens for op in (*ops(story, Compute), *ops(story, Load))} == {Span(0, 4096)}
+    assert [op.layers.first for op in ops(story, RestoreLoad)] == [3, 2]
+    assert {op.tokens for op in (*ops(story, Compute), *ops(story, RestoreLoad))} == {Span(0, 4096)}
     whole = told(RESTORE_POLICIES["layers"], request(whole=True))
-    assert {op.layers for op in (*ops(whole, Compute), *ops(whole, Load))} == {Span(0, 4)}
+    assert {op.layers for op in (*ops(whole, Compute), *ops(whole, RestoreLoad))} == {Span(0, 4)}
 
 
 @pytest.mark.parametrize(("cell_s", "computed"), [(1e-5, 2), (1e-4, 4), (1.2e-6, 0), (5e-6, 1)])
@@ -121,7 +132,7 @@ def test_layers_split_as_well_as_can_be(cell_s: float, computed: int) -> None:
 
 def test_v1_gives_the_link_to_the_longest_and_advances_all_alike() -> None:
     story = told(lambda: TwoPointerV1(threshold_tokens=0), request(0, 2048), request(1, 8192))
-    first = [op.request for op in ops(story, Load)[:20]]
+    first = [op.request for op in ops(story, RestoreLoad)[:20]]
     assert first == [1] * 20
     assert [op.request for op in ops(story, Compute)[:6]] == [0, 1, 0, 1, 0, 1]
 
@@ -150,12 +161,12 @@ def test_v1_picks_the_better_of_both(start_s: float, cell_s: float) -> None:
 
 def test_v1_goes_over_tokens_while_nothing_is_known() -> None:
     story = told(TwoPointerV1, request(), costs=UNKNOWN)
-    assert {op.layers.size for op in ops(story, Load)} == {4}
+    assert {op.layers.size for op in ops(story, RestoreLoad)} == {4}
 
 
 def test_seed_loads_what_is_dearest_and_computes_what_is_cheapest() -> None:
     story = told(TwoPointerSeed, request(0, 2048), request(1, 8192))
-    loads, computes = ops(story, Load), ops(story, Compute)
+    loads, computes = ops(story, RestoreLoad), ops(story, Compute)
     assert {op.request for op in loads[:20]} == {1}
     fronts = {0: 0, 1: 0}
     for op in computes[:6]:
@@ -172,7 +183,7 @@ def test_seed_leaves_the_last_step_to_the_link() -> None:
     assert ops(told(TwoPointerSeed, bare, prices=prices), Compute)
 
 
-def best_staircase_s(prices: MadeUpCosts, one: Request, chunk: int) -> float:
+def best_staircase_s(prices: MadeUpCosts, one: RestoreRequest, chunk: int) -> float:
     """By trying all: never more chunks than the layer below."""
     levels = range(-(-one.tokens // chunk) + 1)
     best = float("inf")
@@ -223,7 +234,7 @@ def test_staircase_makes_good_what_was_planned_wrong() -> None:
     one, right_s = request(suffix=0), end_s(told(Staircase, request(suffix=0)))
     cheap = MadeUpCosts(PRICES.token_s / 100, PRICES.pair_s / 100, 0.0, PRICES.cell_s)
     story = told(Staircase, one, costs=cheap)
-    assert ops(story, Load), "beyond the plan, which computes nearly everything"
+    assert ops(story, RestoreLoad), "beyond the plan, which computes nearly everything"
     assert end_s(story) < 1.1 * right_s
     dear = MadeUpCosts(PRICES.token_s * 100, PRICES.pair_s * 100, 0.0, PRICES.cell_s)
     assert end_s(told(Staircase, one, costs=dear)) <= PRICES.load_s(one, 0, 4 * 4096) * 1.001
@@ -239,7 +250,7 @@ def test_nothing_is_left_to_an_engine_that_nobody_knows(name: str, known: str) -
         MadeUpCosts(1e-5, 0.0, 0.0, 0.0) if known == "compute" else MadeUpCosts(0.0, 0.0, 0.0, 1e-5)
     )
     story = told(RESTORE_POLICIES[name], request(suffix=0), costs=half)
-    assert {type(op) for op, start, *_ in story.timeline if not start} == {Compute, Load}
+    assert {type(op) for op, start, *_ in story.timeline if not start} == {Compute, RestoreLoad}
 
 
 @pytest.mark.parametrize("name", ["recompute", "cake"])

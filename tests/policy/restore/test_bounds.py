@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.policy.restore import Request, Source, Span
+from flowkv.policy.restore import RestoreRequest, Source, Span
 from flowkv.sim import lower_bound
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked
 from tests.inside import ConfigError
@@ -22,23 +22,23 @@ class Plain:
     def __init__(self, token_s: float, pair_s: float, byte_s: dict[str, float]) -> None:
         self.token_s, self.pair_s, self.byte_s = token_s, pair_s, byte_s
 
-    def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+    def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         pairs = (tokens.stop**2 - tokens.first**2) / 2
         return layers * (tokens.size * self.token_s + pairs * self.pair_s)
 
-    def suffix_s(self, request: Request) -> float:
+    def suffix_s(self, request: RestoreRequest) -> float:
         behind = Span(request.tokens, request.tokens + request.suffix)
         return self.compute_s(request, request.layers, behind)
 
-    def load_s(self, request: Request, source: int, cells: int) -> float:
+    def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
         return (
             cells * request.sources[source].cell_bytes * self.byte_s[request.sources[source].tier]
         )
 
 
-def ask(tokens: int, suffix: int = 0, **more: object) -> Request:
+def ask(tokens: int, suffix: int = 0, **more: object) -> RestoreRequest:
     wanted = {"number": 0, "layers": 3, "sources": (Source("a", "raw", 1.0),), "unit": 1, **more}
-    return Request(tokens=tokens, suffix=suffix, **wanted)  # type: ignore[arg-type]
+    return RestoreRequest(tokens=tokens, suffix=suffix, **wanted)  # type: ignore[arg-type]
 
 
 @given(

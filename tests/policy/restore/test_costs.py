@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flowkv.policy.restore import Measured, Request, Source, Span
+from flowkv.policy.restore import Measured, RestoreRequest, Source, Span
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked
 
 LLAMA = SHAPES["Llama-3.1-8B"]
@@ -109,7 +109,7 @@ def test_a_suffix_tells_what_computing_takes_where_nothing_else_does() -> None:
 
 
 def test_another_codec_of_the_same_tier_says_something() -> None:
-    request = Request(
+    request = RestoreRequest(
         number=0,
         tokens=4096,
         suffix=0,

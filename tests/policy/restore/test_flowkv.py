@@ -7,20 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.policy.restore import (
-    Caps,
     Compute,
-    Load,
     Progress,
-    Request,
+    RestoreLoad,
+    RestoreRequest,
     Source,
     Span,
     State,
     Suffix,
-    verify,
 )
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, run
 from flowkv.testing import check_restore_policy
 from tests.inside import ConfigError, Prices, TwoPointer, best_split
+from tests.policy.restore.verifier import Caps, verify
 
 LLAMA = SHAPES["Llama-3.1-8B"]
 
@@ -32,13 +31,13 @@ def costs(gbps: float = 40.0, gpu: str = "A100", **more: float) -> Modelled:
 class Unknown:
     """Costs before anything was measured."""
 
-    def compute_s(self, request: Request, layers: int, tokens: Span) -> float:
+    def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         return 0.0
 
-    def suffix_s(self, request: Request) -> float:
+    def suffix_s(self, request: RestoreRequest) -> float:
         return 0.0
 
-    def load_s(self, request: Request, source: int, cells: int) -> float:
+    def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
         return 0.0
 
 
@@ -89,12 +88,12 @@ def test_an_unmodified_model_computes_all_layers_at_once() -> None:
 
 def test_the_last_loads_come_layer_by_layer_and_the_suffix_runs_behind_them() -> None:
     done = run([asked(LLAMA, 16384)], TwoPointer(), costs())
-    loads = [entry.op for entry in done.timeline if isinstance(entry.op, Load)]
+    loads = [entry.op for entry in done.timeline if isinstance(entry.op, RestoreLoad)]
     layers = [op.layers for op in loads]
     assert layers[0] == Span(0, 32)
     assert layers[-32:] == [Span(layer, layer + 1) for layer in range(32)]
     ends = {entry.op.layers.first: entry.end_s for entry in done.timeline[-80:]
-            if isinstance(entry.op, Load) and entry.op.layers.size == 1}  # fmt: skip
+            if isinstance(entry.op, RestoreLoad) and entry.op.layers.size == 1}  # fmt: skip
     suffixes = [entry for entry in done.timeline if isinstance(entry.op, Suffix)]
     assert suffixes[0].start_s < ends[31]
     assert all(entry.start_s >= ends[entry.op.layer] for entry in suffixes)
@@ -102,7 +101,7 @@ def test_the_last_loads_come_layer_by_layer_and_the_suffix_runs_behind_them() ->
 
 def test_high_latency_makes_stripes_of_several_layers() -> None:
     done = run([asked(LLAMA, 16384)], TwoPointer(), costs(latency_s=0.005))
-    sizes = {entry.op.layers.size for entry in done.timeline if isinstance(entry.op, Load)}
+    sizes = {entry.op.layers.size for entry in done.timeline if isinstance(entry.op, RestoreLoad)}
     assert 1 not in sizes
 
 
@@ -111,15 +110,15 @@ def test_without_costs_short_chunks_and_short_loads_find_out() -> None:
     state.add(asked(LLAMA, 16384))
     first, load = policy.next_compute(state), policy.next_load(state, "link")
     assert isinstance(first, Compute)
-    assert isinstance(load, Load)
+    assert isinstance(load, RestoreLoad)
     assert first.tokens == Span(0, 512)
-    assert load == Load(0, Span(0, 32), Span(16384 - 128, 16384))
+    assert load == RestoreLoad(0, Span(0, 32), Span(16384 - 128, 16384))
     done = run([asked(LLAMA, 16384)], policy, costs(), believed=Unknown())
     verify([asked(LLAMA, 16384)], done.timeline, Caps(loads={"link": 1}))
 
 
 def test_only_loads_where_nobody_drives_the_model() -> None:
-    request = Request(
+    request = RestoreRequest(
         number=3, tokens=4096, suffix=0, layers=4, computable=False,
         sources=(Source("link", "raw", 4096.0),),
     )  # fmt: skip
@@ -138,11 +137,11 @@ def test_precision_is_given_up_only_where_that_is_faster() -> None:
     codecs = ("raw", "kv8", "kv4")
     slow_link = asked(LLAMA, 30720, codecs=codecs)
     done = run([slow_link], TwoPointer(), costs(10))
-    assert {entry.op.source for entry in done.timeline if isinstance(entry.op, Load)} == {2}
+    assert {entry.op.source for entry in done.timeline if isinstance(entry.op, RestoreLoad)} == {2}
     # The suffix takes longer than any of the loads: they are free, so the most precise comes.
     busy = asked(LLAMA, 1024, 8192, codecs=codecs)
     done = run([busy], TwoPointer(), costs(80))
-    assert {entry.op.source for entry in done.timeline if isinstance(entry.op, Load)} == {0}
+    assert {entry.op.source for entry in done.timeline if isinstance(entry.op, RestoreLoad)} == {0}
 
 
 @pytest.mark.parametrize("gbps", [(40, 40), (40, 10), (40, 1), (40, 0.1), (10, 80)])
@@ -208,7 +207,7 @@ def test_sizes_must_be_positive(wrong: dict[str, float]) -> None:
 )
 def test_the_split_is_the_best_of_all(tokens: int, gbps: float, suffix: int, unit: int) -> None:
     truth = costs(gbps)
-    request = Request(
+    request = RestoreRequest(
         number=0, tokens=tokens, suffix=suffix, layers=32, unit=unit,
         sources=(Source("link", "raw", 4096.0),),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from bench.restore.baselines import (
     LoadOnly,
     Recompute,
 )
-from flowkv.policy.restore import Compute, Load, RestorePolicy, Span, Suffix
+from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, Span, Suffix
 from flowkv.testing import check_restore_policy
 from tests.inside import StateError
 
@@ -77,7 +77,7 @@ class TriesAgain(LoadOnly):
         if op is None and progress.lost and max(progress.back) > min(progress.front):
             whole = Span(0, progress.request.layers)
             span = Span(min(progress.front), max(progress.back))
-            return Load(progress.request.number, whole, span, source)
+            return RestoreLoad(progress.request.number, whole, span, source)
         return op
 
 

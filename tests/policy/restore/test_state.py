@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from flowkv.policy.restore import Compute, Load, Request, Source, Span, State, Suffix
+from flowkv.policy.restore import Compute, RestoreLoad, RestoreRequest, Source, Span, State, Suffix
 from tests.inside import MadeUpCosts, StateError
 
 ALL = Span(0, 3)
-ASKED = Request(
+ASKED = RestoreRequest(
     number=1,
     tokens=100,
     suffix=8,
@@ -29,8 +29,8 @@ def compute(first: int, stop: int, layers: Span = ALL) -> Compute:
     return Compute(1, layers, Span(first, stop))
 
 
-def load(first: int, stop: int, layers: Span = ALL, source: int = 0) -> Load:
-    return Load(1, layers, Span(first, stop), source)
+def load(first: int, stop: int, layers: Span = ALL, source: int = 0) -> RestoreLoad:
+    return RestoreLoad(1, layers, Span(first, stop), source)
 
 
 def test_two_pointers_meet() -> None:
@@ -114,7 +114,7 @@ def test_a_failed_load_leaves_what_lies_above_it() -> None:
         load(10, 80),
     ],
 )
-def test_what_does_not_go_on(op: Compute | Load) -> None:
+def test_what_does_not_go_on(op: Compute | RestoreLoad) -> None:
     state = fresh()
     mine = state.requests[1]
     state.begin(load(80, 100))

@@ -8,22 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.restore.baselines import RESTORE_POLICIES
-from flowkv.policy.restore import (
-    Caps,
-    Compute,
-    Load,
-    Request,
-    Source,
-    Span,
-    Suffix,
-    VerificationError,
-    verify,
-)
-from tests.inside import RestoreStory
+from flowkv.policy.restore import Compute, RestoreLoad, RestoreRequest, Source, Span, Suffix
+from tests.inside import RestoreStory, VerificationError
 from tests.inside import restores_worlds as worlds
+from tests.policy.restore.verifier import Caps, verify
 
 ALL = Span(0, 2)
-REQUEST = Request(
+REQUEST = RestoreRequest(
     number=7,
     tokens=40,
     suffix=5,
@@ -39,8 +30,8 @@ def compute(first: int, stop: int, layers: Span = ALL) -> Compute:
     return Compute(7, layers, Span(first, stop))
 
 
-def load(first: int, stop: int, layers: Span = ALL, source: int = 0) -> Load:
-    return Load(7, layers, Span(first, stop), source)
+def load(first: int, stop: int, layers: Span = ALL, source: int = 0) -> RestoreLoad:
+    return RestoreLoad(7, layers, Span(first, stop), source)
 
 
 RIGHT = [
@@ -201,6 +192,15 @@ def test_nothing_to_do() -> None:
         verify([here], [])
     verify([here], [(Suffix(7, 0), 1.0, 1.0, True), (Suffix(7, 1), 1.0, 1.0, True)])
     verify([], [])
+
+
+@given(world=worlds(), name=st.sampled_from(sorted(RESTORE_POLICIES)))
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+def test_what_a_story_lets_through_is_right(world, name: str) -> None:
+    story = RestoreStory(RESTORE_POLICIES[name], world)
+    story.run()
+    caps = Caps(len(world.engines), world.windows)
+    verify(world.requests, story.timeline, caps, unfinished=story.unfinished)
 
 
 @given(world=worlds(2), name=st.sampled_from(sorted(RESTORE_POLICIES)), at=st.integers(0, 1 << 20))

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 from hypothesis import given
 
-from flowkv.policy.restore import VerificationError
 from flowkv.policy.scheduling import COMING, RUNNING, Job, Room, Scheduler, Turn, Turns
 from flowkv.testing.stories import require, tell, told
-from tests.inside import CheckedTurns, SchedulerStory, SchedulerWorld
+from tests.inside import CheckedTurns, SchedulerStory, SchedulerWorld, VerificationError
 from tests.inside import schedulers_worlds as worlds
 
 

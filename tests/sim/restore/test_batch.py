@@ -10,12 +10,13 @@ import pytest
 
 from bench.restore.baselines import make_restore_policy
 from bench.restore.grid import GRID_GBPS, GRID_GPUS, GRID_MODELS, lengths
-from flowkv.policy.restore import Caps, Request, verify
+from flowkv.policy.restore import RestoreRequest
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound, run
 from tests.inside import TwoPointer
+from tests.policy.restore.verifier import Caps, verify
 
 
-def together(costs: Modelled, tokens: Sequence[int], every_s: float = 0.0) -> list[Request]:
+def together(costs: Modelled, tokens: Sequence[int], every_s: float = 0.0) -> list[RestoreRequest]:
     """Requests of these lengths; one every so many seconds, all at once without."""
     return [asked(costs.model, n, number=i, arrived_s=i * every_s) for i, n in enumerate(tokens)]
 

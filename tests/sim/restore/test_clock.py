@@ -8,19 +8,10 @@ from collections.abc import Collection
 import pytest
 
 from bench.restore.baselines import make_restore_policy
-from flowkv.policy.restore import (
-    Caps,
-    Compute,
-    Load,
-    Measured,
-    RestorePolicy,
-    Span,
-    State,
-    Suffix,
-    verify,
-)
+from flowkv.policy.restore import Compute, Measured, RestoreLoad, RestorePolicy, Span, State, Suffix
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, run
 from tests.inside import ConfigError, StateError
+from tests.policy.restore.verifier import Caps, verify
 
 COSTS = Modelled(SHAPES["Llama-3.1-8B"], GPUS["A100"], 40)
 SHAPE = COSTS.model
@@ -64,14 +55,14 @@ def test_a_failed_load_is_computed() -> None:
     dice = random.Random(5)
     failed = []
 
-    def fails(op: Load) -> bool:
+    def fails(op: RestoreLoad) -> bool:
         failed.append(dice.random() < 0.3)
         return failed[-1]
 
     done = run([request], make_restore_policy("flowkv"), COSTS, fails=fails)
     verify([request], done.timeline, Caps(loads={"link": 1}))
     assert any(failed)
-    assert [not entry.ok for entry in done.timeline if isinstance(entry.op, Load)] == failed
+    assert [not entry.ok for entry in done.timeline if isinstance(entry.op, RestoreLoad)] == failed
     assert done.ttft_s[0] > run([request], make_restore_policy("flowkv"), COSTS).ttft_s[0]
 
 
@@ -87,7 +78,7 @@ def test_so_many_loads_are_begun_at_once(depth: int) -> None:
     request = asked(SHAPE, 8192)
     done = run([request], make_restore_policy("cake"), COSTS, depth=depth)
     verify([request], done.timeline, Caps(loads={"link": depth}))
-    begun = [entry.start_s for entry in done.timeline if isinstance(entry.op, Load)]
+    begun = [entry.start_s for entry in done.timeline if isinstance(entry.op, RestoreLoad)]
     assert begun[:depth] == [0.0] * depth
     assert begun[depth] > 0.0
     assert done.link_busy_s <= done.ttft_s[0]
@@ -130,7 +121,7 @@ class Idle(RestorePolicy):
     ) -> Compute | Suffix | None:
         return None
 
-    def next_load(self, state: State, tier: str) -> Load | None:
+    def next_load(self, state: State, tier: str) -> RestoreLoad | None:
         return None
 
 

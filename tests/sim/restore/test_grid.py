@@ -9,8 +9,9 @@ import pytest
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from bench.restore.grid import Cell, grid
-from flowkv.policy.restore import Caps, Span, verify
+from flowkv.policy.restore import Span
 from flowkv.sim.restore import run
+from tests.policy.restore.verifier import Caps, verify
 
 SUFFIXES, SHARES = (64, 512, 2048), (0.125, 0.5, 1.0)
 BASELINES = [name for name in RESTORE_POLICIES if name != "flowkv"]

@@ -8,8 +8,9 @@ import pytest
 
 from bench.restore.baselines import make_restore_policy
 from bench.restore.grid import Cell, grid
-from flowkv.policy.restore import Caps, Measured, verify
+from flowkv.policy.restore import Measured
 from flowkv.sim.restore import Modelled, run
+from tests.policy.restore.verifier import Caps, verify
 
 CELLS = grid()[1::4] + grid()[2::4]  # 16K and 30K
 # How much faster the accelerator and the link are believed to be.

@@ -1,34 +1,360 @@
-"""FlowKV's own restore policy: two pointers that meet where both engines end together.
+"""Restores: ops, how far they are, and the policy that says what comes next.
 
-The front is computed layer by layer in one long pass, so that a layer's fixed costs are paid once,
-and the goal is set anew from layer to layer: a slow engine makes a staircase of it, a fast one adds
-a pass. Loads come from the back, all layers at once, while the split can still move; the last of
-them, as much as the suffix takes to compute, come layer by layer from the bottom, and the suffix
-runs behind them. Several requests are served shortest first; waiting makes a request shorter.
-
-Nothing here trusts the costs: they say how large the steps are and when to change the order of
-loads, but what was not begun is still anybody's.
+Whoever executes a restore (virtual clock, emulated devices, torch, the cache) tells it `begin`,
+`end` and `fail`; policies only read it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
-from flowkv.core.errors import ConfigError
-from flowkv.policy.restore.state import (
-    Compute,
-    Costs,
-    Load,
-    Progress,
-    Request,
-    RestorePolicy,
-    Span,
-    State,
-    Suffix,
-)
+import msgspec
 
+from flowkv.core.errors import ConfigError, StateError
+from flowkv.policy.config import made
+
+# The words of a restore: what is asked for, and the three things that can be done about it.
+#
+# A prefix of N tokens over L layers is a rectangle of *cells* (layer, token). Each cell is
+# computed or loaded, once. Causality gives both their direction: a layer's tokens are computed
+# from the front, and only where the layer below computed them too; so loads come from the back.
+# Per layer there are two pointers, and the layer is there when they have met. The suffix, which
+# nobody has, is computed layer by layer once the prefix of its layer is there.
+
+
+class Span(NamedTuple):
+    """A half-open range: of layers, or of tokens."""
+
+    first: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.stop - self.first
+
+
+class Source(NamedTuple):
+    """Somewhere all cells of a prefix can be loaded from.
+
+    Attributes:
+        tier: Its name; loads of one tier share a link.
+        codec: How the pages lie there (`core.layout.CODECS`).
+        cell_bytes: Bytes of one token of one layer.
+    """
+
+    tier: str
+    codec: str
+    cell_bytes: float
+
+
+class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt whose prefix lies somewhere.
+
+    Attributes:
+        number: Names it; unique among those that are restored together.
+        tokens: N, tokens of the prefix; the cells are those of `[resident, tokens)`.
+        suffix: S, tokens behind it, which must be computed. 0 leaves the suffix out.
+        layers: L.
+        resident: Leading tokens that are there already.
+        unit: Tokens of a page. Spans of tokens begin and end at multiples of it, or at `tokens`.
+        sources: Where it can be loaded from, most precise first; empty if it can only be computed.
+        computable: Whether cells can be computed at all; False where nobody drives the model.
+        whole: Computes are over all layers (an unmodified model cannot be stopped halfway).
+        arrived_s: When it came.
+    """
+
+    number: int
+    tokens: int
+    suffix: int
+    layers: int
+    resident: int = 0
+    unit: int = 64
+    sources: tuple[Source, ...] = ()
+    computable: bool = True
+    whole: bool = False
+    arrived_s: float = 0.0
+
+
+class Compute(NamedTuple):
+    """Compute these layers of these tokens.
+
+    Attributes:
+        request: Number of the request.
+        layers: Which.
+        tokens: Which; they begin where the layers' computed tokens end.
+    """
+
+    request: int
+    layers: Span
+    tokens: Span
+
+
+class RestoreLoad(NamedTuple):
+    """Load these layers of these tokens.
+
+    Attributes:
+        request: Number of the request.
+        layers: Which.
+        tokens: Which; they end where the layers' loaded tokens begin.
+        source: Index into `RestoreRequest.sources`.
+    """
+
+    request: int
+    layers: Span
+    tokens: Span
+    source: int = 0
+
+
+class Suffix(NamedTuple):
+    """Compute a layer of the suffix: all cells of the layer are there, and the layer below is done.
+
+    Attributes:
+        request: Number of the request.
+        layer: Which.
+    """
+
+    request: int
+    layer: int
+
+
+Op = Compute | RestoreLoad | Suffix
+
+
+class Costs(Protocol):
+    """What things are expected to take, in seconds; 0.0 while that is not known."""
+
+    def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
+        """Computing so many layers of these tokens."""
+        ...
+
+    def suffix_s(self, request: RestoreRequest) -> float:
+        """Computing all layers of the suffix."""
+        ...
+
+    def load_s(self, request: RestoreRequest, source: int, cells: int) -> float:
+        """Loading so many cells (tokens times layers) at once."""
+        ...
+
+
+class Progress:
+    """One request's cells.
+
+    Attributes:
+        request: Whose.
+        front: Per layer: tokens that computes were begun for, from the first one on.
+        back: Per layer: first token that loads were begun for.
+        computed: Per layer: tokens that are computed (or were resident).
+        missing: Per layer: tokens of loads that were begun and have not ended.
+        suffix: Layers of the suffix that were begun.
+        answered: Layers of the suffix that are done.
+        flying: Ops that were begun and have not ended.
+        lost: Tokens up to which nothing can be loaded, because a load of theirs failed.
+        fronted: Its front has ended: of the prefix nothing is computed any more, and the suffix
+            waits for the rest, layer by layer.
+    """
+
+    def __init__(self, request: RestoreRequest) -> None:
+        layers = request.layers
+        self.request = request
+        self.front, self.computed = [request.resident] * layers, [request.resident] * layers
+        self.back, self.missing = [request.tokens] * layers, [0] * layers
+        self.suffix = self.answered = self.lost = 0
+        self.fronted = False
+        self.flying: list[Op] = []
+
+    def gap(self, layer: int) -> int:
+        """Tokens of a layer that nothing was begun for."""
+        return max(0, self.back[layer] - self.front[layer])
+
+    def cells(self) -> int:
+        """Cells that nothing was begun for."""
+        return sum(map(self.gap, range(self.request.layers)))
+
+    def there(self, layer: int) -> bool:
+        """Whether all cells of a layer's prefix are there."""
+        whole = self.front[layer] >= self.back[layer] and not self.missing[layer]
+        return whole and self.computed[layer] >= self.back[layer]
+
+    @property
+    def met(self) -> bool:
+        """Whether something was begun for every cell."""
+        return all(f >= b for f, b in zip(self.front, self.back, strict=True))
+
+    @property
+    def restored(self) -> bool:
+        """Whether the whole prefix is there."""
+        return all(map(self.there, range(self.request.layers)))
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do."""
+        suffix = self.request.layers if self.request.suffix else 0
+        return self.answered >= suffix and self.restored
+
+
+class State:
+    """Restores that are under way, together.
+
+    Args:
+        costs: What things are expected to take.
+
+    Attributes:
+        now_s: The time, as whoever executes tells it.
+        requests: By number, in order of arrival.
+        link_cells: Cells of loads under way, by tier.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs, self.now_s = costs, 0.0
+        self.requests: dict[int, Progress] = {}
+        self.link_cells: dict[str, int] = {}
+
+    def add(self, request: RestoreRequest) -> Progress:
+        """A request arrived."""
+        if request.number in self.requests:
+            raise StateError(f"request {request.number} is there already", "Number it otherwise")
+        progress = self.requests[request.number] = Progress(request)
+        return progress
+
+    def remove(self, number: int) -> None:
+        """A request is done, or was called off."""
+        progress = self.requests.pop(number)
+        for op in progress.flying:
+            if isinstance(op, RestoreLoad):
+                self._count(progress.request, op, -1)
+
+    def fronted(self, number: int) -> None:
+        """Nobody computes any more of a request's prefix."""
+        self.requests[number].fronted = True
+
+    def __iter__(self) -> Iterator[Progress]:
+        return iter(self.requests.values())
+
+    def among(self, numbers: Iterable[int] | None) -> Iterator[Progress]:
+        """Those with these numbers; all of them if that is None."""
+        if numbers is None:
+            return iter(self)
+        return (self.requests[number] for number in numbers if number in self.requests)
+
+    # ---- what happens
+
+    def begin(self, op: Op) -> None:
+        """An op is begun; its cells are taken.
+
+        Raises:
+            StateError: It does not go on where the pointers are. The verifier says more.
+        """
+        progress = self.requests[op.request]
+        if isinstance(op, Suffix):
+            if op.layer != progress.suffix or not progress.there(op.layer):
+                raise StateError(f"{op} is not due", "Ask the policy again")
+            progress.suffix += 1
+        elif isinstance(op, Compute):
+            layers = range(*op.layers)
+            begins = all(progress.front[layer] == op.tokens.first for layer in layers)
+            fits = all(op.tokens.stop <= progress.back[layer] for layer in layers)
+            self._meets(op, begins and fits)
+            for layer in layers:
+                progress.front[layer] = op.tokens.stop
+        else:
+            layers = range(*op.layers)
+            ends = all(progress.back[layer] == op.tokens.stop for layer in layers)
+            fits = all(op.tokens.first >= progress.front[layer] for layer in layers)
+            self._meets(op, ends and fits and op.tokens.first >= progress.lost)
+            for layer in layers:
+                progress.back[layer] = op.tokens.first
+                progress.missing[layer] += op.tokens.size
+            self._count(progress.request, op, 1)
+        progress.flying.append(op)
+
+    def end(self, op: Op) -> None:
+        """An op is done: its cells are there."""
+        progress = self.requests[op.request]
+        progress.flying.remove(op)
+        if isinstance(op, Suffix):
+            progress.answered += 1
+        elif isinstance(op, Compute):
+            for layer in range(*op.layers):
+                progress.computed[layer] = op.tokens.stop
+        else:
+            self._landed(progress, op)
+
+    def fail(self, op: Op) -> None:
+        """A load failed: all up to its last token must be computed, what came of it is dropped."""
+        if not isinstance(op, RestoreLoad):
+            raise StateError(f"{op} cannot fail", "Only loads do")
+        progress = self.requests[op.request]
+        progress.flying.remove(op)
+        self._landed(progress, op)
+        progress.lost = max(progress.lost, op.tokens.stop)
+        for layer in range(progress.request.layers):
+            progress.back[layer] = max(progress.back[layer], progress.lost)
+
+    def _landed(self, progress: Progress, op: RestoreLoad) -> None:
+        for layer in range(*op.layers):
+            progress.missing[layer] -= op.tokens.size
+        self._count(progress.request, op, -1)
+
+    def _count(self, request: RestoreRequest, op: RestoreLoad, sign: int) -> None:
+        tier = request.sources[op.source].tier
+        cells = sign * op.layers.size * op.tokens.size
+        self.link_cells[tier] = self.link_cells.get(tier, 0) + cells
+
+    @staticmethod
+    def _meets(op: Compute | RestoreLoad, right: bool) -> None:
+        if not right or op.tokens.size <= 0 or op.layers.size <= 0:
+            raise StateError(f"{op} does not go on where the pointers are", "Ask the policy again")
+
+
+# What a restore policy is: two questions, answered from the state alone.
+
+
+class RestorePolicy(ABC):
+    """Says what each engine does next. Pure: no I/O, no clock of its own, deterministic.
+
+    The same object drives a virtual clock, emulated devices, torch and the cache. Each asks when
+    an engine of its is idle; what is answered is begun at once (`State.begin`), before anything
+    else is asked. None says that the engine has nothing to do until something ends or arrives.
+    """
+
+    name = ""
+
+    @abstractmethod
+    def next_compute(
+        self, state: State, among: Collection[int] | None = None
+    ) -> Compute | Suffix | None:
+        """What is computed next.
+
+        Args:
+            state: How far everything is.
+            among: Numbers of the requests that this engine can compute; None for all.
+        """
+
+    @abstractmethod
+    def next_load(self, state: State, tier: str) -> RestoreLoad | None:
+        """What is loaded from a tier next."""
+
+    def forget(self, number: int) -> None:  # noqa: B027 - most remember nothing
+        """A request is done or was called off: what is remembered of it can go."""
+
+
+# FlowKV's own policy: two pointers that meet where both engines end together.
+#
+# The front is computed layer by layer in one long pass, so that a layer's fixed costs are paid
+# once, and the goal is set anew from layer to layer: a slow engine makes a staircase of it, a fast
+# one adds a pass. Loads come from the back, all layers at once, while the split can still move; the
+# last of them, as much as the suffix takes to compute, come layer by layer from the bottom, and the
+# suffix runs behind them. Several requests are served shortest first; waiting makes a request
+# shorter.
+#
+# Nothing here trusts the costs: they say how large the steps are and when to change the order of
+# loads, but what was not begun is still anybody's.
+#
 # Where a request's pointers should meet: how far to compute so that both engines end together.
 
 _TOGETHER = 0.01
@@ -236,7 +562,7 @@ class Aim:
         return busy_s, cells * together_s(state, request, self.sources)
 
 
-def aligned(request: Request, token: int, first: int, most: int) -> int:
+def aligned(request: RestoreRequest, token: int, first: int, most: int) -> int:
     """The end of the page that `token` is in, a page behind `first` at least."""
     stop = -(-max(token, first + 1) // request.unit) * request.unit
     return min(stop, most)
@@ -250,7 +576,7 @@ def suffix_left_s(state: State, progress: Progress) -> float:
     return state.costs.suffix_s(request) * (1.0 - progress.answered / request.layers)
 
 
-def together_s(state: State, request: Request, sources: dict[str, int]) -> float:
+def together_s(state: State, request: RestoreRequest, sources: dict[str, int]) -> float:
     """Seconds to load a cell by all tiers together; 0 while one is not known."""
     rate, cells = 0.0, request.layers * max(request.unit, request.tokens // _PART)
     if len(sources) == 1:
@@ -287,7 +613,7 @@ class ChunkSizes(NamedTuple):
     probe: int
 
 
-def load_from_back(state: State, aim: Aim, tier: str, sizes: ChunkSizes) -> Load | None:
+def load_from_back(state: State, aim: Aim, tier: str, sizes: ChunkSizes) -> RestoreLoad | None:
     """The next load of a request from a tier; None if the rest is to be computed."""
     progress = aim.progress
     request, back, front = progress.request, progress.back, progress.front
@@ -298,7 +624,7 @@ def load_from_back(state: State, aim: Aim, tier: str, sizes: ChunkSizes) -> Load
         size = _block(state, aim, end - floor, sizes) if end > floor else 0
         if size:
             start = max(floor, (end - size) // request.unit * request.unit)
-            return Load(request.number, Span(0, layers), Span(start, end), index)
+            return RestoreLoad(request.number, Span(0, layers), Span(start, end), index)
     lost, goal, layer = progress.lost, aim.goal, aim.stripe
     turn = first_behind(progress) if goal > front[-1] else 0
     while layer < layers:
@@ -314,7 +640,7 @@ def load_from_back(state: State, aim: Aim, tier: str, sizes: ChunkSizes) -> Load
     while last < most and back[last] == end and front[last] == first and last != turn:
         last += 1
     start = max(floor, (end - sizes.block * layers) // request.unit * request.unit)
-    return Load(request.number, Span(layer, last), Span(start, end), index)
+    return RestoreLoad(request.number, Span(layer, last), Span(start, end), index)
 
 
 def _stripes(state: State, aim: Aim, index: int, tokens: int) -> int:
@@ -326,7 +652,7 @@ def _stripes(state: State, aim: Aim, index: int, tokens: int) -> int:
     return aim.group
 
 
-def in_time(state: State, aim: Aim, op: Load) -> Load | None:
+def in_time(state: State, aim: Aim, op: RestoreLoad) -> RestoreLoad | None:
     """Cut to what this tier can load while the others load the rest; None if that is nothing.
 
     A slow tier helps as long as nobody has to wait for it.
@@ -432,7 +758,7 @@ class TwoPointer(RestorePolicy):
                 before.append(aim)
         return None
 
-    def next_load(self, state: State, tier: str) -> Load | None:
+    def next_load(self, state: State, tier: str) -> RestoreLoad | None:
         """The first request in order that has something to load from there."""
         before: list[Aim] = []
         for aim in self._ordered(state):
@@ -579,7 +905,7 @@ class TwoPointer(RestorePolicy):
             return None
         return Compute(request.number, Span(layer, last), Span(first, goal))
 
-    def _pass(self, request: Request, first: int, goal: int) -> int:
+    def _pass(self, request: RestoreRequest, first: int, goal: int) -> int:
         """Where a pass that begins at `first` ends: equal ones, none longer than a chunk."""
         if request.number in self._inputs_s:
             most = max(self._sizes.probe // 2, 3 * (first - request.resident))
@@ -587,7 +913,9 @@ class TwoPointer(RestorePolicy):
         passes = -(-(goal - first) // self._sizes.chunk)
         return aligned(request, first + -(-(goal - first) // passes), first, goal)
 
-    def _chunk(self, state: State, request: Request, first: int, goal: int, calm: bool) -> int:
+    def _chunk(
+        self, state: State, request: RestoreRequest, first: int, goal: int, calm: bool
+    ) -> int:
         """Of an unmodified model: a first part that tells what the rest will take, then most of it.
 
         Where a further chunk costs little, that is; and little at a time while others wait.
@@ -607,3 +935,22 @@ class TwoPointer(RestorePolicy):
         if parts_s < (_BEARABLE if fresh else _LITTLE) * at_once_s:
             return part
         return aligned(request, first + left, first, goal)
+
+
+RESTORE_POLICIES: Mapping[str, Callable[..., RestorePolicy]] = MappingProxyType(
+    {"flowkv": TwoPointer}
+)
+"""By name. `bench.restore.baselines` has those that this one is compared with."""
+
+
+def make_restore_policy(policy: str | RestorePolicy, **options: Any) -> RestorePolicy:
+    """Makes a restore policy from its name, or passes an object through.
+
+    Args:
+        policy: A name in `RESTORE_POLICIES`, or a `RestorePolicy`.
+        **options: Arguments of the policy's class; none with an object.
+
+    Raises:
+        ConfigError: The name or an option is unknown, or the object is no restore policy.
+    """
+    return made(policy, RESTORE_POLICIES, RestorePolicy, "restore policy", options)  # type: ignore[type-abstract]
