@@ -433,7 +433,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.io.uring import UringEngine, open_engine
     from flowkv.tiers.lossless import AGAIN, SAMPLES, Lossless, unpack_stripe
     from flowkv.tiers.remote import mooncake, objects
-    from flowkv.tiers.remote.backend import ABSENT, Listed
+    from flowkv.tiers.remote.backend import Listed
     from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier
     from flowkv.tiers.remote.objects import (
         MOST_CATALOGS,
@@ -455,6 +455,7 @@ if TYPE_CHECKING:
     )
     from flowkv.tiers.remote.tier import (
         FAILURES,
+        Aside,
         Breaker,
         BreakerState,
         Fact,
