@@ -465,9 +465,8 @@ if TYPE_CHECKING:
         attempt,
     )
     from flowkv.tiers.sharded import Heads, ShardedTier, stored_key
-    from flowkv.tiers.shared import table
-    from flowkv.tiers.shared.tier import LEAST_BYTES, FileLayout, file_name
-    from flowkv.tiers.shared.tier import plan as tier_plan
+    from flowkv.tiers.shared import INDEX_AT, LEAST_BYTES, FileLayout, file_name, table
+    from flowkv.tiers.shared import plan as tier_plan
     from flowkv.tiers.worker import Completions as worker_Completions
     from flowkv.tiers.worker import Item, ThreadMemory, Workers
 
