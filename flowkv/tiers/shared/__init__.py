@@ -43,6 +43,8 @@ from flowkv.tiers.host import Immediate, copied, failed, missed
 from flowkv.tiers.shared import table
 from flowkv.tiers.shared.table import GRANULE, USED, VERSION
 
+__all__ = ["SharedTier"]
+
 # The file in shared memory: found or made, checked, mapped, and freed of what the dead left.
 #
 #     superblock 4 KiB | index | links | arena            (see `shared.table`)
