@@ -307,7 +307,6 @@ if TYPE_CHECKING:
         put,
         rehash,
     )
-    from flowkv.residency.ledger import LedgerReach
     from flowkv.sim import formats
     from flowkv.sim.character import lru_hit_ratios, stack_distances
     from flowkv.sim.formats import Reader, Writer, read_mooncake, read_sessions
@@ -429,7 +428,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.io.uring import UringEngine, open_engine
     from flowkv.tiers.lossless import AGAIN, SAMPLES, Lossless, unpack_stripe
     from flowkv.tiers.remote import mooncake, objects
-    from flowkv.tiers.remote.backend import ABSENT, Listed
+    from flowkv.tiers.remote.backend import Listed
     from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier
     from flowkv.tiers.remote.objects import (
         MOST_CATALOGS,
@@ -451,6 +450,7 @@ if TYPE_CHECKING:
     )
     from flowkv.tiers.remote.tier import (
         FAILURES,
+        Aside,
         Breaker,
         BreakerState,
         Fact,
@@ -460,9 +460,8 @@ if TYPE_CHECKING:
         attempt,
     )
     from flowkv.tiers.sharded import Heads, ShardedTier, stored_key
-    from flowkv.tiers.shared import table
-    from flowkv.tiers.shared.tier import LEAST_BYTES, FileLayout, file_name
-    from flowkv.tiers.shared.tier import plan as tier_plan
+    from flowkv.tiers.shared import INDEX_AT, LEAST_BYTES, FileLayout, file_name, table
+    from flowkv.tiers.shared import plan as tier_plan
     from flowkv.tiers.worker import Completions as worker_Completions
     from flowkv.tiers.worker import Item, ThreadMemory, Workers
 

@@ -1,5 +1,818 @@
-"""Identity, residence, pins and fills for drivers without an index of their own."""
+"""`Ledger`: identity, residence, pins and fills, for drivers without an index of their own.
 
-from flowkv.residency.ledger import Ledger, Meta, Move, Place, Plan
+It numbers blocks, knows in which of several places each lies, and lets one policy per place decide
+what stays: so a simulator, or an engine's plug-in, has to tell it nothing but requests. Pure, as
+policies are: no I/O, no clock, no randomness; equal calls give equal answers.
 
-__all__ = ["Ledger", "Meta", "Move", "Place", "Plan"]
+The first place is the fastest. A block that is used is in the first place afterwards, if it fits,
+and copies in slower ones stay there. What a place gives up goes to the next, if that one's policy
+admits it, along with those of its ancestors that are not there yet: so chains are whole in every
+place, as far as its policy is leaf-first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.core.errors import ConfigError, StateError
+from flowkv.policy.base import NO_SLOTS, Policy, Slots, Visit
+from flowkv.policy.config import Lease
+from flowkv.policy.order.compiled import SLOT_LIMIT, Array, fold, inner, kernel
+from flowkv.policy.order.leaf import as_slots
+from flowkv.policy.tenants import Tenants
+from flowkv.residency import blocks as at
+from flowkv.residency.blocks import (
+    BIRTHS,
+    BLOCK,
+    DIGEST,
+    FREE,
+    FRESH,
+    GHOSTS,
+    IN_FLIGHT,
+    LARGEST,
+    NOWHERE,
+    PINNED,
+    RESIDENT,
+    USED,
+    Ids,
+    as_ids,
+    buckets_for,
+    factors,
+    fastest,
+    find,
+    ghost_insert,
+    parent_of,
+    put,
+    rehash,
+    settled,
+)
+
+__all__ = ["PLAIN", "Ledger", "Meta", "Move", "Place", "Plan"]
+
+
+# One place of a ledger: a policy, its room, and what it can do beyond the least.
+
+
+class Place(NamedTuple):
+    """Where blocks may lie.
+
+    Attributes:
+        policy: A fresh policy, used by nobody else.
+        capacity_bytes: Room.
+    """
+
+    policy: Policy
+    capacity_bytes: int
+
+
+class Move(NamedTuple):
+    """Blocks that go from one place to another, or away.
+
+    Attributes:
+        slots: In the order in which they go.
+        source: Number of the place that gives them up; of a copy, -1.
+        target: Number of the place that takes them; -1 where they are only given up.
+    """
+
+    slots: Slots
+    source: int
+    target: int
+
+
+class Terms(NamedTuple):
+    """What a policy is told about a block besides its place in the tree."""
+
+    n_bytes: int = 1
+    cost_ns: int = 0
+    lease: str | Lease = ""
+    tenant: int = 0
+
+
+class Shelf:
+    """A place as its ledger sees it.
+
+    Args:
+        place: The policy and its room.
+        number: Which place of the ledger.
+    """
+
+    def __init__(self, place: Place, number: int) -> None:
+        policy = place.policy
+        if isinstance(policy, type) or not isinstance(policy, Policy):
+            raise ConfigError(
+                f"place {number} has no policy but {policy!r}",
+                "Pass Place(make_policy(name), capacity_bytes)",
+            )
+        self.policy = policy
+        self.number = number
+        self.used_at = USED + number
+        self.resize(place.capacity_bytes)
+        self.shed = policy.shed if isinstance(policy, Tenants) else None
+        kind = type(policy)
+        self.pins = kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Another room; the ledger sees to it that it is kept to."""
+        if capacity_bytes < 0:
+            raise ConfigError(
+                f"place {self.number} cannot hold {capacity_bytes} bytes", "Pass none or more"
+            )
+        if isinstance(self.policy, Tenants) and self.policy.reserved_bytes > capacity_bytes:
+            raise ConfigError(
+                f"tenants have {self.policy.reserved_bytes} bytes in reserve in place "
+                f"{self.number}, which holds {capacity_bytes}",
+                "Lower the reserves, or give the place more room",
+            )
+        self.capacity = int(capacity_bytes)
+
+    def victims(self, now_ns: int, n: int, protected: Collection[int]) -> Slots:
+        """Up to `n` victims: fewer, or none, where the policy has no more to give."""
+        while n > 0:
+            got = self.policy.evict(now_ns, n, protected)
+            if got is not None:
+                if len(got) != n:
+                    raise StateError(
+                        f"policy {self.policy.name!r} gave {len(got)} victims for {n}",
+                        "Check it with flowkv.testing.check_policy",
+                    )
+                return got
+            n //= 2
+        return np.empty(0, np.int64)
+
+
+# Coming and going in a ledger's places: room, victims, demotion, ghosts.
+
+LEAST_GHOSTS = 1 << 16
+GHOSTS_PER_RESIDENT = 4
+GHOSTS_AT_ONCE = 32  # this part of them is forgotten in one call
+FIRST_CAPACITY = 1024
+FIRST_TIME = -(1 << 61)
+
+TERMS = np.dtype([("cost_ns", np.int64), ("lease", np.int32), ("tenant", np.int32)])
+
+
+# What a request says to a ledger, and what it is told.
+
+
+class Meta(NamedTuple):
+    """What a request says about itself and its blocks; every field may be left out.
+
+    Attributes:
+        session: See `Visit.session`.
+        tokens: Input tokens.
+        n_bytes: Bytes of each block that is new; 0 for the ledger's `block_bytes`.
+        cost_ns: Time to compute each of them anew; 0 if unknown.
+        lease: Lease class of what it brings, or a lease.
+        chained: Whether each block is the parent of the next; not so for weights or memo rows,
+            of which any one may be used without the others.
+    """
+
+    session: int = -1
+    tokens: int = 0
+    n_bytes: int = 0
+    cost_ns: int = 0
+    lease: str | Lease = ""
+    chained: bool = True
+
+
+PLAIN = Meta()
+
+
+class Plan(NamedTuple):
+    """What is to be done for a request. The arrays change at the ledger's next call.
+
+    Attributes:
+        hits: Leading blocks that can be read.
+        slots: i8 [n], of all its blocks.
+        sources: i1 [n], the fastest place in which each can be read; -1: nowhere, it is to be
+            computed; -2: another request is bringing it.
+        kept: Leading blocks that are, or will be, in the first place. Fewer than `n` where the
+            request is longer than there is room.
+        moves: What goes, in this order, before anything is written to the first place.
+    """
+
+    hits: int
+    slots: Slots
+    sources: NDArray[np.int8]
+    kept: int
+    moves: Sequence[Move]
+
+
+# From a request's ids to slots.
+
+
+@inner
+def seek(
+    blocks: Array, buckets: Array, mix: Array, lo: int, hi: int, where: tuple[int, int]
+) -> int:
+    """The slot of an id in (space, slot of the block before it or -1), or -1."""
+    space, above = where
+    if above >= 0:
+        s = int(blocks[above].heir)
+        if s >= 0 and blocks[s].lo == lo and blocks[s].hi == hi and blocks[s].space == space:
+            return s
+    return find(blocks, buckets, mix, lo, hi, space)
+
+
+@kernel
+def run_of(blocks: Array, buckets: Array, mix: Array, ids: Array, space: int, chained: bool) -> int:
+    """How many leading blocks can be read, somewhere; changes nothing."""
+    s = np.int64(-1)
+    for i in range(len(ids)):
+        above = s if chained else np.int64(-1)
+        s = seek(blocks, buckets, mix, ids[i, 0], ids[i, 1], (space, above))
+        if s < 0 or settled(blocks, s) == 0:
+            return i
+    return len(ids)
+
+
+@kernel
+def known_of(blocks: Array, buckets: Array, mix: Array, ids: Array, space: int, out: Array) -> int:
+    """Slots of the leading blocks that are known, resident or not; returns how many."""
+    for i in range(len(ids)):
+        s = find(blocks, buckets, mix, ids[i, 0], ids[i, 1], space)
+        if s < 0:
+            return i
+        out[i] = s
+    return len(ids)
+
+
+@inner
+def christen(blocks: Array, buckets: Array, mix: Array, state: Array, lo: int, hi: int) -> int:
+    """Gives an id that is not known a slot, still without space and parent."""
+    s = state[FREE]
+    if s >= 0:
+        state[FREE] = blocks[s].after
+    else:
+        s = state[FRESH]
+        state[FRESH] += 1
+    state[BIRTHS] += 1
+    b = blocks[s]
+    b.birth = state[BIRTHS]
+    b.pins, b.heir, b.parent = 0, -1, -1
+    b.here, b.flight, b.stale, b.ghost = 0, 0, 0, 0
+    return s
+
+
+@kernel
+def follow(
+    blocks: Array,
+    buckets: Array,
+    mix: Array,
+    state: Array,
+    ids: Array,
+    where: tuple[int, bool],
+    chain: Array,
+    sources: Array,
+) -> int:
+    """Slots of a request's blocks, new ones included, and the fastest place of each.
+
+    `where` = (space, whether each block is the parent of the next). The caller has seen to it that
+    as many slots as ids are free. Returns how many leading blocks can be read.
+    """
+    space, chained = where
+    above, hits = np.int64(-1), -1
+    for i in range(len(ids)):
+        lo, hi = ids[i, 0], ids[i, 1]
+        s = seek(blocks, buckets, mix, lo, hi, (space, above))
+        if s < 0:
+            s = christen(blocks, buckets, mix, state, lo, hi)
+            put(blocks, buckets, mix, s, lo, hi, space)
+            ghost_insert(blocks, state, s)
+        if above >= 0:
+            blocks[above].heir = s
+            if parent_of(blocks, s) < 0 and above != s:
+                blocks[s].parent = above
+                blocks[s].bond = blocks[above].birth
+        places = settled(blocks, s)
+        chain[i] = s
+        sources[i] = fastest(places) if places else (IN_FLIGHT if blocks[s].here else NOWHERE)
+        if places == 0 and hits < 0:
+            hits = i
+        above = s if chained else np.int64(-1)
+    hits = len(ids) if hits < 0 else hits
+    fold(state, DIGEST, hits)
+    return hits
+
+
+UNNAMED = 1 << 61  # numbers of requests that came without one
+MASK = (1 << 64) - 1
+
+
+class Ledger:
+    """A book of what lies where. `now_ns` is clamped, as in `Policy`.
+
+    Args:
+        places: Policies and their room, fastest first; eight at most.
+        block_bytes: Bytes of a block, unless `Meta` says otherwise.
+        ghosts: Blocks that lie nowhere and stay known nevertheless; four times as many as are
+            resident, and 65,536 at least, unless it is given. The oldest are forgotten.
+        seed: Of the table of ids; changes no decision. Keep it secret where strangers choose ids.
+
+    Raises:
+        ConfigError: If there is no place, or too many, or a value is out of range.
+    """
+
+    def __init__(
+        self,
+        places: Iterable[Place],
+        *,
+        block_bytes: int = 1,
+        ghosts: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._shelves = [Shelf(place, k) for k, place in enumerate(places)]
+        if not 1 <= len(self._shelves) <= at.MAX_PLACES:
+            raise ConfigError(
+                f"a ledger over {len(self._shelves)} places", f"Use 1 to {at.MAX_PLACES}"
+            )
+        if block_bytes < 1 or (ghosts is not None and ghosts < 0):
+            raise ConfigError(
+                f"block_bytes={block_bytes}, ghosts={ghosts}",
+                "Use at least one byte a block, and no fewer than 0 ghosts",
+            )
+        self.block_bytes = block_bytes
+        self._ghosts = ghosts
+        self._alone = len(self._shelves) == 1
+        self._clock = FIRST_TIME
+        self._moves: list[Move] = []
+        self._state = np.zeros(at.STATE_SIZE, np.int64)
+        self._state[FREE] = -1
+        self._state[LARGEST] = 1
+        self._blocks = np.zeros(0, BLOCK)
+        self._terms = np.zeros(0, TERMS)  # used only with several places
+        self._leases: list[str | Lease] = [""]
+        self._buckets, self._mix = buckets_for(1), factors(seed)
+        self._grow(FIRST_CAPACITY)
+        self._widen(64)
+        self._names: dict[bytes, int] = {}
+        self._spaces: list[int] = []
+        self._generations: list[int] = []
+        self._next_space = 0
+        self._unnamed = UNNAMED
+        self._live: dict[int, Slots] = {}
+
+    def _grow(self, room: int) -> None:
+        """Makes room for slots below `room`: doubles, so that growing costs O(1) per slot."""
+        old = len(self._blocks)
+        new = min(max(room, 2 * old), SLOT_LIMIT)
+        if room > new:
+            raise ConfigError(
+                f"a ledger cannot know {room} blocks", f"Bound ghosts=; {SLOT_LIMIT} is the most"
+            )
+        blocks = np.zeros(new, BLOCK)
+        blocks[:old] = self._blocks
+        blocks["space"][old:] = -1
+        buckets = buckets_for(new)
+        rehash(self._buckets, buckets)
+        self._blocks, self._buckets = blocks, buckets
+        self._index = blocks, buckets, self._mix, self._state
+        if not self._alone:
+            terms = np.zeros(new, TERMS)
+            terms[:old] = self._terms
+            self._terms = terms
+
+    def _widen(self, n: int) -> None:
+        """Makes room for requests of `n` blocks."""
+        self._widest = 2 * n
+        self._rows = np.empty((4, 2 * n), np.int64)  # a chain, and what `land` writes of it
+        self._sources = np.empty(2 * n, np.int8)
+        self._out = self._rows[1:]
+
+    def _land(self, now: int, k: int, slots: Slots, terms: Terms, flying: bool = False) -> int:
+        """Blocks take up room in a place; those that are new there are inserted. How many."""
+        if len(slots) > self._widest:
+            self._widen(len(slots))
+        said = (k, terms.n_bytes, int(flying))
+        n = int(at.land(self._blocks, self._state, slots, said, self._out))
+        if n:
+            new, parents = self._out[0, :n], self._out[1, :n]
+            self._shelves[k].policy.insert(now, new, parents, **terms._asdict())
+            if not self._alone:
+                lease = self._lease_number(terms.lease)
+                self._terms[new] = (terms.cost_ns, lease, terms.tenant)
+        return n
+
+    def _bring(self, now: int, k: int, slots: Slots, flying: bool = False) -> None:
+        """Known blocks, root to leaf, take up room in a place on the terms they had."""
+        size, kept = self._blocks["bytes"][slots], self._terms[slots]
+        cuts = np.flatnonzero((size[1:] != size[:-1]) | (kept[1:] != kept[:-1])) + 1
+        for first, last in zip([0, *cuts], [*cuts, len(slots)], strict=True):
+            cost, lease, tenant = kept[first].item()
+            terms = Terms(int(size[first]), cost, self._leases[lease], tenant)
+            self._land(now, k, slots[first:last], terms, flying)
+
+    def _lease_number(self, lease: str | Lease) -> int:
+        if lease not in self._leases:
+            self._leases.append(lease)
+        return self._leases.index(lease)
+
+    def _advance(self, now_ns: int) -> int:
+        """Time passes, and never backwards."""
+        self._clock = now = max(now_ns, self._clock)
+        self._settle(now)
+        return now
+
+    def _settle(self, now: int) -> None:
+        """What expired goes, or waits for its pins."""
+        for shelf in self._shelves:
+            run_out = as_slots(shelf.policy.expired(now))
+            if len(run_out):
+                gone = np.empty(len(run_out), np.int64)
+                n = at.expire(self._blocks, self._state, shelf.number, run_out, gone)
+                if n:
+                    shelf.policy.remove(gone[:n])
+                    self._moves.append(Move(gone[:n], shelf.number, -1))
+
+    def _relieve(self, now: int, k: int) -> None:
+        """What is too much in a place leaves it."""
+        shelf, state = self._shelves[k], self._state
+        if shelf.shed is not None:
+            victims = shelf.shed(now, self._protected(shelf))
+            if len(victims):
+                self._give_up(now, k, victims)
+        while (over := int(state[shelf.used_at]) - shelf.capacity) > 0:
+            n = -(-over // int(state[LARGEST]))
+            victims = shelf.victims(now, n, self._protected(shelf))
+            if not len(victims):
+                return
+            self._give_up(now, k, victims)
+
+    def _give_up(self, now: int, k: int, victims: Slots) -> None:
+        """Blocks that a policy gave up go one place down, where they are admitted, or away.
+
+        Raises:
+            StateError: They are not there, or named twice: the policy lost count.
+        """
+        victims = as_slots(victims)
+        if not at.held(self._blocks, k, victims):
+            raise StateError(
+                f"policy {self._shelves[k].policy.name!r} gave up blocks that do not lie in place "
+                f"{k}, or one of them twice: {victims[:8].tolist()}",
+                "Check it with flowkv.testing.check_policy",
+            )
+        if k + 1 < len(self._shelves):
+            self._lower(now, k + 1, victims)
+        at.leave(self._blocks, self._state, k, victims)
+        self._moves.append(Move(victims, k, -1))
+
+    def _lower(self, now: int, k: int, victims: Slots) -> None:
+        """Copies what is admitted of the victims of the place above, and their ancestors."""
+        missing = victims[(self._blocks["here"][victims] >> k & 1) == 0]
+        shelf = self._shelves[k]
+        if len(missing):
+            admitted = np.asarray(shelf.policy.admit(now, missing))
+            if admitted.dtype != np.bool_ or admitted.shape != missing.shape:
+                raise StateError(
+                    f"policy {shelf.policy.name!r} admitted {admitted.dtype} "
+                    f"{list(admitted.shape)} of {len(missing)} blocks",
+                    "Answer admit() with one bool for each block",
+                )
+            missing = missing[admitted]
+        if not len(missing):
+            return
+        chain = np.empty(int(self._state[RESIDENT]), np.int64)
+        chain = chain[: at.lower(self._blocks, k, missing, chain)]
+        start = len(self._moves)
+        self._bring(now, k, chain)
+        self._relieve(now, k)
+        if self._state[shelf.used_at] > shelf.capacity:  # others' reserves and pins
+            self._shrink(k, chain[self._blocks["here"][chain] >> k & 1 == 1])
+        stays = self._blocks["here"][chain] >> k & 1 == 1
+        if len(self._moves) > start:
+            self._pass_by(start, k, chain)
+        if stays.any():
+            self._copied(chain[stays], k, 0)
+
+    def _copied(self, slots: Slots, target: int, absent: int) -> None:
+        """Notes where copies come from: the place above, if they are there, or any but `absent`."""
+        here = self._blocks["here"][slots] & ~np.uint8(1 << target | absent)
+        for k in (target - 1, *range(len(self._shelves))):
+            there = here >> k & 1 == 1
+            if there.any():
+                self._moves.append(Move(slots[there], k, target))
+                here[there] = 0
+
+    def _pass_by(self, start: int, k: int, slots: Slots) -> None:
+        """What left place `k` before the blocks that came in this call are there: not those."""
+        moves = self._moves[start:]
+        del self._moves[start:]
+        for move in moves:
+            passed = np.isin(move.slots, slots) & (move.source == k)
+            if not passed.all():
+                self._moves.append(Move(move.slots[~passed], move.source, move.target))
+            if passed.any() and move.target >= 0:
+                self._copied(move.slots[passed], move.target, 1 << k)
+
+    def _protected(self, shelf: Shelf) -> Slots:
+        """What a policy that knows no pins must be told not to give up."""
+        if shelf.pins:
+            return NO_SLOTS
+        pins = self._blocks["pins"][: self._state[FRESH]]
+        found: Slots = np.flatnonzero((pins > 0) & self._lies_in(shelf.number))
+        return found
+
+    def _lies_in(self, k: int) -> NDArray[np.bool_]:
+        here: NDArray[np.uint8] = self._blocks["here"][: self._state[FRESH]]
+        return here >> k & 1 == 1
+
+    def _pin(self, slots: Slots) -> None:
+        at.pin(self._blocks, self._state, slots)
+        for shelf in self._shelves:
+            if shelf.pins:
+                shelf.policy.pin(slots)
+
+    def _unpin(self, now: int, slots: Slots, done: bool) -> None:
+        """Ends pins; what was only waited for, or expired meanwhile, goes."""
+        if len(slots) > self._widest:
+            self._widen(len(slots))
+        n = at.unpin(self._blocks, self._state, slots, done, self._out)
+        left = self._out[:, :n].copy()
+        for shelf in self._shelves:
+            if shelf.pins:
+                shelf.policy.unpin(slots)
+            if n:
+                gone = left[0, (left[1] >> shelf.number & 1) == 1]
+                if len(gone):
+                    shelf.policy.remove(gone)
+                    self._moves.append(Move(gone, shelf.number, -1))
+            if self._state[shelf.used_at] > shelf.capacity:
+                self._relieve(now, shelf.number)
+
+    def _arrived(self, n: int) -> Slots:
+        """Those of the `n` blocks that have just landed that took up room by it."""
+        return self._out[0, :n][self._out[2, :n] == 1]
+
+    def _shrink(self, k: int, fresh: Slots) -> int:
+        """Takes back the last of what has just landed until the place holds what it can."""
+        shelf, n = self._shelves[k], len(fresh)
+        while n and self._state[shelf.used_at] > shelf.capacity:
+            n -= 1
+            shelf.policy.remove(fresh[n : n + 1])
+            at.leave(self._blocks, self._state, k, fresh[n : n + 1])
+        return n
+
+    @property
+    def ghost_bound(self) -> int:
+        """Most ghosts after a call."""
+        if self._ghosts is not None:
+            return self._ghosts
+        return max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * int(self._state[RESIDENT]))
+
+    def _flush(self) -> list[Move]:
+        """Ends a call, and hands out what moved."""
+        self._trim()
+        moves, self._moves = self._moves, []
+        return moves
+
+    def _trim(self) -> None:
+        """Forgets ghosts, where they are too many."""
+        bound = self.ghost_bound
+        if self._state[GHOSTS] <= bound:
+            return
+        bound -= bound // GHOSTS_AT_ONCE
+        out = np.empty(int(self._state[GHOSTS]) - bound, np.int64)
+        at.lay_ghosts(*self._index, bound, out)
+        for shelf in self._shelves:
+            shelf.policy.forget(out)
+
+    def _room(self, k: int) -> int:
+        """Bytes of a place that are not pinned."""
+        return self._shelves[k].capacity - int(self._state[PINNED + k])
+
+    def namespace(self, name: bytes, generation: int = 0) -> int:
+        """The number of a namespace: of a tenant, model, adapter, or all of them.
+
+        Ids of two namespaces are never the same block. Policies know the number as `tenant`.
+
+        Args:
+            name: Anything.
+            generation: What was stored under a lower one is stale, at the cost of one call.
+
+        Raises:
+            ConfigError: If the generation was a higher one already.
+        """
+        number = self._names.setdefault(name, len(self._spaces))
+        if number == len(self._spaces):
+            self._spaces.append(self._next_space)
+            self._generations.append(generation)
+            self._next_space += 1
+        elif generation > self._generations[number]:
+            self._generations[number] = generation
+            self.invalidate(self._clock, number)
+        elif generation < self._generations[number]:
+            raise ConfigError(
+                f"namespace {name!r} is of generation {self._generations[number]} already, "
+                f"not {generation}",
+                "Count generations upwards",
+            )
+        return number
+
+    def invalidate(self, now_ns: int, namespace: int) -> None:
+        """No block of a namespace is ever a hit again; O(1), policies reclaim them in time."""
+        now = self._advance(now_ns)
+        self._spaces[namespace] = self._next_space
+        self._next_space += 1
+        for shelf in self._shelves:
+            shelf.policy.invalidate(now, namespace)
+
+    def lookup(self, namespace: int, ids: Ids, *, chained: bool = True) -> int:
+        """Leading blocks that could be read, as of the last call; has no effect."""
+        space = self._spaces[namespace]
+        return int(run_of(*self._index[:3], as_ids(ids), space, chained))
+
+    def serve(
+        self,
+        now_ns: int,
+        namespace: int,
+        ids: Ids,
+        meta: Meta = PLAIN,
+        *,
+        request: int = -1,
+        stop: int = 0,
+        output_tokens: int = 0,
+    ) -> Plan:
+        """A request that takes no time: as `begin` and `complete` in one.
+
+        With one difference: all of it enters the first place, and what is too much leaves only
+        afterwards; its own blocks may be among it, so that a policy can decline to keep them.
+
+        Args:
+            now_ns: Time.
+            namespace: Of the blocks.
+            ids: u64 [n, 2], root to leaf.
+            meta: What else is known.
+            request: Its number, if it has one.
+            stop: Why its response ended; see `flowkv.policy.base`.
+            output_tokens: Tokens of the response.
+        """
+        now = self._advance(now_ns)
+        if request < 0:
+            request = self._unnamed = self._unnamed + 1
+        terms = Terms(meta.n_bytes or self.block_bytes, meta.cost_ns, meta.lease, namespace)
+        ids = self._prepare(ids)
+        where = (self._spaces[namespace], meta.chained)
+        chain, sources = self._rows[0, : len(ids)], self._sources[: len(ids)]
+        hits = follow(*self._index, ids, where, chain, sources)
+        self._visit(now, request, chain, meta)
+        n = self._land(now, 0, chain, terms)
+        for shelf in self._shelves:
+            shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
+        first = self._shelves[0]
+        if self._state[first.used_at] > first.capacity or first.shed is not None:
+            fresh = self._arrived(n)
+            self._relieve(now, 0)
+            if self._state[first.used_at] > first.capacity:  # others' reserves and pins
+                fresh = fresh[self._blocks["here"][fresh] & 1 == 1]
+                declined = fresh[self._shrink(0, fresh) :]
+                if len(declined):
+                    self._moves.append(Move(declined, 0, -1))
+        return Plan(hits, chain, sources, len(chain), self._flush())
+
+    def begin(
+        self, now_ns: int, request: int, namespace: int, ids: Ids, meta: Meta = PLAIN
+    ) -> Plan:
+        """A request arrives. Its blocks stay, and stay known, until `complete` or `abort`.
+
+        Args:
+            now_ns: Time.
+            request: Its number, 0 or more.
+            namespace: Of the blocks.
+            ids: u64 [n, 2], root to leaf.
+            meta: What else is known.
+
+        Raises:
+            StateError: If a request of this number is under way.
+        """
+        if request in self._live or request < 0:
+            raise StateError(f"request {request} is under way", "Number requests from 0 upwards")
+        now = self._advance(now_ns)
+        ids = self._prepare(ids)
+        where = (self._spaces[namespace], meta.chained)
+        sources = self._sources[: len(ids)]  # of this request, also if more room is needed below
+        chain = np.empty(len(ids), np.int64)
+        hits = follow(*self._index, ids, where, chain, sources)
+        self._visit(now, request, chain, meta)
+        self._live[request] = chain
+        self._pin(chain)
+        size = meta.n_bytes or self.block_bytes
+        kept = at.fitting(self._blocks, chain, 0, size, self._room(0))
+        terms = Terms(size, meta.cost_ns, meta.lease, namespace)
+        n = self._land(now, 0, chain[:kept], terms, flying=True)
+        first = self._shelves[0]
+        if self._state[first.used_at] > first.capacity or first.shed is not None:
+            fresh = self._arrived(n)
+            self._relieve(now, 0)
+            left = self._shrink(0, fresh)
+            if left < len(fresh):
+                kept = int(np.flatnonzero(chain == fresh[left])[0])
+        return Plan(hits, chain, sources, int(kept), self._flush())
+
+    def complete(
+        self, now_ns: int, request: int, *, stop: int = 0, output_tokens: int = 0
+    ) -> Sequence[Move]:
+        """A request has ended, and what it was to bring is there.
+
+        Raises:
+            StateError: If no request of this number is under way.
+        """
+        if request not in self._live:
+            raise StateError(f"request {request} is not under way", "Begin it first")
+        now = self._advance(now_ns)
+        for shelf in self._shelves:
+            shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
+        self._unpin(now, self._live.pop(request), done=True)
+        return self._flush()
+
+    def abort(self, now_ns: int, request: int) -> Sequence[Move]:
+        """A request that was begun will not go on; what it did not bring is gone."""
+        now = self._advance(now_ns)
+        for shelf in self._shelves:
+            shelf.policy.abort(now, request)
+        if request in self._live:
+            self._unpin(now, self._live.pop(request), done=False)
+        return self._flush()
+
+    def tick(self, now_ns: int) -> Sequence[Move]:
+        """Time passes: what expired goes. Every call that decides does so first."""
+        self._advance(now_ns)
+        return self._flush()
+
+    def pin(self, namespace: int, ids: Ids) -> Slots:
+        """The known leading blocks of a chain stay until `unpin` of what this returns; nests."""
+        slots = self._known(namespace, ids)
+        self._pin(slots)
+        return slots
+
+    def unpin(self, now_ns: int, slots: Slots) -> Sequence[Move]:
+        """Ends one `pin`.
+
+        Raises:
+            StateError: Not all of these are pinned.
+        """
+        slots, pins = as_slots(slots), self._blocks["pins"][: self._state[FRESH]]
+        here = slots[(slots >= 0) & (slots < len(pins))]
+        if len(here) != len(slots) or (pins[here] <= 0).any():
+            raise StateError(
+                f"blocks {slots[:8].tolist()} are not all pinned", "Pass what pin() returned, once"
+            )
+        self._unpin(self._advance(now_ns), slots, done=False)
+        return self._flush()
+
+    def resize(self, now_ns: int, place: int, capacity_bytes: int) -> Sequence[Move]:
+        """A place gets another room. What is pinned stays, also where it is too much then."""
+        now = self._advance(now_ns)
+        self._shelves[place].resize(capacity_bytes)
+        self._relieve(now, place)
+        return self._flush()
+
+    def digest(self) -> int:
+        """64-bit hash of every decision so far, those of the policies included."""
+        value = int(self._state[DIGEST]) & MASK
+        for shelf in self._shelves:
+            value = (value * 0x9E37_79B9_7F4A_7C15 ^ shelf.policy.digest()) & MASK
+        return value
+
+    def policy(self, place: int) -> Policy:
+        """The policy of a place, to be asked; only the ledger tells it things."""
+        return self._shelves[place].policy
+
+    @property
+    def ghosts(self) -> int:
+        """Blocks that lie nowhere, are needed by nobody, and are still known."""
+        return int(self._state[GHOSTS])
+
+    def used_bytes(self, place: int) -> int:
+        """Bytes that are taken in a place."""
+        return int(self._state[self._shelves[place].used_at])
+
+    def __len__(self) -> int:
+        """Blocks that lie anywhere."""
+        return int(self._state[RESIDENT])
+
+    def _prepare(self, ids: Ids) -> Ids:
+        """Makes room for what a request may bring."""
+        ids = as_ids(ids)
+        n = len(ids)
+        if n > self._widest:
+            self._widen(n)
+        if self._state[FRESH] + n > len(self._blocks):
+            self._grow(int(self._state[FRESH]) + n)
+        return ids
+
+    def _visit(self, now: int, request: int, chain: Slots, meta: Meta) -> None:
+        """Tells the policies of a request."""
+        visit = Visit(request, meta.session, meta.tokens, len(chain))
+        for shelf in self._shelves:
+            shelf.policy.access(now, chain, visit)
+
+    def _known(self, namespace: int, ids: Ids) -> Slots:
+        """Slots of the known leading blocks."""
+        out = np.empty(len(ids), np.int64)
+        space = self._spaces[namespace]
+        n = known_of(*self._index[:3], as_ids(ids), space, out)
+        return out[:n]

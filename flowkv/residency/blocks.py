@@ -159,7 +159,6 @@ BLOCK = np.dtype(
         ("parent", np.int32),  # a slot or -1; counts only while its birth equals `bond`
         ("heir", np.int32),  # the child last seen, or -1; compare the id
         ("pins", np.int32),  # requests under way that use it, and pins of the user's
-        ("watch", np.int32),  # queued requests that name it
         ("before", np.int32),  # neighbours in the ring of ghosts: the younger, the older
         ("after", np.int32),  # and the next free slot
         ("here", np.uint8),  # bit k: it lies, or takes up room, in place k
@@ -226,7 +225,7 @@ def ghost_remove(blocks: Array, state: Array, s: int) -> None:
 def rest(blocks: Array, state: Array, s: int) -> None:
     """A block that lies nowhere and is needed by nobody becomes a ghost."""
     b = blocks[s]
-    if b.here == 0 and b.pins == 0 and b.watch == 0 and b.ghost == 0:
+    if b.here == 0 and b.pins == 0 and b.ghost == 0:
         ghost_insert(blocks, state, s)
 
 
@@ -430,17 +429,6 @@ def unpin(blocks: Array, state: Array, slots: Array, done: bool, out: Array) -> 
 
 
 @kernel
-def watch(blocks: Array, state: Array, slots: Array, by: int) -> None:
-    """A queued request names blocks (`by` = 1), or does so no longer (-1)."""
-    for s in slots:
-        blocks[s].watch += by
-        if blocks[s].ghost:
-            ghost_remove(blocks, state, s)
-        if by < 0:
-            rest(blocks, state, s)
-
-
-@kernel
 def lower(blocks: Array, k: int, victims: Array, out: Array) -> int:
     """What must be in place `k` so that the victims' chains are whole there; takes up the room.
 
@@ -462,44 +450,4 @@ def lower(blocks: Array, k: int, victims: Array, out: Array) -> int:
             blocks[out[j]].here |= bit
     for j in range(n):
         blocks[out[j]].here &= ~bit
-    return n
-
-
-@kernel
-def gap(blocks: Array, s: int, source: int, target: int, out: Array) -> tuple[int, int]:
-    """Writes the way up from a block to what is in `target`, leaf to root.
-
-    Returns:
-        How many blocks are missing there and can be had from `source` without a gap, and the slot
-        of the deepest that is there, or -1. None if the block itself cannot be had, or is none.
-    """
-    n = 0
-    if s >= len(blocks):
-        return 0, -1
-    while s >= 0 and not blocks[s].here >> target & 1:
-        if n == len(out):
-            return 0, -1
-        out[n] = s
-        n += 1
-        s = parent_of(blocks, s)
-    bottom = 0  # what lies below a block that cannot be had is of no use
-    for i in range(n):
-        if not settled(blocks, out[i]) >> source & 1:
-            bottom = i + 1
-    for i in range(bottom, n):
-        out[i - bottom] = out[i]
-    return n - bottom, s
-
-
-@kernel
-def readable(blocks: Array, slots: Array, source: int, target: int, out: Array) -> int:
-    """Writes the leading slots that can be read in `source` and are not in `target` yet."""
-    n = 0
-    for s in slots:
-        if not 0 <= s < len(blocks):
-            break
-        if blocks[s].here >> target & 1 or not settled(blocks, s) >> source & 1:
-            break
-        out[n] = s
-        n += 1
     return n

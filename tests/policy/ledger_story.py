@@ -18,7 +18,7 @@ from flowkv.testing.stories import (
     rule,
     st,
 )
-from tests.inside import NEVER_NS, Ids, LedgerReach, Quota, Tenants, requests, steps_ns
+from tests.inside import Ids, Quota, Tenants, requests, steps_ns
 from tests.inside import policies_SECOND as SECOND
 
 # What must be true of a `Ledger` whatever its policies decide, counted anew from its answers.
@@ -288,7 +288,7 @@ class LedgerStory(RuleBasedStateMachine):
 
     @rule(dt=steps_ns, request=requests, stop=st.integers(0, 3), done=st.booleans())
     def end(self, dt: int, request: int, stop: int, done: bool) -> None:
-        """A request ends well, or does not; one that is only queued, or unknown, is aborted."""
+        """A request ends well, or does not; one that is unknown is aborted."""
         self.tick(dt)
         keys = self.model.live.pop(request, None)
         stale, there = self.stale(), set(keys or ()) & self.model.here[0]
@@ -321,58 +321,6 @@ class LedgerStory(RuleBasedStateMachine):
         self.model.unpin(keys, done=False)
         calls = [x.unpin(now, s) for (x, now), s in zip(self.all(), slots, strict=True)]
         self.model.apply(self.same_moves(calls))
-
-    # --- what is to come ------------------------------------------------------------------------
-
-    @rule(dt=steps_ns, request=st.integers(4, 6), namespace=namespaces, tokens=chains)
-    def enqueue(self, dt: int, request: int, namespace: int, tokens: tuple[int, ...]) -> None:
-        """A request waits, and perhaps never begins."""
-        self.tick(dt)
-        for ledger, now in self.all():
-            ledger.enqueue(now, request, namespace, ids_of(tokens))
-
-    @rule(dt=steps_ns, request=st.integers(4, 6))
-    def give_up(self, dt: int, request: int) -> None:
-        """A waiting request goes away."""
-        self.tick(dt)
-        self.model.apply(self.same_moves([x.abort(now, request) for x, now in self.all()]))
-
-    @rule(
-        dt=steps_ns,
-        session=st.integers(0, 2),
-        eta_ns=st.sampled_from([0, 1, SECOND, 50 * SECOND, NEVER_NS]),
-    )
-    def hint(self, dt: int, session: int, eta_ns: int) -> None:
-        """The application says when a session comes back."""
-        self.tick(dt)
-        for ledger, now in self.all():
-            ledger.hint(now, session, eta_ns)
-
-    @precondition(lambda self: len(self.model.here) > 1)
-    @rule(dt=steps_ns, budget=st.integers(0, 3), which=st.integers(0, 99))
-    def prefetch(self, dt: int, budget: int, which: int) -> None:
-        """What a policy wants back comes, then some block that was chosen blindly."""
-        self.tick(dt)
-        below = sorted(self.model.here[1] - self.model.here[0])
-        calls: list[list[Move]] = []
-        for ledger, now in self.all():
-            reach = LedgerReach(ledger, 1, 0)
-            brought, chains_ = reach.fill(now, budget)
-            moves = list(brought)
-            require(sum(map(len, chains_)) <= budget, "more than the budget was brought")
-            if below:
-                tip = self.model.slots[below[which % len(below)]]
-                anchor, path = reach.missing(tip)
-                inside = {self.model.slots[key] for key in self.model.here[0]}
-                require(anchor < 0 or anchor in inside or len(path) == 0, "no such anchor")
-                moves += reach.bring(now, path)
-            calls.append(moves)
-        told = self.same_moves(calls)
-        for move in told:
-            if (move.source, move.target) == (1, 0):
-                keys = {self.model.names[s] for s in move.slots.tolist()}
-                require(keys <= self.model.here[1], "brought what the source does not have")
-        self.model.apply(told)
 
     # --- what disturbs --------------------------------------------------------------------------
 

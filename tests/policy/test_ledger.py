@@ -8,7 +8,7 @@ import pytest
 from flowkv.policy import LRU, make_policy
 from flowkv.residency import Ledger, Meta, Place
 from flowkv.sim import Trace
-from tests.inside import LedgerReach, StateError
+from tests.inside import StateError
 from tests.sim.stories import run_through
 
 
@@ -86,12 +86,6 @@ class Answers(LRU):
     def admit(self, now_ns, slots):
         return self.wrong.get("admit", super().admit(now_ns, slots))
 
-    def wanted(self, now_ns, n):
-        return self.wrong.get("wanted", super().wanted(now_ns, n))
-
-    def displace(self, now_ns, n, rate, protected=()):
-        return self.wrong.get("displace", super().displace(now_ns, n, rate, protected))
-
 
 def filled(*capacities):
     policies = [Answers() for _ in capacities]
@@ -140,7 +134,6 @@ def test_victims_that_are_named_twice_or_are_no_vector(wrong):
 
 def test_other_answers_beyond_the_blocks():
     ledger, _, _, policies = filled(4, 8)
-    top, _ = policies
     before = ledger._blocks.copy()
     for place in policies:
         place.wrong["expired"] = np.array(BEYOND)
@@ -148,13 +141,7 @@ def test_other_answers_beyond_the_blocks():
     for place in policies:
         place.wrong["expired"] = list(BEYOND)
     assert ledger.tick(1) == []
-    reach = LedgerReach(ledger, 1, 0)
-    top.wrong["wanted"] = np.array(BEYOND), np.ones(len(BEYOND))
-    assert reach.fill(2, 8) == ([], [])
     assert (ledger._blocks == before).all()
-    assert reach.bring(3, np.array(BEYOND)) == []
-    with pytest.raises(StateError, match="do not lie in place 0"):
-        reach.bring(3, np.array([0]), np.array([2**40]))
 
 
 @pytest.mark.parametrize("admitted", [np.ones(1, np.int64), [1], np.ones(99, bool), True, None])

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from flowkv.policy import LRU, Lease
-from flowkv.residency import Ledger
-from flowkv.residency.ledger import Move
+from flowkv.residency import Ledger, Move
 from flowkv.testing import check_policy
 from flowkv.testing.stories import tell_machine
 from tests.inside import NO_VISIT, ByScore, StateError

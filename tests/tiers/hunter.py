@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.inside import FileLayout, StoreError, file_name
+from tests.inside import INDEX_AT, FileLayout, StoreError, file_name
 
 from .frames import hits, key_of, put
 from .sharer import NAMES, die_with_parent, size_of, start
@@ -66,8 +66,7 @@ def places(plan: FileLayout) -> dict[str, tuple[int, int]]:
     return {
         "superblock": (0, 64),
         "counters": (512, 1024),
-        "claims": (_PAGE, plan.index_at),
-        "index": (plan.index_at, plan.links_at),
+        "index": (INDEX_AT, plan.links_at),
         "links": (plan.links_at, plan.arena_at),
         "arena": (plan.arena_at, plan.file_bytes),
         "anywhere": (0, plan.file_bytes),

@@ -40,9 +40,9 @@ def start(directory: str, name: str = "test", capacity_bytes: int = CAPACITY_BYT
 
 
 def audit(tier: SharedTier) -> None:
-    """Index, chains, claims, free list and counters agree."""
+    """Index, chains, free list and counters agree."""
     memory = tier._current()
-    counters, index, links, claims = memory.arrays
+    counters, index, links = memory.arrays
     assert not counters[table.VERSION] & 1
     assert table.audit(memory.fd, memory.arrays) == 0
     grown = table.grown_of(memory.arrays)
@@ -61,11 +61,8 @@ def audit(tier: SharedTier) -> None:
     for row in rows:
         walk(int(row[5]), -(-int(row[6]) // table.GRANULE), int(row[4]))
         assert tier.contains([row[:4].tobytes()]) == [True]
-        assert row[7] == table.check_of(row, 0)
-    for row in claims[claims[:, 0] != 0]:
-        walk(int(row[5]), -(-int(row[6]) // table.GRANULE), int(row[4]))
+        assert row[7] == table.check_of(row)
     assert len(owners) == counters[table.USED]
-    assert len(rows) == counters[table.COUNT]
     walk(int(counters[table.FREE]), int(grown - counters[table.USED]), 0)
 
 
@@ -119,15 +116,14 @@ def hammer(fd, arrays, seat, seed, rounds):  # type: ignore[no-untyped-def]
         if action == 0:
             table.withdraw(fd, arrays, key, 0, 0, out)
         elif action == 1:
-            place = table.withdraw(fd, arrays, key, 0, seat, out)
-            if place >= 0:
-                table.release(fd, arrays, place, seat, out)
+            if table.withdraw(fd, arrays, key, 0, seat, out) == 0:
+                table.withdraw(fd, arrays, out.copy(), out[4], 0, out)
         else:
-            place = table.claim(fd, arrays, key, seat, np.random.randint(4097, 80_000), out)
-            if place == table.GROW:
+            answer = table.claim(fd, arrays, key, seat, np.random.randint(4097, 80_000), out)
+            if answer == table.GROW:
                 table.grow(fd, arrays, len(arrays[2]))
-            elif place >= 0:
-                table.commit(fd, arrays, place, seat, out, key)
+            elif answer == 0:
+                table.commit(fd, arrays, out, key)
 
 
 def kills(directory: str, points: int, seed: int) -> dict[str, int]:
@@ -275,7 +271,7 @@ def leave(directory: str, rounds: int) -> dict[str, object]:
 def damage(tier: SharedTier, turn: int) -> None:
     """Makes the table contradict itself, in one of the places where the next store looks."""
     memory = tier._current()
-    counters, index, links, _ = memory.arrays
+    counters, index, links = memory.arrays
     place = turn % 6
     if place == 0:
         counters[table.USED] -= 1

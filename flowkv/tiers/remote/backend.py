@@ -8,13 +8,10 @@ one that takes longer is abandoned by its tier, which gives its memory to nobody
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
+from typing import NamedTuple, Protocol, TypedDict
 
 from flowkv.core.clock import Clock
 from flowkv.tiers.envelope import Envelope
-
-ABSENT = -1
-"""What `Backend.get` returns for a name that is not there."""
 
 
 class Listed(NamedTuple):
@@ -47,11 +44,12 @@ class Backend(Protocol):
     name: str
     asks: int
 
-    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> int:
-        """Reads from `offset` on into memory, to its end or the object's.
+    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
+        """Reads from `offset` on as many bytes as `into` holds, or the object has.
 
         Returns:
-            The number of bytes read; `ABSENT` if there is no such object.
+            The beginning of `into`; or, from a client that receives into memory of its own, such
+            memory, the caller's alone from now on. None if there is no such object.
         """
         ...
 
@@ -76,20 +74,6 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Gives up connections; called once, when no call is under way."""
-        ...
-
-
-@runtime_checkable
-class Lender(Protocol):
-    """What a backend offers besides whose client receives into memory of its own anyway."""
-
-    @property
-    def lends(self) -> int:
-        """Reads of fewer bytes are lent."""
-        ...
-
-    def lend(self, name: str, offset: int, n_bytes: int, timeout_s: float) -> memoryview | None:
-        """Like `Backend.get`, but in memory that is the caller's alone; None if absent."""
         ...
 
 

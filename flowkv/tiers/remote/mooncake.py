@@ -25,7 +25,7 @@ from flowkv.core.config import parse_size, without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, MissingLibraryError
 from flowkv.tiers.base import UNBOUNDED
 from flowkv.tiers.io.staging import Arena, ArenaSlot
-from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteLimits, RemoteOptions
+from flowkv.tiers.remote.backend import Listed, RemoteLimits, RemoteOptions
 from flowkv.tiers.remote.tier import RemoteTier
 
 # A client of Mooncake Store and the memory registered with it: they live and die together.
@@ -157,7 +157,7 @@ class Mooncake:
         self._opening = self._closed = False
         self._problem = ""
 
-    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> int:
+    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
         """Reads part of an object into registered memory, and copies it from there.
 
         Raises:
@@ -175,9 +175,9 @@ class Mooncake:
             finally:
                 session.settle(slot, ended)
         if count >= 0:
-            return count
+            return into[:count]
         if count == OBJECT_NOT_FOUND and in_time:
-            return ABSENT
+            return None
         raise _failed(count)
 
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:

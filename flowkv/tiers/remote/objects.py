@@ -28,7 +28,7 @@ from flowkv.core.keys import KEY_BYTES
 from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, FrameInfo
 from flowkv.tiers.frame import BadFrame, count_stripes
-from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteOptions
+from flowkv.tiers.remote.backend import Listed, RemoteOptions
 from flowkv.tiers.remote.tier import Fact, RemoteTier
 
 # Small objects that say which frames there are, so that opening need not read every header.
@@ -168,22 +168,19 @@ class ObjectBackend:
         self._local = uri.startswith(("file:", "memory:"))
         self._store(RUNGS_S[0])
 
-    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> int:
-        """Reads a range, in several requests if it is long."""
+    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
+        """Reads a range: in several requests if it is long, else without a copy."""
         parts = self.read(f"{FRAMES}/{name}", offset, len(into), timeout_s)
-        return ABSENT if parts is None else _fill(into, parts)
-
-    @property
-    def lends(self) -> int:
-        """Reads shorter than this are lent: a single answer, in obstore's own memory."""
-        return SPLIT_BYTES
-
-    def lend(self, name: str, offset: int, n_bytes: int, timeout_s: float) -> memoryview | None:
-        """Reads without a copy."""
-        parts = self.read(f"{FRAMES}/{name}", offset, n_bytes, timeout_s)
-        if parts is None or len(parts) == 1:
-            return parts[0][:n_bytes] if parts else None
-        return memoryview(b"".join(parts))
+        if parts is None:
+            return None
+        if len(parts) == 1:
+            return parts[0][: len(into)]
+        at = 0
+        for part in parts:
+            data = part[: len(into) - at]
+            into[at : at + len(data)] = data
+            at += len(data)
+        return into[:at]
 
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:
         """Writes an object in one request."""
@@ -357,15 +354,6 @@ def _client_environment(uri: str) -> dict[str, Any]:
         for name, value in found.items()
         if value is not None
     }
-
-
-def _fill(into: memoryview, parts: Parts) -> int:
-    at = 0
-    for part in parts:
-        data = part[: len(into) - at]
-        into[at : at + len(data)] = data
-        at += len(data)
-    return at
 
 
 def _span(seconds: float) -> timedelta:

@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.remote.backend import ABSENT, Listed, RemoteOptions
+from flowkv.tiers.remote.backend import Listed, RemoteOptions
 from flowkv.tiers.remote.tier import RemoteTier
 
 # The wire of Redis and Valkey (RESP2): requests out of frames, payloads into their slots.
@@ -645,7 +645,7 @@ class Redis:
                 "Write redis://host:6379/0, and % and two hex digits for signs in passwords",
             ) from None
 
-    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> int:
+    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
         """Receives part of a frame where it is wanted.
 
         Raises:
@@ -658,9 +658,9 @@ class Redis:
             count = self._with(wires, end_s, lambda wire: wire.fetch(key, start, into, end_s))
         except ServerError as error:
             if error.code == "WRONGTYPE":  # somebody else's list or set
-                return ABSENT
+                return None
             raise _translated(error) from error
-        return count or ABSENT  # evicted between two requests, or never there
+        return into[:count] if count else None  # evicted between two requests, or never there
 
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:
         """Sets a string, from where the frame lies.

@@ -28,7 +28,7 @@ from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, Completion, Entry, FrameInfo, Load, Outcome, Store
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
-from flowkv.tiers.remote.backend import ABSENT, Backend, Lender, RemoteLimits
+from flowkv.tiers.remote.backend import Backend, RemoteLimits
 from flowkv.tiers.worker import Item, ThreadMemory, Workers
 
 __all__ = ["RemoteLimits", "RemoteTier"]
@@ -292,14 +292,18 @@ class Aside:
 
         Raises:
             TimeoutError: It takes longer, or too many calls hang.
-            OSError: As `work` does.
+            OSError: As `work` does; or no thread can begin.
         """
         if not self._free.acquire(blocking=False):
             raise TimeoutError("earlier calls to the engine still hang")
         answer: Future[Result] = Future()
-        threading.Thread(
-            target=self._run, args=(work, answer), name=f"flowkv {self._name}", daemon=True
-        ).start()
+        name = f"flowkv {self._name}"
+        thread = threading.Thread(target=self._run, args=(work, answer), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._free.release()
+            raise OSError(f"no thread can begin ({error})") from error
         if not wait([answer], timeout_s).done:
             raise TimeoutError(f"the engine did not answer within {timeout_s:g} s")
         return answer.result()
@@ -573,7 +577,6 @@ class RemoteTier:
         self.known, self.corrupt = Known(), 0
         self.reading, self.writing = OperationRates(), OperationRates()
         self._breaker = Breaker(self._clock, pause_s=self.limits.pause_s)
-        self._lender = backend if isinstance(backend, Lender) else None
         self._begun: dict[Item, tuple[Pass, int]] = {}
         self._workers = Workers(
             self.name,
@@ -1056,12 +1059,7 @@ class RemoteTier:
     ) -> memoryview | None:
         def call(timeout_s: float) -> memoryview | None:
             begun = self._clock.now_ns(), compiling.spent_ns()
-            if self._lender is not None and n_bytes < self._lender.lends:
-                found = self._lender.lend(key.hex(), offset, n_bytes, timeout_s)
-            else:
-                into = staging(n_bytes)
-                count = self.backend.get(key.hex(), offset, into, timeout_s)
-                found = None if count == ABSENT else into[:count]
+            found = self.backend.get(key.hex(), offset, staging(n_bytes), timeout_s)
             if found is not None:
                 self._learn(self.reading, len(found), begun, timeout_s)
             return found

@@ -1,5 +1,784 @@
-"""Host memory that the processes of one user share."""
+"""Frames in memory that several processes of one user share, and that outlives each of them."""
 
-from flowkv.tiers.shared.tier import SharedTier
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import re
+import stat
+import struct
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from flowkv.core.clock import Clock, SystemClock
+from flowkv.core.errors import ConfigError, StoreError
+from flowkv.core.keys import KEY_BYTES
+from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
+from flowkv.tiers.frame import (
+    BadFrame,
+    Header,
+    count_stripes,
+    decode_header,
+    describe,
+    most_header_bytes,
+    pack_header,
+    peek_header_bytes,
+)
+from flowkv.tiers.host import Immediate, copied, failed, missed
+from flowkv.tiers.shared import table
+from flowkv.tiers.shared.table import GRANULE, USED, VERSION
 
 __all__ = ["SharedTier"]
+
+# The file in shared memory: found or made, checked, mapped, and freed of what the dead left.
+#
+#     superblock 4 KiB | index | links | arena            (see `shared.table`)
+#
+# The file belongs to one user and nobody else may open it. It is never truncated: a file of another
+# format, or one that is damaged or contradicts itself, is set aside by making a new one under its
+# name. Who has a damaged one mapped sees that it is not `sound` any more, and opens the new one;
+# those of another version go on with theirs. Two locks, both given up by the kernel when their
+# holder dies: `flock` for changes, and one byte range for each open handle, its *seat*, which says
+# whether the writer of a frame that is not complete is still alive.
+
+MAGIC, FORMAT = b"FKVSHARE", 3
+LEAST_BYTES = 256 << 10
+GROW_BYTES = 16 << 20
+_SEATS, _SEAT_AT = 4096, 1 << 60
+_COUNTERS_AT, _COUNTERS = 512, 64
+INDEX_AT = GRANULE
+# Magic, format, granules, slots, bytes of the file: as long in all versions, which know each other.
+_FIXED = struct.Struct("<8sI4xQQ8xQ")
+_PAUSE_S = 0.005
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64]]
+
+
+class FileLayout(NamedTuple):
+    """How a file is divided."""
+
+    granules: int
+    slots: int
+
+    @property
+    def links_at(self) -> int:
+        """Offset of the links."""
+        return INDEX_AT + 64 * self.slots
+
+    @property
+    def arena_at(self) -> int:
+        """Offset of the arena."""
+        return -(-(self.links_at + 8 * self.granules) // GRANULE) * GRANULE
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.arena_at + GRANULE * self.granules
+
+
+def divided(granules: int) -> FileLayout:
+    """The plan of so many granules; a frame takes two at least."""
+    return FileLayout(granules, granules * 5 // 8 + 8)
+
+
+def plan(capacity_bytes: int) -> FileLayout:
+    """The largest plan that fits into a capacity.
+
+    Raises:
+        ConfigError: The capacity is too small.
+    """
+    if capacity_bytes < LEAST_BYTES:
+        raise ConfigError(
+            f"a shared host tier of {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES}"
+        )
+    granules = capacity_bytes // GRANULE
+    while (over := divided(granules).file_bytes - capacity_bytes) > 0:
+        granules -= -(-over // (GRANULE + 64))
+    return divided(granules)
+
+
+def file_name(name: str) -> str:
+    """The file's name: the tier's own if that is plain, else cleaned and told apart by a digest.
+
+    Raises:
+        ConfigError: The name is empty.
+    """
+    if not name:
+        raise ConfigError("a shared host tier has no name", 'Name it: "host:NAME:8GiB"')
+    if not _PLAIN.fullmatch(name):
+        digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16]
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:40].lstrip(".-") + "-" + digest
+    return f"flowkv-{os.getuid()}-{name}"
+
+
+class SharedFile:
+    """A shared file, mapped.
+
+    Args:
+        path: The file; made if it is not there.
+        wanted: How it is divided, if it is made.
+        patience_s: Longest wait for a process that has locked it.
+
+    Attributes:
+        path: Where it lies.
+        plan: How it is divided.
+        arrays: counters, index and links.
+        arena: uint8: the granules.
+        seat: Number of this handle, from 1.
+        set_aside: Whether another file lay there that could not be used.
+        owed: Rows of frames that will not be written and are still to be withdrawn.
+
+    Raises:
+        StoreError: The file is somebody else's, or cannot be made.
+    """
+
+    def __init__(self, path: Path, wanted: FileLayout, patience_s: float = 5.0) -> None:
+        self.path, self.set_aside, self.fd = path, False, -1
+        self.owed: list[Row] = []
+        self._let_go: Callable[[], object] = lambda: None
+        try:
+            end_s = time.monotonic() + patience_s
+            while not self._open(wanted, end_s):
+                pass
+            self._map()
+            self.seat = self._sit()
+        except StoreError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise StoreError(
+                f"shared memory {path} cannot be used ({error.strerror})",
+                "Give the tier fewer bytes, another directory, or remove that file",
+            ) from error
+        alive = weakref.ref(self)
+
+        def forget() -> None:  # a child's copy: else the locks of a dead parent live on in it
+            memory = alive()
+            if memory is not None:
+                with contextlib.suppress(OSError):
+                    memory.close()
+
+        os.register_at_fork(after_in_child=forget)
+
+    # ---- opening
+
+    def _open(self, wanted: FileLayout, end_s: float) -> bool:
+        """Opens or makes the file; False if it has to be looked at again."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = os.open(self.path, flags, 0o600)
+        closing = self._let_go = weakref.finalize(self, os.close, self.fd)
+        closing.atexit = False  # the kernel does it then
+        self._check_owner()
+        found = self._read_superblock()
+        if found is not None and os.fstat(self.fd).st_nlink:
+            self.plan = found
+            return True
+        self._lock(end_s)
+        try:
+            if os.fstat(self.fd).st_nlink == 0:  # another one was put in its place meanwhile
+                self.close()
+                return False
+            found = self._read_superblock()
+            if found is None and os.fstat(self.fd).st_size:
+                self._set_aside()
+                return False
+            if found is None:
+                self._make(wanted)
+            else:
+                self.plan = found
+        finally:
+            if self.fd >= 0:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return True
+
+    def _set_aside(self) -> None:
+        """Takes the file's name away, once: under its lock. Who has it mapped is told to leave."""
+        data = os.pread(self.fd, _FIXED.size, 0)
+        version = _FIXED.unpack(data)[1] if len(data) == _FIXED.size else 0
+        if version == FORMAT or not self._digested():
+            os.pwrite(self.fd, bytes(8), _COUNTERS_AT + 8 * table.STATE)
+        os.unlink(self.path)
+        self.set_aside = True
+        self.close()
+
+    def _check_owner(self) -> None:
+        status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            raise StoreError(
+                f"{self.path} belongs to another user, or is no file",
+                "Choose another name or directory for the shared host tier",
+            )
+        if status.st_mode & 0o077:
+            raise StoreError(
+                f"others may open {self.path}", f"Run chmod 600 {self.path}, or remove it"
+            )
+
+    def _lock(self, end_s: float) -> None:
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    raise StoreError(
+                        f"{self.path} is locked by a process that does not go on",
+                        "Continue or end that process, or choose another name",
+                    ) from None
+                time.sleep(_PAUSE_S)
+
+    def _digested(self) -> bool:
+        """Whether the superblock says what its writer wrote."""
+        data = os.pread(self.fd, _FIXED.size + 16, 0)
+        return xxhash.xxh3_128_digest(data[: _FIXED.size]) == data[_FIXED.size :]
+
+    def _read_superblock(self) -> FileLayout | None:
+        """How the file is divided; None if it is to be made, or made anew."""
+        if not self._digested():
+            return None
+        magic, version, *parts, n_bytes = _FIXED.unpack(os.pread(self.fd, _FIXED.size, 0))
+        state = os.pread(self.fd, 8, _COUNTERS_AT + 8 * table.STATE)
+        sound = int.from_bytes(state, sys.byteorder) == table.SOUND
+        if (magic, version, sound) != (MAGIC, FORMAT, True):
+            return None
+        found = divided(parts[0])
+        same = found.file_bytes == n_bytes == os.fstat(self.fd).st_size
+        return found if same and list(found) == parts else None
+
+    def _make(self, made: FileLayout) -> None:
+        self.plan, counters = made, np.zeros(_COUNTERS, np.int64)
+        os.ftruncate(self.fd, made.file_bytes)
+        try:
+            os.posix_fallocate(self.fd, 0, made.arena_at)
+        except OSError:
+            os.unlink(self.path)
+            raise
+        table.begin(counters)
+        os.pwrite(self.fd, counters.tobytes(), _COUNTERS_AT)
+        fixed = _FIXED.pack(MAGIC, FORMAT, *made, made.file_bytes)
+        # Last, so that nobody takes half a file for a whole one.
+        os.pwrite(self.fd, fixed + xxhash.xxh3_128_digest(fixed), 0)
+
+    def _map(self) -> None:
+        self._mapping = mmap.mmap(self.fd, self.plan.file_bytes)
+        with contextlib.suppress(OSError):  # a kernel without huge pages in shared memory
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        granules, slots = self.plan
+        self.arrays: Arrays = (
+            np.frombuffer(self._mapping, np.int64, _COUNTERS, _COUNTERS_AT),
+            np.frombuffer(self._mapping, np.int64, 8 * slots, INDEX_AT).reshape(-1, 8),
+            np.frombuffer(self._mapping, np.uint64, granules, self.plan.links_at),
+        )
+        self.arena = np.frombuffer(self._mapping, np.uint8, offset=self.plan.arena_at)
+
+    # ---- whether it can be used
+
+    def sound(self) -> bool:
+        """Whether nobody found that it contradicts itself."""
+        return bool(self.arrays[0][table.STATE] == table.SOUND)
+
+    def condemn(self) -> None:
+        """Throws it away: everybody who has it leaves it."""
+        self.arrays[0][table.STATE] = 0
+
+    # ---- seats
+
+    def _sit(self) -> int:
+        for seat in range(1, _SEATS):
+            if self._try_seat(seat):
+                return seat
+        raise StoreError(f"{_SEATS} handles of {self.path} are open", "Close some")
+
+    def _try_seat(self, seat: int) -> bool:
+        """Takes a seat if nobody living has it."""
+        try:
+            self._lock_seat(seat, fcntl.F_WRLCK)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _lock_seat(self, seat: int, how: int) -> None:
+        wish = struct.pack("hhqqi4x", how, os.SEEK_SET, _SEAT_AT + seat, 1, 0)
+        fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, wish)
+
+    def writing(self) -> list[Row]:
+        """Rows of frames that are being written, or were when their writers died."""
+        index = self.arrays[1]
+        found = index[(index[:, 2] == table.WRITING) & (index[:, 3] == table.WRITING)]
+        most = GRANULE * self.plan.granules
+        checked = (row for row in found if row[4] and row[7] == table.check_of(row))
+        return [row for row in checked if GRANULE < row[6] <= most]
+
+    def deserted(self) -> list[int]:
+        """Seats from which the dead were writing; taken, until `abandon`."""
+        seats = {int(row[1]) for row in self.writing()} - {self.seat}
+        return [seat for seat in sorted(seats) if 0 < seat < _SEATS and self._try_seat(seat)]
+
+    def abandon(self, seat: int) -> None:
+        """Gives a seat of the dead free."""
+        self._lock_seat(seat, fcntl.F_UNLCK)
+
+    # ---- memory
+
+    def back(self) -> int:
+        """Has the kernel give memory for some more granules; returns how many there are then.
+
+        Raises:
+            OSError: There is no more.
+        """
+        grown = max(0, int(table.grown_of(self.arrays)))
+        more = min(GROW_BYTES // GRANULE, self.plan.granules - grown)
+        if more > 0:
+            os.posix_fallocate(self.fd, self.plan.arena_at + GRANULE * grown, GRANULE * more)
+        return grown + max(more, 0)
+
+    # ---- closing
+
+    def remove(self) -> None:
+        """Takes the file's name away; who has it open goes on with it."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(self.fd).st_ino == os.stat(self.path, follow_symlinks=False).st_ino:
+                os.unlink(self.path)
+
+    def close(self) -> None:
+        """Lets go of the file and the seat; the mapping goes with the last who uses the arrays.
+
+        A memory that nobody uses any more closes itself.
+        """
+        self._let_go()
+        self.fd = -1
+
+
+PATIENCE_S = 0.25
+"""Longest wait for the lock, which is held for microseconds by whoever is not stopped."""
+_MOVES = 4  # times that a frame may be replaced while it is read
+
+_AGAIN_S = 1.0  # before another memory is looked for, or the dead, if there were none
+_REASONS = {table.FULL: "full", table.LOST: "lost"}
+_log = logging.getLogger("flowkv")
+
+Row: TypeAlias = NDArray[np.int64]
+"""What the index says of a frame, copied: eight words, see `shared.table`."""
+
+
+class SharedTier(Immediate):
+    """A host tier in one file in shared memory, for several processes; it survives all of them.
+
+    Frames lie in chains of 4 KiB granules, so that memory never fragments. Readers take no lock:
+    they copy a frame to their target, verify the copy, and look again if it was replaced meanwhile;
+    what is torn is a miss, never an answer. Changes hold a lock for microseconds. A process that is
+    killed in the middle of one leaves a mark, and the next one repairs; what it was writing is
+    freed. While a peer is *stopped* in the middle of a change, loads go on, and stores are `FAILED`
+    with reason "busy".
+
+    A stray pointer of any process can write into the memory. No number in it is believed: a table
+    that contradicts itself is thrown away by all who have it, once, and an empty one is made in its
+    place. What was in flight is a miss, or `FAILED` with reason "lost".
+
+    The memory stays taken when all processes are gone: `remove` gives it back, or delete the file
+    (`flowkv-UID-NAME`). Bytes of deleted frames stay until they are overwritten; `erase` does that.
+
+    Args:
+        name: Which memory: equal names share. Of a hostile or long one only a digest is used.
+        capacity_bytes: Bytes of the file, everything included; at least 256 KiB. If it exists with
+            another size, that size stays, with a warning.
+        directory: Where the file lies; its file system should be memory.
+        clock: Source of time.
+
+    Attributes:
+        corrupt: Frames found damaged so far.
+        renewed: Times that the table contradicted itself, and this handle left it for another.
+
+    Raises:
+        ConfigError: The capacity is too small, or the name is empty.
+        StoreError: The file belongs to somebody else, or cannot be made.
+    """
+
+    kind = "host"
+    writable = True
+    shared = True
+
+    def __init__(
+        self,
+        name: str,
+        capacity_bytes: int,
+        *,
+        directory: str | os.PathLike[str] = "/dev/shm",
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(f"host:{name}", clock or SystemClock())
+        self.corrupt, self.renewed, self._stuck = 0, 0, False
+        self._again_s = self._bury_s = 0.0
+        self._lock, self._burying = threading.Lock(), threading.Lock()
+        wanted = plan(capacity_bytes)
+        self._memory = SharedFile(Path(directory) / file_name(name), wanted)
+        self.capacity_bytes = self._memory.plan.file_bytes
+        if self._memory.set_aside:
+            warnings.warn(
+                f"{self._memory.path} had another format or was damaged: starting empty",
+                UserWarning,
+                stacklevel=2,
+            )
+        if self._memory.plan != wanted:
+            warnings.warn(
+                f"{self._memory.path} has {self.capacity_bytes} bytes already, not "
+                f"{capacity_bytes}: the size stays. Remove the file to change it.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._move_in(self._memory)
+
+    # ---- what it holds
+
+    def used_bytes(self) -> int:
+        """Bytes of all frames, of those being written, and of what manages them."""
+        if not self._usable():
+            return 0
+        memory = self._current()
+        used = min(max(0, int(memory.arrays[0][USED])), memory.plan.granules)
+        return memory.plan.arena_at + GRANULE * used
+
+    def frame_bytes(self, body_bytes: int) -> int:
+        """Upper bound of what such a frame takes."""
+        return GRANULE * -(-(most_header_bytes(body_bytes) + body_bytes) // GRANULE)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are there."""
+        if not self._usable():
+            return [False] * len(keys)
+        memory = self._current()
+        self._mend(memory)
+        return [self._row(memory, key) is not None for key in keys]
+
+    def scan(self) -> Iterator[Entry]:
+        """All frames, oldest store first; damaged ones are left out."""
+        if not self._usable():
+            return
+        memory = self._current()
+        self._mend(memory)
+        index = memory.arrays[1]
+        slots = np.flatnonzero(index[:, 4])
+        rows = index[slots]
+        for at in np.argsort(rows[:, 4], kind="stable"):
+            row = rows[at]
+            key = row[:4].tobytes()
+            if not memory.sound():
+                return
+            if row[7] != table.check_of(row):  # changed while it was copied, or damaged
+                self._change(memory, table.settle, slots[at])
+                continue
+            try:
+                header = self._header(memory, key, row)
+            except BadFrame:
+                continue
+            yield Entry(key, header.info, GRANULE * -(-int(row[6]) // GRANULE))
+
+    # ---- taking frames out
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Frees frames; none while a stopped peer holds the lock."""
+        if not self._usable():
+            return 0
+        memory, out = self._current(), _row()
+        return sum(
+            self._change(memory, table.withdraw, _words(key), 0, 0, out) == 0
+            for key in keys
+            if len(key) == KEY_BYTES
+        )
+
+    def erase(self, keys: Sequence[bytes]) -> int:
+        """Frees frames and overwrites their bytes.
+
+        Those of a table that is thrown away go when the last process has left it.
+
+        Raises:
+            StoreError: A stopped peer holds the lock: some may still be there.
+        """
+        if not self._usable():
+            return 0
+        memory, gone = self._current(), 0
+        for key in (key for key in keys if len(key) == KEY_BYTES):
+            out = _row()
+            answer = self._change(memory, table.withdraw, _words(key), 0, memory.seat, out)
+            if answer == 0:
+                self._overwrite(memory, out)
+                gone += 1
+            elif answer == table.BUSY:
+                raise StoreError(
+                    f"{self.name} cannot be changed: a process that does not go on has locked it",
+                    "Continue or end that process, then erase again",
+                )
+        return gone
+
+    def remove(self) -> None:
+        """Closes the tier and gives its memory back, once no other process uses it any more."""
+        if self._usable():
+            self._memory.remove()
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the memory; the frames stay for others, and for the next time."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        with self._lock:  # the mapping goes with this object: a thread may be reading
+            self._memory.close()
+        self._answers.close()
+
+    # ---- loads
+
+    def _load(self, item: Load, end_ns: int) -> Completion:
+        memory, suspect = self._current(), 0
+        self._mend(memory)
+        for _ in range(_MOVES):
+            row = self._row(memory, item.key)
+            if row is None:
+                break
+            try:
+                return self._read(memory, item, row)
+            except BadFrame as error:
+                if error.reason in ("layout", "fidelity", "stripes"):
+                    return missed(item.key, error.reason)
+                sequence = int(row[4])
+                if sequence == suspect and self._condemn(memory, item.key, sequence, end_ns):
+                    return missed(item.key, error.reason)
+                # Replaced while it was read, or damaged: look again, after the lock made sure that
+                # all is seen which its writer wrote.
+                suspect = sequence
+                self._change(memory, table.settle, -1, end_ns=end_ns)
+        return missed(item.key)
+
+    def _row(self, memory: SharedFile, key: bytes) -> Row | None:
+        """What the index is believed to say of a frame."""
+        row = _row()
+        if len(key) != KEY_BYTES or not memory.sound():
+            return None
+        found = table.look(memory.arrays, _words(key), row)
+        if found == table.LOST:
+            self._change(memory, table.settle, row[7])
+        return row if found >= 0 else None
+
+    def _read(self, memory: SharedFile, item: Load, row: Row) -> Completion:
+        header = self._header(memory, item.key, row)
+        body_at = int(row[6]) - header.body_bytes
+        return copied(
+            header, item, lambda target, at: self._copy(memory, row, body_at + at, target)
+        )
+
+    def _header(self, memory: SharedFile, key: bytes, row: Row) -> Header:
+        """A private, checked copy of a frame's header.
+
+        Raises:
+            BadFrame: It is none, or that of another frame.
+        """
+        page = memoryview(bytearray(GRANULE))
+        self._copy(memory, row, 0, page)
+        size = peek_header_bytes(page)
+        if size > GRANULE:
+            page = memoryview(bytearray(size))
+            self._copy(memory, row, 0, page)
+        header = decode_header(page)
+        if header.key != key or size + header.body_bytes != row[6]:
+            raise BadFrame("key", "the frame belongs to another key")
+        return header
+
+    def _copy(self, memory: SharedFile, row: Row, skip: int, target: memoryview) -> None:
+        sink = np.frombuffer(target, np.uint8)
+        if not table.gather(memory.arena, memory.arrays[2], row, skip, sink):
+            raise BadFrame("truncated", "the frame's chain ends before the frame")
+
+    def _condemn(self, memory: SharedFile, key: bytes, sequence: int, end_ns: int) -> bool:
+        """Takes a damaged frame out; False if it is another one by now."""
+        withdrawn = (_words(key), sequence, 0, _row())
+        gone = self._change(memory, table.withdraw, *withdrawn, end_ns=end_ns) == 0
+        self.corrupt += gone
+        return gone
+
+    # ---- stores
+
+    def _store(self, item: Store, end_ns: int) -> Completion:
+        key, there = item.key, Completion(0, 0, item.key, Outcome.STORED)
+        memory, row = self._current(), _row()
+        try:
+            count_stripes(key, item.info, item.body.nbytes)
+            words = _words(key)
+            if self._row(memory, key) is not None:
+                return there
+            head = pack_header(describe(key, item.info, item.body))
+            answer = self._claim(memory, words, len(head) + item.body.nbytes, row, end_ns)
+        except BadFrame as error:
+            return failed(key, error.reason)
+        except OSError as error:  # no memory behind the file
+            return failed(key, errno.errorcode.get(error.errno or 0, "memory"))
+        if answer < 0:
+            return there if answer == table.THERE else failed(key, _REASONS.get(answer, "busy"))
+        # Digests come from the caller's memory: should it change while it is copied, against the
+        # contract, then the copy will not match them and never be served.
+        answer = table.BUSY
+        try:
+            if self._put(memory, row, 0, head) and self._put(
+                memory, row, len(head), item.body.cast("B")
+            ):
+                answer = self._change(memory, table.commit, row, words, end_ns=end_ns)
+            else:
+                answer = table.LOST
+        finally:
+            if answer == table.BUSY:
+                memory.owed.append(row)  # given back with the next store
+        if answer < 0 and answer != table.THERE:
+            return failed(key, _REASONS.get(answer, "busy"))
+        return there._replace(n_bytes=item.body.nbytes)
+
+    def _claim(
+        self, memory: SharedFile, words: NDArray[np.int64], n_bytes: int, row: Row, end_ns: int
+    ) -> int:
+        self._repay(memory)
+        while True:
+            wish = words, memory.seat, n_bytes, row
+            answer = self._change(memory, table.claim, *wish, end_ns=end_ns)
+            if answer == table.GROW:
+                answer = self._change(memory, table.grow, memory.back(), end_ns=end_ns)
+                if answer == 0:
+                    continue
+            elif answer == table.FULL and time.monotonic() >= self._bury_s:
+                self._bury_s = time.monotonic() + _AGAIN_S  # it looks at all of the index
+                if self._bury(memory):
+                    continue
+            return answer
+
+    def _repay(self, memory: SharedFile) -> None:
+        """Gives back what could not be when the lock was not to be had."""
+        with contextlib.suppress(IndexError):
+            while self._drop(memory, memory.owed.pop()):
+                pass
+
+    def _drop(self, memory: SharedFile, row: Row) -> bool:
+        """Frees the granules of a frame that will not be written; False if they are owed then."""
+        name = row[:4].copy(), int(row[4])
+        freed = self._change(memory, table.withdraw, *name, 0, _row()) != table.BUSY
+        if not freed:
+            memory.owed.append(row)
+        return freed
+
+    def _put(self, memory: SharedFile, row: Row, skip: int, data: bytes | memoryview) -> bool:
+        """Writes into a claimed chain; if that is not whole, the table is thrown away."""
+        source = np.frombuffer(data, np.uint8)
+        whole = bool(table.scatter(memory.arena, memory.arrays[2], row, skip, source))
+        if not whole:
+            memory.condemn()
+        return whole
+
+    # ---- the memory: the lock, what the dead left, and another one
+
+    def _current(self) -> SharedFile:
+        """The memory; another one if everybody has to leave it."""
+        memory = self._memory
+        return memory if memory.sound() else self._leave(memory)
+
+    def _leave(self, lost: SharedFile) -> SharedFile:
+        if not self._lock.acquire(timeout=PATIENCE_S):
+            return lost
+        try:
+            if self._memory is not lost or self._closed or time.monotonic() < self._again_s:
+                return self._memory
+            self._again_s = time.monotonic() + _AGAIN_S
+            try:
+                found = SharedFile(lost.path, lost.plan, PATIENCE_S)
+            except StoreError as error:  # there is none for now: all is a miss
+                _log.warning("%s", error)
+                return lost
+            self._memory, self.capacity_bytes = found, found.plan.file_bytes
+            self.renewed, self._again_s = self.renewed + 1, 0.0
+            _log.warning("%s contradicted itself: another one is used", lost.path)
+        finally:
+            self._lock.release()
+        self._move_in(found)
+        return found
+
+    def _move_in(self, memory: SharedFile) -> None:
+        self._change(memory, table.audit)
+        self._empty(memory, memory.seat)  # of whoever died on this seat
+        self._bury(memory)
+
+    def _change(
+        self,
+        memory: SharedFile,
+        operation: Callable[..., int],
+        *arguments: object,
+        end_ns: int | None = None,
+    ) -> int:
+        """Runs a change under the lock; BUSY if the lock is not to be had.
+
+        A peer that holds it for long is stopped: until it goes on, nobody waits for it again.
+        """
+        now_s = time.monotonic()
+        patience_s = 0.0 if self._stuck else PATIENCE_S
+        if end_ns is not None:
+            patience_s = min(patience_s, (end_ns - self._clock.now_ns()) / 1e9)
+        if not self._lock.acquire(timeout=max(0.0, patience_s)):
+            return table.BUSY
+        try:
+            while not self._closed:
+                answer = int(operation(memory.fd, memory.arrays, *arguments))
+                if answer != table.BUSY:
+                    self._stuck = False
+                    return answer
+                if time.monotonic() - now_s >= patience_s:
+                    self._stuck = True
+                    return table.BUSY
+            return table.BUSY
+        finally:
+            self._lock.release()
+
+    def _mend(self, memory: SharedFile) -> None:
+        """Repairs what a peer left that was killed in mid-change, but waits for no living one."""
+        if memory.arrays[0][VERSION] & 1 and self._lock.acquire(blocking=False):
+            table.settle(memory.fd, memory.arrays, -1)
+            self._lock.release()
+
+    def _overwrite(self, memory: SharedFile, row: Row) -> bool:
+        """Blanks the granules of a row under a writer's name, and frees them, perhaps later."""
+        self._put(memory, row, 0, bytes(GRANULE * -(-int(row[6]) // GRANULE)))
+        return self._drop(memory, row)
+
+    def _empty(self, memory: SharedFile, seat: int) -> bool:
+        """Frees what was being written from a seat that is held here; whether there was any."""
+        rows = [row for row in memory.writing() if row[1] == seat]
+        return any([self._overwrite(memory, row) for row in rows])
+
+    def _bury(self, memory: SharedFile) -> bool:
+        """Frees what dead processes were writing; whether there was anything."""
+        if not self._burying.acquire(blocking=False):
+            return False  # another thread does
+        try:
+            seats = memory.deserted()
+            found = [self._empty(memory, seat) for seat in seats]
+            for seat in seats:
+                memory.abandon(seat)
+            return any(found)
+        finally:
+            self._burying.release()
+
+
+def _words(key: bytes) -> NDArray[np.int64]:
+    return np.frombuffer(key, np.int64)
+
+
+def _row() -> Row:
+    return np.zeros(8, np.int64)

@@ -1,16 +1,16 @@
 """What processes change together: a hash index and chains of granules, in shared arrays.
 
-Here is what works on them; `shared.changes` does so under the lock on the file. The arrays are
+Here is what works on them. The arrays are
 
     counters  int64    see the constants below
     index     int64    [slots, 8]: key (4 words), sequence number (never 0), first granule,
                        bytes of the frame, check over the others; linear probing from the key
     links     uint64   [granules]: the granule that follows, in a frame or in the free list, and
                        above it 32 bits that only this granule of this owner has (`seal`)
-    claims    int64    [rows, 8]: granules of frames that are being written: seat of the writer
-                       (0: none), 3 zeros, and as in the index, with a check over all but the seat
 
-The owner of a granule is the sequence number of its frame, or 0: so it is in one chain at most.
+The owner of a granule is the sequence number of its frame, or 0: so it is in one chain at most. A
+frame that is being written, or blanked, has its row under a name that is no key: its sequence
+number, the seat of its writer, and `WRITING` twice.
 
 `VERSION` is odd while somebody changes them. Readers, who take no lock, then look again; whoever
 gets the lock next and still finds it odd knows that a peer was killed in the middle, and repairs.
@@ -26,16 +26,17 @@ import numpy as np
 from numba import njit, types
 
 GRANULE = 4096
-USED, FREE, COUNT, SEQUENCE, GROWN, REPAIRS = range(6)
-"""Granules taken; head of the free list, which has all others up to `GROWN`; frames; last sequence
-number; granules with memory behind them (sealed); times that peers repaired."""
+USED, FREE, SEQUENCE, GROWN, REPAIRS = range(5)
+"""Granules taken; head of the free list, which has all others up to `GROWN`; last sequence number;
+granules with memory behind them (sealed); times that peers repaired."""
 CHECK, VERSION, STATE = 7, 8, 9
 """Check over all before; changes begun and ended; `SOUND`, or the table is thrown away."""
 SOUND = 0x464B56534F554E44
+WRITING = 0x57524954494E4721
 
-BUSY, FULL, GROW, ABSENT, THERE, CROWDED, LOST = -1, -2, -3, -4, -5, -6, -7
+BUSY, FULL, GROW, ABSENT, THERE, LOST = -1, -2, -3, -4, -5, -6
 """Answers below zero: the lock was not to be had, no room, room only beyond `GROWN`, no such frame,
-a frame of this key exists, too many frames are being written, the table contradicts itself."""
+a frame of this key exists, the table contradicts itself."""
 
 _LOOKS = 64
 _SEED = np.uint64(0x9E3779B97F4A7C15)
@@ -51,10 +52,10 @@ _memmove = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uint
 
 
 @njit(cache=True, nogil=True)
-def check_of(row, begin):  # type: ignore[no-untyped-def]
+def check_of(row):  # type: ignore[no-untyped-def]
     """What the last of eight words must be: a half-written row has another."""
     state = _SEED
-    for word in range(begin, 7):
+    for word in range(7):
         state = (state ^ np.uint64(row[word])) * _MIX
         state ^= state >> np.uint64(29)
     return np.int64(state)
@@ -97,7 +98,7 @@ def set_grown(counters, grown):  # type: ignore[no-untyped-def]
 def begin(counters):  # type: ignore[no-untyped-def]
     """Counters of an empty table."""
     set_grown(counters, 0)
-    counters[CHECK], counters[STATE] = check_of(counters, 0), SOUND
+    counters[CHECK], counters[STATE] = check_of(counters), SOUND
 
 
 # ---- the index; callers hold the lock, or bear what they see
@@ -119,7 +120,7 @@ def find(index, key, strict):  # type: ignore[no-untyped-def]
         row = index[slot]
         if row[4] == 0:
             return ABSENT
-        if strict and row[7] != check_of(row, 0):
+        if strict and row[7] != check_of(row):
             return LOST
         if row[0] == key[0] and row[1] == key[1] and row[2] == key[2] and row[3] == key[3]:
             return slot
@@ -136,7 +137,7 @@ def insert(index, row):  # type: ignore[no-untyped-def]
         if index[slot, 4] == 0:
             for word in (0, 1, 2, 3, 5, 6):
                 index[slot, word] = row[word]
-            index[slot, 7] = check_of(row, 0)
+            index[slot, 7] = check_of(row)
             index[slot, 4] = row[4]
             return True
         slot = slot + 1 if slot + 1 < slots else 0
@@ -159,7 +160,7 @@ def remove(index, slot):  # type: ignore[no-untyped-def]
     index[hole, 4] = 0
 
 
-# ---- granules and claims; callers hold the lock
+# ---- granules; callers hold the lock
 
 
 @njit(cache=True, nogil=True)
@@ -171,7 +172,7 @@ def granules_of(n_bytes):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def take(arrays, count, owner):  # type: ignore[no-untyped-def]
     """The first granule of a chain out of the free list; LOST if that is damaged."""
-    counters, _, links, _ = arrays
+    counters, _, links = arrays
     first = granule = counters[FREE]
     for left in range(count, 0, -1):
         follower = follow(links, granule, 0)
@@ -187,7 +188,7 @@ def take(arrays, count, owner):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def free(arrays, row):  # type: ignore[no-untyped-def]
     """Puts the chain of a row in front of the free list; whether it was one."""
-    counters, _, links, _ = arrays
+    counters, _, links = arrays
     owner, granule, count = row[4], row[5], granules_of(row[6])
     first = granule
     if not 0 < count <= len(links):
@@ -203,45 +204,21 @@ def free(arrays, row):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True, nogil=True)
-def enrol(claims, place, seat, row):  # type: ignore[no-untyped-def]
-    """Fills a row of `claims`; what it says is copied from `row`, which gets its check."""
-    row[:4] = 0
-    row[7] = check_of(row, 1)
-    claims[place, 1:] = row[1:]
-    claims[place, 0] = seat
-
-
-@njit(cache=True, nogil=True)
-def vacancy(claims):  # type: ignore[no-untyped-def]
-    """A free row of `claims`, or CROWDED."""
-    for place in range(len(claims)):
-        if claims[place, 0] == 0:
-            return place
-    return CROWDED
-
-
 # ---- the whole table; callers hold the lock
 
 
 @njit(cache=True, nogil=True)
 def agrees(arrays):  # type: ignore[no-untyped-def]
     """Whether all rows are sound and have as many granules as are taken."""
-    counters, index, _, claims = arrays
-    count = used = 0
+    counters, index, _ = arrays
+    used = 0
     for slot in range(len(index)):
         row = index[slot]
         if row[4] != 0:
-            if row[7] != check_of(row, 0):
-                return False
-            count, used = count + 1, used + granules_of(row[6])
-    for place in range(len(claims)):
-        row = claims[place]
-        if row[0] != 0:
-            if row[7] != check_of(row, 1):
+            if row[7] != check_of(row):
                 return False
             used += granules_of(row[6])
-    return counters[USED] == used and counters[COUNT] == count
+    return counters[USED] == used
 
 
 @njit(cache=True, nogil=True)
@@ -269,7 +246,7 @@ def mark(links, row, number, kept, taken):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def repair(arrays):  # type: ignore[no-untyped-def]
     """Rebuilds everything from the rows whose check is right; False if they contradict another."""
-    counters, index, links, claims = arrays
+    counters, index, links = arrays
     grown = grown_of(arrays)
     if grown < 0:
         return False
@@ -280,30 +257,15 @@ def repair(arrays):  # type: ignore[no-untyped-def]
     for slot in range(len(index)):
         row = kept[count]
         row[:] = index[slot]
-        if row[4] == 0 or row[7] != check_of(row, 0):
+        if row[4] == 0 or row[7] != check_of(row):
             continue
         granules = mark(links, row, count + 1, kept, taken)
         if granules < 0:
             return False
         if granules:
             last, count, used = max(last, row[4]), count + 1, used + granules
-    frames = count
-    for place in range(len(claims)):
-        row = kept[count]
-        row[:] = claims[place]
-        if row[0] == 0:
-            continue
-        granules = 0
-        if row[7] == check_of(row, 1):
-            granules = mark(links, row, count + 1, kept, taken)
-        if granules < 0:
-            return False
-        if granules:
-            last, count, used = max(last, row[4]), count + 1, used + granules
-        else:
-            claims[place, 0] = 0
     index[:, 4] = 0
-    for number in range(frames):
+    for number in range(count):
         if not insert(index, kept[number]):
             return False
     head = 0
@@ -311,8 +273,7 @@ def repair(arrays):  # type: ignore[no-untyped-def]
         if not taken[granule]:
             links[granule] = seal(granule, head, 0)
             head = granule
-    counters[FREE], counters[USED], counters[COUNT] = head, used, frames
-    counters[SEQUENCE] = last
+    counters[FREE], counters[USED], counters[SEQUENCE] = head, used, last
     return True
 
 
@@ -337,7 +298,7 @@ def look(arrays, key, row):  # type: ignore[no-untyped-def]
         found = slot = find(index, key, False)
         if slot >= 0:
             row[:] = index[slot]
-            if row[7] != check_of(row, 0):
+            if row[7] != check_of(row):
                 row[7], found = slot, LOST
         _getpid()
         if counters[VERSION] == version and not version & 1:
@@ -424,7 +385,7 @@ def _enter(fd, arrays):  # type: ignore[no-untyped-def]
         sound = repair(arrays)
         counters[REPAIRS] += 1
     else:
-        sound = counters[CHECK] == check_of(counters, 0)
+        sound = counters[CHECK] == check_of(counters)
     counters[VERSION] += torn + 1
     _getpid()  # no compiler moves a store across a call that it knows nothing about
     return 0 if sound else _leave(fd, arrays, LOST)
@@ -435,7 +396,7 @@ def _leave(fd, arrays, answer):  # type: ignore[no-untyped-def]
     counters = arrays[0]
     if answer == LOST:
         counters[STATE] = 0
-    counters[CHECK] = check_of(counters, 0)
+    counters[CHECK] = check_of(counters)
     _getpid()
     counters[VERSION] += 1
     _flock(fd, _UNLOCK)
@@ -443,18 +404,25 @@ def _leave(fd, arrays, answer):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def _write(index, row, seat):  # type: ignore[no-untyped-def]
+    """Enters a row under the name of a frame that is being written from a seat."""
+    row[0], row[1], row[2], row[3] = row[4], seat, WRITING, WRITING
+    return insert(index, row)
+
+
+@njit(cache=True, nogil=True)
 def claim(fd, arrays, key, seat, n_bytes, out):  # type: ignore[no-untyped-def]
     """Takes granules for a frame that is about to be written; `out` gets their row.
 
     Returns:
-        The place in `claims`, or BUSY, THERE, GROW, FULL, CROWDED or LOST.
+        0, or BUSY, THERE, GROW, FULL or LOST.
     """
-    counters, index, links, claims = arrays
+    counters, index, links = arrays
     count = granules_of(n_bytes)
     answer = _enter(fd, arrays)
     if answer < 0:
         return answer
-    slot, grown, place = find(index, key, True), grown_of(arrays), vacancy(claims)
+    slot, grown = find(index, key, True), grown_of(arrays)
     if slot == LOST or grown < 0:
         answer = LOST
     elif slot >= 0:
@@ -464,22 +432,18 @@ def claim(fd, arrays, key, seat, n_bytes, out):  # type: ignore[no-untyped-def]
     elif counters[USED] + count > grown:
         answer = GROW
     else:
-        answer = place
-    if answer >= 0:
         counters[SEQUENCE] += 1
         out[4], out[6] = counters[SEQUENCE], n_bytes
         out[5] = take(arrays, count, out[4])
-        if out[5] < 0:
+        if out[5] < 0 or not _write(index, out, seat):
             answer = LOST
-        else:
-            enrol(claims, place, seat, out)
     return _leave(fd, arrays, answer)
 
 
 @njit(cache=True, nogil=True)
 def grow(fd, arrays, count):  # type: ignore[no-untyped-def]
     """Says that the first `count` granules are backed by memory now; 0, BUSY or LOST."""
-    counters, _, links, _ = arrays
+    counters, _, links = arrays
     answer = _enter(fd, arrays)
     if answer < 0:
         return answer
@@ -496,115 +460,55 @@ def grow(fd, arrays, count):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _holds(claims, place, seat, row):  # type: ignore[no-untyped-def]
-    """Whether a claim is still there as it was made."""
-    return (
-        0 <= place < len(claims)
-        and claims[place, 0] == seat
-        and claims[place, 4] == row[4]
-        and claims[place, 5] == row[5]
-        and claims[place, 6] == row[6]
-    )
-
-
-@njit(cache=True, nogil=True)
-def commit(fd, arrays, place, seat, row, key):  # type: ignore[no-untyped-def]
+def commit(fd, arrays, row, key):  # type: ignore[no-untyped-def]
     """Makes a claimed and written frame known; 0, THERE (its granules are free), BUSY or LOST."""
-    counters, index, _, claims = arrays
+    index = arrays[1]
     answer = _enter(fd, arrays)
     if answer < 0:
         return answer
-    slot = find(index, key, True)
-    if slot == LOST or not _holds(claims, place, seat, row):
-        answer = LOST
-    elif slot >= 0:
-        claims[place, 0] = 0
+    slot, other = find(index, row, True), find(index, key, True)
+    if slot < 0 or other == LOST or (index[slot, 4:7] != row[4:7]).any():
+        return _leave(fd, arrays, LOST)
+    remove(index, slot)
+    if other >= 0:
         answer = THERE if free(arrays, row) else LOST
     else:
         known = row.copy()
         known[:4] = key
-        if insert(index, known):
-            claims[place, 0] = 0
-            counters[COUNT] += 1
-        else:
-            answer = LOST
-    return _leave(fd, arrays, answer)
-
-
-@njit(cache=True, nogil=True)
-def release(fd, arrays, place, seat, row):  # type: ignore[no-untyped-def]
-    """Gives back what was claimed and shall not become known; 0, BUSY or LOST."""
-    claims = arrays[3]
-    answer = _enter(fd, arrays)
-    if answer < 0:
-        return answer
-    if _holds(claims, place, seat, row):
-        claims[place, 0] = 0
-        answer = 0 if free(arrays, row) else LOST
-    else:
-        answer = LOST
+        answer = 0 if insert(index, known) else LOST
     return _leave(fd, arrays, answer)
 
 
 @njit(cache=True, nogil=True)
 def withdraw(fd, arrays, key, sequence, seat, out):  # type: ignore[no-untyped-def]
-    """Takes a frame out of the index.
+    """Takes a frame out of the index, or one that was to be written and shall not become known.
 
     Args:
         fd: Of the file.
         arrays: See above.
-        key: Whose.
+        key: Whose, or the name of a frame that is being written.
         sequence: Only if it has this number; 0 for any.
-        seat: Where not 0, its granules become a claim of that seat, to be overwritten first.
+        seat: Where not 0, it becomes one that is being written from there, to be blanked first.
         out: Gets the row.
 
     Returns:
-        The place in `claims` or 0; BUSY, ABSENT, CROWDED or LOST.
+        0; BUSY, ABSENT or LOST.
     """
-    counters, index, links, claims = arrays
+    index, links = arrays[1], arrays[2]
     answer = _enter(fd, arrays)
     if answer < 0:
         return answer
     slot = find(index, key, True)
-    if slot >= 0:
-        out[:] = index[slot]
-        if sequence and out[4] != sequence:
-            slot = ABSENT
-        elif not GRANULE < out[6] <= GRANULE * len(links):
-            slot = LOST
-    answer = slot
-    if slot >= 0:
-        answer = vacancy(claims) if seat else 0
-    if answer >= 0:
+    if slot < 0:
+        return _leave(fd, arrays, slot)
+    out[:] = index[slot]
+    if sequence and out[4] != sequence:
+        answer = ABSENT
+    elif not GRANULE < out[6] <= GRANULE * len(links):
+        answer = LOST
+    else:
         remove(index, slot)
-        counters[COUNT] -= 1
-        if seat:
-            enrol(claims, answer, seat, out)
-        elif not free(arrays, out):
-            answer = LOST
-    return _leave(fd, arrays, answer)
-
-
-@njit(cache=True, nogil=True)
-def adopt(fd, arrays, seat, heir, out):  # type: ignore[no-untyped-def]
-    """Gives one claim of a seat whose holder died to another, and `out` its row.
-
-    Returns:
-        Its place; BUSY, ABSENT or LOST.
-    """
-    links, claims = arrays[2], arrays[3]
-    answer = _enter(fd, arrays)
-    if answer < 0:
-        return answer
-    answer = ABSENT
-    for place in range(len(claims)):
-        if claims[place, 0] == seat:
-            out[:] = claims[place]
-            sound = out[7] == check_of(out, 1) and GRANULE < out[6] <= GRANULE * len(links)
-            if sound:
-                claims[place, 0] = heir
-            answer = place if sound else LOST
-            break
+        answer = 0 if (_write(index, out, seat) if seat else free(arrays, out)) else LOST
     return _leave(fd, arrays, answer)
 
 
@@ -625,7 +529,7 @@ def settle(fd, arrays, slot):  # type: ignore[no-untyped-def]
     if answer < 0:
         return answer
     if 0 <= slot < len(index) and index[slot, 4] != 0:
-        answer = 0 if index[slot, 7] == check_of(index[slot], 0) else LOST
+        answer = 0 if index[slot, 7] == check_of(index[slot]) else LOST
     return _leave(fd, arrays, answer)
 
 

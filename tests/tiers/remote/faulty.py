@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from flowkv.tiers.remote.tier import RemoteTier
-from tests.inside import ABSENT, Listed, ManualClock
+from tests.inside import Listed, ManualClock
 
 Fault = Callable[[str, bytes], bytes]
 PATIENCE_S = 20.0
@@ -53,13 +53,13 @@ class FaultyBackend:
     def count(self, kind: str) -> int:
         return sum(called == kind for called, _ in self.calls)
 
-    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> int:
+    def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
         fault = self._suffer("get", timeout_s)
         data = self.objects.get(name)
         if self.after.pop("get", "") == "hang":  # with an answer that grows old
             self._hang()
         if data is None:
-            return ABSENT
+            return None
         piece = bytearray(data[offset : offset + len(into)])
         if fault == "truncate":
             del piece[len(piece) // 2 :]
@@ -71,7 +71,7 @@ class FaultyBackend:
             piece = bytearray((others or [bytes(len(piece))])[0][offset : offset + len(piece)])
         into[: len(piece)] = piece
         self._lose(fault)
-        return len(piece)
+        return into[: len(piece)]
 
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:
         fault = self._suffer("put", timeout_s)

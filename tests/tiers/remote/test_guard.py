@@ -1,12 +1,22 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.inside import FAILURES, Breaker, BreakerState, ManualClock, OperationRates, Pass, attempt
+from tests.inside import (
+    FAILURES,
+    Aside,
+    Breaker,
+    BreakerState,
+    ManualClock,
+    OperationRates,
+    Pass,
+    attempt,
+)
 
 STEPS = st.lists(
     st.one_of(
@@ -187,6 +197,19 @@ def test_a_refusal_is_final() -> None:
     with pytest.raises(PermissionError):
         attempt(refused, lambda: 1.0)
     assert len(calls) == 1
+
+
+def test_a_call_without_a_thread_leaves_its_turn_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    aside = Aside("test", most=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none)
+        for _ in range(3):
+            with pytest.raises(OSError, match="no thread"):
+                aside.call(lambda: 1, 5.0)
+    assert aside.call(lambda: 1, 5.0) == 1
 
 
 def test_rates_follow_the_engine() -> None:
