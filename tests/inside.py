@@ -416,7 +416,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.frame import describe as frame_describe
     from flowkv.tiers.host import HostTier
     from flowkv.tiers.io import engine as io_engine
-    from flowkv.tiers.io import ring, staging, uring
+    from flowkv.tiers.io import staging, uring
     from flowkv.tiers.io.engine import (
         COMPLETION,
         MOST_BYTES,
