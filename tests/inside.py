@@ -360,7 +360,8 @@ if TYPE_CHECKING:
     from flowkv.tiers import envelope, host
     from flowkv.tiers.base import UNBOUNDED
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, swapped, xxh3_128
-    from flowkv.tiers.disk import journal, transfer
+    from flowkv.tiers.disk import journal
+    from flowkv.tiers.disk import tier as transfer
     from flowkv.tiers.disk.files import Buffer, FileIO
     from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
     from flowkv.tiers.disk.inspect import FrameShare, Inspection, drop, inspect, repair, scrub
@@ -387,7 +388,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.disk.journal import PAGE_BYTES as journal_PAGE_BYTES
     from flowkv.tiers.disk.journal import Rows as journal_Rows
     from flowkv.tiers.disk.store import Index, open_journal, slot_granules
-    from flowkv.tiers.disk.transfer import Loading, Unsealed, seal_all
+    from flowkv.tiers.disk.tier import DiskScheduler, Unsealed, seal_all
     from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame
     from flowkv.tiers.frame import (
         AES_256_GCM,
@@ -409,7 +410,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.frame import describe as frame_describe
     from flowkv.tiers.host import HostTier
     from flowkv.tiers.io import engine as io_engine
-    from flowkv.tiers.io import ring, staging, uring
+    from flowkv.tiers.io import staging, uring
     from flowkv.tiers.io.engine import (
         COMPLETION,
         MOST_BYTES,

@@ -79,7 +79,7 @@ def open_tier(
         known = ", ".join(REMOTE_KINDS)
         raise ConfigError(f"tier kind {kind!r} is unknown", f"Use host, disk, or one of {known}")
     if kind == "disk":
-        from flowkv.tiers.disk import DiskTier
+        from flowkv.tiers.disk.tier import DiskTier
 
         return DiskTier(
             path,

@@ -257,24 +257,10 @@ def _merged(lanes, key, total):
 
 
 @njit(**_INLINE)
-def _ended(lanes, n, key):
+def _ended(lanes, n):
+    key = secret()
     low = _merged(lanes, key + np.uint64(11), n * _P1)
     return low, _merged(lanes, key + np.uint64(117), ~(n * _P2))
-
-
-@njit(**_JIT)
-def _longer(data, n, key):
-    return _ended(_lanes(data, n, data), n, key)
-
-
-@njit(**_JIT)
-def _longer_copied(data, n, key, target):
-    return _ended(_lanes_copied(data, n, target), n, key)
-
-
-@njit(**_JIT)
-def _longer_streamed(data, n, key, target):
-    return _ended(_lanes_streamed(data, n, target), n, key)
 
 
 @njit(**_JIT)
@@ -290,15 +276,21 @@ def xxh3_128(address, n_bytes):
         half first.
     """
     if n_bytes > np.uint64(240):
-        return _longer(address, n_bytes, secret())
+        return _ended(_lanes(address, n_bytes, address), n_bytes)
     return _shorter(address, n_bytes)
 
 
-@njit(**_JIT)
-def matches(address, n_bytes, digest):
-    """Whether memory has the digest whose 16 bytes lie at an address."""
-    low, high = xxh3_128(address, n_bytes)
-    return high == swapped(word(digest)) and low == swapped(word(digest + _S8))
+@njit(**_INLINE)
+def agrees(digest, at):
+    """Whether a digest is that whose 16 bytes lie at an address."""
+    return digest[1] == swapped(word(at)) and digest[0] == swapped(word(at + _S8))
+
+
+@njit(**_INLINE)
+def put_digest(at, digest):
+    """Write the 16 bytes of a digest to an address."""
+    put_word(at, swapped(digest[1]))
+    put_word(at + _S8, swapped(digest[0]))
 
 
 @njit(**_JIT)
@@ -317,15 +309,8 @@ def digest_copied(address, n_bytes, target, streams):
             put(target + i, byte(address + i))
         return xxh3_128(target, n_bytes)
     if streams and (target | n_bytes) % np.uint64(_STRIPE) == 0:
-        return _longer_streamed(address, n_bytes, secret(), target)
-    return _longer_copied(address, n_bytes, secret(), target)
-
-
-@njit(**_JIT)
-def matches_copied(address, n_bytes, digest, target, streams):
-    """Whether memory has the digest whose 16 bytes lie at an address; `digest_copied` besides."""
-    low, high = digest_copied(address, n_bytes, target, streams)
-    return high == swapped(word(digest)) and low == swapped(word(digest + _S8))
+        return _ended(_lanes_streamed(address, n_bytes, target), n_bytes)
+    return _ended(_lanes_copied(address, n_bytes, target), n_bytes)
 
 
 # Plain frames checked and copied many at a time, in one compiled call that needs no interpreter.
@@ -401,7 +386,8 @@ def _check_header(header, there, stripes, expected):
     if there < size:
         return _TRUNCATED
     digested = np.uint64(DIGESTED_FROM)
-    if not matches(header + digested, size - digested, header + np.uint64(_DIGEST_AT)):
+    digest = xxh3_128(header + digested, size - digested)
+    if not agrees(digest, header + np.uint64(_DIGEST_AT)):
         return _DIGEST
     if not _same(header, expected, _KEY_AT, _KEY_END):
         return _KEY
@@ -423,39 +409,53 @@ def check_frame(row, expected, streams):
         return _TRUNCATED
     digests = row.header + np.uint64(FIXED_BYTES) + np.uint64(DIGEST_BYTES) * first
     for i in range(n):
-        at, digest = row.data + step * i, digests + np.uint64(DIGEST_BYTES) * i
+        at = row.data + step * i
         if row.target and row.target != row.data:
-            sound = matches_copied(at, step, digest, row.target + step * i, streams)
+            digest = digest_copied(at, step, row.target + step * i, streams)
         else:
-            sound = matches(at, step, digest)
-        if not sound:
+            digest = xxh3_128(at, step)
+        if not agrees(digest, digests + np.uint64(DIGEST_BYTES) * i):
             return _DIGEST
     return _OK
 
 
-def _entry(stamp: int, *, cache: bool) -> Any:
+def _entries(stamp: int) -> tuple[Any, Any]:
     # numba keeps machine code until the function's own file changes, whatever becomes of those it
-    # calls: a constant that it closes over makes their sources part of the key.
-    @njit(cache=cache, nogil=True, **_JIT)
+    # calls: a constant that it closes over makes the format's source part of the key.
+    @njit(cache=True, nogil=True, **_JIT)
     def check_all(checks, expected, reasons):
         n_bytes = np.uint64(0)
         for i in range(len(checks) if stamp else 0):
             n_bytes += np.uint64(checks[i].step) * np.uint64(checks[i].stripes)
         streams = n_bytes >= np.uint64(STREAMED_BYTES)
-        for i in range(len(checks) if stamp else 0):
+        for i in range(len(checks)):
             reasons[i] = check_frame(checks[i], expected[i], streams)
         if streams:
             fence()
 
-    return check_all
+    @njit(cache=True, nogil=True, **_JIT)
+    def seal_all(rows):
+        n_bytes = np.uint64(0)
+        for i in range(len(rows) if stamp else 0):
+            n_bytes += rows[i].step * rows[i].stripes
+        streams = n_bytes >= np.uint64(STREAMED_BYTES)
+        for i in range(len(rows)):
+            row = rows[i]
+            at = row.header + np.uint64(FIXED_BYTES)
+            for stripe in range(row.stripes):
+                skip = row.step * np.uint64(stripe)
+                put_digest(at, digest_copied(row.body + skip, row.step, row.data + skip, streams))
+                at += np.uint64(DIGEST_BYTES)
+            start = np.uint64(DIGESTED_FROM)
+            digest = xxh3_128(row.header + start, row.header_bytes - start)
+            put_digest(row.header + np.uint64(_DIGEST_AT), digest)
+        if streams:
+            fence()
+
+    return check_all, seal_all
 
 
-_SOURCES = b"".join(Path(str(f)).read_bytes() for f in (frame.__file__, __file__))
-_STAMP = 1 + zlib.crc32(_SOURCES)
-try:
-    _check_all = _entry(_STAMP, cache=True)
-except RuntimeError:  # no directory to write to: some seconds of compilation in every process
-    _check_all = _entry(_STAMP, cache=False)
+_check_all, _seal_all = _entries(1 + zlib.crc32(Path(str(frame.__file__)).read_bytes()))
 
 
 def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -483,3 +483,17 @@ def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArr
     reasons = np.empty(n, np.uint8)
     _check_all(checks, expected, reasons)
     return reasons
+
+
+# Plain frames sealed many at a time: their bodies copied and digested in the same pass.
+
+SEAL = np.dtype(
+    [(name, "<u8") for name in ("header", "header_bytes", "body", "data", "step", "stripes")]
+)
+"""One frame: address and length of its header, whose digests are zeros still, address of its body,
+and where that is copied."""
+
+
+def seal_frames(rows: NDArray[np.void]) -> None:
+    """Copies bodies, and puts all digests into the headers, `[n]` of dtype `SEAL`."""
+    _seal_all(rows)

@@ -1,13 +1,14 @@
-"""Jobs of a tier: queued, worked off by threads, answered once and before their deadline.
+"""Jobs of a tier: queued, worked off, answered once and before their deadline.
 
-Loads go before stores, except that one of the threads looks at stores first; stores of one key go
-one after the other. An item whose deadline passes is answered `FAILED` by whoever polls, even while
-a thread is stuck with it. What that thread brings later is dropped, because it is never given an
-item's memory, only lent it: from `claim` on no other answer can come, until it answered the item or
-let go of it. So work that may take long has no other way than to copy first.
+An item whose deadline passes is answered `FAILED` by whoever polls, even while somebody is stuck
+with it. What comes later is dropped, because an item's memory is never given away, only lent: from
+`claim` on no other answer can come, until the item is answered or let go of. So work that may take
+long has no other way than to copy first. Stores of one key go one after the other.
 
-A thread whose item is overdue may never come back. It is set aside with its staging memory, which
-is *retired* until the call returns (DESIGN D10), and replaced, as often as `spares` allows.
+`Workers` works off such a queue with threads. Loads go before stores, except that one of the
+threads looks at stores first. A thread whose item is overdue may never come back: it is set aside
+with its staging memory, which is *retired* until the call returns (DESIGN D10), and replaced, as
+often as `spares` allows. The queue of a disk has one conductor instead (`tiers.disk.tier`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 from flowkv.core.clock import Clock
 from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
@@ -92,20 +93,25 @@ class Item:
     Attributes:
         wish: What was asked, without the memory.
         stores: Whether it is a store.
+        memory: Target or body until the item is answered; ask for it with `claim`.
         n_bytes: Length of the memory.
         readonly: Whether the memory cannot be written to.
+        begun: Whether somebody works on it.
+        claimed: Whether its memory is in use right now: too early to answer without it.
         done: The answer.
-        hand: Who works on it.
+        hand: The thread that works on it.
+        flight: What is under way for it on a disk.
+        tries: How often that was begun anew.
     """
 
     __slots__ = (
-        *("claimed", "deadline_ns", "done", "hand", "index", "job", "key", "memory"),
-        *("n_bytes", "readonly", "start_ns", "stores", "wish"),
+        *("begun", "claimed", "deadline_ns", "done", "flight", "hand", "index", "job", "key"),
+        *("memory", "n_bytes", "readonly", "start_ns", "stores", "tries", "wish"),
     )
 
     def __init__(self, job: int, index: int, wish: Load | Store, times_ns: tuple[int, int]) -> None:
         self.job, self.index, self.key = job, index, wish.key
-        self.memory: memoryview | None  # of `Workers`: ask for it there
+        self.memory: memoryview | None
         self.wish: Load | Store
         if isinstance(wish, Load):
             self.memory, self.wish = wish.target, wish._replace(target=_NOTHING)
@@ -113,10 +119,231 @@ class Item:
             self.memory, self.wish = wish.body, wish._replace(body=_NOTHING)
         self.stores = isinstance(wish, Store)
         self.n_bytes, self.readonly = self.memory.nbytes, self.memory.readonly
+        if self.n_bytes and self.memory.c_contiguous:
+            self.memory = self.memory.cast("B")
         self.start_ns, self.deadline_ns = times_ns
         self.done: Completion | None = None
+        self.begun = self.claimed = False
         self.hand: Hand | None = None
-        self.claimed = False  # a thread uses its memory right now: too early to answer without it
+        self.flight: Any = None
+        self.tries = 0
+
+
+class ItemAnswer(NamedTuple):
+    """How an item ends."""
+
+    item: Item
+    outcome: Outcome
+    reason: str = ""
+    info: FrameInfo | None = None
+    n_bytes: int = 0
+
+
+class RequestQueue:
+    """Items until they are answered. Thread-safe.
+
+    Args:
+        clock: Source of time.
+        queue_bytes: Stores waiting beyond this are `FAILED` with reason "busy".
+
+    Attributes:
+        answers: Where the answers are.
+        closing: Whether nothing more is queued.
+    """
+
+    def __init__(self, clock: Clock, queue_bytes: int) -> None:
+        self.answers, self.closing, self._closed = Completions(), False, False
+        self._clock, self._queue_bytes, self._waiting_bytes = clock, queue_bytes, 0
+        self._changed = threading.Condition()
+        self._loads: deque[Item] = deque()
+        self._stores: deque[Item] = deque()
+        self._storing: set[bytes] = set()  # keys of stores that somebody works on
+        self._deadlines: list[tuple[int, int, Item]] = []
+        self._ticket = itertools.count()
+        self._given_up: list[Item] = []
+
+    def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+        """Queues the items of a job; returns its number."""
+        job, now = self.answers.new_job(), self._clock.now_ns()
+        times = now, now + round(min(deadline_s, _FOREVER_S) * 1e9)
+        with self._changed:
+            for index, wish in enumerate(cast(Sequence[Load | Store], wishes)):
+                item = Item(job, index, wish, times)
+                queue = self._stores if item.stores else self._loads
+                self._waiting_bytes += item.n_bytes if item.stores else 0
+                if self.closing:
+                    self.answer(item, Outcome.FAILED, "closed")
+                elif item.stores and queue and self._waiting_bytes > self._queue_bytes:
+                    self.answer(item, Outcome.FAILED, "busy")
+                else:
+                    queue.append(item)
+                    heapq.heappush(self._deadlines, (item.deadline_ns, next(self._ticket), item))
+            self._changed.notify_all()
+        return job
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Answers that are ready, those of items whose deadline has passed among them."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            next_s = self.expire()
+            left_s = max(0.0, end_s - time.monotonic())
+            answers = self.answers.take(min(left_s, max(next_s, 0.001)))
+            if answers or time.monotonic() >= end_s:
+                return answers
+
+    # --- for whoever works them off ------------------------------------------------------------
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until something is queued, or it is time to end."""
+        with self._changed:
+            if not (self._loads or self._stores or self.closing):
+                self._changed.wait(timeout_s)
+
+    def end(self) -> None:
+        """It is time to end, once all that is queued is done."""
+        with self._changed:
+            self.closing = True
+            self._changed.notify_all()
+
+    def waiting(self) -> int:
+        """Items that were not begun, and those answered meanwhile."""
+        return len(self._loads) + len(self._stores)
+
+    def begin(self, *, stores: bool) -> Item | None:
+        """Takes the first item that is not answered and may be begun.
+
+        A store waits for the end of one of the same key, and is then done in its turn, which costs
+        nothing if the frame is there: it may have been deleted again since, so the answer of the
+        first is not that of the second.
+        """
+        with self._changed:
+            queue = self._stores if stores else self._loads
+            while queue and queue[0].done:
+                queue.popleft()
+            for number, item in enumerate(queue):
+                if item.done is None and not (stores and item.key in self._storing):
+                    del queue[number]
+                    item.begun = True
+                    if stores:
+                        self._waiting_bytes -= item.n_bytes
+                        self._storing.add(item.key)
+                    return item
+            return None
+
+    def put_back(self, item: Item) -> None:
+        """Makes an item the first again: it cannot be begun yet, or must be begun anew."""
+        with self._changed:
+            item.begun = item.claimed = False
+            if item.stores:
+                self._storing.discard(item.key)
+            if item.done is None:
+                self._waiting_bytes += item.n_bytes if item.stores else 0
+                (self._stores if item.stores else self._loads).appendleft(item)
+
+    def end_store(self, item: Item) -> None:
+        """A store that was begun is of no more concern: the next one of its key goes on."""
+        with self._changed:
+            self._storing.discard(item.key)
+            self._changed.notify_all()
+
+    def claim(self, item: Item) -> memoryview | None:
+        """The memory of an item, for the caller alone; None if the item was answered.
+
+        Until the caller answers the item, or lets go of it, nobody else answers it: so do nothing
+        meanwhile that may take long.
+        """
+        with self._changed:
+            item.claimed = item.memory is not None
+            return item.memory
+
+    def let_go(self, item: Item) -> None:
+        """Ends a claim without an answer."""
+        with self._changed:
+            item.claimed = False
+            if self._closed:
+                self.answer(item, Outcome.FAILED, "closed")
+
+    def answer(
+        self,
+        item: Item,
+        outcome: Outcome,
+        reason: str = "",
+        info: FrameInfo | None = None,
+        n_bytes: int = 0,
+    ) -> None:
+        """Answers an item, unless it was."""
+        self.answer_all([ItemAnswer(item, outcome, reason, info, n_bytes)])
+
+    def answer_all(self, answers: Iterable[ItemAnswer]) -> None:
+        """Answers items, unless they were."""
+        with self._changed:
+            now, done = self._clock.now_ns(), []
+            for item, outcome, reason, info, n_bytes in answers:
+                if item.done is None:
+                    asked, seconds = (item.job, item.index, item.key), (now - item.start_ns) / 1e9
+                    item.done = Completion(*asked, outcome, reason, info, n_bytes, seconds)
+                    item.memory = None
+                    if item.stores and not item.begun:
+                        self._waiting_bytes -= item.n_bytes
+                    done.append(item.done)
+            self.answers.put(done)
+
+    def given_up(self) -> list[Item]:
+        """Items that somebody works on and that were answered without, since the last call."""
+        if not self._given_up:
+            return []
+        with self._changed:
+            items, self._given_up = self._given_up, []
+            return items
+
+    # --- ends ----------------------------------------------------------------------------------
+
+    def expire(self) -> float:
+        """Fails overdue items; returns the seconds until the next deadline."""
+        with self._changed:
+            now, queue, claimed = self._clock.now_ns(), self._deadlines, []
+            while queue and (queue[0][0] <= now or queue[0][2].done):
+                entry = heapq.heappop(queue)
+                if entry[2].claimed and entry[2].done is None:  # answered in a moment, or let go of
+                    claimed.append(entry)
+                else:
+                    self._give_up(entry[2], "deadline")
+            for entry in claimed:
+                heapq.heappush(queue, entry)
+            return (queue[0][0] - now) / 1e9 if queue else _FOREVER_S
+
+    def cancel(self, job: int) -> None:
+        """Answers what is left of a job, except where memory is in use."""
+        self._give_up_all("cancelled", lambda item: item.job == job)
+
+    def fail_waiting(self, reason: str) -> None:
+        """Answers what nobody has begun."""
+        self._give_up_all(reason, lambda item: not item.begun)
+
+    def fail_rest(self) -> None:
+        """Answers everything that is left, once it is let go of."""
+        with self._changed:
+            self._closed = True
+            self._give_up_all("closed", lambda item: True)
+            for queue in (self._deadlines, self._loads, self._stores):
+                queue.clear()
+            self._changed.notify_all()
+        self.answers.close()
+
+    def _give_up_all(self, reason: str, which: Callable[[Item], bool]) -> None:
+        with self._changed:
+            for _, _, item in self._deadlines:
+                if which(item) and not item.claimed:
+                    self._give_up(item, reason)
+
+    def _give_up(self, item: Item, reason: str) -> None:
+        if item.done is None:
+            self.answer(item, Outcome.FAILED, reason)
+            if item.begun:
+                self._given_up.append(item)
+
+
+# A queue that threads work off.
 
 
 class ThreadMemory:
@@ -154,7 +381,7 @@ class Hand:
         self.thread: threading.Thread | None = None
 
 
-class Workers:
+class Workers(RequestQueue):
     """Threads that work off loads and stores.
 
     Args:
@@ -180,17 +407,10 @@ class Workers:
         storing: int = 0,
         late: Callable[[Item], None] | None = None,
     ) -> None:
-        self.answers = Completions()
-        self._name, self._work, self._clock, self._late = name, work, clock, late
-        self._threads, self._spares, self._storing = threads, spares, storing
-        self._queue_bytes, self._waiting_bytes = queue_bytes, 0
-        self._changed = threading.Condition()
-        self._loads: deque[Item] = deque()
-        self._stores: deque[Item] = deque()
-        self._deadlines: list[tuple[int, int, Item]] = []
-        self._ticket = itertools.count()
+        super().__init__(clock, queue_bytes)
+        self._name, self._work, self._late = name, work, late
+        self._threads, self._spares, self._most_storing = threads, spares, storing
         self._hands: list[Hand] = []
-        self._closing = self._closed = False
 
     @property
     def retired_bytes(self) -> int:
@@ -206,133 +426,34 @@ class Workers:
 
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Queues the items of a job; returns its number."""
-        job, now = self.answers.new_job(), self._clock.now_ns()
-        times = now, now + round(min(deadline_s, _FOREVER_S) * 1e9)
-        with self._changed:
-            for index, wish in enumerate(wishes):
-                item = Item(job, index, cast(Load | Store, wish), times)
-                queue = self._stores if item.stores else self._loads
-                self._waiting_bytes += item.n_bytes if item.stores else 0
-                if self._closing:
-                    self.answer(item, Outcome.FAILED, "closed")
-                elif item.stores and queue and self._waiting_bytes > self._queue_bytes:
-                    self.answer(item, Outcome.FAILED, "busy")
-                else:
-                    queue.append(item)
-                    heapq.heappush(self._deadlines, (item.deadline_ns, next(self._ticket), item))
-            self._refill()
-            self._changed.notify_all()
+        job = super().submit(wishes, deadline_s)
+        self._refill()
         return job
 
-    def poll(self, timeout_s: float) -> list[Completion]:
-        """Answers that are ready, those of items whose deadline has passed among them."""
-        end_s = time.monotonic() + timeout_s
-        while True:
-            self._refill()
-            next_s = self._expire()
-            left_s = max(0.0, end_s - time.monotonic())
-            answers = self.answers.take(min(left_s, max(next_s, 0.001)))
-            if answers or time.monotonic() >= end_s:
-                return answers
-
-    def claim(self, item: Item) -> memoryview | None:
-        """The memory of an item, as bytes, for the caller alone; None if the item was answered.
-
-        Until the caller answers the item, or lets go of it, nobody else answers it: so do nothing
-        meanwhile that may take long.
-        """
-        with self._changed:
-            item.claimed = item.memory is not None
-            return item.memory.cast("B") if item.memory is not None else None
-
-    def let_go(self, item: Item) -> None:
-        """Ends a claim without an answer."""
-        with self._changed:
-            item.claimed = False
-            if self._closed:
-                self.answer(item, Outcome.FAILED, "closed")
-
-    def answer(
-        self,
-        item: Item,
-        outcome: Outcome,
-        reason: str = "",
-        info: FrameInfo | None = None,
-        n_bytes: int = 0,
-    ) -> None:
-        """Answers an item, unless it was."""
-        with self._changed:
-            if item.done is None:
-                seconds = (self._clock.now_ns() - item.start_ns) / 1e9
-                item.done = Completion(
-                    item.job, item.index, item.key, outcome, reason, info, n_bytes, seconds
-                )
-                item.memory = None
-                if item.stores and item.hand is None:
-                    self._waiting_bytes -= item.n_bytes
-                self.answers.put([item.done])
-
-    def cancel(self, job: int) -> None:
-        """Answers what is left of a job, except what a thread has claimed."""
-        self._give_up("cancelled", lambda item: item.job == job)
-
-    def fail_waiting(self, reason: str) -> None:
-        """Answers what no thread has begun."""
-        self._give_up(reason, lambda item: item.hand is None)
+    def expire(self) -> float:
+        """Fails overdue items, and does without threads that are stuck with them."""
+        self._refill()
+        next_s = super().expire()
+        for item in self.given_up():
+            if item.done is not None and item.done.reason == "deadline" and item.hand is not None:
+                with self._changed:
+                    spare = not self.closing and self.overdue < self._spares
+                    item.hand.overdue |= spare and item.hand.item is item
+                if self._late is not None:
+                    self._late(item)
+        return next_s
 
     def close(self, timeout_s: float) -> bool:
         """Works off what is queued; whether all threads came to an end in time."""
+        self.end()
         with self._changed:
-            self._closing = True
-            self._changed.notify_all()
             threads = [hand.thread for hand in self._hands if hand.thread]
         end_s = time.monotonic() + timeout_s
         for thread in threads:
             while thread.is_alive() and (left_s := end_s - time.monotonic()) > 0:
-                thread.join(min(left_s, max(self._expire(), 0.001)))
-        with self._changed:
-            self._closed = True
-            self._give_up("closed", lambda item: True)
-            for queue in (self._deadlines, self._loads, self._stores):
-                queue.clear()
-            self._changed.notify_all()
-        self.answers.close()
+                thread.join(min(left_s, max(self.expire(), 0.001)))
+        self.fail_rest()
         return not any(thread.is_alive() for thread in threads)
-
-    def _give_up(self, reason: str, which: Callable[[Item], bool]) -> None:
-        with self._changed:
-            for _, _, item in self._deadlines:
-                if which(item) and not item.claimed:
-                    self.answer(item, Outcome.FAILED, reason)
-
-    def _expire(self) -> float:
-        """Fails overdue items; returns the seconds until the next deadline."""
-        late, claimed = [], []
-        with self._changed:
-            now, queue = self._clock.now_ns(), self._deadlines
-            while queue and (queue[0][0] <= now or queue[0][2].done):
-                entry = heapq.heappop(queue)
-                item = entry[2]
-                if item.claimed and item.done is None:  # answered in a moment, or let go of
-                    claimed.append(entry)
-                elif item.done is None:
-                    self.answer(item, Outcome.FAILED, "deadline")
-                    if item.hand is not None:
-                        late.append(item)
-                        self._set_aside(item.hand)
-            for entry in claimed:
-                heapq.heappush(queue, entry)
-            next_s = (queue[0][0] - now) / 1e9 if queue else _FOREVER_S
-        if self._late:
-            for item in late:
-                self._late(item)
-        return next_s
-
-    def _set_aside(self, hand: Hand) -> None:
-        """Does without a thread whose item was answered."""
-        if not hand.overdue:
-            overdue = sum(other.overdue for other in self._hands)
-            hand.overdue = overdue < self._spares and not self._closing
 
     def _refill(self) -> None:
         """Starts a thread where one is missing and there is work; it starts the next one.
@@ -341,7 +462,7 @@ class Workers:
         """
         with self._changed:
             hands = sum(not hand.overdue for hand in self._hands)
-            if hands < self._threads and (self._loads or self._stores) and not self._closing:
+            if hands < self._threads and (self._loads or self._stores) and not self.closing:
                 hand = Hand(stores_first=hands == self._threads - 1)
                 hand.thread = threading.Thread(
                     target=self._run, args=(hand,), name=f"flowkv {self._name}", daemon=True
@@ -351,7 +472,6 @@ class Workers:
 
     def _run(self, hand: Hand) -> None:
         """The life of a thread, which never dies with an item in its hands."""
-        self._refill()
         while item := self._next(hand):
             reason = "unanswered"
             try:
@@ -365,37 +485,27 @@ class Workers:
     def _next(self, hand: Hand) -> Item | None:
         """What to do next, not answered; nothing when it is time to end."""
         with self._changed:
-            if self._closing or (hand.item is not None and hand.item.stores):
-                self._changed.notify_all()  # others may wait for the end of this store, or all
+            if hand.item is not None and hand.item.stores:
+                self.end_store(hand.item)
+            elif self.closing:
+                self._changed.notify_all()  # others may wait for the end of all
             hand.item = None
             while not hand.overdue:  # else another one has taken its place
-                self._expire()
+                self.expire()
                 if (item := self._take(hand)) is not None:
                     return item
-                if self._closing and not (self._loads or self._stores):
+                if self.closing and not (self._loads or self._stores):
                     break
                 self._changed.wait()
             self._hands.remove(hand)
             return None
 
     def _take(self, hand: Hand) -> Item | None:
-        """Takes the first item out of a queue that is not answered and may be begun.
-
-        A store waits for the end of one of the same key, and is then done in its turn, which costs
-        nothing if the frame is there: it may have been deleted again since, so the answer of the
-        first is not that of the second.
-        """
-        storing = {other.item.key for other in self._hands if other.item and other.item.stores}
-        queues = [self._loads, self._stores]
-        if len(storing) >= (self._storing or len(self._hands)):
-            queues.pop()
-        for queue in reversed(queues) if hand.stores_first else queues:
-            while queue and queue[0].done:
-                queue.popleft()
-            for number, item in enumerate(queue):
-                if item.done is None and not (item.stores and item.key in storing):
-                    del queue[number]
-                    self._waiting_bytes -= item.n_bytes if item.stores else 0
-                    hand.item, item.hand = item, hand
-                    return item
+        kinds = [False, True]  # of stores
+        if len(self._storing) >= (self._most_storing or len(self._hands)):
+            kinds.pop()
+        for stores in reversed(kinds) if hand.stores_first else kinds:
+            if (item := self.begin(stores=stores)) is not None:
+                hand.item, item.hand = item, hand
+                return item
         return None

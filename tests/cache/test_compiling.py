@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cache.toy import check_content, make_kv, prefill, write
-from tests.inside import Loading, compiling
+from tests.inside import DiskScheduler, compiling
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(16 * 8 + 3))
@@ -24,9 +24,9 @@ DEADLINE_S, COMPILES_S = 0.5, 1.5
 @pytest.fixture(params=["a compiler", "a slow disk"])
 def busy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the first batch of loads meets, for longer than the deadline."""
-    finish, met = Loading.finish, list[bool]()
+    finish, met = DiskScheduler._finish_loads, list[bool]()
 
-    def slow(self: Loading, flights: list[Any]) -> Any:
+    def slow(self: DiskScheduler, flights: list[Any]) -> Any:
         if flights and not met:
             met.append(True)
             compiles = request.param == "a compiler"
@@ -34,7 +34,7 @@ def busy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
                 time.sleep(COMPILES_S)
         return finish(self, flights)
 
-    monkeypatch.setattr(Loading, "finish", slow)
+    monkeypatch.setattr(DiskScheduler, "_finish_loads", slow)
     return str(request.param)
 
 

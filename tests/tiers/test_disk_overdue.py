@@ -260,7 +260,7 @@ def test_close_leaves_memory_alone_that_is_being_read(
         assert go_on.wait(20)
         seal_all(frames)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("flowkv.tiers.disk.transfer.seal_all", slowly)
+    monkeypatch.setattr("flowkv.tiers.disk.tier.seal_all", slowly)
     tier = DiskTier(tmp_path, MIB)
     job = tier.submit_store([store_of("a")])
     assert begun.wait(20)
@@ -321,15 +321,15 @@ def test_nobody_waits_for_what_went_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     def wrong(*_: object, **__: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    for place in ("transfer.open_all", "transfer.Loading.begin"):
+    for place in ("open_all", "DiskScheduler._begin_load"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"flowkv.tiers.disk.{place}", wrong)
+            patch.setattr(f"flowkv.tiers.disk.tier.{place}", wrong)
             job = tier.submit_load([load_of("a", bytearray(8192))])
             reason = "RuntimeError: a fault of ours"
             assert outcomes(answers(tier, job, 1, within_s=5)) == [("failed", reason)]
-    for place in ("transfer.Storing.begin", "transfer.Storing.finish"):
+    for place in ("DiskScheduler._begin_store", "DiskScheduler._landed"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"flowkv.tiers.disk.{place}", wrong)
+            patch.setattr(f"flowkv.tiers.disk.tier.{place}", wrong)
             job = tier.submit_store([store_of(place)])
             assert outcomes(answers(tier, job, 1, within_s=5)) == [("failed", reason)]
     assert hits(tier, ["a"]) == 1

@@ -53,7 +53,7 @@ def test_what_cannot_be_sealed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("flowkv.tiers.disk.transfer.seal_all", none_left)
+        patch.setattr("flowkv.tiers.disk.tier.seal_all", none_left)
         items = [Store(key_of(n), info_of(8192), memoryview(bytes(8192))) for n in range(3)]
         job = tier.submit_store(items)
         assert outcomes(answers(tier, job, 3)) == [("failed", "memory")] * 3

@@ -7,39 +7,283 @@ is written is undone.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
-from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
-from flowkv.tiers.disk.files import FileIO
-from flowkv.tiers.disk.journal import charge_bytes
-from flowkv.tiers.disk.requests import (
-    DiskItem,
-    DiskOperations,
-    DiskRead,
-    DiskRequestQueue,
-    DiskSync,
-    DiskWrite,
-    FrameOperations,
-    ItemAnswer,
-    Staging,
-)
-from flowkv.tiers.disk.store import DiskStore, Refused
-from flowkv.tiers.disk.transfer import Loading, NoRoom, Storing
+from flowkv.core.layout import GRANULE_BYTES
+from flowkv.tiers.base import Completion, Entry, FrameInfo, Load, Outcome, Store
+from flowkv.tiers.disk.files import FileIO, reason_of
+from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
+from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
 from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.io.engine import OPERATION, SYNC, IOEngine
-from flowkv.tiers.io.staging import Arena
+from flowkv.tiers.frame import (
+    DIGEST_BYTES,
+    XXH3_128,
+    BadFrame,
+    Header,
+    aligned,
+    count_stripes,
+    describe,
+    fixed_fields,
+    header_bytes,
+    lay_out,
+    pack_header,
+)
+from flowkv.tiers.io.engine import ALIGNMENT, OPERATION, READ, SYNC, WRITE, IOEngine
+from flowkv.tiers.io.staging import Arena, ArenaSlot, address_of
+from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue
+
+# One item between the queue and its answer: what it does to the disk, and in which memory.
+
+NEAR_BYTES = 64 << 10
+"""Stripes that lie so near to their header are read together with it."""
+
+Operation = tuple[int, int, int, int, int]  # op, fd, offset, address, length
+
+
+class Operations:
+    """Operations of the engine that belong together, such as the syncs of a group of stores.
+
+    Args:
+        group: Stores that wait for them.
+
+    Attributes:
+        operations: What the engine shall do next.
+        tags: Those of the operations that it was given.
+        left: How many of them did not complete yet.
+        error: First negative result, or 0.
+        short: Whether an operation moved less than it must.
+    """
+
+    __slots__ = ("error", "group", "left", "operations", "short", "tags")
+
+    def __init__(self, group: Sequence[Flight] = ()) -> None:
+        self.left = self.error = 0
+        self.short = False
+        self.operations: list[Operation] = []
+        self.tags: list[int] = []
+        self.group = group
+
+    def note(self, result: int, must: int) -> bool:
+        """Takes a completion; whether it was the last one."""
+        self.left -= 1
+        if result < 0:
+            self.error = self.error or result
+        elif result < must:
+            self.short = True
+        return self.left == 0
+
+
+class Flight(Operations):
+    """What one item has the engine do: a load one or two reads, a store one write.
+
+    Attributes:
+        item: Whose.
+        memory: Staging slot.
+        held: Where the frame lies, or will.
+        over: Whether the memory was given back.
+        first: First stripe wished for, and `count` how many.
+        header: What the header says, once it was read before the stripes.
+        body_at: Where the stored stripes begin in `memory`.
+    """
+
+    __slots__ = ("body_at", "count", "first", "header", "held", "item", "memory", "over")
+
+    def __init__(
+        self, item: Item, memory: ArenaSlot, held: Held, first: int = 0, count: int = 0
+    ) -> None:
+        super().__init__()
+        self.item, self.memory, self.held, self.over = item, memory, held, False
+        self.first, self.count = first, count
+        self.header: Header | None = None
+        self.body_at = held.header_bytes + first * held.info.stripe_bytes
+
+    @property
+    def written(self) -> WrittenFrame:
+        """What the store is told of it."""
+        return WrittenFrame(self.item.key, self.held)
+
+
+def extents(held: Held, first: int, count: int) -> list[tuple[int, int]]:
+    """Parts of a slot to be read for some stripes, from and length: header and stripes.
+
+    Of a compressed frame the header alone, unless that is near to all: it says where stripes lie.
+    """
+    head, step = held.header_bytes, held.info.stripe_bytes
+    if held.lossless:
+        whole = count == held.stripes or held.stored_bytes <= head + NEAR_BYTES
+        return [(0, held.stored_bytes if whole else head)]
+    start, n_bytes = head + first * step, count * step
+    if start - head <= NEAR_BYTES:
+        return [(0, start + n_bytes)]
+    return [(0, head), (start, n_bytes)]
+
+
+class Staging:
+    """Slots of an arena, and memory for the odd frame that does not fit into it.
+
+    Args:
+        arena: Shared with others; None for one of its own.
+        n_bytes: Size of its own.
+
+    Attributes:
+        arena: Where slots come from.
+    """
+
+    def __init__(self, arena: Arena | None, n_bytes: int) -> None:
+        self.arena, self._own = arena or Arena(n_bytes), arena is None
+        self._spare: set[Arena] = set()
+
+    @property
+    def clogged(self) -> bool:
+        """Whether so much memory waits for overdue operations that the disk is left alone."""
+        retired_bytes = sum(arena.retired_bytes for arena in (self.arena, *self._spare))
+        return retired_bytes > self.arena.most_retired_bytes
+
+    def take(self, n_bytes: int, *, spare: bool) -> ArenaSlot | None:
+        """Memory in the arena; where it has no room now, outside of it if `spare`, else None.
+
+        Raises:
+            OSError: The system has none.
+        """
+        slot = self.arena.take(n_bytes)
+        if slot is None and spare:
+            arena = Arena(n_bytes)
+            self._spare.add(arena)
+            slot = arena.take(n_bytes)
+        return slot
+
+    def give_back(self, slot: ArenaSlot) -> None:
+        """No operation uses this memory any more."""
+        arena = slot.arena
+        (arena.revive if slot.retired else arena.give_back)(slot)
+        if arena in self._spare:
+            self._spare.discard(arena)
+            arena.close()
+
+    def close(self) -> None:
+        """Gives up memory of its own, unless something may still be written to it."""
+        for arena in (*self._spare, *([self.arena] if self._own else [])):
+            arena.close()
+
+
+# Frames that a disk has delivered: verified and copied to their targets, whole batches at a time.
+#
+# Small batches are checked by the envelope. Large ones of plain frames go through one compiled call
+# (`tiers.digest`), which keeps its speed while the interpreter is busy elsewhere.
+
+COMPILED_BYTES = 1 << 20
+"""Batches at least so large are worth the compiled check, and once in a process its loading."""
+
+
+def open_all(envelope: Envelope, flights: Sequence[Flight]) -> list[str]:
+    """Verifies what was read and puts it into the targets; "" or the reason of each `BadFrame`."""
+    found: dict[int, str] = {}
+    if envelope.integrity == "xxh3":
+        plain = [
+            n
+            for n, flight in enumerate(flights)
+            if flight.held.integrity == XXH3_128 and not flight.held.lossless
+        ]
+        if (
+            sum(flights[n].count * flights[n].held.info.stripe_bytes for n in plain)
+            >= COMPILED_BYTES
+        ):
+            reasons = _open_compiled([flights[n] for n in plain])
+            found = dict(zip(plain, reasons, strict=True))
+    return [
+        found[n] if n in found else _open_one(envelope, flight) for n, flight in enumerate(flights)
+    ]
+
+
+def _open_one(envelope: Envelope, flight: Flight) -> str:
+    """The same for one of any kind."""
+    target = flight.item.memory
+    assert target is not None  # it is claimed
+    try:
+        header = flight.header or _read_header(envelope, flight)
+        stored = flight.memory.view[flight.body_at :]
+        envelope.open(header, stored, target, flight.first, flight.count)
+    except BadFrame as error:
+        return error.reason
+    return ""
+
+
+def _read_header(envelope: Envelope, flight: Flight) -> Header:
+    """The header that was read, checked, and found to be the one wished for.
+
+    Raises:
+        BadFrame: It is another one, or damaged.
+    """
+    held = flight.held
+    data = flight.memory.view[: held.header_bytes]
+    return agree(envelope.head(data, flight.item.key, generation=held.seq), held)
+
+
+def _open_compiled(flights: Sequence[Flight]) -> list[str]:
+    from flowkv.tiers.digest import CHECK, REASONS, check_frames
+
+    rows, fields = [], []
+    for flight in flights:
+        held, address, step = flight.held, flight.memory.address, flight.held.info.stripe_bytes
+        target = flight.item.memory  # claimed, and so alive until all is copied
+        assert target is not None
+        head = address, held.header_bytes, address + flight.body_at, flight.count * step
+        rows.append((*head, address_of(target), step, held.stripes, flight.first, flight.count))
+        expected = Header(flight.item.key, held.info, bytes(DIGEST_BYTES * held.stripes), held.seq)
+        fields.append(fixed_fields(expected))
+    checks = np.array(rows, CHECK)
+    reasons = check_frames(checks, np.frombuffer(b"".join(fields), np.uint8).reshape(-1, 256))
+    return [REASONS[reason] for reason in reasons.tolist()]
+
+
+# Plain frames sealed many at a time: copied into staging memory and digested in the same pass.
+#
+# One compiled call holds no lock of the interpreter while it reads gigabytes a second. What is
+# digested is what lies in staging memory, whoever else writes to the body.
+
+
+class Unsealed(NamedTuple):
+    """A frame whose place is known: `memory` begins with its header, the body follows."""
+
+    key: bytes
+    info: FrameInfo
+    body: memoryview
+    memory: ArenaSlot
+    header_bytes: int
+    seq: int
+
+
+def seal_all(frames: list[Unsealed]) -> None:
+    """Puts headers and bodies into their memory; descriptions and lengths were checked before."""
+    if sum(frame.body.nbytes for frame in frames) < COMPILED_BYTES:
+        for key, info, body, memory, start, seq in frames:
+            copy = memory.view[start : start + body.nbytes]
+            copy[:] = body
+            memory.view[:start] = pack_header(describe(key, info, copy, seq))
+        return
+    from flowkv.tiers.digest import SEAL, seal_frames
+
+    rows = []
+    for key, info, body, memory, start, seq in frames:
+        stripes, address = body.nbytes // info.stripe_bytes, memory.address
+        header = Header(key, info, bytes(DIGEST_BYTES * stripes), seq)
+        memory.view[:start] = lay_out(header)
+        rows.append((address, start, address_of(body), address + start, info.stripe_bytes, stripes))
+    seal_frames(np.array(rows, SEAL))
+
 
 # The conductor of a disk tier: everything that is wished for, as few batches for the engine.
 #
@@ -51,12 +295,18 @@ from flowkv.tiers.io.staging import Arena
 # Memory of an overdue operation is retired until the engine reports it. When too much is, the
 # disk is left alone ("breaker") until enough has come back.
 
-LOADS_AT_ONCE, STORES_AT_ONCE = 64, 16
+_LOADS, _STORES = False, True
+AT_ONCE = {_LOADS: 64, _STORES: 16}
 """Begun before the engine is given them; more wait no longer than it takes to begin these."""
+_SHARE = {_LOADS: 0.75, _STORES: 0.5}  # of the arena, so that neither takes all
 _IDLE_S = 0.05
 _PATIENT_STEPS = 100
-_LOADS_SHARE, _STORES_SHARE = 0.75, 0.5  # of the arena, so that neither takes all
 _PATIENCE_S = 0.001, 0.02  # for the engine: at first, and after a while without news
+_MOVES = 3  # times that a frame may move while a reader reads it
+
+
+class NoRoom(Exception):
+    """There is no staging memory for an item now."""
 
 
 class DiskScheduler:
@@ -67,7 +317,7 @@ class DiskScheduler:
         envelope: How they are wrapped.
         engine: Does the work; given to this conductor alone.
         staging: Memory.
-        wishes: What is to be done.
+        queue: What is to be done.
     """
 
     def __init__(
@@ -76,15 +326,15 @@ class DiskScheduler:
         envelope: Envelope,
         engine: IOEngine,
         staging: Staging,
-        wishes: DiskRequestQueue,
+        queue: RequestQueue,
     ) -> None:
-        self._store, self._engine, self._staging = store, engine, staging
-        self._wishes = wishes
-        self._loading = Loading(store, envelope, staging, wishes, _LOADS_SHARE)
-        self._storing = Storing(store, envelope, staging, wishes, _STORES_SHARE)
-        self._flights: dict[int, tuple[DiskOperations, int]] = {}  # by tag, with the bytes to come
-        self._written: list[DiskWrite] = []  # that wait for the next group of syncs
-        self._sync: DiskSync | None = None
+        self._store, self._envelope, self._engine = store, envelope, engine
+        self._staging, self._queue = staging, queue
+        self._used_bytes = {_LOADS: 0, _STORES: 0}  # of staging memory
+        self._flights: dict[int, tuple[Operations, int]] = {}  # by tag, with the bytes to come
+        self._unsealed: list[tuple[Item, Unsealed]] = []  # claimed: their bodies are read
+        self._written: list[Flight] = []  # that wait for the next group of syncs
+        self._syncing = False
         self._tag = 0
         self._stage = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -104,7 +354,7 @@ class DiskScheduler:
 
     def stop(self, timeout_s: float) -> bool:
         """Works off what is queued; whether everything came to an end in time."""
-        self._wishes.end()
+        self._queue.end()
         if self._thread is not None:
             self._thread.join(timeout_s)
             alive = self._thread.is_alive()
@@ -121,7 +371,7 @@ class DiskScheduler:
             Whether anything was done.
         """
         with self._stage:
-            self._give_up(self._wishes.overdue())
+            self._give_up(self._queue.given_up())
             begun = self._begin()
             done = self._collect(0.0 if begun else wait_s)
             if begun or done:
@@ -143,116 +393,178 @@ class DiskScheduler:
                 continue
             patience_s = _PATIENCE_S[0] if moved else min(2 * patience_s, _PATIENCE_S[1])
             if not moved and not self._flights:
-                if self._wishes.closing and not any(self._wishes.waiting()):
+                waiting = self._queue.waiting()
+                if self._queue.closing and not waiting:
                     return
-                self._wishes.wait(_IDLE_S if any(self._wishes.waiting()) else 60.0)
+                self._queue.wait(_IDLE_S if waiting else 60.0)
 
-    # --- what the engine has done --------------------------------------------------------------
-
-    def _collect(self, wait_s: float) -> bool:
-        if not self._flights:
-            return False
-        completions = self._engine.wait(wait_s)
-        if not len(completions):
-            return False
-        read: list[DiskRead] = []
-        wrote: list[DiskWrite] = []
-        for tag, result in completions.tolist():
-            flight, must = self._flights.pop(tag)
-            if not flight.note(result, must):
-                continue
-            if isinstance(flight, FrameOperations):
-                flight.item.flight = None
-            if isinstance(flight, DiskRead):
-                read.append(flight)
-            elif isinstance(flight, DiskWrite):
-                wrote.append(flight)
-            elif isinstance(flight, DiskSync):
-                self._synced(flight)
-        try:
-            if read:
-                self._submit(self._loading.finish(read))
-            if wrote:
-                self._commit(self._storing.finish(wrote))
-        except Exception as error:
-            self._loading.drop(read)
-            self._fail(_reason(error), [flight.item for flight in (*read, *wrote)])
-            self._storing.drop(wrote, _reason(error))
-        return True
-
-    def _commit(self, wrote: list[DiskWrite]) -> None:
-        """Frames that are written: they count at once, or after the device has them."""
-        self._written += wrote
-        if not self._written or self._sync is not None:
-            return  # one group waits for the device while the next one gathers
-        group, self._written = self._written, []
-        failed = None
-        try:
-            files = self._store.to_sync(flight.written for flight in group)
-        except OSError as error:
-            files, failed = [], error
-        if not files:
-            self._storing.commit(group, failed)
-            return
-        self._sync = DiskSync(group)
-        self._sync.operations = [(SYNC, fd, 0, 0, 0) for fd in files]
-        self._submit([self._sync])
-
-    def _synced(self, sync: DiskSync) -> None:
-        code = -sync.error
-        error = OSError(code, os.strerror(code)) if code else None
-        self._sync = None
-        self._storing.commit(sync.group, error)
-        self._commit([])
-
-    # --- what it is to do next -----------------------------------------------------------------
+    # --- what is begun -------------------------------------------------------------------------
 
     def _begin(self) -> bool:
         if self._staging.clogged:
-            self._wishes.fail_waiting("breaker")
-        loads: list[DiskRead] = []
-        tried = 0
-        if self._hungry < _PATIENT_STEPS:
-            tried = self._take(self._loading, loads, LOADS_AT_ONCE)
-        stores: list[DiskWrite] = []
-        tried += self._take(self._storing, stores, STORES_AT_ONCE, alone=not loads)
-        self._hungry = 0 if stores or not self._wishes.waiting()[1] else self._hungry + 1
+            self._queue.fail_waiting("breaker")
+        loads: list[Flight] = []
+        tried = self._take(_LOADS, loads) if self._hungry < _PATIENT_STEPS else 0
+        stores: list[Flight] = []
+        tried += self._take(_STORES, stores, alone=not loads)
+        if stores:
+            self._hungry = 0
         self._submit(loads)
         try:
-            self._storing.seal()
+            if self._unsealed:
+                seal_all([frame for _, frame in self._unsealed])
         except Exception as error:
-            self._storing.drop(stores, _reason(error))
+            self._drop_stores(stores, _reason(error))
             stores = []
+        for item, _ in self._unsealed:
+            self._queue.let_go(item)
+        self._unsealed = []
         self._submit(stores)
         return tried > 0
 
-    def _take(
-        self, part: Loading | Storing, begun: list[Any], most: int, *, alone: bool = True
-    ) -> int:
+    def _take(self, stores: bool, begun: list[Flight], *, alone: bool = True) -> int:
         """Begins what waits; how many items were begun or answered."""
-        stores = part is self._storing
+        begin, most = self._begin_store if stores else self._begin_load, AT_ONCE[stores]
         for tried in range(most):
-            item = self._wishes.next(stores=stores)
+            item = self._queue.begin(stores=stores)
             if item is None:
+                if stores:
+                    self._hungry = 0
                 return tried
             try:
-                flight = part.begin(item, alone=alone and not self._flights and not begun)
+                flight = begin(item, alone=alone and not self._flights and not begun)
             except NoRoom:
-                self._wishes.put_back(item)
+                self._queue.put_back(item)
+                self._hungry += stores
                 return tried
             except Exception as error:
-                self._wishes.answer([ItemAnswer(item, Outcome.FAILED, _reason(error))])
-                if stores:
-                    self._wishes.end_stores([item])
+                self._answer([_failure(item, error)])
                 continue
             if flight is not None:
                 begun.append(flight)
+            else:
+                self._answer([ItemAnswer(item, Outcome.STORED if stores else Outcome.MISS)])
         return most
 
-    def _submit(self, flights: Sequence[DiskOperations]) -> None:
+    def _begin_load(self, item: Item, *, alone: bool) -> Flight | None:
+        """Starts a load; None if there is no such frame.
+
+        Args:
+            item: What is wished for.
+            alone: Nothing is under way whose end could bring memory.
+
+        Raises:
+            NoRoom: There is no memory for it now.
+            BadFrame: The frame is not the one wished for.
+            Refused: "target": what is wished for does not fit there.
+            OSError: The file cannot be opened, or there is no memory at all.
+        """
+        wish, target = item.wish, item.memory
+        if target is None or not isinstance(wish, Load):
+            return None  # answered meanwhile
+        held = self._store.pin(wish.key, wish.layout, wish.fidelity)
+        if held is None:
+            return None
+        try:
+            first, count = wish.first, wish.stripes or held.stripes - wish.first
+            if not 0 <= first < first + count <= held.stripes:
+                raise BadFrame("stripes", f"{count} stripes from {first} on of {held.stripes}")
+            enough = target.nbytes >= count * held.info.stripe_bytes
+            if not enough or not target.c_contiguous or target.readonly:
+                raise Refused("target")
+            fd, parts = self._store.fd(held.slot), extents(held, first, count)
+            wide = [aligned(max(size, GRANULE_BYTES)) for _, size in parts]
+            flight = Flight(item, self._memory(sum(wide), _LOADS, alone=alone), held, first, count)
+        except BaseException:
+            self._store.unpin([held.slot])
+            raise
+        at = 0
+        for (offset, size), width in zip(parts, wide, strict=True):
+            flight.body_at = at if offset else flight.body_at
+            where = held.slot.offset + offset, flight.memory.address + at
+            flight.operations.append((READ, fd, *where, aligned(size)))
+            at += width
+        return flight
+
+    def _begin_store(self, item: Item, *, alone: bool) -> Flight | None:
+        """Starts a store; None if the frame is there already.
+
+        Args:
+            item: What is wished for.
+            alone: Nothing is under way whose end could bring memory.
+
+        Raises:
+            NoRoom: There is no memory for it now.
+            BadFrame: The frame is described wrongly, or cannot be sealed.
+            Refused: There is no room for it, or this is a reader.
+            OSError: The file cannot be opened or extended, or there is no memory at all.
+        """
+        wish, body = item.wish, self._queue.claim(item)
+        if body is None or not isinstance(wish, Store):
+            return None  # answered meanwhile
+        if self._store.owner and self._holds(wish.key):
+            return None
+        stripes, plain = count_stripes(wish.key, wish.info, body.nbytes), self._envelope.plain
+        if not body.c_contiguous:
+            raise Refused("invalid")
+        head = header_bytes(stripes, lossless=not plain)
+        most = max(self._envelope.most_bytes(body.nbytes), head + body.nbytes)
+        n_bytes = slot_granules(head, most - head) * ALIGNMENT
+        memory, flight = self._memory(n_bytes, _STORES, alone=alone), None
+        try:
+            flight = self._wrap(item, wish.info, body, memory, stripes)
+        finally:
+            if flight is None:
+                self._free(memory, _STORES)
+        if not plain:
+            self._queue.let_go(item)
+        return flight
+
+    def _holds(self, key: bytes) -> bool:
+        """Whether a frame is there. One of another integrity mode would never be read: it goes."""
+        held, envelope = self._store.find(key), self._envelope
+        if held is None or envelope.reads(held.integrity) or not envelope.reads(envelope.kind):
+            return held is not None
+        self._store.delete([key])
+        return False
+
+    def _wrap(
+        self, item: Item, info: FrameInfo, body: memoryview, memory: ArenaSlot, stripes: int
+    ) -> Flight | None:
+        """Gives the frame a slot, and wraps it into memory; None if it is there already."""
+        key, seq = item.key, self._store.reserve(item.key)
+        if seq is None:
+            return None
+        try:
+            if self._envelope.plain:
+                head = Header(key, info, bytes(DIGEST_BYTES * stripes), seq)
+                start, n_bytes = head.header_bytes, head.frame_bytes
+            else:
+                sealed = self._envelope.seal(key, info, body, generation=seq)
+                head, start, n_bytes = sealed.head, len(sealed.header), 0
+                for part in (sealed.header, *sealed.parts):
+                    end = n_bytes + memoryview(part).nbytes
+                    memory.view[n_bytes:end] = part
+                    n_bytes = end
+            slot, stale = self._store.place(start, n_bytes)
+            fd = self._store.fd(slot)
+        except BaseException:
+            self._store.release(key)
+            raise
+        if self._envelope.plain:
+            self._unsealed.append((item, Unsealed(key, info, body, memory, start, seq)))
+        # nothing of what lay there before survives behind a shorter frame
+        length = slot.n_bytes if stale else aligned(n_bytes)
+        memory.view[n_bytes:length] = bytes(length - n_bytes)
+        how = head.integrity, bool(head.sizes)
+        flight = Flight(item, memory, Held(seq, slot, stripes, info, head.frame_bytes, *how))
+        flight.operations = [(WRITE, fd, slot.offset, memory.address, length)]
+        return flight
+
+    def _submit(self, flights: Sequence[Operations]) -> None:
         rows = []
         for flight in flights:
-            if isinstance(flight, FrameOperations):
+            if isinstance(flight, Flight):
                 flight.item.flight = flight
             flight.left, flight.tags = len(flight.operations), []
             for operation in flight.operations:
@@ -263,30 +575,239 @@ class DiskScheduler:
         if rows:
             self._engine.submit(np.array(rows, OPERATION))
 
+    def _memory(self, n_bytes: int, stores: bool, *, alone: bool) -> ArenaSlot:
+        """Staging memory; `alone` if nothing is under way whose end could bring any.
+
+        Raises:
+            NoRoom: There is none now.
+        """
+        most_bytes = int(self._staging.arena.n_bytes * _SHARE[stores])
+        if not alone and self._used_bytes[stores] + n_bytes > most_bytes:
+            raise NoRoom
+        memory = self._staging.take(n_bytes, spare=alone)
+        if memory is None:
+            raise NoRoom
+        self._used_bytes[stores] += memory.n_bytes
+        return memory
+
+    def _free(self, memory: ArenaSlot, stores: bool) -> None:
+        self._used_bytes[stores] -= memory.n_bytes
+        self._staging.give_back(memory)
+
+    # --- what the engine has done --------------------------------------------------------------
+
+    def _collect(self, wait_s: float) -> bool:
+        if not self._flights:
+            return False
+        completions = self._engine.wait(wait_s)
+        if not len(completions):
+            return False
+        read: list[Flight] = []
+        wrote: list[Flight] = []
+        for tag, result in completions.tolist():
+            flight, must = self._flights.pop(tag)
+            if not flight.note(result, must):
+                continue
+            if isinstance(flight, Flight):
+                flight.item.flight = None
+                (wrote if flight.item.stores else read).append(flight)
+            else:
+                self._syncing = False
+                self._finish_stores(flight.group, flight.error)
+                self._commit([])
+        try:
+            if read:
+                self._submit(self._finish_loads(read))
+            if wrote:
+                self._commit(self._landed(wrote))
+        except Exception as error:
+            self._drop_loads(read)
+            self._fail(_reason(error), [flight.item for flight in (*read, *wrote)])
+            self._drop_stores(wrote, _reason(error))
+        return True
+
+    def _finish_loads(self, flights: list[Flight]) -> list[Flight]:
+        """Answers loads that were read; those that must read on are returned."""
+        good: list[Flight] = []
+        more: list[Flight] = []
+        answers: list[ItemAnswer] = []
+        for flight in flights:
+            try:
+                if self._queue.claim(flight.item) is not None:
+                    (good if self._read_whole(flight) else more).append(flight)
+            except BadFrame as error:
+                answers += self._damaged(flight, error.reason)
+            except OSError as error:  # of this one alone
+                answers.append(_failure(flight.item, error))
+        for flight, reason in zip(good, open_all(self._envelope, good), strict=True):
+            if reason:
+                answers += self._damaged(flight, reason)
+            else:
+                info = flight.held.info
+                n_bytes = flight.count * info.stripe_bytes
+                answers.append(ItemAnswer(flight.item, Outcome.HIT, "", info, n_bytes))
+        self._drop_loads(flight for flight in flights if flight not in more)
+        self._queue.answer_all(answers)
+        return more
+
+    def _drop_loads(self, flights: Iterable[Flight]) -> None:
+        """Lets go of the memory and the slots of loads; again does nothing."""
+        slots: list[Slot] = []
+        for flight in flights:
+            if not flight.over:
+                slots.append(flight.held.slot)
+                self._land(flight)
+        self._store.unpin(slots)
+
+    def _land(self, flight: Flight) -> None:
+        """Nothing of its memory is needed any more."""
+        flight.over = True
+        self._free(flight.memory, flight.item.stores)
+
+    def _read_whole(self, flight: Flight) -> bool:
+        """Whether all was read; else the stripes are, now that the header says where they lie.
+
+        Raises:
+            BadFrame: It is cut off, or its header is damaged.
+            OSError: The disk failed, or there is no memory or no file to go on with.
+        """
+        held = flight.held
+        if flight.error:
+            raise _error_of(flight.error)
+        if flight.short:
+            raise BadFrame("truncated", "the slot ends within the frame")
+        if not held.lossless or flight.header is not None:
+            return True
+        header = _read_header(self._envelope, flight)
+        offset, n_bytes = self._envelope.place(header, flight.first, flight.count)
+        if extents(held, flight.first, flight.count)[0][1] == held.stored_bytes:
+            flight.header, flight.body_at = header, offset
+            return True
+        fd, start = self._store.fd(held.slot), offset // ALIGNMENT * ALIGNMENT
+        length = aligned(offset - start + n_bytes)
+        memory = self._memory(length, _LOADS, alone=True)
+        self._free(flight.memory, _LOADS)
+        flight.memory, flight.header, flight.body_at = memory, header, offset - start
+        flight.operations = [(READ, fd, held.slot.offset + start, memory.address, length)]
+        self._queue.let_go(flight.item)
+        return False
+
+    def _damaged(self, flight: Flight, reason: str) -> list[ItemAnswer]:
+        """The answer to a load of a frame that is not right; none if it is tried again."""
+        item, held = flight.item, flight.held
+        locked = reason == "integrity" and not self._envelope.reads(held.integrity)
+        if locked or self._store.condemn(item.key, held):
+            return [ItemAnswer(item, Outcome.MISS, reason)]
+        item.tries += 1
+        if item.tries >= _MOVES:
+            return [ItemAnswer(item, Outcome.MISS)]
+        self._queue.put_back(item)
+        return []
+
+    def _landed(self, flights: list[Flight]) -> list[Flight]:
+        """Those stores whose frames lie whole in their slots and are still wanted."""
+        good = []
+        for flight in flights:
+            self._land(flight)
+            if flight.error or flight.short or flight.item.done is not None:
+                self._store.abandon([flight.written])
+                error = _error_of(flight.error or -errno.ENOSPC)
+                self._answer([_failure(flight.item, error)])
+            else:
+                good.append(flight)
+        return good
+
+    def _commit(self, wrote: list[Flight]) -> None:
+        """Frames that are written: they count at once, or after the device has them."""
+        self._written += wrote
+        if not self._written or self._syncing:
+            return  # one group waits for the device while the next one gathers
+        group, self._written = self._written, []
+        try:
+            files = self._store.to_sync(flight.written for flight in group)
+        except OSError as error:
+            self._finish_stores(group, -(error.errno or errno.EIO))
+            return
+        if not files:
+            self._finish_stores(group, 0)
+            return
+        self._syncing, sync = True, Operations(group)
+        sync.operations = [(SYNC, fd, 0, 0, 0) for fd in files]
+        self._submit([sync])
+
+    def _finish_stores(self, group: Sequence[Flight], code: int) -> None:
+        """Makes frames count that the disk has, or none of them where it failed."""
+        wanted = [flight for flight in group if flight.item.done is None]
+        unwanted = [flight for flight in group if flight.item.done is not None]
+        self._store.abandon(flight.written for flight in (group if code else unwanted))
+        try:
+            if code:
+                raise _error_of(code)
+            if wanted:
+                self._store.commit([flight.written for flight in wanted])
+        except OSError as error:
+            self._answer([_failure(flight.item, error) for flight in group])
+            return
+        late = [flight for flight in wanted if self._queue.claim(flight.item) is None]
+        self._store.delete(flight.item.key for flight in late)
+        self._answer([ItemAnswer(f.item, Outcome.STORED, "", None, f.item.n_bytes) for f in group])
+
+    def _drop_stores(self, flights: list[Flight], reason: str) -> None:
+        """Fails stores that could not be sealed, or finished."""
+        for flight in flights:
+            if not flight.over:  # else it was finished before something went wrong
+                self._land(flight)
+                self._store.abandon([flight.written])
+        self._answer([ItemAnswer(flight.item, Outcome.FAILED, reason) for flight in flights])
+
     # --- ends ----------------------------------------------------------------------------------
 
-    def _give_up(self, items: list[DiskItem]) -> None:
+    def _answer(self, answers: list[ItemAnswer]) -> None:
+        """Answers items, and lets others of the same keys be stored."""
+        self._queue.answer_all(answers)
+        for answer in answers:
+            if answer.item.stores:
+                self._queue.end_store(answer.item)
+
+    def _give_up(self, items: list[Item]) -> None:
         """Answered before they were done: their memory waits for the engine, which may hurry."""
         tags: list[int] = []
         for item in items:
-            if item.flight is not None:
-                self._staging.retire(item.flight.memory)
-                tags += item.flight.tags
+            flight = item.flight
+            if flight is not None:
+                if not flight.memory.retired:
+                    flight.memory.arena.retire(flight.memory)
+                tags += flight.tags
         if tags:
             self._engine.cancel(np.array(tags, np.uint64))
 
-    def _fail(self, reason: str, items: list[DiskItem] | None = None) -> None:
+    def _fail(self, reason: str, items: list[Item] | None = None) -> None:
         """Something that should not happen did: nobody waits for it in vain."""
         if items is None:
             flights = [flight for flight, _ in self._flights.values()]
-            items = [flight.item for flight in flights if isinstance(flight, FrameOperations)]
-            self._wishes.fail_waiting(reason)
-        self._wishes.claim(items)
-        self._wishes.answer(ItemAnswer(item, Outcome.FAILED, reason) for item in items)
+            items = [flight.item for flight in flights if isinstance(flight, Flight)]
+            self._queue.fail_waiting(reason)
+        self._queue.answer_all(ItemAnswer(item, Outcome.FAILED, reason) for item in items)
+
+
+def _failure(item: Item, error: Exception) -> ItemAnswer:
+    """The answer to an item that cannot be done."""
+    if isinstance(error, BadFrame) and not item.stores:
+        return ItemAnswer(item, Outcome.MISS, error.reason)
+    return ItemAnswer(item, Outcome.FAILED, _reason(error))
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, BadFrame | Refused):
+        return error.reason
+    if isinstance(error, OSError):
+        return reason_of(error)
     return "memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
+
+
+def _error_of(result: int) -> OSError:
+    """The error in a negative result."""
+    return OSError(-result, os.strerror(-result))
 
 
 STAGING_BYTES = 64 << 20
@@ -375,7 +896,7 @@ class DiskTier:
 
                 engine = open_engine(arena=staging.arena, directory=str(self._store.path))
             self._store.open(engine.open)
-            self._wishes = DiskRequestQueue(clock or SystemClock(), queue_bytes)
+            self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:
             self._store.close()
             if (engine is None or engine.close()) and staging is not None:
@@ -565,7 +1086,7 @@ class DiskTier:
                 return
             self._open = False
             ended = self._conductor.stop(CLOSE_S)
-            self._wishes.close(stuck=not ended)
+            self._wishes.fail_rest()
             if self._engine.close() and ended:  # else something is stuck with files and memory
                 self._store.close()
                 self._staging.close()

@@ -58,14 +58,17 @@ class IOEngine(Protocol):
     """Moves bytes between memory and files. Thread-safe.
 
     Attributes:
-        name: "io_uring", "threads" or "buffered".
         direct: Whether files that it opens bypass the page cache.
         depth: Operations that it has the system work on at a time; more may be submitted.
     """
 
-    name: str
     direct: bool
     depth: int
+
+    @property
+    def name(self) -> str:
+        """What it is: "io_uring", "threads" or "buffered"."""
+        ...
 
     def open(self, path: str, *, write: bool) -> int:
         """Opens a regular file for this engine; as `FileIO.open`, with O_DIRECT where `direct`.
@@ -164,6 +167,31 @@ def open_file(path: str, *, write: bool, direct: bool) -> tuple[int, bool]:
         raise
 
 
+class DirectFiles:
+    """What engines have in common that open files past the page cache.
+
+    Attributes:
+        direct: Whether they all are.
+        why: Why not; "" as long as they are.
+    """
+
+    why = ""
+
+    def __init__(self, direct: bool) -> None:
+        self.direct = direct
+
+    def open(self, path: str, *, write: bool) -> int:
+        """Opens a regular file; the engine is not direct any more from the first that is not.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        fd, direct = open_file(path, write=write, direct=self.direct)
+        if not direct and self.direct:
+            self.direct, self.why = False, f"no O_DIRECT for {path}"
+        return fd
+
+
 def set_direct(fd: int) -> bool:
     """Makes an open file bypass the page cache; False where that does not work."""
     try:
@@ -232,7 +260,7 @@ Row = tuple[int, int, int, int, int, int]
 Call = Callable[[int, int, int, int], int]
 
 
-class ThreadsEngine:
+class ThreadsEngine(DirectFiles):
     """An `IOEngine` over `pread` and `pwrite`.
 
     Args:
@@ -242,9 +270,8 @@ class ThreadsEngine:
     """
 
     def __init__(self, *, direct: bool = True, threads: int = THREADS, why: str = "") -> None:
-        self.why = why
-        self.name = "threads" if direct else "buffered"
-        self.direct, self.depth = direct, threads
+        super().__init__(direct)
+        self.why, self.depth = why, threads
         self._reports = Reports()
         self._changed = threading.Condition()
         self._queue: deque[Row] = deque()
@@ -255,17 +282,10 @@ class ThreadsEngine:
         self._read = _positional(library, "pread")
         self._write = _positional(library, "pwrite")
 
-    def open(self, path: str, *, write: bool) -> int:
-        """Opens a regular file; the engine is a buffered one from the first that is not direct.
-
-        Raises:
-            OSError: It cannot be opened.
-        """
-        fd, direct = open_file(path, write=write, direct=self.direct)
-        if not direct and self.direct:
-            self.name, self.direct = "buffered", False
-            self.why = f"no O_DIRECT for {path}"
-        return fd
+    @property
+    def name(self) -> str:
+        """Either "threads", as long as files are direct, or "buffered"."""
+        return "threads" if self.direct else "buffered"
 
     def submit(self, operations: Operations) -> None:
         """Queues operations for the threads.

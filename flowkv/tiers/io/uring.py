@@ -1,8 +1,20 @@
-"""An engine over io_uring, whose loop never enters the interpreter (`ring_loop`)."""
+"""An engine over io_uring, whose loop is compiled and never enters the interpreter.
+
+`serve` runs on a thread of its own and returns only when it is told to stop, so that transfers keep
+their pace while Python is busy. Python threads talk to it through arrays: `push` adds operations to
+a ring and writes to an eventfd that the io_uring itself waits on; `serve` adds completions to
+another ring and writes to a second eventfd when as many are there as somebody waits for.
+
+All words are int64 (numba turns a mix with unsigned ones into floats); tags only pass through.
+Numbers and layouts are those of the kernel's `include/uapi/linux/io_uring.h`, which never change.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import mmap
 import os
 import resource
 import select
@@ -10,26 +22,538 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
+from flowkv.tiers.digest import fence
 from flowkv.tiers.io.engine import (
     COMPLETION,
     OPERATION,
+    READ,
     SYNC,
     Completions,
+    DirectFiles,
     Operations,
     ThreadsEngine,
     allows_direct,
-    open_file,
 )
-from flowkv.tiers.io.ring import Ring
 from flowkv.tiers.io.staging import Arena
+
+# An io_uring: made with plain system calls, seen through numpy.
+
+SETUP, ENTER, REGISTER = 425, 426, 427  # the same on every architecture
+
+CLAMP = 1 << 4
+COOP_TASKRUN = 1 << 8
+SINGLE_ISSUER = 1 << 12
+DEFER_TASKRUN = 1 << 13
+NO_SQARRAY = 1 << 16
+FLAGS = (
+    CLAMP | SINGLE_ISSUER | DEFER_TASKRUN | NO_SQARRAY,  # Linux 6.6
+    CLAMP | SINGLE_ISSUER | DEFER_TASKRUN,  # 6.1
+    CLAMP | COOP_TASKRUN,  # 5.19
+    CLAMP,  # 5.6
+)
+"""Flags to try, the best first; a kernel answers EINVAL to those it does not know."""
+
+FSYNC, READ_FIXED, WRITE_FIXED, ASYNC_CANCEL, OP_READ, OP_WRITE = 3, 4, 5, 14, 22, 23
+
+_SINGLE_MMAP, _NODROP = 1 << 0, 1 << 1
+_REGISTER_BUFFERS, _REGISTER_PROBE = 0, 8
+_OFF_SQES = 0x1000_0000
+_SQ_HEAD, _SQ_TAIL, _SQ_ARRAY = 0, 1, 6
+_CQ_HEAD, _CQ_TAIL, _CQ_CQES = 0, 1, 5
+PIECE_BYTES = 1 << 30  # of one entry, and of the largest buffer that can be registered
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_uint32)
+            for name in (
+                *("sq_entries", "cq_entries", "flags", "sq_thread_cpu"),
+                *("sq_thread_idle", "features", "wq_fd"),
+            )
+        ),
+        ("reserved", ctypes.c_uint32 * 3),
+        ("sq_off", ctypes.c_uint32 * 10),
+        ("cq_off", ctypes.c_uint32 * 10),
+    ]
+
+
+class Ring:
+    """One ring. Only the thread that makes it may enter it.
+
+    Args:
+        entries: Of the submission queue; rounded up to a power of two.
+
+    Attributes:
+        fd: Of the ring.
+        flags: Those that were granted.
+        counters: Addresses of the kernel's 32-bit counters: head and tail of the submission queue,
+            head and tail of the completion queue.
+        sqes: int64 `[entries, 8]`, the submission entries.
+        cqes: int64 `[n, 2]`, the completions.
+
+    Raises:
+        OSError: io_uring is not there (ENOSYS), not allowed (EPERM), too old, or locks more memory
+            than this process may (ENOMEM).
+    """
+
+    def __init__(self, entries: int) -> None:
+        parameters = _Params()
+        for flags in FLAGS:
+            parameters = _Params(flags=flags)
+            try:
+                self.fd = _call(SETUP, entries, ctypes.addressof(parameters))
+            except OSError as error:
+                if error.errno != errno.EINVAL or flags == FLAGS[-1]:
+                    raise
+            else:
+                break
+        self.flags = flags
+        try:
+            self._require(parameters.features)
+            self._map(parameters)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def register(self, address: int, n_bytes: int) -> bool:
+        """Pins memory, so that transfers need not do it; False where that is not allowed."""
+        vector = np.array([address, n_bytes], np.uint64)
+        try:
+            _call(REGISTER, self.fd, _REGISTER_BUFFERS, vector.ctypes.data, 1)
+        except OSError:
+            return False  # ENOMEM beyond RLIMIT_MEMLOCK; whatever it was, it is only slower
+        return True
+
+    def _require(self, features: int) -> None:
+        probe = np.zeros(16 + 8 * 256, np.uint8)
+        _call(REGISTER, self.fd, _REGISTER_PROBE, probe.ctypes.data, 256)
+        known = probe[16:].reshape(256, 8)[:, 2] & 1
+        wanted = [FSYNC, READ_FIXED, WRITE_FIXED, ASYNC_CANCEL, OP_READ, OP_WRITE]
+        if not known[wanted].all() or ~features & (_SINGLE_MMAP | _NODROP):
+            raise OSError(errno.ENOSYS, "this kernel's io_uring is too old")
+
+    def _map(self, p: _Params) -> None:
+        array = 0 if self.flags & NO_SQARRAY else p.sq_off[_SQ_ARRAY] + 4 * p.sq_entries
+        rings = self._memory(max(array, p.cq_off[_CQ_CQES] + 16 * p.cq_entries), 0)
+        entries = self._memory(64 * p.sq_entries, _OFF_SQES)
+        offsets = p.sq_off[_SQ_HEAD], p.sq_off[_SQ_TAIL], p.cq_off[_CQ_HEAD], p.cq_off[_CQ_TAIL]
+        self.counters = [rings.ctypes.data + offset for offset in offsets]
+        if array:
+            rings[array - 4 * p.sq_entries : array].view(np.uint32)[:] = np.arange(p.sq_entries)
+        start = p.cq_off[_CQ_CQES]
+        self.cqes = rings[start : start + 16 * p.cq_entries].view(np.int64).reshape(-1, 2)
+        self.sqes = entries.view(np.int64).reshape(-1, 8)
+
+    def _memory(self, n_bytes: int, offset: int) -> NDArray[Any]:
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        mapping = mmap.mmap(
+            self.fd, n_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset
+        )
+        with contextlib.suppress(OSError):  # a child must not answer for its parent
+            mapping.madvise(mmap.MADV_DONTFORK)
+        return np.frombuffer(mapping, np.uint8)
+
+
+def _call(number: int, *arguments: int) -> int:
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = [ctypes.c_long] * (1 + len(arguments))
+    result = int(call(number, *arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), "io_uring")
+    return result
+
+
+# Loads and stores that two threads, or a thread and the kernel, agree about; for compiled code.
+
+_WORDS = {4: types.int32, 8: types.int64}
+
+
+def _loader(n_bytes: int) -> Any:
+    @intrinsic
+    def load_acquire(context, address):
+        def emit(context, builder, signature, arguments):
+            pointer = builder.inttoptr(arguments[0], ir.IntType(8 * n_bytes).as_pointer())
+            return builder.load_atomic(pointer, ordering="acquire", align=n_bytes)
+
+        return _WORDS[n_bytes](types.int64), emit
+
+    return load_acquire
+
+
+def _storer(n_bytes: int) -> Any:
+    @intrinsic
+    def store_release(context, address, value):
+        def emit(context, builder, signature, arguments):
+            word = ir.IntType(8 * n_bytes)
+            pointer = builder.inttoptr(arguments[0], word.as_pointer())
+            value = arguments[1] if n_bytes == 8 else builder.trunc(arguments[1], word)
+            builder.store_atomic(value, pointer, ordering="release", align=n_bytes)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), emit
+
+    return store_release
+
+
+load32, load64 = _loader(4), _loader(8)
+store32, store64 = _storer(4), _storer(8)
+
+# Words of `control`, each in a cache line of its own. Counters only grow.
+SUBMITTED, TAKEN = 0, 8  # operations
+ASKED, HEARD = 16, 24  # cancellations
+ANSWERED, REPORTED = 32, 40  # completions
+WANTED = 48  # wake who waits when this many are answered; 0: nobody waits
+STOP = 56
+IN_KERNEL = 64  # operations that the kernel works on
+WOKEN = 72  # what the ring reads from the eventfd
+ONE = 80  # what is written to an eventfd
+CONTROL_WORDS = 88
+
+# Words of `facts`, which never change.
+SQ_HEAD, SQ_TAIL, CQ_HEAD, CQ_TAIL, FD, WAKE_FD, DONE_FD, FIXED_AT, FIXED_BYTES = range(9)
+
+# Words of `state`, which only the loop knows.
+FREE, TAIL, ARMED, STOPPED = range(4)
+STATES = 4
+
+# Columns of `slots`: operations that the kernel works on.
+OP, FILE, OFFSET, ADDRESS, LENGTH, TAG, DONE, TRIES = range(8)
+COLUMNS = 8
+
+GONE = 0xFFFF_FFFF  # in place of an operation that was cancelled before it began
+UNUSED = -1
+TO_WAKE, TO_CANCEL = -1, -2  # user data of entries that are no operations
+MOST_TRIES = 100
+GETEVENTS, DATASYNC = 1, 1
+LOW32 = 0xFFFF_FFFF
+EINTR, EAGAIN, EBUSY, EINVAL = errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.EINVAL
+ENOSPC, ECANCELED = errno.ENOSPC, errno.ECANCELED
+
+_seven = (types.int64,) * 7
+_syscall = types.ExternalFunction("syscall", types.int64(*_seven))
+_write = types.ExternalFunction("write", types.int64(types.int32, types.int64, types.int64))
+_errno_at = types.ExternalFunction("__errno_location", types.int64())
+_yield = types.ExternalFunction("sched_yield", types.int32())
+
+loop = njit(nogil=True, cache=True, error_model="numpy")
+"""Runs without the interpreter's lock."""
+call = njit(cache=True, error_model="numpy")
+"""Runs with it: too short to be worth giving it away, and then waiting for it."""
+
+
+class Served(NamedTuple):
+    """What the loop works on, all of int64.
+
+    Attributes:
+        facts: What never changes.
+        control: `[CONTROL_WORDS]`, shared with Python.
+        requests: `[n, 5]`, operations, a ring; lengths of rings are powers of two.
+        cancels: `[n]`, tags, a ring.
+        answers: `[n, 2]`, completions, a ring.
+        sqes: `[n, 8]`, the kernel's submission entries.
+        cqes: `[n, 2]`, its completions.
+        slots: `[depth, COLUMNS]`, operations that the kernel works on.
+        free: `[depth]`, numbers of unused slots.
+        state: `[STATES]`.
+    """
+
+    facts: Any
+    control: Any
+    requests: Any
+    cancels: Any
+    answers: Any
+    sqes: Any
+    cqes: Any
+    slots: Any
+    free: Any
+    state: Any
+
+
+@call
+def push(control: Any, requests: Any, rows: Any, wake_fd: int) -> None:
+    """Adds operations, int64 `[n, 5]`, to the ring, which has room for them; wakes the loop."""
+    submitted, mask = control[SUBMITTED], len(requests) - 1
+    for i in range(len(rows)):
+        for k in range(5):
+            requests[(submitted + i) & mask, k] = rows[i, k]
+    store64(control.ctypes.data + 8 * SUBMITTED, submitted + len(rows))
+    _write(wake_fd, control.ctypes.data + 8 * ONE, 8)
+
+
+@call
+def ask(control: Any, cancels: Any, tags: Any, wake_fd: int) -> None:
+    """Asks for an end of operations; more than fit into the ring are not heard."""
+    asked, mask = control[ASKED], len(cancels) - 1
+    room = len(cancels) - (asked - load64(control.ctypes.data + 8 * HEARD))
+    count = min(room, len(tags))
+    for i in range(count):
+        cancels[(asked + i) & mask] = tags[i]
+    store64(control.ctypes.data + 8 * ASKED, asked + count)
+    _write(wake_fd, control.ctypes.data + 8 * ONE, 8)
+
+
+@call
+def pop(control: Any, answers: Any, out: Any) -> int:
+    """Takes completions into `out`, int64 `[n, 2]`; returns how many."""
+    reported, mask = control[REPORTED], len(answers) - 1
+    count = min(load64(control.ctypes.data + 8 * ANSWERED) - reported, len(out))
+    for i in range(count):
+        out[i, 0] = answers[(reported + i) & mask, 0]
+        out[i, 1] = answers[(reported + i) & mask, 1]
+    store64(control.ctypes.data + 8 * REPORTED, reported + count)
+    return count
+
+
+@call
+def ready(control: Any) -> int:
+    """How many completions wait to be taken."""
+    return load64(control.ctypes.data + 8 * ANSWERED) - control[REPORTED]
+
+
+@call
+def want(control: Any, count: int) -> bool:
+    """Asks for the eventfd when `count` completions wait; False where they do already."""
+    wanted = control[REPORTED] + count
+    store64(control.ctypes.data + 8 * WANTED, wanted)
+    fence()
+    return load64(control.ctypes.data + 8 * ANSWERED) < wanted
+
+
+@call
+def stop(control: Any, wake_fd: int) -> None:
+    """Tells the loop to end what is in flight, and itself."""
+    store64(control.ctypes.data + 8 * STOP, 1)
+    _write(wake_fd, control.ctypes.data + 8 * ONE, 8)
+
+
+@loop
+def serve(s: Served) -> int:
+    """Moves operations into the io_uring and completions out of it until told to stop.
+
+    Returns:
+        0, or the errno because of which the ring cannot be entered any more.
+    """
+    facts, control, state, slots = s.facts, s.control, s.state, s.slots
+    base = control.ctypes.data
+    for i in range(len(slots)):
+        slots[i, OP], s.free[i] = UNUSED, i
+    state[FREE] = len(slots)
+    state[TAIL] = load32(facts[SQ_TAIL])
+    while True:
+        if load64(base + 8 * STOP) and not state[STOPPED]:
+            _cancel_all(s)
+        _hear(s)
+        _begin(s)
+        _tell(s)
+        control[IN_KERNEL] = len(slots) - state[FREE]
+        if state[STOPPED] and state[FREE] == len(slots) and not state[ARMED]:
+            return 0
+        if not state[ARMED] and not state[STOPPED]:
+            state[ARMED] = 1
+            _entry(s, OP_READ | facts[WAKE_FD] << 32, 0, base + 8 * WOKEN, 8, TO_WAKE)
+        store32(facts[SQ_TAIL], state[TAIL] & LOW32)
+        entries = (state[TAIL] - load32(facts[SQ_HEAD])) & LOW32
+        if _syscall(ENTER, facts[FD], entries, 1, GETEVENTS, 0, 8) < 0:
+            code = int(load32(_errno_at()))
+            if code not in (EINTR, EAGAIN, EBUSY):
+                _recall(s, code)
+                return code
+            _yield()
+        _reap(s)
+        _tell(s)
+
+
+@loop
+def _recall(s: Served, code: int) -> None:
+    """Answers for operations whose entries the kernel has not taken, and never will."""
+    count = (s.state[TAIL] - load32(s.facts[SQ_HEAD])) & LOW32
+    for k in range(s.state[TAIL] - count, s.state[TAIL]):
+        user = s.sqes[k & (len(s.sqes) - 1), 4]
+        if user >= 0:
+            _end(s, user, -code)
+    s.control[IN_KERNEL] = len(s.slots) - s.state[FREE]
+
+
+@loop
+def _end(s: Served, i: int, result: int) -> None:
+    """Answers an operation, and frees its slot."""
+    _answer(s, s.slots[i, TAG], result)
+    s.slots[i, OP] = UNUSED
+    s.free[s.state[FREE]] = i
+    s.state[FREE] += 1
+
+
+@loop
+def _entry(s: Served, head: int, offset: int, address: int, length: int, user: int) -> None:
+    """Writes a submission entry; `length` has the operation's flags in its upper half."""
+    sqes, i = s.sqes, s.state[TAIL] & (len(s.sqes) - 1)
+    sqes[i, 0], sqes[i, 1], sqes[i, 2], sqes[i, 3] = head, offset, address, length
+    sqes[i, 4], sqes[i, 5], sqes[i, 6], sqes[i, 7] = user, 0, 0, 0
+    s.state[TAIL] += 1
+
+
+@loop
+def _room(s: Served) -> int:
+    """Entries that can be written beyond those that slots and the eventfd may need."""
+    used = (s.state[TAIL] - load32(s.facts[SQ_HEAD])) & LOW32
+    return len(s.sqes) - used - len(s.slots) - 1
+
+
+@loop
+def _start(s: Served, i: int) -> None:
+    """Hands what is left of an operation to the kernel."""
+    slots, facts = s.slots, s.facts
+    fd = (slots[i, FILE] & LOW32) << 32
+    if slots[i, OP] == SYNC:
+        _entry(s, FSYNC | fd, 0, 0, DATASYNC << 32, i)
+        return
+    done = slots[i, DONE]
+    address, length = slots[i, ADDRESS] + done, min(slots[i, LENGTH] - done, PIECE_BYTES)
+    at = address - facts[FIXED_AT]
+    if at >= 0 and at + length <= facts[FIXED_BYTES]:
+        code = READ_FIXED if slots[i, OP] == READ else WRITE_FIXED
+    else:
+        code = OP_READ if slots[i, OP] == READ else OP_WRITE
+    _entry(s, code | fd, slots[i, OFFSET] + done, address, length, i)
+
+
+@loop
+def _answer(s: Served, tag: int, result: int) -> None:
+    control, at = s.control, s.control[ANSWERED] & (len(s.answers) - 1)
+    s.answers[at, 0], s.answers[at, 1] = tag, result
+    store64(control.ctypes.data + 8 * ANSWERED, control[ANSWERED] + 1)
+
+
+@loop
+def _tell(s: Served) -> None:
+    """Wakes who waits, if as many completions are there as were wanted."""
+    fence()
+    base = s.control.ctypes.data
+    if 0 < load64(base + 8 * WANTED) <= s.control[ANSWERED]:
+        store64(base + 8 * WANTED, 0)
+        _write(s.facts[DONE_FD], base + 8 * ONE, 8)
+
+
+@loop
+def _begin(s: Served) -> None:
+    """Starts operations while there are slots for them."""
+    control, slots, state = s.control, s.slots, s.state
+    taken, mask = control[TAKEN], len(s.requests) - 1
+    submitted = load64(control.ctypes.data + 8 * SUBMITTED)
+    while taken < submitted:
+        row = s.requests[taken & mask]
+        op, fd, length, tag = row[0] & LOW32, row[0] >> 32, row[3], row[4]
+        if op == GONE:
+            pass
+        elif state[STOPPED]:
+            _answer(s, tag, -ECANCELED)
+        elif op > SYNC or length < 0:
+            _answer(s, tag, -EINVAL)
+        elif length == 0 and op != SYNC:
+            _answer(s, tag, 0)
+        elif state[FREE] == 0:
+            break
+        else:
+            state[FREE] -= 1
+            i = s.free[state[FREE]]
+            slots[i, OP], slots[i, FILE], slots[i, OFFSET] = op, fd, row[1]
+            slots[i, ADDRESS], slots[i, LENGTH], slots[i, TAG] = row[2], length, tag
+            slots[i, DONE], slots[i, TRIES] = 0, 0
+            _start(s, i)
+        taken += 1
+    store64(control.ctypes.data + 8 * TAKEN, taken)
+
+
+@loop
+def _reap(s: Served) -> None:
+    """Takes what the kernel has completed."""
+    head, tail = np.int64(load32(s.facts[CQ_HEAD])), np.int64(load32(s.facts[CQ_TAIL]))
+    count = (tail - head) & LOW32
+    for k in range(count):
+        entry = s.cqes[(head + k) & (len(s.cqes) - 1)]
+        user, result = entry[0], np.int64(np.int32(entry[1] & LOW32))
+        if user == TO_WAKE:
+            s.state[ARMED] = 0
+        elif user >= 0:
+            if _goes_on(s.slots, user, result) and not s.state[STOPPED]:
+                _start(s, user)
+            else:
+                _end(s, user, _result(s.slots, user, result))
+    store32(s.facts[CQ_HEAD], (head + count) & LOW32)
+
+
+@loop
+def _goes_on(slots: Any, i: int, result: int) -> bool:
+    """Whether an operation needs another entry, for what is left of it."""
+    if result in (-EINTR, -EAGAIN):
+        slots[i, TRIES] += 1
+        return slots[i, TRIES] <= MOST_TRIES
+    if result <= 0 or slots[i, OP] == SYNC:
+        return False
+    slots[i, DONE] += result
+    slots[i, TRIES] = 0
+    return slots[i, DONE] < slots[i, LENGTH]
+
+
+@loop
+def _result(slots: Any, i: int, result: int) -> int:
+    """What is reported of an operation whose last entry gave `result`."""
+    op, done = slots[i, OP], slots[i, DONE]
+    if op == SYNC:
+        return min(result, 0)
+    if result == 0:
+        return done if op == READ else -ENOSPC
+    if result == -EINVAL and op == READ and done > 0:
+        return done  # a direct read of a file that ends within a sector: the rest is not aligned
+    if result < 0:
+        return result
+    return done if done >= slots[i, LENGTH] else -ECANCELED  # closed before it could go on
+
+
+@loop
+def _hear(s: Served) -> None:
+    """Cancels operations: those that wait at once, those in the kernel as far as it can."""
+    control, slots, requests = s.control, s.slots, s.requests
+    heard, asked = control[HEARD], load64(control.ctypes.data + 8 * ASKED)
+    submitted = load64(control.ctypes.data + 8 * SUBMITTED)
+    while heard < asked and _room(s) > 0:
+        tag = s.cancels[heard & (len(s.cancels) - 1)]
+        heard += 1
+        for i in range(len(slots)):
+            if slots[i, OP] != UNUSED and slots[i, TAG] == tag:
+                _entry(s, ASYNC_CANCEL, 0, i, 0, TO_CANCEL)
+        for k in range(control[TAKEN], submitted):
+            row = requests[k & (len(requests) - 1)]
+            if row[0] & LOW32 != GONE and row[4] == tag:
+                row[0] = GONE
+                _answer(s, tag, -ECANCELED)
+    store64(control.ctypes.data + 8 * HEARD, heard)
+
+
+@loop
+def _cancel_all(s: Served) -> None:
+    if _room(s) < len(s.slots):
+        return  # on the next round
+    for i in range(len(s.slots)):
+        if s.slots[i, OP] != UNUSED:
+            _entry(s, ASYNC_CANCEL, 0, i, 0, TO_CANCEL)
+    s.state[STOPPED] = 1
+
+
+# The engine.
 
 DEPTH = 32  # enough for any device; with more, a batch is handed over whole and comes back whole
 CAPACITY = 8192  # operations that the loop knows of at a time; more wait on this side
@@ -39,59 +563,8 @@ LONGEST_S = 1e6
 SHARED_WAIT_S = 0.005  # how often the second of two who wait looks for itself
 
 
-class _Shared:
-    """What the engine and the thread of its loop both hold."""
-
-    def __init__(self, depth: int, arena: Arena | None) -> None:
-        self.depth, self.arena = depth, arena
-        self.requests = np.zeros((CAPACITY, 5), np.int64)
-        self.cancels = np.zeros(CAPACITY, np.int64)
-        self.answers = np.zeros((CAPACITY, 2), np.int64)
-        self.control: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.loop: Any = None  # the module, once it is imported
-        self.up = threading.Event()  # the loop runs, or never will
-        self.error: BaseException | None = None  # why it never ran
-        self.code = 0  # the errno because of which it ended
-        self.flags, self.registered = 0, False
-        self.ended = False
-        self._abandoned, self._open = False, True
-        self._lock = threading.RLock()  # a garbage collection may come to `abandon` from anywhere
-        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC)  # blocking: the ring waits on it
-        try:
-            self.done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except OSError:
-            os.close(self.wake_fd)
-            raise
-
-    def end(self) -> None:
-        """The loop has ended."""
-        with self._lock:
-            self.ended = True
-            os.eventfd_write(self.done_fd, 1)
-            if self._abandoned:
-                self.close()
-
-    def abandon(self, pid: int) -> None:
-        """Nobody can reach the engine any more: the loop ends when what is in flight has."""
-        if pid == os.getpid():
-            with self._lock:
-                self._abandoned = True
-                if self.ended:
-                    self.close()
-                else:
-                    self.loop.stop(self.control, self.wake_fd)
-
-    def close(self) -> None:
-        """Closes what wakes the loop, and what wakes who waits."""
-        with self._lock:
-            if self._open:
-                self._open = False
-                os.close(self.wake_fd)
-                os.close(self.done_fd)
-
-
-class UringEngine:
-    """An `Engine` over io_uring.
+class UringEngine(DirectFiles):
+    """An `Engine` over io_uring, which must be closed.
 
     Args:
         direct: Open files with O_DIRECT.
@@ -102,50 +575,47 @@ class UringEngine:
     Attributes:
         flags: Set-up flags that the kernel granted.
         registered: Whether the arena is registered.
-        why: Why it is not `direct` any more; "" as long as it is.
 
     Raises:
         OSError: io_uring is not there or not allowed here.
     """
 
     name = "io_uring"
-    why = ""
 
     def __init__(
         self, *, direct: bool = True, depth: int = DEPTH, arena: Arena | None = None
     ) -> None:
         if sys.platform != "linux":
             raise OSError(errno.ENOSYS, "io_uring is a part of Linux")
-        self.direct, self.depth = direct, depth
-        self._pid, self._closed = os.getpid(), False
+        super().__init__(direct)
+        self.depth, self._arena = depth, arena
+        self.flags, self.registered = 0, False
+        self._pid, self._closed, self._open = os.getpid(), False, True
         self._lock, self._waiting = threading.Lock(), threading.Lock()
         self._held: deque[NDArray[np.int64]] = deque()  # operations that the loop has no room for
         self._extra: list[NDArray[np.int64]] = []  # completions that the loop does not know of
-        shared = self._shared = _Shared(depth, arena)
-        self._thread = threading.Thread(
-            target=_run, args=(shared,), name="flowkv io_uring", daemon=True
-        )
+        self._requests = np.zeros((CAPACITY, 5), np.int64)
+        self._cancels = np.zeros(CAPACITY, np.int64)
+        self._answers = np.zeros((CAPACITY, 2), np.int64)
+        self._control = np.zeros(CONTROL_WORDS, np.int64)
+        self._control[ONE] = 1
+        self._up = threading.Event()  # the loop runs, or never will
+        self._error: BaseException | None = None  # why it never ran
+        self._ended, self._code = False, 0  # the errno because of which it ended
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)  # blocking: the ring waits on it
+        try:
+            self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            os.close(self._wake_fd)
+            raise
+        self._thread = threading.Thread(target=self._run, name="flowkv io_uring", daemon=True)
         self._thread.start()
-        shared.up.wait()
-        if shared.error is not None:
+        self._up.wait()
+        if self._error is not None:
             self._thread.join()
-            shared.close()
-            raise shared.error
-        self.flags, self.registered = shared.flags, shared.registered
-        self._finalize = weakref.finalize(self, shared.abandon, self._pid)
-        self._finalize.atexit = False  # a process that ends takes the thread along
+            self._close_files()
+            raise self._error
         self._try()
-
-    def open(self, path: str, *, write: bool) -> int:
-        """Opens a regular file; the engine is not direct any more from the first that is not.
-
-        Raises:
-            OSError: It cannot be opened.
-        """
-        fd, direct = open_file(path, write=write, direct=self.direct)
-        if not direct and self.direct:
-            self.direct, self.why = False, f"no O_DIRECT for {path}"
-        return fd
 
     def submit(self, operations: Operations) -> None:
         """Hands operations to the loop.
@@ -159,8 +629,8 @@ class UringEngine:
         with self._lock:
             if self._closed:
                 raise StateError("the engine is closed", "Open another one")
-            if self._shared.ended:
-                self._fail(rows, self._shared.code or errno.EIO)
+            if self._ended:
+                self._fail(rows, self._code or errno.EIO)
             elif len(rows):
                 self._held.append(rows)
                 self._push()
@@ -174,7 +644,7 @@ class UringEngine:
         count = 0
         while True:
             with self._lock:
-                over = self._closed or self._shared.ended
+                over = self._closed or self._ended
                 taken = self._take()
             parts += taken
             count += sum(map(len, taken))
@@ -192,37 +662,39 @@ class UringEngine:
             return
         wanted = np.ascontiguousarray(tags, np.uint64).view(np.int64)
         with self._lock:
-            if self._closed or self._shared.ended:
+            if self._closed or self._ended:
                 return
             for i, rows in enumerate(self._held):
                 gone = np.isin(rows[:, 4], wanted)
-                if gone.any():
-                    self._fail(rows[gone], errno.ECANCELED)
-                    self._held[i] = rows[~gone]
-            shared = self._shared
-            shared.loop.ask(shared.control, shared.cancels, wanted, shared.wake_fd)
-            self._wake_waiters()
+                self._fail(rows[gone], errno.ECANCELED)
+                self._held[i] = rows[~gone]
+            ask(self._control, self._cancels, wanted, self._wake_fd)
+            os.eventfd_write(self._done_fd, 1)
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Cancels what has not begun and waits for the rest; False if that took too long."""
         if self._pid != os.getpid():
             return True
-        shared = self._shared
         with self._lock:
             first, self._closed = not self._closed, True
-            if first and not shared.ended:
+            if first and not self._ended:
                 for rows in self._held:
                     self._fail(rows, errno.ECANCELED)
                 self._held.clear()
-                shared.loop.stop(shared.control, shared.wake_fd)
+                stop(self._control, self._wake_fd)
         self._thread.join(timeout_s)
-        if self._thread.is_alive() or shared.control[shared.loop.IN_KERNEL]:
+        if self._thread.is_alive() or self._control[IN_KERNEL]:
             return False
-        if self._finalize.detach():
-            self._wake_waiters()
+        if self._open:
+            os.eventfd_write(self._done_fd, 1)
             with self._waiting, self._lock:
-                shared.close()
+                self._close_files()
         return True
+
+    def _close_files(self) -> None:
+        self._open = False
+        os.close(self._wake_fd)
+        os.close(self._done_fd)
 
     def _try(self) -> None:
         """One operation: all that is compiled is loaded now, and a ring that is mute is noticed."""
@@ -235,26 +707,24 @@ class UringEngine:
 
     def _push(self) -> None:
         """Gives the loop what it has room for. The lock is held."""
-        shared, control = self._shared, self._shared.control
-        room = CAPACITY - int(control[shared.loop.SUBMITTED] - control[shared.loop.REPORTED])
+        room = CAPACITY - int(self._control[SUBMITTED] - self._control[REPORTED])
         while self._held and room > 0:
             rows = self._held.popleft()
             if len(rows) > room:
                 self._held.appendleft(rows[room:])
                 rows = rows[:room]
             room -= len(rows)
-            shared.loop.push(control, shared.requests, rows, shared.wake_fd)
+            push(self._control, self._requests, rows, self._wake_fd)
 
     def _take(self) -> list[NDArray[np.int64]]:
         """All completions that are there. The lock is held."""
-        shared = self._shared
-        if shared.ended and not self._closed:
+        if self._ended and not self._closed:
             self._give_up()
         taken, self._extra = self._extra, []
-        count = shared.loop.ready(shared.control)
+        count = ready(self._control)
         if count:
             rows = np.empty((count, 2), np.int64)
-            shared.loop.pop(shared.control, shared.answers, rows)
+            pop(self._control, self._answers, rows)
             taken.append(rows)
             if self._held:
                 self._push()
@@ -262,14 +732,13 @@ class UringEngine:
 
     def _give_up(self) -> None:
         """The loop ended by itself: nothing that it had not begun ever will be."""
-        shared, loop = self._shared, self._shared.loop
-        for k in range(shared.control[loop.TAKEN], shared.control[loop.SUBMITTED]):
-            row = shared.requests[k % CAPACITY]
-            if row[0] & loop.LOW32 != loop.GONE:
-                self._fail(row[None], shared.code)
-        shared.control[loop.TAKEN] = shared.control[loop.SUBMITTED]
+        for k in range(self._control[TAKEN], self._control[SUBMITTED]):
+            row = self._requests[k % CAPACITY]
+            if row[0] & LOW32 != GONE:
+                self._fail(row[None], self._code)
+        self._control[TAKEN] = self._control[SUBMITTED]
         for rows in self._held:
-            self._fail(rows, shared.code)
+            self._fail(rows, self._code)
         self._held.clear()
 
     def _fail(self, rows: NDArray[np.int64], code: int) -> None:
@@ -283,73 +752,47 @@ class UringEngine:
         if not self._waiting.acquire(timeout=min(timeout_s, SHARED_WAIT_S)):
             return  # who waits already may wait for more than this
         try:
-            shared = self._shared
             with self._lock:
-                if self._extra or self._closed or shared.ended:
+                if self._extra or self._closed or self._ended:
                     return
-                waits = shared.loop.want(shared.control, count)
+                waits = want(self._control, count)
             if waits:
                 poll = select.poll()
-                poll.register(shared.done_fd, select.POLLIN)
+                poll.register(self._done_fd, select.POLLIN)
                 poll.poll(max(0.0, 1e3 * min(end_s - time.monotonic(), LONGEST_S)))
-                try:
-                    os.eventfd_read(shared.done_fd)
-                except BlockingIOError:
-                    return  # too late
+                with contextlib.suppress(BlockingIOError):  # too late
+                    os.eventfd_read(self._done_fd)
         finally:
             self._waiting.release()
 
-    def _wake_waiters(self) -> None:
-        os.eventfd_write(self._shared.done_fd, 1)
-
-
-def _run(shared: _Shared) -> None:
-    """The thread: makes the ring, since only its maker may enter it, and serves it to the end."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # others may handle them
-    ring = None
-    try:
-        ring = Ring(4 * shared.depth)
-        arguments = _prepare(shared, ring)
-    except BaseException as error:
-        if ring is not None:
-            ring.close()
-        shared.error = error.with_traceback(None)  # its frames hold mappings, and they files
-        return
-    finally:
-        shared.up.set()
-    shared.code = errno.EIO
-    try:
-        shared.code = shared.loop.serve(*arguments)
-    finally:
-        if not shared.control[shared.loop.IN_KERNEL]:
-            ring.close()
-        shared.end()
-
-
-def _prepare(shared: _Shared, ring: Ring) -> tuple[Any, ...]:
-    """The arguments of the loop."""
-    from flowkv.tiers.io import ring_loop as loop  # costs half a second, where numba is new
-
-    shared.loop, shared.flags = loop, ring.flags
-    shared.control = np.zeros(loop.CONTROL_WORDS, np.int64)
-    shared.control[loop.ONE] = 1
-    arena = shared.arena
-    if arena is not None:
-        shared.registered = ring.register(arena.address, arena.n_bytes)
-    facts = np.zeros(loop.FACTS, np.int64)
-    facts[loop.FD], facts[loop.DEPTH] = ring.fd, shared.depth
-    facts[loop.WAKE_FD], facts[loop.DONE_FD] = shared.wake_fd, shared.done_fd
-    facts[loop.SQ_HEAD], facts[loop.SQ_TAIL] = ring.sq_head, ring.sq_tail
-    facts[loop.CQ_HEAD], facts[loop.CQ_TAIL] = ring.cq_head, ring.cq_tail
-    if arena is not None and shared.registered:
-        facts[loop.FIXED_AT], facts[loop.FIXED_BYTES] = arena.address, arena.n_bytes
-    queues = (shared.requests, shared.cancels, shared.answers)
-    work = (
-        np.zeros((shared.depth, loop.COLUMNS), np.int64),
-        np.zeros(shared.depth, np.int64),
-        np.zeros(loop.STATES, np.int64),
-    )
-    return facts, shared.control, queues, (ring.sqes, ring.cqes), work
+    def _run(self) -> None:
+        """The thread: makes the ring, since only its maker may enter it, and serves it."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # others may handle them
+        try:
+            ring, arena, fixed = Ring(4 * self.depth), self._arena, (0, 0)
+            if arena is not None and arena.n_bytes <= PIECE_BYTES:
+                self.registered = ring.register(arena.address, arena.n_bytes)
+                fixed = (arena.address, arena.n_bytes) if self.registered else fixed
+        except BaseException as error:
+            self._error = error.with_traceback(None)  # its frames hold mappings, and they files
+            return
+        finally:
+            self._up.set()
+        facts = *ring.counters, ring.fd, self._wake_fd, self._done_fd, *fixed
+        work = np.zeros((self.depth, COLUMNS), np.int64), np.zeros(self.depth, np.int64)
+        served = Served(
+            np.array(facts, np.int64),
+            *(self._control, self._requests, self._cancels, self._answers),
+            *(ring.sqes, ring.cqes, *work, np.zeros(STATES, np.int64)),
+        )
+        self.flags, self._code = ring.flags, errno.EIO
+        try:
+            self._code = serve(served)
+        finally:
+            if not self._control[IN_KERNEL]:
+                os.close(ring.fd)
+            self._ended = True
+            os.eventfd_write(self._done_fd, 1)
 
 
 # Picks the engine: the best one that this machine allows.
