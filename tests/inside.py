@@ -238,7 +238,7 @@ if TYPE_CHECKING:
     )
     from flowkv.policy.hazard.compiled import describe as compiled_describe
     from flowkv.policy.hazard.index import is_model
-    from flowkv.policy.hedge import HERE, ROOM
+    from flowkv.policy.hedge import AWAY, ROOM
     from flowkv.policy.importance import Importance
     from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
     from flowkv.policy.order.compiled import (
@@ -266,7 +266,6 @@ if TYPE_CHECKING:
     )
     from flowkv.policy.order.compiled import SECOND as compiled_SECOND
     from flowkv.policy.order.leaf import FIRST_CAPACITY
-    from flowkv.policy.order.shadow import AWAY
     from flowkv.policy.prefetch.markov import Markov
     from flowkv.policy.prefetch.prefetcher import (
         HINT,

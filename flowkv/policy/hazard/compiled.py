@@ -739,7 +739,7 @@ MIND = (
 KINDS = ORDER + MIND
 mind_on = opener(len(ORDER), MIND)
 
-NOT_DONE, NOT_JOINED = -1, -2
+NOT_JOINED = -2
 
 
 @kernel
@@ -816,10 +816,23 @@ def join(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, parent
 
 
 @kernel
+def tick(desk: Array, now: int) -> int:
+    """The order's `tick`; the tips follow the time as well."""
+    order = order_on(desk)
+    nodes, terms, heaps, state = order
+    advance(order, mind_on(desk), expire(nodes, terms, heaps, state, now))
+    return int(state[EXPIRED])
+
+
+@kernel
 def insert(
     desk: Array, slots: Array, parents: Array, lease: Array, said: tuple[int, int, int]
 ) -> int:
-    """The order's `insert`, and `join`; `NOT_JOINED` if tips lack room for that."""
+    """The order's `insert`, and `join`; `NOT_JOINED` if tips lack room for that.
+
+    What happens by itself comes first.
+    """
+    tick(desk, said[0])
     order, mind = order_on(desk), mind_on(desk)
     nodes, terms, heaps, state = order
     room = compiled.insert(nodes, terms, heaps, state, slots, parents, lease, said)
@@ -829,15 +842,6 @@ def insert(
         return NOT_JOINED
     join(order, mind, slots, parents)
     return 0
-
-
-@kernel
-def tick(desk: Array, now: int) -> int:
-    """The order's `tick`; the tips follow the time as well."""
-    order = order_on(desk)
-    nodes, terms, heaps, state = order
-    advance(order, mind_on(desk), expire(nodes, terms, heaps, state, now))
-    return int(state[EXPIRED])
 
 
 @kernel

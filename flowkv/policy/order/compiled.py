@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -1172,6 +1173,8 @@ class ArrayCall:
             groups: Arrays and tuples of arrays. None is ever resized or changed for another
                 within its tuple.
         """
+        if len(groups) == len(self.groups) and all(map(is_, groups, self.groups)):
+            return self.words
         arrays: list[Array] = []
         for group in groups:
             arrays.extend(group if isinstance(group, tuple) else (group,))

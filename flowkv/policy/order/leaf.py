@@ -42,7 +42,7 @@ def as_slots(slots: object) -> Slots:
         flags = slots.flags
         return slots if flags.c_contiguous and flags.writeable else slots.copy()
     if isinstance(slots, Collection) and not isinstance(slots, (Sequence, np.ndarray)):
-        return np.fromiter(slots, np.int64, len(slots))
+        return np.fromiter(slots, np.int64, len(slots)) if slots else NO_SLOTS
     return np.array(slots, dtype=np.int64).reshape(-1)
 
 
@@ -149,7 +149,7 @@ class LeafOrder(Policy):
         if not 0 <= tenant < len(self._state) - LISTS - TENANTS:
             self._welcome(tenant)
         said = (slots, parents, terms, (now_ns, tenant, extra))
-        room = compiled.insert(*self._arrays, self._state, *said)
+        room = self._insert(*said)
         if room < 0:
             raise ConfigError(
                 f"slot numbers must lie in 0..{SLOT_LIMIT - 1}",
@@ -157,7 +157,7 @@ class LeafOrder(Policy):
             )
         if room > 0:
             self._grow(room)
-            compiled.insert(*self._arrays, self._state, *said)
+            self._insert(*said)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
         """A request uses these known blocks, root to leaf.
@@ -221,13 +221,14 @@ class LeafOrder(Policy):
         O(1); the next call that decides does the rest, once a block.
         """
         if not 0 <= tenant < len(self._state) - LISTS - TENANTS:
-            self.admit(now_ns, NO_SLOTS)  # nobody it knows; but the time is
-        else:
+            tenant = -1  # nobody it knows; but the time is
+        self._tick(now_ns)
+        if tenant >= 0:
             compiled.invalidate(*self._arrays, self._state, now_ns, tenant)
 
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
         """Everything: these policies choose what leaves, not what enters."""
-        self._state[CLOCK] = max(min(now_ns, CLOCK_LIMIT), self._state[CLOCK])
+        self._tick(now_ns)
         return np.ones(len(slots), np.bool_)
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
@@ -246,16 +247,14 @@ class LeafOrder(Policy):
         if n > self._state[COUNT]:
             n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
         victims = np.empty(n, np.int64)
-        guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        done = compiled.evict(*self._arrays, self._state, guarded, victims, now_ns)
-        return victims if done else None
+        return victims if self._evict(as_slots(protected), victims, now_ns) else None
 
     def expired(self, now_ns: int) -> Slots:
         """Resident blocks whose lease has run out: never a hit again, reclaimed first.
 
         Ascending; they stay until removed, evicted or inserted again.
         """
-        count = compiled.tick(*self._arrays, self._state, now_ns)
+        count = self._tick(now_ns)
         if count == 0:
             return np.empty(0, np.int64)
         out = np.empty(count, np.int64)
@@ -273,7 +272,7 @@ class LeafOrder(Policy):
         if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
             return -np.inf
         if self._state[STALE]:
-            compiled.tick(*self._arrays, self._state, self._state[CLOCK])
+            self._tick(int(self._state[CLOCK]))
         return self._worth(slot)
 
     def weakest(self, now_ns: int, protected: Collection[int] = ()) -> int:
@@ -281,8 +280,7 @@ class LeafOrder(Policy):
 
         O(1), and as long for each protected block as for a pin.
         """
-        guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        return int(compiled.peek(*self._arrays, self._state, guarded, now_ns))
+        return int(compiled.peek(*self._arrays, self._state, as_slots(protected), now_ns))
 
     def resident(self) -> Sequence[int]:
         """Slots it believes to be resident, ascending."""
@@ -298,6 +296,22 @@ class LeafOrder(Policy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} resident, {int(self._state[BIRTHS])} ever)"
+
+    # ---- compiled calls that a learned order answers otherwise
+
+    def _insert(
+        self, slots: Slots, parents: Slots, terms: Slots, said: tuple[int, int, int]
+    ) -> int:
+        """Returns the room it needs, having done nothing; -1 for a number that is no slot."""
+        return int(compiled.insert(*self._arrays, self._state, slots, parents, terms, said))
+
+    def _evict(self, guarded: Slots, victims: Slots, now_ns: int) -> bool:
+        """Fills `victims`, or returns False with no slot touched."""
+        return bool(compiled.evict(*self._arrays, self._state, guarded, victims, now_ns))
+
+    def _tick(self, now_ns: int) -> int:
+        """Moves the clock; returns how many blocks have run out."""
+        return int(compiled.tick(*self._arrays, self._state, now_ns))
 
     def _worth(self, slot: int) -> float:
         """The static key of a resident block, in nanoseconds."""
