@@ -511,14 +511,14 @@ def lose(desk: Array, slots: Array, forget: bool) -> None:
 def follow_learned(desk: Array) -> None:
     """The learned order decides from now on: every leaf is judged by its index."""
     order = order_on(desk)
-    nodes, terms, heaps, state = order
+    nodes, heaps, state = order
     state[MODE], state[TAU] = LEARNED, 1
     fold(state, DIGEST, LEARNED)
     for s in range(len(nodes)):
         if nodes[s].marks & ETA:
             nodes[s].marks &= ~ETA  # the index knows the hints itself
-            reorder(nodes, terms, heaps, state, s)
-            attend(nodes, terms, heaps, state, s)
+            reorder(nodes, heaps, state, s)
+            attend(nodes, heaps, state, s)
         if nodes[s].birth != 0 and nodes[s].kids == 0:
             rekey(order, mind_on(desk), s, state[CLOCK])
 
@@ -526,14 +526,14 @@ def follow_learned(desk: Array) -> None:
 @kernel
 def follow_counts(desk: Array, k: int) -> None:
     """Decayed counts or LRU decide from now on, as their shadow knows them."""
-    nodes, terms, heaps, state = order_on(desk)
+    nodes, heaps, state = order_on(desk)
     shade, tau = watched_on(desk)[3][k], watched_on(desk)[6][k]
     state[MODE], state[TAU] = ASIDE, tau
     fold(state, DIGEST, ASIDE + tau)
     for s in range(len(nodes)):
         if nodes[s].marks & KNOWN:
             nodes[s].key = nodes[s].last if tau == LRU_TAU else max(shade[s].key, nodes[s].last)
-            reorder(nodes, terms, heaps, state, s)
+            reorder(nodes, heaps, state, s)
 
 
 @kernel

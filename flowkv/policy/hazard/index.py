@@ -56,6 +56,7 @@ from flowkv.policy.order.compiled import (
     expire,
     inner,
     kernel,
+    room_for,
 )
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
@@ -119,9 +120,9 @@ def wanted(
 
     `asked` has a record for each slot, `slots` room for one at least. Ties: the older tip first.
     """
-    nodes, terms, heaps, state = order
+    nodes, heaps, state = order
     own, tips, counters = mind[0], mind[1], mind[5]
-    now = expire(nodes, terms, heaps, state, now)
+    now = expire(nodes, heaps, state, now)
     advance(order, mind, now)
     least, n = 0.0, 0
     if state[COUNT] > state[BLOCKED]:
@@ -155,10 +156,10 @@ def displace(
     rate: float,
 ) -> int:
     """As `evict`, while what goes next is worth less than `rate`; returns how many."""
-    nodes, terms, heaps, state = order
-    now = expire(nodes, terms, heaps, state, now)
+    nodes, heaps, state = order
+    now = expire(nodes, heaps, state, now)
     advance(order, mind, now)
-    change_pins(nodes, terms, heaps, state, protected, 1)
+    change_pins(nodes, heaps, state, protected, 1)
     most, found = min(state[COUNT] - state[BLOCKED], len(victims)), 0
     while found < most:
         s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
@@ -169,7 +170,7 @@ def displace(
             break
         victims[found] = take_next(order, mind, now)
         found += 1
-    change_pins(nodes, terms, heaps, state, protected, -1)
+    change_pins(nodes, heaps, state, protected, -1)
     return int(found)
 
 
@@ -434,10 +435,10 @@ class HazardIndex(LeafOrder):
 
     def _fit(self, slots: Slots) -> Slots:
         """The slot numbers among these, and makes room for them and for a tip."""
-        room = learned.room_needed(len(self._arrays[0]), slots)
+        room = room_for(len(self._arrays[0]), slots)
         if room < 0:
             slots = slots[(slots >= 0) & (slots < SLOT_LIMIT)]
-            room = learned.room_needed(len(self._arrays[0]), slots)
+            room = room_for(len(self._arrays[0]), slots)
         if room > 0:
             self._grow(room)
         self._make_room(1)
