@@ -154,8 +154,9 @@ CELL = np.dtype(
 
 # Entries of the book: how many blocks fit (0: not known yet); time and last block of the request at
 # hand; numbers given; the most that remained after an eviction lately, and before that; evictions;
-# blocks of the request that LRU would have.
-ROOM, NOW, LAST, BIRTHS, PEAK, OLD_PEAK, EVICTIONS, FOUND, BOOK_SIZE = range(9)
+# blocks of the request that LRU would have; its time for LRU, for which of two requests at one time
+# the second is the later one.
+ROOM, NOW, LAST, BIRTHS, PEAK, OLD_PEAK, EVICTIONS, FOUND, STAMP, BOOK_SIZE = range(10)
 EPOCH = 64  # evictions after which what remained after those before them no longer counts
 BIRTH_MASK = (1 << 30) - 1
 
@@ -447,7 +448,8 @@ def access(desk: Array, slots: Array, now: int, active: int, proved: bool) -> in
             return -1
         here += nodes[s].birth != 0
     name_asked(cells, book, slots, now)
-    book[FOUND] = serve(desk, 0, slots, now, True)
+    book[STAMP] = max(book[STAMP] + 1, now)
+    book[FOUND] = serve(desk, 0, slots, book[STAMP], True)
     rows = (len(sums) - ROWS) // 3
     more = here - book[FOUND]
     witness(sums, now, len(slots), more)
@@ -480,7 +482,7 @@ def come(desk: Array, slots: Array, parents: Array, now: int, active: int) -> No
     name_inserted(cells, book, slots, parents, now)
     for k in range(len(shades)):
         if not active == k == len(shades) - 1:
-            serve(desk, k, slots, now, False)
+            serve(desk, k, slots, max(book[STAMP], now) if k == 0 else now, False)
 
 
 @kernel
