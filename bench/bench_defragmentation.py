@@ -20,7 +20,7 @@ import numpy as np
 
 from flowkv.cache.pool import PagePool
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.policy.defragmentation import Defragmentation
+from flowkv.policy.pages import Defragmentation
 
 SIZES = {0: 32, 1: 9, 3: 5}  # granules by codec: raw, kv8 and kv4c of the fixture's shape
 SLABS, FILL = 96, 0.85

@@ -15,7 +15,7 @@ from bench.quality import Delta, Scores, delta, windows
 from bench.tiny.model import Shape, TinyLlama, rotate
 from flowkv import KV, Geometry, Sequence
 from flowkv.data import tiny_path
-from flowkv.policy.importance import Importance
+from flowkv.policy.pages import Importance
 
 PAGE_SIZE, SCORED = 64, 64
 RETURNING = "a text read twice comes back after another"

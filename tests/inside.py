@@ -194,8 +194,6 @@ if TYPE_CHECKING:
         UNKNOWN_STOP,
     )
     from flowkv.policy.by_score import ByScore, _keys
-    from flowkv.policy.cyclic import KNOWN, RECENTS, STAYERS
-    from flowkv.policy.defragmentation import Defragmentation, Occupancy
     from flowkv.policy.hazard.compiled import (
         BASE_LIMIT,
         BASES,
@@ -229,8 +227,7 @@ if TYPE_CHECKING:
     )
     from flowkv.policy.hazard.compiled import describe as compiled_describe
     from flowkv.policy.hazard.index import is_model
-    from flowkv.policy.hedge import HERE, ROOM
-    from flowkv.policy.importance import Importance
+    from flowkv.policy.hedge import AWAY, ROOM
     from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
     from flowkv.policy.order.compiled import (
         BIRTHS,
@@ -252,12 +249,21 @@ if TYPE_CHECKING:
         aged,
         kernel,
         log2,
-        log2_of,
         softplus2,
     )
     from flowkv.policy.order.compiled import SECOND as compiled_SECOND
-    from flowkv.policy.order.leaf import FIRST_CAPACITY
-    from flowkv.policy.order.shadow import AWAY
+    from flowkv.policy.order.leaf import FIRST_CAPACITY, RECENTS, SEEN_ONCE, STAYERS
+    from flowkv.policy.pages import (
+        Defragmentation,
+        Heat,
+        Importance,
+        Ladder,
+        Occupancy,
+        Shares,
+        Temperature,
+        make_ladder,
+        shares_that_fit,
+    )
     from flowkv.policy.prefetch.markov import Markov
     from flowkv.policy.prefetch.prefetcher import (
         HINT,
@@ -271,14 +277,6 @@ if TYPE_CHECKING:
     from flowkv.policy.rates import Rates
     from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
     from flowkv.policy.scheduling.turns import WaitingLine, Worth
-    from flowkv.policy.temperature import (
-        Heat,
-        Ladder,
-        Shares,
-        Temperature,
-        make_ladder,
-        shares_that_fit,
-    )
     from flowkv.policy.tenants import Quota, Tenants
     from flowkv.report import screen, words
     from flowkv.report.account import Account, restore_section, serving_sections

@@ -22,11 +22,11 @@ from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.observe.events import Defragmented, StepPlanned
 from flowkv.policy.base import NEVER_NS
-from flowkv.policy.defragmentation import Defragmentation
+from flowkv.policy.pages import Defragmentation
 
 # Empties sparse slabs by moving pages, and rewrites everything that names them.
 #
-# When, and how much of it, is `policy.defragmentation`'s business. Pages move at the edges of steps
+# When, and how much of it, is `policy.pages`'s business. Pages move at the edges of steps
 # only, while no step is under way: kernels read tables and pages without the lock.
 
 

@@ -1297,7 +1297,7 @@ class KV:
             keep: `[L, Hk, n]`: the slots that stay, ascending, for each layer and KV head; one such
                 array for each layer group, if there are several.
             budget_tokens: Instead of `keep`: how many stay, chosen by what the steps that were
-                watched (`Step.watch`) looked at, see `policy.importance`.
+                watched (`Step.watch`) looked at, see `policy.pages`.
 
         Returns:
             Tokens that it lost.

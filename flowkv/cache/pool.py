@@ -26,8 +26,7 @@ from flowkv.core.layout import (
     granule_of,
     page_layout,
 )
-from flowkv.policy.defragmentation import Occupancy
-from flowkv.policy.temperature import Ladder, make_ladder
+from flowkv.policy.pages import Ladder, Occupancy, make_ladder
 from flowkv.tiers.base import FrameInfo
 
 if TYPE_CHECKING:

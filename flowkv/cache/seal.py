@@ -1,6 +1,6 @@
 """Encodes full pages once they are far enough behind, and makes them known.
 
-Which codec a page should have is the ladder's business (`policy.temperature`). A page that several
+Which codec a page should have is the ladder's business (`policy.pages`). A page that several
 sequences share gets the mildest codec that one of them still needs; a page that a step reads, or
 that a tier is taking, waits. What could not be done stays due and is tried again when the sequence
 fills its next page: then its whole line is looked at, which takes as long as encoding a few bytes.

@@ -24,7 +24,7 @@ from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
 from flowkv.policy.base import CUT_OFF, NEVER_NS, TOOL_USE, TURN_END, UNKNOWN_STOP
 from flowkv.policy.config import DEFAULT_RANK, Lease
-from flowkv.policy.importance import Importance
+from flowkv.policy.pages import Importance
 
 # What a request says about itself: its conversation, and how its pages should be kept.
 

@@ -22,7 +22,7 @@ from flowkv.core.geometry import LayerGroup
 from flowkv.core.layout import CODEC_SHIFT
 from flowkv.kernels.cascade import Cascade, shared_prefixes
 from flowkv.kernels.operands import Pages, Ragged
-from flowkv.policy.importance import Importance
+from flowkv.policy.pages import Importance
 
 # The rows of a step, taken apart: a row for each new token, that attends as if it were decoded.
 #

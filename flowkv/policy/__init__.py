@@ -1,4 +1,4 @@
-"""Which blocks to keep: eviction policies, one file and one class each, by name.
+"""Which blocks to keep: eviction policies, one class each, by name.
 
 | name | class | what goes first, among the leaves |
 |---|---|---|
@@ -19,7 +19,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flowkv.policy.arc import ARC
 from flowkv.policy.base import Policy, Slots, Visit
 from flowkv.policy.config import (
     ArcConfig,
@@ -33,13 +32,10 @@ from flowkv.policy.config import (
     PolicyConfig,
     made,
 )
-from flowkv.policy.cost_aware import CostAware
-from flowkv.policy.cyclic import Cyclic
 from flowkv.policy.hazard.index import HazardIndex
 from flowkv.policy.hedge import Hedge
-from flowkv.policy.lfu_ttl import LfuTtl
-from flowkv.policy.lru import LRU
 from flowkv.policy.optimum import Optimum, OptimumConfig
+from flowkv.policy.order.leaf import ARC, LRU, CostAware, Cyclic, LfuTtl
 
 __all__ = [
     "ARC",

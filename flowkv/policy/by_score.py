@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_VISIT, Slots, Visit
-from flowkv.policy.config import Lease, LeaseConfig, configure
+from flowkv.policy.config import LeaseConfig, configure
 from flowkv.policy.order.compiled import CLOCK, LATEST, assign
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
@@ -82,25 +82,16 @@ class ByScore(LeafOrder):
         """
         return np.full(len(use.slots), now_ns)
 
-    def insert(
-        self,
-        now_ns: int,
-        slots: Slots,
-        parents: Slots,
-        *,
-        n_bytes: int = 1,
-        cost_ns: int = 0,
-        lease: str | Lease = "",
-        tenant: int = 0,
-    ) -> None:
+    def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
         """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
         slots = as_slots(slots)
-        super().insert(now_ns, slots, parents, lease=lease, tenant=tenant)
+        super().insert(now_ns, slots, parents, **said)
         if len(self._past) < len(self._arrays[0]):
             grown = np.zeros(len(self._arrays[0]), PAST)
             grown[: len(self._past)] = self._past
             self._past = grown
-        self._past["n_bytes"][slots], self._past["cost_ns"][slots] = n_bytes, cost_ns
+        self._past["n_bytes"][slots] = said.get("n_bytes", 1)
+        self._past["cost_ns"][slots] = said.get("cost_ns", 0)
         now = int(self._state[CLOCK])
         past = self._past[slots]
         self._use(slots[(past["uses"] == 0) | (past["last_ns"] != now)], NO_VISIT)

@@ -10,68 +10,153 @@ from numpy.typing import NDArray
 
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, Policy, Slots, Visit
 from flowkv.policy.config import HedgeConfig, configure
-from flowkv.policy.hazard.compiled import decay, key_of, rekey, speaker, worth_of
+from flowkv.policy.hazard.compiled import (
+    KINDS,
+    decay,
+    key_of,
+    mind_on,
+    rekey,
+    speaker,
+    worth_of,
+)
 from flowkv.policy.hazard.index import HazardIndex
 from flowkv.policy.order.compiled import (
     CLOCK,
     DIGEST,
     ETA,
     KNOWN,
-    LISTS,
     MODE,
+    SLOT_BITS,
     SLOT_MASK,
     TAU,
     Array,
     aged,
     attend,
-    delist,
-    enlist,
-    enlist_behind,
     fold,
     inner,
     kernel,
+    opener,
+    order_on,
+    put,
     reorder,
     sift_down,
+    take,
 )
 from flowkv.policy.order.leaf import LeafOrder, as_slots
-from flowkv.policy.order.shadow import (
-    AWAY,
-    HELD,
-    LEAVES,
-    NO_KEY,
-    above_of,
-    bared,
-    fresh_shades,
-    hold,
-    shadow_drop,
-)
 
-# What plain LRU would have here, exactly: a whole place of the same size, without the blocks.
+# Shadows: places that hold only numbers. What would a rule have kept, what would the optimum keep?
 #
-# The reference that a hedge is measured against. A list of blocks by the time of their last use,
-# in which the blocks of one request lie root first, so that the oldest is always a leaf:
-# leaf-first LRU at a few nanoseconds a block. Beside it, what really lies here, so that both can
-# be compared request by request, and which block lies above which.
+# Leaf first, by a static key, without leases, pins or anything else that the order itself knows.
+# `cells` says where blocks belong: records with the block above each (`up`, which counts while its
+# `birth` equals `bond`) and its `depth`. Every shadow has a heap of its leaves.
+
+SHADE = np.dtype(
+    [
+        ("key", np.int64),  # static key; NO_KEY: never used
+        ("kids", np.int32),  # blocks below it that this shadow holds
+        ("place", np.int32),  # among the leaves; INNER: no leaf; AWAY: not held
+    ]
+)
+INNER, AWAY = -1, -2
+NO_KEY = np.iinfo(np.int64).min
+
+LEAVES, HELD = 0, 1  # columns of the counts of shadows
+
+
+def fresh_shades(*shape: int) -> Array:
+    """Shadows that hold nothing."""
+    shades = np.zeros(shape, SHADE)
+    shades["place"], shades["key"] = AWAY, NO_KEY
+    return shades
+
+
+@inner
+def above_of(cells: Array, s: int) -> int:
+    """The block above another one, -1 if there is none or it is forgotten."""
+    p = cells[s].up
+    if p >= 0 and cells[p].birth == cells[s].bond:
+        return int(p)
+    return -1
+
+
+@inner
+def stand(shade: Array, leaves: Array, count: Array, cells: Array, s: int, i: int) -> None:
+    """A block takes entry `i` of the leaves, whoever had it, and goes where its key says."""
+    tie = (SLOT_MASK - min(cells[s].depth, SLOT_MASK)) << SLOT_BITS | s
+    put(leaves, shade["place"], count[LEAVES], i, (shade[s].key, tie))
+
+
+@inner
+def lift(shade: Array, leaves: Array, count: Array, cells: Array, s: int) -> None:
+    """A block stands among the leaves, according to its key."""
+    i = shade[s].place
+    if i < 0:
+        i = count[LEAVES]
+        count[LEAVES] += 1
+    stand(shade, leaves, count, cells, s, i)
+
+
+@inner
+def sink(shade: Array, leaves: Array, count: Array, s: int) -> None:
+    """A leaf is none any more."""
+    take(leaves, shade["place"], count[LEAVES], shade[s].place)
+    count[LEAVES] -= 1
+
+
+@inner
+def bared(shade: Array, cells: Array, s: int) -> int:
+    """The held block that becomes a leaf once `s` is given up, -1 for none."""
+    p = above_of(cells, s)
+    return int(p) if p >= 0 and shade[p].kids == 1 and shade[p].place != AWAY else -1
+
+
+@inner
+def shadow_drop(shade: Array, leaves: Array, count: Array, cells: Array, s: int) -> None:
+    """A block is given up."""
+    p, q, i = above_of(cells, s), bared(shade, cells, s), shade[s].place
+    if q >= 0 and i >= 0:  # it takes its place
+        stand(shade, leaves, count, cells, q, i)
+    elif i >= 0:
+        sink(shade, leaves, count, s)
+    shade[s].place = AWAY
+    count[HELD] -= 1
+    if p >= 0:
+        shade[p].kids -= 1
+    if q >= 0 and i < 0:
+        lift(shade, leaves, count, cells, q)
+
+
+@inner
+def hold(shade: Array, leaves: Array, count: Array, cells: Array, s: int) -> None:
+    """A block is held from now on, and stands where its key says; those below it come first."""
+    if shade[s].place == AWAY:
+        shade[s].place = INNER
+        count[HELD] += 1
+        p = above_of(cells, s)
+        if p >= 0:
+            shade[p].kids += 1
+            if shade[p].place >= 0:
+                sink(shade, leaves, count, p)
+    if shade[s].kids == 0:
+        lift(shade, leaves, count, cells, s)
+
+
+# Where blocks belong, and how many fit.
 
 CELL = np.dtype(
     [
-        ("before", np.int32),  # neighbours in the ring of ghosts: the newer, the older
-        ("after", np.int32),
         ("up", np.int32),  # the block above it, -1 for a root
         ("depth", np.int32),
         ("birth", np.int32),  # changes whenever the number names another block; 0: not known
         ("bond", np.int32),  # the birth of the block above it when they were linked
-        ("ghost", np.int32),  # 1: LRU would hold it
-        ("here", np.int32),  # 1: it is resident
     ]
 )
 
-# Entries of the book: how many blocks LRU holds, how many are resident, how many fit (0: not known
-# yet); time and last block of the request at hand; numbers given; the most that remained after an
-# eviction lately, and before that; evictions. `FOUND`: blocks of the request that LRU would have.
-# Last comes the front of the ring of ghosts, the newest.
-GHOSTS, HERE, ROOM, NOW, LAST, BIRTHS, PEAK, OLD_PEAK, COUNT, FOUND = range(10)
-BOOK_SIZE = LISTS + 1
+# Entries of the book: how many blocks fit (0: not known yet); time and last block of the request at
+# hand; numbers given; the most that remained after an eviction lately, and before that; evictions;
+# blocks of the request that LRU would have; its time for LRU, for which of two requests at one time
+# the second is the later one.
+ROOM, NOW, LAST, BIRTHS, PEAK, OLD_PEAK, EVICTIONS, FOUND, STAMP, BOOK_SIZE = range(10)
 EPOCH = 64  # evictions after which what remained after those before them no longer counts
 BIRTH_MASK = (1 << 30) - 1
 
@@ -83,35 +168,6 @@ def fresh_cells(n: int) -> Array:
     return cells
 
 
-def fresh_book() -> Array:
-    """The book of an empty place whose capacity is not known."""
-    book = np.zeros(BOOK_SIZE, np.int64)
-    book[LAST] = -1
-    return book
-
-
-# ---- the list
-
-
-@inner
-def ghost_lose(cells: Array, book: Array, s: int) -> None:
-    """LRU would not hold this block any more."""
-    delist(cells, book, 0, s)
-    cells[s].ghost = 0
-    book[GHOSTS] -= 1
-
-
-@inner
-def lose_surplus(cells: Array, book: Array) -> None:
-    """LRU gives up what is too much, as far as the capacity is known."""
-    if book[ROOM] > 0:
-        while book[GHOSTS] > book[ROOM]:
-            ghost_lose(cells, book, cells[book[LISTS] - 1].before)
-
-
-# ---- who belongs to whom
-
-
 @inner
 def name(cells: Array, book: Array, s: int, above: int) -> None:
     """A block is seen for the first time, below `above` (-1: not known)."""
@@ -121,121 +177,78 @@ def name(cells: Array, book: Array, s: int, above: int) -> None:
     if above >= 0:
         cell.bond = cells[above].birth
         cell.depth = cells[above].depth + 1
-
-
-# ---- what happens
+    book[LAST] = s
 
 
 @inner
-def arrive(cells: Array, book: Array, slots: Array, now: int) -> tuple[int, int]:
-    """A request uses these known blocks: how many are resident, and how many LRU would have."""
-    lose_surplus(cells, book)
+def name_asked(cells: Array, book: Array, slots: Array, now: int) -> None:
+    """A request uses these known blocks, root to leaf; those seen for the first time come last."""
     n = len(slots)
     known = n
     while known > 0 and cells[slots[known - 1]].birth == 0:
         known -= 1
     for i in range(known, n):
         name(cells, book, slots[i], slots[i - 1] if i > 0 else -1)
-    here = ghosts = 0
-    for i in range(n - 1, -1, -1):  # so that the root is the newest
-        s = slots[i]
-        here += cells[s].here
-        if cells[s].ghost == 1:
-            ghosts += 1
-            delist(cells, book, 0, s)
-            enlist(cells, book, 0, s)
-        elif cells[s].here == 1:
-            cells[s].ghost = 1
-            book[GHOSTS] += 1
-            enlist(cells, book, 0, s)
     book[NOW] = now
     book[LAST] = slots[n - 1] if n > 0 else -1
-    return here, ghosts
 
 
 @inner
-def ghost_insert(cells: Array, book: Array, slots: Array, parents: Array, now: int) -> None:
-    """Blocks became resident; those that LRU does not hold continue the chain of their request."""
+def name_inserted(cells: Array, book: Array, slots: Array, parents: Array, now: int) -> None:
+    """Blocks became resident; those without a known parent continue the chain of their request."""
     above = book[LAST] if book[NOW] == now else -1
     for i in range(len(slots)):
-        s = slots[i]
-        if parents[i] >= 0 and parents[i] < len(cells) and cells[parents[i]].birth != 0:
-            above = parents[i]
-        elif i == 0 and cells[s].birth != 0:
-            above = above_of(cells, s)
+        s, p = slots[i], parents[i]
+        if 0 <= p < len(cells) and cells[p].birth != 0:
+            above = p
         if cells[s].birth == 0:
             name(cells, book, s, above if above != s else -1)
-            book[LAST] = s
-        if cells[s].here == 0:
-            cells[s].here = 1
-            book[HERE] += 1
-        if cells[s].ghost == 0:
-            cells[s].ghost = 1
-            book[GHOSTS] += 1
-            if above >= 0 and cells[above].ghost == 1:
-                enlist_behind(cells, s, above)
-            else:
-                enlist(cells, book, 0, s)
         above = s
 
 
-@inner
-def ghost_remove(cells: Array, book: Array, slots: Array, whole: bool) -> None:
-    """Blocks are no longer resident here; `whole`: nor would they be with LRU."""
-    for s in slots:
-        if 0 <= s < len(cells):
-            if cells[s].here == 1:
-                cells[s].here = 0
-                book[HERE] -= 1
-            if whole and cells[s].ghost == 1:
-                ghost_lose(cells, book, s)
-
-
-@inner
-def measure(book: Array) -> None:
-    """An eviction is over: what remains tells how many blocks fit.
+@kernel
+def measure(book: Array, left: int) -> None:
+    """An eviction is over: what is left tells how many blocks fit.
 
     Whether a driver makes room before an insert or after it, the most that remains after any of the
     last evictions is what fits, but for the smallest insert.
     """
-    book[COUNT] += 1
-    if book[COUNT] % EPOCH == 0:
+    book[EVICTIONS] += 1
+    if book[EVICTIONS] % EPOCH == 0:
         book[OLD_PEAK], book[PEAK] = book[PEAK], 0
-    book[PEAK] = max(book[PEAK], book[HERE])
+    book[PEAK] = max(book[PEAK], left)
     book[ROOM] = max(book[PEAK], book[OLD_PEAK], 1)
 
 
-@inner
-def unname(cells: Array, book: Array, s: int) -> None:
-    """A number names nothing any more."""
-    if book[LAST] == s:
-        book[LAST] = -1
-    if cells[s].ghost == 1:
-        ghost_lose(cells, book, s)
-    cells[s].up = -1
-    cells[s].birth = 0
-
-
-# Places that hold only numbers, one per candidate: what would it have hit?
+# What would a candidate have hit? It decides over as many blocks as really fit: LRU and a decayed
+# count always, the learned index while it does not decide itself. (A sample of the conversations
+# tells too little about a large place.)
 #
-# A candidate is judged by letting it decide over as many blocks as really fit: a decayed count
-# always, the learned index while it does not decide itself. (A sample of the conversations tells
-# too little about a large place.)
-#
-# Every shadow has a heap of its leaves. A learned index changes by itself, so its shadow gives up a
-# few hundredths of its blocks at once, after a look at all its leaves.
+# A learned index changes by itself, so its shadow gives up a few hundredths of its blocks at once,
+# after a look at all its leaves.
 
 SLACK_BITS = 5  # the learned shadow's size may be off by a 32nd
-LEARNED_TAU = -1
+LRU_TAU, LEARNED_TAU = 0, -1
+
+WATCHED = (
+    (CELL, 1),
+    (np.int64, 1),
+    (np.float64, 1),
+    (SHADE, 2),
+    (np.int64, 3),
+    (np.int64, 2),
+    (np.int64, 1),
+)
+"""Cells, book, sums; of each shadow shades, leaves, counts and `tau`: the half-life of its counts,
+`LRU_TAU` or `LEARNED_TAU`."""
+
+watched_on = opener(len(KINDS), WATCHED)
 
 
 def longer(old: Array, new: Array) -> Array:
     """`new`, which begins with what was in `old`, a shorter vector, or several."""
     new[..., : old.shape[-1]] = old
     return new
-
-
-# ---- what happens to a shadow; `tau` is the half-life of its counts, or `LEARNED_TAU`
 
 
 @inner
@@ -245,52 +258,12 @@ def appraise(shade: Array, mind: tuple[Array, ...], s: int, now: int) -> None:
 
 
 @inner
-def serve(
-    shadow: tuple[Array, ...],
-    cells: Array,
-    mind: tuple[Array, ...],
-    tau: int,
-    slots: Array,
-    now: int,
-    asked: bool,
-) -> int:
-    """A request uses these blocks, if `asked`, or they became resident: how many are held.
-
-    Those that are resident are held next.
-    """
-    shade, leaves, count = shadow
-    # Blocks of one prefix mostly share their history, hence their key: compute it once.
-    old, new, hits = np.int64(NO_KEY), np.int64(now), 0
-    for i in range(len(slots) - 1, -1, -1):  # so that what is no leaf in the end never was
-        s = slots[i]
-        held = shade[s].place != AWAY
-        stays = held or cells[s].here == 1
-        hits += held
-        if tau == LEARNED_TAU:
-            if stays and shade[s].kids == 0:
-                appraise(shade, mind, s, now)
-        elif asked or shade[s].key == NO_KEY:
-            if shade[s].key != old:
-                old = shade[s].key
-                new = aged(old, now, tau) if old != NO_KEY else np.int64(now)
-            shade[s].key = new
-        if stays:
-            hold(shade, leaves, count, cells, s)
-    return hits
-
-
-@inner
-def trim(
-    shadow: tuple[Array, ...],
-    cells: Array,
-    mind: tuple[Array, ...],
-    tau: int,
-    capacity: int,
-    now: int,
-) -> None:
+def trim(desk: Array, k: int, capacity: int, now: int) -> None:
     """Gives up what is too much; by a learned index, once that is worth a look at all leaves."""
-    shade, leaves, count = shadow
-    learned = tau == LEARNED_TAU
+    mind = mind_on(desk)
+    cells, _book, _sums, shades, heaps, counts, taus = watched_on(desk)
+    shade, leaves, count = shades[k], heaps[k], counts[k]
+    learned = taus[k] == LEARNED_TAU
     slack = capacity >> SLACK_BITS if learned else 0
     if count[HELD] <= capacity + slack:
         return
@@ -308,6 +281,37 @@ def trim(
         if learned and p >= 0:
             appraise(shade, mind, p, now)  # first, so that it moves once
         shadow_drop(shade, leaves, count, cells, s)
+
+
+@kernel
+def serve(desk: Array, k: int, slots: Array, now: int, asked: bool) -> int:
+    """A request uses these blocks, if `asked`, or they became resident: how many a shadow holds.
+
+    Those that are resident are held next. What is too much goes when the next request comes.
+    """
+    nodes, mind = order_on(desk)[0], mind_on(desk)
+    cells, book, _sums, shades, heaps, counts, taus = watched_on(desk)
+    shade, leaves, count, tau = shades[k], heaps[k], counts[k], taus[k]
+    if asked and book[ROOM] > 0:
+        trim(desk, k, book[ROOM], now)
+    # Blocks of one prefix mostly share their history, hence their key: compute it once.
+    old, new, hits = np.int64(NO_KEY), np.int64(now), 0
+    for i in range(len(slots) - 1, -1, -1):  # so that what is no leaf in the end never was
+        s = slots[i]
+        held = shade[s].place != AWAY
+        stays = held or nodes[s].birth != 0
+        hits += held
+        if tau == LEARNED_TAU:
+            if stays and shade[s].kids == 0:
+                appraise(shade, mind, s, now)
+        elif asked or shade[s].key == NO_KEY:
+            if shade[s].key != old:
+                old = shade[s].key
+                new = aged(old, now, tau) if old != NO_KEY else np.int64(now)
+            shade[s].key = new
+        if stays:
+            hold(shade, leaves, count, cells, s)
+    return int(hits)
 
 
 # Which candidate decides: what each has hit more than LRU, and when that is reason to change.
@@ -335,11 +339,6 @@ MOST, MOST_SHARE = 64.0, 0.0006  # of all tries
 WAIT = 1.5
 HYSTERESIS = 0.02
 LN2 = 0.6931471805599453
-
-
-def fresh_sums(rows: int) -> Array:
-    """Nothing has been seen."""
-    return np.zeros(ROWS + 3 * rows)
 
 
 @inner
@@ -426,67 +425,32 @@ def turn(sums: Array, chosen: int) -> None:
     sums[LATELY] = sums[SQUARES] = 0.0
 
 
-# One compiled function per thing that a hedge does beside the order that decides.
-#
-# Arguments: `watch` is what is kept about the place itself: cells, book and sums. `shadows` =
-# shades, heaps and counts of the rows beside LRU. For `mind` and `order` see
-# `flowkv.policy.hazard.compiled`.
+# One compiled function per thing that a hedge does beside the order that decides. `desk` is that of
+# the learned order, with what `WATCHED` says behind it.
 
 LEARNED, ASIDE = 0, 2
 """Modes of the order: by the learned index; by a static key, while the index only learns."""
 
 
-@inner
-def show(
-    watch: tuple[Array, ...],
-    shadows: tuple[Array, ...],
-    mind: tuple[Array, ...],
-    taus: Array,
-    slots: Array,
-    now: int,
-    active: int,
-    asked: bool,
-) -> None:
-    """All shadows see a request, if `asked`, or what became resident; not that which decides.
-
-    Their surplus goes when the next request comes.
-    """
-    cells, book, sums = watch
-    shades, heaps, counts = shadows
-    for k in range(len(taus)):
-        if taus[k] == LEARNED_TAU and active == k + 1:
-            continue
-        shadow = shades[k], heaps[k], counts[k]
-        if asked and book[ROOM] > 0:
-            trim(shadow, cells, mind, taus[k], book[ROOM], now)
-        hits = serve(shadow, cells, mind, taus[k], slots, now, asked)
-        if asked:
-            credit(sums, k + 1, len(slots), hits - book[FOUND])
-
-
 @kernel
-def access(
-    watch: tuple[Array, ...],
-    shadows: tuple[Array, ...],
-    mind: tuple[Array, ...],
-    taus: Array,
-    slots: Array,
-    now: int,
-    active: int,
-    proved: bool,
-) -> int:
+def access(desk: Array, slots: Array, now: int, active: int, proved: bool) -> int:
     """A request uses these known blocks. `proved`: a model that was brought need not wait.
 
     Returns:
-        The row that is to decide from now on; if that is another one, `seen` has to follow. -1 if a
+        The row that is to decide from now on; if that is another one, `show` has to follow. -1 if a
         slot has no cell, and nothing was done.
     """
-    cells, book, sums = watch
+    nodes = order_on(desk)[0]
+    cells, book, sums = watched_on(desk)[:3]
+    here = 0
     for s in slots:
         if s < 0 or s >= len(cells):
             return -1
+        here += nodes[s].birth != 0
+    name_asked(cells, book, slots, now)
+    book[STAMP] = max(book[STAMP] + 1, now)
+    book[FOUND] = serve(desk, 0, slots, book[STAMP], True)
     rows = (len(sums) - ROWS) // 3
-    here, book[FOUND] = arrive(cells, book, slots, now)
     more = here - book[FOUND]
     witness(sums, now, len(slots), more)
     if active == rows - 1:
@@ -497,112 +461,95 @@ def access(
     if chosen != active:
         turn(sums, chosen)
     else:
-        show(watch, shadows, mind, taus, slots, now, active, True)
+        show(desk, slots, now, active)
     return int(chosen)
 
 
 @kernel
-def seen(
-    watch: tuple[Array, ...],
-    shadows: tuple[Array, ...],
-    mind: tuple[Array, ...],
-    taus: Array,
-    slots: Array,
-    now: int,
-    active: int,
-) -> None:
-    """What the shadows have to see of a request after another row took over."""
-    show(watch, shadows, mind, taus, slots, now, active, True)
+def show(desk: Array, slots: Array, now: int, active: int) -> None:
+    """The shadows see a request, but for those of LRU and of the learned order where it decides."""
+    _cells, book, sums, shades = watched_on(desk)[:4]
+    for k in range(1, len(shades)):
+        if active == k == len(shades) - 1:
+            continue
+        credit(sums, k, len(slots), serve(desk, k, slots, now, True) - book[FOUND])
 
 
 @kernel
-def come(
-    watch: tuple[Array, ...],
-    shadows: tuple[Array, ...],
-    mind: tuple[Array, ...],
-    taus: Array,
-    slots: Array,
-    parents: Array,
-    now: int,
-    active: int,
-) -> None:
+def come(desk: Array, slots: Array, parents: Array, now: int, active: int) -> None:
     """Blocks became resident; they have cells."""
-    cells, book, _sums = watch
-    ghost_insert(cells, book, slots, parents, now)
-    show(watch, shadows, mind, taus, slots, now, active, False)
+    cells, book, _sums, shades = watched_on(desk)[:4]
+    name_inserted(cells, book, slots, parents, now)
+    for k in range(len(shades)):
+        if not active == k == len(shades) - 1:
+            serve(desk, k, slots, max(book[STAMP], now) if k == 0 else now, False)
 
 
 @kernel
-def go(watch: tuple[Array, ...], slots: Array) -> None:
-    """Blocks were given up here."""
-    cells, book, _sums = watch
-    ghost_remove(cells, book, slots, False)
-    measure(book)
-
-
-@kernel
-def lose(watch: tuple[Array, ...], shadows: tuple[Array, ...], slots: Array, forget: bool) -> None:
-    """Blocks left, for another reason than that they were too many: LRU has lost them too.
+def lose(desk: Array, slots: Array, forget: bool) -> None:
+    """Blocks left, for another reason than that they were too many: no shadow holds them now.
 
     `forget`: their numbers name nothing any more.
     """
-    cells, book, _sums = watch
-    shades, heaps, counts = shadows
+    cells, book, _sums, shades, heaps, counts = watched_on(desk)[:6]
     for s in slots:
-        if 0 <= s < len(cells):
-            for k in range(len(shades)):
-                if shades[k, s].place != AWAY:
-                    shadow_drop(shades[k], heaps[k], counts[k], cells, s)
-                if forget:
-                    shades[k, s].key, shades[k, s].kids = NO_KEY, 0
-    if not forget:
-        ghost_remove(cells, book, slots, True)
-        return
-    for s in slots:
-        if 0 <= s < len(cells):
-            unname(cells, book, s)
+        if s < 0 or s >= len(cells):
+            continue
+        for k in range(len(shades)):
+            if shades[k, s].place != AWAY:
+                shadow_drop(shades[k], heaps[k], counts[k], cells, s)
+            if forget:
+                shades[k, s].key, shades[k, s].kids = NO_KEY, 0
+        if forget:
+            cells[s].up, cells[s].birth = -1, 0
+            if book[LAST] == s:
+                book[LAST] = -1
 
 
 # ---- another row decides
 
 
 @kernel
-def follow_learned(order: tuple[Array, ...], mind: tuple[Array, ...]) -> None:
+def follow_learned(desk: Array) -> None:
     """The learned order decides from now on: every leaf is judged by its index."""
-    nodes, terms, heaps, state = order
+    order = order_on(desk)
+    nodes, heaps, state = order
     state[MODE], state[TAU] = LEARNED, 1
     fold(state, DIGEST, LEARNED)
     for s in range(len(nodes)):
         if nodes[s].marks & ETA:
             nodes[s].marks &= ~ETA  # the index knows the hints itself
-            reorder(nodes, terms, heaps, state, s)
-            attend(nodes, terms, heaps, state, s)
+            reorder(nodes, heaps, state, s)
+            attend(nodes, heaps, state, s)
         if nodes[s].birth != 0 and nodes[s].kids == 0:
-            rekey(order, mind, s, state[CLOCK])
+            rekey(order, mind_on(desk), s, state[CLOCK])
 
 
 @kernel
-def follow_counts(order: tuple[Array, ...], shade: Array, tau: int) -> None:
-    """Decayed counts decide from now on, as their shadow knows them."""
-    nodes, terms, heaps, state = order
+def follow_counts(desk: Array, k: int) -> None:
+    """Decayed counts or LRU decide from now on, as their shadow knows them."""
+    nodes, heaps, state = order_on(desk)
+    shade, tau = watched_on(desk)[3][k], watched_on(desk)[6][k]
     state[MODE], state[TAU] = ASIDE, tau
     fold(state, DIGEST, ASIDE + tau)
     for s in range(len(nodes)):
         if nodes[s].marks & KNOWN:
-            nodes[s].key = max(shade[s].key, nodes[s].last)
-            reorder(nodes, terms, heaps, state, s)
+            nodes[s].key = nodes[s].last if tau == LRU_TAU else max(shade[s].key, nodes[s].last)
+            reorder(nodes, heaps, state, s)
 
 
 @kernel
-def copy_place(cells: Array, shadows: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> None:
+def copy_place(desk: Array, now: int) -> None:
     """The learned order's shadow, the last one, begins with what is really here."""
-    shade, leaves, count = shadows[0][-1], shadows[1][-1], shadows[2][-1]
+    nodes = order_on(desk)[0]
+    cells, _book, _sums, shades, heaps, counts = watched_on(desk)[:6]
+    shade, leaves, count = shades[-1], heaps[-1], counts[-1]
     count[LEAVES] = count[HELD] = 0
     for s in range(len(cells)):
         shade[s].place, shade[s].kids = AWAY, 0
     for s in range(len(cells)):
-        if cells[s].here == 1:
-            appraise(shade, mind, s, now)
+        if nodes[s].birth != 0:
+            appraise(shade, mind_on(desk), s, now)
             hold(shade, leaves, count, cells, s)
 
 
@@ -637,18 +584,22 @@ class Hedge(HazardIndex):
 
     def __init__(self, **options: object) -> None:
         config = configure(HedgeConfig, self.name, options)
-        taus = [*(round(tau_s * 1e9) for tau_s in config.taus_s), LEARNED_TAU]
-        rows = len(taus)
-        self._watch = (fresh_cells(0), fresh_book(), fresh_sums(rows + 1))
-        self._shadows: tuple[NDArray[Any], ...] = (
+        self._active, self._learned = 0, 1 + len(config.taus_s)  # rows: the one that decides, last
+        rows = self._learned + 1
+        taus = [LRU_TAU, *(round(tau_s * 1e9) for tau_s in config.taus_s), LEARNED_TAU]
+        self._watched: tuple[NDArray[Any], ...] = (
+            fresh_cells(0),
+            np.zeros(BOOK_SIZE, np.int64),
+            np.zeros(ROWS + 3 * rows),
             fresh_shades(rows, 0),
             np.zeros((rows, 0, 2), np.int64),
             np.zeros((rows, 2), np.int64),
+            np.array(taus, np.int64),
         )
-        self._taus, self._active = np.array(taus, np.int64), 0
+        self._watched[1][LAST] = -1
         super().__init__(**{f: getattr(config, f) for f in ("lease_s", "max_age_s", "leases")})
         self.config = config
-        self._state[MODE], self._state[TAU] = ASIDE, 0
+        self._state[MODE], self._state[TAU] = ASIDE, LRU_TAU
 
     # ---- what happens
 
@@ -656,7 +607,7 @@ class Hedge(HazardIndex):
         """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
         slots, parents = as_slots(slots), as_slots(parents)
         super().insert(now_ns, slots, parents, **said)
-        come(*self._all, slots, parents, self._state[CLOCK], self._active)
+        come(self._desk, slots, parents, self._state[CLOCK], self._active)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
         """A request uses these known blocks, root to leaf.
@@ -667,25 +618,25 @@ class Hedge(HazardIndex):
         super().access(now_ns, slots, visit)
         models = self._mind[4]
         said = self._state[CLOCK], self._active, len(models) > 1 and speaker(models) == 1
-        chosen = access(*self._all, slots, *said)
+        chosen = access(self._desk, slots, *said)
         if chosen < 0:
-            slots = slots[(slots >= 0) & (slots < len(self._watch[0]))]
-            chosen = access(*self._all, slots, *said)
+            slots = slots[(slots >= 0) & (slots < len(self._watched[0]))]
+            chosen = access(self._desk, slots, *said)
         if chosen != self._active:
             self._turn(chosen)
-            seen(*self._all, slots, self._state[CLOCK], chosen)
+            show(self._desk, slots, self._state[CLOCK], chosen)
 
     def remove(self, slots: Slots) -> None:
         """Blocks left for another reason than `evict`."""
         slots = as_slots(slots)
         super().remove(slots)
-        lose(self._watch, self._shadows, slots, False)
+        lose(self._desk, slots, False)
 
     def forget(self, slots: Slots) -> None:
         """Nobody knows these blocks any more: their slots may name others next."""
         slots = as_slots(slots)
         super().forget(slots)
-        lose(self._watch, self._shadows, slots, True)
+        lose(self._desk, slots, True)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
         """The application expects the next use of this chain in about `eta_ns`.
@@ -693,7 +644,7 @@ class Hedge(HazardIndex):
         The learned index hears of it whoever decides.
         """
         super().hint(now_ns, slots, eta_ns, sigma)
-        if self._active != len(self._taus) and eta_ns < NEVER_NS:
+        if self._active != self._learned and eta_ns < NEVER_NS:
             LeafOrder.hint(self, now_ns, slots, eta_ns, sigma)
 
     # ---- what is decided
@@ -702,7 +653,7 @@ class Hedge(HazardIndex):
         """Chooses and removes `n` victims, none pinned or protected; None if there are fewer."""
         victims = super().evict(now_ns, n, protected)
         if victims is not None and len(victims):
-            go(self._watch, victims)
+            measure(self._watched[1], len(self))
         return victims
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
@@ -710,11 +661,11 @@ class Hedge(HazardIndex):
 
         For what is certain only, unless the learned index decides.
         """
-        if self._active != len(self._taus):
+        if self._active != self._learned:
             return Policy.displace(self, now_ns, n, rate, protected)
         victims = super().displace(now_ns, n, rate, protected)
         if len(victims):
-            go(self._watch, victims)
+            measure(self._watched[1], len(self))
         return victims
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
@@ -722,54 +673,52 @@ class Hedge(HazardIndex):
 
         Nothing, unless the learned index decides.
         """
-        if self._active != len(self._taus):
+        if self._active != self._learned:
             return NO_SLOTS.copy(), np.empty(0)
         return super().wanted(now_ns, n)
 
     def _worth(self, slot: int) -> float:
         """As the order that decides: an index in 1/s, or a static key in nanoseconds."""
-        if self._active != len(self._taus):
+        if self._active != self._learned:
             return LeafOrder._worth(self, slot)
         return super()._worth(slot)
 
     @property
     def chosen(self) -> str:
         """The rule that decides at present: "lru", "lfu-ttl 30 s", "hazard"."""
-        if self._active == len(self._taus):
+        if self._active == self._learned:
             return "hazard"
-        return f"lfu-ttl {self._taus[self._active - 1] / 1e9:g} s" if self._active else "lru"
+        return f"lfu-ttl {self._watched[6][self._active] / 1e9:g} s" if self._active else "lru"
 
     @property
     def surplus(self) -> int:
         """Blocks that hit so far, less those that plain LRU would have hit."""
-        return int(self._watch[2][SURPLUS])
+        return int(self._watched[2][SURPLUS])
 
     # ---- parts
 
     @property
-    def _all(self) -> tuple[Any, ...]:
-        """What compiled calls about the shadows work on."""
-        return self._watch, self._shadows, self._mind, self._taus
+    def _desk(self) -> NDArray[Any]:
+        """Where everything lies, for compiled calls."""
+        arrays = self._arrays, self._state, self._mind, self._watched
+        return self._laid.lay(KINDS + WATCHED, arrays)
 
     def _turn(self, chosen: int) -> None:
         """Another row decides from now on."""
-        learned = len(self._taus)
-        if self._active == learned:
-            copy_place(self._watch[0], self._shadows, self._mind, self._state[CLOCK])
+        if self._active == self._learned:
+            copy_place(self._desk, self._state[CLOCK])
         self._active = chosen
-        if chosen == learned:
-            follow_learned(self._order, self._mind)
+        if chosen == self._learned:
+            follow_learned(self._desk)
         else:
-            # A shadow that knows nothing: LRU goes by the last uses.
-            shade = self._shadows[0][chosen - 1] if chosen else fresh_shades(len(self._watch[0]))
-            follow_counts(self._order, shade, self._taus[chosen - 1] if chosen else 0)
+            follow_counts(self._desk, chosen)
 
     def _grow(self, room: int) -> None:
         super()._grow(room)
         new = len(self._arrays[0])
-        cells, book, sums = self._watch
-        shades, heaps, counts = self._shadows
-        self._watch = longer(cells, fresh_cells(new)), book, sums
+        cells, book, sums, shades, heaps, counts, taus = self._watched
         wider, used = np.zeros((len(heaps), new, 2), np.int64), int(counts[:, LEAVES].max())
         wider[:, :used] = heaps[:, :used]
-        self._shadows = longer(shades, fresh_shades(len(shades), new)), wider, counts
+        cells = longer(cells, fresh_cells(new))
+        shades = longer(shades, fresh_shades(len(shades), new))
+        self._watched = cells, book, sums, shades, wider, counts, taus

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, Slots, Visit
 from flowkv.policy.config import LeaseConfig, configure
+from flowkv.policy.hedge import AWAY, CELL, HELD, fresh_shades, hold, shadow_drop
 from flowkv.policy.order.compiled import SLOT_LIMIT, SLOT_MASK, Array, assign, kernel
 from flowkv.policy.order.leaf import LeafOrder, as_slots
-from flowkv.policy.order.shadow import AWAY, HELD, fresh_shades, hold, shadow_drop
 
 NOT_AGAIN = 1 << 40
 """As the next use: there is none."""
@@ -61,9 +61,6 @@ def replay(
             hold(shade, leaves, count, cells, b)
         while count[HELD] > capacity:
             shadow_drop(shade, leaves, count, cells, leaves[0, 1] & SLOT_MASK)
-
-
-CELL = np.dtype([("up", np.int32), ("depth", np.int32), ("birth", np.int32), ("bond", np.int32)])
 
 
 def next_uses(

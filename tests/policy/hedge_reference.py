@@ -13,10 +13,10 @@ class SlowHedge:
     """What a hedge keeps beside the order; `worth(slot)` tells what the learned order thinks."""
 
     def __init__(self, taus):
-        self.taus = taus
+        self.taus = [0, *taus]
         self.rows = len(taus) + 2  # LRU, the counts, the learned order
         self.up, self.depth = {}, {}
-        self.here, self.ghosts = set(), []  # ghosts: oldest first
+        self.here = set()
         self.keys = [{} for _ in range(self.rows)]
         self.held = [set() for _ in range(self.rows)]
         self.active = self.room = 0
@@ -26,39 +26,22 @@ class SlowHedge:
         self.lately = self.squares = 0.0
         self.stats = [[0.0, 0.0, 0.0] for _ in range(self.rows)]
 
-    # ---- the list
+    # ---- who belongs to whom
 
     def name(self, s, above):
         self.up[s] = above
         self.depth[s] = self.depth[above] + 1 if above is not None else 0
-
-    def arrive(self, slots):
-        self.ghosts = self.ghosts[-self.room :] if self.room else self.ghosts
-        known = max([i + 1 for i, s in enumerate(slots) if s in self.up], default=0)
-        for i in range(known, len(slots)):
-            self.name(slots[i], slots[i - 1] if i else None)
-        here, found = len(self.here & set(slots)), len(set(self.ghosts) & set(slots))
-        for s in reversed(slots):
-            if s in self.ghosts or s in self.here:
-                self.ghosts = [g for g in self.ghosts if g != s] + [s]
-        return here, found
+        self.last = s
 
     def insert(self, now, slots, parents):
         above = self.last if self.last_time == now else None
-        for i, (s, p) in enumerate(zip(slots, parents, strict=True)):
-            if p >= 0 and p in self.up:
-                above = p
-            elif i == 0 and s in self.up:
-                above = self.up[s]
+        for s, p in zip(slots, parents, strict=True):
+            above = p if p >= 0 and p in self.up else above
             if s not in self.up:
                 self.name(s, above)
-                self.last = s
             self.here.add(s)
-            if s not in self.ghosts:
-                at = self.ghosts.index(above) if above in self.ghosts else len(self.ghosts)
-                self.ghosts.insert(at, s)
             above = s
-        for k in range(1, self.rows - 1):
+        for k in range(self.rows - 1):
             for s in slots:
                 self.keys[k].setdefault(s, now)
             self.held[k] |= set(slots)
@@ -118,8 +101,22 @@ class SlowHedge:
         better = rate - 1.02 * mine > math.hypot(doubt, also)
         return best if best and best != self.active and better else self.active
 
+    def count(self, k, now, slots):
+        """A shadow of counts sees a request: how many of its blocks it holds."""
+        if self.room:
+            self.trim(k, self.room, self.keys[k].get)
+        hits = len(self.held[k] & set(slots))
+        for s in slots:
+            old = self.keys[k].get(s)
+            self.keys[k][s] = now if old is None else aged(old, now, self.taus[k])
+        self.held[k] |= self.here & set(slots)
+        return hits
+
     def access(self, now, slots, worth):
-        here, found = self.arrive(slots)
+        known = max([i + 1 for i, s in enumerate(slots) if s in self.up], default=0)
+        for i in range(known, len(slots)):
+            self.name(slots[i], slots[i - 1] if i else None)
+        here, found = len(self.here & set(slots)), self.count(0, now, slots)
         if self.time is not None and now > self.time:
             fade = 0.5 ** ((now - self.time) / 1e9 / HALF_LIFE_S)
             self.lately, self.squares = self.lately * fade, self.squares * fade
@@ -142,11 +139,5 @@ class SlowHedge:
             self.learn(worth)
             self.credit(-1, n, len(self.held[-1] & set(slots)) - found)
             self.held[-1] |= self.here & set(slots)
-        for k, tau in enumerate(self.taus, 1):
-            if self.room:
-                self.trim(k, self.room, self.keys[k].get)
-            self.credit(k, n, len(self.held[k] & set(slots)) - found)
-            for s in slots:
-                old = self.keys[k].get(s)
-                self.keys[k][s] = now if old is None else aged(old, now, tau)
-            self.held[k] |= self.here & set(slots)
+        for k in range(1, self.rows - 1):
+            self.credit(k, n, self.count(k, now, slots) - found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.inside import log2_of
+from tests.inside import log2
 from tests.policy.reference import SlowLfuTtl
 
 
@@ -21,4 +21,4 @@ class SlowCostAware(SlowLfuTtl):
         super().insert(now_ns, slots, parents, **kw)
 
     def base_key(self, slot):
-        return self.blocks[slot].key + round(self.tau * log2_of(self.per_byte[slot]))
+        return self.blocks[slot].key + round(self.tau * log2(self.per_byte[slot]))

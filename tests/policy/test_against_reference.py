@@ -144,7 +144,7 @@ class Both(RuleBasedStateMachine):
             return
         blocks, slow = self.slow.blocks, self.slow
         assert self.fast.resident() == sorted(blocks)
-        nodes, terms, _ = self.fast._arrays
+        nodes = self.fast._arrays[0]
         fixed = slow.blocked(())
         marked = 0
         for s, block in blocks.items():
@@ -162,15 +162,15 @@ class Both(RuleBasedStateMachine):
                 assert len(live) <= node["live"] <= len(children)
         away = [s for s in range(len(nodes)) if s not in blocks]
         assert (nodes["place"][away] == -1).all()
-        assert (terms["due"][away] == -1).all()
+        assert (nodes["due"][away] == -1).all()
         assert self.fast._state[EXPIRED] == marked
         assert self.fast._state[BLOCKED] == len(fixed)
         for row in (LEAVES, SECOND, HINTED):
             self.is_heap(row, nodes["place"])
-        self.is_heap(DUES, terms["due"])
+        self.is_heap(DUES, nodes["due"])
 
     def is_heap(self, which, place):
-        heaps = self.fast._arrays[2]
+        heaps = self.fast._arrays[1]
         entries = heaps[which, : self.fast._state[which]].tolist()
         assert all(entries[(i - 1) // 2] < entries[i] for i in range(1, len(entries)))
         assert all(place[tie & (1 << 28) - 1] == i for i, (_, tie) in enumerate(entries))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.policy import CostAware, LfuTtl
-from tests.inside import ConfigError, log2_of
+from tests.inside import ConfigError, log2
 from tests.policy.reference_cost_aware import SlowCostAware
 from tests.policy.test_against_reference import LEASES, Both
 
@@ -32,7 +32,7 @@ TestBothCostAware.settings = settings(max_examples=40, stateful_step_count=30)
 
 @given(st.floats(1e-300, 1e300))
 def test_log2(x):
-    assert abs(log2_of(x) - math.log2(x)) <= 4e-16 * max(1.0, abs(math.log2(x)))
+    assert abs(log2(x) - math.log2(x)) <= 4e-16 * max(1.0, abs(math.log2(x)))
 
 
 def ids(*values):

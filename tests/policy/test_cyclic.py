@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from flowkv.policy import LRU, Cyclic
-from tests.inside import HELD_FAST, KNOWN, RECENTS, STAYERS, ConfigError
+from tests.inside import HELD_FAST, RECENTS, SEEN_ONCE, STAYERS, ConfigError
 from tests.policy.reference_cyclic import SlowCyclic
 from tests.policy.test_against_reference import LEASES, Both, ids
 
@@ -47,7 +47,7 @@ class BothCyclic(Both):
             counts, slow = self.fast._counts, self.slow
             assert self.fast.cycle == slow.cycle
             assert self.fast._state[HELD_FAST] == len(slow.fixed)
-            assert counts[KNOWN] == len(slow.known)
+            assert counts[SEEN_ONCE] == len(slow.known)
             assert counts[RECENTS] == len(slow.recent)
             assert counts[STAYERS] == len(slow.stays)
 

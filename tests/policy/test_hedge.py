@@ -8,7 +8,7 @@ import pytest
 from flowkv.policy import LRU, Hedge, Lease, Visit
 from flowkv.sim import generate
 from flowkv.testing import check_policy
-from tests.inside import AWAY, BIRTHS, HERE, LISTS, NEVER_NS, NO_VISIT, ROOM, worth_of
+from tests.inside import AWAY, BIRTHS, NEVER_NS, NO_VISIT, ROOM, worth_of
 from tests.policy.hedge_reference import SlowHedge
 from tests.sim.stories import run_through
 
@@ -20,7 +20,7 @@ class Watched(Hedge):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.slow = SlowHedge(self._taus[:-1].tolist())
+        self.slow = SlowHedge(self._watched[6][1:-1].tolist())
         self.turns = []
 
     def access(self, now_ns, slots, visit):
@@ -51,20 +51,12 @@ class Watched(Hedge):
         super()._turn(chosen)
 
     def compare(self):
-        slow, (cells, book, _) = self.slow, self._watch
+        slow, (_, book, _, shades, *_) = self.slow, self._watched
         assert self._active == slow.active
-        assert (book[HERE], book[ROOM]) == (len(slow.here), slow.room)
-        assert set(self.resident()) == slow.here == set(np.flatnonzero(cells["here"]).tolist())
-        ghosts, newest = [], int(book[LISTS]) - 1
-        s = newest
-        while s >= 0 and len(ghosts) <= len(slow.ghosts):
-            ghosts.append(s)
-            s = int(cells["after"][s])
-            s = s if s != newest else -1
-        assert ghosts[::-1] == slow.ghosts
-        learned = len(self._taus)
-        for k, shade in enumerate(self._shadows[0], 1):
-            if k < learned or self._active < learned:
+        assert book[ROOM] == slow.room
+        assert set(self.resident()) == slow.here
+        for k, shade in enumerate(shades):
+            if k < self._learned or self._active < self._learned:
                 assert set(np.flatnonzero(shade["place"] != AWAY).tolist()) == slow.held[k], k
         assert self.surplus == slow.surplus
 
@@ -84,7 +76,7 @@ class Restless(Hedge):
 
     def access(self, now_ns, slots, visit=NO_VISIT):
         super().access(now_ns, slots, visit)
-        chosen = int(self._state[BIRTHS]) // 3 % (len(self._taus) + 1)
+        chosen = int(self._state[BIRTHS]) // 3 % (self._learned + 1)
         if chosen != self._active:
             self._turn(chosen)
 
@@ -150,12 +142,12 @@ def test_what_a_number_named_before_is_forgotten():
         if r % 7 == 3:
             gone = policy.evict(r * S, 5)
             policy.forget(gone)
-            assert (policy._shadows[0]["place"][:, gone] == AWAY).all()
-            assert not policy._watch[0]["ghost"][gone].any()
-            assert (policy._watch[0]["birth"][gone] == 0).all()
+            cells, shades = policy._watched[0], policy._watched[3]
+            assert (shades["place"][:, gone] == AWAY).all()
+            assert (cells["birth"][gone] == 0).all()
         if r % 11 == 5:
             policy.remove(np.array([19]))
-            assert policy._shadows[0][-1]["place"][19] == AWAY
+            assert policy._watched[3][-1]["place"][19] == AWAY
     assert policy.evict(10**12, len(policy)) is not None
 
 

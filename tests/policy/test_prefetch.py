@@ -445,16 +445,14 @@ def test_a_reason_below_the_floor_runs_dry_and_one_above_does_not() -> None:
     for precision, alive in ((0.3, False), (0.5, True)):
         credit = Credit(1000, floor=0.4, probe_share=0.0)
         purse = class_of(LEARNED, 1.0)
-        credit.refund(purse, 500)
+        credit.purses[purse] = 500.0
         spent = 0
         for _ in range(1000):
             n = min(10.0, credit.affords(purse))
             credit.pay(purse, n)
             credit.used(purse, precision * n)
-            credit.wasted(purse, (1 - precision) * n)
             spent += n
         assert (spent == 10_000) == alive
-        assert credit.precision(LEARNED) == pytest.approx(precision, abs=0.01)
 
 
 def test_the_guard_stops_everything() -> None:
@@ -480,10 +478,9 @@ def test_the_rate_of_a_hint_is_that_of_a_lognormal_time(sigma: float, passed: fl
 
 def test_it_says_how_right_it_was_and_refuses_what_is_no_option() -> None:
     prefetcher = Prefetcher(1000)
-    purse = class_of(LEARNED, 1.0)
-    prefetcher.credit.used(purse, 200)
-    prefetcher.credit.wasted(purse, 100)
-    assert prefetcher.precision(LEARNED) == pytest.approx(2 / 3, abs=0.01)
+    assert prefetcher.precision(LEARNED) == 1.0
+    prefetcher.used_bytes[LEARNED], prefetcher.wasted_bytes[LEARNED] = 200, 100
+    assert prefetcher.precision(LEARNED) == pytest.approx(2 / 3)
     with pytest.raises(ConfigError, match="margin"):
         Prefetcher(8, margin=-1)
     assert "0 bytes brought" in repr(prefetcher)

@@ -132,7 +132,7 @@ def pace_of(x: float, fine: float, most: int) -> int:
     return 0 if x == NO_PACE else 1 + clip((x + 4.0) * fine, 0, most - 1)
 
 
-@inner
+@kernel
 def describe(tips: Array, traits: Array, rows: Array, t: int) -> None:
     """Writes which weights speak for tip `t`: one row number per feature."""
     tip = tips[t]
@@ -262,7 +262,7 @@ def bound(x: float, limit: float) -> float:
     return min(max(x, -limit), limit)
 
 
-@inner
+@kernel
 def bin_of(age_ns: int) -> int:
     """The bin that an age lies in."""
     low, high = 0, BINS - 1
@@ -344,7 +344,7 @@ def teach_reach(models: Array, short: int) -> None:
         models[m, REACH + min(short, REACHES - 1)] += 1.0
 
 
-@inner
+@kernel
 def reach(models: Array, short: int) -> float:
     """The share of the returning chains that use the block `short` before their end."""
     m, total, used = speaker(models), 0.0, 0.0
@@ -500,7 +500,7 @@ def index_of(tips: Array, traits: Array, rows: Array, model: Array, t: int, now:
     return value
 
 
-@inner
+@kernel
 def worth_of(mind: tuple[Array, ...], s: int, now: int) -> float:
     """What a block is worth: its tip's index, as far as returns reach it, and that of its forks."""
     own, tips, traits, rows, model, _counters = mind
@@ -517,16 +517,16 @@ def worth_of(mind: tuple[Array, ...], s: int, now: int) -> float:
     return value
 
 
-@inner
+@kernel
 def rekey(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int) -> None:
     """Gives a resident leaf its present place among the leaves, while this order decides."""
-    nodes, terms, heaps, state = order
+    nodes, heaps, state = order
     if state[MODE] != 0:  # another key is in use; see `flowkv.policy.hedge`
         return
     nodes[s].key = key_of(worth_of(mind, s, now))
     i, row = nodes[s].place, nodes[s].row
     if i >= 0:
-        put(heaps[row], nodes["place"], state[row], i, words(nodes, terms, s, row))
+        put(heaps[row], nodes["place"], state[row], i, words(nodes, s, row))
 
 
 @inner
@@ -535,22 +535,22 @@ def give_up(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int)
 
     It is judged first, so that it moves once.
     """
-    nodes, terms, heaps, state = order
+    nodes, heaps, state = order
     p = parent_of(nodes, s)
     if p >= 0 and nodes[p].kids == 1:
         rekey(order, mind, p, now)
-    drop(nodes, terms, heaps, state, s)
+    drop(nodes, heaps, state, s)
 
 
 @inner
 def take_next(order: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> int:
     """Gives up the leaf that goes next, and lets happen what only that one kept from happening."""
-    nodes, terms, heaps, state = order
+    nodes, heaps, state = order
     s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
     fold(state, DIGEST, s)
     give_up(order, mind, s, now)
     if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
-        expire(nodes, terms, heaps, state, now)
+        expire(nodes, heaps, state, now)
     return int(s)
 
 
@@ -660,7 +660,7 @@ def judge(mind: tuple[Array, ...], t: int) -> None:
     tips[t].bin = -1
 
 
-@inner
+@kernel
 def begin(mind: tuple[Array, ...], now: int, q: int, known: int, blocks: int) -> int:
     """A new tip, the turn after `q` (-1: a first one). There is room for it."""
     _own, tips, traits, _rows, _model, counters = mind
@@ -722,7 +722,7 @@ def find_return(mind: tuple[Array, ...], slots: Array, now: int) -> tuple[int, i
 
 # The calls of the `Policy` protocol that a learned order answers otherwise than a static one.
 #
-# `order` is what the order's calls work on: nodes, terms, heaps, state. `mind` is what is learned
+# `order` is what the order's calls work on: nodes, heaps, state. `mind` is what is learned
 # from: own (per slot), tips, traits and rows (per tip), models, counters. Calls that every request
 # makes get both as one argument, the `desk` of an `ArrayCall`.
 
@@ -739,24 +739,18 @@ MIND = (
 KINDS = ORDER + MIND
 mind_on = opener(len(ORDER), MIND)
 
-NOT_DONE, NOT_JOINED = -1, -2
-
-
-@kernel
-def room_needed(capacity: int, slots: Array) -> int:
-    """0 if all slots fit, the capacity that would do, or -1 for a number that is no slot."""
-    return int(room_for(capacity, slots))
+NOT_JOINED = -2
 
 
 @kernel
 def visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
     """A request uses these blocks, of `blocks` in all: returns its tip; -1 if there is no room."""
     order, mind = order_on(desk), mind_on(desk)
-    nodes, terms, heaps, state = order
+    nodes, heaps, state = order
     own, tips, _traits, _rows, _model, counters = mind
     if room_for(len(nodes), slots) != 0 or counters[TIPS] >= len(tips):
         return -1
-    compiled.access(nodes, terms, heaps, state, slots, now)
+    compiled.access(nodes, heaps, state, slots, now)
     now = state[CLOCK]
     advance(order, mind, now)
     known, q = find_return(mind, slots, now)
@@ -770,7 +764,7 @@ def visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
 @kernel
 def rekey_path(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> None:
     """Re-keys the resident leaves among these slots, as of now."""
-    nodes, now = order[0], order[3][CLOCK]
+    nodes, now = order[0], order[2][CLOCK]
     for s in slots:
         if nodes[s].birth != 0 and nodes[s].kids == 0:
             rekey(order, mind, s, now)
@@ -784,7 +778,7 @@ def join(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, parent
     without a parent, the latest tip while blocks of its request are missing; or begins a tip.
     """
     own, tips, _traits, _rows, _model, counters = mind
-    now = order[3][CLOCK]
+    now = order[2][CLOCK]
     for s in slots:  # those that come back, before time passes
         if own[s].tip >= 0:
             mine = tips[own[s].tip]
@@ -816,28 +810,32 @@ def join(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, parent
 
 
 @kernel
+def tick(desk: Array, now: int) -> int:
+    """The order's `tick`; the tips follow the time as well."""
+    order = order_on(desk)
+    nodes, heaps, state = order
+    advance(order, mind_on(desk), expire(nodes, heaps, state, now))
+    return int(state[EXPIRED])
+
+
+@kernel
 def insert(
     desk: Array, slots: Array, parents: Array, lease: Array, said: tuple[int, int, int]
 ) -> int:
-    """The order's `insert`, and `join`; `NOT_JOINED` if tips lack room for that."""
+    """The order's `insert`, and `join`; `NOT_JOINED` if tips lack room for that.
+
+    What happens by itself comes first.
+    """
+    tick(desk, said[0])
     order, mind = order_on(desk), mind_on(desk)
-    nodes, terms, heaps, state = order
-    room = compiled.insert(nodes, terms, heaps, state, slots, parents, lease, said)
+    nodes, heaps, state = order
+    room = compiled.insert(nodes, heaps, state, slots, parents, lease, said)
     if room != 0:
         return int(room)
     if mind[5][TIPS] + len(slots) > len(mind[1]):
         return NOT_JOINED
     join(order, mind, slots, parents)
     return 0
-
-
-@kernel
-def tick(desk: Array, now: int) -> int:
-    """The order's `tick`; the tips follow the time as well."""
-    order = order_on(desk)
-    nodes, terms, heaps, state = order
-    advance(order, mind_on(desk), expire(nodes, terms, heaps, state, now))
-    return int(state[EXPIRED])
 
 
 @kernel
@@ -849,7 +847,7 @@ def finish(desk: Array, now: int, t: int, stop: int, out: int) -> None:
     tips[t].stop = stop
     tips[t].output = out
     judge(mind, t)
-    rekey_tip(order, mind, t, order[3][CLOCK])
+    rekey_tip(order, mind, t, order[2][CLOCK])
 
 
 @kernel
@@ -858,12 +856,12 @@ def announce(
 ) -> None:
     """The tip that owns the last of these blocks returns in about `eta`; -1: nothing is known."""
     own, tips, traits = mind[0], mind[1], mind[2]
-    nodes, terms, heaps, state = order
+    nodes, heaps, state = order
     now = state[CLOCK]
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].marks & DEAD:
             nodes[s].marks &= ~DEAD
-            reorder(nodes, terms, heaps, state, s)
+            reorder(nodes, heaps, state, s)
     s = slots[len(slots) - 1]
     if s < 0 or s >= len(own) or own[s].tip < 0:
         return
@@ -876,7 +874,7 @@ def announce(
 @kernel
 def remove(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> None:
     """Drops what is resident; a parent that becomes a leaf is judged as one."""
-    nodes, state = order[0], order[3]
+    nodes, state = order[0], order[2]
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].birth != 0:
             give_up(order, mind, s, state[CLOCK])
@@ -900,16 +898,16 @@ def forget(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> N
 def evict(desk: Array, protected: Array, victims: Array, now: int) -> bool:
     """As the order's `evict`; a parent that becomes a leaf is judged as one."""
     order, mind = order_on(desk), mind_on(desk)
-    nodes, terms, heaps, state = order
-    now = expire(nodes, terms, heaps, state, now)
+    nodes, heaps, state = order
+    now = expire(nodes, heaps, state, now)
     advance(order, mind, now)
-    change_pins(nodes, terms, heaps, state, protected, 1)
+    change_pins(nodes, heaps, state, protected, 1)
     enough = state[COUNT] - state[BLOCKED] >= len(victims)
     fold(state, DIGEST, len(victims) if enough else -1)
     if enough:
         for i in range(len(victims)):
             victims[i] = take_next(order, mind, now)
-    change_pins(nodes, terms, heaps, state, protected, -1)
+    change_pins(nodes, heaps, state, protected, -1)
     return bool(enough)
 
 
@@ -963,7 +961,7 @@ def compact(mind: tuple[Array, ...], nodes: Array, keep: Array, ghosts: int) -> 
 @kernel
 def worth(order: tuple[Array, ...], mind: tuple[Array, ...], s: int) -> float:
     """What a block is worth as of the last call, in 1/s; whole classes apart lie further."""
-    nodes, terms, _heaps, state = order
+    nodes, _heaps, state = order
     own, tips, traits, _rows, _model, _counters = mind
     if nodes[s].kids == 0:
         value = value_of(nodes[s].key)
@@ -972,5 +970,5 @@ def worth(order: tuple[Array, ...], mind: tuple[Array, ...], s: int) -> float:
         seen, known = tips[t].bin, traits[t, INDEX]
         value = worth_of(mind, s, state[CLOCK])
         tips[t].bin, traits[t, INDEX] = seen, known  # a question changes nothing
-    here = present_class(nodes, terms, state, s)
+    here = present_class(nodes, state, s)
     return float((here - FIRST_CLASS - DEFAULT_RANK) * CLASS_WORTH + value)

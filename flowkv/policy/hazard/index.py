@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, UNKNOWN_STOP, Slots, Visit
-from flowkv.policy.config import HazardConfig, Lease, configure
+from flowkv.policy.config import HazardConfig, configure
 from flowkv.policy.hazard import compiled as learned
 from flowkv.policy.hazard.compiled import (
     BASE_LIMIT,
@@ -44,12 +44,10 @@ from flowkv.policy.order.compiled import (
     COUNT,
     DEAD,
     DEAD_CLASS,
-    LISTS,
     NEVER,
     QUEUED_CLASS,
     SLOT_LIMIT,
     SLOT_MASK,
-    TENANTS,
     Array,
     ArrayCall,
     change_pins,
@@ -58,6 +56,7 @@ from flowkv.policy.order.compiled import (
     expire,
     inner,
     kernel,
+    room_for,
 )
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
@@ -121,9 +120,9 @@ def wanted(
 
     `asked` has a record for each slot, `slots` room for one at least. Ties: the older tip first.
     """
-    nodes, terms, heaps, state = order
+    nodes, heaps, state = order
     own, tips, counters = mind[0], mind[1], mind[5]
-    now = expire(nodes, terms, heaps, state, now)
+    now = expire(nodes, heaps, state, now)
     advance(order, mind, now)
     least, n = 0.0, 0
     if state[COUNT] > state[BLOCKED]:
@@ -157,10 +156,10 @@ def displace(
     rate: float,
 ) -> int:
     """As `evict`, while what goes next is worth less than `rate`; returns how many."""
-    nodes, terms, heaps, state = order
-    now = expire(nodes, terms, heaps, state, now)
+    nodes, heaps, state = order
+    now = expire(nodes, heaps, state, now)
     advance(order, mind, now)
-    change_pins(nodes, terms, heaps, state, protected, 1)
+    change_pins(nodes, heaps, state, protected, 1)
     most, found = min(state[COUNT] - state[BLOCKED], len(victims)), 0
     while found < most:
         s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
@@ -171,7 +170,7 @@ def displace(
             break
         victims[found] = take_next(order, mind, now)
         found += 1
-    change_pins(nodes, terms, heaps, state, protected, -1)
+    change_pins(nodes, heaps, state, protected, -1)
     return int(found)
 
 
@@ -299,33 +298,6 @@ class HazardIndex(LeafOrder):
 
     # ---- what happens
 
-    def insert(
-        self,
-        now_ns: int,
-        slots: Slots,
-        parents: Slots,
-        *,
-        n_bytes: int = 1,
-        cost_ns: int = 0,
-        lease: str | Lease = "",
-        tenant: int = 0,
-    ) -> None:
-        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
-        learned.tick(self._desk, now_ns)
-        slots, parents = as_slots(slots), as_slots(parents)
-        done = learned.NOT_DONE
-        if len(slots) == len(parents) and 0 <= tenant < len(self._state) - LISTS - TENANTS:
-            numbers = now_ns, tenant, self._extra(n_bytes, cost_ns)
-            arguments = slots, parents, self._lease(lease), numbers
-            done = learned.insert(self._desk, *arguments)
-        if done == 0:
-            return
-        if done != learned.NOT_JOINED:  # there is no room, or something to complain of
-            said: dict[str, Any] = {"n_bytes": n_bytes, "cost_ns": cost_ns, "tenant": tenant}
-            super().insert(now_ns, slots, parents, lease=lease, **said)
-        self._make_room(len(slots))
-        learned.join(self._order, self._mind, slots, parents)
-
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
         """A request uses these known blocks, root to leaf.
 
@@ -373,23 +345,12 @@ class HazardIndex(LeafOrder):
         if eta_ns >= NEVER_NS:
             super().hint(now_ns, slots, eta_ns, sigma)
         elif len(slots):
-            learned.tick(self._desk, now_ns)
+            self._tick(now_ns)
             if eta_ns <= 0:
                 eta_ns, sigma = SOON_NS, max(sigma, SOON_SIGMA)
             learned.announce(self._order, self._mind, slots, eta_ns, sigma)
 
     # ---- what is decided
-
-    def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """Chooses and removes `n` victims, none pinned or protected; None if there are fewer."""
-        if n < 0:
-            raise ConfigError(f"cannot evict {n} blocks", "Ask for none or more")
-        if n > self._state[COUNT]:
-            n = int(self._state[COUNT]) + 1  # as hopeless, without the memory
-        victims = np.empty(n, np.int64)
-        guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        done = learned.evict(self._desk, guarded, victims, now_ns)
-        return victims if done else None
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """Gives up to `n` victims to a prefetch: only what is worth less than that.
@@ -397,9 +358,8 @@ class HazardIndex(LeafOrder):
         A queued request's blocks stay, whatever comes.
         """
         victims = np.empty(max(min(n, int(self._state[COUNT])), 0), np.int64)
-        guarded = as_slots(protected) if len(protected) else NO_SLOTS
-        count = displace(self._order, self._mind, guarded, victims, now_ns, rate)
-        return victims[:count]
+        said = as_slots(protected), victims, now_ns, rate
+        return victims[: displace(self._order, self._mind, *said)]
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """Up to `n` ends of chains that are not resident and worth bringing here, best first.
@@ -415,24 +375,23 @@ class HazardIndex(LeafOrder):
         count = wanted(*arrays, now_ns)
         return slots[:count], rates[:count]
 
-    def invalidate(self, now_ns: int, tenant: int) -> None:
-        """All present blocks of a tenant became stale: as expired as by a lease, at once.
+    # ---- compiled calls
 
-        What expires keeps the place that it has now.
-        """
-        learned.tick(self._desk, now_ns)
-        super().invalidate(now_ns, tenant)
+    def _insert(
+        self, slots: Slots, parents: Slots, terms: Slots, said: tuple[int, int, int]
+    ) -> int:
+        room = int(learned.insert(self._desk, slots, parents, terms, said))
+        if room == learned.NOT_JOINED:
+            self._make_room(len(slots))
+            learned.join(self._order, self._mind, slots, parents)
+            return 0
+        return room
 
-    def expired(self, now_ns: int) -> Slots:
-        """Resident blocks whose lease has run out: never a hit again, reclaimed first."""
-        if learned.tick(self._desk, now_ns) == 0:
-            return np.empty(0, np.int64)
-        return super().expired(now_ns)
+    def _evict(self, guarded: Slots, victims: Slots, now_ns: int) -> bool:
+        return bool(learned.evict(self._desk, guarded, victims, now_ns))
 
-    def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
-        """Everything: these policies choose what leaves, not what enters."""
-        learned.tick(self._desk, now_ns)
-        return super().admit(now_ns, slots)
+    def _tick(self, now_ns: int) -> int:
+        return int(learned.tick(self._desk, now_ns))
 
     def _worth(self, slot: int) -> float:
         """The index in 1/s, as of the last call; other classes than the default lie far away."""
@@ -468,11 +427,7 @@ class HazardIndex(LeafOrder):
     @property
     def _desk(self) -> NDArray[Any]:
         """Where everything lies, for compiled calls."""
-        laid, arrays, state, mind = self._laid, self._arrays, self._state, self._mind
-        kept = laid.groups
-        if kept and kept[0] is arrays and kept[1] is state and kept[2] is mind:
-            return laid.words
-        return laid.lay(learned.KINDS, (arrays, state, mind))
+        return self._laid.lay(learned.KINDS, (self._arrays, self._state, self._mind))
 
     @property
     def _order(self) -> tuple[NDArray[Any], ...]:
@@ -480,10 +435,10 @@ class HazardIndex(LeafOrder):
 
     def _fit(self, slots: Slots) -> Slots:
         """The slot numbers among these, and makes room for them and for a tip."""
-        room = learned.room_needed(len(self._arrays[0]), slots)
+        room = room_for(len(self._arrays[0]), slots)
         if room < 0:
             slots = slots[(slots >= 0) & (slots < SLOT_LIMIT)]
-            room = learned.room_needed(len(self._arrays[0]), slots)
+            room = room_for(len(self._arrays[0]), slots)
         if room > 0:
             self._grow(room)
         self._make_room(1)

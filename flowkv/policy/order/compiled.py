@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def fold(state: Array, where: int, value: int) -> None:
     state[where] = np.int64(x ^ (x >> np.uint64(31)))
 
 
-@inner
+@kernel
 def room_for(capacity: int, slots: Array) -> int:
     """0 if all slots fit, the capacity that would do, or -1 for a number that is no slot."""
     top = -1
@@ -83,9 +84,8 @@ def room_beyond(capacity: int, slots: Array) -> int:
     return room
 
 
-# What the compiled order keeps about a slot: two records, and what a leaf is sorted by.
+# What the compiled order keeps about a slot, what every call reads in the first cache line.
 #
-# `NODE` is one cache line, for what every call reads; `TERMS` is another, for what few do.
 # Residence is told by `birth`, a number never used twice; a child remembers its parent's
 # (`bond`), so that the removal of a parent makes roots of its children without visiting them.
 # What outlives residence until `forget`: the key, hints, pins, being queued.
@@ -104,10 +104,7 @@ NODE = np.dtype(
         ("held", np.int32),  # reasons not to go: pinned (1), and each child that may not go
         ("row", np.int32),  # which heap of leaves
         ("marks", np.int32),  # bits below, and the rank above RANK_SHIFT
-    ]
-)
-TERMS = np.dtype(
-    [
+        # What few calls read.
         ("lease", np.int64),  # after the last access, NEVER for none
         ("limit", np.int64),  # when it expires whatever is accessed
         ("eta", np.int64),  # time of the next use, by a hint
@@ -121,7 +118,6 @@ TERMS = np.dtype(
         ("due", np.int32),  # index in the heap of what happens by itself, or -1
     ]
 )
-
 KNOWN, LEASED, RANKED, ETA, DEAD, QUEUED, EXTRA, BRANCHED = (1 << i for i in range(8))
 TWICE, GHOST, FIXED = (1 << i for i in range(8, 11))
 RANK_SHIFT = 16
@@ -169,13 +165,13 @@ def class_of(nodes: Array, s: int) -> int:
 
 
 @inner
-def words(nodes: Array, terms: Array, s: int, row: int) -> tuple[int, int]:
+def words(nodes: Array, s: int, row: int) -> tuple[int, int]:
     """What a leaf is sorted by: class, key, the deeper first, the smaller slot first."""
     key = nodes[s].key
     if nodes[s].marks & EXTRA:
-        key += terms[s].extra
+        key += nodes[s].extra
     if nodes[s].marks & ETA:
-        key = -terms[s].eta if row == HINTED else max(key, terms[s].eta)
+        key = -nodes[s].eta if row == HINTED else max(key, nodes[s].eta)
     high = (class_of(nodes, s) << CLASS_SHIFT) + (key >> LOW_KEY_BITS) + KEY_BIAS
     low = (key & 127) << 2 * SLOT_BITS | (SLOT_MASK - nodes[s].depth) << SLOT_BITS | s
     return high, low
@@ -198,31 +194,31 @@ def parent_of(nodes: Array, s: int) -> int:
 
 
 @inner
-def own_due(nodes: Array, terms: Array, s: int) -> int:
+def own_due(nodes: Array, s: int) -> int:
     """When its own lease runs out."""
-    lease = terms[s].lease
-    return terms[s].limit if lease == NEVER else min(nodes[s].last + lease, terms[s].limit)
+    lease = nodes[s].lease
+    return nodes[s].limit if lease == NEVER else min(nodes[s].last + lease, nodes[s].limit)
 
 
 @inner
-def present_class(nodes: Array, terms: Array, state: Array, s: int) -> int:
+def present_class(nodes: Array, state: Array, s: int) -> int:
     """As `class_of`; also where its rank has fallen, which is noted only once it may go."""
     here = class_of(nodes, s)
-    fell = nodes[s].marks & RANKED and terms[s].fall <= state[CLOCK]
+    fell = nodes[s].marks & RANKED and nodes[s].fall <= state[CLOCK]
     return FIRST_CLASS + DEFAULT_RANK if fell and FIRST_CLASS <= here < QUEUED_CLASS else here
 
 
 @kernel
-def worth(nodes: Array, terms: Array, state: Array, s: int) -> float:
+def worth(nodes: Array, state: Array, s: int) -> float:
     """The key that a slot is sorted by, rounded; whole classes apart lie further than any key."""
     key = nodes[s].key
     marks = nodes[s].marks
     if marks & EXTRA:
-        key += terms[s].extra
-    here = present_class(nodes, terms, state, s)
+        key += nodes[s].extra
+    here = present_class(nodes, state, s)
     ahead = False
     if marks & ETA:
-        eta = terms[s].eta
+        eta = nodes[s].eta
         ahead = eta > state[CLOCK] and FIRST_CLASS <= here < QUEUED_CLASS
         key = 2 * state[CLOCK] - eta if ahead else max(key, eta)
     late = 0.0
@@ -277,7 +273,7 @@ def sift_down(heap: Array, place: Array, size: int, i: int) -> None:
     place[tie & SLOT_MASK] = i
 
 
-@inner
+@kernel
 def put(heap: Array, place: Array, size: int, i: int, words: tuple[int, int]) -> None:
     """Entry `i` becomes these words, whatever it was."""
     heap[i, 0], heap[i, 1] = words
@@ -285,7 +281,7 @@ def put(heap: Array, place: Array, size: int, i: int, words: tuple[int, int]) ->
     sift_down(heap, place, size, place[words[1] & SLOT_MASK])
 
 
-@inner
+@kernel
 def take(heap: Array, place: Array, size: int, i: int) -> None:
     """Removes entry `i` of a heap of `size`; the caller counts down."""
     place[heap[i, 1] & SLOT_MASK] = -1
@@ -306,45 +302,45 @@ def take(heap: Array, place: Array, size: int, i: int) -> None:
 
 
 @inner
-def enlist_behind(terms: Array, s: int, t: int) -> None:
+def enlist_behind(links: Array, s: int, t: int) -> None:
     """Enters a slot behind another one, into the list that that is in."""
-    after = terms[t].after
-    terms[s].before, terms[s].after = t, after
-    terms[t].after = terms[after].before = s
+    after = links[t].after
+    links[s].before, links[s].after = t, after
+    links[t].after = links[after].before = s
 
 
 @inner
-def enlist(terms: Array, state: Array, which: int, s: int) -> None:
+def enlist(links: Array, state: Array, which: int, s: int) -> None:
     """Enters a slot at the front of a list."""
     head = state[LISTS + which] - 1
     state[LISTS + which] = s + 1
     if head < 0:
-        terms[s].before = terms[s].after = s
+        links[s].before = links[s].after = s
     else:
-        enlist_behind(terms, s, terms[head].before)
+        enlist_behind(links, s, links[head].before)
 
 
 @inner
-def delist(terms: Array, state: Array, which: int, s: int) -> None:
+def delist(links: Array, state: Array, which: int, s: int) -> None:
     """Takes a slot out of the list that it is in."""
-    before, after = terms[s].before, terms[s].after
+    before, after = links[s].before, links[s].after
     if after == s:
         state[LISTS + which] = 0
         return
-    terms[before].after, terms[after].before = after, before
+    links[before].after, links[after].before = after, before
     if state[LISTS + which] == s + 1:
         state[LISTS + which] = after + 1
 
 
 @kernel
-def members(terms: Array, state: Array, which: int, out: Array) -> int:
+def members(links: Array, state: Array, which: int, out: Array) -> int:
     """Fills `out` with a list from its front; returns how many slots that are."""
     head = s = state[LISTS + which] - 1
     found = 0
     while s >= 0 and found < len(out):
         out[found] = s
         found += 1
-        s = terms[s].after
+        s = links[s].after
         if s == head:
             break
     return found
@@ -395,7 +391,7 @@ def softplus2(y: float) -> float:
     return log2_from(z / (2.0 + z))
 
 
-@inner
+@kernel
 def log2(x: float) -> float:
     """The logarithm to base 2 of a finite x > 0, rounded alike on every machine; to about 2 ulp."""
     whole = 0
@@ -405,16 +401,10 @@ def log2(x: float) -> float:
     while x < SQRT_HALF:
         x *= 2.0
         whole -= 1
-    return whole + log2_from((x - 1.0) / (x + 1.0))
+    return float(whole + log2_from((x - 1.0) / (x + 1.0)))
 
 
 @kernel
-def log2_of(x: float) -> float:
-    """`log2`, to be called from Python."""
-    return float(log2(x))
-
-
-@inner
 def aged(key: int, now: int, tau: int) -> int:
     """The key after an access at `now`."""
     if tau == 0:
@@ -431,10 +421,10 @@ def aged(key: int, now: int, tau: int) -> int:
 
 
 @inner
-def arrive(nodes: Array, terms: Array, state: Array, s: int) -> None:
+def arrive(nodes: Array, state: Array, s: int) -> None:
     """A block becomes resident: in T1, whatever was remembered."""
     if state[MODE] == ARC:
-        unremember(nodes, terms, state, s)
+        unremember(nodes, state, s)
         nodes[s].marks &= ~TWICE
         state[ONCE] += 1
 
@@ -457,21 +447,21 @@ def part(nodes: Array, state: Array, s: int) -> None:
 
 
 @inner
-def remember(nodes: Array, terms: Array, state: Array, s: int) -> None:
+def remember(nodes: Array, state: Array, s: int) -> None:
     """A block was evicted: it becomes a ghost."""
     if state[MODE] == ARC:
         which = 1 + (nodes[s].marks & TWICE != 0)
-        enlist(terms, state, which, s)
+        enlist(nodes, state, which, s)
         state[GHOSTS + which] += 1
         nodes[s].marks |= GHOST
 
 
 @inner
-def unremember(nodes: Array, terms: Array, state: Array, s: int) -> None:
+def unremember(nodes: Array, state: Array, s: int) -> None:
     """A block is no ghost any more, if it was one."""
     if nodes[s].marks & GHOST:
         which = 1 + (nodes[s].marks & TWICE != 0)
-        delist(terms, state, which, s)
+        delist(nodes, state, which, s)
         state[GHOSTS + which] -= 1
         nodes[s].marks &= ~(GHOST | TWICE)
 
@@ -488,14 +478,14 @@ def learn(nodes: Array, state: Array, s: int) -> None:
 
 
 @inner
-def trim(nodes: Array, terms: Array, state: Array) -> None:
+def trim(nodes: Array, state: Array) -> None:
     """Notes how many blocks fit, and forgets the oldest ghosts beyond as many in each list."""
     if state[MODE] == ARC:
         state[SIZE] = max(state[SIZE], state[COUNT])
         for which in (1, 2):
             while state[GHOSTS + which] > state[SIZE]:
                 front = state[LISTS + which] - 1
-                unremember(nodes, terms, state, terms[front].before)
+                unremember(nodes, state, nodes[front].before)
 
 
 @inner
@@ -525,82 +515,82 @@ def arc_row(heaps: Array, state: Array) -> int:
 
 
 @kernel
-def attend(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+def attend(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """Puts a slot where it belongs in the heap of what happens by itself, or takes it out."""
     when = NEVER
     marks = nodes[s].marks
     if nodes[s].birth != 0 and nodes[s].live >= 0:
         if marks & LEASED and nodes[s].live == 0:
-            when = own_due(nodes, terms, s)
+            when = own_due(nodes, s)
         if nodes[s].place >= 0:
-            if marks & ETA and terms[s].eta > state[CLOCK]:
-                when = min(when, terms[s].eta)
+            if marks & ETA and nodes[s].eta > state[CLOCK]:
+                when = min(when, nodes[s].eta)
             if marks & RANKED:
-                when = min(when, terms[s].fall)
-    i = terms[s].due
+                when = min(when, nodes[s].fall)
+    i = nodes[s].due
     if when == NEVER:
         if i >= 0:
-            take(heaps[DUES], terms["due"], state[DUES], i)
+            take(heaps[DUES], nodes["due"], state[DUES], i)
             state[DUES] -= 1
         return
     if i < 0:
         i = state[DUES]
         state[DUES] += 1
-    put(heaps[DUES], terms["due"], state[DUES], i, (when, s))
+    put(heaps[DUES], nodes["due"], state[DUES], i, (when, s))
 
 
 # ---- the heaps of leaves
 
 
 @inner
-def row_of(nodes: Array, terms: Array, state: Array, s: int) -> int:
+def row_of(nodes: Array, state: Array, s: int) -> int:
     """Which heap of leaves a slot belongs to."""
     marks = nodes[s].marks
-    ahead = marks & ETA and terms[s].eta > state[CLOCK]
+    ahead = marks & ETA and nodes[s].eta > state[CLOCK]
     if ahead and FIRST_CLASS <= class_of(nodes, s) < QUEUED_CLASS:
         return HINTED
     return SECOND if marks & TWICE else LEAVES
 
 
 @kernel
-def enter(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+def enter(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """A slot becomes one that may go next."""
-    row = row_of(nodes, terms, state, s)
+    row = row_of(nodes, state, s)
     i = state[row]
     state[row] += 1
     nodes[s].row = row
-    put(heaps[row], nodes["place"], state[row], i, words(nodes, terms, s, row))
+    put(heaps[row], nodes["place"], state[row], i, words(nodes, s, row))
     if nodes[s].marks & TIMED:
-        attend(nodes, terms, heaps, state, s)
+        attend(nodes, heaps, state, s)
 
 
 @kernel
-def leave(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+def leave(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """A slot is no longer one that may go next."""
     row = nodes[s].row
     take(heaps[row], nodes["place"], state[row], nodes[s].place)
     state[row] -= 1
     if nodes[s].marks & TIMED:
-        attend(nodes, terms, heaps, state, s)
+        attend(nodes, heaps, state, s)
 
 
 @inner
-def reorder(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+def reorder(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """What a slot is sorted by changed, other than by an access."""
     if nodes[s].place >= 0:
-        leave(nodes, terms, heaps, state, s)
-        enter(nodes, terms, heaps, state, s)
+        leave(nodes, heaps, state, s)
+        enter(nodes, heaps, state, s)
 
 
 @inner
-def settle_leaf(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+def settle_leaf(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """Enters a slot that is a leaf and may go, where it is not entered yet."""
     if nodes[s].kids == 0 and nodes[s].held == 0 and nodes[s].place < 0:
-        enter(nodes, terms, heaps, state, s)
+        enter(nodes, heaps, state, s)
 
 
 @kernel
-def hold(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+def hold(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """One more reason for a resident slot to stay, and for all above it."""
     while s >= 0:
         nodes[s].held += 1
@@ -608,19 +598,19 @@ def hold(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None
             return
         state[BLOCKED] += 1
         if nodes[s].place >= 0:
-            leave(nodes, terms, heaps, state, s)
+            leave(nodes, heaps, state, s)
         s = parent_of(nodes, s)
 
 
 @kernel
-def release(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+def release(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """One reason less."""
     while s >= 0:
         nodes[s].held -= 1
         if nodes[s].held > 0:
             return
         state[BLOCKED] -= 1
-        settle_leaf(nodes, terms, heaps, state, s)
+        settle_leaf(nodes, heaps, state, s)
         s = parent_of(nodes, s)
 
 
@@ -628,11 +618,11 @@ def release(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> N
 
 
 @inner
-def lose_live_kid(nodes: Array, terms: Array, heaps: Array, state: Array, p: int) -> None:
+def lose_live_kid(nodes: Array, heaps: Array, state: Array, p: int) -> None:
     """A child of `p` left or expired: with the last one, its own lease begins to matter."""
     nodes[p].live -= 1
     if nodes[p].live == 0 and nodes[p].marks & LEASED:
-        attend(nodes, terms, heaps, state, p)
+        attend(nodes, heaps, state, p)
 
 
 @inner
@@ -644,16 +634,16 @@ def are_alike(nodes: Array, s: int, t: int, row: int) -> bool:
 
 
 @kernel
-def drop(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+def drop(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """Ends the residence of a slot; its children, if any, become roots."""
     p = parent_of(nodes, s)
     if nodes[s].live < 0:
         state[EXPIRED] -= 1
-        delist(terms, state, RUN_OUT, s)
+        delist(nodes, state, RUN_OUT, s)
     else:
-        delist(terms, state, TENANTS + terms[s].tenant, s)
+        delist(nodes, state, TENANTS + nodes[s].tenant, s)
         if p >= 0:
-            lose_live_kid(nodes, terms, heaps, state, p)
+            lose_live_kid(nodes, heaps, state, p)
     part(nodes, state, s)
     state[HELD_FAST] -= nodes[s].marks & FIXED != 0
     nodes[s].marks &= ~FIXED
@@ -669,20 +659,20 @@ def drop(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None
     if plain and are_alike(nodes, s, p, row):  # the parent takes its place
         nodes[s].place = -1
         nodes[p].row = row
-        put(heaps[row], nodes["place"], state[row], i, words(nodes, terms, p, row))
+        put(heaps[row], nodes["place"], state[row], i, words(nodes, p, row))
         return
     if i >= 0:
-        leave(nodes, terms, heaps, state, s)
-    elif terms[s].due >= 0:
-        attend(nodes, terms, heaps, state, s)
+        leave(nodes, heaps, state, s)
+    elif nodes[s].due >= 0:
+        attend(nodes, heaps, state, s)
     if p >= 0 and held > 0:
-        release(nodes, terms, heaps, state, p)
+        release(nodes, heaps, state, p)
     if p >= 0:
-        settle_leaf(nodes, terms, heaps, state, p)
+        settle_leaf(nodes, heaps, state, p)
 
 
 @inner
-def link(nodes: Array, terms: Array, heaps: Array, state: Array, s: int, p: int) -> None:
+def link(nodes: Array, heaps: Array, state: Array, s: int, p: int) -> None:
     """Makes `p` the parent of the live slot `s`."""
     nodes[s].parent = p
     nodes[s].bond = nodes[p].birth
@@ -696,45 +686,45 @@ def link(nodes: Array, terms: Array, heaps: Array, state: Array, s: int, p: int)
         if free and are_alike(nodes, p, s, row):  # it takes the parent's place
             nodes[p].place = -1
             nodes[s].row = row
-            put(heaps[row], nodes["place"], state[row], i, words(nodes, terms, s, row))
+            put(heaps[row], nodes["place"], state[row], i, words(nodes, s, row))
             return
-        leave(nodes, terms, heaps, state, p)
-    elif terms[p].due >= 0:
-        attend(nodes, terms, heaps, state, p)
+        leave(nodes, heaps, state, p)
+    elif nodes[p].due >= 0:
+        attend(nodes, heaps, state, p)
     if nodes[s].held > 0:
-        hold(nodes, terms, heaps, state, p)
+        hold(nodes, heaps, state, p)
 
 
 @inner
-def run_out(nodes: Array, terms: Array, heaps: Array, state: Array, s: int) -> None:
+def run_out(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """A block and all below it have expired."""
     p = parent_of(nodes, s)
     nodes[s].live = -1
     state[EXPIRED] += 1
-    delist(terms, state, TENANTS + terms[s].tenant, s)
-    enlist(terms, state, RUN_OUT, s)
-    attend(nodes, terms, heaps, state, s)
-    reorder(nodes, terms, heaps, state, s)
+    delist(nodes, state, TENANTS + nodes[s].tenant, s)
+    enlist(nodes, state, RUN_OUT, s)
+    attend(nodes, heaps, state, s)
+    reorder(nodes, heaps, state, s)
     if p >= 0:
-        lose_live_kid(nodes, terms, heaps, state, p)
+        lose_live_kid(nodes, heaps, state, p)
 
 
 @inner
-def sweep(nodes: Array, terms: Array, heaps: Array, state: Array) -> None:
+def sweep(nodes: Array, heaps: Array, state: Array) -> None:
     """Ends the leases of all blocks of the tenant that was invalidated."""
     head = s = state[LISTS + TENANTS + state[STALE] - 1] - 1
     while s >= 0:
         nodes[s].marks |= LEASED
-        terms[s].limit = -LATEST
-        attend(nodes, terms, heaps, state, s)
-        s = terms[s].after
+        nodes[s].limit = -LATEST
+        attend(nodes, heaps, state, s)
+        s = nodes[s].after
         if s == head:
             break
     state[STALE] = 0
 
 
 @kernel
-def expire(nodes: Array, terms: Array, heaps: Array, state: Array, now: int) -> int:
+def expire(nodes: Array, heaps: Array, state: Array, now: int) -> int:
     """Moves the clock, lets happen what happens by then, and returns the (clamped) time.
 
     A block runs out when its own lease has and every child has: expiry = max(own, children's).
@@ -742,34 +732,34 @@ def expire(nodes: Array, terms: Array, heaps: Array, state: Array, now: int) -> 
     now = max(min(now, CLOCK_LIMIT), state[CLOCK])
     state[CLOCK] = now
     if state[STALE] != 0:
-        sweep(nodes, terms, heaps, state)
+        sweep(nodes, heaps, state)
     while state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
         s = heaps[DUES, 0, 1]
         marks = nodes[s].marks
-        if marks & LEASED and nodes[s].live == 0 and own_due(nodes, terms, s) <= now:
-            run_out(nodes, terms, heaps, state, s)
+        if marks & LEASED and nodes[s].live == 0 and own_due(nodes, s) <= now:
+            run_out(nodes, heaps, state, s)
             continue
-        if marks & RANKED and terms[s].fall <= now:
+        if marks & RANKED and nodes[s].fall <= now:
             marks &= (1 << RANK_SHIFT) - 1 - RANKED
             nodes[s].marks = marks | DEFAULT_RANK << RANK_SHIFT
-        reorder(nodes, terms, heaps, state, s)
-        attend(nodes, terms, heaps, state, s)
+        reorder(nodes, heaps, state, s)
+        attend(nodes, heaps, state, s)
     return now
 
 
 @inner
-def touch(nodes: Array, terms: Array, heaps: Array, state: Array, s: int, key: int) -> None:
+def touch(nodes: Array, heaps: Array, state: Array, s: int, key: int) -> None:
     """Gives a live slot its new key, ends its hints and renews its lease."""
     nodes[s].key = key
     nodes[s].last = state[CLOCK]
     i = nodes[s].place
     if promote(nodes, state, s) or nodes[s].marks & (TIMED | DEAD):
         nodes[s].marks &= ~(ETA | DEAD)
-        reorder(nodes, terms, heaps, state, s)
-        attend(nodes, terms, heaps, state, s)
+        reorder(nodes, heaps, state, s)
+        attend(nodes, heaps, state, s)
     elif i >= 0:
         row = nodes[s].row
-        heaps[row, i, 0], heaps[row, i, 1] = words(nodes, terms, s, row)
+        heaps[row, i, 0], heaps[row, i, 1] = words(nodes, s, row)
         sift_down(heaps[row], nodes["place"], state[row], i)
 
 
@@ -792,45 +782,43 @@ def live_parent(nodes: Array, s: int, p: int) -> int:
 
 
 @inner
-def sign(nodes: Array, terms: Array, s: int, now: int, lease: Array) -> None:
+def sign(nodes: Array, s: int, now: int, lease: Array) -> None:
     """Gives a slot the lease and rank of an insert, where they are more than what it has."""
     marks = nodes[s].marks
     limit = NEVER if lease[MAX_AGE] == NEVER else now + lease[MAX_AGE]
     if not marks & LEASED or (lease[LEASE_S] == NEVER and limit == NEVER):
         marks &= ~LEASED
     else:
-        terms[s].lease = max(terms[s].lease, lease[LEASE_S])
-        terms[s].limit = max(terms[s].limit, limit)
+        nodes[s].lease = max(nodes[s].lease, lease[LEASE_S])
+        nodes[s].limit = max(nodes[s].limit, limit)
     if lease[RANK] >= marks >> RANK_SHIFT:
         marks &= (1 << RANK_SHIFT) - 1 - RANKED
         marks |= lease[RANK] << RANK_SHIFT
         if lease[RANK_S] != NEVER:
             marks |= RANKED
-            terms[s].fall = now + lease[RANK_S]
+            nodes[s].fall = now + lease[RANK_S]
     nodes[s].marks = marks
 
 
 @inner
-def begin_terms(nodes: Array, terms: Array, s: int, now: int, lease: Array, extra: int) -> None:
+def begin_terms(nodes: Array, s: int, now: int, lease: Array, extra: int) -> None:
     """Gives a new resident the lease and rank of its insert, and what its worth adds."""
     marks = nodes[s].marks | KNOWN | lease[RANK] << RANK_SHIFT
     if lease[LEASE_S] != NEVER or lease[MAX_AGE] != NEVER:
         marks |= LEASED
-        terms[s].lease = lease[LEASE_S]
-        terms[s].limit = NEVER if lease[MAX_AGE] == NEVER else now + lease[MAX_AGE]
+        nodes[s].lease = lease[LEASE_S]
+        nodes[s].limit = NEVER if lease[MAX_AGE] == NEVER else now + lease[MAX_AGE]
     if lease[RANK_S] != NEVER:
         marks |= RANKED
-        terms[s].fall = now + lease[RANK_S]
+        nodes[s].fall = now + lease[RANK_S]
     if extra != 0:
         marks |= EXTRA
-        terms[s].extra = extra
+        nodes[s].extra = extra
     nodes[s].marks = marks
 
 
 @inner
-def settle(
-    nodes: Array, terms: Array, heaps: Array, state: Array, s: int, depth: int, tenant: int
-) -> None:
+def settle(nodes: Array, heaps: Array, state: Array, s: int, depth: int, tenant: int) -> None:
     """Makes `s` resident, without parent, lease or rank yet."""
     state[COUNT] += 1
     state[BIRTHS] += 1
@@ -840,18 +828,17 @@ def settle(
     node.kids = 0
     node.live = 0
     node.depth = depth
-    arrive(nodes, terms, state, s)
+    arrive(nodes, state, s)
     node.marks &= LASTING
-    terms[s].tenant = tenant
-    enlist(terms, state, TENANTS + tenant, s)
-    if terms[s].pins > 0:
-        hold(nodes, terms, heaps, state, s)
+    nodes[s].tenant = tenant
+    enlist(nodes, state, TENANTS + tenant, s)
+    if nodes[s].pins > 0:
+        hold(nodes, heaps, state, s)
 
 
 @kernel
 def insert(
     nodes: Array,
-    terms: Array,
     heaps: Array,
     state: Array,
     slots: Array,
@@ -867,13 +854,13 @@ def insert(
     if room != 0:
         return int(room)
     now, tenant, extra = said
-    now = expire(nodes, terms, heaps, state, now)
+    now = expire(nodes, heaps, state, now)
     old, new = np.int64(0), np.int64(0)
     known = False
     for i in range(len(slots)):
         s, p = slots[i], parents[i]
         if nodes[s].birth != 0 and nodes[s].live < 0:
-            drop(nodes, terms, heaps, state, s)  # expired: it begins a new life
+            drop(nodes, heaps, state, s)  # expired: it begins a new life
         key = now
         if nodes[s].marks & KNOWN:
             key = nodes[s].key
@@ -884,43 +871,40 @@ def insert(
         p = live_parent(nodes, s, p)
         if nodes[s].birth != 0:
             if nodes[s].last != now:
-                touch(nodes, terms, heaps, state, s, key)
+                touch(nodes, heaps, state, s, key)
             if lease[EXPLICIT]:
-                sign(nodes, terms, s, now, lease)
-                reorder(nodes, terms, heaps, state, s)
-                attend(nodes, terms, heaps, state, s)
+                sign(nodes, s, now, lease)
+                reorder(nodes, heaps, state, s)
+                attend(nodes, heaps, state, s)
             if parent_of(nodes, s) >= 0:
                 continue
         else:
             depth = min(nodes[p].depth + 1, SLOT_MASK) if p >= 0 else min(i, SLOT_MASK)
-            settle(nodes, terms, heaps, state, s, depth, tenant)
+            settle(nodes, heaps, state, s, depth, tenant)
             nodes[s].key, nodes[s].last = key, now
-            begin_terms(nodes, terms, s, now, lease, extra)
+            begin_terms(nodes, s, now, lease, extra)
         if p >= 0:
-            link(nodes, terms, heaps, state, s, p)
-        settle_leaf(nodes, terms, heaps, state, s)
+            link(nodes, heaps, state, s, p)
+        settle_leaf(nodes, heaps, state, s)
         if nodes[s].place < 0 and nodes[s].marks & LEASED:
-            attend(nodes, terms, heaps, state, s)  # held: its lease runs all the same
+            attend(nodes, heaps, state, s)  # held: its lease runs all the same
     return 0
 
 
 # One compiled function per call of the `Policy` protocol, over records, heaps and lists of slots.
 #
 # Every function that knows the time takes the clock forward first (`expire`), so that what
-# happens by itself is settled before anything is decided. Arguments common to all: `nodes` and
-# `terms` [capacity] records, `heaps` [4, capacity, 2], `state` [LISTS + lists].
-#
-# numba's cache looks at the time stamp of this file only: after an edit of what it calls, delete
-# the `.nbi` files in `__pycache__` (the tests do so).
+# happens by itself is settled before anything is decided. Arguments common to all: `nodes`
+# [capacity] records, `heaps` [4, capacity, 2], `state` [LISTS + lists].
 
 
 @kernel
-def access(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, now: int) -> None:
+def access(nodes: Array, heaps: Array, state: Array, slots: Array, now: int) -> None:
     """Renews what is resident and not expired; nothing revives an expired block but `insert`.
 
     Of what is not resident only the hints end.
     """
-    now = expire(nodes, terms, heaps, state, now)
+    now = expire(nodes, heaps, state, now)
     old, new = np.int64(0), np.int64(0)
     known = False
     for s in slots:
@@ -936,83 +920,77 @@ def access(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array,
             old = nodes[s].key
             new = aged(old, now, state[TAU])
             known = True
-        touch(nodes, terms, heaps, state, s, new)
+        touch(nodes, heaps, state, s, new)
 
 
 @kernel
-def assign(
-    nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, keys: Array
-) -> None:
+def assign(nodes: Array, heaps: Array, state: Array, slots: Array, keys: Array) -> None:
     """Gives resident slots keys that were computed elsewhere."""
     for i in range(len(slots)):
         s = slots[i]
         if 0 <= s < len(nodes) and nodes[s].birth != 0:
             nodes[s].key = keys[i]
-            reorder(nodes, terms, heaps, state, s)
+            reorder(nodes, heaps, state, s)
 
 
 @kernel
-def remove(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array) -> None:
+def remove(nodes: Array, heaps: Array, state: Array, slots: Array) -> None:
     """Drops what is resident."""
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].birth != 0:
-            drop(nodes, terms, heaps, state, s)
+            drop(nodes, heaps, state, s)
 
 
 @kernel
-def forget(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array) -> None:
+def forget(nodes: Array, heaps: Array, state: Array, slots: Array) -> None:
     """Ends what outlives residence, but for pins and queued requests."""
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].birth == 0:
-            unremember(nodes, terms, state, s)
+            unremember(nodes, state, s)
             nodes[s].marks &= QUEUED
 
 
-@inner
-def change_pins(
-    nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, by: int
-) -> None:
+@kernel
+def change_pins(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> None:
     """Adds `by` (1 or -1) to the pins of each slot that there is room for; none fall below 0."""
     for s in slots:
         if 0 <= s < len(nodes):
-            before = terms[s].pins
-            terms[s].pins = max(before + by, 0)
+            before = nodes[s].pins
+            nodes[s].pins = max(before + by, 0)
             if nodes[s].birth != 0 and before == 0 and by > 0:
-                hold(nodes, terms, heaps, state, s)
+                hold(nodes, heaps, state, s)
             if nodes[s].birth != 0 and before == 1 and by < 0:
-                release(nodes, terms, heaps, state, s)
+                release(nodes, heaps, state, s)
 
 
 @kernel
-def pin(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
+def pin(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
     """Adds `by` (1 or -1) to the pins of each. Returns the room it needs, having done nothing."""
     room = room_beyond(len(nodes), slots)
     if room > 0 and by > 0:
         return int(room)
-    change_pins(nodes, terms, heaps, state, slots, by)
+    change_pins(nodes, heaps, state, slots, by)
     return 0
 
 
 @kernel
-def queue(nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
+def queue(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> int:
     """Adds `by` (1 or -1) to the queued requests of each. Returns the room it needs, as `pin`."""
     room = room_beyond(len(nodes), slots)
     if room > 0 and by > 0:
         return int(room)
     for s in slots:
         if 0 <= s < len(nodes):
-            terms[s].queued = max(terms[s].queued + by, 0)
+            nodes[s].queued = max(nodes[s].queued + by, 0)
             before = nodes[s].marks
-            nodes[s].marks = before | QUEUED if terms[s].queued > 0 else before & ~QUEUED
+            nodes[s].marks = before | QUEUED if nodes[s].queued > 0 else before & ~QUEUED
             if before != nodes[s].marks:
-                reorder(nodes, terms, heaps, state, s)
+                reorder(nodes, heaps, state, s)
     return 0
 
 
 @kernel
-def hint(
-    nodes: Array, terms: Array, heaps: Array, state: Array, slots: Array, now: int, eta: int
-) -> int:
+def hint(nodes: Array, heaps: Array, state: Array, slots: Array, now: int, eta: int) -> int:
     """Writes a hint on a chain, last block first; returns the room it needs, having done nothing.
 
     Never: on the last block and those above, up to one that another chain uses too. A time: on all
@@ -1021,7 +999,7 @@ def hint(
     room = room_beyond(len(nodes), slots)
     if room > 0:
         return int(room)
-    now = expire(nodes, terms, heaps, state, now)
+    now = expire(nodes, heaps, state, now)
     when = LATEST if eta >= LATEST - now else now + max(eta, 0)
     for i in range(len(slots) - 1, -1, -1):
         s = slots[i]
@@ -1034,29 +1012,27 @@ def hint(
                 break
             nodes[s].marks = marks & ~ETA | DEAD
         else:
-            if shared and marks & ETA and terms[s].eta > now:
-                terms[s].eta = min(terms[s].eta, when)
+            if shared and marks & ETA and nodes[s].eta > now:
+                nodes[s].eta = min(nodes[s].eta, when)
             else:
-                terms[s].eta = when
+                nodes[s].eta = when
             nodes[s].marks = marks & ~DEAD | ETA
-        reorder(nodes, terms, heaps, state, s)
-        attend(nodes, terms, heaps, state, s)
+        reorder(nodes, heaps, state, s)
+        attend(nodes, heaps, state, s)
     return 0
 
 
 @kernel
-def invalidate(
-    nodes: Array, terms: Array, heaps: Array, state: Array, now: int, tenant: int
-) -> None:
+def invalidate(nodes: Array, heaps: Array, state: Array, now: int, tenant: int) -> None:
     """Notes which tenant's blocks are stale; the next call that decides anything sweeps them."""
     state[CLOCK] = max(min(now, CLOCK_LIMIT), state[CLOCK])
     if state[STALE] != 0 and state[STALE] != tenant + 1:
-        sweep(nodes, terms, heaps, state)
+        sweep(nodes, heaps, state)
     if state[LISTS + TENANTS + tenant] != 0:
         state[STALE] = tenant + 1
 
 
-@inner
+@kernel
 def choose(heaps: Array, state: Array, now: int) -> int:
     """The heap of leaves whose top goes next; one of them is not empty."""
     row = LEAVES if state[MODE] != ARC else arc_row(heaps, state)
@@ -1076,7 +1052,6 @@ def choose(heaps: Array, state: Array, now: int) -> int:
 @kernel
 def evict(
     nodes: Array,
-    terms: Array,
     heaps: Array,
     state: Array,
     protected: Array,
@@ -1088,8 +1063,8 @@ def evict(
     Whatever is neither pinned nor above something pinned can be freed leaf by leaf, so whether it
     will do is known before the first victim is taken: nothing has to be put back.
     """
-    now = expire(nodes, terms, heaps, state, now)
-    change_pins(nodes, terms, heaps, state, protected, 1)
+    now = expire(nodes, heaps, state, now)
+    change_pins(nodes, heaps, state, protected, 1)
     enough = state[COUNT] - state[BLOCKED] >= len(victims)
     fold(state, DIGEST, len(victims) if enough else -1)
     if enough:
@@ -1097,31 +1072,31 @@ def evict(
             s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
             victims[i] = s
             fold(state, DIGEST, s)
-            drop(nodes, terms, heaps, state, s)
-            remember(nodes, terms, state, s)
+            drop(nodes, heaps, state, s)
+            remember(nodes, state, s)
             if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:  # what only this child kept alive
-                expire(nodes, terms, heaps, state, now)
-        trim(nodes, terms, state)
-    change_pins(nodes, terms, heaps, state, protected, -1)
+                expire(nodes, heaps, state, now)
+        trim(nodes, state)
+    change_pins(nodes, heaps, state, protected, -1)
     return bool(enough)
 
 
 @kernel
-def peek(nodes: Array, terms: Array, heaps: Array, state: Array, protected: Array, now: int) -> int:
+def peek(nodes: Array, heaps: Array, state: Array, protected: Array, now: int) -> int:
     """The slot that `evict` would take first, or -1."""
-    now = expire(nodes, terms, heaps, state, now)
-    change_pins(nodes, terms, heaps, state, protected, 1)
+    now = expire(nodes, heaps, state, now)
+    change_pins(nodes, heaps, state, protected, 1)
     s = -1
     if state[COUNT] > state[BLOCKED]:
         s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
-    change_pins(nodes, terms, heaps, state, protected, -1)
+    change_pins(nodes, heaps, state, protected, -1)
     return int(s)
 
 
 @kernel
-def tick(nodes: Array, terms: Array, heaps: Array, state: Array, now: int) -> int:
+def tick(nodes: Array, heaps: Array, state: Array, now: int) -> int:
     """Moves the clock; returns how many blocks have run out."""
-    expire(nodes, terms, heaps, state, now)
+    expire(nodes, heaps, state, now)
     return int(state[EXPIRED])
 
 
@@ -1140,8 +1115,8 @@ def record(state: Array, answer: Array) -> None:
 # arrays of it.
 
 WORDS = 4  # of each array: its address, and up to three lengths
-ORDER = ((NODE, 1), (TERMS, 1), (np.int64, 3), (np.int64, 1))
-"""What compiled calls work on: type and dimensions of nodes, terms, heaps, state."""
+ORDER = ((NODE, 1), (np.int64, 3), (np.int64, 1))
+"""What compiled calls work on: type and dimensions of nodes, heaps, state."""
 
 
 class ArrayCall:
@@ -1172,6 +1147,8 @@ class ArrayCall:
             groups: Arrays and tuples of arrays. None is ever resized or changed for another
                 within its tuple.
         """
+        if len(groups) == len(self.groups) and all(map(is_, groups, self.groups)):
+            return self.words
         arrays: list[Array] = []
         for group in groups:
             arrays.extend(group if isinstance(group, tuple) else (group,))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from typing import Annotated, NamedTuple, Protocol
 
@@ -136,9 +136,6 @@ KINDS = ("queue", "hint", "learned")
 CLASSES = 40
 """Purses: queue, hints, and half octaves of the rate from 2^-14 to 2^5 per second."""
 
-_FADE = 1.0 / 4096.0
-_USED, _WASTED = 0, 1
-
 
 def class_of(kind: int, rate: float) -> int:
     """The purse of a prefetch: its kind, and for learned ones how soon a use is expected."""
@@ -163,10 +160,9 @@ class Credit:
 
     def __init__(self, most_bytes: int, floor: float, probe_share: float) -> None:
         self.most_bytes, self.floor, self.probe_share = most_bytes, floor, probe_share
-        self.purses = np.zeros(CLASSES)
-        self.purses[:LEARNED] = most_bytes  # queue and hints are trusted until they prove wrong
+        # Queue and hints are trusted until they prove wrong.
+        self.purses = [float(most_bytes)] * LEARNED + [0.0] * (CLASSES - LEARNED)
         self.probes = 0.0
-        self._outcomes = np.zeros((CLASSES, 2))
 
     def demanded(self, n_bytes: float) -> None:
         """Bytes were loaded because somebody waited for them."""
@@ -174,67 +170,44 @@ class Credit:
 
     def affords(self, purse: int) -> float:
         """Bytes that a reason may bring now."""
-        return float(self.purses[purse] + self.probes)
+        return self.purses[purse] + self.probes
 
     def pay(self, purse: int, n_bytes: float) -> None:
         """A reason brings bytes."""
-        own = min(n_bytes, float(self.purses[purse]))
+        own = min(n_bytes, self.purses[purse])
         self.purses[purse] -= own
         self.probes = max(0.0, self.probes - (n_bytes - own))
 
-    def refund(self, purse: int, n_bytes: float) -> None:
-        """Bytes did not come after all."""
-        self.purses[purse] = min(self.purses[purse] + n_bytes, self.most_bytes)
-
     def used(self, purse: int, n_bytes: float) -> None:
         """Somebody asked for bytes that a reason had brought."""
-        self.refund(purse, n_bytes / self.floor)
-        self._count(purse, _USED, n_bytes)
-
-    def wasted(self, purse: int, n_bytes: float) -> None:
-        """Bytes that a reason had brought left without having been used."""
-        self._count(purse, _WASTED, n_bytes)
-
-    def precision(self, kind: int) -> float:
-        """Which part of the bytes of a kind was used, lately; 1 while nothing is known."""
-        last = CLASSES if kind == LEARNED else kind + 1
-        used, wasted = self._outcomes[kind:last].sum(0)
-        return float(used / (used + wasted)) if used + wasted else 1.0
-
-    def _count(self, purse: int, which: int, n_bytes: float) -> None:
-        kept = (1.0 - _FADE) ** min(n_bytes / max(self.most_bytes * _FADE, 1.0), 1e6)
-        self._outcomes[purse] *= kept
-        self._outcomes[purse, which] += n_bytes
+        self.purses[purse] = min(self.purses[purse] + n_bytes / self.floor, self.most_bytes)
 
 
 # What became of the blocks that were prefetched, and of those that had to go for them.
 
-FREE, FLYING, LANDED, AWAITED = 0, 1, 2, 3
-"""Of a slot: not prefetched; on its way; there and not used yet; on its way, and demanded."""
 
-SLOT = np.dtype(
-    [
-        ("state", np.uint8),
-        ("purse", np.uint8),
-        ("pushed", np.bool_),  # it left to make room for a prefetch
-        ("bytes", np.int64),
-        ("batch", np.int64),  # number of the prefetch, or of the one that pushed it out
-    ]
-)
+class _Moved:
+    """A block that was prefetched, or had to go for that: since when, its size, and who pays."""
+
+    __slots__ = ("awaited", "n_bytes", "purse", "since_ns")
+
+    def __init__(self, since_ns: int, n_bytes: int, purse: int) -> None:
+        self.since_ns, self.n_bytes, self.purse = since_ns, n_bytes, purse
+        self.awaited = False  # somebody asked for it while it was on its way
 
 
 class PrefetchOutcome(NamedTuple):
-    """Blocks whose prefetch was just settled.
+    """What was just settled.
 
     Attributes:
-        used: Somebody asked for them.
-        wasted: Nobody did.
+        used: Bytes that somebody asked for, by purse.
+        wasted: Bytes that nobody did.
         displaced_bytes: Asked for, and pushed out by a prefetch.
     """
 
-    used: Slots = NO_SLOTS
-    wasted: Slots = NO_SLOTS
-    displaced_bytes: int = 0
+    used: Counter[int]
+    wasted: Counter[int]
+    displaced_bytes: int
 
 
 class Outcomes:
@@ -252,106 +225,101 @@ class Outcomes:
     def __init__(self, horizon_ns: int) -> None:
         self.horizon_ns = horizon_ns
         self.flying_bytes = self.unproven_bytes = 0
-        self._slots = np.zeros(0, SLOT)
-        self._batches: deque[tuple[int, int, Slots]] = deque()
-        self._count = 0
+        self._flying: dict[int, _Moved] = {}
+        self._landed: dict[int, _Moved] = {}
+        self._pushed: dict[int, _Moved] = {}
+        self._batches: deque[tuple[int, Slots]] = deque()
 
     def bring(self, now_ns: int, purse: int, slots: Slots, sizes: Slots) -> None:
         """Blocks of some sizes start to come, for a reason."""
-        self._begin(now_ns, slots, sizes)
-        self._slots["state"][slots], self._slots["purse"][slots] = FLYING, purse
-        self._slots["pushed"][slots] = False
-        self.flying_bytes += int(sizes.sum())
-        self.unproven_bytes += int(sizes.sum())
+        self._batches.append((now_ns, slots))
+        for slot, n_bytes in zip(slots.tolist(), sizes.tolist(), strict=True):
+            self._flying[slot] = _Moved(now_ns, n_bytes, purse)
+            self._pushed.pop(slot, None)
+            self.flying_bytes += n_bytes
+            self.unproven_bytes += n_bytes
 
     def push(self, now_ns: int, slots: Slots, sizes: Slots) -> None:
         """Blocks of some sizes had to go for a prefetch. Those it brought itself have left."""
-        self._begin(now_ns, slots, sizes)
-        self._slots["pushed"][slots] = True
+        self._batches.append((now_ns, slots))
+        for slot, n_bytes in zip(slots.tolist(), sizes.tolist(), strict=True):
+            self._pushed[slot] = _Moved(now_ns, n_bytes, -1)
 
-    def of(self, slots: Slots) -> NDArray[np.uint8]:
-        """States of slots."""
-        self._grow(int(slots.max(initial=-1)))
-        return self._slots["state"][slots]
+    def absent(self, slots: Slots) -> Slots:
+        """Those of some slots that were not prefetched."""
+        known = [s not in self._flying and s not in self._landed for s in slots.tolist()]
+        return slots[known]
 
-    def land(self, slots: Slots) -> Slots:
-        """Blocks came; returns those that nobody waited for meanwhile."""
-        states = self.of(slots)
-        fresh: Slots = slots[states == FLYING]
-        self._settle(slots[states == AWAITED])
-        self.flying_bytes -= int(self._slots["bytes"][slots[states != FREE]].sum())
-        self._slots["state"][fresh] = LANDED
-        return fresh
+    def land(self, slots: Slots) -> None:
+        """Blocks came."""
+        for slot, one in self._arrive(slots):
+            if not one.awaited:
+                self._landed[slot] = one
+                self.unproven_bytes += one.n_bytes
 
-    def drop(self, slots: Slots) -> Slots:
-        """Blocks will not come; returns those that were on their way."""
-        gone = slots[np.isin(self.of(slots), (FLYING, AWAITED))]
-        self.flying_bytes -= int(self._slots["bytes"][gone].sum())
-        self._settle(gone)
-        return gone
+    def drop(self, slots: Slots) -> None:
+        """Blocks will not come."""
+        for _ in self._arrive(slots):
+            pass
+
+    def _arrive(self, slots: Slots) -> Iterator[tuple[int, _Moved]]:
+        """Blocks are no longer on their way."""
+        for slot in slots.tolist():
+            one = self._flying.pop(slot, None)
+            if one is not None:
+                self.flying_bytes -= one.n_bytes
+                self.unproven_bytes -= one.n_bytes
+                yield slot, one
 
     def ask(self, chain: Slots, hits: int) -> PrefetchOutcome:
         """Somebody asks for a chain, of which so many leading blocks were there."""
-        states, pushed = self.of(chain), self._slots["pushed"][chain]
-        if not states.any() and not pushed.any():
-            return PrefetchOutcome()
-        there = np.arange(len(chain)) < hits
-        landed, flying = states == LANDED, states == FLYING
-        self._settle(chain[landed])
-        self._slots["state"][chain[flying]] = AWAITED
-        self._slots["pushed"][chain[pushed]] = False
-        used = chain[landed & there | flying]  # what is on its way is waited for, but shorter
-        displaced_bytes = int(self._slots["bytes"][chain[pushed & ~there]].sum())
-        return PrefetchOutcome(used, chain[landed & ~there], displaced_bytes)
+        used = self._settle(chain[:hits])
+        displaced_bytes = 0
+        if self._flying or self._pushed:
+            for i, slot in enumerate(chain.tolist()):
+                one = self._flying.get(slot)
+                if one is not None and not one.awaited:  # waited for, but shorter
+                    one.awaited = True
+                    used[one.purse] += one.n_bytes
+                pushed = self._pushed.pop(slot, None)
+                if pushed is not None and i >= hits:
+                    displaced_bytes += pushed.n_bytes
+        return PrefetchOutcome(used, self._settle(chain[hits:]), displaced_bytes)
 
     def leave(self, slots: Slots) -> PrefetchOutcome:
         """Blocks left the place."""
-        unused = slots[self.of(slots) == LANDED]
-        if len(unused):
-            self._settle(unused)
-        return PrefetchOutcome(wasted=unused)
+        return PrefetchOutcome(Counter(), self._settle(slots), 0)
 
     def forget(self, slots: Slots) -> None:
         """Slots that name other blocks next."""
-        self._settle(self.drop(slots))
-        self._settle(slots[self.of(slots) == LANDED])
-        self._slots["pushed"][slots] = False
+        self.drop(slots)
+        self._settle(slots)
+        for slot in slots.tolist():
+            self._pushed.pop(slot, None)
 
     def tick(self, now_ns: int) -> PrefetchOutcome:
         """What nobody asked for within the horizon is wasted."""
-        wasted = NO_SLOTS
+        wasted = Counter[int]()
         while self._batches and self._batches[0][0] + self.horizon_ns <= now_ns:
-            _, batch, slots = self._batches.popleft()
-            slots = slots[self._slots["batch"][slots] == batch]
-            unused = slots[self._slots["state"][slots] == LANDED]
-            wasted = np.concatenate((wasted, unused))
-            self._settle(unused)
-            self._slots["pushed"][slots] = False
-        return PrefetchOutcome(wasted=wasted)
+            since_ns, slots = self._batches.popleft()
+            for kind in (self._landed, self._pushed):
+                old = [s for s in slots.tolist() if s in kind and kind[s].since_ns == since_ns]
+                if kind is self._landed:
+                    wasted += self._settle(np.array(old, np.int64))
+                else:
+                    for slot in old:
+                        del kind[slot]
+        return PrefetchOutcome(Counter(), wasted, 0)
 
-    def by_purse(self, slots: Slots) -> Iterator[tuple[int, int]]:
-        """Purses that paid for these blocks, and the bytes of each."""
-        if not len(slots):
-            return
-        purses, sizes = self._slots["purse"][slots], self._slots["bytes"][slots]
-        for purse in np.unique(purses).tolist():
-            yield purse, int(sizes[purses == purse].sum())
-
-    def _begin(self, now_ns: int, slots: Slots, sizes: Slots) -> None:
-        self._grow(int(slots.max(initial=-1)))
-        self._count += 1
-        self._slots["batch"][slots], self._slots["bytes"][slots] = self._count, sizes
-        self._batches.append((now_ns, self._count, slots))
-
-    def _settle(self, slots: Slots) -> None:
-        self.unproven_bytes -= int(self._slots["bytes"][slots].sum())
-        self._slots["state"][slots] = FREE
-
-    def _grow(self, top: int) -> None:
-        if top >= len(self._slots):
-            grown = np.zeros(max(top + 1, 2 * len(self._slots)), SLOT)
-            grown[: len(self._slots)] = self._slots
-            self._slots = grown
+    def _settle(self, slots: Slots) -> Counter[int]:
+        """Bytes of those that lie here and were not used yet, by purse; they count no more."""
+        found = Counter[int]()
+        for slot in slots.tolist() if self._landed else ():
+            one = self._landed.pop(slot, None)
+            if one is not None:
+                found[one.purse] += one.n_bytes
+                self.unproven_bytes -= one.n_bytes
+        return found
 
 
 # What a prefetcher is given to decide with, and what a decision says.
@@ -760,7 +728,7 @@ class Prefetcher:
 
     def _missing(self, tip: int, reach: PrefetchView) -> tuple[int, Slots]:
         anchor, slots = reach.missing(tip)
-        return anchor, slots[self._outcomes.of(slots) == FREE]
+        return anchor, self._outcomes.absent(slots)
 
     def _bring(
         self, now_ns: int, kind: int, tip: int, rate: float, policy: Giver, reach: PrefetchView
@@ -828,13 +796,12 @@ class Prefetcher:
         return np.concatenate(gone)
 
     def _learn(self, now_ns: int, outcome: PrefetchOutcome) -> None:
-        for purse, n_bytes in self._outcomes.by_purse(outcome.used):
+        for purse, n_bytes in outcome.used.items():
             self.used_bytes[min(purse, LEARNED)] += n_bytes
             self.credit.used(purse, n_bytes)
             self.guard.used(now_ns, n_bytes)
-        for purse, n_bytes in self._outcomes.by_purse(outcome.wasted):
+        for purse, n_bytes in outcome.wasted.items():
             self.wasted_bytes[min(purse, LEARNED)] += n_bytes
-            self.credit.wasted(purse, n_bytes)
             self.guard.wasted(now_ns, n_bytes)
         if outcome.displaced_bytes:
             self.displaced_bytes += outcome.displaced_bytes
@@ -860,8 +827,9 @@ class Prefetcher:
         return self._outcomes.unproven_bytes
 
     def precision(self, kind: int) -> float:
-        """Which part of what a kind brought was used, lately; 1 while nothing is known."""
-        return self.credit.precision(kind)
+        """Which part of what a kind brought was used; 1 while nothing is known."""
+        known = self.used_bytes[kind] + self.wasted_bytes[kind]
+        return self.used_bytes[kind] / known if known else 1.0
 
     def digest(self) -> int:
         """64-bit rolling hash of every decision so far."""

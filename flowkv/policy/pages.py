@@ -1,0 +1,484 @@
+"""What happens to pages where they lie: which codec, which tokens stay, when slabs are emptied.
+
+`Temperature` and `Ladder` choose codecs, `Importance` the tokens that a budget leaves of a
+sequence, `Defragmentation` how much copying gives room back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from enum import IntEnum
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from flowkv.core.config import AUTO
+from flowkv.core.errors import ConfigError, GeometryError
+from flowkv.core.layout import CODECS
+from flowkv.policy.base import Slots
+from flowkv.policy.config import PolicyConfig, configure
+
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Count = Annotated[int, Meta(ge=0)]
+
+# Hot, warm and cold: a policy's own order, cut in three, for the choice of tier and codec.
+#
+# A policy says which block goes next. Before one goes it may lie further away, or smaller: that is
+# the same order asked for more than its end. Borders are shares of what is resident, taken from the
+# policy's priorities, whatever their unit. A block changes class only once it is past a border by a
+# margin, so that none flickers between two codecs.
+#
+# `Ladder` chooses codecs of open sequences by distance from their end, since the errors that cost
+# most are near it. The two compose: the ladder rules while a sequence is open, and when no
+# open sequence uses a page, `Temperature.codec` takes one of the ladder's codecs by its heat.
+
+
+class Heat(IntEnum):
+    """How likely a block is to be used, beside the others."""
+
+    COLD = 0
+    WARM = 1
+    HOT = 2
+
+
+class Shares(NamedTuple):
+    """Parts of what is resident, hottest first; the rest is cold.
+
+    Attributes:
+        hot: 0 to 1.
+        warm: 0 to 1 - hot.
+    """
+
+    hot: float
+    warm: float
+
+
+USUAL = Shares(0.1, 0.3)
+
+
+def shares_that_fit(n: int, capacity_bytes: int, sizes: tuple[int, int, int]) -> Shares:
+    """The least cold shares with which `n` blocks fit.
+
+    Nothing is colder than it must be: blocks are cold only if not all fit warm, and hot only as far
+    as all others fit warm.
+
+    Args:
+        n: Blocks.
+        capacity_bytes: Room for them.
+        sizes: Bytes of a cold, a warm and a hot block, ascending.
+    """
+    cold, warm, hot = sizes
+    if not 0 < cold <= warm <= hot:
+        raise ConfigError(f"sizes {sizes}", "Give bytes of a cold, warm and hot block, ascending")
+    if n <= 0 or n * hot <= capacity_bytes:
+        return Shares(1.0, 0.0)
+    if n * warm <= capacity_bytes:
+        hot_blocks = (capacity_bytes - n * warm) // (hot - warm)
+        return Shares(hot_blocks / n, 1 - hot_blocks / n)
+    warm_blocks = max(0, capacity_bytes - n * cold) // max(warm - cold, 1)
+    return Shares(0.0, min(warm_blocks / n, 1.0))
+
+
+class Temperature:
+    """Tells hot from warm from cold blocks, with hysteresis.
+
+    Args:
+        shares: Parts that are hot and warm.
+        margin: How far past a border, as a share, a block must be before it changes class.
+
+    Raises:
+        ConfigError: The shares are none.
+
+    Attributes:
+        shares: May be set anew at any time, as by `shares_that_fit`; counts from the next `gauge`.
+    """
+
+    def __init__(self, shares: Shares = USUAL, margin: float = 0.02) -> None:
+        self.margin = margin
+        self.shares = shares
+        if min(shares) < 0 or sum(shares) > 1 + 1e-9 or not 0 <= margin < 0.5:
+            raise ConfigError(
+                f"shares {tuple(shares)}, margin {margin}",
+                "Let shares of 0 or more sum to 1 at most, and the margin be below 0.5",
+            )
+        self._heats = np.zeros(0, np.int8)
+        self._enter = self._stay = (np.inf, np.inf)  # priorities that make a block hot, or warm
+
+    def gauge(self, priorities: NDArray[np.float64]) -> None:
+        """Sets the borders.
+
+        Args:
+            priorities: Of all resident blocks, or of a fair sample of them.
+        """
+        ordered = np.sort(priorities)[::-1]
+        hot, warm = self.shares.hot, self.shares.hot + self.shares.warm
+        near, far = -self.margin, self.margin
+        self._enter = _border(ordered, hot + near), _border(ordered, warm + near)
+        self._stay = _border(ordered, hot + far), _border(ordered, warm + far)
+
+    def feel(self, slots: Slots, priorities: NDArray[np.float64]) -> NDArray[np.int8]:
+        """The heat of some blocks, by the borders as last set and by what they were last.
+
+        Args:
+            slots: Blocks.
+            priorities: Theirs, now.
+
+        Returns:
+            A `Heat` for each. A block never felt before is cold until it is past a border.
+        """
+        top = int(slots.max(initial=-1)) + 1
+        if top > len(self._heats):
+            heats = np.zeros(max(top, 2 * len(self._heats)), np.int8)
+            heats[: len(self._heats)] = self._heats
+            self._heats = heats
+        before = self._heats[slots]
+        hot = priorities >= np.where(before == Heat.HOT, self._stay[0], self._enter[0])
+        warm = priorities >= np.where(before >= Heat.WARM, self._stay[1], self._enter[1])
+        heats = np.where(hot, Heat.HOT, np.where(warm, Heat.WARM, Heat.COLD)).astype(np.int8)
+        self._heats[slots] = heats
+        return heats
+
+    def forget(self, slots: Slots) -> None:
+        """Slots that name other blocks next."""
+        self._heats[slots[slots < len(self._heats)]] = Heat.COLD
+
+    @staticmethod
+    def tier(heat: int, tiers: int) -> int:
+        """Where a block belongs, of so many tiers, the fastest being 0."""
+        return (Heat.HOT - heat) * (tiers - 1) // 2
+
+    @staticmethod
+    def codec(heat: int, codecs: Sequence[int]) -> int:
+        """How a block that no open sequence uses is stored.
+
+        Args:
+            heat: Its heat.
+            codecs: Least lossy first, as `Ladder.codecs`. A block that is stored smaller already
+                stays so: take the greater of the two.
+        """
+        return codecs[(Heat.HOT - heat) * (len(codecs) - 1) // 2]
+
+
+def _border(ordered: NDArray[np.float64], share: float) -> float:
+    """The least of the greatest `share` of some values in descending order."""
+    count = round(share * len(ordered))
+    if count <= 0:
+        return float("inf")
+    return -float("inf") if count >= len(ordered) else float(ordered[count - 1])
+
+
+# How old a page must be to be encoded, and how: hot, warm and cold by distance from the end.
+#
+# The last tokens of a sequence get most of its attention, so that errors in them cost most, and
+# they are few (the residual window of Liu et al., KIVI, arXiv 2402.02750). A ladder keeps them
+# raw and encodes what lies further back, the further the smaller. A page only ever climbs down.
+
+AUTO_CODECS = ("kv8", "kv4c")
+"""What "auto" encodes warm and cold pages with."""
+
+
+class Rung(NamedTuple):
+    """One step of a ladder.
+
+    Attributes:
+        pages: Whole pages that lie between a page and the end of its sequence, at least.
+        codec: Index of the codec that such a page is encoded with.
+    """
+
+    pages: int
+    codec: int
+
+
+class Ladder:
+    """The codec of each full page of a sequence, by its distance from the sequence's end.
+
+    Distances are whole pages, so that a page becomes due when another one fills, and never between.
+
+    Args:
+        rungs: (tokens, codec): with at least so many tokens behind its end, a page is encoded so.
+            Nearer pages are raw. The further, the lossier.
+        page_size: Tokens per page.
+
+    Raises:
+        ConfigError: A codec is unknown, or the order is another one.
+
+    Attributes:
+        rungs: Furthest first.
+        idle: Index of the codec of pages that no open sequence uses.
+    """
+
+    def __init__(self, rungs: Collection[tuple[int, str]], page_size: int) -> None:
+        self.page_size = page_size
+        unknown = [codec for _, codec in rungs if codec not in CODECS[1:]]
+        if unknown or min((tokens for tokens, _ in rungs), default=0) < 0:
+            raise ConfigError(
+                f"rungs {list(rungs)}", f"Give distances of 0 or more, and {', '.join(CODECS[1:])}"
+            )
+        steps = [Rung(-(-tokens // page_size), CODECS.index(codec)) for tokens, codec in rungs]
+        # Of two codecs at one distance only the smaller one is ever used.
+        furthest = {rung.pages: rung for rung in sorted(steps)}
+        self.rungs = tuple(furthest[pages] for pages in sorted(furthest, reverse=True))
+        codecs = [rung.codec for rung in self.rungs]
+        if codecs != sorted(set(codecs), reverse=True):
+            raise ConfigError(f"rungs {list(rungs)}", "Let pages that lie further back be smaller")
+        self.idle = codecs[-1] if codecs else 0
+
+    @property
+    def codecs(self) -> tuple[int, ...]:
+        """Indices of the codecs of all pages, "raw" included, least lossy first."""
+        return (0, *(rung.codec for rung in reversed(self.rungs)))
+
+    def border(self, rung: Rung, length: int) -> int:
+        """Leading pages of a sequence of `length` tokens that have this rung's codec, or more."""
+        return max(0, length // self.page_size - rung.pages)
+
+    def codec(self, page: int, length: int) -> int:
+        """Index of the codec of page number `page` of a sequence of `length` tokens."""
+        for rung in self.rungs:
+            if page < self.border(rung, length):
+                return rung.codec
+        return 0
+
+
+def make_ladder(
+    codec: str, page_size: int, possible: Collection[str], *, recent_tokens: int, warm_tokens: int
+) -> Ladder:
+    """The ladder of one layer group.
+
+    Args:
+        codec: A codec, or "auto".
+        page_size: Tokens per page.
+        possible: Codecs that the group's pages can have. "auto" leaves the others out.
+        recent_tokens: Tokens at the end of a sequence whose pages stay raw.
+        warm_tokens: Tokens before these that "auto" gives eight bits.
+    """
+    if codec != AUTO:
+        return Ladder([(recent_tokens, codec)] if codec != "raw" else [], page_size)
+    distances = (recent_tokens, recent_tokens + warm_tokens)
+    rungs = zip(distances, AUTO_CODECS, strict=True)
+    return Ladder([(tokens, name) for tokens, name in rungs if name in possible], page_size)
+
+
+# When to empty sparse slabs of a page pool, and how much copying that is worth.
+#
+# Pages of different codecs have different sizes, and a slab holds pages of one size (Bonwick,
+# USENIX '94). Bytes that are free in slabs of one size are of no use to another, until a slab is
+# empty. So a pool can refuse a page with half its bytes free. Moving the pages of sparse slabs into
+# the holes of fuller ones gives whole slabs back; here it is decided when that pays, a little at
+# each step's edge.
+
+
+class Occupancy(NamedTuple):
+    """What a pool looks like.
+
+    Attributes:
+        slabs: All slabs.
+        empty: Those that any size of page may take.
+        reclaimable: Slabs that would be empty as well if the holes of each size lay together.
+        sizes: Sizes that pages have; with a single one, holes are as good as empty slabs.
+        fragmentation: Share of the bytes in occupied slabs that no page uses.
+    """
+
+    slabs: int
+    empty: int
+    reclaimable: int
+    sizes: int
+    fragmentation: float
+
+
+class DefragmentationConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `Defragmentation` can be told.
+
+    Attributes:
+        least_fragmentation: Nothing moves below this.
+        reserve_share: Part of the slabs that should be empty, ready for any size.
+        most_bytes: Copied at one step's edge, or one page if that is more; 0 for nothing ever.
+        least_gain: Bytes of slabs emptied per byte copied, at least. 2 means that only slabs which
+            are at most half full are emptied.
+        blocks_per_edge: After moving, whoever names a page is looked up among all known blocks:
+            there is one edge of rest for so many.
+    """
+
+    least_fragmentation: Share = 0.1
+    reserve_share: Share = 1 / 16
+    most_bytes: Annotated[int, Meta(ge=0)] = 16 << 20
+    least_gain: Annotated[float, Meta(ge=1.0)] = 2.0
+    blocks_per_edge: Annotated[int, Meta(ge=1)] = 512
+
+
+class Defragmentation:
+    """Decides for one pool. Deterministic: it sees numbers only, and counts edges, not seconds.
+
+    Args:
+        **options: Fields of `DefragmentationConfig`.
+
+    Raises:
+        ConfigError: An option is unknown or malformed.
+    """
+
+    name = "defragmentation"
+
+    def __init__(self, **options: object) -> None:
+        self.config = configure(DefragmentationConfig, self.name, options)
+        self._rest = 0
+        self._fruitless: Occupancy | None = None
+
+    def budget(self, now: Occupancy, blocks: int) -> int:
+        """Most bytes to copy at this step's edge; 0 to leave the pool as it is.
+
+        Args:
+            now: What the pool looks like.
+            blocks: Blocks that may have to be renamed.
+        """
+        if self._rest:
+            self._rest -= 1
+            return 0
+        config = self.config
+        short = now.empty < max(1, int(config.reserve_share * now.slabs))
+        pays = now.reclaimable > 0 and now.fragmentation >= config.least_fragmentation
+        if not (short and pays) or now.sizes < 2 or now == self._fruitless:
+            return 0
+        self._rest = blocks // config.blocks_per_edge
+        return config.most_bytes
+
+    def moved(self, pages: int, now: Occupancy) -> None:
+        """What came of a budget. After nothing, nothing is tried until the pool looks different."""
+        self._fruitless = None if pages else now
+
+
+# Which tokens of a sequence to keep under a budget: the pages that were looked at most.
+#
+# Attention weights are sparse, and what was looked at once is looked at again (H2O, arXiv
+# 2306.14048; SnapKV, arXiv 2404.14469). The attention kernels say how much weight each page was
+# given, per layer and KV head, without a second pass (`Scoring.mass`). Here those weights add up,
+# older ones fading. The first tokens stay, as every head parks weight on them (StreamingLLM, arXiv
+# 2309.17453), and the latest do, as the next tokens are mostly predicted from them.
+
+
+class ImportanceConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `Importance` can be told.
+
+    Attributes:
+        sink_tokens: First tokens that always stay.
+        recent_share: Part of a budget that always goes to the latest tokens.
+        half_life_tokens: Queries after which a weight counts half; 0 for never.
+    """
+
+    sink_tokens: Count = 4
+    recent_share: Share = 0.25
+    half_life_tokens: Count = 1024
+
+
+class Importance:
+    """Running page mass of one sequence, and what it says should stay. Deterministic.
+
+    Args:
+        layers: Layers of the group, L.
+        kv_heads: KV heads, Hk.
+        page_size: Tokens of a page, P.
+        **options: Fields of `ImportanceConfig`.
+
+    Raises:
+        ConfigError: An option is unknown or malformed.
+    """
+
+    name = "importance"
+
+    def __init__(self, layers: int, kv_heads: int, page_size: int, **options: object) -> None:
+        self.config = configure(ImportanceConfig, self.name, options)
+        self.page_size = page_size
+        self._mass = np.zeros((layers, kv_heads, 0))
+
+    @property
+    def mass(self) -> NDArray[np.float64]:
+        """`[L, Hk, pages]`: the faded weight that each page was given so far; a copy."""
+        return self._mass.copy()
+
+    def observe(self, mass: NDArray[np.floating], queries: int) -> None:
+        """Adds the weights that the next queries gave to pages.
+
+        Args:
+            mass: `[L, Hk, pages]`, not negative, of all pages that the sequence has now.
+            queries: How many tokens asked.
+
+        Raises:
+            GeometryError: Another shape.
+        """
+        if mass.ndim != 3 or mass.shape[:2] != self._mass.shape[:2]:
+            layers, heads, _ = self._mass.shape
+            raise GeometryError(f"page mass {mass.shape}", f"Pass [{layers}, {heads}, pages]")
+        half_lives = queries / (self.config.half_life_tokens or math.inf)
+        before = self._mass[:, :, : mass.shape[2]]  # a sequence may have been cut meanwhile
+        total = mass.astype(np.float64)
+        total[:, :, : before.shape[2]] += before * 0.5**half_lives
+        self._mass = total
+
+    def keep(
+        self, length: int, budget: int, scores: NDArray[np.floating] | None = None
+    ) -> NDArray[np.int32]:
+        """The slots to keep of a sequence of `length` tokens.
+
+        Whole pages go first, those of least mass; the page at the border keeps its latest tokens,
+        or those of the highest scores.
+
+        Args:
+            length: Tokens the sequence has, one a slot.
+            budget: Tokens to keep of them, per layer and head.
+            scores: `[L, Hk, length]`, not negative, where the caller knows more: a page's mass is
+                then shared among its tokens in proportion to them, and tokens compete for
+                themselves.
+
+        Returns:
+            int32 `[L, Hk, n]`, ascending, `n = min(budget, length)`.
+
+        Raises:
+            ConfigError: The budget does not even hold the first tokens, which always stay.
+            GeometryError: Scores of another shape.
+        """
+        sinks = min(length, self.config.sink_tokens)
+        count = min(budget, length)
+        if count < max(sinks, 1):
+            raise ConfigError(
+                f"a budget of {budget} of {length} tokens, {sinks} of which always stay",
+                "Raise the budget, or lower sink_tokens",
+            )
+        value = self._token_values(length, scores)
+        value[:, :, :sinks] = np.inf
+        recent = min(count - sinks, int(self.config.recent_share * count))
+        value[:, :, length - recent :] = np.inf
+        # A stable sort of the slots from last to first: among equals the latest stay.
+        order = length - 1 - np.argsort(-value[:, :, ::-1], axis=2, kind="stable")
+        return np.sort(order[:, :, :count], axis=2).astype(np.int32)
+
+    def kept(self, keep: NDArray[np.int32]) -> None:
+        """Follows a drop: slot i of a layer and head now holds what was in slot `keep[..., i]`."""
+        size = self.page_size
+        shares = np.take_along_axis(self._padded(int(keep.max(initial=0)) + 1), keep // size, 2)
+        self._mass = np.add.reduceat(shares / size, np.arange(0, keep.shape[2], size), axis=2)
+
+    def _padded(self, length: int) -> NDArray[np.float64]:
+        """Mass of all pages of so many tokens; pages that nobody asked for have none."""
+        pages = -(-length // self.page_size)
+        missing = max(0, pages - self._mass.shape[2])
+        return np.pad(self._mass, ((0, 0), (0, 0), (0, missing)))[:, :, :pages]
+
+    def _token_values(
+        self, length: int, scores: NDArray[np.floating] | None
+    ) -> NDArray[np.float64]:
+        size, mass = self.page_size, self._padded(length)
+        value = np.repeat(mass, size, axis=2)[:, :, :length]
+        if scores is None:
+            return value
+        if scores.shape != value.shape:
+            raise GeometryError(
+                f"token scores {scores.shape}", f"Pass one number per slot, {value.shape}"
+            )
+        empty = mass.shape[2] * size - length
+        padded = np.pad(scores.astype(np.float64), ((0, 0), (0, 0), (0, empty)))
+        pages = padded.reshape(*mass.shape, size)
+        sums = np.maximum(pages.sum(axis=3, keepdims=True), np.finfo(np.float64).tiny)
+        shared: NDArray[np.float64] = (mass[..., None] * pages / sums).reshape(padded.shape)
+        return shared[:, :, :length]
