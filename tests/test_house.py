@@ -87,9 +87,6 @@ def test_pure_rooms_need_no_tensors(source: Path) -> None:
         assert not imported(ast.parse(source.read_text())) & {"torch", "triton"}
 
 
-TWINS = {"Completion"}  # public names of two rooms each, `tiers` and others
-
-
 def modules() -> dict[str, ast.Module]:
     """All modules of the package by name, parsed."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
@@ -129,7 +126,7 @@ def test_a_public_class_name_means_one_class() -> None:
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(name)
-    assert {name for name, found in homes.items() if len(found) > 1} <= TWINS
+    assert {name for name, found in homes.items() if len(found) > 1} == set()
 
 
 def test_a_class_lives_in_one_file() -> None:

@@ -21,7 +21,7 @@ from flowkv.core import compiling
 from flowkv.core.errors import NonFiniteError, StateError
 from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, granule_of
 from flowkv.policy.restore import RestoreLoad
-from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome
+from flowkv.tiers.base import FrameInfo, Load, Outcome, TierAnswer
 
 Allocate = Callable[[int, int, int], list[int] | None]
 """`allocate(group, count, codec)`: private pages, or fewer than that, or None."""
@@ -484,7 +484,7 @@ class PageLoader:
             for trip in list(flight.trips):
                 self._abandon(trip)
                 source, block = trip.source, trip.piece.inbound.block
-                failed = Completion(0, 0, block.key, Outcome.FAILED, "deadline passed")
+                failed = TierAnswer(0, 0, block.key, Outcome.FAILED, "deadline passed")
                 waited = failed._replace(seconds=now - trip.asked_s)
                 self._store.not_served(block, source.tier, waited)
                 flight.lost = True
@@ -522,7 +522,7 @@ class PageLoader:
             owed = lanes[tier].schedule.flying_bytes + lanes[tier].schedule.queued_bytes
             flight.end_s = max(flight.end_s, now + lanes[tier].patience_s(owed))
 
-    def _answered(self, trip: _Trip, answer: Completion) -> None:
+    def _answered(self, trip: _Trip, answer: TierAnswer) -> None:
         store, flight, inbound = self._store, trip.flight, trip.piece.inbound
         inbound.flying -= 1
         if not trip.given_up:
@@ -554,7 +554,7 @@ class PageLoader:
         elif fresh and batch.fresh is not None:
             batch.fresh.append(inbound.block)
 
-    def _missed(self, trip: _Trip, answer: Completion) -> None:
+    def _missed(self, trip: _Trip, answer: TierAnswer) -> None:
         """Counts a miss, and asks elsewhere."""
         inbound, source, flight = trip.piece.inbound, trip.source, trip.flight
         known = not inbound.block.gone and (source.last or answer.reason != "layout")

@@ -21,7 +21,7 @@ from flowkv.core import compiling
 from flowkv.core.errors import FlowKVError
 from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.rates import Rates
-from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store, Tier
+from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.frame import BadFrame, wanted
 
 # In what order a tier is asked for what, and for how much at a time.
@@ -85,7 +85,7 @@ class TransferRequest:
     def __init__(
         self,
         item: Load | Store,
-        done: Callable[[Completion], None],
+        done: Callable[[TierAnswer], None],
         priority: IOPriority,
         owner: object = None,
     ) -> None:
@@ -400,7 +400,7 @@ class Lane:
                 job = self.tier.submit_load(loads, deadline_s=patience_s)
         except FlowKVError:  # closed, or opened before a fork: a miss like any other
             for wish in wishes:
-                self._answer(wish, Completion(0, 0, wish.item.key, Outcome.FAILED, "closed"))
+                self._answer(wish, TierAnswer(0, 0, wish.item.key, Outcome.FAILED, "closed"))
         else:
             self._jobs[job] = _Job(wishes, sent_s)
 
@@ -442,7 +442,7 @@ class Lane:
             self._answer(wish, answer)
         return len(answers)
 
-    def _answer(self, wish: TransferRequest, answer: Completion) -> None:
+    def _answer(self, wish: TransferRequest, answer: TierAnswer) -> None:
         """Answers a wish, and those that followed it: with its bytes, or by asking anew."""
         followers = self.schedule.end(wish)
         self.cancelled += answer.reason == "cancelled"
@@ -466,9 +466,9 @@ class Lane:
         for wish in wishes:
             if self.schedule.ask(wish) is SubmitResult.REFUSED:
                 wish.ended = True
-                wish.done(Completion(0, 0, wish.item.key, Outcome.FAILED, "busy"))
+                wish.done(TierAnswer(0, 0, wish.item.key, Outcome.FAILED, "busy"))
 
-    def _measure(self, job: _Job, answer: Completion) -> None:
+    def _measure(self, job: _Job, answer: TierAnswer) -> None:
         """Rates of stores; those of loads are measured by who waits for them."""
         if answer.outcome is not Outcome.STORED or not answer.n_bytes:
             return
@@ -498,7 +498,7 @@ class Lane:
         self.overdue += 1
         done = wish.done
 
-        def late(answer: Completion) -> None:
+        def late(answer: TierAnswer) -> None:
             self.overdue -= 1
             done(answer)
 
@@ -517,7 +517,7 @@ class Lane:
             if self.schedule.withdraw(wish):
                 self.cancelled += 1
                 wish.ended = True
-                wish.done(Completion(0, 0, wish.item.key, Outcome.FAILED, "cancelled"))
+                wish.done(TierAnswer(0, 0, wish.item.key, Outcome.FAILED, "cancelled"))
             elif not wish.followers:
                 flying.add(wish)
         self._call_off(flying)
@@ -531,7 +531,7 @@ class Lane:
                 self.tier.cancel(number)
 
 
-def from_memory(load: Load, store: Store) -> Completion | None:
+def from_memory(load: Load, store: Store) -> TierAnswer | None:
     """Answers a load with the body of a store that is under way; None if it is not what is asked.
 
     The bytes never left this process, so there is nothing to verify.
@@ -547,10 +547,10 @@ def from_memory(load: Load, store: Store) -> Completion | None:
     if not 0 <= load.first < end <= stripes or n_bytes > load.target.nbytes:
         return None
     load.target.cast("B")[:n_bytes] = body[load.first * step : end * step]
-    return Completion(0, 0, load.key, Outcome.HIT, "", info, n_bytes)
+    return TierAnswer(0, 0, load.key, Outcome.HIT, "", info, n_bytes)
 
 
-Done = Callable[[Completion], None]
+Done = Callable[[TierAnswer], None]
 _LONGEST_S = 0.1
 _WAIT_OF_SEVERAL_S = 0.002
 
@@ -635,7 +635,7 @@ class Mover:
         """
         item = Store(key, info, body)
 
-        def answered(answer: Completion) -> None:
+        def answered(answer: TierAnswer) -> None:
             self._storing -= 1
             left = [one for one in self._bodies.pop(key) if one.store is not item]
             if left:
@@ -684,7 +684,7 @@ class Mover:
 
     def load(
         self, wanted: Sequence[tuple[int, Load]], late: Callable[[int], None] = lambda index: None
-    ) -> tuple[list[Completion], set[int]]:
+    ) -> tuple[list[TierAnswer], set[int]]:
         """Reads frames of any tiers, all at once, and waits for all of them.
 
         Args:
@@ -696,9 +696,9 @@ class Mover:
             One answer for each, and those whose target is lent to a tier that is overdue (they are
             answered as `FAILED` here).
         """
-        answers, lent = dict[int, Completion](), set[int]()
+        answers, lent = dict[int, TierAnswer](), set[int]()
 
-        def answered(index: int, answer: Completion) -> None:
+        def answered(index: int, answer: TierAnswer) -> None:
             if index in answers:
                 late(index)
             else:
@@ -717,7 +717,7 @@ class Mover:
             for index in left:
                 (tier, item), wish = wanted[index], wishes[index]
                 if ends[tier] <= now and index not in answers and wish is not None:
-                    failed = Completion(0, index, item.key, Outcome.FAILED, "deadline passed")
+                    failed = TierAnswer(0, index, item.key, Outcome.FAILED, "deadline passed")
                     answers[index] = failed._replace(seconds=now - started)
                     if self.give_up(tier, wish):
                         lent.add(index)
@@ -756,7 +756,7 @@ class Mover:
             return None
         wish, self.busy = TransferRequest(item, done, priority, owner), True
         if self.lanes[tier].ask(wish) is SubmitResult.REFUSED:
-            done(Completion(0, 0, item.key, Outcome.FAILED, "busy"))
+            done(TierAnswer(0, 0, item.key, Outcome.FAILED, "busy"))
             return None
         return wish
 

@@ -30,7 +30,7 @@ from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, St
 from flowkv.policy.base import NO_SLOTS, Policy, Slots
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Tenants
-from flowkv.tiers.base import Completion, Entry, FrameInfo, Load, Outcome, Tier
+from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Tier, TierAnswer
 from flowkv.tiers.host import HostTier
 
 # Pages whose weights are not proven yet: known in the process, kept out of all other places.
@@ -770,7 +770,7 @@ class PageStore:
 
         n_bytes = self.tiers[number].frame_bytes(body.nbytes)
 
-        def answered(answer: Completion) -> None:
+        def answered(answer: TierAnswer) -> None:
             self._incoming[number] -= n_bytes
             done()
             self._saved(block, number, info.codec, answer)
@@ -801,7 +801,7 @@ class PageStore:
         self.settle(block)
         return any(saved)
 
-    def _saved(self, block: Block, number: int, codec: int, answer: Completion) -> None:
+    def _saved(self, block: Block, number: int, codec: int, answer: TierAnswer) -> None:
         block.moving -= 1
         tier = self.tiers[number]
         if answer.outcome is not Outcome.STORED:
@@ -918,7 +918,7 @@ class PageStore:
         """Counts bytes that a tier gave."""
         self.loaded_bytes[self.tiers[number].name] += n_bytes
 
-    def not_served(self, block: Block, number: int, answer: Completion) -> None:
+    def not_served(self, block: Block, number: int, answer: TierAnswer) -> None:
         """A tier did not give what it was believed to hold: a miss, counted, never an answer."""
         name = self.tiers[number].name
         if answer.outcome is Outcome.FAILED:  # it may still be there: ask again another time
@@ -1382,7 +1382,7 @@ class PageStore:
             self.drain(min(left_s, _LONGEST_S))
         return not self._unwritten
 
-    def _note_unwritten(self, block: Block, number: int, answer: Completion) -> None:
+    def _note_unwritten(self, block: Block, number: int, answer: TierAnswer) -> None:
         """Keeps a page in mind that a tier could not take just now."""
         again = answer.reason in AWAY and self.write_back and number == self.lasting()
         if again and block.page >= 0 and not block.gone:

@@ -46,7 +46,7 @@ from flowkv.hooks.huggingface.load import LoadedModel, load_model
 from flowkv.observe.timeline import Timelines
 from flowkv.report.screen import Screen, Tell
 from flowkv.report.words import seconds, times
-from flowkv.tiers.base import UNBOUNDED, Completion, Outcome, Tier
+from flowkv.tiers.base import UNBOUNDED, Outcome, Tier, TierAnswer
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.inspect import inspect
 
@@ -249,7 +249,7 @@ class Slow:
     def __init__(self, tier: Tier, bytes_per_s: float) -> None:
         self._tier, self._bytes_per_s = tier, bytes_per_s
         self._lock = threading.Lock()
-        self._due: list[tuple[float, int, Completion]] = []
+        self._due: list[tuple[float, int, TierAnswer]] = []
         self._order = itertools.count()
         self._free_s = 0.0
 
@@ -258,7 +258,7 @@ class Slow:
             raise AttributeError(name)
         return getattr(self._tier, name)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Answers that are ready; waits up to `timeout_s` for the first one."""
         end_s = time.monotonic() + timeout_s
         while True:
@@ -273,7 +273,7 @@ class Slow:
                 return ready
             time.sleep(min(_PAUSE_S, end_s - now_s))
 
-    def _take(self, answer: Completion) -> None:
+    def _take(self, answer: TierAnswer) -> None:
         due_s = now_s = time.monotonic()
         if answer.outcome is Outcome.HIT:
             due_s = max(now_s, self._free_s) + answer.n_bytes / self._bytes_per_s

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import StateError
-from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store, Tier
+from flowkv.tiers.base import Entry, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, describe, span, verify
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class MemoryTier:
     def __init__(self, capacity_bytes: int = 1 << 30, *, name: str = "memory") -> None:
         self.name, self.capacity_bytes = name, capacity_bytes
         self.frames: dict[bytes, tuple[Header, bytes]] = {}
-        self._answers: list[Completion] = []
+        self._answers: list[TierAnswer] = []
         self._jobs = 0
         self._lock = threading.RLock()
 
@@ -98,7 +98,7 @@ class MemoryTier:
         """Answers at once."""
         return self._answer([self._store(item) for item in items])
 
-    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Never waits: whatever was submitted has been answered."""
         with self._lock:
             answers, self._answers = self._answers, []
@@ -137,7 +137,7 @@ class MemoryTier:
                 raise StateError(f"{len(body)} bytes for a frame of {len(old)}", "Keep its length")
             self.frames[key] = describe(key, header.info, memoryview(body)), body
 
-    def _answer(self, answers: list[Completion]) -> int:
+    def _answer(self, answers: list[TierAnswer]) -> int:
         with self._lock:
             self._jobs += 1
             self._answers += [
@@ -145,35 +145,35 @@ class MemoryTier:
             ]
             return self._jobs
 
-    def _load(self, item: Load) -> Completion:
+    def _load(self, item: Load) -> TierAnswer:
         if item.key not in self.frames:
-            return Completion(0, 0, item.key, Outcome.MISS)
+            return TierAnswer(0, 0, item.key, Outcome.MISS)
         header, body = self.frames[item.key]
         try:
             accept(header, item.key, item.layout, item.fidelity)
             stripes = span(header, item.first, item.stripes)
             verify(header, body)
         except BadFrame as error:
-            return Completion(0, 0, item.key, Outcome.MISS, error.reason)
+            return TierAnswer(0, 0, item.key, Outcome.MISS, error.reason)
         step = header.info.stripe_bytes
         part = body[stripes.start * step : stripes.stop * step]
         if item.target.readonly or item.target.nbytes < len(part):
-            return Completion(0, 0, item.key, Outcome.FAILED, "target")
+            return TierAnswer(0, 0, item.key, Outcome.FAILED, "target")
         item.target.cast("B")[: len(part)] = part
-        return Completion(0, 0, item.key, Outcome.HIT, "", header.info, len(part))
+        return TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, len(part))
 
-    def _store(self, item: Store) -> Completion:
+    def _store(self, item: Store) -> TierAnswer:
         size = item.body.nbytes
         with self._lock:
             if item.key not in self.frames:
                 try:
                     count_stripes(item.key, item.info, size)
                 except BadFrame as error:
-                    return Completion(0, 0, item.key, Outcome.FAILED, error.reason)
+                    return TierAnswer(0, 0, item.key, Outcome.FAILED, error.reason)
                 if self.used_bytes() + size > self.capacity_bytes:
-                    return Completion(0, 0, item.key, Outcome.FAILED, "full")
+                    return TierAnswer(0, 0, item.key, Outcome.FAILED, "full")
                 self.frames[item.key] = describe(item.key, item.info, item.body), bytes(item.body)
-            return Completion(0, 0, item.key, Outcome.STORED, "", None, size)
+            return TierAnswer(0, 0, item.key, Outcome.STORED, "", None, size)
 
 
 class Faults(NamedTuple):
@@ -223,7 +223,7 @@ class FlakyTier:
         self._lock = threading.Lock()
         self._jobs = 0
         self._wishes: dict[int, tuple[int, int, list[tuple[int, Load | Store]]]] = {}
-        self._held: list[tuple[int, Completion]] = []
+        self._held: list[tuple[int, TierAnswer]] = []
 
     @property
     def writable(self) -> bool:
@@ -258,7 +258,7 @@ class FlakyTier:
         with self._lock:
             return self._submit(items, self.inner.submit_store, deadline_s)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Answers whose time has come."""
         end_s = time.monotonic() + timeout_s
         while True:
@@ -309,7 +309,7 @@ class FlakyTier:
         passed: list[tuple[int, Load | Store]] = []
         for index, item in enumerate(items):
             if self._happens(self.faults.fail):
-                failed = Completion(self._jobs, index, item.key, Outcome.FAILED, "injected")
+                failed = TierAnswer(self._jobs, index, item.key, Outcome.FAILED, "injected")
                 self._held.append((self._due_ns(deadline_ns), failed))
             else:
                 passed.append((index, item))
@@ -318,7 +318,7 @@ class FlakyTier:
             self._wishes[inner_job] = self._jobs, deadline_ns, passed
         return self._jobs
 
-    def _translate(self, answer: Completion) -> tuple[int, Completion]:
+    def _translate(self, answer: TierAnswer) -> tuple[int, TierAnswer]:
         job, deadline_ns, passed = self._wishes[answer.job]
         index, item = passed[answer.item]
         answer = answer._replace(job=job, item=index)

@@ -34,7 +34,7 @@ from flowkv.testing.stories import (
     tell,
     told,
 )
-from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store, Tier
+from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.frame import KINDS
 
 # What a tier may hold, seen from outside: the model that `check_tier` compares it with.
@@ -196,7 +196,7 @@ class Model:
             else:
                 self.may[wish.item.key].discard(wish.frame)
 
-    def loaded(self, wish: Wish, answer: Completion) -> None:
+    def loaded(self, wish: Wish, answer: TierAnswer) -> None:
         """A load was answered; raises AssertionError if it cannot have been."""
         self.flying.remove(wish)
         load = wish.item
@@ -241,7 +241,7 @@ class Model:
                 other.seen.add(frame)
 
 
-def agrees(state: Frame | None, wish: Load, answer: Completion) -> bool:
+def agrees(state: Frame | None, wish: Load, answer: TierAnswer) -> bool:
     """Whether a load may be answered so while this is what is there."""
     said = answer.outcome, answer.reason
     if state is None:
@@ -260,7 +260,7 @@ def agrees(state: Frame | None, wish: Load, answer: Completion) -> bool:
     )
 
 
-def _short(answer: Completion) -> str:
+def _short(answer: TierAnswer) -> str:
     key = answer.key.hex()[:8]
     return f"{answer.outcome.name} {answer.reason!r} of {answer.n_bytes} bytes for {key}"
 
@@ -574,7 +574,7 @@ class TierMachine(RuleBasedStateMachine):
             assert not tier.poll(0.0), "more answers than items"
         self.sound = True
 
-    def check(self, tier: Tier, answer: Completion, closed: bool) -> None:
+    def check(self, tier: Tier, answer: TierAnswer, closed: bool) -> None:
         """One answer against the model."""
         wishes = self.jobs.get((tier, answer.job), {})
         wish = wishes.pop(answer.item, None)

@@ -15,6 +15,7 @@ from flowkv.tiers.base import (
     Outcome,
     Store,
     Tier,
+    TierAnswer,
 )
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, decode_header, encode_header, verify
@@ -31,6 +32,7 @@ __all__ = [
     "Outcome",
     "Store",
     "Tier",
+    "TierAnswer",
     "decode_header",
     "encode_header",
     "open_tier",

@@ -107,7 +107,7 @@ class Store(NamedTuple):
     body: memoryview
 
 
-class Completion(NamedTuple):
+class TierAnswer(NamedTuple):
     """The answer to one item.
 
     Attributes:
@@ -129,6 +129,10 @@ class Completion(NamedTuple):
     info: FrameInfo | None = None
     n_bytes: int = 0
     seconds: float = 0.0
+
+
+Completion = TierAnswer
+"""Its name of before, which tiers of other people may use."""
 
 
 class Entry(NamedTuple):
@@ -200,7 +204,7 @@ class Tier(Protocol):
         """
         ...
 
-    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Answers that are ready; waits up to `timeout_s` for the first one."""
         ...
 

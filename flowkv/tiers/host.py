@@ -15,7 +15,7 @@ import numpy as np
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
+from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
     BadFrame,
@@ -61,7 +61,7 @@ class Immediate:
         """
         return self._run(items, deadline_s, self._store)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Answers that were not polled yet."""
         return self._answers.take(timeout_s)
 
@@ -75,14 +75,14 @@ class Immediate:
     def _usable(self) -> bool:
         return not self._closed and self._pid == os.getpid()
 
-    def _load(self, item: Load, end_ns: int) -> Completion:
+    def _load(self, item: Load, end_ns: int) -> TierAnswer:
         raise NotImplementedError
 
-    def _store(self, item: Store, end_ns: int) -> Completion:
+    def _store(self, item: Store, end_ns: int) -> TierAnswer:
         raise NotImplementedError
 
     def _run(
-        self, items: Sequence[Wish], deadline_s: float, answer: Callable[[Wish, int], Completion]
+        self, items: Sequence[Wish], deadline_s: float, answer: Callable[[Wish, int], TierAnswer]
     ) -> int:
         if not self._usable():
             why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
@@ -98,17 +98,17 @@ class Immediate:
         return job
 
 
-def failed(key: bytes, reason: str) -> Completion:
+def failed(key: bytes, reason: str) -> TierAnswer:
     """An answer; `_run` fills in which item it is for."""
-    return Completion(0, 0, key, Outcome.FAILED, reason)
+    return TierAnswer(0, 0, key, Outcome.FAILED, reason)
 
 
-def missed(key: bytes, reason: str = "") -> Completion:
+def missed(key: bytes, reason: str = "") -> TierAnswer:
     """An answer; `_run` fills in which item it is for."""
-    return Completion(0, 0, key, Outcome.MISS, reason)
+    return TierAnswer(0, 0, key, Outcome.MISS, reason)
 
 
-def copied(header: Header, item: Load, copy: Callable[[memoryview, int], None]) -> Completion:
+def copied(header: Header, item: Load, copy: Callable[[memoryview, int], None]) -> TierAnswer:
     """Copies what was wished for of a frame into the target, and verifies the copy.
 
     Args:
@@ -128,7 +128,7 @@ def copied(header: Header, item: Load, copy: Callable[[memoryview, int], None]) 
     copy(target, stripes.start * step)
     for number, stripe in enumerate(stripes):
         verify_stripe(header, stripe, target[number * step : (number + 1) * step])
-    return Completion(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
+    return TierAnswer(0, 0, item.key, Outcome.HIT, "", header.info, n_bytes)
 
 
 APART_BYTES = 1 << 20
@@ -254,7 +254,7 @@ class HostTier(Immediate):
             self._used_bytes = 0
         self._answers.close()
 
-    def _load(self, item: Load, end_ns: int) -> Completion:
+    def _load(self, item: Load, end_ns: int) -> TierAnswer:
         frame = self._frames.get(item.key)
         if frame is None:
             return missed(item.key)
@@ -270,7 +270,7 @@ class HostTier(Immediate):
             damaged = error.reason == "digest" and self._discard(item.key, frame)
             return missed(item.key, error.reason if damaged or error.reason != "digest" else "")
 
-    def _store(self, item: Store, end_ns: int) -> Completion:
+    def _store(self, item: Store, end_ns: int) -> TierAnswer:
         key, body = item.key, item.body
         try:
             charge = _charge(body.nbytes, count_stripes(key, item.info, body.nbytes))
@@ -295,7 +295,7 @@ class HostTier(Immediate):
                     self._used_bytes -= charge
                 else:
                     self._frames[key] = frame
-        return Completion(0, 0, key, Outcome.STORED, "", None, 0 if there else body.nbytes)
+        return TierAnswer(0, 0, key, Outcome.STORED, "", None, 0 if there else body.nbytes)
 
     def _discard(self, key: bytes, damaged: tuple[Header, bytearray]) -> bool:
         """Takes a damaged frame out; False if it was taken out meanwhile, and overwritten."""

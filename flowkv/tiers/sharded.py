@@ -17,7 +17,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KEY_BYTES, Shard
 from flowkv.core.layout import CODECS, PageLayout, page_layout
-from flowkv.tiers.base import Completion, Entry, FrameInfo, Load, Outcome, Store, Tier
+from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 
 # Which KV heads a frame holds, what it is called for that, and how heads move between frames.
 #
@@ -255,7 +255,7 @@ class _Wish:
         self.ways: list[_Way] = []  # not tried yet
         self.way: _Way | None = None  # None: one frame, as it is
         self.parts: list[tuple[Heads, memoryview]] = []
-        self.answers: list[Completion | None] = [None]
+        self.answers: list[TierAnswer | None] = [None]
 
 
 class ShardedTier:
@@ -284,7 +284,7 @@ class ShardedTier:
             self.fileno = inner.fileno
         self._lock, self._jobs = threading.Lock(), 0
         self._waiting: dict[int, list[tuple[_Wish, int] | None]] = {}
-        self._ready: list[Completion] = []
+        self._ready: list[TierAnswer] = []
 
     # ---- what is there
 
@@ -469,7 +469,7 @@ class ShardedTier:
 
     # ---- answers
 
-    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Answers that are ready; waits up to `timeout_s` for the first one."""
         end_s = time.monotonic() + timeout_s
         while True:
@@ -488,7 +488,7 @@ class ShardedTier:
                 if any(place and place[0].job == job for place in places):
                     self.inner.cancel(inner)
 
-    def _take(self, answer: Completion) -> None:
+    def _take(self, answer: TierAnswer) -> None:
         places = self._waiting[answer.job]
         place = places[answer.item]
         assert place is not None, "answered twice"
@@ -500,7 +500,7 @@ class ShardedTier:
         if all(wish.answers):
             self._end(wish, [answer for answer in wish.answers if answer])
 
-    def _end(self, wish: _Wish, answers: list[Completion]) -> None:
+    def _end(self, wish: _Wish, answers: list[TierAnswer]) -> None:
         """All parts are answered: with a page, with another way to get it, or with the reason."""
         bad = next((a for a in answers if a.outcome is Outcome.FAILED), None)
         bad = bad or next((a for a in answers if a.outcome is Outcome.MISS), None)
@@ -517,7 +517,7 @@ class ShardedTier:
         answer = answer._replace(job=wish.job, item=wish.index, key=wish.item.key, seconds=seconds)
         self._ready.append(answer)
 
-    def _joined(self, wish: _Wish, way: _Way, answers: list[Completion]) -> Completion:
+    def _joined(self, wish: _Wish, way: _Way, answers: list[TierAnswer]) -> TierAnswer:
         target, stride = _load_of(wish).target, way.form.layout.stripe_stride_bytes
         infos = [answer.info for answer in answers if answer.info is not None]
         if [self.division.held(info)[0] for info in infos] != way.cover:

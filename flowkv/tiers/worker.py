@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from flowkv.core.clock import Clock
-from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
+from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, TierAnswer
 
 # Where a tier puts its answers until they are polled.
 
@@ -33,7 +33,7 @@ class Completions:
     """A thread-safe queue of answers, with a file descriptor for those who wait on many things."""
 
     def __init__(self) -> None:
-        self._ready: deque[Completion] = deque()
+        self._ready: deque[TierAnswer] = deque()
         self._changed = threading.Condition()
         self._event_fd = -1
         self._closed = False
@@ -45,7 +45,7 @@ class Completions:
             self._jobs += 1
             return self._jobs
 
-    def put(self, answers: Iterable[Completion]) -> None:
+    def put(self, answers: Iterable[TierAnswer]) -> None:
         """Adds answers and wakes whoever polls."""
         with self._changed:
             before = len(self._ready)
@@ -55,7 +55,7 @@ class Completions:
                 if self._event_fd >= 0:
                     os.eventfd_write(self._event_fd, 1)
 
-    def take(self, timeout_s: float = 0.0) -> list[Completion]:
+    def take(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """All answers there are; waits up to `timeout_s` for the first one."""
         with self._changed:
             if not self._ready and timeout_s > 0:
@@ -122,7 +122,7 @@ class Item:
         if self.n_bytes and self.memory.c_contiguous:
             self.memory = self.memory.cast("B")
         self.start_ns, self.deadline_ns = times_ns
-        self.done: Completion | None = None
+        self.done: TierAnswer | None = None
         self.begun = self.claimed = False
         self.hand: Hand | None = None
         self.flight: Any = None
@@ -181,7 +181,7 @@ class RequestQueue:
             self._changed.notify_all()
         return job
 
-    def poll(self, timeout_s: float) -> list[Completion]:
+    def poll(self, timeout_s: float) -> list[TierAnswer]:
         """Answers that are ready, those of items whose deadline has passed among them."""
         end_s = time.monotonic() + timeout_s
         while True:
@@ -281,7 +281,7 @@ class RequestQueue:
             for item, outcome, reason, info, n_bytes in answers:
                 if item.done is None:
                     asked, seconds = (item.job, item.index, item.key), (now - item.start_ns) / 1e9
-                    item.done = Completion(*asked, outcome, reason, info, n_bytes, seconds)
+                    item.done = TierAnswer(*asked, outcome, reason, info, n_bytes, seconds)
                     item.memory = None
                     if item.stores and not item.begun:
                         self._waiting_bytes -= item.n_bytes

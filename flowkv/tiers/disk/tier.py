@@ -23,7 +23,7 @@ from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.base import Completion, Entry, FrameInfo, Load, Outcome, Store
+from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.disk.files import FileIO, reason_of
 from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
 from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
@@ -979,7 +979,7 @@ class DiskTier:
         self._require_usable()
         return self._submit(items, deadline_s)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Answers that are ready; waits up to `timeout_s` for the first one."""
         if self._pid != os.getpid():
             return []

@@ -25,7 +25,7 @@ from flowkv.core import compiling
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.base import UNBOUNDED, Completion, Entry, FrameInfo, Load, Outcome, Store
+from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
@@ -651,7 +651,7 @@ class RemoteTier:
         self._require_usable()
         return self._workers.submit(items, deadline_s)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Answers that are ready; waits up to `timeout_s` for the first one."""
         return self._workers.poll(timeout_s) if self._pid == os.getpid() else []
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.keys import KEY_BYTES
-from flowkv.tiers.base import Completion, Entry, Load, Outcome, Store
+from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
     BadFrame,
     Header,
@@ -543,7 +543,7 @@ class SharedTier(Immediate):
 
     # ---- loads
 
-    def _load(self, item: Load, end_ns: int) -> Completion:
+    def _load(self, item: Load, end_ns: int) -> TierAnswer:
         memory, suspect = self._current(), 0
         self._mend(memory)
         for _ in range(_MOVES):
@@ -574,7 +574,7 @@ class SharedTier(Immediate):
             self._change(memory, table.settle, row[7])
         return row if found >= 0 else None
 
-    def _read(self, memory: SharedFile, item: Load, row: Row) -> Completion:
+    def _read(self, memory: SharedFile, item: Load, row: Row) -> TierAnswer:
         header = self._header(memory, item.key, row)
         body_at = int(row[6]) - header.body_bytes
         return copied(
@@ -612,8 +612,8 @@ class SharedTier(Immediate):
 
     # ---- stores
 
-    def _store(self, item: Store, end_ns: int) -> Completion:
-        key, there = item.key, Completion(0, 0, item.key, Outcome.STORED)
+    def _store(self, item: Store, end_ns: int) -> TierAnswer:
+        key, there = item.key, TierAnswer(0, 0, item.key, Outcome.STORED)
         memory, row = self._current(), _row()
         try:
             count_stripes(key, item.info, item.body.nbytes)
