@@ -140,8 +140,6 @@ if TYPE_CHECKING:
         Failed,
         Finished,
         Hit,
-        LayerArrived,
-        LayerSent,
         Miss,
         Preempted,
         Promoted,

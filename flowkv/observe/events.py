@@ -124,23 +124,6 @@ class Stored(Event, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class LayerSent(Event, frozen=True, kw_only=True):
-    """A layer of full pages was given to a tier, for another process that waits for it."""
-
-    layer: int
-    pages: int
-    n_bytes: int
-
-
-class LayerArrived(Event, frozen=True, kw_only=True):
-    """A layer of pages that another process computes was loaded and verified."""
-
-    layer: int
-    pages: int
-    n_bytes: int
-    seconds: float
-
-
 class Evicted(Event, frozen=True, kw_only=True):
     """A tier gave up pages.
 

@@ -134,12 +134,6 @@ promoted_bytes_total | c | source tier | Promoted.n_bytes | Bytes of them
 demotions_total | c | source tier | Demoted | Times that pages moved to a slower tier to make room
 demoted_pages_total | c | source tier | Demoted.pages | Pages moved
 demoted_bytes_total | c | source tier | Demoted.n_bytes | Bytes of them
-layers_sent_total | c | | LayerSent | Layers of pages handed over to other processes
-sent_pages_total | c | | LayerSent.pages | Pages of them
-sent_bytes_total | c | | LayerSent.n_bytes | Bytes of them
-layers_arrived_total | c | | LayerArrived | Layers of pages taken over from other processes
-arrived_pages_total | c | | LayerArrived.pages | Pages of them
-arrived_bytes_total | c | | LayerArrived.n_bytes | Bytes of them
 defragmentations_total | c | device | Defragmented | Times that pages moved within a pool
 defragmented_pages_total | c | device | Defragmented.pages | Pages moved
 defragmented_bytes_total | c | device | Defragmented.n_bytes | Bytes of them
