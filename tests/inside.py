@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flowkv.cache.store import PageStore, PolicyPlace, Samples, Verdict, as_slots
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
     from flowkv.cli import command, doctor
-    from flowkv.cli.arguments import Misused
+    from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.command import read_prompts, write_replay_report
     from flowkv.core import compiling, errors
     from flowkv.core.clock import Clock, ManualClock, SystemClock

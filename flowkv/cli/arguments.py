@@ -85,7 +85,7 @@ def names(text: str) -> list[str]:
 
 def model_arguments(parser: Parser, *, required: bool) -> None:
     """Adds what says which model, and where it is computed."""
-    about = "folder or Hugging Face id of a causal language model"
+    about = "folder or Hugging Face id of a causal language model, or smollm2"
     about += "" if required else "; default a tiny one that comes with FlowKV"
     dtypes = ("float32", "bfloat16", "float16")
     parser.option("--model", "PATH_OR_ID", about, required=required, default="")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -34,7 +33,7 @@ from bench.serve.soak import Soak
 from bench.serve.steps import Steps, findings
 from bench.serve.turnstile import Turnstile
 from tests.bench.serving import EchoGround
-from tests.inside import ConfigError
+from tests.inside import ConfigError, Parser
 
 # What the command's rows are promised to have, at least.
 FIELDS = {
@@ -319,7 +318,7 @@ def test_the_command_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_one_value_is_for_all_parts_and_several_are_compared() -> None:
     def plan(words: str) -> Plan:
-        parser = argparse.ArgumentParser()
+        parser = Parser()
         command.add_verbs(lambda *_: parser)
         return command._plan(parser.parse_args(words.split()))
 
