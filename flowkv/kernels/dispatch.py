@@ -6,6 +6,7 @@ torch oracle. `backend=` overrides the choice.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -169,9 +170,8 @@ def prepare_decode(pages: Pages, batch: Ragged, window: int | None) -> Any:
     bounds.check_batch(pages, batch, None)
     if bounds.is_checking():
         return None
-    from flowkv.kernels.cpu.attention import Decode
-
-    return Decode(pages, batch, window)
+    twin = importlib.import_module("flowkv.kernels.cpu.attention")  # numba, on first use
+    return twin.Decode(pages, batch, window)
 
 
 def merge(
