@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 from contextlib import suppress
 from contextvars import ContextVar, Token
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -284,7 +285,7 @@ class Step:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open _planner _started_s _token _batches _singles
-        _shared _noted _touched _watch _advance _waited_s _coming __weakref__""".split()
+        _shared _decodes _noted _touched _watch _advance _waited_s _coming __weakref__""".split()
     )
 
     def __init__(self, planner: Planner, seqs: Items[Sequence], counts: NDArray[np.int64]) -> None:
@@ -299,6 +300,7 @@ class Step:
         self._batches: dict[int, Ragged] = {}
         self._singles: dict[int, list[tuple[slice, Ragged]]] = {}
         self._shared: dict[int, Cascade | None] = {}
+        self._decodes: dict[int, Any] = {}
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
         self._watch: MassWatch | None = None
@@ -394,6 +396,25 @@ class Step:
             found = self._batches[group] = self._planner.ragged(group, self._advance)
         return found
 
+    def decode(self, group: int) -> Any:
+        """What `kernels.prepare_decode` made for a group; None where its layers take their time.
+
+        That is where rows have other than one new token each, where pages are on their way or read
+        once for several rows, and where results must not depend on the batch, or are watched.
+        """
+        if group not in self._decodes:
+            step, prepared = self._advance, None
+            whole = step.most_new == 1 and step.starts[-1] == len(step.rows)
+            plain = not self._coming and self.awaits is None and self._watch is None
+            if whole and plain and not self.apart and self.groups[group].kind != "chunked":
+                batch = self.batch(group)
+                if self._shares(group, batch) is None:
+                    first = self._planner.pages(self.groups[group].layers[0])
+                    window = self._planner.window(group)
+                    prepared = kernels.prepare_decode(first, batch, window)
+            self._decodes[group] = prepared
+        return self._decodes[group]
+
     def pages(self, layer: int) -> Pages:
         """The pages of a model layer.
 
@@ -448,8 +469,10 @@ class Step:
         if not self._open:
             raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         self._fits("k", k)
-        group, _ = self._planner.locate(layer)
-        kernels.append(k, v, self.pages(layer), self.batch(group))
+        group, place = self._planner.locate(layer)
+        decode, pages = self.decode(group), self.pages(layer)
+        if decode is None or v is None or not decode.append(place, k, v):
+            kernels.append(k, v, pages, self.batch(group))
         self.appended(layer)
 
     def read(
@@ -467,10 +490,15 @@ class Step:
         if not self._open:
             raise StateError("this step is over", "Call the model inside `with kv.step(...)`")
         self._fits("q", q)
-        group, _ = self._planner.locate(layer)
+        group, place = self._planner.locate(layer)
+        plain = window is None and alibi is None
+        decode = self.decode(group) if plain else None
+        if decode is not None:
+            found = decode.attend(place, q, scale, softcap, sinks)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
         pages, how = self._planner.pages(layer), dict(scale=scale, softcap=softcap, sinks=sinks)
         kept = self._planner.window(group)
-        plain = window is None and alibi is None
         if not plain or self.groups[group].kind == "chunked":
             self._serves(layer, window, alibi)
             how["alibi"] = alibi
@@ -542,6 +570,7 @@ class Step:
         self._batches.clear()
         self._singles.clear()
         self._shared.clear()
+        self._decodes.clear()
 
     def watch(self) -> None:
         """From now on, this step remembers how much its tokens look at which pages.
@@ -550,6 +579,7 @@ class Step:
         numbers from the device at the end of the step.
         """
         self._watch = self._watch or MassWatch()
+        self._decodes.clear()
 
     def _watched(self, layer: int, group: int, batch: Ragged) -> torch.Tensor | None:
         if self._watch is None or self.groups[group].kind != "full":

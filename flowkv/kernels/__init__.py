@@ -24,6 +24,7 @@ __all__ = [
     "merge",
     "paged_attention",
     "plan_cascade",
+    "prepare_decode",
     "reposition",
     "rotations",
     "scatter_pages",

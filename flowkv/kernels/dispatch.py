@@ -6,9 +6,11 @@ torch oracle. `backend=` overrides the choice.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,6 +147,31 @@ def paged_attention(  # noqa: PLR0913 - the switches of attention belong to one 
     bounds.check_scoring(how, q, pages, batch)
     backend = backend or choose(q.device, q.dtype, page_dtype=layout.dtype)
     return resolve("paged_attention", lossiest(pages), backend)(q, pages, batch, how)
+
+
+def prepare_decode(pages: Pages, batch: Ragged, window: int | None) -> Any:
+    """What a step of one new token a row needs for `append` and `paged_attention`, of all layers.
+
+    Args:
+        pages: One layer of the pages.
+        batch: Rows, each with exactly one new token.
+        window: Tokens that a token sees, itself included; None for all before it.
+
+    Returns:
+        A `kernels.cpu.attention.Decode`; None where layers are served one by one: on other devices,
+        with latents, and while `checking`.
+
+    Raises:
+        GeometryError: An operand has the wrong shape, dtype or device.
+    """
+    layout = pages.layout
+    if choose(pages.arena.device, page_dtype=layout.dtype) != "cpu" or layout.latent:
+        return None
+    bounds.check_batch(pages, batch, None)
+    if bounds.is_checking():
+        return None
+    twin = importlib.import_module("flowkv.kernels.cpu.attention")  # numba, on first use
+    return twin.Decode(pages, batch, window)
 
 
 def merge(

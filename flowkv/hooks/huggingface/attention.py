@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map
 
-from flowkv import kernels
 from flowkv.cache.step import Step
 from flowkv.core.errors import UnsupportedModelError
 from flowkv.hooks.huggingface.rows import Rows
@@ -404,17 +403,8 @@ def attend(
             layer, query, attention_mask, arguments, _OBEYED[previous]
         ):
             layer.placed.was_read = True
-            out = kernels.paged_attention(
-                layer.rows.pack(query),
-                layer.pages,
-                layer.batch,
-                scale=arguments.get("scaling"),
-                window=layer.window,
-                softcap=arguments.get("softcap"),
-                sinks=arguments.get("s_aux"),
-                backend=layer.placed.backend,
-            )
-            return layer.rows.unpack(out), None
+            say = arguments.get
+            return layer.read(query, say("scaling"), say("softcap"), say("s_aux")), None
     if isinstance(attention_mask, MaskRecipe):
         attention_mask = attention_mask.native()
     own = _function(previous, module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
+from sys import getrefcount
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -104,6 +105,7 @@ class PlacedLayer:
     Attributes:
         index: The model's layer index.
         group: Its layer group.
+        place: Its number within the group.
         shape: (Hk, D, Dv, dtype, device) of its keys and values.
         in_pages: FlowKV's attention reads it in pages; False once the model was seen to compute
             with keys and values itself. Shared by all caches of a model.
@@ -112,10 +114,11 @@ class PlacedLayer:
         backend: Which kernels serve it.
     """
 
-    __slots__ = ("backend", "contradicted", "group", "in_pages", "index", "shape", "was_read")
+    __slots__ = tuple("backend contradicted group in_pages index place shape was_read".split())
 
     def __init__(self, index: int, group: int, spec: LayerGroup, *, in_pages: bool = True) -> None:
         self.index, self.group, self.in_pages = index, group, in_pages
+        self.place = spec.layers.index(index)
         self.was_read = self.contradicted = False
         dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
         self.shape = (spec.kv_heads, spec.head_dim, spec.value_dim, dtype, device)
@@ -264,7 +267,7 @@ def plan_geometry(geometry: Geometry) -> ModelPlan:
 # Cache layers whose K and V lie in pages, beside a recurrent state or not.
 
 PAGED_STATE = frozenset(
-    ("rows", "placed", "spec", "pages", "batch", "_cache", "_step", "_gathered", "_views")
+    ("rows", "placed", "spec", "pages", "batch", "decode", "_cache", "_step", "_gathered", "_views")
 )
 """Attributes of a layer that are no other layer's."""
 
@@ -313,6 +316,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         shape: (Hk, D, Dv, dtype, device) that K and V must have.
         pages: This layer of all pages, of the step.
         batch: Rows of the step.
+        decode: What `Step.decode` made for the step, if this layer has used it.
         columns: Columns that the layer shows in the step.
 
     Args:
@@ -341,6 +345,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.dtype, self.device = placed.shape[3:]
         self.pages: Pages
         self.batch: Ragged
+        self.decode: Any = None
         self._step: object = None
         self._gathered: Gathered | None = None
         self._views: list[weakref.ref[PagedView]] = []
@@ -387,32 +392,75 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             stays = self._own_step(key_states)
         else:
             stays = not self.edited()
-        if not stays or not self._expected(key_states, value_states):
+        if not stays or not self._write(key_states, value_states):
             return self.leave().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         rows.updated += 1
         self._step = rows.step
-        found = self._write(key_states, value_states)
+        found = self._given(key_states, value_states)
         if rows.driven and rows.updated == rows.layers and (cache is None or cache.stays()):
             rows.finish()
         return found
 
-    def _write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, step = self.rows, self.rows.step
+    def _write(self, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Puts new tokens into pages; False if they are not what these hold."""
+        rows, step, group = self.rows, self.rows.step, self.placed.group
         assert step is not None
-        self.pages, self.batch = step.pages(self.index), step.batch(self.placed.group)
-        self._gathered, self._views = None, []
-        backend = self.placed.backend
-        kernels.append(rows.pack(k), rows.pack(v), self.pages, self.batch, backend=backend)
+        decode = step.decode(group) if rows.new == 1 else None
+        if decode is None or not decode.append(self.placed.place, k, v):
+            if not self._expected(k, v):
+                return False
+            decode, backend = None, self.placed.backend
+            pages, batch = step.pages(self.index), step.batch(group)
+            kernels.append(rows.pack(k), rows.pack(v), pages, batch, backend=backend)
+        self._gathered, self._views, self.decode = None, [], decode
         step.appended(self.index)
-        self.batch = step.batch(self.placed.group)  # pages may have been put in place meanwhile
+        # Pages may have been put in place meanwhile.
+        self.pages, self.batch = step.pages(self.index), step.batch(group)
         self.columns = self._shown(rows.base) + rows.new
+        return True
+
+    def _given(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as the model gets them for those that it has just made."""
+        rows, group = self.rows, self.placed.group
         if rows.base == 0:
             return k, v
         if rows.driven or not self.placed.in_pages:
             return self.dense()
-        views = PagedView(self, 0, k, self.columns), PagedView(self, 1, v, self.columns)
+        views = rows.views.get(group)
+        # A layer's attention is over, as a rule, when the next one makes its keys: nobody else
+        # holds the views then, and making some costs more than appending a token.
+        if views is None or getrefcount(views[0]) > 2 or getrefcount(views[1]) > 2:
+            views = PagedView(self, 0, k, self.columns), PagedView(self, 1, v, self.columns)
+            rows.views[group] = views
+        for view in views:
+            view.layer, view.gathered = self, None
         self._views = [weakref.ref(view) for view in views]
-        return views
+        return views[0], views[1]  # whoever keeps them holds the views, not our tuple
+
+    def read(
+        self,
+        q: torch.Tensor,
+        scale: float | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of the step's queries, `[B, Hq, T, D]`, over pages: `[B, T, Hq, Dv]`."""
+        if self.decode is not None:
+            found = self.decode.attend(self.placed.place, q, scale, softcap, sinks)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        out = kernels.paged_attention(
+            self.rows.pack(q),
+            self.pages,
+            self.batch,
+            scale=scale,
+            window=self.window,
+            softcap=softcap,
+            sinks=sinks,
+            backend=self.placed.backend,
+        )
+        assert isinstance(out, torch.Tensor)
+        return self.rows.unpack(out)
 
     def _own_step(self, k: torch.Tensor) -> bool:
         """Begins a step that no hook has begun; False if that cannot be done in pages."""
@@ -533,7 +581,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.record_past and hasattr(native, "activate_past_recording"):
             native.activate_past_recording()
         for view in (known() for known in self._views):
-            if view is not None and self.in_step:
+            if view is not None and view.layer is self and self.in_step:
                 view.gathered = self.dense()[view.which]
         if self.seen:
             native.update(*self._gather(self.seen))

@@ -73,6 +73,7 @@ class Rows:
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
         restoring: A `restore.Restoring`, until the first forward behind it is over, or None.
         lost: Columns that did not come, of which nobody who counts on them was told yet.
+        views: K and V by group, as layers show them to the model one after the other in a step.
 
     Args:
         kv: Where the pages are.
@@ -87,7 +88,7 @@ class Rows:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
-        by_column prefilling uneven switch restoring promised lost pads most_pad
+        by_column prefilling uneven switch restoring promised lost pads most_pad views
         _index _notes _one _left _known _next_full __weakref__""".split()
     )
 
@@ -112,6 +113,7 @@ class Rows:
         self.switch: int | None = None
         self.restoring: Any = None
         self.promised = self.lost = 0
+        self.views: dict[int, Any] = {}
         self._index: torch.Tensor | None = None
         self._notes = Notes()
         self._pad(pads)
@@ -188,6 +190,7 @@ class Rows:
             StateError: Layers of restored pages that it left out cannot be had; it is not over.
         """
         step = self.step
+        self.views.clear()  # they refer to layers
         if step is None:
             return
         if self.restoring is not None and not self.restoring.complete():
@@ -212,6 +215,7 @@ class Rows:
     def abandon(self) -> None:
         """The forward did not finish: the rows are as before it."""
         step, self.step = self.step, None
+        self.views.clear()
         if step is not None:
             step.rollback()
             self.total = self.base
@@ -420,6 +424,7 @@ class Rows:
         seqs = self._forked(every, set(every))
         twin = copy(self)  # nothing is noted, and nothing is on its way
         twin.seqs, twin._notes, twin._index, twin.wants_weights = seqs, Notes(), None, False
+        twin.views = {}
         return twin
 
     def alive(self) -> None:

@@ -1,11 +1,7 @@
-"""Attention over pages on the CPU: one slice of a step's work, and the merge of shared items.
+"""Attention over pages on the CPU: one slice of a step's work, and the merge of its partials.
 
-The unit of work is one page of one (row, KV head) *item*, with all query rows (T new tokens x G
-query heads) that read it. The units of a step stand in one line, row by row, head by head, page by
-page, weighted by their query rows; a slice is an equal stretch of that line, so ragged batches
-balance, and a single long row splits like many short ones. An item that lies across slices leaves a
-partial (accumulator, maximum, sum) in a slot of each, and `combine` merges them. Softmax is online
-per page, in base 2.
+Beside it: the loops over the elements of a head, raw and in codes, the merge of whole results, and
+dense rows from pages of several codecs.
 """
 
 from __future__ import annotations
@@ -26,6 +22,7 @@ from flowkv.kernels.cpu.bits import (
     ahead,
     data,
     exp2,
+    float_of,
     memcpy,
     memzero,
     narrow,
@@ -175,39 +172,35 @@ def mix(rows, p, size, v, tokens, dims, o, stride):
         _mix1(p, v0, v1, v2, v3, dim, o)
 
 
-FIELDS = 27
 (
-    Q, Q_TOKEN, Q_HEAD, OUT, LSE, ARENA, TABLE, TABLE_ROW, ROWS, LENGTHS, STARTS, SINKS,
-    SLOTS, OWNERS, BATCH, GROUP, HEADS, DIM, DIM_V, SIZE, ITEM, RUN, V_OFFSET, WINDOW,
-    MOST_NEW, MOST_ROWS, V_ROW,
-) = range(FIELDS)  # fmt: skip
+    Q, Q_TOKEN, Q_HEAD, OUT, LSE, LAYER, SINKS, ALIBI, TREE, MASS, SHARES, PAGES, SLOTS, CHUNK,
+    PARTS, NEXT, DONE, SCALE, SOFTCAP, ARENA, TABLE, TABLE_ROW, ROWS, LENGTHS, STARTS, BATCH,
+    GROUP, HEADS, DIM, DIM_V, V_ROW, SIZE, ITEM, WINDOW, CAUSAL, MOST_NEW, MOST_ROWS, WORK, TEAM,
+    FORMATS,
+) = range(40)  # fmt: skip
+STRIPE, RUN, V_AT, K_SCALES, V_SCALES = range(5)
+FORMAT_FIELDS = 5
+FIELDS = FORMATS + FORMAT_FIELDS * len(CODECS)
 """Places in the int64 vector `a` that describes a call.
 
-Q to OWNERS are addresses (0: absent) with their strides in elements; ARENA includes the layer's
-offset in a page, SINKS are float32. RUN and V_OFFSET are bytes, ITEM the bytes of an element. Rows
-with more than MOST_NEW new tokens are left to someone else; MOST_ROWS are the query rows of the
-largest item; V_ROW the elements from one token's value to the next one's. SLOTS and OWNERS: float32
-[2 * slices, MOST_ROWS * (Dv + 2)] and int64 [2 * slices], partials and the items they belong to,
--1 for none.
+Q, OUT, LSE, SINKS, ALIBI, TREE, MASS, ARENA and TABLE to STARTS are addresses of operands (0:
+absent) with strides in elements, SINKS and ALIBI of float32. ITEM are the bytes of an element of a
+page, V_ROW the elements from one token's value to the next one's, SCALE and SOFTCAP (0: none) the
+bits of a float32. Rows with more than MOST_NEW new tokens are left to someone else; MOST_ROWS are
+the query rows of the largest item. SHARES is the address of float32 [B, Hk, PAGES, MOST_ROWS, 2],
+the maximum and the sum that a query row found in a page, or 0. CHUNK are the pages of a piece, and
+SLOTS lie where partials of items of several pieces go: float32 [., MOST_ROWS * (Dv + 2)], Dv in
+whole vectors. Of PARTS slices, NEXT is drawn next and DONE are done; WORK is the C
+function that draws them, TEAM what calls it in several threads. From FORMATS on lie, for each
+codec of `core.layout.CODECS`, the bytes from layer to layer, those of a run (0: no such pages), and
+the offsets in it of V, of the scales of K and of those of V.
 """
 
 ATTEND_GRANULE = 4096
 LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
-_NONE = np.float32(-np.inf)
+NONE = np.float32(-np.inf)
 _PLAIN = {"fastmath": FAST, "error_model": "numpy"}
 _INLINE = {**_PLAIN, "forceinline": True}
-
-
-@njit(**_INLINE)
-def _row(a, b):
-    """(first packed token, new tokens, length, first page, pages) of a row; no pages: no work."""
-    starts, length = pointer(a[STARTS], np.int32(0)), pointer(a[LENGTHS], np.int32(0))[b]
-    first = np.int64(starts[b])
-    new = np.int64(starts[b + 1]) - first
-    if new == 0 or new > a[MOST_NEW]:
-        return first, new, np.int64(length), np.int64(0), np.int64(0)
-    page = max(np.int64(0), length - new - a[WINDOW] + 1) // a[SIZE]
-    return first, new, np.int64(length), page, (length + a[SIZE] - 1) // a[SIZE] - page
 
 
 @njit(**_INLINE)
@@ -229,211 +222,9 @@ def load_rows(a, like, first, new, head, factor, q):
 
 
 @njit(**_INLINE)
-def _reset(a, rows, head, with_sinks, o, m, z):
-    """Empty accumulators; the sinks, if any, are the first thing that the maximum and sum see."""
-    for i in range(rows * a[DIM_V]):
-        o[i] = ZERO
-    sinks = pointer(a[SINKS], ZERO)
-    for r in range(rows):
-        m[r], z[r] = _NONE, ZERO
-        if with_sinks and a[SINKS]:
-            m[r] = sinks[head * a[GROUP] + r % a[GROUP]] * LOG2_E
-            z[r] = np.float32(1)
-
-
-@njit(**_INLINE)
-def _weigh(s, low, high, begin, end, m, softcap):
-    """Logits of tokens [low, high) to probabilities, zeros around them in [begin, end).
-
-    Returns the new maximum, the sum, and the factor for what was accumulated under the old maximum.
-    """
-    if high <= low:
-        for t in range(begin, end):
-            s[t] = ZERO
-        return m, ZERO, np.float32(1)
-    if softcap > ZERO:
-        for t in range(low, high):
-            s[t] = tanh(s[t]) * softcap
-    most = order(m)
-    for t in range(low, high):
-        most = max(most, order(s[t]))
-    top = unorder(most)
-    total = ZERO
-    for t in range(begin, low):
-        s[t] = ZERO
-    for t in range(low, high):
-        p = exp2(s[t] - top)
-        s[t] = p
-        total += p
-    for t in range(high, end):
-        s[t] = ZERO
-    return top, total, exp2(m - top)
-
-
-@njit(**_INLINE)
 def block_rows(rows):
     """How many of the query rows that are left are served at once."""
     return 4 if rows >= 4 else 2 if rows >= 2 else 1
-
-
-@njit(**_PLAIN)
-def _page(a, k, v, after, row, span, lines, softcap):
-    """Attend with all query rows of an item over tokens [low, high) of a page.
-
-    `row` is (new tokens, position of the page's token 0 counted from the first new one), `after`
-    the K of the next page, `lines` the item's scratch: query rows, scores, accumulators, maxima and
-    sums.
-    """
-    new, offset = row
-    low, high = span
-    q, s, o, m, z = lines
-    dim, dim_v, size, group, window = a[DIM], a[DIM_V], a[SIZE], a[GROUP], a[WINDOW]
-    line, count = LINE_BYTES // a[ITEM], new * group
-    begin, end = low // 4 * 4, (high + 3) // 4 * 4  # the page has whole fours
-    r = 0
-    while r < count:
-        rows = block_rows(count - r)
-        for t in range(low // 2 * 2, high, 2):
-            if r == 0:  # V comes in behind the scores, the next page's K behind the mix
-                for i in range(t * dim_v, (t + 2) * dim_v, line):
-                    prefetch(v, i)
-            scores(rows, ahead(q, r * dim), ahead(k, t * dim), dim, ahead(s, r * size + t), size)
-        r += rows
-    for r in range(count):
-        last = r // group - offset  # the last token of the page that the query row sees
-        bottom, top = max(low, last - window + 1), min(high, last + 1)
-        m[r], total, keep = _weigh(ahead(s, r * size), bottom, top, begin, end, m[r], softcap)
-        z[r] = z[r] * keep + total
-        if keep != np.float32(1):
-            row_o = ahead(o, r * dim_v)
-            for d in range(dim_v):
-                row_o[d] *= keep
-    r = 0
-    while r < count:
-        rows = block_rows(count - r)
-        for t in range(begin, end, 4):
-            if r == 0:
-                for i in range(t * dim, (t + 4) * dim, line):
-                    prefetch(after, i)
-            p, to = ahead(s, r * size + t), ahead(o, r * dim_v)
-            mix(rows, p, size, v, (t, low, high), (dim_v, a[V_ROW]), to, dim_v)
-        r += rows
-
-
-@njit(**_PLAIN)
-def _item(a, like, b, row, head, pages, lines, softcap):
-    """Attend with an item's query rows over its pages [pages[0], pages[1])."""
-    _, new, length, first_page, _ = row
-    size, item = a[SIZE], a[ITEM]
-    table = pointer(a[TABLE], np.int32(0))
-    line = ahead(table, a[TABLE_ROW] * pointer(a[ROWS], np.int32(0))[b] + first_page)
-    run = pointer(a[ARENA] + head * a[RUN], like)
-    seen = max(np.int64(0), length - new - a[WINDOW] + 1)  # the first token anybody sees
-    for p in range(pages[0], pages[1]):
-        start = (first_page + p) * size
-        here = np.int64(line[p]) * (ATTEND_GRANULE // item)
-        then = np.int64(line[min(p + 1, pages[1] - 1)]) * (ATTEND_GRANULE // item)
-        span = (max(np.int64(0), seen - start), min(size, length - start))
-        k, v = ahead(run, here), ahead(run, here + a[V_OFFSET] // item)
-        _page(a, k, v, ahead(run, then), (new, start - (length - new)), span, lines, softcap)
-
-
-@njit(**_INLINE)
-def _finish(a, like, first, new, head, lines):
-    """Write an item's finished rows, normalised, and their log-sum-exp."""
-    _, _, o, m, z = lines
-    group, dim = a[GROUP], a[DIM_V]
-    out = pointer(a[OUT], like)
-    for r in range(new * group):
-        at = (first + r // group) * a[HEADS] * group + head * group + r % group
-        to, row_o, inverse = ahead(out, at * dim), ahead(o, r * dim), np.float32(1) / z[r]
-        for d in range(dim):
-            to[d] = narrow(row_o[d] * inverse, like)
-        if a[LSE]:
-            pointer(a[LSE], ZERO)[at] = (m[r] + np.log2(z[r])) * LN_2
-
-
-@njit(**_INLINE)
-def _slot(a, i):
-    """Scratch of partial i, as (accumulators, maxima, sums)."""
-    most, dim = a[MOST_ROWS], a[DIM_V]
-    o = ahead(pointer(a[SLOTS], ZERO), i * most * (dim + 2))
-    return o, ahead(o, most * dim), ahead(o, most * (dim + 1))
-
-
-@njit(**_INLINE)
-def _units(a, x, before, weight, pages):
-    """How many of a row's units lie before place x of the line."""
-    return min(max(np.int64(0), (x - before) // weight), a[HEADS] * pages)
-
-
-@njit(**_PLAIN)
-def attend(a, likes, factors, part, parts):
-    """Do slice `part` of `parts`.
-
-    `likes` are scalars of the types under which elements of q and of the pages travel; `factors`
-    are the scale of the logits and their softcap (0: none).
-    """
-    like_q, like = likes
-    scale, softcap = factors
-    rows, dim, dim_v = a[MOST_ROWS], a[DIM], a[DIM_V]
-    scratch = np.empty(rows * (dim + a[SIZE] + dim_v + 2), np.float32)
-    q = data(scratch)
-    s = ahead(q, rows * dim)
-    own = ahead(s, rows * a[SIZE])
-    factor, cap = np.float32(scale) * LOG2_E, np.float32(softcap) * LOG2_E
-    if softcap > 0:
-        factor = np.float32(scale / softcap)
-    total = np.int64(0)
-    for b in range(a[BATCH]):
-        _, new, _, _, pages = _row(a, b)
-        total += a[HEADS] * pages * cost(a, new)
-    low, high = total * part // parts, total * (part + 1) // parts
-    before = np.int64(0)
-    for b in range(a[BATCH]):
-        row = _row(a, b)
-        first, new, _, _, pages = row
-        weight = cost(a, new)
-        unit, stop = _units(a, low, before, weight, pages), _units(a, high, before, weight, pages)
-        before += a[HEADS] * pages * weight
-        while unit < stop:
-            head, begin = unit // pages, unit % pages
-            end = min(pages, begin + stop - unit)
-            whole = begin == 0 and end == pages
-            o, m, z = own, ahead(own, rows * dim_v), ahead(own, rows * (dim_v + 1))
-            if not whole:
-                i = 2 * part + (1 if begin == 0 else 0)
-                o, m, z = _slot(a, i)
-                pointer(a[OWNERS], np.int64(0))[i] = b * a[HEADS] + head
-            lines = (q, s, o, m, z)
-            load_rows(a, like_q, first, new, head, factor, q)
-            _reset(a, new * a[GROUP], head, begin == 0, o, m, z)
-            _item(a, like, b, row, head, (begin, end), lines, cap)
-            if whole:
-                _finish(a, like_q, first, new, head, lines)
-            unit += end - begin
-    return np.int64(scratch.size)  # so that the scratch outlives the pointers into it
-
-
-@njit(**_PLAIN)
-def combine(a, like_q, parts):
-    """Merge the partials of items that lie across slices, after all slices are done."""
-    owners = pointer(a[OWNERS], np.int64(0))
-    i = np.int64(0)
-    while i < 2 * parts:
-        owner = owners[i]
-        o, m, z = _slot(a, i)
-        i += 1
-        if owner < 0:
-            continue
-        b, head = owner // a[HEADS], owner % a[HEADS]
-        first, new, _, _, _ = _row(a, b)
-        while i < 2 * parts and (owners[i] == owner or owners[i] < 0):
-            if owners[i] == owner:
-                add_partial(a[DIM_V], new * a[GROUP], (o, m, z), _slot(a, i))
-            i += 1
-        _finish(a, like_q, first, new, head, (o, o, o, m, z))
-    return i
 
 
 @njit(**_INLINE)
@@ -443,7 +234,7 @@ def add_partial(dim, rows, to, part):
     o_part, m_part, z_part = part
     for r in range(rows):
         top = max(m[r], m_part[r])
-        if top == _NONE:
+        if top == NONE:
             continue  # neither has seen a token
         keep, other = exp2(m[r] - top), exp2(m_part[r] - top)
         m[r], z[r] = top, z[r] * keep + z_part[r] * other
@@ -643,23 +434,8 @@ mix_nibbles = dots_of(LANES, NIBBLES, True)
 
 # From a page's logits to its weights on the CPU, under every switch of `operands.Scoring`.
 
-BASE, WEIGH_RUN, V_AT, K_SCALES, V_SCALES = range(5)
-FORMAT_FIELDS = 5
-ALIBI, TREE, MASS, SHARES, PAGES, CAUSAL, CHUNK, FORMATS = range(FIELDS, FIELDS + 8)
-"""Places in the vector `a` of a call behind those of `cpu.attend`.
 
-ALIBI, TREE and MASS are addresses (0: absent) of operands of `Scoring`, with PAGES pages to a row
-of the mass; SHARES is that of float32 [B, Hk, PAGES, MOST_ROWS, 2], the maximum and the sum that a
-query row found in a page, or 0. CHUNK are the pages of a piece. From FORMATS on lie, for each codec
-of `core.layout.CODECS`, five integers: the address of the layer in granule 0 (0: no such pages),
-the bytes of a run, and the offsets in it of V, of the scales of K and of those of V.
-"""
-
-NONE = np.float32(-np.inf)
-_WEIGH_INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
-
-
-@njit(**_WEIGH_INLINE)
+@njit(**_INLINE)
 def weigh(a, s, r, place, scales, m, cap):
     """Logits of query row r for a page's tokens to probabilities; 0 for those that it cannot see.
 
@@ -711,7 +487,7 @@ def weigh(a, s, r, place, scales, m, cap):
     return top, total, keep
 
 
-@njit(**_WEIGH_INLINE)
+@njit(**_INLINE)
 def share(shares, rows, m, z):
     """The weight that finished query rows give to a page, from what they found in it."""
     total = ZERO
@@ -721,7 +497,7 @@ def share(shares, rows, m, z):
     return total
 
 
-@njit(**_WEIGH_INLINE)
+@njit(**_INLINE)
 def shares_of(a, item, page):
     """Where the shares of a page of an item (row * Hk + head) begin."""
     return ahead(pointer(a[SHARES], ZERO), (item * a[PAGES] + page) * 2 * a[MOST_ROWS])
@@ -785,7 +561,7 @@ def prepare(a, count, q, codes):
         to, free = ahead(turned, r * 2 * plane), ahead(scaled, r * 2 * plane)
         for i in range(2 * plane):
             to[i] = ZERO
-        if format_of(a, KV4H, WEIGH_RUN):
+        if format_of(a, KV4H, RUN):
             _turn(row, free, to, dim)
             total = ZERO
             for i in range(2 * plane):
@@ -893,18 +669,20 @@ def mix_sealed(a, codec, runs, count, s, codes, o):
         mix_nibbles(count, (w, 2 * plane), (v, tokens, dim), vectors, bias, out, after)
 
 
-# Attention on the CPU over pages of any codec, with every switch: what `cpu.attend` leaves out.
+# Attention on the CPU over pages, with every switch.
 #
 # The unit of work is a *piece*: up to CHUNK pages of one item (row, KV head), with all query rows
-# that read them. The pieces of a step stand in one line, weighted by what they cost; a slice
-# takes those that begin in its stretch of it. Where an item is cut depends on the item and CHUNK
-# alone, so with a CHUNK that is always the same a row's result has the same bits whatever else is
-# in the batch. An item of one piece is finished at once; others leave a partial (accumulator,
-# maximum, sum) of each piece in a slot, which `combine` merges in order.
+# that read them (T new tokens x G query heads). The pieces of a call stand in one line, weighted by
+# what they cost; a slice takes those that begin in its stretch of it, so ragged batches balance,
+# and a single long row splits like many short ones. Where an item is cut depends on the item and
+# CHUNK alone, so with a CHUNK that is always the same a row's result has the same bits whatever
+# else is in the batch. An item of one piece is finished at once; others leave a partial
+# (accumulator, maximum, sum) of each piece in a slot, which `combine` merges in order. Softmax is
+# online per page, in base 2.
 
 
 @njit(**_INLINE)
-def _mixed_row(a, b):
+def _row(a, b):
     """(first packed token, new tokens, length, first page, pages) of a row; new = 0: no work."""
     starts, length = pointer(a[STARTS], np.int32(0)), np.int64(pointer(a[LENGTHS], np.int32(0))[b])
     first, size, page = np.int64(starts[b]), a[SIZE], np.int64(0)
@@ -921,7 +699,7 @@ def _pieces(a, new, pages):
 
 
 @njit(**_INLINE)
-def _mixed_reset(a, rows, head, with_sinks, lines):
+def _reset(a, rows, head, with_sinks, lines):
     """Empty accumulators; the sinks, if any, are the first thing that the maximum and sum see."""
     _, _, o, m, z = lines
     for i in range(rows * padded(a[DIM_V])):
@@ -938,7 +716,7 @@ def _mixed_reset(a, rows, head, with_sinks, lines):
 def _score_raw(a, k, after, span, count, q, s):
     """Scores of query rows with tokens [low, high) of a raw page, of which no other may count."""
     low, high = span
-    dim, size, row_bytes = a[DIM], padded(a[SIZE]), a[DIM] * a[ITEM]
+    dim, size, row_bytes = a[DIM], padded(a[SIZE]), a[DIM_V] * a[ITEM]
     r = 0
     while r < count:
         rows = block_rows(count - r)
@@ -954,7 +732,7 @@ def _score_raw(a, k, after, span, count, q, s):
 def _mix_raw(a, v, after, span, count, s, o):
     """Add the values of a raw page, weighted by rows of `s`, to `o`."""
     low, high = span
-    dim, size, row_bytes = a[DIM_V], padded(a[SIZE]), a[DIM_V] * a[ITEM]
+    dim, size, row_bytes = a[DIM_V], padded(a[SIZE]), a[DIM] * a[ITEM]
     r = 0
     while r < count:
         rows = block_rows(count - r)
@@ -963,25 +741,15 @@ def _mix_raw(a, v, after, span, count, s, o):
                 for i in range(t * row_bytes, (t + 4) * row_bytes, LINE_BYTES):
                     prefetch(after, i)
             p, to = ahead(s, r * size + t), ahead(o, r * padded(dim))
-            mix(rows, p, size, v, (t, low, high), (dim, dim), to, padded(dim))
+            mix(rows, p, size, v, (t, low, high), (dim, a[V_ROW]), to, padded(dim))
         r += rows
 
 
 @njit(**_PLAIN)
-def _mixed_page(a, like, page, place, count, lines, codes, cap):
-    """Attend with an item's query rows over a page.
-
-    `page` is its codec, the address of its run and that of the next page's; `place` as for `weigh`,
-    with the page's shares behind.
-    """
-    codec, run, then = page
-    q, s, o, m, z = lines
-    span, shares, stride = (place[3], place[4]), place[5], padded(a[DIM_V])
-    scales, v_at = np.int64(0), format_of(a, codec, V_AT)
-    if codec == SEALED_RAW:
-        _score_raw(a, pointer(run, like), pointer(then, np.uint8(0)), span, count, q, s)
-    else:
-        scales = score(a, codec, (run, then), count, q, codes, s)
+def _weigh_page(a, place, scales, count, lines, cap):
+    """Logits of a page to weights, and what was accumulated before to the maximum it has now."""
+    _, s, o, m, z = lines
+    shares, stride = place[5], padded(a[DIM_V])
     for r in range(count):
         m[r], total, keep = weigh(a, ahead(s, r * padded(a[SIZE])), r, place, scales, m[r], cap)
         z[r] = z[r] * keep + total
@@ -991,44 +759,49 @@ def _mixed_page(a, like, page, place, count, lines, codes, cap):
             row_o = ahead(o, r * stride)
             for d in range(stride):
                 row_o[d] *= keep
+
+
+@njit(**_PLAIN)
+def _raw_page(a, like, page, place, count, lines, codes, cap):
+    """Attend with an item's query rows over a raw page; arguments as of `_any_page`."""
+    _, run, then = page
+    q, s, o, _, _ = lines
+    span, v_at = (place[3], place[4]), format_of(a, SEALED_RAW, V_AT)
+    v, byte = pointer(run + v_at, like), np.uint8(0)
+    # V comes in behind the scores, the next page's K behind the mix.
+    _score_raw(a, pointer(run, like), pointer(run + v_at, byte), span, count, q, s)
+    _weigh_page(a, place, np.int64(0), count, lines, cap)
+    _mix_raw(a, v, pointer(then, byte), span, count, s, o)
+
+
+@njit(**_PLAIN)
+def _any_page(a, like, page, place, count, lines, codes, cap):
+    """Attend with an item's query rows over a page.
+
+    `page` is its codec, the address of its run and that of the next page's; `place` as for `weigh`,
+    with the page's shares behind.
+    """
+    codec, run, then = page
     if codec == SEALED_RAW:
-        v, after = pointer(run + v_at, like), pointer(then + v_at, np.uint8(0))
-        _mix_raw(a, v, after, span, count, s, o)
-    else:
-        mix_sealed(a, codec, (run, then), count, s, codes, o)
+        _raw_page(a, like, page, place, count, lines, codes, cap)
+        return
+    q, s, o, _, _ = lines
+    scales = score(a, codec, (run, then), count, q, codes, s)
+    _weigh_page(a, place, scales, count, lines, cap)
+    mix_sealed(a, codec, (run, then), count, s, codes, o)
 
 
 @njit(**_INLINE)
 def _run(a, page, head):
     """The address of a head's run in a page."""
     codec = np.int64(page) >> CODEC_SHIFT
-    start = format_of(a, codec, BASE) + ATTEND_GRANULE * (np.int64(page) & GRANULE_MASK)
-    return start + head * format_of(a, codec, WEIGH_RUN)
+    start = a[ARENA] + a[LAYER] * format_of(a, codec, STRIPE)
+    start += ATTEND_GRANULE * (np.int64(page) & GRANULE_MASK)
+    return start + head * format_of(a, codec, RUN)
 
 
 @njit(**_PLAIN)
-def _piece(a, like, item, pages, lines, codes, cap):
-    """Attend with the query rows of an item, (row number, row, head), over some of its pages."""
-    b, row, head = item
-    first, new, length, first_page, _ = row
-    size, seen = a[SIZE], np.int64(0)  # the first token anybody sees
-    if a[CAUSAL]:
-        seen = max(seen, length - new - a[WINDOW] + 1)
-    table = pointer(a[TABLE], np.int32(0))
-    line = ahead(table, a[TABLE_ROW] * pointer(a[ROWS], np.int32(0))[b] + first_page)
-    prepare(a, new * a[GROUP], lines[0], codes)
-    for p in range(pages[0], pages[1]):
-        start = (first_page + p) * size
-        then = _run(a, line[min(p + 1, pages[1] - 1)], head)
-        page = np.int64(line[p]) >> CODEC_SHIFT, _run(a, line[p], head), then
-        low, high = max(np.int64(0), seen - start), min(size, length - start)
-        shares = shares_of(a, b * a[HEADS] + head, first_page + p)
-        place = first, head, start - (length - new), low, high, shares
-        _mixed_page(a, like, page, place, new * a[GROUP], lines, codes, cap)
-
-
-@njit(**_PLAIN)
-def _mixed_finish(a, like, b, row, head, lines):
+def _finish(a, like, b, row, head, lines):
     """Write an item's finished rows, normalised, their log-sum-exp, and its pages' mass."""
     o, m, z = lines
     first, new, _, first_page, pages = row
@@ -1049,71 +822,117 @@ def _mixed_finish(a, like, b, row, head, lines):
 
 
 @njit(**_INLINE)
-def _mixed_slot(a, i):
+def _slot(a, i):
     """Scratch of partial i, as (accumulators, maxima, sums)."""
     most, dim = a[MOST_ROWS], padded(a[DIM_V])
     o = ahead(pointer(a[SLOTS], ZERO), i * most * (dim + 2))
     return o, ahead(o, most * dim), ahead(o, most * (dim + 1))
 
 
-@njit(**_PLAIN)
-def attend_mixed(a, likes, factors, part, parts):
-    """Do slice `part` of `parts`; see `cpu.attend.attend`."""
-    like_q, like = likes
-    scale, softcap = factors
-    rows, dim_v = a[MOST_ROWS], padded(a[DIM_V])
-    q_floats, s_floats, code = rows * padded(a[DIM]), rows * padded(a[SIZE]), rows * code_floats(a)
-    scratch = np.empty(q_floats + s_floats + code + rows * (dim_v + 2) + 16, np.float32)
-    q = pointer((np.int64(scratch.ctypes.data) + 63) // 64 * 64, ZERO)
-    s = ahead(q, q_floats)
-    own = ahead(s, s_floats)
-    codes = codes_of(a, ahead(own, rows * dim_v), rows)
-    own_m = ahead(own, rows * dim_v + code)
-    factor, cap = np.float32(scale) * LOG2_E, np.float32(softcap) * LOG2_E
-    if softcap > 0:
-        factor = np.float32(scale / softcap)
-    total = np.int64(0)
-    for b in range(a[BATCH]):
-        _, new, _, _, pages = _mixed_row(a, b)
-        total += a[HEADS] * max(pages, np.int64(1)) * cost(a, new) if new else np.int64(0)
-    low, high = total * part // parts, total * (part + 1) // parts
-    before = slot = np.int64(0)
-    for b in range(a[BATCH]):
-        row = _mixed_row(a, b)
-        first, new, _, _, pages = row
-        pieces = _pieces(a, new, pages)
-        for i in range(a[HEADS] * pieces):
-            head, start = i // pieces, i % pieces * a[CHUNK]
-            end = min(pages, start + a[CHUNK])
-            if low <= before < high:
-                o, m, z = own, own_m, ahead(own_m, rows)
-                if pieces > 1:
-                    o, m, z = _mixed_slot(a, slot)
-                lines = (q, s, o, m, z)
-                load_rows(a, like_q, first, new, head, factor, q)
-                _mixed_reset(a, new * a[GROUP], head, start == 0, lines)
-                _piece(a, like, (b, row, head), (start, end), lines, codes, cap)
-                if pieces == 1:
-                    _mixed_finish(a, like_q, b, row, head, (o, m, z))
-            before += max(end - start, np.int64(1)) * cost(a, new)
-            slot += pieces > 1
-    return np.int64(scratch.size)  # so that the scratch outlives the pointers into it
+@njit(**_INLINE)
+def _no_floats(a):
+    return np.int64(0)
+
+
+@njit(**_INLINE)
+def _no_codes(a, count, q, codes):
+    return None
+
+
+def _attention(attend_page, code_floats, prepare):
+    """Attention over the pages that `attend_page` knows: the function that does a slice of it.
+
+    Args:
+        attend_page: Attends over one page.
+        code_floats: Floats of scratch that a query row needs for codes.
+        prepare: Lays query rows out for codes.
+    """
+
+    @njit(**_PLAIN)
+    def attend_piece(a, like, item, pages, lines, codes, cap):
+        """Attend with the query rows of an item, (row number, row, head), over some pages."""
+        b, row, head = item
+        first, new, length, first_page, _ = row
+        size, seen = a[SIZE], np.int64(0)  # the first token anybody sees
+        if a[CAUSAL]:
+            seen = max(seen, length - new - a[WINDOW] + 1)
+        table = pointer(a[TABLE], np.int32(0))
+        line = ahead(table, a[TABLE_ROW] * pointer(a[ROWS], np.int32(0))[b] + first_page)
+        prepare(a, new * a[GROUP], lines[0], codes)
+        for p in range(pages[0], pages[1]):
+            start = (first_page + p) * size
+            then = _run(a, line[min(p + 1, pages[1] - 1)], head)
+            page = np.int64(line[p]) >> CODEC_SHIFT, _run(a, line[p], head), then
+            low, high = max(np.int64(0), seen - start), min(size, length - start)
+            shares = shares_of(a, b * a[HEADS] + head, first_page + p)
+            place = first, head, start - (length - new), low, high, shares
+            attend_page(a, like, page, place, new * a[GROUP], lines, codes, cap)
+
+    @njit(**_PLAIN)
+    def attend(a, likes, part):
+        """Do slice `part`; `likes` are the types as which elements of q and of pages travel."""
+        like_q, like = likes
+        scale, softcap = float_of(np.int32(a[SCALE])), float_of(np.int32(a[SOFTCAP]))
+        rows, dim_v = a[MOST_ROWS], padded(a[DIM_V])
+        q_floats, s_floats = rows * padded(a[DIM]), rows * padded(a[SIZE])
+        code = rows * code_floats(a)
+        scratch = np.empty(q_floats + s_floats + code + rows * (dim_v + 2) + 16, np.float32)
+        q = pointer((np.int64(scratch.ctypes.data) + 63) // 64 * 64, ZERO)
+        s = ahead(q, q_floats)
+        own = ahead(s, s_floats)
+        codes = codes_of(a, ahead(own, rows * dim_v), rows)
+        own_m = ahead(own, rows * dim_v + code)
+        factor, cap = scale * LOG2_E, softcap * LOG2_E
+        if softcap > 0:
+            factor = scale / softcap
+        total = np.int64(0)
+        for b in range(a[BATCH]):
+            _, new, _, _, pages = _row(a, b)
+            total += a[HEADS] * max(pages, np.int64(1)) * cost(a, new) if new else np.int64(0)
+        low, high = total * part // a[PARTS], total * (part + 1) // a[PARTS]
+        before = slot = np.int64(0)
+        for b in range(a[BATCH]):
+            row = _row(a, b)
+            first, new, _, _, pages = row
+            pieces = _pieces(a, new, pages)
+            for i in range(a[HEADS] * pieces):
+                head, start = i // pieces, i % pieces * a[CHUNK]
+                end = min(pages, start + a[CHUNK])
+                if low <= before < high:
+                    o, m, z = own, own_m, ahead(own_m, rows)
+                    if pieces > 1:
+                        o, m, z = _slot(a, slot)
+                    lines = (q, s, o, m, z)
+                    load_rows(a, like_q, first, new, head, factor, q)
+                    _reset(a, new * a[GROUP], head, start == 0, lines)
+                    attend_piece(a, like, (b, row, head), (start, end), lines, codes, cap)
+                    if pieces == 1:
+                        _finish(a, like_q, b, row, head, (o, m, z))
+                before += max(end - start, np.int64(1)) * cost(a, new)
+                slot += pieces > 1
+        return np.int64(scratch.size)  # so that the scratch outlives the pointers into it
+
+    return attend
+
+
+attend_raw = _attention(_raw_page, _no_floats, _no_codes)
+attend_any = _attention(_any_page, code_floats, prepare)
 
 
 @njit(**_PLAIN)
-def combine_mixed(a, like_q):
+def combine(a, like_q):
     """Merge the partials of items of several pieces, after all slices are done."""
     slot = np.int64(0)
     for b in range(a[BATCH]):
-        row = _mixed_row(a, b)
+        row = _row(a, b)
         _, new, _, _, pages = row
         pieces = _pieces(a, new, pages)
         if pieces > 1:
             for head in range(a[HEADS]):
-                lines = _mixed_slot(a, slot)
+                lines = _slot(a, slot)
                 for i in range(1, pieces):
-                    add_partial(padded(a[DIM_V]), new * a[GROUP], lines, _mixed_slot(a, slot + i))
-                _mixed_finish(a, like_q, b, row, head, lines)
+                    add_partial(padded(a[DIM_V]), new * a[GROUP], lines, _slot(a, slot + i))
+                _finish(a, like_q, b, row, head, lines)
                 slot += pieces
     return slot
 
@@ -1135,13 +954,13 @@ def merge(a, like, part, parts):
     sums, weights = np.empty(dim, np.float32), np.empty(count, np.float32)
     to, to_lse = pointer(addresses[count, 0], like), pointer(addresses[count, 1], ZERO)
     for line in range(lines * part // parts, lines * (part + 1) // parts):
-        top = _NONE
+        top = NONE
         for i in range(count):
             top = max(top, pointer(addresses[i, 1], ZERO)[line])
         total = ZERO
         for i in range(count):
             lse = pointer(addresses[i, 1], ZERO)[line]
-            weights[i] = ZERO if lse == _NONE else exp2((lse - top) * _LOG2_E)
+            weights[i] = ZERO if lse == NONE else exp2((lse - top) * _LOG2_E)
             total += weights[i]
         sums[:] = ZERO
         for i in range(count):
@@ -1153,7 +972,7 @@ def merge(a, like, part, parts):
         row = ahead(to, line * dim)
         for d in range(dim):
             row[d] = narrow(sums[d] * inverse, like)
-        to_lse[line] = _NONE if total == ZERO else top + np.log(total)
+        to_lse[line] = NONE if total == ZERO else top + np.log(total)
     return count
 
 

@@ -5,41 +5,27 @@ As in `cpu`, tensors become addresses without any view of them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from flowkv.core.layout import CODECS, PageLayout
+from flowkv.kernels.cpu import attend as fields
 from flowkv.kernels.cpu import entries
-from flowkv.kernels.cpu.attend import (
-    ALIBI,
-    CAUSAL,
-    CHUNK,
-    DIM_V,
-    FIELDS,
-    FORMAT_FIELDS,
-    FORMATS,
-    LANES,
-    MASS,
-    MOST_ROWS,
-    OWNERS,
-    PAGES,
-    SHARES,
-    SINKS,
-    SLOTS,
-)
+from flowkv.kernels.cpu.attend import FORMAT_FIELDS, FORMATS, LANES
 from flowkv.kernels.cpu.pages import (
     DTYPES,
-    LEAST_ELEMENTS,
     LIKE,
     TOP,
     address,
+    append_operands,
     dense_rows,
     fresh,
     run,
 )
-from flowkv.kernels.cpu.pool import slices, spread
+from flowkv.kernels.cpu.pool import slices, spread, team
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 
 # The numba twin of `gather_dense`: raw pages are copied, sealed ones decoded.
@@ -54,48 +40,6 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
     rows, heads, dtype = batch.rows.shape[0], layout.kv_heads, DTYPES[layout.dtype]
     k = fresh(rows, heads, columns, layout.head_dim, dtype=dtype)
     v = fresh(rows, heads, columns, layout.stored_value_dim, dtype=dtype)
-    if pages.sealed:
-        raw = LIKE[dtype], TOP[dtype]
-        a = _mixed_operands(k, v, pages, batch)
-        run(entries.gather_mixed, DECODING * (k.nbytes + v.nbytes), a, raw)
-    else:
-        run(entries.gather_dense, k.nbytes + v.nbytes, _raw_operands(k, v, pages, batch))
-    return k, v
-
-
-def _blocks(columns: int, page_size: int) -> tuple[int, int]:
-    """Columns of a unit of work, and such units in a row."""
-    block = 8 * page_size
-    return block, -(-columns // block)
-
-
-def _raw_operands(k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragged) -> np.ndarray:
-    (arena, layout, layer, _), item, columns = pages, k.element_size(), k.shape[2]
-    return np.array(
-        [
-            address(k),
-            address(v),
-            address(arena) + layer * layout.stripe_stride_bytes,
-            address(batch.table),
-            address(batch.rows),
-            address(batch.lengths),
-            k.shape[0],
-            layout.kv_heads,
-            layout.page_size,
-            layout.head_dim * item,
-            layout.stored_value_dim * item,
-            layout.run_bytes,
-            layout.v_offset_bytes,
-            batch.table.stride(0),
-            columns,
-            *_blocks(columns, layout.page_size),
-        ],
-        dtype=np.int64,
-    )
-
-
-def _mixed_operands(k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragged) -> np.ndarray:
-    layout, columns = pages.layout, k.shape[2]
     forms = np.zeros((len(CODECS), 6), np.int64)
     for form in (layout, *pages.sealed):
         number = CODECS.index(form.codec)
@@ -107,26 +51,31 @@ def _mixed_operands(k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: Ragge
             form.k_scale_offset_bytes,
             form.v_scale_offset_bytes,
         )
-    return np.array(
+    block = 8 * layout.page_size
+    a = np.array(
         [
             address(k),
             address(v),
             address(batch.table),
             address(batch.rows),
             address(batch.lengths),
-            k.shape[0],
-            layout.kv_heads,
+            rows,
+            heads,
             layout.page_size,
             layout.head_dim,
-            layout.value_dim,
+            layout.stored_value_dim,
             k.element_size(),
             batch.table.stride(0),
             columns,
-            *_blocks(columns, layout.page_size),
+            block,
+            -(-columns // block),
             *forms.ravel().tolist(),
         ],
         dtype=np.int64,
     )
+    n_bytes = (DECODING if pages.sealed else 1) * (k.nbytes + v.nbytes)
+    run(entries.gather_dense, n_bytes, a, (LIKE[dtype], TOP[dtype]))
+    return k, v
 
 
 # Attention of many new tokens on the CPU: gather the context once, then matrix products in torch.
@@ -282,143 +231,6 @@ def _weigh_pages(weights: torch.Tensor, row: RowPart, first: int) -> None:
     row.how.mass[row.number].index_add_(0, page, weights.T)
 
 
-# Calls of `cpu.attend`: pages of several codecs, and the rarer switches of attention.
-
-INVARIANT_TOKENS = 1024
-"""Tokens of a piece when rows must not depend on each other: cut for parallelism, but always so."""
-
-
-def is_mixed(pages: Pages, how: Scoring) -> bool:
-    """Whether a call needs more than `cpu.attend` knows."""
-    _, _, _, _, alibi, tree, causal, mass, _, invariant = how  # unpacked, for it is faster
-    plain = alibi is None and tree is None and mass is None
-    return bool(pages.sealed) or not (plain and causal) or invariant
-
-
-def attend_mixed(
-    packed: PackedQueries, pages: Pages, batch: Ragged, how: Scoring, few: int
-) -> None:
-    """Fill the outputs of the rows that have at most `few` new tokens."""
-    q, out, lse = packed
-    alibi = None if how.alibi is None else how.alibi.to(torch.float32).contiguous()
-    tree = None if how.tree is None else how.tree.contiguous()
-    shared = _mixed_call_shared_operands(pages, batch, how, q, few)
-    a, parts = shared.operands.copy(), slices(shared.work, LEAST_ELEMENTS)
-    items, most_pages, most_rows = shared.items, shared.most_pages, shared.most_rows
-    by_token, by_head, _ = q.stride()
-    a[:5] = address(q), by_token, by_head, address(out), _address(lse)
-    a[SINKS] = _address(how.sinks)
-    a[ALIBI : MASS + 1] = _address(alibi), _address(tree), _address(how.mass)
-    if how.mass is not None:
-        shares = np.empty(items * how.mass.shape[1] * 2 * most_rows, np.float32)
-        a[SHARES : PAGES + 1] = shares.ctypes.data, how.mass.shape[1]
-    a[FORMATS:] += shared.used * address(pages.arena) + shared.stripes * pages.layer
-    if how.invariant:
-        chunk = max(1, INVARIANT_TOKENS // pages.layout.page_size)
-    else:
-        chunk = most_pages if parts == 1 else -(-items * most_pages // (2 * parts))
-    a[CHUNK] = chunk = max(1, chunk)
-    if most_pages > chunk:
-        dim_v = -(-pages.layout.value_dim // LANES) * LANES
-        count = items * -(-most_pages // chunk)
-        slots = np.empty(count * most_rows * (dim_v + 2), np.float32)
-        a[SLOTS] = slots.ctypes.data
-    likes = LIKE[q.dtype], LIKE[DTYPES[pages.layout.dtype]]
-    factors = float(how.scale), float(how.softcap or 0.0)
-    if parts == 1:
-        entries.attend_mixed(a, likes, factors, 0, 1)
-    else:
-        spread(lambda i: entries.attend_mixed(a, likes, factors, i, parts), parts)
-    if most_pages > chunk:
-        entries.combine_mixed(a, likes[0])
-
-
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else address(x)
-
-
-def _call_operands(
-    layout: PageLayout, batch: Ragged, heads: int, window: int | None, most: int, fields: int
-) -> tuple[np.ndarray, int, int]:
-    """(Operands of a call that all layers share, the others 0; tokens that a row sees; work)."""
-    group, rows = heads // layout.kv_heads, batch.rows.shape[0]
-    a = np.zeros(fields, np.int64)
-    a[6:11] = (
-        address(batch.table),
-        batch.table.stride(0),
-        address(batch.rows),
-        address(batch.lengths),
-        address(batch.starts),
-    )
-    a[14:27] = (
-        rows,
-        group,
-        layout.kv_heads,
-        layout.head_dim,
-        layout.value_dim,
-        layout.page_size,
-        2 if layout.dtype != "float32" else 4,
-        layout.run_bytes,
-        layout.v_offset_bytes,
-        _ALL if window is None else window,
-        most,
-        max(most * group, 1),
-        layout.value_stride,
-    )
-    seen = batch.most_length if window is None else min(batch.most_length, window + most)
-    elements = rows * layout.kv_heads * seen * (layout.head_dim + layout.value_dim)
-    return a, seen, elements * max(1, most * group // 4)
-
-
-class _mixed_call_Shared(NamedTuple):
-    """What the calls of all layers of a step have in common.
-
-    `used` is 1 where the operands from FORMATS on are addresses, to which the arena's is added, and
-    `stripes` the bytes from layer to layer there.
-    """
-
-    key: tuple[object, ...]
-    operands: np.ndarray
-    used: np.ndarray
-    stripes: np.ndarray
-    items: int
-    most_rows: int
-    most_pages: int
-    work: int
-
-
-_MIXED_CALL_LAST = [_mixed_call_Shared((), np.empty(0), np.empty(0), np.empty(0), 0, 0, 0, 0)]
-
-
-def _mixed_call_shared_operands(
-    pages: Pages, batch: Ragged, how: Scoring, q: torch.Tensor, few: int
-) -> _mixed_call_Shared:
-    """The operands that do not depend on addresses of a layer's tensors; the others are left 0."""
-    layout, heads, last = pages.layout, q.shape[1], _MIXED_CALL_LAST[0]
-    key = (layout, pages.sealed, how.window, how.causal, heads, few)
-    if last.key[:-1] == key and last.key[-1] is batch:
-        return last
-    most, rows = min(batch.most_new, few), batch.rows.shape[0]
-    fields = FORMATS + FORMAT_FIELDS * len(CODECS)
-    a, seen, work = _call_operands(layout, batch, heads, how.window, most, fields)
-    a[CAUSAL] = how.causal
-    used, stripes = np.zeros((2, FORMAT_FIELDS * len(CODECS)), np.int64)
-    for form in (layout, *pages.sealed):
-        start = FORMAT_FIELDS * CODECS.index(form.codec)
-        used[start], stripes[start] = 1, form.stripe_stride_bytes
-        a[FORMATS + start + 1 : FORMATS + start + FORMAT_FIELDS] = (
-            form.run_bytes,
-            form.v_offset_bytes,
-            form.k_scale_offset_bytes,
-            form.v_scale_offset_bytes,
-        )
-    items, most_pages = rows * layout.kv_heads, -(-seen // layout.page_size) + 1
-    most_rows = int(a[MOST_ROWS])
-    fresh = _mixed_call_Shared((*key, batch), a, used, stripes, items, most_rows, most_pages, work)
-    _MIXED_CALL_LAST[0] = fresh
-    return fresh
-
-
 FEW_NEW = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 8}
 """Up to so many new tokens a row attends in numba, beyond in torch, by q's dtype.
 
@@ -430,6 +242,135 @@ LATENT_ROWS = 32
 """The same for latents, by query rows: one core reads 4 x 4k latents of 16 heads in half the time
 that torch takes."""
 _ALL = 1 << 40
+LEAST_ATTENDED = 1 << 15
+"""Elements of K and V that are worth a slice: 10 us, three times what a team takes to start."""
+MOST_OUTPUT_BYTES = 1 << 20
+"""Of the outputs of several layers that are made at once."""
+INVARIANT_TOKENS = 1024
+"""Tokens of a piece when rows must not depend on each other: cut for parallelism, but always so."""
+
+
+class Call:
+    """Attention calls over the pages and rows of a step, layer by layer. Not thread-safe.
+
+    Args:
+        pages: One layer of the pages.
+        batch: The rows; those with more than `few` new tokens are left out.
+        how: The switches; sinks and slopes are float32.
+        heads: Query heads.
+        dtype: Of queries and outputs.
+        few: Most new tokens of a row.
+    """
+
+    __slots__ = ("_address", "_held", "_operands", "_parts")
+
+    def __init__(
+        self,
+        pages: Pages,
+        batch: Ragged,
+        how: Scoring,
+        heads: int,
+        dtype: torch.dtype,
+        few: int,
+    ) -> None:
+        layout, rows, most = pages.layout, batch.rows.shape[0], min(batch.most_new, few)
+        group, size = heads // layout.kv_heads, layout.page_size
+        items, most_rows = rows * layout.kv_heads, max(most * group, 1)
+        window = _ALL if how.window is None else how.window
+        seen = min(batch.most_length, window + most)
+        work = items * seen * (layout.head_dim + layout.value_dim) * max(1, most_rows // 4)
+        self._parts = parts = slices(work, LEAST_ATTENDED)
+        a = self._operands = np.zeros(fields.FIELDS, np.int64)
+        most_pages = -(-seen // size) + 1
+        chunk = most_pages if parts == 1 else -(-items * most_pages // (2 * parts))
+        if how.invariant:
+            chunk = INVARIANT_TOKENS // size
+        chunk = max(1, chunk)
+        slots = np.empty(0, np.float32)
+        if most_pages > chunk:
+            dim_v = -(-layout.value_dim // LANES) * LANES
+            count = items * -(-most_pages // chunk)
+            slots = np.empty(count * most_rows * (dim_v + 2), np.float32)
+        shares = np.empty(0, np.float32)
+        if how.mass is not None:
+            shares = np.empty(items * how.mass.shape[1] * 2 * most_rows, np.float32)
+            a[fields.PAGES] = how.mass.shape[1]
+        a[fields.SINKS : fields.MASS + 1] = (
+            _address(how.sinks),
+            _address(how.alibi),
+            _address(how.tree),
+            _address(how.mass),
+        )
+        a[fields.SHARES], a[fields.SLOTS] = shares.ctypes.data, slots.ctypes.data
+        a[fields.CHUNK], a[fields.PARTS] = chunk, parts
+        factors = np.array([how.scale, how.softcap or 0.0], np.float32)
+        a[fields.SCALE : fields.SOFTCAP + 1] = factors.view(np.int32)
+        a[fields.ARENA : fields.WORK] = (
+            address(pages.arena),
+            address(batch.table),
+            batch.table.stride(0),
+            address(batch.rows),
+            address(batch.lengths),
+            address(batch.starts),
+            rows,
+            group,
+            layout.kv_heads,
+            layout.head_dim,
+            layout.value_dim,
+            layout.value_stride,
+            size,
+            DTYPES[layout.dtype].itemsize,
+            window,
+            how.causal,
+            most,
+            most_rows,
+        )
+        for form in (layout, *pages.sealed):
+            start = FORMATS + FORMAT_FIELDS * CODECS.index(form.codec)
+            a[start : start + FORMAT_FIELDS] = (
+                form.stripe_stride_bytes,
+                form.run_bytes,
+                form.v_offset_bytes,
+                form.k_scale_offset_bytes,
+                form.v_scale_offset_bytes,
+            )
+        worker = entries.worker(LIKE[dtype], LIKE[DTYPES[layout.dtype]], bool(pages.sealed))
+        a[fields.WORK], a[fields.TEAM] = worker.address, team()
+        self._address = a.ctypes.data
+        self._held = slots, shares, how, batch  # addresses do not keep them alive
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """Attends over a layer, counted within its group: `[N, Hq, D]` to contiguous outputs."""
+        by_token, by_head, _ = q.stride()
+        self.run(layer, q.data_ptr(), by_token, by_head, out.data_ptr())
+
+    def sink(self, sinks: torch.Tensor) -> None:
+        """Lets later calls weigh other sinks, float32 `[Hq]`, that live as long."""
+        self._operands[fields.SINKS] = address(sinks)
+
+    def normalise(self, lse: torch.Tensor) -> None:
+        """Lets later calls write their normalisers, float32 `[N, Hq]`."""
+        self._operands[fields.LSE] = address(lse)
+
+    def run(self, layer: int, q: int, by_token: int, by_head: int, out: int) -> None:
+        """`attend` with addresses and strides."""
+        threads = 1 if self._parts == 1 else min(torch.get_num_threads(), self._parts)
+        alone = threads > 1 and not team()
+        entries.attend(self._address, 0 if alone else threads, layer, q, by_token, by_head, out)
+        if alone:
+            spread(lambda _: entries.help_with(self._address), threads)
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else address(x)
+
+
+def few_new(layout: PageLayout, heads: int, dtype: torch.dtype, how: Scoring) -> int:
+    """Up to how many new tokens of a row attend in numba."""
+    if not layout.latent:
+        return FEW_NEW[dtype]
+    # Many query heads make a matrix product of a single token.
+    return 0 if how.alibi is not None or how.tree is not None else LATENT_ROWS // heads
 
 
 def paged_attention(
@@ -443,16 +384,17 @@ def paged_attention(
     tokens, heads, _ = q.shape
     out = q.new_empty(tokens, heads, layout.value_dim)
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if how.return_lse else None
-    if how.sinks is not None:
-        how = how._replace(sinks=how.sinks.to(torch.float32).contiguous())
-    few = FEW_NEW[q.dtype]
-    mixed = is_mixed(pages, how)
-    if layout.latent:  # many query heads make a matrix product of a single token
-        few = 0 if mixed else LATENT_ROWS // heads
-    if mixed and few:
-        attend_mixed(PackedQueries(q, out, lse), pages, batch, how, few)
-    elif few:
-        _attend_raw(PackedQueries(q, out, lse), pages, batch, how, few)
+    how = how._replace(
+        sinks=None if how.sinks is None else how.sinks.to(torch.float32).contiguous(),
+        alibi=None if how.alibi is None else how.alibi.to(torch.float32).contiguous(),
+        tree=None if how.tree is None else how.tree.contiguous(),
+    )
+    few = few_new(layout, heads, q.dtype, how)
+    if few and tokens:
+        call = Call(pages, batch, how, heads, q.dtype, few)
+        if lse is not None:
+            call.normalise(lse)
+        call.attend(pages.layer, q, out)
     if batch.most_new > few:
         attend_long(PackedQueries(q, out, lse), pages, batch, how, few)
     if out.dtype is not dtype:
@@ -460,65 +402,120 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
-def _attend_raw(packed: PackedQueries, pages: Pages, batch: Ragged, how: Scoring, few: int) -> None:
-    """Fill the outputs of the rows that have up to `few` new tokens, over raw pages."""
-    (arena, layout, layer, _), (q, out, lse) = pages, packed
-    shared = _shared_operands(layout, batch, q.shape[1], how.window, (q.dtype, few))
-    a = shared.operands.copy()
-    strides = q.stride()
-    a[0], a[1], a[2], a[3] = address(q), strides[0], strides[1], address(out)
-    a[5] = address(arena) + layer * layout.stripe_stride_bytes
-    if lse is not None:
-        a[4] = address(lse)
-    if how.sinks is not None:
-        a[11] = address(how.sinks)
-    likes = LIKE[q.dtype], LIKE[DTYPES[layout.dtype]]
-    factors = float(how.scale), float(how.softcap or 0.0)
-    parts = slices(shared.work, LEAST_ELEMENTS)
-    if parts == 1:
-        entries.attend(a, likes, factors, 0, 1)
-    else:
-        _attend_parts(a, likes, factors, parts)
+class Decode:
+    """One new token of each row, over all layers of a group: what each layer's call has left to do.
+
+    Serves tensors of the pages' own dtype on the CPU. Not thread-safe.
+
+    Args:
+        pages: One layer of the pages, not latent.
+        batch: Rows of one new token each.
+        window: Tokens that a token sees, itself included; None for all before it.
+    """
+
+    def __init__(self, pages: Pages, batch: Ragged, window: int | None) -> None:
+        layout, n = pages.layout, batch.rows.shape[0]
+        self._pages, self._layout, self.batch, self._window = pages, layout, batch, window
+        self._dtype = DTYPES[layout.dtype]
+        self._operands = append_operands(layout, batch)
+        self._operands[2] = address(pages.arena)
+        self._address, self._item = self._operands.ctypes.data, self._dtype.itemsize
+        self._keys = _token_dims(n, layout.kv_heads, layout.head_dim)
+        self._values = _token_dims(n, layout.kv_heads, layout.value_dim)
+        self._how: tuple[object, ...] = ()
+        self._call: Call
+        self._by, self._shape = 0, (0,)
+        self._outs: list[torch.Tensor] = []
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Writes the new tokens of a layer, counted within the group; False if they do not fit.
+
+        Args:
+            layer: The layer.
+            k: `[B, Hk, 1, D]`, `[1, Hk, B, D]` or `[B, Hk, D]`.
+            v: The same of Dv.
+        """
+        by_k, by_v = self._keys.get(k.shape), self._values.get(v.shape)
+        if by_k is None or by_v is None or not (k.dtype is v.dtype is self._dtype):
+            return False
+        k_by, v_by, item = k.stride(), v.stride(), self._item
+        if k_by[-1] != 1 or v_by[-1] != 1 or not (k.is_cpu and v.is_cpu):
+            return False
+        entries.append_step(
+            self._address,
+            layer * self._layout.stripe_stride_bytes,
+            k.data_ptr(),
+            k_by[by_k] * item,
+            k_by[1] * item,
+            v.data_ptr(),
+            v_by[by_v] * item,
+            v_by[1] * item,
+        )
+        return True
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Attends with the new tokens; None if the queries do not fit.
+
+        Args:
+            layer: The layer, counted within the group.
+            q: `[B, Hq, 1, D]`, `[1, Hq, B, D]` or `[B, Hq, D]`.
+            scale: Of the logits; default 1 / sqrt(D).
+            softcap: c in `c * tanh(s / c)` on scaled logits.
+            sinks: `[Hq]`, logits that join each softmax's denominator.
+
+        Returns:
+            `[B, 1, Hq, Dv]`, `[1, B, Hq, Dv]` or `[B, Hq, Dv]`.
+        """
+        by, plain = q.stride(), sinks is None
+        if q.dtype is not self._dtype or by[-1] != 1 or not q.is_cpu:
+            return None
+        if self._how != (q.shape, scale, softcap, plain) and not self._prepare(
+            q, scale, softcap, plain
+        ):
+            return None
+        if sinks is not None:
+            fits = sinks.dtype is torch.float32 and sinks.is_cpu and sinks.is_contiguous()
+            if not fits or sinks.shape != (q.shape[1],):
+                return None
+            self._call.sink(sinks)
+        out = self._outs.pop() if self._outs else self._fresh(q)
+        self._call.run(layer, q.data_ptr(), by[self._by], by[1], out.data_ptr())
+        return out
+
+    def _prepare(
+        self, q: torch.Tensor, scale: float | None, softcap: float | None, plain: bool
+    ) -> bool:
+        layout, batch, heads = self._layout, self.batch, q.shape[1]
+        n = batch.rows.shape[0]
+        by = _token_dims(n, heads, layout.head_dim).get(q.shape)
+        if by is None or heads % layout.kv_heads:
+            return False
+        how = Scoring(
+            scale=layout.head_dim**-0.5 if scale is None else scale,
+            window=self._window,
+            softcap=softcap,
+        )
+        self._call = Call(self._pages, batch, how, heads, self._dtype, 1)
+        self._how = q.shape, scale, softcap, plain
+        lead = (n,) if q.dim() == 3 else (n, 1) if by == 0 else (1, n)
+        self._by, self._shape, self._outs = by, (*lead, heads, layout.value_dim), []
+        return True
+
+    def _fresh(self, q: torch.Tensor) -> torch.Tensor:
+        """An output; those of later layers are made with it, which costs less than one by one."""
+        most = MOST_OUTPUT_BYTES // (math.prod(self._shape) * self._item)
+        count = max(1, min(self._layout.layers, most))
+        self._outs = list(q.new_empty(count, *self._shape).unbind(0))
+        return self._outs.pop()
 
 
-class _Shared(NamedTuple):
-    """What the calls of all layers of a step have in common."""
-
-    layout: PageLayout | None
-    batch: Ragged | None
-    switches: tuple[int, int | None, tuple[torch.dtype, int]] | None
-    operands: np.ndarray
-    work: int
-
-
-_LAST = [_Shared(None, None, None, np.empty(0), 0)]
-
-
-def _shared_operands(
-    layout: PageLayout,
-    batch: Ragged,
-    heads: int,
-    window: int | None,
-    served: tuple[torch.dtype, int],
-) -> _Shared:
-    """The operands that do not depend on the layer; the others are left 0."""
-    last, switches = _LAST[0], (heads, window, served)
-    if last.layout is layout and last.batch is batch and last.switches == switches:
-        return last
-    most = min(batch.most_new, served[1])
-    a, _, work = _call_operands(layout, batch, heads, window, most, FIELDS)
-    fresh = _LAST[0] = _Shared(layout, batch, switches, a, work)
-    return fresh
-
-
-def _attend_parts(
-    a: np.ndarray,
-    likes: tuple[Any, Any],
-    factors: tuple[float, float],
-    parts: int,
-) -> None:
-    slots = np.empty(2 * parts * a[MOST_ROWS] * (a[DIM_V] + 2), np.float32)
-    owners = np.full(2 * parts, -1, np.int64)
-    a[SLOTS], a[OWNERS] = slots.ctypes.data, owners.ctypes.data
-    spread(lambda i: entries.attend(a, likes, factors, i, parts), parts)
-    entries.combine(a, likes[0], parts)
+def _token_dims(tokens: int, heads: int, dim: int) -> dict[tuple[int, ...], int]:
+    """In which dim of packed tensors of these shapes tokens follow each other."""
+    return {(tokens, heads, 1, dim): 0, (1, heads, tokens, dim): 2, (tokens, heads, dim): 0}

@@ -133,6 +133,42 @@ def prefetch(context, p, i):
     return types.none(p, i), codegen
 
 
+@intrinsic
+def draw(context, p):
+    """What p[0] held before one was added to it, whoever else draws from it at the same time."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "seq_cst")
+
+    return types.int64(p), codegen
+
+
+@intrinsic
+def call(context, function, argument):
+    """Call the C function `void (int64)` at an address."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.none(function, argument), codegen
+
+
+@intrinsic
+def call_team(context, team, function, argument, threads):
+    """Let all threads of a team call a function; `team` is the address of `GOMP_parallel`."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _BYTES, _I32, _I32])
+        parallel = builder.inttoptr(args[0], kind.as_pointer())
+        two = (builder.inttoptr(x, _BYTES) for x in args[1:3])
+        builder.call(parallel, [*two, builder.trunc(args[3], _I32), _I32(0)])
+        return context.get_dummy_value()
+
+    return types.none(team, function, argument, threads), codegen
+
+
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 
 
@@ -226,42 +262,6 @@ def append(a, part, parts):
                 memcpy(run + a[13] + t * v_bytes, v + n * a[17] + h * a[18], v_bytes)
                 run += a[12]
     return high - low
-
-
-@njit(**_JIT)
-def gather_dense(a, part, parts):
-    """Copy rows into right-aligned dense K and V; the slice is a range of (row, head, block).
-
-    a: k, v, arena (with layer offset), table, rows, lengths; B, Hk, P, bytes of a K row and a V
-    row, run bytes, V offset, table stride, columns, columns of a block, blocks of a row.
-    """
-    arena, table, heads, size, columns = a[2], a[3], a[7], a[8], a[14]
-    k_bytes, v_bytes = a[9], a[10]
-    units = a[6] * heads * a[16]
-    for unit in range(units * part // parts, units * (part + 1) // parts):
-        block, head = unit % a[16], unit // a[16] % heads
-        b = unit // (a[16] * heads)
-        line = table + 4 * a[13] * _int32_at(a[4], b)
-        column, end = block * a[15], min(columns, (block + 1) * a[15])
-        shift = _int32_at(a[5], b) - columns  # position of column c is c + shift
-        k = a[0] + ((b * heads + head) * columns) * k_bytes
-        v = a[1] + ((b * heads + head) * columns) * v_bytes
-        while column < end:
-            position = column + shift
-            if position < 0:
-                count, granule = min(end, -shift) - column, np.int64(-1)
-            else:
-                count = min(end - column, size - position % size)
-                granule = _int32_at(line, position // size)
-            if granule < 0:
-                memzero(k + column * k_bytes, count * k_bytes)
-                memzero(v + column * v_bytes, count * v_bytes)
-            else:
-                run, t = arena + GRANULE * granule + head * a[11], position % size
-                memcpy(k + column * k_bytes, run + t * k_bytes, count * k_bytes)
-                memcpy(v + column * v_bytes, run + a[12] + t * v_bytes, count * v_bytes)
-            column += count
-    return units
 
 
 @njit(**_JIT)

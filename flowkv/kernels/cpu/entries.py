@@ -8,116 +8,135 @@ entries close over, which makes it part of their key.
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache
 from pathlib import Path
 
-from numba import njit
+import numpy as np
+from numba import cfunc, njit, types
 
+from flowkv.core import compiling
 from flowkv.kernels.cpu import attend as cpu_attend
-from flowkv.kernels.cpu import attend as cpu_dense
-from flowkv.kernels.cpu import attend as cpu_merge
-from flowkv.kernels.cpu import attend as cpu_mixed
-from flowkv.kernels.cpu import bits as cpu_move
-from flowkv.kernels.cpu import bits as cpu_rotary
-from flowkv.kernels.cpu import bits as cpu_sums
-from flowkv.kernels.cpu import transcode as cpu_transcode
+from flowkv.kernels.cpu import bits, transcode
+from flowkv.kernels.cpu.attend import DONE, LAYER, NEXT, OUT, PARTS, Q_HEAD, Q_TOKEN, TEAM, WORK, Q
+from flowkv.kernels.cpu.bits import ahead, call, call_team, draw, pointer
 
 
 def _entries(stamp, cache):
     jit = njit(cache=cache, nogil=True, error_model="numpy")
 
     @jit
-    def attend(a, likes, factors, part, parts):
-        return cpu_attend.attend(a, likes, factors, part, parts) if stamp else 0
+    def attend(a, threads, layer, q, q_token, q_head, out):
+        """Attend with the queries at q: by `threads` of a team, or alone, or (0) not yet."""
+        to = pointer(a, np.int64(stamp))
+        to[LAYER], to[Q], to[Q_TOKEN], to[Q_HEAD], to[OUT] = layer, q, q_token, q_head, out
+        to[NEXT] = to[DONE] = 0
+        if threads > 1:
+            call_team(to[TEAM], to[WORK], a, threads)
+        elif threads:
+            call(to[WORK], a)
 
     @jit
-    def combine(a, like, parts):
-        return cpu_attend.combine(a, like, parts) if stamp else 0
+    def help_with(a):
+        call(pointer(a, np.int64(stamp))[WORK], a)
 
     @jit
-    def attend_mixed(a, likes, factors, part, parts):
-        return cpu_mixed.attend_mixed(a, likes, factors, part, parts) if stamp else 0
-
-    @jit
-    def combine_mixed(a, like):
-        return cpu_mixed.combine_mixed(a, like) if stamp else 0
+    def append_step(a, layer, k, k_token, k_head, v, v_token, v_head):
+        """Write one layer's new tokens; operands `a` as of `append`, its arena's first layer."""
+        to = pointer(a, np.int64(stamp))
+        arena = to[2]
+        to[0], to[1], to[2], to[15], to[16], to[17], to[18] = (
+            k, v, arena + layer, k_token, k_head, v_token, v_head,
+        )  # fmt: skip
+        bits.append(to, 0, 1)
+        to[2] = arena
 
     @jit
     def merge(a, like, part, parts):
-        return cpu_merge.merge(a, like, part, parts) if stamp else 0
+        return cpu_attend.merge(a, like, part, parts) if stamp else 0
 
     @jit
     def append(a, part, parts):
-        return cpu_move.append(a, part, parts) if stamp else 0
+        return bits.append(a, part, parts) if stamp else 0
 
     @jit
     def append_rotary(a, turn, likes, part, parts):
-        return cpu_rotary.append_rotary(a, turn, likes, part, parts) if stamp else 0
+        return bits.append_rotary(a, turn, likes, part, parts) if stamp else 0
 
     @jit
     def reposition(a, turn, like, part, parts):
-        return cpu_rotary.reposition(a, turn, like, part, parts) if stamp else 0
+        return bits.reposition(a, turn, like, part, parts) if stamp else 0
 
     @jit
     def drop_tokens(a, part, parts):
-        return cpu_move.drop_tokens(a, part, parts) if stamp else 0
+        return bits.drop_tokens(a, part, parts) if stamp else 0
 
     @jit
-    def gather_dense(a, part, parts):
-        return cpu_move.gather_dense(a, part, parts) if stamp else 0
+    def gather_dense(a, raw, part, parts):
+        return cpu_attend.gather(a, raw, part, parts) if stamp else 0
 
     @jit
-    def gather_mixed(a, raw, part, parts):
-        return cpu_dense.gather(a, raw, part, parts) if stamp else 0
-
-    @jit
-    def transcode(a, raw, part, parts):
-        return cpu_transcode.transcode(a, raw, part, parts) if stamp else 0
+    def recode(a, raw, part, parts):
+        return transcode.transcode(a, raw, part, parts) if stamp else 0
 
     @jit
     def checksum(a, part, parts):
-        return cpu_sums.sum_blocks(a, part, parts) if stamp else 0
+        return bits.sum_blocks(a, part, parts) if stamp else 0
 
     @jit
     def move_pages(a, part, parts):
-        return cpu_move.move_pages(a, part, parts) if stamp else 0
+        return bits.move_pages(a, part, parts) if stamp else 0
 
     return (
-        attend,
-        combine,
-        attend_mixed,
-        combine_mixed,
-        merge,
-        append,
-        append_rotary,
-        reposition,
-        drop_tokens,
-        gather_dense,
-        gather_mixed,
-        transcode,
-        checksum,
-        move_pages,
-    )
+        attend, help_with, append_step, merge, append, append_rotary, reposition, drop_tokens,
+        gather_dense, recode, checksum, move_pages,
+    )  # fmt: skip
+
+
+def _worker(stamp, cache, like_q, like, sealed):
+    """The C function that draws slices of an attention call until none is left."""
+
+    def over_raw(address):
+        a = pointer(address, np.int64(stamp))
+        part = draw(ahead(a, NEXT))
+        while part < a[PARTS]:
+            cpu_attend.attend_raw(a, (like_q, like), part)
+            if draw(ahead(a, DONE)) == a[PARTS] - 1:
+                cpu_attend.combine(a, like_q)
+            part = draw(ahead(a, NEXT))
+
+    def over_any(address):
+        a = pointer(address, np.int64(stamp))
+        part = draw(ahead(a, NEXT))
+        while part < a[PARTS]:
+            cpu_attend.attend_any(a, (like_q, like), part)
+            if draw(ahead(a, DONE)) == a[PARTS] - 1:
+                cpu_attend.combine(a, like_q)
+            part = draw(ahead(a, NEXT))
+
+    compiled = cfunc(types.void(types.int64), cache=cache, error_model="numpy")
+    return compiled(over_any if sealed else over_raw)
+
+
+@lru_cache(maxsize=None, typed=True)  # zeros of different types are equal
+def worker(like_q, like, sealed: bool):
+    """The C function that does an attention call, compiled for these types: see `attend`.
+
+    Args:
+        like_q: The type as which elements of q and of the output travel.
+        like: That of elements of pages.
+        sealed: Whether pages of other codecs than raw are served.
+    """
+    with compiling.around():
+        return _worker(_STAMP, _CACHES, like_q, like, sealed)
 
 
 _SOURCES = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")))
 _STAMP = 1 + zlib.crc32(_SOURCES)
 try:
-    _ENTRIES = _entries(_STAMP, cache=True)
+    _ENTRIES, _CACHES = _entries(_STAMP, cache=True), True
 except RuntimeError:  # no directory to write to: some seconds of compilation in every process
-    _ENTRIES = _entries(_STAMP, cache=False)
+    _ENTRIES, _CACHES = _entries(_STAMP, cache=False), False
 (
-    attend,
-    combine,
-    attend_mixed,
-    combine_mixed,
-    merge,
-    append,
-    append_rotary,
-    reposition,
-    drop_tokens,
-    gather_dense,
-    gather_mixed,
-    transcode,
-    checksum,
-    move_pages,
-) = _ENTRIES
+    attend, help_with, append_step, merge, append, append_rotary, reposition, drop_tokens,
+    gather_dense, recode, checksum, move_pages,
+) = _ENTRIES  # fmt: skip

@@ -163,7 +163,7 @@ def append(
         k = dense_rows(k if k.dtype is dtype else k.to(dtype))
     else:  # rounded once, after the rotation
         k = dense_rows(k if k.dtype is dtype else k.float())
-    a = _append_operands(layout, batch).copy()
+    a = append_operands(layout, batch)
     a[0], a[1] = address(k), address(v)
     a[2] = address(arena) + layer * layout.stripe_stride_bytes
     k_item, item, k_strides, v_strides = k.itemsize, dtype.itemsize, k.stride(), v.stride()
@@ -177,14 +177,8 @@ def append(
     run(entries.append_rotary, n_bytes, a, turn, likes)
 
 
-_APPENDED: list[tuple[PageLayout | None, Ragged | None, np.ndarray]] = [(None, None, np.empty(0))]
-
-
-def _append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
+def append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
     """The operands that all layers of a step share; the others are left 0."""
-    last = _APPENDED[0]
-    if last[0] is layout and last[1] is batch:
-        return last[2]
     item = DTYPES[layout.dtype].itemsize
     a = np.zeros(19, np.int64)
     a[3:15] = (
@@ -201,7 +195,6 @@ def _append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
         layout.v_offset_bytes,
         batch.table.stride(0),
     )
-    _APPENDED[0] = layout, batch, a
     return a
 
 
@@ -312,7 +305,7 @@ def transcode(
         ],
         np.int64,
     )
-    run(entries.transcode, count * old.page_bytes, a, (LIKE[dtype], TOP[dtype]))
+    run(entries.recode, count * old.page_bytes, a, (LIKE[dtype], TOP[dtype]))
     return status
 
 

@@ -1,11 +1,13 @@
 """Threads for the CPU kernels: a counter that everyone draws slices from, the caller included.
 
 numba's own threading layers are avoided on purpose: they are neither thread-safe everywhere nor
-fork-safe, and they split work evenly, however unevenly a busy machine runs it.
+fork-safe, and they split work evenly, however unevenly a busy machine runs it. Where torch computes
+with GNU's OpenMP, what must be quick takes torch's own threads, which wait for work already.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 from collections.abc import Callable
@@ -20,6 +22,7 @@ SLICES_PER_THREAD = 4
 _lock = Lock()
 _pool: ThreadPoolExecutor | None = None
 _size = 0
+_team: int | None = None
 
 
 def slices(work: int, least: int) -> int:
@@ -28,6 +31,15 @@ def slices(work: int, least: int) -> int:
         return 1
     threads = torch.get_num_threads()
     return 1 if threads == 1 else min(threads * SLICES_PER_THREAD, work // least)
+
+
+def team() -> int:
+    """The address of OpenMP's `GOMP_parallel`; 0 where there is none, or none of this process."""
+    global _team  # noqa: PLW0603 - found once
+    if _team is None:
+        found = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if os.name == "posix" else None
+        _team = ctypes.cast(found, ctypes.c_void_p).value or 0 if found is not None else 0
+    return _team
 
 
 def spread(run: Callable[[int], object], count: int) -> None:
@@ -59,8 +71,8 @@ def _executor(size: int) -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    global _lock, _pool, _size  # threads do not survive a fork
-    _lock, _pool, _size = Lock(), None, 0
+    global _lock, _pool, _size, _team  # threads do not survive a fork
+    _lock, _pool, _size, _team = Lock(), None, 0, 0
 
 
 if hasattr(os, "register_at_fork"):
