@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from flowkv.cache.pool import PagePool
-from flowkv.core.layout import GRANULE_BYTES
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.policy.pages import Defragmentation
 
 SIZES = {0: 32, 1: 9, 3: 5}  # granules by codec: raw, kv8 and kv4c of the fixture's shape

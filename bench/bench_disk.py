@@ -35,7 +35,7 @@ from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.journal import Held, WrittenFrame
 from flowkv.tiers.disk.store import DiskStore
-from flowkv.tiers.io.staging import Arena
+from flowkv.tiers.io.engine import Arena
 
 KIB = 1 << 10
 SIZES = (64 * KIB, 256 * KIB, 1024 * KIB)

@@ -23,7 +23,7 @@ import pytest
 import torch
 import xxhash
 
-from flowkv.core.layout import GRANULE_BYTES
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.digest import CHECK, check_frames
 from flowkv.tiers.disk import DiskTier

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from flowkv.core.geometry import Geometry
-from flowkv.core.layout import CODECS, PageLayout, page_layout
+from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
 from flowkv.kernels import (
     Pages,
     Ragged,

@@ -34,8 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowkv.tiers.io.engine import OPERATION, READ, WRITE, ThreadsEngine
-from flowkv.tiers.io.staging import Arena
+from flowkv.tiers.io.engine import OPERATION, READ, WRITE, Arena, ThreadsEngine
 from flowkv.tiers.io.uring import UringEngine, open_engine
 
 Engine = UringEngine | ThreadsEngine

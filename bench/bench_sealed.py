@@ -20,8 +20,7 @@ import torch
 
 from bench.bench_kernels import Case, Setting, benched, near, percentiles, setting, timed
 from bench.bench_kernels import ours as attend
-from flowkv.core.geometry import LayerGroup
-from flowkv.core.layout import PageLayout, page_id, page_layout
+from flowkv.core.geometry import LayerGroup, PageLayout, page_id, page_layout
 from flowkv.kernels import Pages, transcode
 from flowkv.kernels.reference import rotate
 

@@ -31,8 +31,7 @@ import torch
 from bench.disassembly import facts, listing
 from bench.nodevice import ARCHES, Launch, no_device
 from flowkv import kernels
-from flowkv.core.geometry import Geometry
-from flowkv.core.layout import PageLayout, page_id, page_layout
+from flowkv.core.geometry import Geometry, PageLayout, page_id, page_layout
 from flowkv.kernels import Pages, Ragged
 
 LENGTH = 1 << 16

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from flowkv.hooks.attention import intercept as intercept
     from flowkv.hooks.huggingface.attach import attach as attach
     from flowkv.hooks.huggingface.attach import verify as verify
+    from flowkv.policy.base import Lease as Lease
     from flowkv.policy.base import Policy as Policy
-    from flowkv.policy.config import Lease as Lease
     from flowkv.tiers.base import Tier as Tier
 
 __version__ = "0.1.0"
@@ -83,7 +83,7 @@ _HOMES = {
     "FlowKVError": "flowkv.core.errors",
     "Geometry": "flowkv.core.geometry",
     "LayerGroup": "flowkv.core.geometry",
-    "Lease": "flowkv.policy.config",
+    "Lease": "flowkv.policy.base",
     "Namespace": "flowkv.core.keys",
     "Policy": "flowkv.policy.base",
     "Request": "flowkv.engine.request",

@@ -59,18 +59,18 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         did_you_mean,
     )
-    from flowkv.core.geometry import ITEMSIZE
-    from flowkv.core.keys import KEY_BYTES, ROOT, KeyChain, as_tokens, tenant_salt, within
-    from flowkv.core.layout import (
+    from flowkv.core.geometry import (
         CODEC_SHIFT,
         GRANULE_BYTES,
+        ITEMSIZE,
         PageLayout,
         codec_of,
         granule_of,
         page_id,
         page_layout,
     )
-    from flowkv.core.layout import CODECS as layout_CODECS
+    from flowkv.core.geometry import CODECS as layout_CODECS
+    from flowkv.core.keys import KEY_BYTES, ROOT, KeyChain, as_tokens, tenant_salt, within
     from flowkv.demo import findings as demo_findings
     from flowkv.demo import run
     from flowkv.demo.findings import (
@@ -272,7 +272,7 @@ if TYPE_CHECKING:
         RegretGuard,
         class_of,
     )
-    from flowkv.policy.rates import Rates
+    from flowkv.policy.restore.costs import Rates
     from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
     from flowkv.policy.scheduling.turns import WaitingLine, Worth
     from flowkv.policy.tenants import Quota, Tenants
@@ -358,7 +358,6 @@ if TYPE_CHECKING:
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, swapped, xxh3_128
     from flowkv.tiers.disk import journal
     from flowkv.tiers.disk import tier as transfer
-    from flowkv.tiers.disk.files import Buffer, FileIO
     from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
     from flowkv.tiers.disk.inspect import FrameShare, Inspection, drop, inspect, repair, scrub
     from flowkv.tiers.disk.journal import (
@@ -406,7 +405,8 @@ if TYPE_CHECKING:
     from flowkv.tiers.frame import describe as frame_describe
     from flowkv.tiers.host import HostTier
     from flowkv.tiers.io import engine as io_engine
-    from flowkv.tiers.io import staging, uring
+    from flowkv.tiers.io import engine as staging
+    from flowkv.tiers.io import uring
     from flowkv.tiers.io.engine import (
         COMPLETION,
         MOST_BYTES,
@@ -414,14 +414,19 @@ if TYPE_CHECKING:
         READ,
         SYNC,
         WRITE,
+        Arena,
+        ArenaSlot,
+        Buffer,
+        Extents,
+        FileIO,
         IOEngine,
         Operations,
         Reports,
         ThreadsEngine,
+        address_of,
     )
+    from flowkv.tiers.io.engine import PAGE_BYTES as staging_PAGE_BYTES
     from flowkv.tiers.io.engine import Completions as engine_Completions
-    from flowkv.tiers.io.staging import PAGE_BYTES as staging_PAGE_BYTES
-    from flowkv.tiers.io.staging import Arena, ArenaSlot, Extents, address_of
     from flowkv.tiers.io.uring import UringEngine, open_engine
     from flowkv.tiers.lossless import AGAIN, SAMPLES, Lossless, unpack_stripe
     from flowkv.tiers.remote import mooncake, objects

@@ -29,8 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from flowkv.core.geometry import Geometry
-from flowkv.core.layout import GRANULE_BYTES, page_layout
+from flowkv.core.geometry import GRANULE_BYTES, Geometry, page_layout
 from flowkv.kernels import (
     Pages,
     Ragged,

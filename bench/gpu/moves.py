@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu.machine import Call, Machine
 from bench.gpu.pool import Case, layouts, prepare
-from flowkv.core.layout import GRANULE_BYTES, PageLayout
+from flowkv.core.geometry import GRANULE_BYTES, PageLayout
 from flowkv.kernels import (
     append,
     copy_pages,

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from bench.gpu.machine import Machine
-from flowkv.core.geometry import Geometry
-from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout, page_id, page_layout
+from flowkv.core.geometry import CODECS, GRANULE_BYTES, Geometry, PageLayout, page_id, page_layout
 from flowkv.kernels import Pages, Ragged, transcode
 
 CHUNK = 256

@@ -17,9 +17,8 @@ import torch
 
 from bench.gpu.machine import Machine
 from flowkv.cache.pinned import Copies, CudaStreams, open_copies
-from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.io.engine import OPERATION, READ, WRITE
-from flowkv.tiers.io.staging import Arena
+from flowkv.core.geometry import GRANULE_BYTES
+from flowkv.tiers.io.engine import OPERATION, READ, WRITE, Arena
 from flowkv.tiers.io.uring import open_engine
 
 PIECES = ((2 << 20, 128), (256 << 10, 1024), (16 << 10, 16384))

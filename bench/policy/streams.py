@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.policy.finding import Finding
-from flowkv.policy.config import CyclicConfig
+from flowkv.policy.base import CyclicConfig
 from flowkv.policy.prefetch.markov import Markov
 from flowkv.sim.generate import generate
 from flowkv.sim.replay import replay

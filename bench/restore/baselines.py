@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.config import made
+from flowkv.policy.base import made
 from flowkv.policy.restore import (
     Compute,
     Costs,

@@ -8,8 +8,7 @@ import torch
 
 from bench.restore.store import Mark
 from flowkv.core.errors import ConfigError
-from flowkv.core.geometry import Geometry
-from flowkv.core.layout import PageLayout, page_layout
+from flowkv.core.geometry import Geometry, PageLayout, page_layout
 from flowkv.kernels import transcode
 from flowkv.policy.restore import RestoreLoad
 

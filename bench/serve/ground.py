@@ -15,7 +15,7 @@ from bench.serve.baselines import Batched
 from bench.serve.models import endless, longer, shaped_model, twin
 from flowkv.core.config import DEFAULT_CPU_POOL_SIZE, DEFAULT_GPU_SIZE, parse_size
 from flowkv.core.errors import ConfigError
-from flowkv.core.layout import page_layout
+from flowkv.core.geometry import page_layout
 from flowkv.data import tiny_path
 from flowkv.hooks.huggingface.load import DTYPES, load_model
 from flowkv.sim.restore import SHAPES

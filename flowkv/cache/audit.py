@@ -26,7 +26,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.cache.store import PageStore, Verdict
 from flowkv.core.errors import CapacityError, StateError
-from flowkv.core.layout import CODEC_SHIFT, CODECS, PageLayout, codec_of
+from flowkv.core.geometry import CODEC_SHIFT, CODECS, PageLayout, codec_of
 from flowkv.kernels.loss import bounds, by_rotation
 from flowkv.kernels.operands import Pages
 from flowkv.kernels.reference import page_views

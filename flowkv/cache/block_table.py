@@ -18,7 +18,7 @@ from flowkv.cache.seal import Publisher, Refusal, Sealer
 from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
-from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
+from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.observe.events import Defragmented, StepPlanned
 from flowkv.policy.base import NEVER_NS

@@ -24,8 +24,8 @@ from flowkv.cache.sequence import Guard, Sequence
 from flowkv.cache.store import PageStore
 from flowkv.core import compiling
 from flowkv.core.errors import StoreError
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES, ROOT
-from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Tier
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, aligned, peek_header_bytes

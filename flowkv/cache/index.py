@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
+from flowkv.core.geometry import CODEC_SHIFT
 from flowkv.core.keys import ROOT
-from flowkv.core.layout import CODEC_SHIFT
-from flowkv.policy.config import Lease
+from flowkv.policy.base import Lease
 from flowkv.tiers.base import FrameInfo
 
 # Blocks that lie nowhere any more: their slots stay theirs for a while, so that policies learn.

@@ -64,8 +64,7 @@ from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, War
 from flowkv.observe.metrics import Level, Metrics
 from flowkv.observe.timeline import Tenancy, TraceFile
 from flowkv.policy import CATALOGUE, make_policy
-from flowkv.policy.base import Policy
-from flowkv.policy.config import Lease, configure
+from flowkv.policy.base import Lease, Policy, configure
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Quota, Tenants

@@ -19,7 +19,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.store import PageStore, ReadFrom
 from flowkv.core import compiling
 from flowkv.core.errors import NonFiniteError, StateError
-from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, granule_of
+from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, granule_of
 from flowkv.policy.restore import RestoreLoad
 from flowkv.tiers.base import FrameInfo, Load, Outcome, TierAnswer
 

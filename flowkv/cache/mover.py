@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 from flowkv.core import compiling
 from flowkv.core.errors import FlowKVError
 from flowkv.policy.prefetch.prefetcher import RegretGuard
-from flowkv.policy.rates import Rates
+from flowkv.policy.restore.costs import Rates
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.frame import BadFrame, wanted
 

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 import torch
 
-from flowkv.core.layout import GRANULE_BYTES
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.kernels import dispatch
-from flowkv.tiers.io.staging import Arena, ArenaSlot
+from flowkv.tiers.io.engine import Arena, ArenaSlot
 
 # What copies between pinned memory and a device need of it: order, and nothing else.
 #

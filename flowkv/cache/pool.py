@@ -16,12 +16,13 @@ import torch
 from flowkv import kernels
 from flowkv.core.config import AUTO, Config, format_size
 from flowkv.core.errors import CapacityError, ConfigError, StateError
-from flowkv.core.geometry import Geometry, LayerGroup
-from flowkv.core.layout import (
+from flowkv.core.geometry import (
     CODEC_SHIFT,
     CODECS,
     GRANULE_BYTES,
     GRANULE_MASK,
+    Geometry,
+    LayerGroup,
     PageLayout,
     granule_of,
     page_layout,

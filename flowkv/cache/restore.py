@@ -31,7 +31,7 @@ from flowkv.cache.mover import files, rest
 from flowkv.cache.sequence import Sequence
 from flowkv.core import compiling
 from flowkv.core.errors import FlowKVError, StateError
-from flowkv.core.layout import CODECS
+from flowkv.core.geometry import CODECS
 from flowkv.observe.events import (
     Bus,
     Hit,

@@ -19,7 +19,7 @@ from flowkv import kernels
 from flowkv.cache.index import Block
 from flowkv.cache.sequence import READY, STEPPING, Sequence, Tables
 from flowkv.cache.store import PageStore
-from flowkv.core.layout import CODEC_SHIFT, CODECS
+from flowkv.core.geometry import CODEC_SHIFT, CODECS
 from flowkv.kernels.dispatch import NON_FINITE
 from flowkv.observe.events import Encoded, Published
 

@@ -22,8 +22,15 @@ from numpy.typing import NDArray
 from flowkv.cache.index import Block, Saved, SwappedCopy
 from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
-from flowkv.policy.base import CUT_OFF, NEVER_NS, TOOL_USE, TURN_END, UNKNOWN_STOP
-from flowkv.policy.config import DEFAULT_RANK, Lease
+from flowkv.policy.base import (
+    CUT_OFF,
+    DEFAULT_RANK,
+    NEVER_NS,
+    TOOL_USE,
+    TURN_END,
+    UNKNOWN_STOP,
+    Lease,
+)
 from flowkv.policy.pages import Importance
 
 # What a request says about itself: its conversation, and how its pages should be kept.

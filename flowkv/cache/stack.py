@@ -24,12 +24,12 @@ from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Shard
 from flowkv.observe.metrics import Level
 from flowkv.policy.hedge import Hedge
-from flowkv.policy.rates import Rates
+from flowkv.policy.restore.costs import Rates
 from flowkv.policy.tenants import Tenants
 from flowkv.tiers import Envelope, open_tier
 from flowkv.tiers.base import UNBOUNDED, Tier
-from flowkv.tiers.disk.files import FileIO, read_file, replace_file
 from flowkv.tiers.disk.home import LEARNED
+from flowkv.tiers.io.engine import FileIO, read_file, replace_file
 from flowkv.tiers.sharded import ShardedTier
 
 

@@ -19,8 +19,7 @@ from flowkv.cache.block_table import FILLS, Advance, Planner
 from flowkv.cache.sequence import Sequence
 from flowkv.core import compiling
 from flowkv.core.errors import GeometryError, NonFiniteError, StateError, TokenError
-from flowkv.core.geometry import LayerGroup
-from flowkv.core.layout import CODEC_SHIFT
+from flowkv.core.geometry import CODEC_SHIFT, LayerGroup
 from flowkv.kernels.cascade import Cascade, shared_prefixes
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.policy.pages import Importance

@@ -23,9 +23,8 @@ from flowkv.core import compiling
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, format_size
 from flowkv.core.errors import CapacityError, ConfigError, StoreError
-from flowkv.core.geometry import Geometry
+from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, Geometry, granule_of
 from flowkv.core.keys import ROOT, tenant_salt
-from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES, granule_of
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.policy.base import NO_SLOTS, Policy, Slots
 from flowkv.policy.restore import LoadGate

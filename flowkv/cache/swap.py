@@ -20,8 +20,8 @@ from flowkv.cache.restore import PrefixMatcher, RestoreJob
 from flowkv.cache.seal import finite
 from flowkv.cache.sequence import READY, SUSPENDED, Sequence
 from flowkv.core.errors import CapacityError, StateError, StoreError
+from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.core.keys import within
-from flowkv.core.layout import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.kernels.operands import Pages
 from flowkv.kernels.reference import page_views
 from flowkv.observe.events import Hit

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from flowkv.core.errors import ConfigError, FlowKVError, did_you_mean
-from flowkv.core.layout import CODECS
+from flowkv.core.geometry import CODECS
 
 # Sizes ("8GiB", "25%") and places ("disk:/nvme/kv:200GiB"), as people write them.
 

@@ -19,7 +19,7 @@ from flowkv.cache.kv import Tokens
 from flowkv.cache.sequence import Retain
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import Salt
-from flowkv.policy.config import Lease
+from flowkv.policy.base import Lease
 
 Reason = Literal["stop", "length", "cancelled", "deadline"]
 """Why a completion ended: by itself; at `max_new_tokens`; called off; too late."""

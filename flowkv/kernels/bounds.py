@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from flowkv.core.errors import GeometryError
-from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK, PageLayout
+from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK, PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 
 _depth = 0

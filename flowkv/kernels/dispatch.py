@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from flowkv.core.errors import ConfigError, GeometryError
-from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout
+from flowkv.core.geometry import CODECS, GRANULE_BYTES, PageLayout
 from flowkv.kernels import bounds
 from flowkv.kernels.bounds import check_lines, check_rotary
 from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from flowkv.core.layout import PageLayout
+from flowkv.core.geometry import PageLayout
 
 
 class Pages(NamedTuple):

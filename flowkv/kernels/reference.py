@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flowkv.core.layout import GRANULE_BYTES, PageLayout, codec_of, granule_of
+from flowkv.core.geometry import GRANULE_BYTES, PageLayout, codec_of, granule_of
 from flowkv.kernels.dispatch import FIRST, NON_FINITE, OUT_OF_RANGE, SECOND, STEP
 from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowkv.core import compiling
 from flowkv.core.errors import ConfigError
-from flowkv.core.layout import CODECS
+from flowkv.core.geometry import CODECS
 
 BACKENDS = ("reference", "cpu", "triton")
 ANY = "any"

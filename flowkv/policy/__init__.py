@@ -19,8 +19,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flowkv.policy.base import Policy, Slots, Visit
-from flowkv.policy.config import (
+from flowkv.policy.base import (
     ArcConfig,
     CostAwareConfig,
     CyclicConfig,
@@ -29,7 +28,10 @@ from flowkv.policy.config import (
     Lease,
     LfuTtlConfig,
     LruConfig,
+    Policy,
     PolicyConfig,
+    Slots,
+    Visit,
     made,
 )
 from flowkv.policy.hazard.index import HazardIndex

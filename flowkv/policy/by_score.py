@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import NEVER_NS, NO_VISIT, Slots, Visit
-from flowkv.policy.config import LeaseConfig, configure
+from flowkv.policy.base import NEVER_NS, NO_VISIT, LeaseConfig, Slots, Visit, configure
 from flowkv.policy.order.compiled import CLOCK, LATEST, assign
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 

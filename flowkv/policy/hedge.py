@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, Policy, Slots, Visit
-from flowkv.policy.config import HedgeConfig, configure
+from flowkv.policy.base import (
+    NEVER_NS,
+    NO_SLOTS,
+    NO_VISIT,
+    HedgeConfig,
+    Policy,
+    Slots,
+    Visit,
+    configure,
+)
 from flowkv.policy.hazard.compiled import (
     KINDS,
     decay,

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import NO_SLOTS, NO_VISIT, Slots, Visit
-from flowkv.policy.config import LeaseConfig, configure
+from flowkv.policy.base import NO_SLOTS, NO_VISIT, LeaseConfig, Slots, Visit, configure
 from flowkv.policy.hedge import AWAY, CELL, HELD, fresh_shades, hold, shadow_drop
 from flowkv.policy.order.compiled import SLOT_LIMIT, SLOT_MASK, Array, assign, kernel
 from flowkv.policy.order.leaf import LeafOrder, as_slots

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from flowkv.core.config import AUTO
 from flowkv.core.errors import ConfigError, GeometryError
-from flowkv.core.layout import CODECS
-from flowkv.policy.base import Slots
-from flowkv.policy.config import PolicyConfig, configure
+from flowkv.core.geometry import CODECS
+from flowkv.policy.base import PolicyConfig, Slots, configure
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Count = Annotated[int, Meta(ge=0)]

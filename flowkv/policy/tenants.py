@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import NO_SLOTS, NO_VISIT, Policy, Slots, Visit
-from flowkv.policy.config import Lease
+from flowkv.policy.base import NO_SLOTS, NO_VISIT, Lease, Policy, Slots, Visit
 
 # What a tenant may have of a place, and what it has.
 

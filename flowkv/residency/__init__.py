@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, StateError
-from flowkv.policy.base import NO_SLOTS, Policy, Slots, Visit
-from flowkv.policy.config import Lease
+from flowkv.policy.base import NO_SLOTS, Lease, Policy, Slots, Visit
 from flowkv.policy.order.compiled import SLOT_LIMIT, Array, fold, inner, kernel
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.tenants import Tenants

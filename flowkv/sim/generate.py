@@ -29,8 +29,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, did_you_mean
-from flowkv.policy.base import TOOL_USE, TURN_END
-from flowkv.policy.config import PolicyConfig, configure
+from flowkv.policy.base import TOOL_USE, TURN_END, PolicyConfig, configure
 from flowkv.sim.trace import Trace, build_trace, join, wide
 
 # Conversations under way while a trace is generated, each a Python generator.

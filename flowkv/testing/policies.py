@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.policy.base import NEVER_NS, Policy, Slots, Visit
-from flowkv.policy.config import DEFAULT_RANK, Lease
+from flowkv.policy.base import DEFAULT_RANK, NEVER_NS, Lease, Policy, Slots, Visit
 from flowkv.testing.stories import (
     RuleBasedStateMachine,
     initialize,

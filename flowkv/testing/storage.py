@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from flowkv.core.errors import StoreError
-from flowkv.core.geometry import LayerGroup
-from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout, page_layout
+from flowkv.core.geometry import CODECS, GRANULE_BYTES, LayerGroup, PageLayout, page_layout
 from flowkv.kernels import reference as reference_codec
 from flowkv.kernels import transcode
 from flowkv.kernels.dispatch import SOUND

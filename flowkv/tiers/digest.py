@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
-from flowkv.core.layout import GRANULE_BYTES
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers import frame
 from flowkv.tiers.frame import DIGEST_BYTES, DIGESTED_FROM, FIXED_BYTES, MAGIC, VERSION
 

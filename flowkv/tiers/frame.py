@@ -35,8 +35,8 @@ from typing import NamedTuple, TypeAlias
 import xxhash
 
 from flowkv.core.errors import FlowKVError
+from flowkv.core.geometry import CODECS, GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
-from flowkv.core.layout import CODECS, GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo
 
 MAGIC = b"FKVFRAME"

@@ -14,7 +14,7 @@ import numpy as np
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError, StateError
-from flowkv.core.layout import GRANULE_BYTES
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
     DIGEST_BYTES,

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from flowkv.core import compiling
 from flowkv.core.clock import Clock, SystemClock
-from flowkv.core.layout import CODECS
+from flowkv.core.geometry import CODECS
 from flowkv.tiers.base import FrameInfo
 from flowkv.tiers.frame import BadFrame, Buffer, aligned
 

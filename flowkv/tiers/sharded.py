@@ -14,9 +14,8 @@ import numpy as np
 
 from flowkv.core import compiling
 from flowkv.core.errors import ConfigError
-from flowkv.core.geometry import Geometry
+from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
 from flowkv.core.keys import KEY_BYTES, Shard
-from flowkv.core.layout import CODECS, PageLayout, page_layout
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
 
 # Which KV heads a frame holds, what it is called for that, and how heads move between frames.

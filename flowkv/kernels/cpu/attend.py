@@ -15,7 +15,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_MASK
+from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_MASK
 from flowkv.kernels.cpu.bits import (
     FAST,
     LINE_BYTES,

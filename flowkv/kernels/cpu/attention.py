@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flowkv.core.layout import CODECS, PageLayout
+from flowkv.core.geometry import CODECS, PageLayout
 from flowkv.kernels.cpu import attend as fields
 from flowkv.kernels.cpu import entries
 from flowkv.kernels.cpu.attend import FORMAT_FIELDS, FORMATS, LANES

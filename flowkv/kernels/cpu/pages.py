@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from flowkv.core.errors import ConfigError, GeometryError
-from flowkv.core.geometry import ITEMSIZE
-from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout
+from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 from flowkv.kernels.cpu import entries
 from flowkv.kernels.cpu.pool import slices, spread
 from flowkv.kernels.operands import Pages, Ragged, Rotary

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from flowkv.core.errors import ConfigError
-from flowkv.core.geometry import ITEMSIZE
-from flowkv.core.layout import PageLayout
+from flowkv.core.geometry import ITEMSIZE, PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.triton.few import decode
 from flowkv.kernels.triton.launch import Constants, Traits, launch, padded, strides, traits

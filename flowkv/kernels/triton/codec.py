@@ -16,8 +16,14 @@ import triton
 import triton.language as tl
 
 from flowkv.core.errors import ConfigError
-from flowkv.core.geometry import ITEMSIZE
-from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK, PageLayout
+from flowkv.core.geometry import (
+    CODEC_SHIFT,
+    CODECS,
+    GRANULE_BYTES,
+    GRANULE_MASK,
+    ITEMSIZE,
+    PageLayout,
+)
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.kernels.triton.launch import Constants, coded, launch, padded, strides
 from flowkv.kernels.triton.task import Task

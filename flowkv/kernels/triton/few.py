@@ -21,8 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flowkv.core.geometry import ITEMSIZE
-from flowkv.core.layout import PageLayout
+from flowkv.core.geometry import ITEMSIZE, PageLayout
 from flowkv.kernels.triton.launch import Constants, Traits, launch, strides, traits
 from flowkv.kernels.triton.sealed import Work, attend_list, sealed_config
 from flowkv.kernels.triton.task import (

@@ -13,8 +13,7 @@ import triton.knobs
 from triton.runtime.interpreter import InterpretedFunction
 
 from flowkv.core import compiling
-from flowkv.core.geometry import ITEMSIZE
-from flowkv.core.layout import CODECS, GRANULE_BYTES, PageLayout
+from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 
 
 def interpreted(kernel: Any) -> bool:

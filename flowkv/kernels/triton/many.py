@@ -20,8 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flowkv.core.geometry import ITEMSIZE
-from flowkv.core.layout import CODEC_SHIFT, PageLayout
+from flowkv.core.geometry import CODEC_SHIFT, ITEMSIZE, PageLayout
 from flowkv.kernels.triton.codec import Spare, unseal
 from flowkv.kernels.triton.launch import Constants, Traits, launch, strides, traits
 from flowkv.kernels.triton.task import REGISTERS, Task, merge_many, merge_parts, tile_of

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flowkv.core.layout import GRANULE_BYTES, PageLayout
+from flowkv.core.geometry import GRANULE_BYTES, PageLayout
 from flowkv.kernels.dispatch import FIRST, SECOND, STEP
 from flowkv.kernels.operands import Pages, Ragged, Rotary
 from flowkv.kernels.triton.launch import launch, padded, strides, traits

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flowkv.core.layout import PageLayout
+from flowkv.core.geometry import PageLayout
 from flowkv.kernels.triton.launch import (
     Constants,
     Traits,

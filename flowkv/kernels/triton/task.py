@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flowkv.core.errors import ConfigError
-from flowkv.core.layout import CODEC_SHIFT, CODECS, GRANULE_MASK, PageLayout
+from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_MASK, PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.triton.launch import Constants, interpreted, launch, padded
 from flowkv.kernels.triton.tile import (

@@ -10,8 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, UNKNOWN_STOP, Slots, Visit
-from flowkv.policy.config import HazardConfig, configure
+from flowkv.policy.base import (
+    NEVER_NS,
+    NO_SLOTS,
+    NO_VISIT,
+    UNKNOWN_STOP,
+    HazardConfig,
+    Slots,
+    Visit,
+    configure,
+)
 from flowkv.policy.hazard import compiled as learned
 from flowkv.policy.hazard.compiled import (
     BASE_LIMIT,

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, Policy, Slots, Visit
-from flowkv.policy.config import (
+from flowkv.policy.base import (
     LONGEST_S,
+    NEVER_NS,
+    NO_SLOTS,
+    NO_VISIT,
     ArcConfig,
     CostAwareConfig,
     CyclicConfig,
@@ -23,6 +25,9 @@ from flowkv.policy.config import (
     LeaseConfig,
     LfuTtlConfig,
     LruConfig,
+    Policy,
+    Slots,
+    Visit,
     configure,
 )
 from flowkv.policy.order import compiled

@@ -23,8 +23,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import Slots
-from flowkv.policy.config import PolicyConfig, configure
+from flowkv.policy.base import PolicyConfig, Slots, configure
 from flowkv.policy.order.compiled import Array, inner, kernel
 
 WAYS = 4

@@ -25,9 +25,8 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from flowkv.policy.base import NEVER_NS, NO_SLOTS, Slots
-from flowkv.policy.config import PolicyConfig, configure
-from flowkv.policy.rates import Rates
+from flowkv.policy.base import NEVER_NS, NO_SLOTS, PolicyConfig, Slots, configure
+from flowkv.policy.restore.costs import Rates
 
 # When to start for a chain that the application expects at about some time.
 

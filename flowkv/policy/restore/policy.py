@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from flowkv.core.errors import ConfigError, StateError
-from flowkv.policy.config import made
+from flowkv.policy.base import made
 
 # The words of a restore: what is asked for, and the three things that can be done about it.
 #

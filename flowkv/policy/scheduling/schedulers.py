@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.config import made
+from flowkv.policy.base import made
 
 # What a scheduler knows of one request.
 

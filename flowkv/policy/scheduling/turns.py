@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from flowkv.core.errors import ConfigError, StateError
-from flowkv.policy.rates import Rates
+from flowkv.policy.restore.costs import Rates
 from flowkv.policy.scheduling.schedulers import RUNNING, Job, Scheduler
 
 # The token budget of a step, divided among rows: chunked prefill beside decodes.

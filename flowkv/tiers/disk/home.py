@@ -30,10 +30,10 @@ from pathlib import Path
 import msgspec
 
 from flowkv.core.errors import StoreError
-from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.disk.files import FileIO, read_file, replace_file
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.disk.journal import PAGE_BYTES, RECORD_BYTES, peek_store_id
 from flowkv.tiers.frame import VERSION
+from flowkv.tiers.io.engine import FileIO, read_file, replace_file
 
 FORMAT = 2
 SUPERBLOCK, LOCK, JOURNAL, LEARNED = "superblock.json", "lock", "journal", "learned"

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from flowkv.core.errors import StoreError
-from flowkv.core.layout import CODECS
-from flowkv.tiers.disk.files import FileIO
+from flowkv.core.geometry import CODECS
 from flowkv.tiers.disk.home import FrameShape, Superblock, owned, read_superblock
 from flowkv.tiers.disk.journal import RECORD_BYTES, Held, Journal, Slot, in_order, newest, sensible
 from flowkv.tiers.disk.store import (
@@ -29,6 +28,7 @@ from flowkv.tiers.disk.store import (
 )
 from flowkv.tiers.envelope import Envelope, Keyring
 from flowkv.tiers.frame import AES_256_GCM, BadFrame
+from flowkv.tiers.io.engine import FileIO
 
 Progress = Callable[[int, int], None]
 

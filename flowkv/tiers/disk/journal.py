@@ -28,9 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.layout import CODECS, GRANULE_BYTES
+from flowkv.core.geometry import CODECS, GRANULE_BYTES
 from flowkv.tiers.base import FrameInfo
-from flowkv.tiers.disk.files import FileIO, read_fully, write_fully
 from flowkv.tiers.frame import (
     AES_256_GCM,
     DIGEST_BYTES,
@@ -41,6 +40,7 @@ from flowkv.tiers.frame import (
     XXH3_128,
     header_bytes,
 )
+from flowkv.tiers.io.engine import FileIO, read_fully, write_fully
 
 # One line of a disk tier's journal: a fixed record of everything a frame says about itself.
 #

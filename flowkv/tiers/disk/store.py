@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError
-from flowkv.core.layout import GRANULE_BYTES
-from flowkv.tiers.disk.files import FileIO, read_fully, wipe, write_fully, zeros
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.disk.home import (
     JOURNAL,
     FrameShape,
@@ -58,6 +57,7 @@ from flowkv.tiers.disk.journal import (
 )
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import KINDS, BadFrame, Header, most_header_bytes, peek_header_bytes, wanted
+from flowkv.tiers.io.engine import FileIO, read_fully, wipe, write_fully, zeros
 
 # What the superblock says about the frames of a store: hints for whoever looks at it.
 

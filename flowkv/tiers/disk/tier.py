@@ -22,9 +22,8 @@ import numpy as np
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
-from flowkv.core.layout import GRANULE_BYTES
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
-from flowkv.tiers.disk.files import FileIO, reason_of
 from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
 from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
 from flowkv.tiers.envelope import Envelope
@@ -41,8 +40,19 @@ from flowkv.tiers.frame import (
     lay_out,
     pack_header,
 )
-from flowkv.tiers.io.engine import ALIGNMENT, OPERATION, READ, SYNC, WRITE, IOEngine
-from flowkv.tiers.io.staging import Arena, ArenaSlot, address_of
+from flowkv.tiers.io.engine import (
+    ALIGNMENT,
+    OPERATION,
+    READ,
+    SYNC,
+    WRITE,
+    Arena,
+    ArenaSlot,
+    FileIO,
+    IOEngine,
+    address_of,
+    reason_of,
+)
 from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue
 
 # One item between the queue and its answer: what it does to the disk, and in which memory.

@@ -11,22 +11,28 @@ happens meanwhile: neither a deadline nor `cancel` makes it free before (DESIGN 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import platform
+import secrets
+import stat
 import struct
 import threading
 import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.errors import StateError
+from flowkv.core.errors import ConfigError, StateError
 
 READ, WRITE, SYNC = 0, 1, 2
 
@@ -157,7 +163,7 @@ def open_file(path: str, *, write: bool, direct: bool) -> tuple[int, bool]:
     Raises:
         OSError: It cannot be opened.
     """
-    from flowkv.tiers.disk.files import FileIO  # a room that is built on this one
+    from flowkv.tiers.io.engine import FileIO  # a room that is built on this one
 
     fd = FileIO().open(path, write=write)
     try:
@@ -387,3 +393,477 @@ def _positional(library: ctypes.CDLL, name: str) -> Call:
     function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
     function.restype = ctypes.c_ssize_t
     return cast(Call, function)
+
+
+# The file operations of a disk tier, in one object that tests and the simulator replace.
+
+_KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
+_LOCK_TRIES, _LOCK_PAUSE_S = 4, 0.01
+ZEROS_BYTES = 1 << 20
+
+Buffer = memoryview | bytearray | bytes
+
+
+class FileIO:
+    """Plain system calls. Every one may raise `OSError`; reads and writes may be short."""
+
+    def open(self, path: str, *, write: bool) -> int:
+        """Opens a regular file, creating it (only for us) when `write`; never follows a link.
+
+        Raises:
+            OSError: It cannot be opened, is no regular file, or belongs to another user.
+        """
+        flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
+        # O_NONBLOCK, without effect on files, keeps a pipe of that name from blocking us
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        if write and status.st_uid != os.geteuid():
+            os.close(fd)
+            raise OSError(errno.EPERM, "the file belongs to another user", path)
+        return fd
+
+    def close(self, fd: int) -> None:
+        """Closes a file."""
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        """Length of a file."""
+        return os.fstat(fd).st_size
+
+    def next_data(self, fd: int, offset: int) -> int:
+        """Where the next bytes that are no hole begin, from `offset` on; the file's end if none."""
+        try:
+            return os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            return self.size(fd) if error.errno == errno.ENXIO else offset
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """One `preadv`."""
+        return os.preadv(fd, buffers, offset)
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """One `pwritev`."""
+        return os.pwritev(fd, buffers, offset)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Sets the length of a file; growth is a hole."""
+        os.ftruncate(fd, size)
+
+    def punch(self, fd: int, offset: int, size: int) -> None:
+        """Gives the blocks of a range back to the file system; it reads as zeros."""
+        if _fallocate()(fd, _KEEP_SIZE_AND_PUNCH_HOLE, offset, size):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+    def sync(self, fd: int) -> None:
+        """One `fdatasync`."""
+        os.fdatasync(fd)
+
+    def replace(self, source: str, target: str, *, durable: bool = True) -> None:
+        """Renames a file over another, atomically; waits for the directory where `durable`."""
+        os.replace(source, target)
+        if durable:
+            self.sync_directory(os.path.dirname(target))
+
+    def sync_directory(self, path: str) -> None:
+        """Waits until the device knows the directory's new names."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def make_directory(self, path: str) -> None:
+        """Makes a directory for us only, and those above it; it may be there already."""
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+
+    def status(self, path: str) -> tuple[int, int]:
+        """Owner (uid) and mode of what a path leads to."""
+        found = os.stat(path)
+        return found.st_uid, found.st_mode
+
+    def restrict(self, path: str) -> None:
+        """Makes a directory ours only."""
+        os.chmod(path, 0o700)
+
+    def names(self, path: str) -> list[str]:
+        """What is in a directory."""
+        return os.listdir(path)
+
+    def remove(self, path: str) -> None:
+        """Removes a file."""
+        os.unlink(path)
+
+    def same(self, fd: int, path: str) -> bool:
+        """Whether a path leads to an open file."""
+        try:
+            there = os.stat(path, follow_symlinks=False)
+        except OSError:
+            return False
+        mine = os.fstat(fd)
+        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+    def lock(self, path: str, *, patient: bool = True) -> int:
+        """Locks a file of that name, and notes our process in it; -1 if another one has it.
+
+        `patient` tries more than once, as `inspect` holds a lock for an instant.
+        """
+        fd = self.open(path, write=True)
+        try:
+            if _flock(fd, patient=patient) and self.same(fd, path):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+                return fd
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return -1
+
+    def lock_directory(self, path: str, *, patient: bool = True) -> int:
+        """Locks a directory itself, whatever becomes of the files in it; -1 if another one has it.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if _flock(fd, patient=patient):
+                return fd
+        except OSError:
+            return fd  # a file system that locks files only: their lock has to do
+        os.close(fd)
+        return -1
+
+    def random(self, n_bytes: int) -> bytes:
+        """Bytes that nobody can guess, for the name of a store."""
+        return secrets.token_bytes(n_bytes)
+
+    def unlock(self, fd: int) -> None:
+        """Gives a lock up."""
+        os.close(fd)
+
+
+def _flock(fd: int, *, patient: bool) -> bool:
+    for attempt in range(_LOCK_TRIES if patient else 1):
+        if attempt:
+            time.sleep(_LOCK_PAUSE_S)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
+
+
+@lru_cache(maxsize=1)
+def _fallocate() -> Callable[[int, int, int, int], int]:
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "fallocate") or ctypes.sizeof(ctypes.c_long) < 8:  # off_t is a long
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    function = library.fallocate
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    return cast(Callable[[int, int, int, int], int], function)
+
+
+def read_fully(files: FileIO, fd: int, target: memoryview, offset: int) -> int:
+    """Reads until `target` is full or the file ends; returns the bytes read."""
+    done = 0
+    while done < len(target):
+        count = files.read(fd, [target[done:]], offset + done)
+        if count <= 0:
+            break
+        done += count
+    return done
+
+
+def write_fully(files: FileIO, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+    """Writes all bytes of all buffers.
+
+    Raises:
+        OSError: From the system; `ENOSPC` when it takes no more bytes without saying why.
+    """
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    while views:
+        count = files.write(fd, views, offset)
+        if count <= 0:
+            raise OSError(errno.ENOSPC, "the file takes no more bytes")
+        offset += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if views and count:
+            views[0] = views[0][count:]
+
+
+def read_file(files: FileIO, path: str, most_bytes: int, *, ours: bool = False) -> bytes:
+    """The content of a small file; of a larger one no more than one byte beyond `most_bytes`.
+
+    Args:
+        files: File operations.
+        path: The file.
+        most_bytes: Most that it should hold.
+        ours: Refuse a file of another user.
+
+    Raises:
+        OSError: It cannot be read, is no regular file, or belongs to somebody else.
+    """
+    fd = files.open(path, write=False)
+    try:
+        if ours and os.fstat(fd).st_uid != os.geteuid():
+            raise OSError(errno.EPERM, "the file belongs to another user", path)
+        data = memoryview(bytearray(min(files.size(fd), most_bytes + 1)))
+        return bytes(data[: read_fully(files, fd, data, 0)])
+    finally:
+        files.close(fd)
+
+
+def replace_file(files: FileIO, path: str, data: bytes) -> None:
+    """Writes a small file, which appears whole or not at all.
+
+    Raises:
+        OSError: The old one, if there was one, is still there.
+    """
+    temporary = f"{path}.tmp"
+    fd = files.open(temporary, write=True)
+    try:
+        files.truncate(fd, 0)
+        write_fully(files, fd, [data], 0)
+        files.sync(fd)
+    finally:
+        files.close(fd)
+    files.replace(temporary, path)
+
+
+@lru_cache(maxsize=1)
+def zeros() -> memoryview:
+    """`ZEROS_BYTES` zeros, aligned as files that bypass the page cache want them."""
+    return memoryview(mmap.mmap(-1, ZEROS_BYTES)).toreadonly()
+
+
+def wipe(files: FileIO, fd: int, offset: int, size: int) -> None:
+    """Overwrites a part of a file.
+
+    Raises:
+        OSError: Some of it may still be there.
+    """
+    for at in range(0, size, ZEROS_BYTES):
+        write_fully(files, fd, [zeros()[: min(ZEROS_BYTES, size - at)]], offset + at)
+
+
+def reason_of(error: OSError) -> str:
+    """The system's short name of an error, such as "ENOSPC"."""
+    return errno.errorcode.get(error.errno or 0, "EIO")
+
+
+# Staging memory: one mapping that disks, networks and GPUs move bytes into and out of.
+
+
+class Extents:
+    """Free pages of a range: extents in order, the first that is large enough is taken.
+
+    Args:
+        pages: Their number.
+
+    Attributes:
+        free_pages: How many are free.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.free_pages = pages
+        self._firsts, self._counts = [0], [pages]
+
+    def take(self, pages: int) -> int | None:
+        """The first of so many neighbouring pages, or None where there are not as many."""
+        for at, count in enumerate(self._counts):
+            if count >= pages:
+                first = self._firsts[at]
+                self._firsts[at], self._counts[at] = first + pages, count - pages
+                if count == pages:
+                    del self._firsts[at], self._counts[at]
+                self.free_pages -= pages
+                return first
+        return None
+
+    def give_back(self, first: int, pages: int) -> None:
+        """Frees pages; neighbours that are free become one extent."""
+        self.free_pages += pages
+        at = bisect(self._firsts, first)
+        if at < len(self._firsts) and self._firsts[at] == first + pages:
+            pages += self._counts.pop(at)
+            del self._firsts[at]
+        if at and self._firsts[at - 1] + self._counts[at - 1] == first:
+            self._counts[at - 1] += pages
+        else:
+            self._firsts.insert(at, first)
+            self._counts.insert(at, pages)
+
+
+PAGE_BYTES = 4096
+_HUGE_BYTES = 2 << 20
+
+_kept: list[mmap.mmap] = []  # mappings that somebody may still write to: never unmapped
+
+
+class ArenaSlot:
+    """A piece of an arena.
+
+    Attributes:
+        arena: The arena.
+        address: Where it begins, a multiple of 4096.
+        n_bytes: As many as were asked for.
+        view: Them.
+    """
+
+    __slots__ = ("_state", "address", "arena", "n_bytes", "view")
+
+    def __init__(self, arena: Arena, address: int, view: memoryview) -> None:
+        self.arena, self.address, self.view, self.n_bytes = arena, address, view, len(view)
+        self._state = "taken"
+
+    def __repr__(self) -> str:
+        return f"Slot({self.address:#x}, {self.n_bytes} bytes, {self._state})"
+
+    @property
+    def retired(self) -> bool:
+        """Whether its operation is overdue."""
+        return self._state == "retired"
+
+    @property
+    def _pages(self) -> int:
+        """What it occupies."""
+        return max(1, -(-self.n_bytes // PAGE_BYTES))
+
+
+class Arena:
+    """An anonymous mapping cut into slots. Thread-safe.
+
+    Args:
+        n_bytes: Its size, rounded up to 4096. Memory is committed as it is first touched, in huge
+            pages where the system has them: fewer page table entries for every device that reads
+            it.
+
+    Attributes:
+        address: Where it begins; a multiple of 2 MiB.
+        n_bytes: Its size.
+        view: All of it.
+        most_retired_bytes: A quarter; beyond so many retired bytes it is `clogged`.
+
+    Raises:
+        ConfigError: The size is not positive.
+    """
+
+    def __init__(self, n_bytes: int) -> None:
+        if n_bytes <= 0:
+            raise ConfigError(f"an arena of {n_bytes} bytes", "Give it at least 4096 bytes")
+        self.n_bytes = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._map: mmap.mmap | None = mmap.mmap(
+            -1, self.n_bytes + _HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        whole = memoryview(self._map)
+        skip = -address_of(whole) % _HUGE_BYTES
+        self.view = whole[skip : skip + self.n_bytes]
+        self.address = address_of(self.view)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do
+                self._map.madvise(mmap.MADV_HUGEPAGE, skip, self.n_bytes)
+        self._lock = threading.Lock()
+        self._extents = Extents(self.n_bytes // PAGE_BYTES)
+        self.most_retired_bytes, self._retired_bytes = self.n_bytes // 4, 0
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of slots whose operation is overdue."""
+        return self._retired_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no slot; not all of them may lie side by side."""
+        return self._extents.free_pages * PAGE_BYTES
+
+    @property
+    def clogged(self) -> bool:
+        """Whether so much is retired that its engine should be left alone: open the breaker."""
+        return self._retired_bytes > self.most_retired_bytes
+
+    def take(self, n_bytes: int) -> ArenaSlot | None:
+        """A slot of at least `n_bytes`, with whatever was there before; None if there is no room.
+
+        Raises:
+            StateError: The arena is closed.
+        """
+        with self._lock:
+            if self._map is None:
+                raise StateError("the staging arena is closed", "Make another one")
+            first = self._extents.take(max(1, -(-n_bytes // PAGE_BYTES)))
+            if first is None:
+                return None
+            start = first * PAGE_BYTES
+            return ArenaSlot(self, self.address + start, self.view[start : start + n_bytes])
+
+    def give_back(self, slot: ArenaSlot) -> None:
+        """Frees a slot that nothing moves bytes into or out of.
+
+        Raises:
+            StateError: It is not taken.
+        """
+        with self._lock:
+            self._become(slot, "taken", "free")
+            self._free(slot)
+
+    def retire(self, slot: ArenaSlot) -> None:
+        """Keeps a slot from being used until `revive`: its operation is overdue.
+
+        Raises:
+            StateError: It is not taken.
+        """
+        with self._lock:
+            self._become(slot, "taken", "retired")
+            self._retired_bytes += slot._pages * PAGE_BYTES
+
+    def revive(self, slot: ArenaSlot) -> None:
+        """Frees a retired slot: its operation has ended after all.
+
+        Raises:
+            StateError: It is not retired.
+        """
+        with self._lock:
+            self._become(slot, "retired", "free")
+            self._retired_bytes -= slot._pages * PAGE_BYTES
+            self._free(slot)
+
+    def close(self) -> None:
+        """Gives the memory back to the system, unless a retired slot may still be written to.
+
+        Memory that somebody holds a view of stays until that is gone.
+        """
+        with self._lock:
+            mapping, self._map = self._map, None
+            if mapping is None:
+                return
+            self.view, self.n_bytes = memoryview(b""), 0
+            if self._retired_bytes:
+                _kept.append(mapping)
+                return
+        with contextlib.suppress(BufferError):  # the last view unmaps it
+            mapping.close()
+
+    def _become(self, slot: ArenaSlot, before: str, after: str) -> None:
+        if slot.arena is not self or slot._state != before or self._map is None:
+            raise StateError(f"{slot!r} is not {before}", "Give back what was taken, once")
+        slot._state = after
+
+    def _free(self, slot: ArenaSlot) -> None:
+        self._extents.give_back((slot.address - self.address) // PAGE_BYTES, slot._pages)
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a contiguous view lie."""
+    if view.nbytes and not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

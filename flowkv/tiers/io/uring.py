@@ -38,13 +38,13 @@ from flowkv.tiers.io.engine import (
     OPERATION,
     READ,
     SYNC,
+    Arena,
     Completions,
     DirectFiles,
     Operations,
     ThreadsEngine,
     allows_direct,
 )
-from flowkv.tiers.io.staging import Arena
 
 # An io_uring: made with plain system calls, seen through numpy.
 

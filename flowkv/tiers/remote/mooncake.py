@@ -24,7 +24,7 @@ from flowkv.core import errors
 from flowkv.core.config import parse_size, without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, MissingLibraryError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.io.staging import Arena, ArenaSlot
+from flowkv.tiers.io.engine import Arena, ArenaSlot
 from flowkv.tiers.remote.backend import Listed, RemoteLimits, RemoteOptions
 from flowkv.tiers.remote.tier import RemoteTier
 

@@ -24,8 +24,8 @@ import xxhash
 
 from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
-from flowkv.core.layout import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, FrameInfo
 from flowkv.tiers.frame import BadFrame, count_stripes
 from flowkv.tiers.remote.backend import Listed, RemoteOptions

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 from flowkv.core import compiling
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.core.layout import GRANULE_BYTES
+from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span

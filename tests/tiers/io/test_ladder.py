@@ -125,7 +125,7 @@ def test_conformance_where_io_uring_is_denied() -> None:
 def test_little_locked_memory() -> None:
     """The ring works unregistered; kernels that count rings as locked memory give threads."""
     body = (
-        "from flowkv.tiers.io.staging import Arena\n"
+        "from flowkv.tiers.io.engine import Arena\n"
         "open_engine().close()\n"  # so that everything is loaded while it may be read
         "arena = Arena(16 << 20)\n"
         "drop(1 << 20)"

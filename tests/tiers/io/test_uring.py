@@ -229,7 +229,7 @@ def test_a_process_that_forgets_to_close_ends(hangs: bool) -> None:
         f"import sys, os; sys.path.insert(0, {str(ROOT)!r})\n"
         "import numpy as np\n"
         "from flowkv.tiers.io.engine import OPERATION\n"
-        "from flowkv.tiers.io.staging import Arena\n"
+        "from flowkv.tiers.io.engine import Arena\n"
         "from flowkv.tiers.io.uring import UringEngine\n"
         "arena, pipe = Arena(1 << 20), os.pipe()\n"
         "engine, slot = UringEngine(arena=arena), arena.take(4096)\n"
