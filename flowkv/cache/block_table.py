@@ -581,7 +581,8 @@ class Planner:
         Raises:
             GeometryError: No group holds the layer.
         """
-        self.locate(layer)
+        if layer not in self._pages:
+            self.locate(layer)
         return self._pages[layer]
 
     def ragged(self, group: int, step: Advance) -> Ragged:

@@ -401,18 +401,18 @@ class Step:
         That is where rows have other than one new token each, where pages are on their way or read
         once for several rows, and where results must not depend on the batch, or are watched.
         """
-        if group not in self._decodes:
-            step, prepared = self._advance, None
-            whole = step.most_new == 1 and step.starts[-1] == len(step.rows)
-            plain = not self._coming and self.awaits is None and self._watch is None
-            if whole and plain and not self.apart and self.groups[group].kind != "chunked":
-                batch = self.batch(group)
-                if self._shares(group, batch) is None:
-                    first = self._planner.pages(self.groups[group].layers[0])
-                    window = self._planner.window(group)
-                    prepared = kernels.prepare_decode(first, batch, window)
-            self._decodes[group] = prepared
-        return self._decodes[group]
+        if group in self._decodes:
+            return self._decodes[group]
+        step, prepared = self._advance, None
+        whole = step.most_new == 1 and step.starts[-1] == len(step.rows)
+        plain = not self._coming and self.awaits is None and self._watch is None
+        if whole and plain and not self.apart and self.groups[group].kind != "chunked":
+            batch = self.batch(group)
+            if self._shares(group, batch) is None:
+                first = self._planner.pages(self.groups[group].layers[0])
+                prepared = kernels.prepare_decode(first, batch, self._planner.window(group))
+        self._decodes[group] = prepared
+        return prepared
 
     def pages(self, layer: int) -> Pages:
         """The pages of a model layer.

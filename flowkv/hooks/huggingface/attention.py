@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -326,8 +326,9 @@ _OBEYED = {"sdpa": _HARMLESS, "eager": _HARMLESS | {"softcap", "s_aux"}}
 """The same by implementation: old versions of sdpa drop these two silently, and so they count."""
 
 
+@cache
 def register() -> None:
-    """Makes the implementations known to transformers. Repeating it changes nothing."""
+    """Makes the implementations known to transformers."""
     for name in FALLBACKS:
         AttentionInterface.register(PREFIX + name, partial(attend, name))
         AttentionMaskInterface.register(PREFIX + name, partial(mask, name))
@@ -399,12 +400,12 @@ def attend(
         return packing.attend(query, key, value, attention_mask, arguments, obeyed), None
     if type(key) is PagedView and type(value) is PagedView and key.gathered is None:
         layer = key.layer
-        if value.layer is layer and _plain(
-            layer, query, attention_mask, arguments, _OBEYED[previous]
-        ):
-            layer.placed.was_read = True
+        if value.layer is layer and _plain(layer, attention_mask, arguments, _OBEYED[previous]):
             say = arguments.get
-            return layer.read(query, say("scaling"), say("softcap"), say("s_aux")), None
+            out = layer.read(query, say("scaling"), say("softcap"), say("s_aux"))
+            if out is not None:
+                layer.placed.was_read = True
+                return out, None
     if isinstance(attention_mask, MaskRecipe):
         attention_mask = attention_mask.native()
     own = _function(previous, module)
@@ -413,7 +414,6 @@ def attend(
 
 def _plain(
     layer: Any,
-    query: torch.Tensor,
     attention_mask: torch.Tensor | None,
     arguments: dict[str, Any],
     obeyed: frozenset[str],
@@ -421,12 +421,7 @@ def _plain(
     rows = layer.rows
     if not layer.in_step or layer.chunked or rows.wants_weights:
         return False
-    batch, heads, new, dim = query.shape
-    kv_heads, head_dim, _, dtype, device = layer.shape
-    if (batch, new, dim) != (len(rows.seqs), rows.new, head_dim) or heads % kv_heads:
-        return False
-    if query.dtype is not dtype or query.device != device:
-        return False
+    new = rows.new
     if _unserved(arguments, obeyed, new):
         return False
     if attention_mask is None:
@@ -442,9 +437,10 @@ def _plain(
 
 def _unserved(arguments: dict[str, Any], obeyed: frozenset[str], new: int = 2) -> str:
     """An argument that attention over pages, of so many new tokens, does not obey; "" if none."""
-    for name, value in arguments.items():
-        if name not in obeyed and value is not None:
-            return name
+    if not arguments.keys() <= obeyed:
+        for name, value in arguments.items():
+            if name not in obeyed and value is not None:
+                return name
     if arguments.get("dropout"):
         return "dropout"
     return "is_causal" if arguments.get("is_causal") is False and new > 1 else ""

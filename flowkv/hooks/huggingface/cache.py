@@ -267,7 +267,7 @@ def plan_geometry(geometry: Geometry) -> ModelPlan:
 # Cache layers whose K and V lie in pages, beside a recurrent state or not.
 
 PAGED_STATE = frozenset(
-    ("rows", "placed", "spec", "pages", "batch", "decode", "_cache", "_step", "_gathered", "_views")
+    ("rows", "placed", "spec", "pages", "batch", "decode", "_cache", "_step", "_gathered")
 )
 """Attributes of a layer that are no other layer's."""
 
@@ -348,7 +348,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.decode: Any = None
         self._step: object = None
         self._gathered: Gathered | None = None
-        self._views: list[weakref.ref[PagedView]] = []
         self.is_initialized = True
 
     @property
@@ -387,18 +386,20 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             K and V of the columns that the layer shows: the given ones if there are no others, else
             views for FlowKV's attention, or dense tensors for any other.
         """
-        rows, cache = self.rows, self._cache()
+        rows = self.rows
         if rows.step is None or rows.step is self._step:
             stays = self._own_step(key_states)
         else:
-            stays = not self.edited()
+            stays = self._gathered is None or not self.edited()
         if not stays or not self._write(key_states, value_states):
             return self.leave().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         rows.updated += 1
         self._step = rows.step
         found = self._given(key_states, value_states)
-        if rows.driven and rows.updated == rows.layers and (cache is None or cache.stays()):
-            rows.finish()
+        if rows.driven and rows.updated == rows.layers:
+            cache = self._cache()
+            if cache is None or cache.stays():
+                rows.finish()
         return found
 
     def _write(self, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -412,10 +413,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             decode, backend = None, self.placed.backend
             pages, batch = step.pages(self.index), step.batch(group)
             kernels.append(rows.pack(k), rows.pack(v), pages, batch, backend=backend)
-        self._gathered, self._views, self.decode = None, [], decode
+        self._gathered, self.decode, self.pages = None, decode, step.pages(self.index)
         step.appended(self.index)
         # Pages may have been put in place meanwhile.
-        self.pages, self.batch = step.pages(self.index), step.batch(group)
+        self.batch = step.batch(group) if decode is None else decode.batch
         self.columns = self._shown(rows.base) + rows.new
         return True
 
@@ -426,16 +427,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             return k, v
         if rows.driven or not self.placed.in_pages:
             return self.dense()
-        views = rows.views.get(group)
+        shown = rows.views.setdefault(group, [])
         # A layer's attention is over, as a rule, when the next one makes its keys: nobody else
         # holds the views then, and making some costs more than appending a token.
-        if views is None or getrefcount(views[0]) > 2 or getrefcount(views[1]) > 2:
-            views = PagedView(self, 0, k, self.columns), PagedView(self, 1, v, self.columns)
-            rows.views[group] = views
-        for view in views:
-            view.layer, view.gathered = self, None
-        self._views = [weakref.ref(view) for view in views]
-        return views[0], views[1]  # whoever keeps them holds the views, not our tuple
+        if not shown or getrefcount(shown[-2]) > 2 or getrefcount(shown[-1]) > 2:
+            shown += PagedView(self, 0, k, self.columns), PagedView(self, 1, v, self.columns)
+        keys, values = shown[-2:]
+        keys.layer = values.layer = self
+        keys.gathered = values.gathered = None
+        return keys, values
 
     def read(
         self,
@@ -443,12 +443,20 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         scale: float | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention of the step's queries, `[B, Hq, T, D]`, over pages: `[B, T, Hq, Dv]`."""
+    ) -> torch.Tensor | None:
+        """Attention of `[B, Hq, T, D]` over pages, `[B, T, Hq, Dv]`; None if queries do not fit."""
         if self.decode is not None:
-            found = self.decode.attend(self.placed.place, q, scale, softcap, sinks)
+            found: torch.Tensor | None = self.decode.attend(
+                self.placed.place, q, scale, softcap, sinks
+            )
             if found is not None:
-                return found  # type: ignore[no-any-return]
+                return found
+        (batch, heads, new, dim), rows = q.shape, self.rows
+        kv_heads, head_dim, _, dtype, device = self.shape
+        if (batch, new, dim) != (len(rows.seqs), rows.new, head_dim) or heads % kv_heads:
+            return None
+        if q.dtype is not dtype or q.device != device:
+            return None
         out = kernels.paged_attention(
             self.rows.pack(q),
             self.pages,
@@ -547,6 +555,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _hold(self, columns: int, *, asked: bool) -> Gathered:
         keys, values = self._gather(columns)
+        self.rows.taken = True
         self._gathered = Gathered(keys, values, (_version(keys), _version(values)), asked)
         return self._gathered
 
@@ -580,8 +589,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         native, held = self.spec.make(), self._gathered
         if self.record_past and hasattr(native, "activate_past_recording"):
             native.activate_past_recording()
-        for view in (known() for known in self._views):
-            if view is not None and view.layer is self and self.in_step:
+        for view in self.rows.views.get(self.placed.group, ()):
+            if view.layer is self and self.in_step:
                 view.gathered = self.dense()[view.which]
         if self.seen:
             native.update(*self._gather(self.seen))
@@ -618,7 +627,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         Args:
             kept: Columns that are left, if that is all that happened.
         """
-        held, self._step, self._gathered, self._views = self._gathered, None, None, []
+        held, self._step, self._gathered = self._gathered, None, None
         if held is not None and held.asked and kept and self.shown is None:
             # As of a native layer, what was taken out and what is left share their memory.
             keys, values = (x[:, :, :kept] for x in held[:2])
@@ -939,7 +948,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         if (
             self.rows.kv.inherited
             or self.layers != self._made
-            or any(layer.edited() for layer in self.paged)
+            or (self.rows.taken and any(layer.edited() for layer in self.paged))
         ):
             self.give_up(private=True)
             return False
@@ -1104,6 +1113,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     def is_linear(self) -> list[bool]:
         """Which layers keep a recurrent state and nothing else."""
         found: list[bool] = super().is_linear
+        if not self.plan.stateful:
+            return found
         return [
             linear and not isinstance(layer, PagedHybridLayer)
             for linear, layer in zip(found, self.layers, strict=True)

@@ -73,7 +73,9 @@ class Rows:
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
         restoring: A `restore.Restoring`, until the first forward behind it is over, or None.
         lost: Columns that did not come, of which nobody who counts on them was told yet.
-        views: K and V by group, as layers show them to the model one after the other in a step.
+        views: By group, K and V as layers show them to the model in a step: the last two are shown
+            by one layer after the other.
+        taken: Somebody was given K and V of a layer, and may write to them.
 
     Args:
         kv: Where the pages are.
@@ -88,7 +90,7 @@ class Rows:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
-        by_column prefilling uneven switch restoring promised lost pads most_pad views
+        by_column prefilling uneven switch restoring promised lost pads most_pad views taken
         _index _notes _one _left _known _next_full __weakref__""".split()
     )
 
@@ -108,7 +110,7 @@ class Rows:
         self.forwards = 0
         self.step: Step | None = None
         self.driven = False  # by layers: no hook says when a forward begins and ends
-        self.wants_weights = self.blind = self.by_column = False
+        self.wants_weights = self.blind = self.by_column = self.taken = False
         self.prefilling, self.uneven = True, False
         self.switch: int | None = None
         self.restoring: Any = None

@@ -262,7 +262,7 @@ class Call:
         few: Most new tokens of a row.
     """
 
-    __slots__ = ("_address", "_held", "_operands", "_parts")
+    __slots__ = ("_held", "_operands", "_parts", "address", "short")
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class Call:
             )
         worker = entries.worker(LIKE[dtype], LIKE[DTYPES[layout.dtype]], bool(pages.sealed))
         a[fields.WORK], a[fields.TEAM] = worker.address, team()
-        self._address = a.ctypes.data
+        self.address, self.short = a.ctypes.data, parts == 1
         self._held = slots, shares, how, batch  # addresses do not keep them alive
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
@@ -356,9 +356,9 @@ class Call:
         """`attend` with addresses and strides."""
         threads = 1 if self._parts == 1 else min(torch.get_num_threads(), self._parts)
         alone = threads > 1 and not team()
-        entries.attend(self._address, 0 if alone else threads, layer, q, by_token, by_head, out)
+        entries.attend(self.address, 0 if alone else threads, layer, q, by_token, by_head, out)
         if alone:
-            spread(lambda _: entries.help_with(self._address), threads)
+            spread(lambda _: entries.help_with(self.address), threads)
 
 
 def _address(x: torch.Tensor | None) -> int:
@@ -486,7 +486,11 @@ class Decode:
                 return None
             self._call.sink(sinks)
         out = self._outs.pop() if self._outs else self._fresh(q)
-        self._call.run(layer, q.data_ptr(), by[self._by], by[1], out.data_ptr())
+        if self._call.short:
+            where = self._call.address
+            entries.attend(where, 1, layer, q.data_ptr(), by[self._by], by[1], out.data_ptr())
+        else:
+            self._call.run(layer, q.data_ptr(), by[self._by], by[1], out.data_ptr())
         return out
 
     def _prepare(
