@@ -42,7 +42,7 @@ from flowkv.kernels import (
     scatter_pages,
     transcode,
 )
-from flowkv.kernels.cpu import attention as cpu_attention
+from flowkv.kernels.cpu import operations
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -254,15 +254,15 @@ def test_decode_ratio(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_crossover(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From how many new tokens on torch beats numba (`cpu.attention.FEW_NEW`)."""
+    """From how many new tokens on torch beats numba (`cpu.operations.FEW_NEW`)."""
     for heads, group, dim, length in ((8, 4, 128, 4096), (8, 1, 64, 1024), (2, 8, 128, 2048)):
         line = []
         for new in (2, 4, 8, 16, 24, 32, 64):
             scene = setting(Case((length,), heads, group, dim, dim, dtype, new=new))
             times = []
             for few in (1000, 0):
-                limits = dict.fromkeys(cpu_attention.FEW_NEW, few)
-                monkeypatch.setattr(cpu_attention, "FEW_NEW", limits)
+                limits = dict.fromkeys(operations.FEW_NEW, few)
+                monkeypatch.setattr(operations, "FEW_NEW", limits)
                 ours(scene)
                 times.append(min(timed(partial(ours, scene)) for _ in range(5)))
             line.append(f"T={new} {times[0] / times[1]:.2f}")

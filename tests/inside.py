@@ -107,14 +107,15 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.runners import ApartRow, GenerateSampler, PaddedRunner, Parts
     from flowkv.hooks.huggingface.weights import Weights
     from flowkv.kernels import dispatch, reference, registry
-    from flowkv.kernels.bounds import check_batch, check_scoring
     from flowkv.kernels.cascade import Group, shared_prefixes
-    from flowkv.kernels.cpu import attention, entries, pages
-    from flowkv.kernels.cpu import pool as cpu_pool
+    from flowkv.kernels.cpu import entries
+    from flowkv.kernels.cpu import operations as attention
+    from flowkv.kernels.cpu import operations as cpu_pool
+    from flowkv.kernels.cpu import operations as pages
     from flowkv.kernels.cpu.attend import NIBBLES, SIGNED, UNSIGNED, dots_of
     from flowkv.kernels.cpu.bits import FAST, data, exp2, narrow, order, tanh, unorder, widen
-    from flowkv.kernels.cpu.pages import address
-    from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND
+    from flowkv.kernels.cpu.operations import address
+    from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND, check_batch, check_scoring
     from flowkv.kernels.loss import bounds, by_token, turning
     from flowkv.kernels.reference import decoded, narrowed, page_views, rotate, transcode
     from flowkv.kernels.triton import attend, codec, few, many, move, task

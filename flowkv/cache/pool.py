@@ -1,7 +1,7 @@
 """The page pool of one device: one arena cut into slabs, reference counts, defragmentation.
 
 A *slab* holds pages of one size; an empty slab may take another size (Bonwick, USENIX '94). A page
-is named by the granule (4 KiB) at which it begins, with its codec above that (`core.layout`), so
+is named by the granule (4 KiB) at which it begins, with its codec above that (`core.geometry`), so
 pages of all sizes and codecs share an arena, and whoever holds a name knows how to read the page.
 """
 

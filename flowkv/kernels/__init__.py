@@ -34,7 +34,6 @@ __all__ = [
 _HOMES = {
     "cascade_attention": "cascade",
     "plan_cascade": "cascade",
-    "checking": "bounds",
 } | dict.fromkeys(("Pages", "Ragged", "Rotary", "Scoring"), "operands")
 """Modules of the names that are not in `dispatch`."""
 

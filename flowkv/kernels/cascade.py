@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.errors import GeometryError
-from flowkv.kernels import bounds
-from flowkv.kernels.dispatch import choose, lossiest
+from flowkv.kernels.dispatch import check_queries, check_scoring, choose, lossiest
 from flowkv.kernels.operands import Pages, Ragged, Scoring
 from flowkv.kernels.registry import ANY, resolve
 
@@ -255,7 +254,7 @@ def cascade_attention(  # noqa: PLR0913 - the switches of attention belong to on
         ConfigError: No such backend or codec.
     """
     layout = pages.layout
-    bounds.check_queries(q, pages, batch)
+    check_queries(q, pages, batch)
     if shared.batch is not batch:
         raise GeometryError(
             "the plan is of another step",
@@ -274,7 +273,7 @@ def cascade_attention(  # noqa: PLR0913 - the switches of attention belong to on
         return_lse=return_lse,
         invariant=invariant,
     )
-    bounds.check_scoring(how, q, pages, batch)
+    check_scoring(how, q, pages, batch)
     backend = backend or choose(q.device, q.dtype, page_dtype=layout.dtype)
     return _attend(backend, q, pages, batch, shared, how)
 

@@ -25,17 +25,17 @@ _ROOM = "flowkv.kernels"
 _RAW = ("raw",)
 _OPERATIONS: dict[str, tuple[tuple[str, ...], str, str]] = {
     # operation: (codecs, module of its twin, module of its kernel)
-    "append": (_RAW, "cpu.pages", "triton.move"),
-    "paged_attention": (CODECS, "cpu.attention", "triton.attend"),
-    "merge": ((ANY,), "cpu.pages", "triton.attend"),
-    "gather_dense": (CODECS, "cpu.attention", "triton.codec"),
-    "drop_tokens": (_RAW, "cpu.pages", "triton.move"),
-    "reposition": (_RAW, "cpu.pages", "triton.move"),
-    "transcode": (CODECS, "cpu.pages", "triton.codec"),
-    "checksum": ((ANY,), "cpu.pages", "triton.move"),
-    "copy_pages": ((ANY,), "cpu.pages", "triton.move"),
-    "gather_pages": ((ANY,), "cpu.pages", "triton.move"),
-    "scatter_pages": ((ANY,), "cpu.pages", "triton.move"),
+    "append": (_RAW, "cpu.operations", "triton.move"),
+    "paged_attention": (CODECS, "cpu.operations", "triton.attend"),
+    "merge": ((ANY,), "cpu.operations", "triton.attend"),
+    "gather_dense": (CODECS, "cpu.operations", "triton.codec"),
+    "drop_tokens": (_RAW, "cpu.operations", "triton.move"),
+    "reposition": (_RAW, "cpu.operations", "triton.move"),
+    "transcode": (CODECS, "cpu.operations", "triton.codec"),
+    "checksum": ((ANY,), "cpu.operations", "triton.move"),
+    "copy_pages": ((ANY,), "cpu.operations", "triton.move"),
+    "gather_pages": ((ANY,), "cpu.operations", "triton.move"),
+    "scatter_pages": ((ANY,), "cpu.operations", "triton.move"),
 }
 IMPLEMENTATIONS: dict[tuple[str, str], dict[str, str]] = {
     (op, codec): {

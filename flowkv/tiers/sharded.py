@@ -21,7 +21,7 @@ from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, Tier, Tier
 # Which KV heads a frame holds, what it is called for that, and how heads move between frames.
 #
 # Under tensor parallelism each rank holds some of a layer's KV heads. A stripe is one contiguous
-# run per head (`core.layout`), each with everything its codec needs, so the stripes of heads [a,
+# run per head (`core.geometry`), each with everything its codec needs, so the stripes of heads [a,
 # b) can be made from those of any frames that cover them.
 #
 # All ranks, and a model in one piece, name a page alike: by the chain key of the *whole* model.

@@ -124,7 +124,7 @@ def decode_step(rows: int = 6, pages: int = 4, own: int = 20) -> Scene:
 def test_a_shared_page_is_read_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two calls, together, name each shared page once, and all others too."""
     scene = decode_step()
-    module = {"reference": "reference", "cpu": "cpu.attention"}[backend]
+    module = {"reference": "reference", "cpu": "cpu.operations"}[backend]
     from tests.inside import registry
 
     attend, named = registry.resolve("paged_attention", "raw", backend), []

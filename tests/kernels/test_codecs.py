@@ -283,7 +283,7 @@ def test_a_twin_that_errs_is_noticed(codec: str, monkeypatch: pytest.MonkeyPatch
         return status
 
     monkeypatch.setattr(registry, "resolve", registry.resolve)
-    monkeypatch.setattr("flowkv.kernels.cpu.pages.transcode", wrong)
+    monkeypatch.setattr("flowkv.kernels.cpu.operations.transcode", wrong)
     registry.resolve.cache_clear()
     try:
         with pytest.raises(AssertionError, match="different bytes"):

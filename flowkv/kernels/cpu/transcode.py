@@ -158,7 +158,7 @@ def quantize(x, rows, n, levels, bias, out, scales):
     return state
 
 
-RAW, KV8, K8V4, KV4C, KV4H = range(5)  # indices in core.layout.CODECS
+RAW, KV8, K8V4, KV4C, KV4H = range(5)  # indices in core.geometry.CODECS
 GRANULE = 4096
 ROWS = 16
 """Tokens that are decoded and encoded at a time: their float32 stay in the nearest cache."""

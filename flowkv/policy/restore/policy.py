@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
     Attributes:
         tier: Its name; loads of one tier share a link.
-        codec: How the pages lie there (`core.layout.CODECS`).
+        codec: How the pages lie there (`core.geometry.CODECS`).
         cell_bytes: Bytes of one token of one layer.
     """
 
