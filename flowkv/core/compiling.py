@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 MOST_S = 600.0
@@ -32,6 +32,17 @@ _TOLD_EVERY_S = 1.0
 """Between two words about what is compiled."""
 
 _log = logging.getLogger("flowkv")
+
+
+def _write(text: str) -> bool:
+    """Writes to the terminal, if standard error is one; it may be closed, or anything else."""
+    try:
+        if sys.stderr.isatty():
+            print(text, end="", file=sys.stderr, flush=True)
+            return True
+    except Exception:  # of whatever stands in its place
+        _log.debug("standard error cannot be written", exc_info=True)
+    return False
 
 
 class Intervals:
@@ -55,9 +66,12 @@ class Intervals:
     def tell(self) -> None:
         """Says so every second, from a thread of its own, for as long as something is compiled."""
         with self._lock:
-            if not self._told:
+            if self._told:
+                return
+            teller = threading.Thread(target=self._tell, name="flowkv-compiling", daemon=True)
+            with suppress(RuntimeError):  # no thread can begin: nobody compiles worse for that
+                teller.start()
                 self._told = True
-                threading.Thread(target=self._tell, name="flowkv-compiling", daemon=True).start()
 
     def end(self) -> None:
         """The calling thread is done with what it began last; more ends than beginnings are not."""
@@ -104,12 +118,10 @@ class Intervals:
                     break
                 spent_s = self.at()[1] / 1e9
             line = f"flowkv: compiling, once on this machine: {spent_s:.0f} s"
-            if sys.stderr.isatty():
-                print(f"\r{line}", end="", file=sys.stderr, flush=True)
-            else:
+            if not _write(f"\r{line}"):
                 _log.info(line)
-        if line and sys.stderr.isatty():
-            print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
+        if line:
+            _write(f"\r{' ' * len(line)}\r")
 
     def _close(self, ended_ns: int) -> None:
         self._spent_ns += ended_ns - self._begun_ns

@@ -37,8 +37,8 @@ class Ragged(NamedTuple):
     `T_b = starts[b + 1] - starts[b]`; it is element `starts[b] + j` of packed tensors.
 
     Attributes:
-        table: int32 `[rows, pages]`: id of page p of a row (`core.geometry`): the granule at which it
-            begins, its codec above that; -1 where a page is absent (beyond the end, or dropped
+        table: int32 `[rows, pages]`: id of page p of a row (`core.geometry`): the granule at which
+            it begins, its codec above that; -1 where a page is absent (beyond the end, or dropped
             behind a sliding window) and must not be read.
         rows: int32 `[B]`: line of `table` of each row.
         lengths: int32 `[B]`: tokens of each row, the new ones included.

@@ -187,3 +187,20 @@ def test_only_what_is_really_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -
     count = len(told)
     twice(2)
     assert len(told) == count
+
+
+def test_a_thread_that_cannot_begin_harms_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    known = Intervals()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        known.tell()
+    assert not known._told  # and the next one is told
+
+
+@pytest.mark.parametrize("stderr", [None, object()])
+def test_standard_error_may_be_anything(stderr: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert not compiling._write("compiling")

@@ -10,7 +10,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import transformers
 
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import identity
 
 Model = torch.nn.Module
 Make = Callable[[], tuple[Model, Any]]
@@ -752,3 +753,37 @@ def test_frequencies_of_an_encoding_by_length(kind: str, edit: Edit, tmp_path) -
     if kind == "dynamic" or edit is both_frequencies:  # longrope takes the first at once back
         over_a_store(by_length(kind), [edit], f"{tmp_path}/kv:64MiB")
     stays(lambda: by_length(kind)()[0], f"{tmp_path}/other:64MiB")
+
+
+def test_a_small_tensor_read_as_another_dtype_or_shape_is_another_state() -> None:
+    tensor = torch.zeros(4)
+    states = [identity._content_of(tensor)]
+    for change in (lambda t: t.view(torch.int32), lambda t: t.view(2, 2)):
+        tensor.data = change(tensor.data)
+        states.append(identity._content_of(tensor))
+    assert states[0] != states[1] != states[2]
+
+
+class Renewed(Mapping):
+    """Gives new lists each time."""
+
+    def __init__(self) -> None:
+        self.held = {"a": [1, 2]}
+
+    def __getitem__(self, key: str) -> list[int]:
+        return [*self.held[key]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+def test_a_mapping_that_makes_its_values_anew_is_the_same_until_they_differ() -> None:
+    model = models.causal("llama")
+    model.kept = kept = Renewed()
+    name = identity.Identity(model)
+    assert name.same(model) and name.same(model)
+    kept.held["a"][0] = 3
+    assert not name.same(model)

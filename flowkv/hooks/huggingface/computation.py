@@ -340,7 +340,10 @@ class Walk:
                 return {k: v for k, v in held.items() if _key(k) in grown and k not in free}
             return {k: v for k, v in held.items() if k not in free} if free else held
 
-        self._watch(now, depth=1)
+        held = read(*subject)
+        # A mapping of its own kind may make what it gives anew each time.
+        own = isinstance(held, Mapping) and type(held).get is not dict.get
+        self._watch(now, depth=_DEEPEST if own else 1)
 
     def _free(self, path: str, names: Iterable[str]) -> set[str]:
         """Attributes of what is at a path that forwards write."""

@@ -522,7 +522,9 @@ def _content_of(value: Any) -> Any:
     """The state of a small tensor to which somebody writes without a count."""
     if not isinstance(value, torch.Tensor) or value.nbytes > _SMALL_TENSOR:
         return state_of(value)
-    return _Who(value), bytes_of(value.detach()).cpu().numpy().tobytes()
+    # Bytes alone do not say that they are read as another dtype or shape now.
+    content = bytes_of(value.detach()).cpu().numpy().tobytes()
+    return _Who(value), value.dtype, tuple(value.shape), content
 
 
 class Places:

@@ -192,8 +192,8 @@ the maximum and the sum that a query row found in a page, or 0. CHUNK are the pa
 SLOTS lie where partials of items of several pieces go: float32 [., MOST_ROWS * (Dv + 2)], Dv in
 whole vectors. Of PARTS slices, NEXT is drawn next and DONE are done; WORK is the C
 function that draws them, TEAM what calls it in several threads. From FORMATS on lie, for each
-codec of `core.geometry.CODECS`, the bytes from layer to layer, those of a run (0: no such pages), and
-the offsets in it of V, of the scales of K and of those of V.
+codec of `core.geometry.CODECS`, the bytes from layer to layer, those of a run (0: no such pages),
+and the offsets in it of V, of the scales of K and of those of V.
 """
 
 ATTEND_GRANULE = 4096
