@@ -102,6 +102,9 @@ def imports(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
                     found[name] |= {inner if inner in trees else node.module} & trees.keys()
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                named = (getattr(one, "value", None) for one in node.args)
+                found[name] |= {one for one in named if isinstance(one, str)} & trees.keys()
         found[name].discard(name)
     return found
 

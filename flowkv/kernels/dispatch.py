@@ -543,10 +543,6 @@ def reposition(
 # chance alone (1 in 2**64, were the sums random). It guards against mistakes and not against an
 # attacker.
 
-STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xBF58476D1CE4E5B9
-"""G, and the multipliers of `mix`; odd, from Steele et al., "Fast splittable pseudorandom number
-generators" (2014), and Degski's mixer."""
-
 
 def checksum(words: torch.Tensor, block_words: int, *, backend: str | None = None) -> torch.Tensor:
     """Two 64-bit sums over each block of a tensor.

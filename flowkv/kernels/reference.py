@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from flowkv.core.geometry import GRANULE_BYTES, PageLayout, codec_of, granule_of
-from flowkv.kernels.dispatch import FIRST, NON_FINITE, OUT_OF_RANGE, SECOND, STEP
-from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring
+from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE
+from flowkv.kernels.operands import FIRST, SECOND, STEP, Pages, Ragged, Rotary, Scoring
 
 # The oracle of the codecs: what every byte of a sealed page is, in plain torch, on any device.
 #

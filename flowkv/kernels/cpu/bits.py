@@ -12,7 +12,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from flowkv.kernels.dispatch import FIRST, SECOND, STEP
+from flowkv.kernels.operands import FIRST, SECOND, STEP
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """Not "ninf" and "nnan": masks are -inf, and NaN in a cache must show in the answer."""

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from flowkv.core.geometry import GRANULE_BYTES, PageLayout
-from flowkv.kernels.dispatch import FIRST, SECOND, STEP
-from flowkv.kernels.operands import Pages, Ragged, Rotary
+from flowkv.kernels.operands import FIRST, SECOND, STEP, Pages, Ragged, Rotary
 from flowkv.kernels.triton.launch import launch, padded, strides, traits
 from flowkv.kernels.triton.tile import row_of_token
 
