@@ -74,11 +74,13 @@ def dead_row(tier: SharedTier) -> tuple[Any, Any]:
 def test_a_seat_does_not_live_on_in_a_child(tmp_path: Path) -> None:
     tier, other = start(str(tmp_path)), start(str(tmp_path))
     seat = tier._memory.seat
-    read, write = os.pipe()
+    (read, write), (told, tell) = os.pipe(), os.pipe()
     pid = os.fork()
     if not pid:
+        os.write(tell, b"!")
         os.read(read, 1)
         os._exit(0)
+    assert os.read(told, 1)
     try:
         tier.close()
         assert not other._memory._try_seat(seat)  # a thread of the parent may still write
@@ -87,8 +89,8 @@ def test_a_seat_does_not_live_on_in_a_child(tmp_path: Path) -> None:
     finally:
         os.write(write, b"!")
         os.waitpid(pid, 0)
-        os.close(read)
-        os.close(write)
+        for fd in (read, write, told, tell):
+            os.close(fd)
         other.close()
 
 
