@@ -475,7 +475,7 @@ class Workers(RequestQueue):
                     hand.thread.start()
                 except (RuntimeError, MemoryError):  # the system has none now
                     self._hands.remove(hand)
-                    if not self._hands:
+                    if all(other.overdue for other in self._hands):
                         self.fail_waiting("memory")
 
     def _run(self, hand: Hand) -> None:

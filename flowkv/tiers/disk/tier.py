@@ -51,6 +51,7 @@ from flowkv.tiers.io.engine import (
     FileIO,
     IOEngine,
     address_of,
+    open_best,
     reason_of,
 )
 from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue
@@ -925,9 +926,7 @@ class DiskTier:
         try:
             staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
             if engine is None:
-                from flowkv.tiers.io.uring import open_engine
-
-                engine = open_engine(arena=staging.arena, directory=str(self._store.path))
+                engine = open_best(staging.arena, str(self._store.path))
             self._store.open(engine.open)
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:

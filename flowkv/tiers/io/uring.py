@@ -45,6 +45,7 @@ from flowkv.tiers.io.engine import (
     ThreadsEngine,
     allows_direct,
 )
+from flowkv.tiers.io.engine import reason_of_ring as reason_of
 
 # An io_uring: made with plain system calls, seen through numpy.
 
@@ -841,15 +842,3 @@ def _files_left() -> bool:
         return most == resource.RLIM_INFINITY or most - len(os.listdir("/proc/self/fd")) >= SPARE
     except OSError as error:
         return error.errno not in (errno.EMFILE, errno.ENFILE)  # nobody counts them without /proc
-
-
-def reason_of(error: OSError) -> str:
-    """What the system's name for an error means to whoever wants io_uring."""
-    name = errno.errorcode.get(error.errno or 0, "EIO")
-    if error.errno == errno.EPERM:
-        return f"{name}: forbidden by a seccomp filter or kernel.io_uring_disabled"
-    if error.errno == errno.ENOSYS:
-        return f"{name}: the kernel has none, or an old one"
-    if error.errno == errno.ENOMEM:
-        return f"{name}: beyond the limit of locked memory, `ulimit -l`"
-    return name
