@@ -419,10 +419,10 @@ def check_frame(row, expected, streams):
     return _OK
 
 
-def _entries(stamp: int) -> tuple[Any, Any]:
+def _entries(stamp: int, *, cache: bool) -> tuple[Any, Any]:
     # numba keeps machine code until the function's own file changes, whatever becomes of those it
     # calls: a constant that it closes over makes the format's source part of the key.
-    @njit(cache=True, nogil=True, **_JIT)
+    @njit(cache=cache, nogil=True, **_JIT)
     def check_all(checks, expected, reasons):
         n_bytes = np.uint64(0)
         for i in range(len(checks) if stamp else 0):
@@ -433,7 +433,7 @@ def _entries(stamp: int) -> tuple[Any, Any]:
         if streams:
             fence()
 
-    @njit(cache=True, nogil=True, **_JIT)
+    @njit(cache=cache, nogil=True, **_JIT)
     def seal_all(rows):
         n_bytes = np.uint64(0)
         for i in range(len(rows) if stamp else 0):
@@ -455,7 +455,11 @@ def _entries(stamp: int) -> tuple[Any, Any]:
     return check_all, seal_all
 
 
-_check_all, _seal_all = _entries(1 + zlib.crc32(Path(str(frame.__file__)).read_bytes()))
+_STAMP = 1 + zlib.crc32(Path(str(frame.__file__)).read_bytes())
+try:
+    _check_all, _seal_all = _entries(_STAMP, cache=True)
+except RuntimeError:  # no directory to write to: some seconds of compilation in every process
+    _check_all, _seal_all = _entries(_STAMP, cache=False)
 
 
 def check_frames(checks: NDArray[np.void], expected: NDArray[np.uint8]) -> NDArray[np.uint8]:

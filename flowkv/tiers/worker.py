@@ -238,6 +238,9 @@ class RequestQueue:
                 self._storing.discard(item.key)
             if item.done is None:
                 self._waiting_bytes += item.n_bytes if item.stores else 0
+                if self._closed:
+                    self.answer(item, Outcome.FAILED, "closed")
+                    return
                 (self._stores if item.stores else self._loads).appendleft(item)
 
     def end_store(self, item: Item) -> None:
@@ -468,7 +471,12 @@ class Workers(RequestQueue):
                     target=self._run, args=(hand,), name=f"flowkv {self._name}", daemon=True
                 )
                 self._hands.append(hand)
-                hand.thread.start()
+                try:
+                    hand.thread.start()
+                except (RuntimeError, MemoryError):  # the system has none now
+                    self._hands.remove(hand)
+                    if all(other.overdue for other in self._hands):
+                        self.fail_waiting("memory")
 
     def _run(self, hand: Hand) -> None:
         """The life of a thread, which never dies with an item in its hands."""

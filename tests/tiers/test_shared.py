@@ -62,6 +62,96 @@ def test_what_is_owed_is_given_back_once(tmp_path: Path, monkeypatch: pytest.Mon
     tier.close()
 
 
+def dead_row(tier: SharedTier) -> tuple[Any, Any]:
+    """A frame that somebody was writing who died: another handle's, and its row."""
+    dead, row = start(str(tier._memory.path.parent)), np.zeros(8, np.int64)
+    words = np.frombuffer(key_of("dead"), np.int64)
+    assert dead._claim(dead._memory, words, 3 * table.GRANULE, row, 1 << 62) == 0
+    dead._memory._let_go()
+    return dead, row
+
+
+def test_a_seat_does_not_live_on_in_a_child(tmp_path: Path) -> None:
+    tier, other = start(str(tmp_path)), start(str(tmp_path))
+    seat = tier._memory.seat
+    (read, write), (told, tell) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(tell, b"!")
+        os.read(read, 1)
+        os._exit(0)
+    assert os.read(told, 1)
+    try:
+        tier.close()
+        assert not other._memory._try_seat(seat)  # a thread of the parent may still write
+        tier._memory._let_go()  # as with the last who uses it
+        assert other._memory._try_seat(seat)
+    finally:
+        os.write(write, b"!")
+        os.waitpid(pid, 0)
+        for fd in (read, write, told, tell):
+            os.close(fd)
+        other.close()
+
+
+def test_what_two_bury_is_blanked_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one may have freed it meanwhile, and paid what it owed: all frames would go."""
+    tier, other = start(str(tmp_path)), start(str(tmp_path))
+    stored(tier, ["a"])
+    _, row = dead_row(tier)
+    put_bytes = SharedTier._put
+
+    def putting(self: SharedTier, memory: Any, *arguments: Any) -> bool:
+        if self is tier:
+            monkeypatch.undo()
+            other._memory.owed.append(row)  # as of a burial whose lock was not to be had
+            stored(other, ["b"])
+        return put_bytes(self, memory, *arguments)
+
+    monkeypatch.setattr(SharedTier, "_put", putting)
+    tier._bury(tier._memory)
+    assert tier._memory.sound() and (tier.renewed, other.renewed) == (0, 0)
+    assert hits(tier, ["a"]) == 1 and not tier._memory.writing()
+    audit(tier)
+    tier.close()
+    other.close()
+
+
+def test_who_moves_in_leaves_alone_what_is_being_written_there_by_now(tmp_path: Path) -> None:
+    tier, row = start(str(tmp_path)), np.zeros(8, np.int64)
+    used = tier.used_bytes()
+    memory, words = tier._memory, np.frombuffer(key_of("a"), np.int64)
+    assert tier._claim(memory, words, 2 * table.GRANULE, row, 1 << 62) == 0
+    tier._move_in(memory)  # later than another thread of this handle began to store
+    assert tier._change(memory, table.commit, row, words) == 0 and memory.sound()
+    tier.delete([key_of("a")])
+    dead, _ = dead_row(tier)
+    assert dead._memory.seat == 2
+    heir = start(str(tmp_path))  # on that seat
+    assert heir._memory.seat == 2 and heir.used_bytes() == used
+    heir.close()
+    tier.close()
+
+
+def test_long_looks_for_the_dead_are_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, looks = start(str(tmp_path)), []
+    clock = [1000.0]
+    monkeypatch.setattr("flowkv.tiers.shared.time.monotonic", lambda: clock[0])
+
+    def slow(memory: Any) -> bool:
+        looks.append(memory)
+        clock[0] += 2
+        return False
+
+    monkeypatch.setattr(tier, "_bury", slow)
+    for later_s in (0, 1.5, 50, 60):
+        clock[0] += later_s
+        assert ("failed", "full") in outcomes(put(tier, [("x", later_s)], 2 * CAPACITY_BYTES))
+        assert len(looks) == (2 if later_s == 60 else 1)
+    monkeypatch.undo()
+    tier.close()
+
+
 def test_is_a_tier(tmp_path: Path) -> None:
     tier = start(str(tmp_path))
     assert isinstance(tier, Tier)

@@ -111,6 +111,31 @@ def test_stores_that_wait_are_bounded() -> None:
     assert pool.close(20)
 
 
+def test_a_thread_that_does_not_start_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = workers(lambda item: pool.answer(item, Outcome.MISS))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        pool.submit([wish("a")], 10)
+        assert [answer.reason for answer in pool.poll(0)] == ["memory"]
+    pool.submit([wish("b")], 10)
+    assert collect(pool, 1)[0].outcome is Outcome.MISS
+    assert pool.close(20)
+
+
+def test_what_is_put_back_after_the_end_is_answered() -> None:
+    pool = workers(threads=0)
+    pool.submit([wish("a")], 1000)
+    item = pool.begin(stores=False)
+    assert item is not None and pool.claim(item) is not None
+    pool.fail_rest()
+    assert pool.poll(0) == []
+    pool.put_back(item)
+    assert [answer.reason for answer in pool.poll(0)] == ["closed"]
+
+
 def test_nothing_is_begun_after_the_end() -> None:
     pool = workers()
     assert pool.close(20)

@@ -956,7 +956,7 @@ class DiskStore:
                 self._busy.difference_update(key for key, _ in batch)
                 if self._durable:
                     self._journal.sync()
-        except OSError:
+        except Exception:
             self.abandon(batch)
             raise
 

@@ -51,6 +51,7 @@ from flowkv.tiers.io.engine import (
     FileIO,
     IOEngine,
     address_of,
+    open_best,
     reason_of,
 )
 from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue
@@ -557,18 +558,38 @@ class DiskScheduler:
                     memory.view[n_bytes:end] = part
                     n_bytes = end
             slot, stale = self._store.place(start, n_bytes)
-            fd = self._store.fd(slot)
         except BaseException:
             self._store.release(key)
             raise
-        if self._envelope.plain:
-            self._unsealed.append((item, Unsealed(key, info, body, memory, start, seq)))
+        how = head.integrity, bool(head.sizes)
+        held = Held(seq, slot, stripes, info, head.frame_bytes, *how)
+        try:
+            return self._begun(item, memory, held, (start, n_bytes), body, stale=stale)
+        except BaseException:
+            self._store.abandon([WrittenFrame(key, held)])
+            raise
+
+    def _begun(
+        self,
+        item: Item,
+        memory: ArenaSlot,
+        held: Held,
+        sizes: tuple[int, int],
+        body: memoryview,
+        *,
+        stale: bool,
+    ) -> Flight:
+        """The write of a frame that has its slot; `sizes` are those of header and frame."""
+        (start, n_bytes), slot = sizes, held.slot
+        fd = self._store.fd(slot)
         # nothing of what lay there before survives behind a shorter frame
         length = slot.n_bytes if stale else aligned(n_bytes)
         memory.view[n_bytes:length] = bytes(length - n_bytes)
-        how = head.integrity, bool(head.sizes)
-        flight = Flight(item, memory, Held(seq, slot, stripes, info, head.frame_bytes, *how))
+        flight = Flight(item, memory, held)
         flight.operations = [(WRITE, fd, slot.offset, memory.address, length)]
+        if self._envelope.plain:  # last: whoever is in this list is sealed
+            frame = Unsealed(item.key, held.info, body, memory, start, held.seq)
+            self._unsealed.append((item, frame))
         return flight
 
     def _submit(self, flights: Sequence[Operations]) -> None:
@@ -738,6 +759,9 @@ class DiskScheduler:
         except OSError as error:
             self._finish_stores(group, -(error.errno or errno.EIO))
             return
+        except MemoryError:
+            self._finish_stores(group, -errno.ENOMEM)
+            return
         if not files:
             self._finish_stores(group, 0)
             return
@@ -755,7 +779,7 @@ class DiskScheduler:
                 raise _error_of(code)
             if wanted:
                 self._store.commit([flight.written for flight in wanted])
-        except OSError as error:
+        except Exception as error:
             self._answer([_failure(flight.item, error) for flight in group])
             return
         late = [flight for flight in wanted if self._queue.claim(flight.item) is None]
@@ -902,9 +926,7 @@ class DiskTier:
         try:
             staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
             if engine is None:
-                from flowkv.tiers.io.uring import open_engine
-
-                engine = open_engine(arena=staging.arena, directory=str(self._store.path))
+                engine = open_best(staging.arena, str(self._store.path))
             self._store.open(engine.open)
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:

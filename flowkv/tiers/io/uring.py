@@ -45,6 +45,7 @@ from flowkv.tiers.io.engine import (
     ThreadsEngine,
     allows_direct,
 )
+from flowkv.tiers.io.engine import reason_of_ring as reason_of
 
 # An io_uring: made with plain system calls, seen through numpy.
 
@@ -768,24 +769,20 @@ class UringEngine(DirectFiles):
     def _run(self) -> None:
         """The thread: makes the ring, since only its maker may enter it, and serves it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # others may handle them
+        ring: Ring | None = None
         try:
             ring, arena, fixed = Ring(4 * self.depth), self._arena, (0, 0)
             if arena is not None and arena.n_bytes <= PIECE_BYTES:
                 self.registered = ring.register(arena.address, arena.n_bytes)
                 fixed = (arena.address, arena.n_bytes) if self.registered else fixed
+            served = self._serving(ring, fixed)
         except BaseException as error:
+            if ring is not None:
+                os.close(ring.fd)
             self._error = error.with_traceback(None)  # its frames hold mappings, and they files
             return
         finally:
             self._up.set()
-        facts = *ring.counters, ring.fd, self._wake_fd, self._done_fd, *fixed
-        work = np.zeros((self.depth, COLUMNS), np.int64), np.zeros(self.depth, np.int64)
-        served = Served(
-            np.array(facts, np.int64),
-            *(self._control, self._requests, self._cancels, self._answers),
-            *(ring.sqes, ring.cqes, *work, np.zeros(STATES, np.int64)),
-        )
-        self.flags, self._code = ring.flags, errno.EIO
         try:
             self._code = serve(served)
         finally:
@@ -793,6 +790,17 @@ class UringEngine(DirectFiles):
                 os.close(ring.fd)
             self._ended = True
             os.eventfd_write(self._done_fd, 1)
+
+    def _serving(self, ring: Ring, fixed: tuple[int, int]) -> Served:
+        """What the loop works on."""
+        facts = *ring.counters, ring.fd, self._wake_fd, self._done_fd, *fixed
+        work = np.zeros((self.depth, COLUMNS), np.int64), np.zeros(self.depth, np.int64)
+        self.flags, self._code = ring.flags, errno.EIO
+        return Served(
+            np.array(facts, np.int64),
+            *(self._control, self._requests, self._cancels, self._answers),
+            *(ring.sqes, ring.cqes, *work, np.zeros(STATES, np.int64)),
+        )
 
 
 # Picks the engine: the best one that this machine allows.
@@ -834,15 +842,3 @@ def _files_left() -> bool:
         return most == resource.RLIM_INFINITY or most - len(os.listdir("/proc/self/fd")) >= SPARE
     except OSError as error:
         return error.errno not in (errno.EMFILE, errno.ENFILE)  # nobody counts them without /proc
-
-
-def reason_of(error: OSError) -> str:
-    """What the system's name for an error means to whoever wants io_uring."""
-    name = errno.errorcode.get(error.errno or 0, "EIO")
-    if error.errno == errno.EPERM:
-        return f"{name}: forbidden by a seccomp filter or kernel.io_uring_disabled"
-    if error.errno == errno.ENOSYS:
-        return f"{name}: the kernel has none, or an old one"
-    if error.errno == errno.ENOMEM:
-        return f"{name}: beyond the limit of locked memory, `ulimit -l`"
-    return name

@@ -142,6 +142,7 @@ class SharedFile:
         arena: uint8: the granules.
         seat: Number of this handle, from 1.
         set_aside: Whether another file lay there that could not be used.
+        left: Rows of frames that were being written from this seat by somebody who died.
         owed: Rows of frames that will not be written and are still to be withdrawn.
 
     Raises:
@@ -151,13 +152,14 @@ class SharedFile:
     def __init__(self, path: Path, wanted: FileLayout, patience_s: float = 5.0) -> None:
         self.path, self.set_aside, self.fd = path, False, -1
         self.owed: list[Row] = []
-        self._let_go: Callable[[], object] = lambda: None
+        self._let_go = weakref.finalize(self, int)  # of nothing yet
         try:
             end_s = time.monotonic() + patience_s
             while not self._open(wanted, end_s):
                 pass
             self._map()
             self.seat = self._sit()
+            self.left = [row for row in self.writing() if row[1] == self.seat]
         except StoreError:
             self.close()
             raise
@@ -172,8 +174,9 @@ class SharedFile:
         def forget() -> None:  # a child's copy: else the locks of a dead parent live on in it
             memory = alive()
             if memory is not None:
+                memory.fd = -1
                 with contextlib.suppress(OSError):
-                    memory.close()
+                    memory._let_go()
 
         os.register_at_fork(after_in_child=forget)
 
@@ -183,8 +186,8 @@ class SharedFile:
         """Opens or makes the file; False if it has to be looked at again."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(self.path, flags, 0o600)
-        closing = self._let_go = weakref.finalize(self, os.close, self.fd)
-        closing.atexit = False  # the kernel does it then
+        self._let_go = weakref.finalize(self, os.close, self.fd)
+        self._let_go.atexit = False
         self._check_owner()
         found = self._read_superblock()
         if found is not None and os.fstat(self.fd).st_nlink:
@@ -276,7 +279,19 @@ class SharedFile:
         os.pwrite(self.fd, fixed + xxhash.xxh3_128_digest(fixed), 0)
 
     def _map(self) -> None:
-        self._mapping = mmap.mmap(self.fd, self.plan.file_bytes)
+        # Not by this descriptor, which the mapping would copy: its locks would live as long.
+        try:
+            other = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # no /proc here
+            other = os.dup(self.fd)
+        try:
+            self._mapping = mmap.mmap(other, self.plan.file_bytes)
+        finally:
+            os.close(other)
+        # The seat goes with the mapping, not before: a thread may still write from there.
+        self._let_go.detach()
+        self._let_go = weakref.finalize(self._mapping, os.close, self.fd)
+        self._let_go.atexit = False  # the kernel does it then
         with contextlib.suppress(OSError):  # a kernel without huge pages in shared memory
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         granules, slots = self.plan
@@ -357,11 +372,12 @@ class SharedFile:
                 os.unlink(self.path)
 
     def close(self) -> None:
-        """Lets go of the file and the seat; the mapping goes with the last who uses the arrays.
+        """Lets go of the file; mapping and seat go with the last who uses the arrays.
 
         A memory that nobody uses any more closes itself.
         """
-        self._let_go()
+        if not hasattr(self, "_mapping"):
+            self._let_go()
         self.fd = -1
 
 
@@ -370,6 +386,7 @@ PATIENCE_S = 0.25
 _MOVES = 4  # times that a frame may be replaced while it is read
 
 _AGAIN_S = 1.0  # before another memory is looked for, or the dead, if there were none
+_BURY_SHARE = 50  # times as long as a look at all of the index took, until the next one
 _REASONS = {table.FULL: "full", table.LOST: "lost"}
 _log = logging.getLogger("flowkv")
 
@@ -657,8 +674,11 @@ class SharedTier(Immediate):
                 if answer == 0:
                     continue
             elif answer == table.FULL and time.monotonic() >= self._bury_s:
-                self._bury_s = time.monotonic() + _AGAIN_S  # it looks at all of the index
-                if self._bury(memory):
+                begun_s = time.monotonic()
+                buried = self._bury(memory)  # it looks at all of the index
+                now_s = time.monotonic()
+                self._bury_s = now_s + max(_AGAIN_S, _BURY_SHARE * (now_s - begun_s))
+                if buried:
                     continue
             return answer
 
@@ -713,7 +733,9 @@ class SharedTier(Immediate):
 
     def _move_in(self, memory: SharedFile) -> None:
         self._change(memory, table.audit)
-        self._empty(memory, memory.seat)  # of whoever died on this seat
+        for row in memory.left:  # of whoever died on this seat
+            self._inherit(memory, row)
+        memory.left = []
         self._bury(memory)
 
     def _change(
@@ -760,7 +782,14 @@ class SharedTier(Immediate):
     def _empty(self, memory: SharedFile, seat: int) -> bool:
         """Frees what was being written from a seat that is held here; whether there was any."""
         rows = [row for row in memory.writing() if row[1] == seat]
-        return any([self._overwrite(memory, row) for row in rows])
+        return any([self._inherit(memory, row) for row in rows])
+
+    def _inherit(self, memory: SharedFile, row: Row) -> bool:
+        """Frees one row of the dead, unless somebody else did meanwhile."""
+        out = _row()  # ours before it is blanked: who had it may owe it still, and pay any time
+        wish = row[:4].copy(), int(row[4]), memory.seat, out
+        taken = self._change(memory, table.withdraw, *wish) == 0
+        return taken and self._overwrite(memory, out)
 
     def _bury(self, memory: SharedFile) -> bool:
         """Frees what dead processes were writing; whether there was anything."""

@@ -221,6 +221,24 @@ def test_a_thread_that_never_returns(tmp_path: Path) -> None:
         os.close(fd)
 
 
+@pytest.mark.skipif(
+    platform.machine() not in MACHINES, reason="a seccomp filter reads other words here"
+)
+def test_a_tier_without_io_uring_loads_no_compiler(tmp_path: Path) -> None:
+    answer = run(
+        "import sys\n"
+        "from flowkv.tiers.disk import DiskTier\n"
+        "from tests.tiers.io.test_ladder import deny\n"
+        "for name in [name for name in sys.modules if name.startswith('numba')]:\n"
+        "    del sys.modules[name]\n"
+        f"deny({errno.EPERM})\n"
+        f"tier = DiskTier({str(tmp_path)!r}, 1 << 20)\n"
+        "print(tier.engine, 'numba' in sys.modules)\n"
+        "tier.close()\n"
+    )
+    assert answer.split() == ["threads", "False"]
+
+
 def test_reasons_are_sentences() -> None:
     for code in (errno.EPERM, errno.ENOSYS, errno.ENOMEM, errno.EMFILE):
         assert uring.reason_of(OSError(code, "x")).startswith(errno.errorcode[code])
