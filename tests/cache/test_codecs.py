@@ -802,6 +802,24 @@ def test_it_can_be_an_error(value: float) -> None:
     kv.close()
 
 
+def test_a_page_that_is_never_known_is_refused_once() -> None:
+    kv = make("kv8", pages=60, non_finite="error")
+    seq = kv.open(text(3 * PAGE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(NonFiniteError, match="page 1 of layer 1"):
+            poison(kv, seq, float("nan"))
+    fork = kv.fork(seq)
+    for _ in range(2 * PAGE):
+        advance(kv, [seq, fork], [[1], [2]])
+    assert codecs_of(kv, fork, 1) == ["kv8", "raw", "kv8", "kv8", "kv8"]
+    kv.truncate(seq, PAGE)
+    advance(kv, [seq], [text(2 * PAGE, 3)])
+    assert codecs_of(kv, seq, 1) == ["kv8"] * 3, "what was computed anew has its turn again"
+    audit(kv)
+    kv.close()
+
+
 def test_a_refusal_at_the_end_keeps_no_other_sequence_from_leaving() -> None:
     kv = make("kv8", recent_tokens=8 * PAGE, non_finite="error")
     seqs = [kv.open(text(2 * PAGE, seed)) for seed in range(3)]
