@@ -712,7 +712,10 @@ class PageStore:
         if block.group >= len(self.forms):
             return block.n_bytes or 1  # of another model
         forms = self.forms[block.group]
-        return self.body_bytes(block, number) or forms.layouts[forms.ladder.idle].page_bytes
+        likely = forms.layouts[forms.ladder.idle].page_bytes
+        if number >= 0 and not block.n_bytes and block.codec_on(number) == UNKNOWN:
+            return likely
+        return self.body_bytes(block, number) or likely
 
     def takes(self, number: int, body_bytes: int) -> bool:
         """Whether a tier could be given a frame now; if not, it is busy or away."""

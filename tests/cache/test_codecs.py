@@ -31,6 +31,7 @@ from tests.cache.toy import (
 )
 from tests.inside import (
     CODEC_SHIFT,
+    UNKNOWN,
     CapacityError,
     ConfigError,
     Encoded,
@@ -663,6 +664,18 @@ def test_frames_that_others_wrote_tell_their_codec_when_they_are_read(codec: str
             check(reader, seq, text(seq.length))
         audit(reader)
         reader.close()
+
+
+def test_policies_are_told_the_likely_size_of_what_others_wrote() -> None:
+    kv = make("kv8", tiers=[lasting()])
+    opened(kv, text(2 * PAGE)).close()
+    assert kv.flush()
+    store = kv.planner.store
+    for block in store.index:
+        block.enter(0, UNKNOWN)
+        wanted = store.page_bytes(block.group, 1)
+        assert store.size(block, 0) == wanted < store.body_bytes(block, 0)
+    kv.close()
 
 
 def test_what_others_stored_first_is_what_is_read_back() -> None:
