@@ -1194,13 +1194,16 @@ class KV:
                 "pages can be handed over through a tier that others read only",
                 'Add one to the stack, such as "host:NAME:8GiB" or "disk:./kv"',
             )
+        self._prove()  # so that no page waits for the first reading of all weights
         self._handing_over += 1
         try:
-            yield
+            try:
+                yield
+            finally:
+                if not self.closed:
+                    self.flush(self.config.load_deadline_s)
         finally:
             self._handing_over -= 1
-            if not self.closed:
-                self.flush(self.config.load_deadline_s)
 
     def take_over(
         self,

@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from flowkv import KV, Geometry, Shard, Step, Tier, kernels
 from flowkv.testing import FlakyTier
 from flowkv.tiers.shared import SharedTier
-from tests.inside import Faults, StateError, file_name
+from tests.inside import Faults, StateError, file_name, follow
 
 from . import toy
 from .audit import audit
+from .fakes import lasting
 from .relay import PAGE, PROMPT, Model, answer, fresh_answer, geometry, opened
 
 PAGES = (len(PROMPT) - 1) // PAGE
@@ -295,6 +296,18 @@ def test_nothing_is_kept_back_that_would_not_pay_here(tmp_path: Path) -> None:
         toy.published(kv, [98, *prompt])
         names = [entry.info.tokens for entry in kv.planner.store.tiers[0].scan()]
         assert len(names) == len(prompt) // kv.page_size
+
+
+def test_pages_are_handed_over_where_nothing_is_written_down_else() -> None:
+    tier, proofs = lasting(), list[int]()
+    with toy.make_kv(toy.simple(), tiers=[tier], write_back=False) as kv:
+        toy.published(kv, [99] * 24)
+        assert kv.flush() and not list(tier.scan())
+        follow(kv, prove=lambda: proofs.append(len(list(tier.scan()))))
+        with kv.hand_over():
+            assert proofs == [0], "what is computed from here on need not wait for a proof"
+            toy.published(kv, [98] * 24)
+        assert len(list(tier.scan())) == 3
 
 
 def test_errors_of_the_model_pass_through(tmp_path: Path) -> None:
