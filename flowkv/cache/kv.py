@@ -1233,25 +1233,28 @@ class KV:
         """
         patience_s = self.config.load_deadline_s if patience_s is None else patience_s
         planner, pages = Planner.of(seq), (len(seq.tokens) - 1) // self.page_size
+        with self.lock:
+            planner.idle(seq)
         known, end_s = seq.length // self.page_size, now_s() + patience_s
-        coming: Prefetch | None = None
+        asked, coming = known, None
         while known < pages and now_s() < end_s:
             with self.lock:
                 planner.store.drain()
                 found = self.restorer.match(seq, pages)
                 if found > known:
                     known, end_s = found, now_s() + patience_s
-                    coming = self._bring(seq) if coming is None or not coming.left else coming
+                if known > asked and (coming is None or not coming.left):
+                    asked, coming = known, self._bring(seq)
             if known < pages:
                 sleep(_POLL_S)
         with self.lock:
             planner.idle(seq)
             if known * self.page_size > seq.length:
-                self.tokens_reused -= seq.reused
                 planner.vacate(seq)
                 planner.tables.lengths[seq.row] = 0
-                seq.reused = self.restorer.restore(seq, known * self.page_size)
-                self.tokens_reused += seq.reused
+                reused = self.restorer.restore(seq, known * self.page_size, pays=True)
+                self.tokens_reused += reused - seq.reused
+                seq.reused = reused
         output = None
         for step in self.prefill([seq], chunk=chunk):
             output = forward(step)
