@@ -501,6 +501,8 @@ class Planner:
                     f"Cut at most {WINDOW_SLACK_TOKENS} tokens, or open the prompt anew",
                 )
         self._cut(seq, -(-length // size))
+        if self.sealer:
+            self.sealer.rewind(seq.row, length // size)
         self.tables.lengths[seq.row] = length
         self.tables.shared[seq.row] = length % size != 0
         seq.published = [min(done, length // size) for done in seq.published]
@@ -535,11 +537,15 @@ class Planner:
             tables.touch()
             tables.lengths[child.row] = tables.lengths[seq.row]
             tables.shared[[seq.row, child.row]] = True
+            if self.sealer:
+                self.sealer.copy(seq.row, child.row)
 
     def vacate(self, seq: Sequence) -> None:
         """Gives back all pages of a sequence, but not its line, length or tokens."""
         with self.guard:
             self._cut(seq, 0)
+            if self.sealer:
+                self.sealer.rewind(seq.row, 0)
             seq.first_page = [0] * len(seq.first_page)
             seq.published = [0] * len(seq.published)
 

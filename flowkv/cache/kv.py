@@ -1194,13 +1194,16 @@ class KV:
                 "pages can be handed over through a tier that others read only",
                 'Add one to the stack, such as "host:NAME:8GiB" or "disk:./kv"',
             )
+        self._prove()  # so that no page waits for the first reading of all weights
         self._handing_over += 1
         try:
-            yield
+            try:
+                yield
+            finally:
+                if not self.closed:
+                    self.flush(self.config.load_deadline_s)
         finally:
             self._handing_over -= 1
-            if not self.closed:
-                self.flush(self.config.load_deadline_s)
 
     def take_over(
         self,
@@ -1230,25 +1233,28 @@ class KV:
         """
         patience_s = self.config.load_deadline_s if patience_s is None else patience_s
         planner, pages = Planner.of(seq), (len(seq.tokens) - 1) // self.page_size
+        with self.lock:
+            planner.idle(seq)
         known, end_s = seq.length // self.page_size, now_s() + patience_s
-        coming: Prefetch | None = None
+        asked, coming = known, None
         while known < pages and now_s() < end_s:
             with self.lock:
                 planner.store.drain()
                 found = self.restorer.match(seq, pages)
                 if found > known:
                     known, end_s = found, now_s() + patience_s
-                    coming = self._bring(seq) if coming is None or not coming.left else coming
+                if known > asked and (coming is None or not coming.left):
+                    asked, coming = known, self._bring(seq)
             if known < pages:
                 sleep(_POLL_S)
         with self.lock:
             planner.idle(seq)
             if known * self.page_size > seq.length:
-                self.tokens_reused -= seq.reused
                 planner.vacate(seq)
                 planner.tables.lengths[seq.row] = 0
-                seq.reused = self.restorer.restore(seq, known * self.page_size)
-                self.tokens_reused += seq.reused
+                reused = self.restorer.restore(seq, known * self.page_size, pays=True)
+                self.tokens_reused += reused - seq.reused
+                seq.reused = reused
         output = None
         for step in self.prefill([seq], chunk=chunk):
             output = forward(step)

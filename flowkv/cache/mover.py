@@ -600,16 +600,20 @@ class Mover:
 
     Attributes:
         lanes: One for each tier, nearest first.
-        busy: Something may wait, be in flight, or be owed: else there is nothing to `drain`.
         from_memory: Loads answered with the bytes of a store that was under way.
     """
 
     def __init__(self, deadline_s: float, rates: dict[str, Rates] | None = None) -> None:
         self.deadline_s, self.rates = deadline_s, {} if rates is None else rates
         self.lanes: list[Lane] = []
-        self.from_memory, self.busy = 0, False
+        self.from_memory = 0
         self._storing = 0
         self._bodies: dict[bytes, list[OnTheWay]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits, is in flight, or is owed: else there is nothing to `drain`."""
+        return any(lane.busy for lane in self.lanes)
 
     def add(self, tier: Tier) -> None:
         """Puts a tier below the others."""
@@ -647,7 +651,7 @@ class Mover:
             is SubmitResult.REFUSED
         ):
             return False
-        self._storing, self.busy = self._storing + 1, True
+        self._storing += 1
         self._bodies.setdefault(key, []).append(OnTheWay(tier, item))
         return True
 
@@ -663,7 +667,6 @@ class Mover:
     def drain(self, timeout_s: float = 0.0) -> int:
         """Sends and answers what can be, or waits for the first answer. Returns how many came."""
         busy = [lane for lane in self.lanes if lane.busy]
-        self.busy = bool(busy)
         return self._wait(busy, timeout_s) if busy else 0
 
     def collect(self) -> int:
@@ -754,7 +757,7 @@ class Mover:
             self.from_memory += 1
             done(answer)
             return None
-        wish, self.busy = TransferRequest(item, done, priority, owner), True
+        wish = TransferRequest(item, done, priority, owner)
         if self.lanes[tier].ask(wish) is SubmitResult.REFUSED:
             done(TierAnswer(0, 0, item.key, Outcome.FAILED, "busy"))
             return None

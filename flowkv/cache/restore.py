@@ -178,19 +178,29 @@ class PrefixMatcher:
 
     # ---- attaching it
 
-    def restore(self, seq: Sequence, limit: int) -> int:
+    def restore(self, seq: Sequence, limit: int, *, pays: bool = False) -> int:
         """Attaches a known prefix of at most `limit` tokens to a fresh sequence.
+
+        Args:
+            seq: The sequence.
+            limit: Most tokens.
+            pays: See `attach`.
 
         Returns:
             Tokens attached.
         """
         self.store.expire()
-        tokens, loaded = self.attach(seq, max(0, limit) // self.page_size)
+        tokens, loaded = self.attach(seq, max(0, limit) // self.page_size, pays=pays)
         self.report(seq, tokens, loaded, limit)
         return tokens
 
-    def attach(self, seq: Sequence, limit_pages: int) -> tuple[int, int]:
+    def attach(self, seq: Sequence, limit_pages: int, *, pays: bool = False) -> tuple[int, int]:
         """Attaches the longest prefix that is known, worth loading and really there.
+
+        Args:
+            seq: A fresh sequence.
+            limit_pages: Most pages.
+            pays: It is worth loading whatever that takes.
 
         Returns:
             Tokens attached, and how many of them were loaded.
@@ -201,7 +211,7 @@ class PrefixMatcher:
             absent = [one for group in loads for one in group.values() if not one.held]
             first = min((one.page_no for one in absent), default=pages)
             try:
-                stop = self._bring(seq, absent, first, pages)
+                stop = self._bring(seq, absent, first, pages, pays=pays)
             except BaseException:
                 drop(loads)
                 raise
@@ -225,9 +235,11 @@ class PrefixMatcher:
             found.append({n: PageLoad(self.store, b, n) for n, b in blocks if b is not None})
         return found
 
-    def _bring(self, seq: Sequence, absent: list[PageLoad], first: int, pages: int) -> int:
+    def _bring(
+        self, seq: Sequence, absent: list[PageLoad], first: int, pages: int, *, pays: bool
+    ) -> int:
         """Loads what is not on its device; where the prefix ends now, `pages` if all came."""
-        if not self._worth([one.block for one in absent], pages - first):
+        if not pays and not self._worth([one.block for one in absent], pages - first):
             return first
         codecs = ways(self.store, absent)
         away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]

@@ -4,6 +4,7 @@ Which codec a page should have is the ladder's business (`policy.pages`). A page
 sequences share gets the mildest codec that one of them still needs; a page that a step reads, or
 that a tier is taking, waits. What could not be done stays due and is tried again when the sequence
 fills its next page: then its whole line is looked at, which takes as long as encoding a few bytes.
+What its codec cannot hold is not tried again.
 """
 
 from __future__ import annotations
@@ -67,6 +68,18 @@ class Sealer:
         self.store, self.tables, self._on_refusal = store, tables, on_refusal
         self._refusals: list[Refusal] = []
         self._exempt: set[int] = set()  # lines
+        self._stays: dict[int, set[tuple[int, int]]] = {}  # (group, page number) of each line
+
+    def rewind(self, row: int, pages: int) -> None:
+        """A line has other pages from page number `pages` on."""
+        stays = {at for at in self._stays.pop(row, ()) if at[1] < pages}
+        if stays:
+            self._stays[row] = stays
+
+    def copy(self, row: int, child: int) -> None:
+        """A line begins as a copy of another one."""
+        if row in self._stays:
+            self._stays[child] = set(self._stays[row])
 
     def exempt(self, row: int) -> None:
         """No page of a line is encoded until it has another sequence."""
@@ -85,6 +98,7 @@ class Sealer:
     def retire(self, seq: Sequence) -> None:
         """Encodes what a sequence that is about to be closed leaves behind in the index."""
         self._exempt.discard(seq.row)
+        self._stays.pop(seq.row, None)
         due: dict[tuple[int, int], _Due] = {}
         for group in range(len(seq.blocks)):
             self._find(seq, group, due, leaves=True)
@@ -105,6 +119,7 @@ class Sealer:
         row, length = seq.row, seq.length
         ladder, line = self.store.forms[group].ladder, self.tables.pages[group][row]
         wanted = [(rung.codec, ladder.border(rung, length)) for rung in ladder.rungs]
+        stays = self._stays.get(row, ())
         found: dict[int, int] = {}
         for codec, border in [(ladder.idle, len(seq.blocks[group]))] if leaves else wanted:
             part = line[:border]
@@ -114,7 +129,8 @@ class Sealer:
         for page_no, codec in found.items():
             page, block = int(line[page_no]), seq.blocks[group][page_no]
             kept = not leaves or (block is not None and not block.gone)
-            if not kept or (block is not None and not block.sealable):
+            refused = (group, page_no) in stays if block is None else not block.sealable
+            if refused or not kept:
                 continue
             rows = self._holders(group, page_no, page, row, block)
             foreign = block is None and self.store.pool(group).references(page) > len(rows)
@@ -205,6 +221,9 @@ class Sealer:
         if item.block is not None:
             item.block.sealable = False
             self.store.write_down(item.block)  # as it is, and as it will stay
+        else:
+            for row in item.rows:
+                self._stays.setdefault(row, set()).add((item.group, item.page_no))
         layers = self.store.geometry.groups[item.group].layers
         self._refusals.append(Refusal(layers[layer], item.page_no, item.codec, status))
 

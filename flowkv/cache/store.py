@@ -712,7 +712,10 @@ class PageStore:
         if block.group >= len(self.forms):
             return block.n_bytes or 1  # of another model
         forms = self.forms[block.group]
-        return self.body_bytes(block, number) or forms.layouts[forms.ladder.idle].page_bytes
+        likely = forms.layouts[forms.ladder.idle].page_bytes
+        if number >= 0 and not block.n_bytes and block.codec_on(number) == UNKNOWN:
+            return likely
+        return self.body_bytes(block, number) or likely
 
     def takes(self, number: int, body_bytes: int) -> bool:
         """Whether a tier could be given a frame now; if not, it is busy or away."""
@@ -1298,7 +1301,7 @@ class PageStore:
         While that is busy or away the page waits; if it leaves the device meanwhile, it is dropped.
         What would not have paid before comes along once its prompt is long enough.
         """
-        number = self.lasting() if self.write_back else -1
+        number = self.lasting() if self._writes_back() else -1
         if number < 0 or block in self.provisional or not self._unwritten_on(block, number):
             return
         if not self.worth_saving(block, number):
@@ -1313,12 +1316,15 @@ class PageStore:
         self._unwritten |= dict.fromkeys(reversed(chain))
         self._write_out()
 
+    def _writes_back(self) -> bool:
+        return self.write_back or self._sends()
+
     def _unwritten_on(self, block: Block, number: int) -> bool:
         return not (block.moving or block.gone or block.tiers >> number & 1)
 
     def confirm(self) -> None:
         """A reading of all weights has ended: what it proves may leave the process."""
-        number = self.lasting() if self.write_back else -1
+        number = self.lasting() if self._writes_back() else -1
         for block in self.provisional.confirm():
             if number < 0 or block.gone:
                 continue
@@ -1383,7 +1389,7 @@ class PageStore:
 
     def _note_unwritten(self, block: Block, number: int, answer: TierAnswer) -> None:
         """Keeps a page in mind that a tier could not take just now."""
-        again = answer.reason in AWAY and self.write_back and number == self.lasting()
+        again = answer.reason in AWAY and self._writes_back() and number == self.lasting()
         if again and block.page >= 0 and not block.gone:
             self._unwritten[block] = None
 

@@ -31,6 +31,7 @@ from tests.cache.toy import (
 )
 from tests.inside import (
     CODEC_SHIFT,
+    UNKNOWN,
     CapacityError,
     ConfigError,
     Encoded,
@@ -665,6 +666,18 @@ def test_frames_that_others_wrote_tell_their_codec_when_they_are_read(codec: str
         reader.close()
 
 
+def test_policies_are_told_the_likely_size_of_what_others_wrote() -> None:
+    kv = make("kv8", tiers=[lasting()])
+    opened(kv, text(2 * PAGE)).close()
+    assert kv.flush()
+    store = kv.planner.store
+    for block in store.index:
+        block.enter(0, UNKNOWN)
+        wanted = store.page_bytes(block.group, 1)
+        assert store.size(block, 0) == wanted < store.body_bytes(block, 0)
+    kv.close()
+
+
 def test_what_others_stored_first_is_what_is_read_back() -> None:
     tier = Wrapped(MemoryTier(name="shared"), kind="remote", shared=True)
     tier.close = lambda: None
@@ -798,6 +811,24 @@ def test_it_can_be_an_error(value: float) -> None:
     assert seq.length == 3 * PAGE, "what was computed is there"
     audit(kv)
     seq.close()
+    audit(kv)
+    kv.close()
+
+
+def test_a_page_that_is_never_known_is_refused_once() -> None:
+    kv = make("kv8", pages=60, non_finite="error")
+    seq = kv.open(text(3 * PAGE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(NonFiniteError, match="page 1 of layer 1"):
+            poison(kv, seq, float("nan"))
+    fork = kv.fork(seq)
+    for _ in range(2 * PAGE):
+        advance(kv, [seq, fork], [[1], [2]])
+    assert codecs_of(kv, fork, 1) == ["kv8", "raw", "kv8", "kv8", "kv8"]
+    kv.truncate(seq, PAGE)
+    advance(kv, [seq], [text(2 * PAGE, 3)])
+    assert codecs_of(kv, seq, 1) == ["kv8"] * 3, "what was computed anew has its turn again"
     audit(kv)
     kv.close()
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from hypothesis import given, settings
 from flowkv import KV, Geometry, Shard, Step, Tier, kernels
 from flowkv.testing import FlakyTier
 from flowkv.tiers.shared import SharedTier
-from tests.inside import Faults, StateError, file_name
+from tests.inside import CapacityError, Faults, Prefetch, StateError, file_name, follow
 
 from . import toy
 from .audit import audit
+from .fakes import lasting
+from .links import evict
 from .relay import PAGE, PROMPT, Model, answer, fresh_answer, geometry, opened
 
 PAGES = (len(PROMPT) - 1) // PAGE
@@ -295,6 +298,59 @@ def test_nothing_is_kept_back_that_would_not_pay_here(tmp_path: Path) -> None:
         toy.published(kv, [98, *prompt])
         names = [entry.info.tokens for entry in kv.planner.store.tiers[0].scan()]
         assert len(names) == len(prompt) // kv.page_size
+
+
+def test_pages_are_handed_over_where_nothing_is_written_down_else() -> None:
+    tier, proofs = lasting(), list[int]()
+    with toy.make_kv(toy.simple(), tiers=[tier], write_back=False) as kv:
+        toy.published(kv, [99] * 24)
+        assert kv.flush() and not list(tier.scan())
+        follow(kv, prove=lambda: proofs.append(len(list(tier.scan()))))
+        with kv.hand_over():
+            assert proofs == [0], "what is computed from here on need not wait for a proof"
+            toy.published(kv, [98] * 24)
+        assert len(list(tier.scan())) == 3
+
+
+def test_what_was_handed_over_is_taken_whatever_loading_takes() -> None:
+    tier, prompt = lasting(), list(range(30))
+    with toy.make_kv(toy.simple(), tiers=[tier]) as kv:
+        toy.published(kv, prompt)
+        evict(kv)
+        kv.gate.worth = lambda *_: False
+        with kv.open(prompt) as seq:
+            assert seq.reused == 0
+            kv._bring = lambda seq: Prefetch(kv.planner.store, kv.loader, kv.lock)  # brings nothing
+            kv.take_over(seq, write, patience_s=1.0)
+            assert seq.reused == kv.tokens_reused == 24
+            toy.check_content(kv, seq, prompt)
+
+
+def test_a_takeover_that_fails_leaves_the_counts_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier, prompt = lasting(), list(range(30))
+    with toy.make_kv(toy.simple(), tiers=[tier]) as kv:
+        toy.published(kv, prompt)
+        with kv.open(prompt, limit=8) as seq:
+
+            def full(*_: object, **__: object) -> int:
+                raise CapacityError("it is full", "Wait")
+
+            with monkeypatch.context() as patch, pytest.raises(CapacityError):
+                patch.setattr(kv.restorer, "restore", full)
+                kv.take_over(seq, write, patience_s=1.0)
+            assert kv.tokens_reused == seq.reused == 8
+
+
+def test_a_closed_sequence_takes_nothing_over_at_once() -> None:
+    with toy.make_kv(toy.simple(), tiers=[lasting()]) as kv:
+        seq = kv.open(list(range(30)))
+        seq.close()
+        started = time.monotonic()
+        with pytest.raises(StateError):
+            kv.take_over(seq, write, patience_s=5.0)
+        assert time.monotonic() - started < 4.0
 
 
 def test_errors_of_the_model_pass_through(tmp_path: Path) -> None:

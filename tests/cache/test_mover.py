@@ -548,3 +548,19 @@ def test_a_load_that_finds_the_breaker_open_is_not_tried_again_at_once() -> None
         assert seq.reused == 24
         check_content(kv, seq, P)
     audit(kv)
+
+
+def test_what_is_asked_for_anew_keeps_it_busy() -> None:
+    """Also where whoever is answered first drains what is on its way by itself."""
+    tier, answers = Slow(MemoryTier()), list[Completion]()
+    stored(tier.inner, 0)
+    mover = mover_over(tier)
+    mover.ask(0, load_of(0)[0], lambda answer: (mover.drain(), None)[1])
+    mover.ask(0, load_of(0)[0], answers.append)
+    mover.drain()
+    tier.cancel(1)
+    mover.drain()
+    assert tier.jobs == [("load", 1)] * 2 and mover.busy and not answers
+    tier.allowed = 1
+    mover.drain()
+    assert answers[0].outcome is Outcome.HIT and not mover.busy
