@@ -40,6 +40,7 @@ from flowkv.tiers.frame import (
     lay_out,
     pack_header,
 )
+from flowkv.tiers.io import open_best
 from flowkv.tiers.io.engine import (
     ALIGNMENT,
     OPERATION,
@@ -51,7 +52,6 @@ from flowkv.tiers.io.engine import (
     FileIO,
     IOEngine,
     address_of,
-    open_best,
     reason_of,
 )
 from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue

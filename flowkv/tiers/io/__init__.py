@@ -1,1 +1,44 @@
 """How bytes get to files and back: staging memory, and engines that read and write in batches."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from flowkv.tiers.io.engine import (
+    Arena,
+    IOEngine,
+    ThreadsEngine,
+    allows_direct,
+    reason_of_ring,
+)
+
+
+def open_best(arena: Arena, directory: str) -> IOEngine:
+    """The best engine for a directory, as `uring.open_engine`; that is loaded if there is a ring.
+
+    Raises:
+        OSError: The directory cannot be written to.
+    """
+    if not allows_direct(directory):
+        return ThreadsEngine(direct=False, why=f"no O_DIRECT in {directory}")
+    if code := _probe_ring():
+        why = reason_of_ring(OSError(code, os.strerror(code)))
+        return ThreadsEngine(why=f"no io_uring here ({why})")
+    try:
+        from flowkv.tiers.io.uring import open_engine  # and with it numba
+
+        return open_engine(arena=arena, directory=directory)
+    except RuntimeError as error:  # numba has no directory for what it compiles
+        return ThreadsEngine(why=f"no io_uring here ({error})")
+
+
+def _probe_ring() -> int:
+    """The errno with which a ring is denied, or 0."""
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
+    fd = call(425, 1, parameters)  # io_uring_setup
+    if fd < 0:
+        return ctypes.get_errno()
+    os.close(fd)
+    return 0

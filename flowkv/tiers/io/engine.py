@@ -661,9 +661,6 @@ def reason_of(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, "EIO")
 
 
-# Whether to load io_uring's engine at all, which brings a compiler.
-
-
 def reason_of_ring(error: OSError) -> str:
     """What the system's name for an error means to whoever wants io_uring."""
     name = errno.errorcode.get(error.errno or 0, "EIO")
@@ -674,36 +671,6 @@ def reason_of_ring(error: OSError) -> str:
     if error.errno == errno.ENOMEM:
         return f"{name}: beyond the limit of locked memory, `ulimit -l`"
     return name
-
-
-def open_best(arena: Arena, directory: str) -> IOEngine:
-    """The best engine for a directory, as `uring.open_engine`; that is loaded if there is a ring.
-
-    Raises:
-        OSError: The directory cannot be written to.
-    """
-    if not allows_direct(directory):
-        return ThreadsEngine(direct=False, why=f"no O_DIRECT in {directory}")
-    if code := _probe_ring():
-        why = reason_of_ring(OSError(code, os.strerror(code)))
-        return ThreadsEngine(why=f"no io_uring here ({why})")
-    try:
-        from flowkv.tiers.io.uring import open_engine  # and with it numba
-
-        return open_engine(arena=arena, directory=directory)
-    except RuntimeError as error:  # numba has no directory for what it compiles
-        return ThreadsEngine(why=f"no io_uring here ({error})")
-
-
-def _probe_ring() -> int:
-    """The errno with which a ring is denied, or 0."""
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
-    fd = call(425, 1, parameters)  # io_uring_setup
-    if fd < 0:
-        return ctypes.get_errno()
-    os.close(fd)
-    return 0
 
 
 # Staging memory: one mapping that disks, networks and GPUs move bytes into and out of.
