@@ -152,7 +152,7 @@ class SharedFile:
     def __init__(self, path: Path, wanted: FileLayout, patience_s: float = 5.0) -> None:
         self.path, self.set_aside, self.fd = path, False, -1
         self.owed: list[Row] = []
-        self._let_go = weakref.finalize(self, int)  # of nothing yet
+        self._let_go: weakref.finalize[..., object] = weakref.finalize(self, int)  # of nothing yet
         try:
             end_s = time.monotonic() + patience_s
             while not self._open(wanted, end_s):

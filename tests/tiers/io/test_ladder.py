@@ -221,22 +221,34 @@ def test_a_thread_that_never_returns(tmp_path: Path) -> None:
         os.close(fd)
 
 
-@pytest.mark.skipif(
-    platform.machine() not in MACHINES, reason="a seccomp filter reads other words here"
-)
 def test_a_tier_without_io_uring_loads_no_compiler(tmp_path: Path) -> None:
     answer = run(
         "import sys\n"
         "from flowkv.tiers.disk import DiskTier\n"
-        "from tests.tiers.io.test_ladder import deny\n"
-        "for name in [name for name in sys.modules if name.startswith('numba')]:\n"
-        "    del sys.modules[name]\n"
-        f"deny({errno.EPERM})\n"
+        "from tests.inside import io_engine\n"
+        f"io_engine._probe_ring = lambda: {errno.EPERM}\n"
         f"tier = DiskTier({str(tmp_path)!r}, 1 << 20)\n"
         "print(tier.engine, 'numba' in sys.modules)\n"
         "tier.close()\n"
     )
     assert answer.split() == ["threads", "False"]
+
+
+@pytest.mark.parametrize("denied", [False, True])
+def test_a_tier_opens_where_compiled_code_cannot_be_kept(tmp_path: Path, denied: bool) -> None:
+    answer = run(
+        "from numba.core import caching\n"
+        "caching.CacheImpl._locator_classes = []\n"  # as without any directory to write to
+        "caching.CompileResultCacheImpl._locator_classes = []\n"
+        "from flowkv.tiers.disk import DiskTier\n"
+        "from tests.inside import io_engine\n"
+        f"io_engine._probe_ring = lambda: {errno.EPERM if denied else 0}\n"
+        f"tier = DiskTier({str(tmp_path)!r}, 1 << 20)\n"
+        "print(tier.engine)\n"
+        "tier.close()\n"
+        "import flowkv.tiers.digest\n"
+    )
+    assert answer.split() == ["threads"]
 
 
 def test_reasons_are_sentences() -> None:
