@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowkv.tiers import Envelope, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from tests.inside import Arena, Unsealed, header_bytes, seal_all, transfer
+from tests.inside import Arena, ArenaSlot, DiskScheduler, Unsealed, header_bytes, seal_all, transfer
 
 from .frames import answers, hits, info_of, key_of, outcomes, stored
 
@@ -61,6 +62,66 @@ def test_what_cannot_be_sealed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tier._staging.arena.free_bytes == tier._staging.arena.n_bytes
     stored(tier, range(3))
     assert hits(tier, range(3)) == 3
+    tier.close()
+
+
+def test_a_store_that_fails_once_it_has_a_slot_is_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its body is the caller's again, and its staging memory somebody else's."""
+    tier = DiskTier(tmp_path, 1 << 20, threads=0)
+    used = tier.used_bytes()
+    arena = tier._staging.arena
+
+    class Full:
+        """A view into which no zeros go."""
+
+        def __init__(self, slot: ArenaSlot) -> None:
+            self.slot = slot
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.slot, name)
+
+        @property
+        def view(self) -> memoryview:
+            raise MemoryError
+
+    begun = DiskScheduler._begun
+
+    def begin(self: DiskScheduler, item: object, memory: ArenaSlot, *rest: Any, **more: Any) -> Any:
+        return begun(self, item, Full(memory), *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskScheduler, "_begun", begin)
+        wish = Store(key_of("a"), info_of(8192), memoryview(bytes(8192)))
+        job = tier.submit_store([wish])
+        assert outcomes(answers(tier, job, 1)) == [("failed", "memory")]
+        assert not tier._conductor._unsealed
+    assert tier.used_bytes() == used and arena.free_bytes == arena.n_bytes
+    stored(tier, ["a"])
+    assert hits(tier, ["a"]) == 1
+    tier.close()
+
+
+@pytest.mark.parametrize("where", ["to_sync", "append"])
+def test_a_store_that_cannot_count_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    tier = DiskTier(tmp_path, 1 << 20, threads=0, durability="sync")
+    used = tier.used_bytes()
+    place = tier._store if where == "to_sync" else tier._store._journal
+
+    def none_left(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, where, none_left)
+        wish = Store(key_of("a"), info_of(8192), memoryview(bytes(8192)))
+        (answer,) = answers(tier, tier.submit_store([wish]), 1)
+        assert outcomes([answer])[0] in (("failed", "memory"), ("failed", "ENOMEM"))
+    assert tier.used_bytes() == used
+    stored(tier, ["a"])
+    assert hits(tier, ["a"]) == 1
     tier.close()
 
 

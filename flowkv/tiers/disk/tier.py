@@ -756,11 +756,9 @@ class DiskScheduler:
         group, self._written = self._written, []
         try:
             files = self._store.to_sync(flight.written for flight in group)
-        except OSError as error:
-            self._finish_stores(group, -(error.errno or errno.EIO))
-            return
-        except MemoryError:
-            self._finish_stores(group, -errno.ENOMEM)
+        except Exception as error:
+            code = errno.ENOMEM if isinstance(error, MemoryError) else errno.EIO
+            self._finish_stores(group, -(getattr(error, "errno", None) or code))
             return
         if not files:
             self._finish_stores(group, 0)

@@ -223,6 +223,21 @@ def test_nothing_is_left_behind() -> None:
         time.sleep(0.01)
 
 
+def test_without_memory_for_the_loop_no_ring_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rigged("io_uring"):
+        pass
+    gc.collect()
+    before = rings()
+
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(uring, "Served", none_left)
+    with pytest.raises(MemoryError):
+        UringEngine(depth=4)
+    assert rings() == before
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_process_that_forgets_to_close_ends(hangs: bool) -> None:
     program = (
