@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from flowkv.engine.runner import Forward, OpenRow, PackedRunner, Runner, own_model
     from flowkv.engine.sampling import UNEVEN, Choice, Drawn, Largest, OwnSampler, draw, seed_of
     from flowkv.engine.scheduler import RunningRequest
-    from flowkv.hooks.huggingface import door, identity, load, restore
+    from flowkv.hooks.huggingface import door, identity, load, restore, smollm2
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask
     from flowkv.hooks.huggingface.cache import PagedCache, place_layers, read_layer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.inside import ConfigError, load, load_model
+from tests.inside import ConfigError, load, load_model, smollm2
 
 
 class GatedRepoError(Exception):
@@ -46,3 +46,28 @@ def test_the_model_of_the_package_speaks_english(
         ids = torch.tensor([encode("The capital of France is")])
         answer = model.generate(ids, max_new_tokens=2, do_sample=False)
         assert "Paris" in decode(answer[0].tolist())
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_a_model_that_cannot_be_put_in_place_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
+) -> None:
+    def rename(made: Path, folder: Path) -> None:
+        if faster:
+            folder.mkdir()
+        raise OSError("not here")
+
+    class Found:
+        origin = str(tmp_path / "package" / "__init__.py")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: Found)
+    monkeypatch.setattr(smollm2.importlib.metadata, "version", lambda name: "0")
+    monkeypatch.setattr(smollm2, "_convert", lambda source, target: None)
+    monkeypatch.setattr(Path, "rename", rename)
+    if faster:
+        assert smollm2.smollm2_path().is_dir()
+    else:
+        with pytest.raises(ConfigError, match="cannot hold the model"):
+            smollm2.smollm2_path()
+    assert [path.name for path in (tmp_path / "flowkv").iterdir()] == ["smollm2-0"] * faster

@@ -6,7 +6,6 @@ kept in fp32, 538 MB, so that other processes read them as fast as any model.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -46,8 +45,11 @@ def smollm2_path() -> Path:
             made = Path(tempfile.mkdtemp(prefix=f"{NAME}-", dir=root))
             try:
                 _convert(Path(found.origin).parent, made)
-                with contextlib.suppress(FileExistsError, OSError):  # another process was faster
+                try:
                     made.rename(folder)
+                except OSError:
+                    if not folder.is_dir():  # else another process was faster
+                        raise
             finally:
                 shutil.rmtree(made, ignore_errors=True)
         except OSError as error:

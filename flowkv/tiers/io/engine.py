@@ -2,7 +2,7 @@
 
     submit(operations) -> ... -> wait(timeout_s) -> completions
 
-Three engines implement it, and a tier takes the first that this machine allows (`open_engine`):
+Three engines implement it, and a tier takes the first that this machine allows (`open_best`):
 io_uring, positional system calls on threads with O_DIRECT, and the same through the page cache.
 
 Memory named by an operation belongs to the engine until its completion is reported, whatever
