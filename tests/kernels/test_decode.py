@@ -89,8 +89,42 @@ def test_what_does_not_fit_is_left_to_the_operations() -> None:
         assert decode.attend(0, odd) is None
     assert decode.attend(0, q, sinks=torch.zeros(3)) is None
     assert decode.attend(0, q, sinks=torch.zeros(4).double()) is None
+    for softcap in (0.0, -1.0, torch.tensor(20.0)):
+        assert decode.attend(0, q, softcap=softcap) is None
+    assert decode.attend(0, q[:, :0]) is None
     with checking():
         assert prepare_decode(scene.pages, scene.batch, None) is None
+
+
+def test_outputs_are_tensors_of_their_own() -> None:
+    scene = Scene(layout_of(2, 16, layers=3), [9, 20], [1, 1])
+    decode = prepare_decode(scene.pages, scene.batch, None)
+    q = torch.randn(2, 4, 1, 16)
+    with torch.no_grad():
+        one, two = decode.attend(0, q), decode.attend(1, q)
+    assert (
+        one._base is None and one.untyped_storage().data_ptr() != two.untyped_storage().data_ptr()
+    )
+    one.mul_(torch.ones(1, requires_grad=True))  # no view, which could not be changed in place
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what C ignores
+@pytest.mark.parametrize("slices", [1, 7])
+@pytest.mark.parametrize("team", [True, False])
+def test_what_could_not_be_computed_is_raised(
+    slices: int, team: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice that finds no memory to work with leaves its part of the answer unwritten."""
+    monkeypatch.setattr(cpu_attention, "slices", lambda work, least: slices)
+    if not team:
+        monkeypatch.setattr(cpu_pool, "_team", 0)
+    scene = Scene(layout_of(2, 16), [9, 20], [1, 1])
+    decode = prepare_decode(scene.pages, scene.batch, None)
+    q = torch.randn(2, 4, 1, 16)
+    assert decode.attend(0, q) is not None
+    decode._call._operands[cpu_attention.fields.MOST_ROWS] = 1 << 50
+    with pytest.raises(MemoryError):
+        decode.attend(0, q)
 
 
 @pytest.mark.parametrize("team", [True, False])

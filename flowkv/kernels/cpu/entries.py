@@ -26,7 +26,10 @@ def _entries(stamp, cache):
 
     @jit
     def attend(a, threads, layer, q, q_token, q_head, out):
-        """Attend with the queries at q: by `threads` of a team, or alone, or (0) not yet."""
+        """Attend with the queries at q: by `threads` of a team, or alone, or (0) not yet.
+
+        Returns how many slices are not done: what a slice raises, C functions cannot hand on.
+        """
         to = pointer(a, np.int64(stamp))
         to[LAYER], to[Q], to[Q_TOKEN], to[Q_HEAD], to[OUT] = layer, q, q_token, q_head, out
         to[NEXT] = to[DONE] = 0
@@ -34,6 +37,7 @@ def _entries(stamp, cache):
             call_team(to[TEAM], to[WORK], a, threads)
         elif threads:
             call(to[WORK], a)
+        return to[PARTS] - to[DONE]
 
     @jit
     def help_with(a):

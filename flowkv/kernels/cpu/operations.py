@@ -240,8 +240,6 @@ that torch takes."""
 _ALL = 1 << 40
 LEAST_ATTENDED = 1 << 15
 """Elements of K and V that are worth a slice: 10 us, three times what a team takes to start."""
-MOST_OUTPUT_BYTES = 1 << 20
-"""Of the outputs of several layers that are made at once."""
 INVARIANT_TOKENS = 1024
 """Tokens of a piece when rows must not depend on each other: cut for parallelism, but always so."""
 
@@ -352,9 +350,14 @@ class Call:
         """`attend` with addresses and strides."""
         threads = 1 if self._parts == 1 else min(torch.get_num_threads(), self._parts)
         alone = threads > 1 and not team()
-        entries.attend(self.address, 0 if alone else threads, layer, q, by_token, by_head, out)
+        left = entries.attend(
+            self.address, 0 if alone else threads, layer, q, by_token, by_head, out
+        )
         if alone:
             spread(lambda _: entries.help_with(self.address), threads)
+            left = self._operands[fields.PARTS] - self._operands[fields.DONE]
+        if left:
+            raise MemoryError("no room for what attention works with")
 
 
 def _address(x: torch.Tensor | None) -> int:
@@ -421,7 +424,6 @@ class Decode:
         self._how: tuple[object, ...] = ()
         self._call: Call
         self._by, self._shape = 0, (0,)
-        self._outs: list[torch.Tensor] = []
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Writes the new tokens of a layer, counted within the group; False if they do not fit.
@@ -481,12 +483,13 @@ class Decode:
             if not fits or sinks.shape != (q.shape[1],):
                 return None
             self._call.sink(sinks)
-        out = self._outs.pop() if self._outs else self._fresh(q)
-        if self._call.short:
-            where = self._call.address
-            entries.attend(where, 1, layer, q.data_ptr(), by[self._by], by[1], out.data_ptr())
-        else:
+        out = q.new_empty(self._shape)
+        if not self._call.short:
             self._call.run(layer, q.data_ptr(), by[self._by], by[1], out.data_ptr())
+        elif entries.attend(
+            self._call.address, 1, layer, q.data_ptr(), by[self._by], by[1], out.data_ptr()
+        ):
+            raise MemoryError("no room for what attention works with")
         return out
 
     def _prepare(
@@ -495,7 +498,10 @@ class Decode:
         layout, batch, heads = self._layout, self.batch, q.shape[1]
         n = batch.rows.shape[0]
         by = _token_dims(n, heads, layout.head_dim).get(q.shape)
-        if by is None or heads % layout.kv_heads:
+        plain_numbers = all(x is None or isinstance(x, int | float) for x in (scale, softcap))
+        if by is None or not heads or heads % layout.kv_heads or not plain_numbers:
+            return False
+        if softcap is not None and softcap <= 0:
             return False
         how = Scoring(
             scale=layout.head_dim**-0.5 if scale is None else scale,
@@ -505,15 +511,8 @@ class Decode:
         self._call = Call(self._pages, batch, how, heads, self._dtype, 1)
         self._how = q.shape, scale, softcap, plain
         lead = (n,) if q.dim() == 3 else (n, 1) if by == 0 else (1, n)
-        self._by, self._shape, self._outs = by, (*lead, heads, layout.value_dim), []
+        self._by, self._shape = by, (*lead, heads, layout.value_dim)
         return True
-
-    def _fresh(self, q: torch.Tensor) -> torch.Tensor:
-        """An output; those of later layers are made with it, which costs less than one by one."""
-        most = MOST_OUTPUT_BYTES // (math.prod(self._shape) * self._item)
-        count = max(1, min(self._layout.layers, most))
-        self._outs = list(q.new_empty(count, *self._shape).unbind(0))
-        return self._outs.pop()
 
 
 def _token_dims(tokens: int, heads: int, dim: int) -> dict[tuple[int, ...], int]:
