@@ -172,8 +172,25 @@ def begin(tables: Tables, rows: list[int], counts: NDArray[np.int64], page_size:
     lines, before = np.array(rows, np.int32), np.empty(n, np.int64)
     after, starts = np.empty(n, np.int32), np.empty(n + 1, np.int32)
     state = (tables.lengths, tables.shared, tables.state)
-    flags, new, length = _begin(lines, counts, state, page_size, (before, after, starts))
+    flags, new, length = _begin(lines, counts, state, page_size, (before, after, starts), False)
     return Advance(lines, before, after, starts, [], new, length, flags)
+
+
+def again(
+    tables: Tables, last: Advance, counts: NDArray[np.int64], page_size: int
+) -> Advance | None:
+    """As `begin`, in the arrays of the step before, from where that ended.
+
+    None, and nothing is marked, if lengths are others meanwhile or more than lengths would change.
+    """
+    state = (tables.lengths, tables.shared, tables.state)
+    out = (last.before, last.after, last.starts)
+    flags, new, length = _begin(last.rows, counts, state, page_size, out, True)
+    if flags & (SHARES | GROWS):
+        tables.state[last.rows] = READY
+    if flags & (REFUSED | SHARES | GROWS):
+        return None
+    return Advance(last.rows, *out, [], new, length, flags)
 
 
 def finish(tables: Tables, step: Advance) -> None:
@@ -182,14 +199,14 @@ def finish(tables: Tables, step: Advance) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
+def _begin(rows, counts, state, page_size, out, again):  # type: ignore[no-untyped-def]
     lengths, shared, states = state
     before, after, starts = out
     flags, most_new, most_length, total = 0, 0, 0, 0
     starts[0] = 0
     for b in range(len(rows)):
         row, new = rows[b], counts[b]
-        if states[row] != READY or new < 0:
+        if states[row] != READY or new < 0 or (again and lengths[row] != after[b]):
             for c in range(b):
                 states[rows[c]] = READY
             return REFUSED, 0, 0
@@ -624,11 +641,33 @@ class Planner:
                 self.tables.state[step.rows] = READY  # until all pages are there
                 step = self._make_room(seqs, step)
                 self.tables.state[step.rows] = STEPPING
-            if self.store.bus.wants(StepPlanned):
-                new, context = int(step.starts[-1]), int(step.before.sum())
-                planned = StepPlanned(rows=len(rows), new_tokens=new, context_tokens=context)
-                self.store.bus.emit(planned)
+            self._tell(step)
             return step
+
+    def advance(
+        self, seqs: Items[Sequence], counts: NDArray[np.int64], last: Advance
+    ) -> Advance | None:
+        """Does to rows what the step before did, in its arrays; None if they need more than that.
+
+        Args:
+            seqs: The rows of that step.
+            counts: Its new tokens.
+            last: What it did.
+        """
+        with self.guard:
+            if [seq.row for seq in seqs] != last.rows.tolist():
+                return None
+            step = again(self.tables, last, counts, self.page_size)
+            if step is not None:
+                self._tell(step)
+            return step
+
+    def _tell(self, step: Advance) -> None:
+        if self.store.bus.wants(StepPlanned):
+            new, context = int(step.starts[-1]), int(step.before.sum())
+            self.store.bus.emit(
+                StepPlanned(rows=len(step.rows), new_tokens=new, context_tokens=context)
+            )
 
     def _make_room(self, seqs: Items[Sequence], step: Advance) -> Advance:
         size, tables = self.page_size, self.tables

@@ -1502,15 +1502,24 @@ def warn(kv: KV, code: str, message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-def plan(kv: KV, seqs: Items[Sequence], counts: Items[int] | NDArray[np.int64]) -> Step:
+def plan(
+    kv: KV,
+    seqs: Items[Sequence],
+    counts: Items[int] | NDArray[np.int64],
+    last: Step | None = None,
+) -> Step:
     """A step over rows whose new token ids are told elsewhere (`Sequence.note`), or never.
 
     Args:
         kv: The cache.
         seqs: The rows.
         counts: New tokens of each.
+        last: A step of the same rows and counts that is over: what it prepared is used again.
     """
     kv._alive()
+    step = None if last is None else last.next()
+    if step is not None:
+        return step
     planner = Planner.of(seqs[0]) if seqs else kv._bound()
     return Step(planner, seqs, np.asarray(counts, np.int64))
 

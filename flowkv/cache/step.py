@@ -21,6 +21,7 @@ from flowkv.core import compiling
 from flowkv.core.errors import GeometryError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import CODEC_SHIFT, LayerGroup
 from flowkv.kernels.cascade import Cascade, shared_prefixes
+from flowkv.kernels.dispatch import is_checking
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.policy.pages import Importance
 
@@ -284,10 +285,17 @@ class Step:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open _planner _started_s _token _batches _singles
-        _shared _decodes _noted _touched _watch _advance _waited_s _coming __weakref__""".split()
+        _shared _decodes _lines _noted _touched _watch _advance _waited_s _coming
+        __weakref__""".split()
     )
 
-    def __init__(self, planner: Planner, seqs: Items[Sequence], counts: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        seqs: Items[Sequence],
+        counts: NDArray[np.int64],
+        advance: Advance | None = None,
+    ) -> None:
         self.seqs, self.counts = list(seqs), counts
         self.apart = self._open = False  # until everything is reserved
         self.tokens: torch.Tensor | None = None
@@ -303,13 +311,33 @@ class Step:
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
         self._watch: MassWatch | None = None
-        self._advance = planner.reserve(self.seqs, counts)
+        self._lines = planner.tables.pages
+        self._advance = planner.reserve(self.seqs, counts) if advance is None else advance
         self._open = True
         self._waited_s = 0.0
         self._coming = [seq for seq in self.seqs if seq.restoration is not None]
         if self._coming:  # nobody attends to pages that are not there
             waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
             self.awaits = partial(_all, waits)
+
+    def next(self) -> Step | None:
+        """The step after this one, of the same rows and counts; None if it has to be planned.
+
+        While rows decode, nothing but their lengths changes until a page is full. What is prepared
+        for the kernels reads those where they lie, and stays.
+        """
+        kept = self._decodes
+        if self._open or not kept or None in kept.values() or is_checking():
+            return None
+        planner = self._planner
+        if planner.tables.pages is not self._lines or any(s.restoration for s in self.seqs):
+            return None
+        advance = planner.advance(self.seqs, self.counts, self._advance)
+        if advance is None:
+            return None
+        step = Step(planner, self.seqs, self.counts, advance)
+        step._decodes = kept
+        return step
 
     def give(self, tokens: NDArray[np.uint32]) -> None:
         """Tells the step its token ids; what the sequences do not know yet is noted in them.
@@ -557,6 +585,7 @@ class Step:
 
     def appended(self, layer: int) -> None:
         """Says that a layer has written its new tokens, and is about to attend."""
+        self._touched.add(layer)
         if self.awaits is not None:
             begun_s = time.perf_counter()
             self.awaits(layer)
@@ -592,8 +621,9 @@ class Step:
             StateError: The step was given token ids, and the model left layers out, or went on
                 though pages did not come: what it wrote is not theirs. The step is rolled back.
         """
-        missed = self._planner.layers - self._touched
-        if missed and self.tokens is not None and self.tokens.numel():
+        given = self.tokens is not None and self.tokens.numel()
+        missed = self._planner.layers - self._touched if given else ()
+        if missed:
             self.rollback()
             raise StateError(
                 f"the model gave no keys and values for layers {sorted(missed)} of a step",

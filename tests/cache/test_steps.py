@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flowkv import KV, Salt, kernels
+from flowkv import KV, Salt, Sequence, Step, kernels
+from flowkv.kernels import Pages, Ragged
 from tests.cache.audit import audit, audit_empty
 from tests.cache.toy import (
     PAGE,
     advance,
     check_content,
     content,
+    keys_values,
     make_kv,
     opened,
     prefill,
@@ -356,3 +363,88 @@ def test_tensors_of_another_number_of_tokens_are_refused(kv: KV, n: int) -> None
         with pytest.raises(GeometryError, match="in a step of 3 new tokens"):
             step.read(0, q)
         step.rollback()
+
+
+def decoded(kv: KV, rows: dict[Sequence, list[int]], last: Step | None, token: int) -> Step:
+    """One more token of each row, attended to, in a step that may go on where another ended."""
+    step = plan(kv, list(rows), [1] * len(rows), last)
+    step.give(np.full(len(rows), token, np.uint32))
+    for known in rows.values():
+        known.append(token)
+    each = [keys_values(kv.geometry, 0, known) for known in rows.values()]
+    q = torch.ones(len(rows), 2, 8)
+    found = step.attend(0, q, *(torch.cat([kv[i][-1:] for kv in each]) for i in (0, 1)))
+    for one, (k, v) in zip(found, each, strict=True):
+        wanted = torch.softmax(k[:, 0].sum(1) * 8**-0.5, 0) @ v[:, 0]
+        assert torch.allclose(one, wanted.expand(2, -1), atol=1e-5)
+    step.commit()
+    return step
+
+
+def test_steps_of_the_same_rows_keep_what_was_prepared_until_a_page_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared, prepare = [], kernels.prepare_decode
+
+    def watched(pages: Pages, batch: Ragged, window: int | None) -> Any:
+        prepared.append(batch.most_length)
+        return prepare(pages, batch, window)
+
+    monkeypatch.setattr(kernels, "prepare_decode", watched)
+    with make_kv(simple()) as kv:
+        rows = {opened(kv, [5] * 3): [5] * 3, opened(kv, [6]): [6]}
+        last = None
+        for _ in range(2 * PAGE):
+            last = decoded(kv, rows, last, 9)
+        # Again whenever one of the two rows begins another page.
+        assert prepared == [4, 9, 11, 17, 19]
+        for seq, known in rows.items():
+            check_content(kv, seq, known)
+        audit(kv)
+
+
+CHANGES = ("nothing", "fork", "tables", "suspend", "advance", "roll back", "close", "checking")
+
+
+@given(
+    change=st.sampled_from(CHANGES),
+    before=st.integers(0, PAGE + 1),
+    then=st.integers(1, PAGE),
+    count=st.integers(1, 3),
+)
+def test_a_step_after_another_writes_where_a_planned_one_would(
+    change: str, before: int, then: int, count: int
+) -> None:
+    with make_kv(simple()) as kv, ExitStack() as stack:
+        prompts = [[i + 1] * (2 + 3 * i) for i in range(count)]
+        rows = {opened(kv, prompt): list(prompt) for prompt in prompts}
+        first, last = next(iter(rows)), None
+        for i in range(before + then):
+            if i == before:
+                match change:
+                    case "fork":
+                        known, twin = [*rows[first], 77], kv.fork(first)
+                        advance(kv, [twin], [[77]])
+                        check_content(kv, twin, known)
+                    case "tables":
+                        opened(kv, [50] * (PAGE * 70))
+                    case "suspend":
+                        kv.suspend(first)
+                        kv.resume(first)
+                    case "advance":
+                        advance(kv, [first], [[70] * (3 * PAGE)])
+                        rows[first] += [70] * (3 * PAGE)
+                    case "roll back":
+                        with suppress(KeyError), kv.step(list(rows), [[1]] * count) as step:
+                            write(step)
+                            raise KeyError
+                    case "close" if count > 1:
+                        del rows[first]
+                        first.close()
+                    case "checking":
+                        stack.enter_context(kernels.checking())
+            same = last is not None and last.seqs == list(rows)
+            last = decoded(kv, rows, last if same else None, 30 + i)
+        for seq, known in rows.items():
+            check_content(kv, seq, known)
+        audit(kv)

@@ -471,6 +471,10 @@ _COMPARED = re.compile(
 )
 
 
+_CHOSEN = "_attn_implementation_internal"
+"""Where a configuration keeps the implementation it chose."""
+
+
 class Switch:
     """The attention implementation of one model's decoder. Thread-safe.
 
@@ -485,12 +489,11 @@ class Switch:
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # uses the cache
         decoder = decoder if isinstance(decoder, torch.nn.Module) else model
         configs: list[Any] = [getattr(module, "config", None) for module in decoder.modules()]
-        known = {id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}
-        self._configs = [
-            (c, str(c._attn_implementation).removeprefix(PREFIX)) for c in known.values()
-        ]
+        known = {id(c): vars(c) for c in configs if _CHOSEN in getattr(c, "__dict__", ())}
+        # Configurations compute every attribute that they are asked for: 5 us each.
+        self._configs = [(held, str(held[_CHOSEN]).removeprefix(PREFIX)) for held in known.values()]
         self.reason = _obstacle(decoder, {name for _, name in self._configs})
-        self._switched: list[tuple[Any, str]] = []
+        self._switched: list[tuple[dict[str, Any], str]] = []
         self._forwards, self._lock = 0, threading.Lock()
 
     def on(self) -> None:
@@ -500,21 +503,21 @@ class Switch:
             if self._forwards > 1 or self.reason:
                 return
             register()
-            for config, known in self._configs:
+            for held, known in self._configs:
                 # What somebody else has set meanwhile was not asked for an obstacle.
-                if config._attn_implementation == known:
-                    self._switched.append((config, known))
+                if held[_CHOSEN] == known:
+                    self._switched.append((held, known))
                     # The property would set it for sub-configurations (a vision tower's) as well.
-                    config._attn_implementation_internal = PREFIX + known
+                    held[_CHOSEN] = PREFIX + known
 
     def off(self) -> None:
         """It is over: with the last one, what was there is put back, unless it was set anew."""
         with self._lock:
             self._forwards -= 1
             while self._switched and not self._forwards:
-                config, known = self._switched.pop()
-                if config._attn_implementation == PREFIX + known:
-                    config._attn_implementation_internal = known
+                held, known = self._switched.pop()
+                if held[_CHOSEN] == PREFIX + known:
+                    held[_CHOSEN] = known
 
 
 def _obstacle(decoder: torch.nn.Module, names: set[str]) -> str:

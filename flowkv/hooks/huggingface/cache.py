@@ -29,7 +29,6 @@ from flowkv.hooks.huggingface.versions import (
     removed,
 )
 from flowkv.kernels.dispatch import choose
-from flowkv.kernels.operands import Pages, Ragged
 
 # Which layers of a model can lie in pages, as its configuration and one probe say.
 
@@ -266,9 +265,7 @@ def plan_geometry(geometry: Geometry) -> ModelPlan:
 
 # Cache layers whose K and V lie in pages, beside a recurrent state or not.
 
-PAGED_STATE = frozenset(
-    ("rows", "placed", "spec", "pages", "batch", "decode", "_cache", "_step", "_gathered")
-)
+PAGED_STATE = frozenset(("rows", "placed", "spec", "decode", "_cache", "_step", "_gathered"))
 """Attributes of a layer that are no other layer's."""
 
 
@@ -343,8 +340,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.chunked, self.shape = spec.kind == "chunked", placed.shape
         self.columns, self.record_past = 0, False
         self.dtype, self.device = placed.shape[3:]
-        self.pages: Pages
-        self.batch: Ragged
         self.decode: Any = None
         self._step: object = None
         self._gathered: Gathered | None = None
@@ -413,10 +408,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             decode, backend = None, self.placed.backend
             pages, batch = step.pages(self.index), step.batch(group)
             kernels.append(rows.pack(k), rows.pack(v), pages, batch, backend=backend)
-        self._gathered, self.decode, self.pages = None, decode, step.pages(self.index)
-        step.appended(self.index)
-        # Pages may have been put in place meanwhile.
-        self.batch = step.batch(group) if decode is None else decode.batch
+        self._gathered, self.decode = None, decode
+        step.appended(self.index)  # pages may be put in place meanwhile
         self.columns = self._shown(rows.base) + rows.new
         return True
 
@@ -451,16 +444,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
             if found is not None:
                 return found
-        (batch, heads, new, dim), rows = q.shape, self.rows
+        (batch, heads, new, dim), rows, step = q.shape, self.rows, self.rows.step
+        assert step is not None
         kv_heads, head_dim, _, dtype, device = self.shape
         if (batch, new, dim) != (len(rows.seqs), rows.new, head_dim) or heads % kv_heads:
             return None
         if q.dtype is not dtype or q.device != device:
             return None
         out = kernels.paged_attention(
-            self.rows.pack(q),
-            self.pages,
-            self.batch,
+            rows.pack(q),
+            step.pages(self.index),
+            step.batch(self.placed.group),
             scale=scale,
             window=self.window,
             softcap=softcap,
@@ -468,7 +462,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             backend=self.placed.backend,
         )
         assert isinstance(out, torch.Tensor)
-        return self.rows.unpack(out)
+        return rows.unpack(out)
 
     def _own_step(self, k: torch.Tensor) -> bool:
         """Begins a step that no hook has begun; False if that cannot be done in pages."""
@@ -562,13 +556,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _gather(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows, step = self.rows, self.rows.step
         rows.alive()
-        if self.in_step:
-            return kernels.gather_dense(self.pages, self.batch, columns)
         if step is None:
             with rows.reading(self.index, self.placed.group) as (pages, batch):
                 return kernels.gather_dense(pages, batch, columns)
-        # A forward is under way and has not reached this layer: leave its new columns out.
         pages, batch = step.pages(self.index), step.batch(self.placed.group)
+        if self.in_step:
+            return kernels.gather_dense(pages, batch, columns)
+        # A forward is under way and has not reached this layer: leave its new columns out.
         k, v = kernels.gather_dense(pages, batch, columns + rows.new)
         return k[:, :, :columns], v[:, :, :columns]
 

@@ -90,7 +90,7 @@ class Rows:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """kv seqs base layers trusted total new updated forwards step driven wants_weights blind
-        by_column prefilling uneven switch restoring promised lost pads most_pad views taken
+        by_column prefilling uneven switch restoring promised lost pads most_pad views _last taken
         _index _notes _one _left _known _next_full __weakref__""".split()
     )
 
@@ -116,6 +116,7 @@ class Rows:
         self.restoring: Any = None
         self.promised = self.lost = 0
         self.views: dict[int, Any] = {}
+        self._last: Step | None = None
         self._index: torch.Tensor | None = None
         self._notes = Notes()
         self._pad(pads)
@@ -168,7 +169,12 @@ class Rows:
             if (counts > new).any():
                 raise StateError("tokens before the forward are missing", "Start a new generation")
             counts, ragged = counts.clip(0, new), bool((counts < new).any())
-        self.step = step = plan(self.kv, self.seqs, counts)
+        last = None
+        if new == 1 and not ragged and self.restoring is None:
+            last, self._last = self._last, None
+            if last is not None and last.seqs != self.seqs:
+                last = None
+        self.step = step = plan(self.kv, self.seqs, counts, last)
         if self.restoring is not None:
             step.awaits = self._await
         self.new, self.total, self.updated, self.driven = new, total, 0, driven
@@ -206,6 +212,7 @@ class Rows:
             if not self.blind and not self.trusted(self):
                 self.go_blind()
         step.commit()
+        self._last = step if self.new == 1 else None
         self.base, self.uneven = self.total, False
         if self.restoring is not None:
             self.restoring.finish(ok=True)
