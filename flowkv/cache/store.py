@@ -1366,7 +1366,7 @@ class PageStore:
     def drain(self, timeout_s: float = 0.0) -> int:
         """Sends and answers what can be, see `Mover.drain`; pages that waited go on their way."""
         handled = 0
-        if self.mover.busy:
+        if self.mover.lanes and self.mover.busy:
             handled = self.mover.drain(timeout_s)
             self._give_up_late()
         if self._unwritten:

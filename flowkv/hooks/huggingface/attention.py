@@ -350,7 +350,7 @@ def mask(previous: str, **arguments: Any) -> torch.Tensor | None:
     if not isinstance(offset, int) or offset == 0 or arguments.get("use_vmap"):
         return build(**arguments)
     function = arguments.get("mask_function")
-    window = overlay_window(function)
+    window = None if function is causal_mask_function else overlay_window(function)
     if window is None and function is not causal_mask_function:
         return build(**arguments)
     if (

@@ -282,7 +282,8 @@ class ForwardHook:
             else:
                 cache.finish()
                 if isinstance(cache, PagedCache):  # else somebody wrote to its keys meanwhile
-                    audit_rows(cache)
+                    if cache.audits is not None:
+                        audit_rows(cache)
                     self._learn(module, cache)
                 self.proof.rest()
 

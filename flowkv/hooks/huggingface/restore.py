@@ -562,8 +562,6 @@ def audit_rows(cache: PagedCache) -> None:
         cache: In no forward. Its `audits` computes, with the arguments of its first forward.
     """
     nested, cache.audits = cache.audits, None
-    if nested is None:
-        return
     rows, kv = cache.rows, cache.rows.kv
     size = kv.page_size
     for row, (seq, pad) in enumerate(list(rows.padded)):
