@@ -11,6 +11,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numba
+
 if TYPE_CHECKING:
     from flowkv.cache import export, pinned, stack, step, store, swap
     from flowkv.cache import pool as cache_pool
@@ -226,7 +228,7 @@ if TYPE_CHECKING:
     )
     from flowkv.policy.hazard.compiled import describe as compiled_describe
     from flowkv.policy.hazard.index import is_model
-    from flowkv.policy.hedge import AWAY, ROOM
+    from flowkv.policy.hedge import STAKE
     from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
     from flowkv.policy.order.compiled import (
         BIRTHS,
@@ -481,6 +483,14 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"tests.inside has no {name}. Add the import that brings it")
     module, there = _PLACES[name]
     try:
-        return getattr(importlib.import_module(module), there)
+        found = getattr(importlib.import_module(module), there)
     except AttributeError:  # a module of a package
         return importlib.import_module(f"{module}.{there}")
+    if getattr(found, "targetoptions", {}).get("no_cpython_wrapper"):  # a part of compiled calls
+
+        @numba.njit(error_model="numpy")
+        def called(*given):  # type: ignore[no-untyped-def]
+            return found(*given)
+
+        return called
+    return found

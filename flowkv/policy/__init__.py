@@ -24,7 +24,6 @@ from flowkv.policy.base import (
     CostAwareConfig,
     CyclicConfig,
     HazardConfig,
-    HedgeConfig,
     Lease,
     LfuTtlConfig,
     LruConfig,
@@ -52,7 +51,6 @@ __all__ = [
     "HazardConfig",
     "HazardIndex",
     "Hedge",
-    "HedgeConfig",
     "Lease",
     "LfuTtl",
     "LfuTtlConfig",
@@ -84,7 +82,7 @@ class CatalogueEntry(NamedTuple):
 CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
     {
         "arc": CatalogueEntry(ARC, ArcConfig, {}),
-        "auto": CatalogueEntry(Hedge, HedgeConfig, {}),
+        "auto": CatalogueEntry(Hedge, HazardConfig, {}),
         "cost-aware": CatalogueEntry(CostAware, CostAwareConfig, {}),
         "cyclic": CatalogueEntry(Cyclic, CyclicConfig, {}),
         "hazard": CatalogueEntry(HazardIndex, HazardConfig, {}),

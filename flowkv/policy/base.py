@@ -307,17 +307,6 @@ class CyclicConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only
     cycle: bool | None = None
 
 
-class HedgeConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `Hedge` can be told; there is rarely a reason.
-
-    Attributes:
-        taus_s: Half-lives of the access counts that are tried, in seconds, beside LRU and the
-            learned index. Each has a shadow of the place's own size.
-    """
-
-    taus_s: Annotated[tuple[HalfLife, ...], Meta(max_length=7)] = (120.0,)
-
-
 class CostAwareConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `CostAware` can be told.
 

@@ -17,8 +17,16 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, LeaseConfig, Slots, Visit, configure
-from flowkv.policy.hedge import AWAY, CELL, HELD, fresh_shades, hold, shadow_drop
-from flowkv.policy.order.compiled import SLOT_LIMIT, SLOT_MASK, Array, assign, kernel
+from flowkv.policy.order.compiled import (
+    SLOT_BITS,
+    SLOT_LIMIT,
+    SLOT_MASK,
+    Array,
+    assign,
+    kernel,
+    put,
+    take,
+)
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
 NOT_AGAIN = 1 << 40
@@ -40,26 +48,29 @@ def replay(
     offsets: Array,
     blocks: Array,
     uses: Array,
-    cells: Array,
-    shadow: tuple[Array, ...],
+    heap: Array,
+    place: Array,
     capacity: int,
     hits: Array,
 ) -> None:
-    """Fills `hits` with the leading resident blocks of each request."""
-    shade, leaves, count = shadow
+    """Fills `hits` with the leading resident blocks of each request; `place` is all -1."""
+    held = 0
     for r in range(len(offsets) - 1):
         first, end = offsets[r], offsets[r + 1]
         run = first
-        while run < end and shade[blocks[run]].place != AWAY:
+        while run < end and place[blocks[run]] >= 0:
             run += 1
         hits[r] = run - first
-        for j in range(end - 1, first - 1, -1):  # so that what is no leaf in the end never was
+        for j in range(first, end):  # what is needed latest is on top, of equals the deepest
             b = blocks[j]
-            cells[b].depth = j - first
-            shade[b].key = -uses[j]
-            hold(shade, leaves, count, cells, b)
-        while count[HELD] > capacity:
-            shadow_drop(shade, leaves, count, cells, leaves[0, 1] & SLOT_MASK)
+            i = place[b]
+            if i < 0:
+                i = held
+                held += 1
+            put(heap, place, held, i, (-uses[j], (SLOT_MASK - (j - first)) << SLOT_BITS | b))
+        while held > capacity:
+            take(heap, place, held, 0)
+            held -= 1
 
 
 def next_uses(
@@ -81,7 +92,7 @@ def next_uses(
 def belady(
     offsets: NDArray[np.int64],
     blocks: NDArray[np.int64],
-    parents: NDArray[np.int64],
+    unique: int,
     capacity: int,
     uses: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
@@ -89,10 +100,10 @@ def belady(
 
     Args:
         offsets: i8 [R + 1]; the blocks of request r are `blocks[offsets[r]:offsets[r + 1]]`, root
-            to leaf. A chain may be of any blocks, but a block's parent precedes it wherever it is
-            used (the optimum for prefixes) or is -1 (the optimum for single blocks).
-        blocks: Dense numbers from 0.
-        parents: i8 [U], -1 for roots.
+            to leaf. The optimum is one for prefixes where a block's parent precedes it wherever it
+            is used, and otherwise for single blocks.
+        blocks: Numbers below `unique`.
+        unique: Different blocks.
         capacity: Blocks that fit.
         uses: What `next_uses` gave, where several sizes are asked for.
 
@@ -108,19 +119,14 @@ def belady(
     if capacity < 0:
         raise ConfigError(f"a place cannot hold {capacity} blocks", "Use 0 or more")
     if uses is None:
-        uses = next_uses(offsets, blocks, len(parents))
+        uses = next_uses(offsets, blocks, unique)
     else:
-        _check_requests(offsets, blocks, len(parents))
-    if len(uses) != len(blocks) or not _within(parents, -1, len(parents)):
-        raise ConfigError(
-            f"{len(uses)} uses of {len(blocks)} blocks, or a parent that is no block",
-            "Pass what next_uses() gave, and parents that are blocks or -1",
-        )
-    cells, hits = np.zeros(len(parents), CELL), np.zeros(max(len(offsets) - 1, 0), np.int64)
-    cells["up"] = parents
-    leaves, count = np.zeros((len(parents) + 1, 2), np.int64), np.zeros(2, np.int64)
-    shadow = fresh_shades(len(parents)), leaves, count
-    replay(offsets, blocks, uses, cells, shadow, capacity, hits)
+        _check_requests(offsets, blocks, unique)
+    if len(uses) != len(blocks):
+        raise ConfigError(f"{len(uses)} uses of {len(blocks)} blocks", "Pass what next_uses() gave")
+    hits = np.zeros(max(len(offsets) - 1, 0), np.int64)
+    heap, place = np.empty((unique, 2), np.int64), np.full(unique, -1, np.int32)
+    replay(offsets, blocks, uses, heap, place, capacity, hits)
     return hits
 
 

@@ -301,7 +301,7 @@ def bounds_of(trace: Trace, capacity: int) -> Bounds:
     """Both bounds, computed when they are first asked for."""
     key = (digest_of(trace), capacity)
     if key not in _known:
-        opt = belady(trace.offsets, trace.blocks, trace.parents, capacity)
+        opt = belady(trace.offsets, trace.blocks, trace.unique, capacity)
         _known[key] = Bounds(lru_hits(trace, capacity), opt)
         if len(_known) > _MOST:
             _known.popitem(last=False)
@@ -904,7 +904,7 @@ def _machine(settings: ReplaySettings) -> tuple[Hardware, Shape]:
 def _optimum(trace: Trace, capacity: int) -> Result:
     """The bound itself: what is resident is always a leading run."""
     start = perf_counter()
-    hits = belady(trace.offsets, trace.blocks, trace.parents, capacity)
+    hits = belady(trace.offsets, trace.blocks, trace.unique, capacity)
     seconds = perf_counter() - start
     course = Course(len(trace))
     course.hits = course.held = hits

@@ -24,7 +24,7 @@ def test_every_row(name):
 
 def test_auto_is_the_hedge():
     assert make_policy("auto").name == "auto"
-    assert make_policy("auto").chosen == "lru"
+    assert make_policy("auto").chosen == "hazard"
 
 
 def test_options():

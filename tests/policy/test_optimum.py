@@ -52,7 +52,7 @@ def a_trace(story: list[tuple[int, list[int]]]) -> Trace:
 
 
 def optimum_hits(trace: Trace, capacity: int) -> np.ndarray:
-    return belady(trace.offsets, trace.blocks, trace.parents, capacity)
+    return belady(trace.offsets, trace.blocks, trace.unique, capacity)
 
 
 def chains(trace: Trace) -> list[list[int]]:
@@ -153,7 +153,7 @@ def test_single_blocks_without_parents():
     n, capacity, rounds = 10, 4, 20
     offsets = np.arange(n * rounds + 1)
     blocks = np.tile(np.arange(n), rounds)
-    hits = belady(offsets, blocks, np.full(n, -1), capacity)
+    hits = belady(offsets, blocks, n, capacity)
     assert hits.sum() == capacity * (rounds - 1)
 
 
@@ -172,7 +172,7 @@ def test_without_a_future_the_deepest_goes_first():
 
 def test_a_negative_capacity_is_refused():
     with pytest.raises(ConfigError, match="Use 0 or more"):
-        belady(np.array([0]), np.empty(0, np.int64), np.empty(0, np.int64), -1)
+        belady(np.array([0]), np.empty(0, np.int64), 0, -1)
 
 
 TRACES = os.environ.get("FLOWKV_TRACES")
@@ -194,7 +194,7 @@ def test_published_traces(name, ratios):
         assert round(hits / len(trace.blocks), 4) == ratio
 
 
-OFFSETS, BLOCKS, PARENTS = np.array([0, 2, 4]), np.array([0, 1, 0, 2]), np.array([-1, 0, 0])
+OFFSETS, BLOCKS = np.array([0, 2, 4]), np.array([0, 1, 0, 2])
 
 
 @pytest.mark.parametrize(
@@ -209,17 +209,15 @@ OFFSETS, BLOCKS, PARENTS = np.array([0, 2, 4]), np.array([0, 1, 0, 2]), np.array
         ("blocks", [0, 1, -1, 2]),
         ("blocks", [0, 1, 0, 2**40]),
         ("blocks", np.array([0, 1, 0, 2], np.uint64)),
-        ("parents", [-1, 0, 3]),
-        ("parents", [-1, -2, 0]),
-        ("parents", [-1, 2**40, 0]),
+        ("unique", 2),
         ("uses", [1, 1, 1]),
         ("uses", []),
     ],
 )
 def test_what_does_not_fit_is_refused_before_it_is_walked(field, value):
-    said = {"offsets": OFFSETS, "blocks": BLOCKS, "parents": PARENTS, "uses": None}
+    said = {"offsets": OFFSETS, "blocks": BLOCKS, "unique": 3, "uses": None}
     assert belady(**said, capacity=2).tolist() == [0, 1]
-    said[field] = np.array(value)
+    said[field] = np.array(value) if isinstance(value, (list, np.ndarray)) else value
     with pytest.raises(ConfigError):
         belady(**said, capacity=2)
     if field in ("offsets", "blocks"):

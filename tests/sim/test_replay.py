@@ -53,7 +53,7 @@ def test_a_place_is_the_plain_loop(name, trace, capacity):
 @given(trace=traces, capacity=st.integers(0, 12))
 def test_the_two_ends_of_the_scale(trace, capacity):
     lru, opt = replay(trace, "lru", pages=capacity), replay(trace, "opt", pages=capacity)
-    best = belady(trace.offsets, trace.blocks, trace.parents, capacity)
+    best = belady(trace.offsets, trace.blocks, trace.unique, capacity)
     assert lru.hits.tolist() == run_through(trace, LRU(), capacity).tolist()
     assert opt.hits.tolist() == best.tolist()
     assert lru.prefix_hit_ratio <= opt.prefix_hit_ratio

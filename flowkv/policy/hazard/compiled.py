@@ -36,6 +36,7 @@ from flowkv.policy.order.compiled import (
     drop,
     expire,
     fold,
+    helper,
     inner,
     kernel,
     log2,
@@ -132,7 +133,7 @@ def pace_of(x: float, fine: float, most: int) -> int:
     return 0 if x == NO_PACE else 1 + clip((x + 4.0) * fine, 0, most - 1)
 
 
-@kernel
+@helper
 def describe(tips: Array, traits: Array, rows: Array, t: int) -> None:
     """Writes which weights speak for tip `t`: one row number per feature."""
     tip = tips[t]
@@ -262,7 +263,7 @@ def bound(x: float, limit: float) -> float:
     return min(max(x, -limit), limit)
 
 
-@kernel
+@helper
 def bin_of(age_ns: int) -> int:
     """The bin that an age lies in."""
     low, high = 0, BINS - 1
@@ -322,7 +323,7 @@ def learn(model: Array, row: Array, i: int, returned: int) -> None:
             nudge(model, at + 2, after, RATE, EASE, WEIGHT_LIMIT)
 
 
-@kernel
+@helper
 def teach(models: Array, row: Array, i: int, returned: int) -> None:
     """All models learn that a chain returned in bin `i` (1), or did not (0)."""
     for m in range(len(models)):
@@ -335,7 +336,7 @@ def speaker(models: Array) -> int:
     return 1 if len(models) > 1 and models[1, LOSS] + PROOF <= models[0, LOSS] else 0
 
 
-@kernel
+@helper
 def teach_reach(models: Array, short: int) -> None:
     """A chain returned but for its last `short` blocks. Remembers about a thousand returns."""
     for m in range(len(models)):
@@ -344,7 +345,7 @@ def teach_reach(models: Array, short: int) -> None:
         models[m, REACH + min(short, REACHES - 1)] += 1.0
 
 
-@kernel
+@helper
 def reach(models: Array, short: int) -> float:
     """The share of the returning chains that use the block `short` before their end."""
     m, total, used = speaker(models), 0.0, 0.0
@@ -355,7 +356,7 @@ def reach(models: Array, short: int) -> float:
     return used / total
 
 
-@kernel
+@helper
 def index(models: Array, row: Array, i: int) -> float:
     """The Gittins index at the beginning of bin `i`, in 1/s.
 
@@ -409,7 +410,7 @@ def later(t_s: float, eta_s: float, sigma: float) -> float:
     return beyond(LN2 * log2(t_s / eta_s) / sigma) if t_s > 0.0 else 1.0
 
 
-@kernel
+@helper
 def hinted_index(eta_s: float, sigma: float, age_s: float) -> float:
     """The Gittins index `age_s` after a hint; -1 once the hint has proved wrong.
 
@@ -482,7 +483,7 @@ def value_of(key: int) -> float:
     return value / KEY_SCALE if value > 2.0**-511 else 0.0
 
 
-@kernel
+@helper
 def index_of(tips: Array, traits: Array, rows: Array, model: Array, t: int, now: int) -> float:
     """The index of a tip, computed once per age bin, for its beginning."""
     tip = tips[t]
@@ -500,7 +501,7 @@ def index_of(tips: Array, traits: Array, rows: Array, model: Array, t: int, now:
     return value
 
 
-@kernel
+@helper
 def worth_of(mind: tuple[Array, ...], s: int, now: int) -> float:
     """What a block is worth: its tip's index, as far as returns reach it, and that of its forks."""
     own, tips, traits, rows, model, _counters = mind
@@ -517,7 +518,7 @@ def worth_of(mind: tuple[Array, ...], s: int, now: int) -> float:
     return value
 
 
-@kernel
+@helper
 def rekey(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int) -> None:
     """Gives a resident leaf its present place among the leaves, while this order decides."""
     nodes, heaps, state = order
@@ -595,7 +596,7 @@ def await_next(counters: Array) -> int:
     return first
 
 
-@kernel
+@helper
 def await_all(tips: Array, counters: Array) -> None:
     """Notes when the next tip reaches each edge."""
     for i in range(EDGE_COUNT):
@@ -603,7 +604,7 @@ def await_all(tips: Array, counters: Array) -> None:
     await_next(counters)
 
 
-@kernel
+@helper
 def advance(order: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> None:
     """Lets the tips that reach an edge by `now` learn it and be judged anew, in order of time.
 
@@ -660,7 +661,7 @@ def judge(mind: tuple[Array, ...], t: int) -> None:
     tips[t].bin = -1
 
 
-@kernel
+@helper
 def begin(mind: tuple[Array, ...], now: int, q: int, known: int, blocks: int) -> int:
     """A new tip, the turn after `q` (-1: a first one). There is room for it."""
     _own, tips, traits, _rows, _model, counters = mind
@@ -761,7 +762,7 @@ def visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
     return int(t)
 
 
-@kernel
+@helper
 def rekey_path(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> None:
     """Re-keys the resident leaves among these slots, as of now."""
     nodes, now = order[0], order[2][CLOCK]

@@ -49,7 +49,11 @@ def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 kernel = cached()
-inner = cached(forceinline=True)
+
+# Parts of kernels are never called from Python: they are neither wrapped for it nor cached alone.
+HELPER = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True, **LEAN}
+helper = njit(**HELPER)
+inner = njit(forceinline=True, **HELPER)
 
 SLOT_BITS = 28
 SLOT_LIMIT = 1 << SLOT_BITS
@@ -273,7 +277,7 @@ def sift_down(heap: Array, place: Array, size: int, i: int) -> None:
     place[tie & SLOT_MASK] = i
 
 
-@kernel
+@helper
 def put(heap: Array, place: Array, size: int, i: int, words: tuple[int, int]) -> None:
     """Entry `i` becomes these words, whatever it was."""
     heap[i, 0], heap[i, 1] = words
@@ -281,7 +285,7 @@ def put(heap: Array, place: Array, size: int, i: int, words: tuple[int, int]) ->
     sift_down(heap, place, size, place[words[1] & SLOT_MASK])
 
 
-@kernel
+@helper
 def take(heap: Array, place: Array, size: int, i: int) -> None:
     """Removes entry `i` of a heap of `size`; the caller counts down."""
     place[heap[i, 1] & SLOT_MASK] = -1
@@ -404,7 +408,7 @@ def log2(x: float) -> float:
     return float(whole + log2_from((x - 1.0) / (x + 1.0)))
 
 
-@kernel
+@helper
 def aged(key: int, now: int, tau: int) -> int:
     """The key after an access at `now`."""
     if tau == 0:
@@ -514,7 +518,7 @@ def arc_row(heaps: Array, state: Array) -> int:
 # ---- what happens by itself
 
 
-@kernel
+@helper
 def attend(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """Puts a slot where it belongs in the heap of what happens by itself, or takes it out."""
     when = NEVER
@@ -552,7 +556,7 @@ def row_of(nodes: Array, state: Array, s: int) -> int:
     return SECOND if marks & TWICE else LEAVES
 
 
-@kernel
+@helper
 def enter(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """A slot becomes one that may go next."""
     row = row_of(nodes, state, s)
@@ -564,7 +568,7 @@ def enter(nodes: Array, heaps: Array, state: Array, s: int) -> None:
         attend(nodes, heaps, state, s)
 
 
-@kernel
+@helper
 def leave(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """A slot is no longer one that may go next."""
     row = nodes[s].row
@@ -589,7 +593,7 @@ def settle_leaf(nodes: Array, heaps: Array, state: Array, s: int) -> None:
         enter(nodes, heaps, state, s)
 
 
-@kernel
+@helper
 def hold(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """One more reason for a resident slot to stay, and for all above it."""
     while s >= 0:
@@ -602,7 +606,7 @@ def hold(nodes: Array, heaps: Array, state: Array, s: int) -> None:
         s = parent_of(nodes, s)
 
 
-@kernel
+@helper
 def release(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """One reason less."""
     while s >= 0:
@@ -633,7 +637,7 @@ def are_alike(nodes: Array, s: int, t: int, row: int) -> bool:
     return bool(row == (SECOND if nodes[t].marks & TWICE else LEAVES))
 
 
-@kernel
+@helper
 def drop(nodes: Array, heaps: Array, state: Array, s: int) -> None:
     """Ends the residence of a slot; its children, if any, become roots."""
     p = parent_of(nodes, s)
@@ -723,7 +727,7 @@ def sweep(nodes: Array, heaps: Array, state: Array) -> None:
     state[STALE] = 0
 
 
-@kernel
+@helper
 def expire(nodes: Array, heaps: Array, state: Array, now: int) -> int:
     """Moves the clock, lets happen what happens by then, and returns the (clamped) time.
 
@@ -950,7 +954,7 @@ def forget(nodes: Array, heaps: Array, state: Array, slots: Array) -> None:
             nodes[s].marks &= QUEUED
 
 
-@kernel
+@helper
 def change_pins(nodes: Array, heaps: Array, state: Array, slots: Array, by: int) -> None:
     """Adds `by` (1 or -1) to the pins of each slot that there is room for; none fall below 0."""
     for s in slots:
@@ -1032,7 +1036,7 @@ def invalidate(nodes: Array, heaps: Array, state: Array, now: int, tenant: int) 
         state[STALE] = tenant + 1
 
 
-@kernel
+@helper
 def choose(heaps: Array, state: Array, now: int) -> int:
     """The heap of leaves whose top goes next; one of them is not empty."""
     row = LEAVES if state[MODE] != ARC else arc_row(heaps, state)
