@@ -195,6 +195,7 @@ if TYPE_CHECKING:
         UNKNOWN_STOP,
     )
     from flowkv.policy.by_score import ByScore, _keys
+    from flowkv.policy.deferred import FEW_VISITS, MOST_KEPT, Deferred
     from flowkv.policy.hazard.compiled import (
         BASE_LIMIT,
         BASES,

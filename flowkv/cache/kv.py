@@ -65,6 +65,7 @@ from flowkv.observe.metrics import Level, Metrics
 from flowkv.observe.timeline import Tenancy, TraceFile
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Lease, Policy, configure
+from flowkv.policy.deferred import deferred
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Quota, Tenants
@@ -415,7 +416,7 @@ class KV:
         make, total = self._make_policy, capacity_bytes
         if make is None:
             name, options = self.config.selection(kind)
-            make = partial(make_policy, name, **options)
+            make = partial(deferred, partial(make_policy, name, **options))
         if not self.config.quotas:
             return make()
         shares = [parse_quota(quota, kind, total) for quota in self.config.quotas.values()]

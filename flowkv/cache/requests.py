@@ -23,6 +23,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT
 from flowkv.observe.events import Promoted
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, Policy, Slots, Visit
+from flowkv.policy.deferred import behind
 from flowkv.policy.prefetch import Fetch, Prefetcher
 from flowkv.policy.prefetch.prefetcher import KINDS, QUEUE
 from flowkv.sim.formats import Writer
@@ -166,14 +167,12 @@ class DevicePrefetcher:
         self.prefetcher = Prefetcher(self.capacity_bytes, **options)
         self._config = self.prefetcher.config
         self._period_ns = round(self._config.period_s * 1e9)
-        self._learns = type(self._place.policy).wanted is not Policy.wanted
+        self._learns = type(behind(self._place.policy)).wanted is not Policy.wanted
         self._queued: dict[int, _Queued] = {}
         self._arrived, self._failed, self._dropped = list[int](), list[int](), list[int]()
         self._tip, self.due_ns = -1, NEVER_NS
-        if self._learns:  # compiled now, and not at the edge of a step
-            self.due_ns = now = store.now_ns()
-            self._place.wanted(now, 1)
-            self._place.displace(now, 0, 0.0)
+        if self._learns:
+            self.due_ns = store.now_ns()
 
     # ---- what it asks
 

@@ -23,6 +23,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Shard
 from flowkv.observe.metrics import Level
+from flowkv.policy.deferred import behind
 from flowkv.policy.hedge import Hedge
 from flowkv.policy.restore.costs import Rates
 from flowkv.policy.tenants import Tenants
@@ -204,7 +205,8 @@ def save(directory: Path, places: Iterable[PolicyPlace]) -> bool:
     Raises:
         OSError: It cannot be written.
     """
-    models = {name: learner.save_model() for name, learner in _learners(places).items()}
+    learned = {name: learner.save_model() for name, learner in _learners(places).items()}
+    models = {name: model for name, model in learned.items() if model}
     if not models:
         return False
     body = msgspec.msgpack.encode(_File(VERSION, models))
@@ -387,8 +389,8 @@ def store_report(
 
 def _policy(place: PolicyPlace, quotas: Iterable[str]) -> dict[str, Any]:
     """What a place's policy is, and what the tenants with a quota have of the place."""
-    policy = place.policy
-    report: dict[str, Any] = {"name": policy.name, "digest": f"{policy.digest():016x}"}
+    report: dict[str, Any] = {"name": place.policy.name, "digest": f"{place.policy.digest():016x}"}
+    policy = behind(place.policy)
     if isinstance(policy, Hedge):
         report["chosen"] = policy.chosen
     if isinstance(policy, Tenants):

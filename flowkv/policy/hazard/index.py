@@ -302,7 +302,7 @@ class HazardIndex(LeafOrder):
         self._laid = ArrayCall()
         self._asked = np.zeros(0, ASKED)
         super().__init__(1, self.config)  # 1 ns leaves a key beyond the clock as it is
-        self._make_room(FIRST_TIPS)
+        self._widen(0, 2 * FIRST_TIPS)
 
     # ---- what happens
 

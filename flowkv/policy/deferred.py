@@ -1,0 +1,197 @@
+"""A policy that is told what happened once there is something to decide.
+
+The compiled code of an order, and of what learns beside it, takes tens of seconds to make on a new
+machine and half a second to load later. A cache that has room for everything needs none of it: no
+call before the first choice has an answer that depends on those before it. So the calls are kept,
+and the policy hears all of them, in their order, before it first has to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import wraps
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.policy.base import NO_SLOTS, NO_VISIT, Policy, Slots, Visit
+from flowkv.policy.hedge import Hedge
+from flowkv.policy.order.compiled import SLOT_LIMIT
+from flowkv.policy.order.leaf import TENANT_LIMIT, LeafOrder, as_slots
+
+MOST_KEPT = 1 << 17
+"""Numbers in calls that are kept; about a megabyte."""
+_CALL = 32  # numbers that a call weighs besides its slots
+
+FEW_VISITS = 32
+"""What fewer requests teach is not worth a compiler's work when the cache is closed."""
+
+
+def _later(name: str) -> Any:
+    """A method that only says what happened: kept, or passed on."""
+
+    @wraps(getattr(Policy, name), updated=())  # which is abstract
+    def tell(self: Deferred, *said: Any, **more: Any) -> None:
+        if self._calls is None:
+            getattr(self.policy, name)(*said, **more)
+        else:
+            self._keep(name, *(x.copy() if isinstance(x, np.ndarray) else x for x in said), **more)
+
+    return tell
+
+
+def _now(name: str) -> Any:
+    """A method that asks for what depends on everything before it."""
+
+    @wraps(getattr(Policy, name), updated=())  # which is abstract
+    def ask(self: Deferred, *said: Any, **more: Any) -> Any:
+        return getattr(self.caught_up(), name)(*said, **more)
+
+    return ask
+
+
+class Deferred(Policy):
+    """Answers as the policy behind it would, and has it compiled only where that matters.
+
+    While nothing was ever given up, `auto` and the plain orders bring nothing back, admit
+    everything, and hold nothing expired unless a lease was said: that is answered here. The
+    policy catches up for any other question, for what is unusual, and when many calls are kept.
+
+    A model that was brought (`load_model`) has its say from the third request on; what few requests
+    taught is not saved.
+
+    Args:
+        policy: Fresh: it was not called yet.
+
+    Attributes:
+        policy: The same; while calls are kept, it does not know of them.
+    """
+
+    def __init__(self, policy: LeafOrder) -> None:
+        self.name, self.policy = policy.name, policy
+        self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] | None = []
+        self._kept = self._visits = 0
+        self._brought = b""
+        default = policy.config.classes()[""]
+        self._expires = min(default.lease_s, default.max_age_s) < np.inf
+        self._quiet = isinstance(policy, Hedge) or type(policy).wanted is Policy.wanted
+
+    def caught_up(self) -> LeafOrder:
+        """The policy, which has heard everything."""
+        calls, self._calls = self._calls, None
+        for name, said, more in calls or ():
+            getattr(self.policy, name)(*said, **more)
+        return self.policy
+
+    # ---- what happens
+
+    def insert(self, now_ns: int, slots: Slots, parents: Slots, **said: Any) -> None:
+        """Blocks became resident here, root to leaf; `parents[i]` is a slot or -1."""
+        slots, parents = as_slots(slots), as_slots(parents)
+        usual = len(slots) == len(parents) and 0 <= said.get("tenant", 0) < TENANT_LIMIT
+        usual = usual and (len(slots) == 0 or 0 <= slots.min() <= slots.max() < SLOT_LIMIT)
+        if self._calls is None or said.get("lease") or not usual:
+            self.caught_up().insert(now_ns, slots, parents, **said)
+        else:
+            self._keep("insert", now_ns, slots.copy(), parents.copy(), **said)
+
+    def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
+        """A request uses these known blocks, root to leaf."""
+        if self._calls is None:
+            self.policy.access(now_ns, slots, visit)
+        else:
+            self._visits += 1
+            self._keep("access", now_ns, as_slots(slots).copy(), visit)
+
+    remove, forget, pin, unpin = map(_later, ("remove", "forget", "pin", "unpin"))
+    complete, abort, hint, enqueue = map(_later, ("complete", "abort", "hint", "enqueue"))
+    invalidate = _now("invalidate")
+
+    # ---- what is decided
+
+    evict, priority, weakest, resident = map(_now, ("evict", "priority", "weakest", "resident"))
+
+    def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
+        """Gives up to `n` victims to a prefetch: only what is worth less than that."""
+        if self._silent() and rate != np.inf:
+            return NO_SLOTS.copy()
+        return self.caught_up().displace(now_ns, n, rate, protected)
+
+    def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
+        """Everything: these policies choose what leaves, not what enters."""
+        if self._calls is None:
+            return self.policy.admit(now_ns, slots)
+        self._pass(now_ns)
+        return np.ones(len(slots), np.bool_)
+
+    def expired(self, now_ns: int) -> Slots:
+        """Resident blocks whose lease has run out: never a hit again, reclaimed first."""
+        if self._calls is None or self._expires:
+            return self.caught_up().expired(now_ns)
+        self._pass(now_ns)
+        return NO_SLOTS.copy()
+
+    def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
+        """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
+        if self._silent():
+            return NO_SLOTS.copy(), np.empty(0)
+        return self.caught_up().wanted(now_ns, n)
+
+    def digest(self) -> int:
+        """64-bit rolling hash of every decision so far."""
+        return (self.caught_up() if self._brought else self.policy).digest()
+
+    # ---- carrying it over
+
+    def save_model(self) -> bytes:
+        """What the policy learned, or what was brought; nothing if it is none that learns."""
+        if self._calls is not None and self._visits < FEW_VISITS:
+            return self._brought
+        save: Callable[[], bytes] | None = getattr(self.caught_up(), "save_model", None)
+        return b"" if save is None else save()
+
+    def load_model(self, saved: bytes) -> None:
+        """Starts warm, if the policy learns.
+
+        Raises:
+            ConfigError: The model comes from another version or is damaged.
+        """
+        policy = self.caught_up() if self._calls else self.policy  # it may begin with a model
+        load: Callable[[bytes], None] | None = getattr(policy, "load_model", None)
+        if load is not None:
+            load(saved)
+            self._brought = saved
+
+    # ---- calls that are kept
+
+    def _silent(self) -> bool:
+        """Whether calls are kept that cannot have led to a wish."""
+        return self._calls is not None and self._quiet and not (self._brought and self._visits > 2)
+
+    def _pass(self, now_ns: int) -> None:
+        """Time passes; what happens by then does so whether or not anybody asked in between."""
+        assert self._calls is not None
+        if self._calls and self._calls[-1][0] == "admit":
+            now_ns = max(now_ns, self._calls.pop()[1][0])
+        else:
+            self._kept += _CALL
+        self._calls.append(("admit", (now_ns, NO_SLOTS), {}))
+
+    def _keep(self, name: str, *said: Any, **more: Any) -> None:
+        assert self._calls is not None
+        self._calls.append((name, said, more))
+        self._kept += _CALL + sum(len(x) for x in said if isinstance(x, np.ndarray))
+        if self._kept > MOST_KEPT:
+            self.caught_up()
+
+
+def deferred(make: Callable[[], Policy]) -> Policy:
+    """A fresh policy, deferred if it is one that can be."""
+    policy = make()
+    return Deferred(policy) if isinstance(policy, LeafOrder) else policy
+
+
+def behind(policy: Policy) -> Policy:
+    """The policy that another one stands for, or itself."""
+    return policy.policy if isinstance(policy, Deferred) else policy

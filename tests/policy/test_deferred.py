@@ -1,0 +1,149 @@
+"""A policy that hears of everything later answers as one that heard of it at once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowkv.policy import CATALOGUE, HazardIndex, Hedge, Visit, make_policy
+from flowkv.testing import check_policy
+from tests.inside import FEW_VISITS, MOST_KEPT, NEVER_NS, ConfigError, Deferred
+
+NAMES = sorted(set(CATALOGUE) - {"opt"})
+SECOND = 10**9
+slots = st.lists(st.integers(0, 11), max_size=5, unique=True).map(lambda x: np.array(x, np.int64))
+few = st.integers(0, 3)
+calls = st.one_of(
+    st.tuples(st.just("insert"), slots, few),
+    st.tuples(st.just("access"), slots, few),
+    st.tuples(st.sampled_from(["remove", "forget", "pin", "unpin"]), slots),
+    st.tuples(st.just("complete"), few),
+    st.tuples(st.just("abort"), few),
+    st.tuples(st.just("hint"), slots, st.sampled_from([0, SECOND, NEVER_NS])),
+    st.tuples(st.just("enqueue"), few, slots),
+    st.tuples(st.sampled_from(["admit", "expired", "wanted", "displace", "digest"])),
+)
+questions = st.one_of(
+    calls,
+    st.tuples(st.just("evict"), few),
+    st.tuples(st.just("invalidate"), st.integers(0, 1)),
+    st.tuples(st.sampled_from(["resident", "priority", "weakest", "certain"])),
+)
+
+
+def tell(policy, now, name, *said):
+    """One call; answers as lists."""
+    x = [a.copy() if isinstance(a, np.ndarray) else a for a in said]
+    if name == "insert":
+        parents = np.concatenate([[-1], x[0][:-1]])[: len(x[0])].astype(np.int64)
+        answer = policy.insert(now, x[0], parents, n_bytes=2, tenant=x[1] & 1)
+    elif name == "access":
+        answer = policy.access(now, x[0], Visit(x[1], blocks=len(x[0])))
+    elif name in ("remove", "forget", "pin", "unpin"):
+        answer = getattr(policy, name)(x[0])
+    elif name == "complete":
+        answer = policy.complete(now, x[0], stop=2, output_tokens=9)
+    elif name in ("abort", "evict", "invalidate"):
+        answer = getattr(policy, name)(now, x[0])
+    elif name == "hint":
+        answer = policy.hint(now, *x)
+    elif name == "enqueue":
+        answer = policy.enqueue(now, *x)
+    elif name == "admit":
+        answer = policy.admit(now, np.array([12]))
+    elif name in ("expired", "weakest"):
+        answer = getattr(policy, name)(now)
+    elif name in ("displace", "certain"):
+        answer = policy.displace(now, 1, math.inf if name == "certain" else 0.5)
+    elif name == "wanted":
+        return [part.tolist() for part in policy.wanted(now, 2)]
+    elif name == "priority":
+        answer = policy.priority(3)
+    else:
+        answer = getattr(policy, name)()
+    for a in x:  # whoever was told may do with its arrays what it likes
+        if isinstance(a, np.ndarray):
+            a[:] = 11
+    return answer.tolist() if isinstance(answer, np.ndarray) else answer
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-1, 90), calls), max_size=30),
+    st.lists(st.tuples(st.integers(-1, 90), questions), max_size=20),
+    st.sampled_from([{}, {"lease_s": 20.0}]),
+)
+def test_every_answer_is_that_of_a_policy_that_heard_at_once(name, before, after, options):
+    later, at_once, now = Deferred(make_policy(name, **options)), make_policy(name, **options), 0
+    for seconds, call in before + after:
+        now += seconds * SECOND
+        assert tell(later, now, *call) == tell(at_once, now, *call)
+    for last in ("digest", "resident", "evict", "evict", "digest"):
+        said = [1] if last == "evict" else []
+        assert tell(later, now, last, *said) == tell(at_once, now, last, *said)
+
+
+def test_the_deferred_default_conforms():
+    check_policy(lambda: Deferred(Hedge()), leases=("", "one_shot"), max_examples=12)
+
+
+def story(policy, visits):
+    for n in range(visits):
+        block = np.array([n % 7])
+        policy.access(n * SECOND, block, Visit(n))
+        policy.insert(n * SECOND, block, np.array([-1]))
+        policy.complete(n * SECOND, n, stop=2, output_tokens=3)
+        assert policy.expired(n * SECOND).size == 0 and policy.admit(n * SECOND, block).all()
+        assert policy.wanted(n * SECOND, 1)[0].size == 0
+
+
+def test_nothing_is_told_while_nothing_has_to_be_decided():
+    policy = Deferred(Hedge())
+    story(policy, 100)
+    assert len(policy.policy) == 0 and policy.digest() == Hedge().digest()
+    assert policy.evict(100 * SECOND, 1).size == 1 and len(policy.policy) == 6
+
+
+def test_calls_are_not_kept_forever():
+    policy = Deferred(Hedge())
+    policy.access(0, np.arange(MOST_KEPT))
+    policy.insert(0, np.array([3]), np.array([-1]))
+    assert len(policy.policy) == 1
+
+
+def test_what_is_wrong_is_said_at_once():
+    for wrong in (
+        lambda p: p.insert(0, np.array([1]), np.array([], np.int64)),
+        lambda p: p.insert(0, np.array([-1]), np.array([-1])),
+        lambda p: p.insert(0, np.array([1]), np.array([-1]), tenant=-1),
+        lambda p: p.insert(0, np.array([1]), np.array([-1]), lease="unheard of"),
+        lambda p: p.load_model(b"nothing"),
+    ):
+        with pytest.raises(ConfigError):
+            wrong(Deferred(Hedge()))
+
+
+def test_what_was_learned_is_carried_over_and_a_little_is_not():
+    taught, at_once = Deferred(HazardIndex()), HazardIndex()
+    quick = Deferred(Hedge())
+    for policy in (taught, at_once):
+        for n in range(FEW_VISITS):
+            policy.access(n * SECOND, np.array([n % 7]), Visit(n))
+    learned = taught.save_model()
+    assert learned == at_once.save_model() != HazardIndex().save_model()
+    quick.load_model(learned)
+    story(quick, 2)
+    assert quick.save_model() == learned and len(quick.policy) == 0
+    third, warm = quick, Hedge()
+    warm.load_model(learned)
+    story(warm, 2)
+    for policy in (third, warm):
+        policy.access(9 * SECOND, np.array([2]))
+    assert third.wanted(9 * SECOND, 1)[0].tolist() == warm.wanted(9 * SECOND, 1)[0].tolist()
+    assert len(third.policy) == len(warm) and third.digest() == warm.digest()
+    assert Deferred(make_policy("lru")).save_model() == b""
