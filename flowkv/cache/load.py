@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from flowkv.core import compiling
 from flowkv.core.errors import NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, granule_of
 from flowkv.policy.restore import RestoreLoad
-from flowkv.tiers.base import FrameInfo, Load, Outcome, TierAnswer
+from flowkv.tiers.base import Load, Outcome, TierAnswer
 
 Allocate = Callable[[int, int, int], list[int] | None]
 """`allocate(group, count, codec)`: private pages, or fewer than that, or None."""
@@ -46,17 +47,17 @@ class PageLoad:
 
     Attributes:
         page: Id of the device page; -1 without one.
-        flying: Loads that tiers still owe.
+        flying: Its layers that tiers still owe.
         held: The block is on its device, and held for the sequence.
         wanted: Nobody has called it off.
         fidelity: Lossiest codec in the lineage of what came.
+        filled: Some of it was computed.
         staged: Pinned memory for the whole page, beside that of its neighbours.
     """
 
     __slots__ = (
         *("_allocate", "_awaited", "_came", "_kept", "_lent", "_line", "_store", "block"),
-        "fidelity",
-        *("flying", "held", "page", "page_no", "staged", "wanted"),
+        *("fidelity", "filled", "flying", "held", "page", "page_no", "staged", "wanted"),
     )
 
     def __init__(
@@ -70,8 +71,10 @@ class PageLoad:
     ) -> None:
         self._store, self.block, self.page_no, self._awaited = store, block, page_no, awaited
         self._allocate = allocate or store.spare
-        self.page, self.flying, self._came = -1, 0, 0
+        self.page, self._came = -1, 0
+        self.flying: list[LayerSlice] = []
         self.held, self.wanted, self._lent = False, True, -1  # the page lent
+        self.filled = False
         self._line: Sequence | None = None
         self.staged: torch.Tensor | None = None
         self.fidelity, self._kept = 0, awaited and block.page < 0
@@ -112,6 +115,18 @@ class PageLoad:
         """Gives it a private page, fresh from the pool."""
         self.page = page
         self._lend()
+
+    def meet(self) -> bool:
+        """Has the page of its block if somebody brought that meanwhile; whether it has it."""
+        free = self._line is None and not self.flying and not self.block.gone
+        if not self.held and free and self.block.page >= 0:
+            self._hold()
+            self._give_back()
+        return self.held
+
+    def offers(self, stripe: int, codec: int) -> bool:
+        """Whether another one may copy a layer that came from a tier, in a page of this codec."""
+        return not self.filled and self.codec == codec and bool(self._came >> stripe & 1)
 
     def change(self, codec: int) -> bool:
         """Has a page of another codec, if nothing depends on the one it has; False otherwise."""
@@ -162,7 +177,7 @@ class PageLoad:
     # ---- what becomes of it
 
     def came(
-        self, first: int, count: int, buffer: torch.Tensor, info: FrameInfo, *, flush: bool
+        self, first: int, count: int, buffer: torch.Tensor, fidelity: int, *, flush: bool
     ) -> None:
         """Some layers came, verified; `flush` sends them up now, else they go up with others."""
         pool = self._store.pool(self.group)
@@ -172,9 +187,9 @@ class PageLoad:
             if flush:
                 pool.copies.flush()
         self._came |= ((1 << count) - 1) << first
-        self.fidelity = max(self.fidelity, info.fidelity)
+        self.fidelity = max(self.fidelity, fidelity)
         if self._line is not None:
-            self._line.fidelity = max(self._line.fidelity, info.fidelity)
+            self._line.fidelity = max(self._line.fidelity, fidelity)
 
     def publish(self, source: ReadFrom) -> bool:
         """A complete page becomes its block's, unless another one is by now; whether it did."""
@@ -242,7 +257,7 @@ class PageLoad:
                 raise NonFiniteError(
                     f"a page cannot be encoded as {new.codec}", "Open the prompt with reuse=False"
                 )
-        self._came = (1 << self.stripes) - 1
+        self._came, self.filled = (1 << self.stripes) - 1, True
 
     def _swap(self, line: Sequence) -> None:
         """Leaves its page to the tier that is late, and takes another one.
@@ -283,6 +298,7 @@ class PageLoad:
             self._store.unkeep(self.block)
 
     def _lend(self) -> None:
+        self._store.coming.setdefault(self.block, []).append(self)
         self._store.lend(self.group, self.page)
         self._store.awaits(self.group, self.page, self._awaited)
         self._store.pool(self.group).release(self.page)
@@ -292,6 +308,9 @@ class PageLoad:
         if self._lent >= 0:
             page, self._lent = self._lent, -1
             self._store.give_back(self.group, page)
+            self._store.coming[self.block].remove(self)
+            if not self._store.coming[self.block]:
+                del self._store.coming[self.block]
 
 
 # All loads of pages: those that a restore's policy asks for, those that somebody waits for at once,
@@ -462,7 +481,8 @@ class PageLoader:
         asked = 0
         try:
             for piece in pieces:
-                asked += self._ask(flight, piece, piece.inbound.sources(prefer))
+                for part in self._parts(piece):
+                    asked += self._ask(flight, part, part.inbound.sources(prefer))
         except BaseException:
             flight.lost = True
             raise
@@ -498,15 +518,55 @@ class PageLoader:
         if mine:
             self._store.mover.cancel(owner)
 
+    def _parts(self, piece: LayerSlice) -> Iterator[LayerSlice]:
+        """What is to be asked for, cut where others who want the page have it, or asked for it."""
+        one, first, count = piece
+        others = [other for other in self._store.coming.get(one.block, ()) if other is not one]
+
+        def who(stripe: int) -> object:
+            if any(other.offers(stripe, one.codec) for other in others):
+                return True
+            flying = (part for other in others for part in other.flying)
+            spans = ((part.first, part.first + part.stripes) for part in flying)
+            return next((span for span in spans if span[0] <= stripe < span[1]), None)
+
+        for _, run in groupby(range(first, first + count), who) if not one.meet() else ():
+            head, *more = run
+            yield LayerSlice(one, head, 1 + len(more))
+
+    def _copied(self, flight: LoadBatch, piece: LayerSlice, source: ReadFrom) -> bool:
+        """Takes layers from a page on this device, of the block or of somebody who waits for it."""
+        (one, first, count), pool = piece, self._store.pool(piece.inbound.group)
+        if pool.copies is not None:
+            return False  # some may be on their way up
+        pages = [(one.block.page, one.block.fidelity)]
+        for other in self._store.coming[one.block]:
+            span = range(first, first + count) if other is not one else ()
+            if span and all(other.offers(stripe, source.codec) for stripe in span):
+                pages.append((other.page, other.fidelity))
+        for page, fidelity in pages:
+            if page >= 0 and page >> CODEC_SHIFT == source.codec:
+                _, buffer = one.wish(source, first, count)
+                layout = self._store.forms[one.group].of(page)
+                whole, at = pool.page_bytes(page, layout.page_bytes), layout.stripe_stride_bytes
+                buffer.copy_(whole[first * at :][: len(buffer)])
+                flight.joined[source.tier] += len(buffer)
+                flight.n_bytes[source.tier] += len(buffer)
+                self._landed(flight, piece, source, buffer, fidelity)
+                return True
+        return False
+
     def _ask(self, flight: LoadBatch, piece: LayerSlice, sources: Iterator[ReadFrom]) -> int:
         """Asks the next source for a piece; without one the flight is lost."""
         source = next(sources, None)
         if source is None:
             flight.lost = True
             return 0
+        if self._copied(flight, piece, source):
+            return 0
         trip = _Trip(flight, piece, source, sources)
         load, trip.buffer = piece.inbound.wish(source, piece.first, piece.stripes)
-        piece.inbound.flying += 1
+        piece.inbound.flying.append(piece)
         flight.left += 1
         flight.trips[trip] = load.target.nbytes
         trip.wish = self._store.mover.ask(
@@ -524,7 +584,7 @@ class PageLoader:
 
     def _answered(self, trip: _Trip, answer: TierAnswer) -> None:
         store, flight, inbound = self._store, trip.flight, trip.piece.inbound
-        inbound.flying -= 1
+        inbound.flying.remove(trip.piece)
         if not trip.given_up:
             flight.trips.pop(trip)
             end_s = trip.asked_s + answer.seconds if answer.seconds else time.perf_counter()
@@ -535,20 +595,29 @@ class PageLoader:
                 else:
                     store.count_loaded(trip.source.tier, answer.n_bytes)
                 flight.n_bytes[trip.source.tier] += answer.n_bytes
-                self._landed(trip, answer.info)
+                if trip.buffer is not None:
+                    fidelity = answer.info.fidelity
+                    self._landed(flight, trip.piece, trip.source, trip.buffer, fidelity)
             else:
                 self._missed(trip, answer)
             self._less(flight)
         inbound.let_go()
 
-    def _landed(self, trip: _Trip, info: FrameInfo) -> None:
-        (inbound, first, count), batch = trip.piece, trip.flight
-        if not inbound.wanted or inbound.complete or trip.buffer is None:
+    def _landed(
+        self,
+        batch: LoadBatch,
+        piece: LayerSlice,
+        source: ReadFrom,
+        buffer: torch.Tensor,
+        fidelity: int,
+    ) -> None:
+        inbound, first, count = piece
+        if not inbound.wanted or inbound.complete:
             return
-        inbound.came(first, count, trip.buffer, info, flush=batch.fresh is None)
-        fresh = inbound.publish(trip.source)
+        inbound.came(first, count, buffer, fidelity, flush=batch.fresh is None)
+        fresh = inbound.publish(source)
         if inbound.held and (fresh or batch.priority is IOPriority.DEMAND):
-            batch.pages[trip.source.tier, inbound.group] += 1
+            batch.pages[source.tier, inbound.group] += 1
         if fresh and batch.fresh is None:
             self._store.insert([inbound.block])
         elif fresh and batch.fresh is not None:
@@ -574,7 +643,7 @@ class PageLoader:
         trip.flight.trips.pop(trip)
         inbound = trip.piece.inbound
         if trip.wish is None or not self._store.mover.give_up(trip.source.tier, trip.wish):
-            inbound.flying -= 1
+            inbound.flying.remove(trip.piece)
             inbound.let_go()
 
     def _less(self, flight: LoadBatch) -> None:

@@ -68,7 +68,8 @@ class TransferRequest:
 
     Attributes:
         n_bytes: Bytes of its target or body.
-        alike: Equal for wishes that one answer serves.
+        alike: Equal for wishes that one answer may serve, if it spans theirs.
+        span: First byte and end of what is loaded, within the body; 0 and 0 of a store.
         stores: Whether it is a store.
         demanded: Whether it was a demand from the first.
         flying: The tier has it, and owes the answer.
@@ -79,7 +80,7 @@ class TransferRequest:
 
     __slots__ = (
         *("alike", "demanded", "done", "ended", "flying", "followers", "item", "leader"),
-        *("n_bytes", "owner", "priority", "stores"),
+        *("n_bytes", "owner", "priority", "span", "stores"),
     )
 
     def __init__(
@@ -91,15 +92,23 @@ class TransferRequest:
     ) -> None:
         self.item, self.done, self.priority, self.owner = item, done, priority, owner
         self.demanded = priority is IOPriority.DEMAND
+        self.span, self.alike = (0, 0), cast(tuple[object, ...], (item.key,))
+        self.stores = isinstance(item, Store)
         if isinstance(item, Load):
-            self.stores, self.n_bytes = False, item.target.nbytes
-            key, _, layout, fidelity, first, stripes = item
-            self.alike: tuple[object, ...] = key, layout, fidelity, first, stripes, self.n_bytes
+            self.n_bytes, self.alike = item.target.nbytes, (item.key, item.layout, item.fidelity)
+            first = item.first * (self.n_bytes // item.stripes) if item.stripes else 0
+            self.span = first, first + self.n_bytes
         else:
-            self.stores, self.n_bytes, self.alike = True, item.body.nbytes, (item.key,)
+            self.n_bytes = item.body.nbytes
         self.flying = self.ended = False
         self.followers: tuple[TransferRequest, ...] = ()
         self.leader: TransferRequest | None = None
+
+    def serves(self, other: TransferRequest) -> bool:
+        """Whether its answer would have all that another one of its kind wants."""
+        if isinstance(other.item, Load) and other.item.stripes:
+            return self.span[0] <= other.span[0] and other.span[1] <= self.span[1]
+        return self.span == other.span
 
 
 class Schedule:
@@ -133,7 +142,7 @@ class Schedule:
         self._queued_bytes = [0 for _ in IOPriority]
         self._flying: dict[TransferRequest, IOPriority] = {}
         self._flying_bytes = [0 for _ in IOPriority]
-        self._leaders: dict[tuple[object, ...], TransferRequest] = {}
+        self._leaders: dict[tuple[object, ...], list[TransferRequest]] = {}
         self._awaited: set[TransferRequest] = set()
         self._credit = [0.0 for _ in IOPriority]  # earned for write-back, by whom
 
@@ -179,18 +188,12 @@ class Schedule:
 
     def ask(self, wish: TransferRequest) -> SubmitResult:
         """Takes a wish, or lets it follow one for the same; refuses it if too much waits."""
-        leader = self._leaders.get(wish.alike)
-        if leader is not None:
+        if self._joins(wish):
             self.joined += 1
-            wish.leader = leader
-            leader.followers += (wish,)
-            if wish.priority < leader.priority:
-                self._hasten(leader, wish.priority)
             return SubmitResult.JOINED
         if not self.has_room(wish.n_bytes, wish.priority):
             self.refused += 1
             return SubmitResult.REFUSED
-        self._leaders[wish.alike] = wish
         self._queue(wish)
         return SubmitResult.QUEUED
 
@@ -226,24 +229,34 @@ class Schedule:
         if wish not in self._queues[wish.priority]:
             return False
         self._unqueue(wish)
-        followers = self._part(wish)
-        if followers:  # the first of those that followed goes in its place
-            heir, *others = followers
-            heir.followers = tuple(others)
-            for other in others:
-                other.leader = heir
-                heir.priority = min(heir.priority, other.priority)
-            self._leaders[heir.alike] = heir
-            self._queue(heir)
+        for follower in self._part(wish):  # the first of them goes in its place
+            if not self._joins(follower):
+                self._queue(follower)
         return True
 
+    def _joins(self, wish: TransferRequest) -> bool:
+        """Lets a wish follow one that serves it, if there is any."""
+        for leader in self._leaders.get(wish.alike, ()):
+            if leader.serves(wish):
+                wish.leader = leader
+                leader.followers += (wish,)
+                if wish.priority < leader.priority:
+                    self._hasten(leader, wish.priority)
+                return True
+        return False
+
     def _part(self, wish: TransferRequest) -> tuple[TransferRequest, ...]:
-        if self._leaders.get(wish.alike) is wish:
-            del self._leaders[wish.alike]
-        followers, wish.followers = wish.followers, ()
+        """Nobody follows a wish any more; those that did, the widest first."""
+        leaders = self._leaders.get(wish.alike, [])
+        if wish in leaders:
+            leaders.remove(wish)
+        if not leaders:
+            self._leaders.pop(wish.alike, None)
+        followers = sorted(wish.followers, key=lambda one: -one.n_bytes)
+        wish.followers = ()
         for follower in followers:
             follower.leader = None
-        return followers
+        return tuple(followers)
 
     def _hasten(self, wish: TransferRequest, priority: IOPriority) -> None:
         if wish in self._queues[wish.priority]:
@@ -254,6 +267,8 @@ class Schedule:
             self._awaited.add(wish)  # nothing is to be sent that could overtake it
 
     def _queue(self, wish: TransferRequest) -> None:
+        if wish not in (leaders := self._leaders.setdefault(wish.alike, [])):
+            leaders.append(wish)
         self._queues[wish.priority][wish] = None
         self._queued_bytes[wish.priority] += wish.n_bytes
 
@@ -452,15 +467,22 @@ class Lane:
             return
         failed = answer.outcome is Outcome.FAILED
         again = [follower for follower in followers if failed and not follower.stores]
-        if answer.outcome is Outcome.HIT:
-            given = cast(Load, wish.item).target.cast("B")[: answer.n_bytes]
-            for follower in followers:
-                cast(Load, follower.item).target.cast("B")[: answer.n_bytes] = given
-        for one in (wish, *followers):
+        given = [self._given(wish, answer, one) for one in followers]  # before its memory is reused
+        for one, its in zip((wish, *followers), (answer, *given), strict=True):
             if one not in again:
                 one.flying, one.ended = False, True
-                one.done(answer)
+                one.done(its)
         self._ask_again(again)
+
+    @staticmethod
+    def _given(wish: TransferRequest, answer: TierAnswer, one: TransferRequest) -> TierAnswer:
+        """The answer to a wish that followed another, with its part of the bytes."""
+        if answer.outcome is not Outcome.HIT:
+            return answer
+        first, n_bytes = one.span[0] - wish.span[0], min(one.n_bytes, answer.n_bytes)
+        given = cast(Load, wish.item).target.cast("B")[first : first + n_bytes]
+        cast(Load, one.item).target.cast("B")[:n_bytes] = given
+        return answer._replace(n_bytes=n_bytes)
 
     def _ask_again(self, wishes: Iterable[TransferRequest]) -> None:
         for wish in wishes:

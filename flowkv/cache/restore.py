@@ -666,7 +666,7 @@ class RestoreScheduler:
 
     def _measure(self, flight: LoadBatch, op: RestoreLoad) -> None:
         """Loads in flight at one time share the link: each counts from the end of the last."""
-        n_bytes = flight.n_bytes.total()
+        n_bytes = flight.n_bytes.total() - flight.joined.total()
         request = self._active[op.request].request
         begun_s = max(flight.started_s, self._busy_s.get(flight.tier, 0.0))
         self._busy_s[flight.tier] = max(flight.ended_s, begun_s)

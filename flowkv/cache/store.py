@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -374,6 +374,7 @@ class PageStore:
         tier_places: The tiers as policies see them, in the order of the stack.
         swapped: Pages on their device that suspended sequences need as they are now.
         samples: Restored pages that are to be audited.
+        coming: Who has a device page for a block that is on its way (`load.PageLoad`).
         provisional: Blocks that must not leave the process yet.
         loaded_bytes: Bytes loaded, by tier name.
         stored_bytes: Bytes stored, by tier name.
@@ -412,6 +413,7 @@ class PageStore:
         self._moment_ns: int | None = None
         self._resting_ns: dict[int, int] = {}
         self.samples = Samples(config.audit)
+        self.coming: dict[Block, list[Any]] = {}
         self._condemned: set[tuple[int, bytes]] = set()
         self._states_only: set[int] = set()
         self.provisional = Provisional()

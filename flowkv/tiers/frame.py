@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import xxhash
@@ -122,6 +123,7 @@ class Header(NamedTuple):
         return offset + n_bytes
 
 
+@lru_cache(256)
 def header_bytes(stripes: int, *, lossless: bool = False) -> int:
     """Bytes of the header of a frame with so many stripes."""
     each = DIGEST_BYTES + (SIZE_BYTES if lossless else 0)
@@ -176,12 +178,11 @@ def describe(key: bytes, info: FrameInfo, body: Buffer, generation: int = 0) -> 
 def fixed_fields(header: Header) -> bytes:
     """The first 256 bytes of a header, with zeros in place of its own digest or tag."""
     key, info, _, generation, integrity, salt, sizes = header
+    kind, codec, fidelity, layout, parent, namespace, group, tokens, step, tenant, *shard = info
     return _FIXED.pack(
         *(MAGIC, VERSION, header.header_bytes // GRANULE_BYTES, b""),
-        *(KINDS.index(info.kind), info.codec, info.fidelity, integrity, bool(sizes)),
-        *(key, info.parent, info.namespace, info.tenant, info.layout),
-        *(info.group, info.tokens, info.rank, info.world, info.head_start, info.head_stop),
-        *(header.stripes, info.stripe_bytes, generation, salt),
+        *(KINDS.index(kind), codec, fidelity, integrity, bool(sizes), key, parent, namespace),
+        *(tenant, layout, group, tokens, *shard, header.stripes, step, generation, salt),
     )
 
 

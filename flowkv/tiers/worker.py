@@ -114,7 +114,7 @@ class Item:
         self.memory: memoryview | None
         self.wish: Load | Store
         if isinstance(wish, Load):
-            self.memory, self.wish = wish.target, wish._replace(target=_NOTHING)
+            self.memory, self.wish = wish.target, Load(wish.key, _NOTHING, *wish[2:])
         else:
             self.memory, self.wish = wish.body, wish._replace(body=_NOTHING)
         self.stores = isinstance(wish, Store)
@@ -158,14 +158,14 @@ class RequestQueue:
         self._loads: deque[Item] = deque()
         self._stores: deque[Item] = deque()
         self._storing: set[bytes] = set()  # keys of stores that somebody works on
-        self._deadlines: list[tuple[int, int, Item]] = []
-        self._ticket = itertools.count()
+        self._deadlines: list[tuple[int, int, list[Item]]] = []  # with the job
         self._given_up: list[Item] = []
 
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Queues the items of a job; returns its number."""
         job, now = self.answers.new_job(), self._clock.now_ns()
         times = now, now + round(min(deadline_s, _FOREVER_S) * 1e9)
+        queued: list[Item] = []
         with self._changed:
             for index, wish in enumerate(cast(Sequence[Load | Store], wishes)):
                 item = Item(job, index, wish, times)
@@ -177,7 +177,8 @@ class RequestQueue:
                     self.answer(item, Outcome.FAILED, "busy")
                 else:
                     queue.append(item)
-                    heapq.heappush(self._deadlines, (item.deadline_ns, next(self._ticket), item))
+                    queued.append(item)
+            heapq.heappush(self._deadlines, (times[1], job, queued))
             self._changed.notify_all()
         return job
 
@@ -305,12 +306,18 @@ class RequestQueue:
         """Fails overdue items; returns the seconds until the next deadline."""
         with self._changed:
             now, queue, claimed = self._clock.now_ns(), self._deadlines, []
-            while queue and (queue[0][0] <= now or queue[0][2].done):
-                entry = heapq.heappop(queue)
-                if entry[2].claimed and entry[2].done is None:  # answered in a moment, or let go of
-                    claimed.append(entry)
-                else:
-                    self._give_up(entry[2], "deadline")
+            while queue:
+                deadline_ns, job, items = queue[0]
+                while items and items[-1].done:
+                    items.pop()
+                if items and deadline_ns > now:
+                    break
+                heapq.heappop(queue)
+                for item in items:
+                    if not item.claimed:  # else answered in a moment, or let go of
+                        self._give_up(item, "deadline")
+                if left := [item for item in items if item.done is None]:
+                    claimed.append((deadline_ns, job, left))
             for entry in claimed:
                 heapq.heappush(queue, entry)
             return (queue[0][0] - now) / 1e9 if queue else _FOREVER_S
@@ -335,7 +342,7 @@ class RequestQueue:
 
     def _give_up_all(self, reason: str, which: Callable[[Item], bool]) -> None:
         with self._changed:
-            for _, _, item in self._deadlines:
+            for item in itertools.chain.from_iterable(items for _, _, items in self._deadlines):
                 if which(item) and not item.claimed:
                     self._give_up(item, reason)
 

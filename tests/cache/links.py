@@ -44,6 +44,7 @@ class Link(Wrapped):
         super().__init__(MemoryTier(name=name), kind="disk")
         self.per_poll, self.trouble, self.random = per_poll, trouble, random.Random(seed)
         self.asked: list[Load] = []
+        self.carried: list[Load] = []
         self._waiting: list[tuple[int, int, Load]] = []
         self._hung: list[tuple[int, int, Load]] = []
         self._ready: list[Completion] = []
@@ -73,6 +74,7 @@ class Link(Wrapped):
 
     def _carry_out(self, job: int, index: int, item: Load) -> None:
         dice, trouble = self.random.random(), self.trouble
+        self.carried.append(item)
         item.target.cast("B")[:] = b"\xee" * item.target.nbytes  # undefined unless it is a hit
         if dice < trouble.hang:
             self._hung.append((job, index, item))

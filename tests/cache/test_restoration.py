@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
@@ -320,6 +321,88 @@ def test_several_requests_share_policy_and_link(way: str) -> None:
         audit(kv)
         for seq in seqs:
             seq.close()
+        audit(kv)
+
+
+def _loaded(link: Link) -> Counter[tuple[bytes, int]]:
+    """How often each layer of each page was loaded."""
+    found = Counter[tuple[bytes, int]]()
+    for load in link.carried:
+        stripes = load.stripes or 3
+        found.update((load.key, stripe) for stripe in range(load.first, load.first + stripes))
+    return found
+
+
+ways_to_restore = st.builds(Split, st.integers(0, 3).map(lambda n: n * PAGE), st.integers(0, 3))
+
+
+@settings(max_examples=40)
+@given(
+    policy=st.just("flowkv") | ways_to_restore,
+    pages=st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8)),
+    moves=st.lists(st.tuples(st.integers(0, 2), st.sampled_from("owps")), max_size=20),
+)
+def test_what_requests_share_is_loaded_once(policy: Any, pages: Any, moves: Any) -> None:
+    prompt, link = tokens(8 * PAGE + 1), Link(per_poll=0)
+    with stored(prompt, link, policy=policy) as kv:
+        seqs: dict[int, Any] = {}
+        texts = [prompt[: n * PAGE] + tokens(PAGE, seed=9 + n) for n in pages]
+        for who, what in [*moves, *((who, "o") for who in range(3))]:
+            if who not in seqs:
+                seqs[who] = kv.open(texts[who], wait=False, computable=False)
+            restoration = seqs[who].restoration
+            link.work(3 if what == "w" else 0)
+            if restoration is not None and what == "p":
+                restoration.pump()
+            if restoration is not None and what == "s":
+                restoration.settle()
+        link.per_poll = 2
+        finish(kv, list(seqs.values()), "prefill")
+        for who, seq in seqs.items():
+            assert seq.reused == pages[who] * PAGE
+            toy.check_content(kv, seq, texts[who])
+        assert set(_loaded(link).values()) == {1}
+        assert kv.stats()["tiers"]["link"]["loaded_bytes"] == sum(
+            load.target.nbytes for load in link.carried
+        )
+        audit(kv)
+
+
+@pytest.mark.parametrize("policy", ["flowkv", Split(whole=0), Split(whole=2)])
+@pytest.mark.parametrize("happens", ["cancel", "close", "fail", "hang", "cancel later"])
+def test_what_is_shared_comes_whatever_becomes_of_who_asked_first(
+    policy: Any, happens: str
+) -> None:
+    prompt, link = tokens(6 * PAGE + 1), Link(per_poll=0)
+    with stored(prompt, link, policy=policy, load_deadline_s=0.05) as kv:
+        first = kv.open(prompt, wait=False, computable=False)
+        link.work(2)
+        first.restoration.pump()
+        second = kv.open(prompt[: 5 * PAGE + 1], wait=False, computable=False)
+        second.restoration.pump()
+        if happens == "cancel later":
+            link.work(3)
+            second.restoration.pump()
+        before = _loaded(link).total()
+        if happens == "fail":
+            link.trouble = Trouble(fail=1.0)
+        elif happens == "hang":
+            link.trouble = Trouble(hang=1.0)
+        elif happens == "close":
+            first.close()
+        else:
+            first.restoration.cancel()
+        link.work(1)
+        second.restoration.pump()
+        link.trouble, link.per_poll = Trouble(), 2
+        finish(kv, [second] if first.closed else [first, second], "prefill")
+        toy.check_content(kv, second, prompt[: 5 * PAGE + 1])
+        link.release()
+        kv.planner.store.drain()
+        toy.check_content(kv, second, prompt[: 5 * PAGE + 1])
+        if happens in ("cancel", "close", "cancel later"):  # only what it had to itself is lost
+            assert _loaded(link).total() <= len(_loaded(link)) + before
+        first.close()
         audit(kv)
 
 

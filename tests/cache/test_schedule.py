@@ -225,7 +225,7 @@ def test_who_asks_for_the_same_follows_and_makes_it_urgent() -> None:
     schedule.ask(wish(2, 8, IOPriority.PREFETCH))
     schedule.ask(first)
     assert schedule.ask(second) is SubmitResult.JOINED and schedule.joined == 1
-    assert schedule.ask(wish(1, 4)) is SubmitResult.QUEUED, "another part is another load"
+    assert schedule.ask(wish(1, 4)) is SubmitResult.QUEUED, "another length is another load"
     assert schedule.take()[0] is first
     assert schedule.end(first) == (second,)
 
@@ -270,3 +270,19 @@ def test_what_prefetches_earn_takes_no_write_back_before_a_demand() -> None:
     assert sent.priority is IOPriority.DEMAND
     schedule.end(sent)
     assert [one.priority for one in schedule.take()] == [IOPriority.WRITE_BACK]
+
+
+def layers(first: int, count: int, priority: IOPriority = IOPriority.DEMAND) -> TransferRequest:
+    load = Load(key_of(1), MEMORY[: 4 * count * KIB], bytes(16), 0, first, count)
+    return TransferRequest(load, lambda _: None, priority)
+
+
+def test_who_wants_a_part_follows_and_the_widest_goes_in_place_of_one_that_was_withdrawn() -> None:
+    schedule = small()
+    whole, part, more = wish(1, 24, IOPriority.PREFETCH), layers(1, 2), layers(1, 3)
+    assert schedule.ask(whole) is SubmitResult.QUEUED
+    assert [schedule.ask(one) for one in (part, more)] == [SubmitResult.JOINED] * 2
+    assert schedule.ask(layers(5, 2)) is SubmitResult.QUEUED, "its end lies behind"
+    assert schedule.withdraw(whole)
+    assert part.leader is more and more.leader is None
+    assert more in schedule.take() and schedule.end(more) == (part,)

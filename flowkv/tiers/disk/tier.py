@@ -22,7 +22,6 @@ import numpy as np
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
-from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
 from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
@@ -108,9 +107,10 @@ class Flight(Operations):
         first: First stripe wished for, and `count` how many.
         header: What the header says, once it was read before the stripes.
         body_at: Where the stored stripes begin in `memory`.
+        check: What is checked of a plain frame, a row of `digest.CHECK`, and the `fields` expected.
     """
 
-    __slots__ = ("body_at", "count", "first", "header", "held", "item", "memory", "over")
+    __slots__ = tuple("body_at check count fields first header held item memory over".split())
 
     def __init__(
         self, item: Item, memory: ArenaSlot, held: Held, first: int = 0, count: int = 0
@@ -121,6 +121,21 @@ class Flight(Operations):
         self.header: Header | None = None
         self.body_at = held.header_bytes + first * held.info.stripe_bytes
 
+    def expect(self) -> None:
+        """Lays out how a plain frame is checked, while the disk works on it."""
+        held, address, target = self.held, self.memory.address, self.item.memory
+        if target is None:
+            return  # answered meanwhile
+        step, digests = held.info.stripe_bytes, bytes(DIGEST_BYTES * held.stripes)
+        self.fields = fixed_fields(Header(self.item.key, held.info, digests, held.seq))
+        there = address, held.header_bytes, address + self.body_at, self.count * step
+        self.check = *there, address_of(target), step, held.stripes, self.first, self.count
+
+    @property
+    def plain(self) -> bool:
+        """Whether its stripes lie as they are, with digests."""
+        return self.held.integrity == XXH3_128 and not self.held.lossless
+
     @property
     def written(self) -> WrittenFrame:
         """What the store is told of it."""
@@ -128,18 +143,18 @@ class Flight(Operations):
 
 
 def extents(held: Held, first: int, count: int) -> list[tuple[int, int]]:
-    """Parts of a slot to be read for some stripes, from and length: header and stripes.
+    """Parts of a slot to be read for some stripes, from and whole pages: header and stripes.
 
     Of a compressed frame the header alone, unless that is near to all: it says where stripes lie.
     """
     head, step = held.header_bytes, held.info.stripe_bytes
     if held.lossless:
         whole = count == held.stripes or held.stored_bytes <= head + NEAR_BYTES
-        return [(0, held.stored_bytes if whole else head)]
+        return [(0, aligned(held.stored_bytes if whole else head))]
     start, n_bytes = head + first * step, count * step
     if start - head <= NEAR_BYTES:
-        return [(0, start + n_bytes)]
-    return [(0, head), (start, n_bytes)]
+        return [(0, aligned(start + n_bytes))]
+    return [(0, head), (start, aligned(n_bytes))]
 
 
 class Staging:
@@ -201,22 +216,11 @@ COMPILED_BYTES = 1 << 20
 
 def open_all(envelope: Envelope, flights: Sequence[Flight]) -> list[str]:
     """Verifies what was read and puts it into the targets; "" or the reason of each `BadFrame`."""
-    found: dict[int, str] = {}
-    if envelope.integrity == "xxh3":
-        plain = [
-            n
-            for n, flight in enumerate(flights)
-            if flight.held.integrity == XXH3_128 and not flight.held.lossless
-        ]
-        if (
-            sum(flights[n].count * flights[n].held.info.stripe_bytes for n in plain)
-            >= COMPILED_BYTES
-        ):
-            reasons = _open_compiled([flights[n] for n in plain])
-            found = dict(zip(plain, reasons, strict=True))
-    return [
-        found[n] if n in found else _open_one(envelope, flight) for n, flight in enumerate(flights)
-    ]
+    plain = [flight for flight in flights if flight.plain and envelope.integrity == "xxh3"]
+    if sum(flight.count * flight.held.info.stripe_bytes for flight in plain) < COMPILED_BYTES:
+        return [_open_one(envelope, flight) for flight in flights]
+    found = dict(zip(plain, _open_compiled(plain), strict=True))
+    return [found[one] if one in found else _open_one(envelope, one) for one in flights]
 
 
 def _open_one(envelope: Envelope, flight: Flight) -> str:
@@ -246,17 +250,9 @@ def _read_header(envelope: Envelope, flight: Flight) -> Header:
 def _open_compiled(flights: Sequence[Flight]) -> list[str]:
     from flowkv.tiers.digest import CHECK, REASONS, check_frames
 
-    rows, fields = [], []
-    for flight in flights:
-        held, address, step = flight.held, flight.memory.address, flight.held.info.stripe_bytes
-        target = flight.item.memory  # claimed, and so alive until all is copied
-        assert target is not None
-        head = address, held.header_bytes, address + flight.body_at, flight.count * step
-        rows.append((*head, address_of(target), step, held.stripes, flight.first, flight.count))
-        expected = Header(flight.item.key, held.info, bytes(DIGEST_BYTES * held.stripes), held.seq)
-        fields.append(fixed_fields(expected))
-    checks = np.array(rows, CHECK)
-    reasons = check_frames(checks, np.frombuffer(b"".join(fields), np.uint8).reshape(-1, 256))
+    checks = np.array([flight.check for flight in flights], CHECK)
+    fields = np.frombuffer(b"".join(flight.fields for flight in flights), np.uint8)
+    reasons = check_frames(checks, fields.reshape(-1, 256))
     return [REASONS[reason] for reason in reasons.tolist()]
 
 
@@ -307,7 +303,7 @@ def seal_all(frames: list[Unsealed]) -> None:
 # disk is left alone ("breaker") until enough has come back.
 
 _LOADS, _STORES = False, True
-AT_ONCE = {_LOADS: 64, _STORES: 16}
+AT_ONCE = 16
 """Begun before the engine is given them; more wait no longer than it takes to begin these."""
 _SHARE = {_LOADS: 0.75, _STORES: 0.5}  # of the arena, so that neither takes all
 _IDLE_S = 0.05
@@ -435,8 +431,8 @@ class DiskScheduler:
 
     def _take(self, stores: bool, begun: list[Flight], *, alone: bool = True) -> int:
         """Begins what waits; how many items were begun or answered."""
-        begin, most = self._begin_store if stores else self._begin_load, AT_ONCE[stores]
-        for tried in range(most):
+        begin = self._begin_store if stores else self._begin_load
+        for tried in range(AT_ONCE):
             item = self._queue.begin(stores=stores)
             if item is None:
                 if stores:
@@ -455,7 +451,7 @@ class DiskScheduler:
                 begun.append(flight)
             else:
                 self._answer([ItemAnswer(item, Outcome.STORED if stores else Outcome.MISS)])
-        return most
+        return AT_ONCE
 
     def _begin_load(self, item: Item, *, alone: bool) -> Flight | None:
         """Starts a load; None if there is no such frame.
@@ -484,17 +480,16 @@ class DiskScheduler:
             if not enough or not target.c_contiguous or target.readonly:
                 raise Refused("target")
             fd, parts = self._store.fd(held.slot), extents(held, first, count)
-            wide = [aligned(max(size, GRANULE_BYTES)) for _, size in parts]
-            flight = Flight(item, self._memory(sum(wide), _LOADS, alone=alone), held, first, count)
+            memory = self._memory(sum(size for _, size in parts), _LOADS, alone=alone)
         except BaseException:
             self._store.unpin([held.slot])
             raise
-        at = 0
-        for (offset, size), width in zip(parts, wide, strict=True):
+        flight, at = Flight(item, memory, held, first, count), 0
+        for offset, size in parts:
             flight.body_at = at if offset else flight.body_at
-            where = held.slot.offset + offset, flight.memory.address + at
-            flight.operations.append((READ, fd, *where, aligned(size)))
-            at += width
+            where = held.slot.offset + offset, memory.address + at
+            flight.operations.append((READ, fd, *where, size))
+            at += size
         return flight
 
     def _begin_store(self, item: Item, *, alone: bool) -> Flight | None:
@@ -605,6 +600,9 @@ class DiskScheduler:
                 self._flights[self._tag] = flight, operation[-1]
         if rows:
             self._engine.submit(np.array(rows, OPERATION))
+        for flight in flights:
+            if isinstance(flight, Flight) and flight.plain and not flight.item.stores:
+                flight.expect()
 
     def _memory(self, n_bytes: int, stores: bool, *, alone: bool) -> ArenaSlot:
         """Staging memory; `alone` if nothing is under way whose end could bring any.
@@ -677,8 +675,8 @@ class DiskScheduler:
                 info = flight.held.info
                 n_bytes = flight.count * info.stripe_bytes
                 answers.append(ItemAnswer(flight.item, Outcome.HIT, "", info, n_bytes))
+        self._queue.answer_all(answers)  # first: somebody waits for them
         self._drop_loads(flight for flight in flights if flight not in more)
-        self._queue.answer_all(answers)
         return more
 
     def _drop_loads(self, flights: Iterable[Flight]) -> None:
@@ -711,7 +709,7 @@ class DiskScheduler:
             return True
         header = _read_header(self._envelope, flight)
         offset, n_bytes = self._envelope.place(header, flight.first, flight.count)
-        if extents(held, flight.first, flight.count)[0][1] == held.stored_bytes:
+        if flight.operations[0][-1] >= held.stored_bytes:
             flight.header, flight.body_at = header, offset
             return True
         fd, start = self._store.fd(held.slot), offset // ALIGNMENT * ALIGNMENT

@@ -163,8 +163,6 @@ def open_file(path: str, *, write: bool, direct: bool) -> tuple[int, bool]:
     Raises:
         OSError: It cannot be opened.
     """
-    from flowkv.tiers.io.engine import FileIO  # a room that is built on this one
-
     fd = FileIO().open(path, write=write)
     try:
         return fd, set_direct(fd) if direct else set_flags(fd, 0)
