@@ -11,6 +11,7 @@ restart, memory) is measured in processes of its own.
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import mmap
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,9 +50,17 @@ def add_verbs(verb: AddVerb) -> None:
     real.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
     real.add_argument("--threads", type=count, default=os.cpu_count() or 1)
     real.add_argument("--rounds", type=count, default=5)
-    real.add_argument("--parts", type=names, default=list(PARTS), help=f"of {','.join(PARTS)}")
+    real.add_argument(
+        "--parts", type=names, default=list(PARTS), help=f"of {','.join(PARTS)}; quality, an hour"
+    )
     real.add_argument("--longest", type=count, default=4000, help="tokens of the longest context")
-    real.add_argument("--out", type=Path, metavar="FILE", help="write the result there, too")
+    real.add_argument(
+        "--out", type=Path, metavar="FILE", help="write there, too; other parts in it are kept"
+    )
+    real.add_argument("--contexts", type=count, default=53, help="of quality")
+    real.add_argument("--text", type=Path, metavar="FILE", help="of quality, not the frozen one")
+    real.add_argument("--minutes", type=float, default=inf, help="quality reads no longer")
+    real.add_argument("--resume", metavar="DIR", help="where quality keeps what it has read")
     real.add_argument("--child", default="", help=argparse.SUPPRESS)
 
 
@@ -59,12 +69,7 @@ def _real(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     if given.child:
         part, folder = given.child.split(":", 1)
         return 0, _CHILDREN[part](given, folder)
-    rows: list[Row] = []
-    for part in given.parts:
-        for row in _PARTS[part](given):
-            rows.append(row)
-            screen.say("  ".join(f"{k} {_shown(v)}" for k, v in row.items()))
-    result = {
+    result: dict[str, Any] = {
         "model": given.model,
         "dtype": given.dtype,
         "threads": given.threads,
@@ -72,12 +77,21 @@ def _real(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
         "text_sha256": hashlib.sha256(english().encode()).hexdigest(),
-        "rows": rows,
+        "parts": {},
     }
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
-    return int(not all(row.get("identical", True) for row in rows)), result
+    if given.out and given.out.exists():
+        result["parts"] = json.loads(given.out.read_text())["parts"]
+    for part in given.parts:
+        rows = result["parts"][part] = []
+        for row in _PARTS[part](given):
+            rows.append(row)
+            screen.say("  ".join(f"{k} {_shown(v)}" for k, v in row.items()))
+        if given.out:
+            given.out.write_text(json.dumps(result, indent=1) + "\n")
+    measured = [row for part in given.parts for row in result["parts"][part]]
+    return int(not all(row.get("identical", True) for row in measured)), result
 
 
 def _shown(value: object) -> str:
@@ -194,26 +208,38 @@ def tpot(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def engine(given: argparse.Namespace) -> Iterator[Row]:
-    """New tokens a second of several clients at once, over one `generate` after the other."""
-    pair = Pair(given)
+    """New tokens a second of several clients at once, over those of transformers' own ways."""
+    from transformers import ContinuousBatchingConfig
+
+    pair, tokens = Pair(given), 32
+    plain, few = pair.plain.model, ContinuousBatchingConfig(max_memory_percent=0.1)
+
+    def one_by_one(prompts: Sequence[list[int]]) -> list[list[int]]:
+        return [timed_generate(plain, [p], max_new_tokens=tokens).answers[0] for p in prompts]
+
+    def batched(prompts: Sequence[list[int]]) -> list[list[int]]:
+        own = copy.deepcopy(plain.generation_config)  # it is written to
+        done = plain.generate_batch(prompts, own, few, max_new_tokens=tokens)
+        return [done[f"req_{n}"].generated_tokens for n in range(len(prompts))]
+
+    def served(prompts: Sequence[list[int]]) -> list[list[int]]:
+        with flowkv.Engine(pair.served.model, pair.kv) as made:
+            return [list(c.tokens) for c in made.run(prompts, max_new_tokens=tokens)]
+
     for clients in (1, 4):
-        ratios, tokens, same = [], 32, True
+        taken: list[list[float]] = [[], [], []]
+        same = True
         for _ in range(given.rounds):
-            prompts = [pair.texts.next(256) for _ in range(clients)]
-            start = time.perf_counter()
-            plain = [
-                timed_generate(pair.plain.model, [p], max_new_tokens=tokens).answers[0]
-                for p in prompts
-            ]
-            middle = time.perf_counter()
-            with flowkv.Engine(pair.served.model, pair.kv) as served:
-                answers = [list(c.tokens) for c in served.run(prompts, max_new_tokens=tokens)]
-            ratios.append((middle - start) / (time.perf_counter() - middle))
-            same &= answers == plain
-        yield {"what": f"engine / generate, {clients} clients", "tokens": 256} | {
-            "identical": same,
-            "ratio": spread(ratios),
-        }
+            prompts, answers = [pair.texts.next(256) for _ in range(clients)], []
+            for way, seconds in zip((one_by_one, batched, served), taken, strict=True):
+                start = time.perf_counter()
+                answers.append(way(prompts))
+                seconds.append(time.perf_counter() - start)
+            same &= answers[0] == answers[1] == answers[2]
+        for name, peer in zip(("generate", "generate_batch"), taken, strict=False):
+            ratios = [a / b for a, b in zip(peer, taken[2], strict=True)]
+            what = f"engine / {name}, {clients} clients"
+            yield {"what": what, "tokens": 256, "identical": same, "ratio": spread(ratios)}
     pair.kv.close()
 
 
@@ -223,8 +249,9 @@ def engine(given: argparse.Namespace) -> Iterator[Row]:
 def _child(given: argparse.Namespace, part: str, folder: str, **environment: str) -> Any:
     """Runs a part in a process of its own and returns what it found."""
     command = [sys.executable, "-m", "bench", "real", "--json", "--child", f"{part}:{folder}"]
-    for name in ("model", "dtype", "threads", "rounds", "longest"):
-        command += [f"--{name}", str(getattr(given, name))]
+    for name in ("model", "dtype", "threads", "rounds", "longest", "contexts", "minutes", "text"):
+        if getattr(given, name) is not None:
+            command += [f"--{name}", str(getattr(given, name))]
     done = subprocess.run(
         command, env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True, text=True
     )
@@ -345,8 +372,26 @@ def _disk_rate(folder: Path, n_bytes: float) -> float:
         path.unlink()
 
 
+def quality(given: argparse.Namespace) -> Iterator[Row]:
+    """What caches cost in perplexity; see `bench.perplexity`."""
+    from bench import perplexity
+
+    def child(one: argparse.Namespace, share: str) -> None:
+        _child(one, "quality", share)
+
+    return perplexity.quality(given, child)
+
+
+def _quality(given: argparse.Namespace, share: str) -> None:
+    from bench import perplexity
+
+    perplexity.read_share(given, share)
+
+
 _PARTS = {"first": first, "ttft": ttft, "tpot": tpot, "restart": restart, "engine": engine}
+_PARTS["quality"] = quality
 _CHILDREN: dict[str, Callable[[argparse.Namespace, str], Any]] = {
+    "quality": _quality,
     "first": _first,
     "store": _store,
     "restored": _restored,

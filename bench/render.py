@@ -274,6 +274,100 @@ def summary(results: Results) -> str:
 
 
 @block
+def real(results: Results) -> str:
+    """Ten figures of a real language model."""
+    report = results.get("real_cpu", {"parts": {}})
+    rows = [row for part in report["parts"].values() for row in part]
+
+    def of(what: str, name: str, unit: str, tokens: int = 0) -> str:
+        """Of the row of most tokens, but no more than `tokens` if these are said."""
+        found = [r for r in rows if r["what"] == what and r.get("tokens", 0) <= (tokens or 10**9)]
+        row = max(found, key=lambda row: row.get("tokens", 0), default={})
+        at = f" at {row['tokens']:,} tokens" if tokens and row else ""
+        return between(row.get(name), unit) + at
+
+    alone, stock = "times faster than the model alone", "times faster than `DynamicCache`"
+    cold, step, engine = "empty compile cache", "tpot, DynamicCache / attached", "engine / generate"
+    coded = [
+        [
+            f"perplexity with `{codec}`",
+            f"more than raw; `{peer}`",
+            f"{of(f'quality, {codec}', 'more_percent', ' %')};"
+            f" {of(f'quality, {peer}', 'more_percent', ' %')}",
+        ]
+        for codec, peer in (("kv8", "HF HQQ, 8 bits"), ("kv4c", "HF HQQ, 4 bits"))
+    ]
+    compiled = [of(cold, f"{name}_cpu_s", " s") for name in ("attach", "first_generate")]
+    lines = [
+        ["first token, unseen prompt", alone, of("ttft, unseen", "ratio", "x", 2048)],
+        ["first token, prompt asked again", alone, of("ttft, asked again", "ratio", "x", 4000)],
+        ["first token, in the next process", alone, of("ttft, restarted", "ratio", "x", 4000)],
+        ["a decode step, short", stock, of(step, "ratio", "x", 256)],
+        ["a decode step, long", stock, of(step, "ratio", "x", 4000)],
+        [
+            "4 clients at once, new tokens a second",
+            "one `generate` after the other; `generate_batch`",
+            f"{of(f'{engine}, 4 clients', 'ratio', 'x')};"
+            f" {of(f'{engine}_batch, 4 clients', 'ratio', 'x')}",
+        ],
+        ["on disk, a token", "", of("ttft, restarted", "store_bytes_a_token", " bytes")],
+        ["the very first call", "CPU time to attach; to answer", "; ".join(compiled)],
+        *coded,
+    ]
+    about = (
+        f"{report['model']}, {report['dtype']}, {report['threads']} threads on {report['cpus']}"
+        f" processors, load {report['load']:.1f} meanwhile; medians of {report['rounds']} rounds,"
+        f" least to most. Quality: over {of('quality, kv8', 'tokens', '')} tokens."
+        if report["parts"]
+        else NOT_YET.capitalize() + "."
+    )
+    return f"{table(['what', 'against', 'figure'], lines)}\n\n{about}"
+
+
+@block
+def real_all(results: Results) -> str:
+    """All that was measured of the real model, less what the next table shows."""
+    lines = [
+        [row["what"], f"{row.get('tokens', 0):,}", ", ".join(_named(row, "what", "tokens"))]
+        for name, part in results.get("real_cpu", {"parts": {}})["parts"].items()
+        for row in part
+        if name != "quality"
+    ]
+    return table(["what", "tokens", "figures"], lines) if lines else NOT_YET.capitalize() + "."
+
+
+def _named(row: dict[str, Any], *less: str) -> Iterable[str]:
+    for name, value in row.items():
+        if name not in less:
+            yield f"{name.replace('_', ' ')} {'yes' if value is True else between(value, '')}"
+
+
+@block
+def real_quality(results: Results) -> str:
+    lines = [
+        [
+            row["what"].removeprefix("quality, "),
+            f"{row['bits']:.2f}",
+            f"{row['perplexity']:.4f}",
+            between(row["more_percent"], " %"),
+            f"{row['agreement_percent']:.2f} %",
+            f"at most {row['goal_percent']} %" if "goal_percent" in row else "",
+        ]
+        for row in results.get("real_cpu", {"parts": {}})["parts"].get("quality", [])
+    ]
+    head = ["cache", "bits an element", "perplexity", "more than exact", "agreement", "goal"]
+    return table(head, lines) if lines else NOT_YET.capitalize() + "."
+
+
+def between(value: Any, unit: str) -> str:
+    """A figure, or the middle one of three and its ends."""
+    if not isinstance(value, list):
+        return figure(value, unit if value is not None else "")
+    least, middle, most = map(figure, value)
+    return f"{middle}{unit} ({least} to {most})"
+
+
+@block
 def targets(results: Results) -> str:
     reports = gpu_reports(results)
     devices = [Device(report) for report in reports] or [Device(None)]

@@ -71,6 +71,30 @@ def test_prompts_are_the_same_in_both_processes() -> None:
     assert build_workload(encode, SMALL) == build_workload(encode, SMALL)
 
 
+def chat(said: list[dict[str, str]]) -> str:
+    turns = [f"<{one['role']}>{one['content'].strip()}</>" for one in said]
+    return "".join(turns) + "<assistant>"
+
+
+def test_a_model_that_chats_is_asked_about_a_page() -> None:
+    sizes = DemoSizes(context=1200, turns=3, rows=2, answer=8)
+    work = build_workload(encode, sizes, chat=chat)
+    opening = bytes(work.opening).decode()
+    assert opening.startswith("<user>---\nlicense") and "byte-level Llama" in opening
+    assert opening.endswith(f"\n\n{work.asked[0]}</><assistant>")
+    follow = [bytes(question).decode() for question in work.questions]
+    assert follow == [f"</><user>{said}</><assistant>" for said in work.asked[1:3]]
+    talk = len(work.opening) + sum(len(q) + sizes.answer for q in work.questions)
+    assert talk == sizes.context == len(work.warm_up[0][0])
+    rows = [bytes(row).decode() for row in work.batch]
+    assert len({len(row) for row in rows}) == 1 and opening[:64] not in rows[0]
+    for row, said in zip(rows, work.asked[3:], strict=True):
+        assert row.endswith(f"\n{said}</><assistant>") and "byte-level Llama" in row
+    assert [len(row) for row in work.warm_up[1]] == [len(row) for row in work.batch]
+    with pytest.raises(ConfigError, match="--context"):
+        build_workload(encode, sizes, chat=lambda said: 1200 * "!" + chat(said))
+
+
 @pytest.mark.parametrize(
     ("sizes", "most", "complaint"),
     [

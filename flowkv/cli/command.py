@@ -160,13 +160,17 @@ def _add_demo(verb: AddVerb) -> None:
     parser.option("--report", "FILE", about, type=Path)
     trace_argument(parser)
     parser.option("--context", "N", "tokens of the longest prompt", type=count)
-    for flag, default, about in (
-        ("--turns", 4, "of the conversation"),
-        ("--rows", 3, "of the batch"),
-        ("--repeats", 3, "behind a median"),
-        ("--max-new-tokens", 24, "of an answer"),
-    ):
-        parser.option(flag, "N", f"{about}; default %(default)s", type=count, default=default)
+    for name, (tiny, other, of) in _AMOUNTS.items():
+        about = f"of {of}; default {tiny}, with --model {other}"
+        parser.option(f"--{name.replace('_', '-')}", "N", about, type=count)
+
+
+_AMOUNTS = {
+    "turns": (4, 3, "the conversation"),
+    "rows": (3, 2, "the batch"),
+    "repeats": (3, 1, "what is timed"),
+    "max_new_tokens": (24, 40, "an answer"),
+}
 
 
 def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
@@ -174,6 +178,9 @@ def _demo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     from flowkv.demo.findings import DemoPlan, DemoSizes
     from flowkv.demo.run import run_demo
 
+    for name, amounts in _AMOUNTS.items():
+        if getattr(given, name) is None:
+            setattr(given, name, amounts[bool(given.model)])
     if given.turns < 2:
         raise ConfigError("a conversation of one turn has no past", "Give --turns 2 or more")
     load_config(disk=given.store or None)  # better before a model is loaded than after it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import statistics
 import sysconfig
@@ -15,17 +16,30 @@ import msgspec
 
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError
+from flowkv.data import tiny_path
 from flowkv.observe.timeline import Timeline
 from flowkv.report.account import restore_section
 from flowkv.report.page import Bars, Figures, Section, Table, Text, write_report
 from flowkv.report.words import seconds, times
 
-# What the demo asks: a conversation and a batch with a shared beginning, over real source text.
+# What the demo asks: a conversation and a batch with a shared beginning, over real text.
 #
-# The text is the source of Python's standard library, which is wherever Python is. Conversation,
-# batch and warm-up read different parts of it, so that none of them is served by another's pages.
+# A model that chats is asked about a page that ships with FlowKV, others continue the source of
+# Python's standard library, which is wherever Python is. Conversation, batch and warm-up begin
+# differently, so that none of them is served by another's pages.
 
 Encode = Callable[[str], list[int]]
+Chat = Callable[[list[dict[str, str]]], str]
+
+QUESTIONS = (
+    "How many parameters does the model have?",
+    "What are its tokens?",
+    "On which data was it trained?",
+    "How long did the training take?",
+    "What is the licence of the weights?",
+    "What is the model good for?",
+)
+"""About the model card of the model that ships with FlowKV, `flowkv/data/tiny/README.md`."""
 
 
 class DemoSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,11 +85,13 @@ class DemoCase(msgspec.Struct):
         name: Shown to people.
         prompts: Rows of equal length.
         answers: New tokens of each row.
+        asked: What each row asks in words, of a model that chats.
     """
 
     name: str
     prompts: list[list[int]]
     answers: list[list[int]] = []
+    asked: Sequence[str] = ()
 
     @property
     def tokens(self) -> int:
@@ -92,23 +108,26 @@ class DemoWorkload(msgspec.Struct):
         batch: Prompts with a shared beginning.
         warm_up: One prompt of the conversation's length and a batch of the other's shape, about
             other text.
+        asked: What turns, then rows of the batch, ask in words, of a model that chats.
     """
 
     opening: list[int]
     questions: list[list[int]]
     batch: list[list[int]]
     warm_up: list[list[list[int]]]
+    asked: Sequence[str] = ()
 
 
 def build_workload(
-    encode: Encode, sizes: DemoSizes, *, most_tokens: int | None = None
+    encode: Encode, sizes: DemoSizes, *, most_tokens: int | None = None, chat: Chat | None = None
 ) -> DemoWorkload:
-    """Makes prompts out of source text.
+    """Makes prompts out of source text, or questions about a document.
 
     Args:
         encode: The model's tokenizer.
-        sizes: How much.
+        sizes: How much; questions are as long as they are, and the document is cut to fit.
         most_tokens: Longest sequence that the model takes.
+        chat: Its chat template, if it has one.
 
     Raises:
         ConfigError: The sizes do not fit each other or the model.
@@ -125,6 +144,8 @@ def build_workload(
             f"Give at least --context {sizes.turns * (sizes.question + sizes.answer)}",
         )
     text = _Text(encode)
+    if chat:
+        return _interview(encode, chat, sizes, text)
     opening = text.take(sizes.opening, "# Here is some Python to talk about.\n\n")
     questions = [
         text.take(sizes.question, f"\n\n# Question {turn}: and how does this differ?\n\n")
@@ -139,6 +160,44 @@ def build_workload(
     asked = batch("# Here is some Python, and a task about it.\n\n")
     warm_up = [[text.take(sizes.context, "# To warm up:\n")], batch("# To warm up a batch:\n")]
     return DemoWorkload(opening, questions, asked, warm_up)
+
+
+_MARK = "\N{SECTION SIGN}"
+
+
+def _interview(encode: Encode, chat: Chat, sizes: DemoSizes, text: _Text) -> DemoWorkload:
+    """Questions about a document, as the chat template puts them."""
+
+    def around(*said: str) -> list[list[int]]:
+        """Tokens of a chat whose turns alternate, in parts between the marks."""
+        roles = itertools.cycle(("user", "assistant"))
+        turns = [{"role": role, "content": words} for role, words in zip(roles, said, strict=False)]
+        return [_bare(encode, part) for part in chat(turns).split(_MARK)]
+
+    asked = [QUESTIONS[n % len(QUESTIONS)] for n in range(sizes.turns + sizes.rows)]
+    head, first = around(f"{_MARK}\n\n{asked[0]}")
+    questions = [around("?", _MARK, question)[1] for question in asked[1 : sizes.turns]]
+    rows = [around(f"In a sentence:\n\n{_MARK}\n\n{ask}") for ask in asked[sizes.turns :]]
+    ending, line = max(len(row[1]) for row in rows), _bare(encode, "\n")[-1:]
+    around_it = len(head) + len(first) + sum(len(q) + sizes.answer for q in questions)
+    if around_it >= sizes.context:
+        raise ConfigError(
+            f"a context of {sizes.context} tokens is too short for {sizes.turns} turns",
+            f"Give more than --context {around_it}",
+        )
+    document = _bare(encode, (tiny_path() / "README.md").read_text())[: sizes.context - around_it]
+    shared = text.take(len(rows[0][0]) + len(document))
+    return DemoWorkload(
+        opening=head + document + first,
+        questions=questions,
+        # Rows of a batch are equally long: empty lines fill up what a question lacks.
+        batch=[top + document + line * (ending - len(end)) + end for top, end in rows],
+        warm_up=[
+            [text.take(around_it + len(document))],
+            [shared + text.take(ending) for _ in rows],
+        ],
+        asked=asked,
+    )
 
 
 class _Text:
@@ -256,6 +315,7 @@ class Findings(msgspec.Struct, kw_only=True):
         fresh: Whether the store knew nothing of this before.
         cases: The requests.
         texts: What the last turn asked and what was answered, to be shown.
+        talk: Questions and answers of a model that chats, answered from the store.
         restores: Those that were watched.
     """
 
@@ -266,6 +326,7 @@ class Findings(msgspec.Struct, kw_only=True):
     fresh: bool = True
     cases: list[DemoCase] = []
     texts: list[str] = []
+    talk: list[tuple[str, str]] = []
     restores: list[WatchedRestore] = []
 
 
@@ -359,6 +420,7 @@ class Summary(msgspec.Struct, kw_only=True):
         store: Directory of the store; "" if it was removed.
         store_was_new: Whether it knew nothing of these prompts before.
         restores: How restores of the last turn went that were watched, a line each.
+        talk: Questions and answers of a model that chats, answered from the store.
         repeats: Measurements behind each median.
         seconds: Duration of the whole demo.
         model: What was asked for.
@@ -385,6 +447,7 @@ class Summary(msgspec.Struct, kw_only=True):
     store: str = ""
     store_was_new: bool
     restores: list[str]
+    talk: list[tuple[str, str]]
     repeats: int
     seconds: float = 0.0
     model: str
@@ -434,6 +497,7 @@ def summarise(
         restores=[
             f"{_source(watched)}: {watched.timeline.describe()}" for watched in restored.restores
         ],
+        talk=restored.talk,
         repeats=plan.repeats,
         model=plan.model,
         machine={k: v for k, v in restored.machine.items() if k != "pid"},
@@ -600,9 +664,12 @@ def _bytes(summary: Summary) -> Section:
 def _method(plan: DemoPlan, summary: Summary) -> Section:
     first, second = summary.processes
     empty = "" if summary.store_was_new else " The store knew these prompts before."
+    prompts = "source text of Python's standard library"
+    if summary.talk:
+        prompts = "questions about the model card of the model that ships with FlowKV"
     text = (
         f"Model: {Path(plan.model).name or plan.model}, {summary.machine['parameters']:,}"
-        f" parameters. The prompts are source text of Python's standard library. Process {first}"
+        f" parameters. The prompts are {prompts}. Process {first}"
         f" answered, stored and exited; process {second} was started afterwards and opened the same"
         f" directory.{empty} TTFT is the wall time from calling generate to the first new token;"
         f" attaching, once in a process, took {seconds(summary.attach_s)} and is not in it."

@@ -202,6 +202,11 @@ def _show(summary: Summary, plan: DemoPlan, screen: Screen) -> None:
     screen.table(["", ""], facts, numbers=False)
     for line in summary.restores:
         screen.say(f"The last turn, {line}.")
+    if summary.talk:
+        screen.say("The second process, about a page on the tiny model that ships with FlowKV:")
+    for question, answer in summary.talk:
+        screen.say(f"  {question}", style="bold")
+        screen.say(f"    {' '.join(answer.split())}")
     if summary.tokens_identical:
         screen.say("All answers are identical to those without FlowKV.", style="green")
     else:
@@ -382,7 +387,7 @@ def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell)
     asked, earlier = cases[-2:], cases[:-2]
     steps = (plan.repeats + 1) * 2 * len(asked) + len(earlier)
     meter, _ = _prepare(plan, work, tell, steps)
-    pool_bytes, attach_s = 0, 0.0
+    pool_bytes, attach_s, answers = 0, 0.0, dict[str, list[list[int]]]()
     for repeat in range(plan.repeats):
         for case in asked:
             meter.ask("recompute", case, whole=not repeat)
@@ -392,16 +397,21 @@ def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell)
         with _attached(meter.model, plan.store) as kv:
             attach_s = attach_s or time.perf_counter() - started
             for case in asked:
-                meter.ask("disk", case, kv, whole=not repeat)
+                answers.setdefault(case.name, meter.ask("disk", case, kv, whole=not repeat))
             if not repeat:
                 for case in earlier:
-                    meter.ask("check", case, kv, whole=True)
+                    answers[case.name] = meter.ask("check", case, kv, whole=True)
             pool_bytes = pool_bytes or _pool_bytes(kv)
     return Findings(
         samples=meter.samples,
         pool_bytes=pool_bytes,
         machine=_machine(meter.model, plan),
         attach_s=attach_s,
+        talk=[
+            (question, meter.loaded.decode(answer))
+            for case in cases
+            for question, answer in zip(case.asked, answers[case.name], strict=False)
+        ],
         restores=_watch(meter, asked),
     )
 
@@ -452,7 +462,7 @@ def _prepare(plan: DemoPlan, work: Path, tell: Tell, steps: int) -> tuple[_Meter
     config = loaded.model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     most = getattr(text, "max_position_embeddings", None)
-    workload = build_workload(loaded.encode, plan.sizes, most_tokens=most)
+    workload = build_workload(loaded.encode, plan.sizes, most_tokens=most, chat=loaded.chat)
     meter = _Meter(loaded, plan, tell, total)
     meter.step("warming up")
     _warm_up(meter, workload, work)
@@ -494,14 +504,18 @@ def _warm_up(meter: _Meter, workload: DemoWorkload, work: Path) -> None:
 def _converse(meter: _Meter, workload: DemoWorkload) -> list[DemoCase]:
     """Asks without FlowKV, and so makes the requests and their reference answers."""
     cases = []
-    prompt = workload.opening
-    for turn in range(1, meter.plan.sizes.turns + 1):
-        case = DemoCase(f"conversation, turn {turn}", [prompt])
+    prompt, turns = workload.opening, meter.plan.sizes.turns
+    for turn in range(1, turns + 1):
+        asked = workload.asked[turn - 1 : turn]
+        case = DemoCase(f"conversation, turn {turn}", [prompt], asked=asked)
         case.answers = meter.ask("cold", case, whole=True)
         cases.append(case)
         if turn <= len(workload.questions):
-            prompt = prompt + case.answers[0] + workload.questions[turn - 1]
-    case = DemoCase(f"batch of {len(workload.batch)}", workload.batch)
+            (answer,), question = case.answers, workload.questions[turn - 1]
+            # An answer that came to its end has the token that a template puts there, too.
+            prompt = prompt + answer + question[answer[-1:] == question[:1] :]
+    asked = workload.asked[turns:]
+    case = DemoCase(f"batch of {len(workload.batch)}", workload.batch, asked=asked)
     case.answers = meter.ask("cold", case, whole=True)
     return [*cases, case]
 

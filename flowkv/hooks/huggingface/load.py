@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,11 +43,13 @@ class LoadedModel(NamedTuple):
         model: In evaluation mode, on its device.
         encode: Text to token ids, with what the tokenizer puts before them.
         decode: Token ids to text, without special tokens.
+        chat: Messages ("role", "content") to text that an answer continues; None if it cannot chat.
     """
 
     model: Any
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
+    chat: Callable[[list[dict[str, str]]], str] | None = None
 
 
 def load_model(
@@ -91,11 +94,11 @@ def load_model(
                 logging.disable_progress_bar()
                 after.callback(logging.enable_progress_bar)
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-            encode, decode = _tokenizer(source, folder, config)
+            speech = _tokenizer(source, folder, config)
             model = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=dtype, trust_remote_code=False
             )
-            return LoadedModel(model.eval().to(device), encode, decode)
+            return LoadedModel(model.eval().to(device), *speech)
     except FlowKVError:
         raise
     except Exception as error:
@@ -136,9 +139,7 @@ def _folder(name: str) -> Path | None:
     return None
 
 
-def _tokenizer(
-    source: str, folder: Path | None, config: Any
-) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
+def _tokenizer(source: str, folder: Path | None, config: Any) -> tuple[Callable[..., Any], ...]:
     if folder and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         if getattr(config, "vocab_size", None) == 256:
             return lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace")
@@ -156,9 +157,11 @@ def _tokenizer(
             "Install what it asks for, or save it again with tokenizer.save_pretrained(folder)",
         ) from error
 
+    chat = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     return (
         lambda text: list(tokenizer(text)["input_ids"]),
         lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+        *([chat] if tokenizer.chat_template else []),
     )
 
 
