@@ -11,8 +11,6 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numba
-
 if TYPE_CHECKING:
     from flowkv.cache import export, pinned, stack, step, store, swap
     from flowkv.cache import pool as cache_pool
@@ -225,7 +223,6 @@ if TYPE_CHECKING:
         logistic,
         teach,
         value_of,
-        worth_of,
     )
     from flowkv.policy.hazard.compiled import describe as compiled_describe
     from flowkv.policy.hazard.index import is_model
@@ -488,6 +485,7 @@ def __getattr__(name: str) -> Any:
     except AttributeError:  # a module of a package
         return importlib.import_module(f"{module}.{there}")
     if getattr(found, "targetoptions", {}).get("no_cpython_wrapper"):  # a part of compiled calls
+        import numba
 
         @numba.njit(error_model="numpy")
         def called(*given):  # type: ignore[no-untyped-def]
