@@ -49,7 +49,7 @@ def add_verbs(verb: AddVerb) -> None:
     real.add_argument("--model", default="smollm2", help="folder or Hugging Face id")
     real.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
     real.add_argument("--threads", type=count, default=os.cpu_count() or 1)
-    real.add_argument("--rounds", type=count, default=5)
+    real.add_argument("--rounds", type=count, default=3)
     real.add_argument(
         "--parts", type=names, default=list(PARTS), help=f"of {','.join(PARTS)}; quality, an hour"
     )

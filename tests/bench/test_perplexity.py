@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def test_figures_are_of_paired_contexts() -> None:
 
 
 def test_another_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "shortest path" in perplexity.text(None), "the version in constraints.txt"
+    if version("networkx") == "3.6.1":  # of constraints.txt
+        assert "shortest path" in perplexity.text(None)
     monkeypatch.setattr(perplexity, "SHA256", hashlib.sha256(b"").hexdigest())
     with pytest.raises(ConfigError, match="--text FILE"):
         perplexity.text(None)
