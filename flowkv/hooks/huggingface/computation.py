@@ -909,7 +909,7 @@ class Walk:
         elif (
             library
             and not isinstance(value, functools.partial)
-            and name in _defined(module)
+            and _defined(module, name)
             and (
                 isinstance(value, (Mapping, list, set))
                 or (type(value) not in PLAIN and not _written(value))
@@ -989,7 +989,7 @@ class Walk:
             elif (
                 _root(home) in _LIBRARIES
                 and type(value) not in PLAIN
-                and name in _defined(home.__module__)
+                and _defined(home.__module__, name)
             ):
                 self._leaf(path, _name(type(value)))
             else:
@@ -1192,24 +1192,27 @@ _MARKS = frozenset(
 """Attributes that transformers gives to every module; they decide nothing."""
 
 
-class _Everything:
-    def __contains__(self, name: object) -> bool:
-        return True
-
-
 @functools.cache
-def _defined(module: str) -> Any:
-    """Names that the source of a library's module, and its classes, give things themselves."""
+def _source(module: str) -> types.CodeType | None:
+    """What a library's module runs when it is imported; None if nobody knows what that names."""
     try:
         spec = importlib.util.find_spec(module)
         loader: Any = spec.loader if spec is not None else None
-        code = loader.get_code(module)
-        for step in _steps(code):
-            if step.opname == "IMPORT_STAR" or step.argrepr == "INTRINSIC_IMPORT_STAR":
-                return _Everything()
-        return _mentioned(code, "STORE_NAME", "STORE_GLOBAL", "STORE_ATTR")
-    except Exception:  # no source: whatever lies there is its release's
-        return _Everything()
+        code: types.CodeType = loader.get_code(module)
+        steps = list(dis.get_instructions(code))  # stars are imported nowhere else
+    except Exception:  # no source
+        return None
+    stars = {"IMPORT_STAR", "INTRINSIC_IMPORT_STAR"}
+    return None if any({step.opname, step.argrepr} & stars for step in steps) else code
+
+
+def _defined(module: str, name: str) -> bool:
+    """Whether a library's module, or its classes, gives a name something itself."""
+    code = _source(module)
+    stores = "STORE_NAME", "STORE_GLOBAL", "STORE_ATTR"
+    return code is None or any(  # without source, whatever lies there is its release's
+        name in part.co_names and name in _operands(part, *stores) for part in _codes(code)
+    )
 
 
 def _written(value: Any) -> bool:
@@ -1377,14 +1380,16 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
-    return itertools.chain.from_iterable(map(dis.get_instructions, _codes(code)))
-
-
 @functools.cache
+def _operands(code: types.CodeType, *operations: str) -> frozenset[str]:
+    """Names that some operations of code are about, but for the functions and classes in it."""
+    steps = dis.get_instructions(code)
+    return frozenset(step.argval for step in steps if step.opname in operations)
+
+
 def _mentioned(code: types.CodeType, *operations: str) -> frozenset[str]:
     """Names that some operations of code are about."""
-    return frozenset(step.argval for step in _steps(code) if step.opname in operations)
+    return frozenset().union(*(_operands(part, *operations) for part in _codes(code)))
 
 
 def _clock(function: types.FunctionType) -> bool:

@@ -78,7 +78,7 @@ class Identity:
         self._settled = self._paused = False
         self._parts: list[tuple[str, Walk, str]] = []
         self._numbers: dict[Any, tuple[Any, Any]] = {}
-        self._weights, self._walk = Weights(), Walk(model, {}, "", {})
+        self._weights = Weights()
         self.unshared, self._steps = "", _STEPS[0]
         self.namespace = Namespace(model=name)
         self.read(model)
