@@ -250,7 +250,7 @@ class Planner:
         store: Blocks and pools.
         tables: Lines of all sequences.
         guard: The KV lock; every public method takes it.
-        measured: Told the tokens and seconds of each committed step.
+        measured: Told the tokens, seconds and mean position of each committed step.
         foresight: Brings what is expected next; None where there are no tiers to bring it from.
         allowed: See `Publisher`.
         on_non_finite: See `Publisher`.
@@ -262,7 +262,7 @@ class Planner:
         store: PageStore,
         tables: Tables,
         guard: Guard,
-        measured: Callable[[int, float], None],
+        measured: Callable[[int, float, float], None],
         foresight: Foresight | None,
         *,
         allowed: Callable[[Sequence], bool],

@@ -144,6 +144,7 @@ class Block:
         parent: Chain key above it.
         group: Layer group.
         kind: "page" or "state".
+        depth: Pages above it, as far as they were known when it was met.
         page: Id in the device pool, -1 if it is not there.
         tiers: Bit i is set while tier i of the stack holds it.
         codecs: Four bits for each tier: how its copy is encoded; see `codec_on`.
@@ -168,6 +169,7 @@ class Block:
     parent: bytes
     group: int
     kind: str
+    depth: int = 0
     page: int = -1
     tiers: int = 0
     codecs: int = 0
@@ -299,7 +301,8 @@ class PrefixIndex:
         slot = self.ghosts.revive(key)
         if slot < 0:
             slot = self._free.pop() if self._free else len(self._slots)
-        block = Block(slot, key, parent, group, kind)
+        above = self._by_key.get(parent)
+        block = Block(slot, key, parent, group, kind, 0 if above is None else above.depth + 1)
         if slot == len(self._slots):
             self._slots.append(block)
         else:

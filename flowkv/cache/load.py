@@ -116,6 +116,11 @@ class PageLoad:
         self.page = page
         self._lend()
 
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else has a page for its block, or wants one."""
+        return self.block.page < 0 and len(self._store.coming.get(self.block, ())) < 2
+
     def meet(self) -> bool:
         """Has the page of its block if somebody brought that meanwhile; whether it has it."""
         free = self._line is None and not self.flying and not self.block.gone
@@ -481,7 +486,7 @@ class PageLoader:
         asked = 0
         try:
             for piece in pieces:
-                for part in self._parts(piece):
+                for part in (piece,) if piece.inbound.alone else self._parts(piece):
                     asked += self._ask(flight, part, part.inbound.sources(prefer))
         except BaseException:
             flight.lost = True
@@ -562,7 +567,7 @@ class PageLoader:
         if source is None:
             flight.lost = True
             return 0
-        if self._copied(flight, piece, source):
+        if not piece.inbound.alone and self._copied(flight, piece, source):
             return 0
         trip = _Trip(flight, piece, source, sources)
         load, trip.buffer = piece.inbound.wish(source, piece.first, piece.stripes)

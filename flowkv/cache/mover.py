@@ -252,6 +252,8 @@ class Schedule:
             leaders.remove(wish)
         if not leaders:
             self._leaders.pop(wish.alike, None)
+        if not wish.followers:
+            return ()
         followers = sorted(wish.followers, key=lambda one: -one.n_bytes)
         wish.followers = ()
         for follower in followers:

@@ -672,7 +672,10 @@ class Step:
         if self._advance.most_new >= self._planner.page_size and not self.audits:
             seconds = compiling.measured_s(self._started_s, time.perf_counter()) - self._waited_s
             if seconds > 0:
-                self._planner.measured(int(self._advance.starts[-1]), seconds)
+                before, after = self._advance.before, self._advance.after
+                tokens = int(self._advance.starts[-1])
+                middle = float((after - before) @ (before + after)) / (2 * tokens)
+                self._planner.measured(tokens, seconds, middle)
 
     def __del__(self) -> None:
         if self._open:

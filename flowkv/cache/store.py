@@ -689,13 +689,14 @@ class PageStore:
             self._insert(alike, number)
 
     def _insert(self, blocks: Sequence[Block], number: int) -> None:
-        first, slot = blocks[0], self.index.slot
+        first, slot, size = blocks[0], self.index.slot, self.geometry.page_size
+        middle = (first.depth + len(blocks) / 2) * size  # they are a chain: one cost stands for all
         self.place_of(first, number).policy.insert(
             self.now_ns(),
             as_slots([block.slot for block in blocks]),
             as_slots([slot(block.parent) for block in blocks]),
             n_bytes=self.size(first, number),
-            cost_ns=round(self._gate.seconds_per_token * self.geometry.page_size * 1e9),
+            cost_ns=round(self._gate.token_s(middle) * size * 1e9),
             lease=first.lease,
             tenant=self.tenant(first.tenant),
         )

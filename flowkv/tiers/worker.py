@@ -163,9 +163,8 @@ class RequestQueue:
 
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Queues the items of a job; returns its number."""
-        job, now = self.answers.new_job(), self._clock.now_ns()
+        job, now, queued = self.answers.new_job(), self._clock.now_ns(), list[Item]()
         times = now, now + round(min(deadline_s, _FOREVER_S) * 1e9)
-        queued: list[Item] = []
         with self._changed:
             for index, wish in enumerate(cast(Sequence[Load | Store], wishes)):
                 item = Item(job, index, wish, times)

@@ -89,7 +89,7 @@ def opened(order: dict[str, Any]) -> KV:
         warnings.simplefilter("ignore")  # who opens a directory second is told that it only reads
         tiers = ["gpu:4MiB", order["tier"]]
         kv = KV(geometry(), namespace="relay", tiers=tiers, shard=shard)
-    kv.planner.measured = lambda tokens, seconds: None  # loading is always worth it
+    kv.planner.measured = lambda tokens, seconds, _: None  # loading is always worth it
     return kv
 
 

@@ -63,7 +63,7 @@ def test_a_load_that_compiles_is_not_late(tmp_path: Path, busy: str, wait: bool)
 def test_a_step_that_compiles_is_no_sample(tmp_path: Path) -> None:
     told: list[float] = []
     with make_kv() as kv:
-        kv.planner.measured = lambda tokens, seconds: told.append(seconds)
+        kv.planner.measured = lambda tokens, seconds, _: told.append(seconds)
         for compiled in (False, True, False):
             with kv.open(PROMPT, reuse=False) as seq:
                 for step in kv.prefill([seq], chunk=len(PROMPT)):

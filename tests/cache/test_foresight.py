@@ -397,3 +397,22 @@ def test_without_a_tier_there_is_nothing_to_bring() -> None:
 def test_the_option_is_checked_at_once(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="prefetch"):
         KV(prefetch=wrong)
+
+
+class Told(LRU):
+    """Remembers what pages are said to cost."""
+
+    def insert(self, now_ns: int, slots: Any, parents: Any = None, **said: Any) -> Any:
+        self.costs = [*getattr(self, "costs", []), said["cost_ns"]]
+        return super().insert(now_ns, slots, parents, **said)
+
+
+def test_policies_are_told_what_a_page_costs_where_it_is() -> None:
+    kv = make_kv(simple(), policy=Told)
+    for number in range(9):
+        kv.gate.computed(64, 64 * (1e-3 + 1e-6 * 200 * number), 200.0 * number)
+    kv.planner.measured = lambda *_: None
+    published(kv, list(range(32 * 8)))
+    costs = kv.planner.store.device_places["cpu"].policy.costs
+    wanted = [8 * (1e-3 + 1e-6 * (16 * n + 8)) * 1e9 for n in range(16)]  # two pages at a time
+    assert costs == pytest.approx(wanted, rel=0.05) and costs == sorted(costs)

@@ -158,7 +158,7 @@ def test_waiting_is_no_computing() -> None:
     prompt, link = tokens(4 * PAGE + 2 * PAGE), Link(per_poll=0)
     with stored(prompt[: 4 * PAGE + 1], link, policy=Split()) as kv:
         told: list[float] = []
-        kv.planner.measured = lambda tokens, seconds: told.append(seconds)
+        kv.planner.measured = lambda tokens, seconds, _: told.append(seconds)
         with kv.open(prompt, wait=False) as seq:
             threading.Timer(0.3, lambda: setattr(link, "per_poll", 100)).start()
             begun_s = time.perf_counter()

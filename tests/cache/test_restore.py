@@ -168,7 +168,7 @@ def test_loads_that_do_not_help_are_not_made() -> None:
 
 def test_only_prompts_measure_the_rate_of_computing() -> None:
     kv, told = make_kv(), list[tuple[int, bool]]()
-    kv.planner.measured = lambda tokens, seconds: told.append((tokens, seconds > 0))
+    kv.planner.measured = lambda tokens, seconds, _: told.append((tokens, seconds > 0))
     seq = opened(kv, [1] * 40)
     advance(kv, [seq], [[1]])
     assert told == [(16, True), (16, True), (8, True)]

@@ -36,7 +36,7 @@ def cached(
     kv = flowkv.attach(
         model, tiers=["gpu:64MiB", tier], **{"page_size": PAGE, "audit": 1.0, **options}
     )
-    kv.planner.measured = lambda tokens, seconds: None
+    kv.planner.measured = lambda tokens, seconds, _: None
     kv.audited = []
     kv.bus.subscribe(kv.audited.append, Audited)
     try:

@@ -255,7 +255,7 @@ class LoadGate:
 
     def __init__(self) -> None:
         self.rates: dict[str, Rates] = {}
-        self._compute_s_per_token = 0.0
+        self._compute_s_per_token, self._chunks = 0.0, _Chunks()
         # Per tier: the loads that were measured, and the pages refused, since they were.
         self._refused: dict[str, tuple[int, int]] = {}
 
@@ -264,12 +264,26 @@ class LoadGate:
         if n_bytes > 0:
             self.rates.setdefault(tier, Rates()).add(n_bytes, seconds)
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A forward pass over `tokens` new tokens took `seconds`."""
+    def computed(self, tokens: int, seconds: float, middle: float | None = None) -> None:
+        """A forward pass over `tokens` new tokens took `seconds`.
+
+        Args:
+            tokens: How many.
+            seconds: For all of them.
+            middle: Mean position of these tokens in their prompts; default those of one whole one.
+        """
         if tokens > 0:
             fresh = seconds / tokens
             known = self._compute_s_per_token or fresh
             self._compute_s_per_token = known + _WEIGHT * (fresh - known)
+            first = 0 if middle is None else round(middle - tokens / 2)
+            if seconds > 0:
+                self._chunks.add(Span(first, first + tokens), seconds, 0.0)
+
+    def token_s(self, position: float) -> float:
+        """What one more token takes there: the later, the more it attends to; 0 if unknown."""
+        _, each, pair = self._chunks.form
+        return each + pair * position or self._compute_s_per_token
 
     @property
     def seconds_per_token(self) -> float:

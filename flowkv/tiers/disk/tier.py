@@ -432,7 +432,8 @@ class DiskScheduler:
     def _take(self, stores: bool, begun: list[Flight], *, alone: bool = True) -> int:
         """Begins what waits; how many items were begun or answered."""
         begin = self._begin_store if stores else self._begin_load
-        for tried in range(AT_ONCE):
+        most = AT_ONCE if stores or not self._flights else 4 * AT_ONCE  # an idle disk begins soon
+        for tried in range(most):
             item = self._queue.begin(stores=stores)
             if item is None:
                 if stores:
@@ -451,7 +452,7 @@ class DiskScheduler:
                 begun.append(flight)
             else:
                 self._answer([ItemAnswer(item, Outcome.STORED if stores else Outcome.MISS)])
-        return AT_ONCE
+        return most
 
     def _begin_load(self, item: Item, *, alone: bool) -> Flight | None:
         """Starts a load; None if there is no such frame.

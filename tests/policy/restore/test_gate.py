@@ -87,3 +87,18 @@ def test_refused_pages_are_tried_again_and_a_measurement_begins_anew() -> None:
     assert gate.pays_to_store("disk", 1000, 64, long)
     gate.loaded("disk", 1000, 2.0)
     assert not gate.pays_to_store("disk", 1000, 64, long)
+
+
+def test_what_a_token_takes_grows_with_its_position() -> None:
+    gate = LoadGate()
+    assert gate.token_s(0) == 0.0
+    gate.computed(512, 0.512)
+    assert gate.token_s(0) == gate.token_s(10_000) == pytest.approx(1e-3), (
+        "one sample tells no more"
+    )
+    for number in range(40):  # chunks anywhere in prompts, and once whole ones
+        size, before = 256 + 64 * (number % 5), 1024 * (number % 9)
+        middle = before + size / 2
+        gate.computed(size, size * (1e-3 + 2e-7 * middle), middle if before else None)
+    for position in (100, 5_000, 50_000):
+        assert gate.token_s(position) == pytest.approx(1e-3 + 2e-7 * position, rel=0.05)
