@@ -234,12 +234,16 @@ def rows(read: Sequence[dict[str, Any]], bits: int) -> Iterator[dict[str, Any]]:
             (mine[0] - its[0]) / one["tokens"]
             for mine, its, one in zip(found, exact, read, strict=True)
         ]
-        error = 2 * stdev(more) / math.sqrt(len(more)) if len(more) > 1 else math.inf
+        ends = [0.0]  # of a single context nothing is known about others
+        if len(more) > 1:
+            error = 2 * stdev(more) / math.sqrt(len(more))
+            ends = [-error, 0.0, error]
+        percent = [100 * math.expm1(mean(more) + end) for end in ends]
         row = {
             "what": f"quality, {name}",
             "tokens": tokens,
             "perplexity": math.exp(sum(nats for nats, _, _ in found) / tokens),
-            "more_percent": [100 * math.expm1(mean(more) + e) for e in (-error, 0, error)],
+            "more_percent": percent if len(more) > 1 else percent[0],
             "agreement_percent": 100 * sum(agreed for _, agreed, _ in found) / tokens,
             "bits": bits * sum(size for *_, size in found) / sum(size for *_, size in exact),
         }
