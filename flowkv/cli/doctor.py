@@ -10,21 +10,27 @@ import contextlib
 import ctypes
 import errno
 import importlib.metadata
+import itertools
 import os
 import platform
 import resource
 import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import flowkv
 from flowkv.cli.arguments import AddVerb
 from flowkv.core import errors
 from flowkv.core.config import format_size
 from flowkv.report.screen import Screen
+
+if TYPE_CHECKING:
+    from flowkv import KV, Step
 
 State = Literal["ok", "note", "warn", "bad"]
 
@@ -350,10 +356,51 @@ def add_verb(verb: AddVerb) -> None:
     """Adds the verb."""
     doctor = verb("doctor", _doctor, "show what this machine offers")
     doctor.option("--store", "DIR", "look at its disk", type=Path, default=Path())
+    doctor.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile what first calls would: a minute or two, once on a machine",
+    )
+
+
+def compile_all() -> Finding:
+    """Uses once, in small caches of its own, what is compiled on its first use, and kept."""
+    from flowkv import KV, Geometry
+    from flowkv.core.geometry import CODECS
+
+    begun_s = time.process_time()
+    for dtype, codec in itertools.product(("float32", "bfloat16"), CODECS):
+        shape = Geometry.uniform(layers=1, kv_heads=1, head_dim=64, dtype=dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            tiers = ["gpu:2MiB", f"disk:{folder}:64MiB"]
+            with KV(shape, namespace="flowkv-doctor", tiers=tiers, codec=codec) as kv:
+                for prompt in (*range(40), 0):  # more than fits, and what was given up again
+                    _answer(kv, [prompt] * 200)
+                kv.flush()
+    seconds = time.process_time() - begun_s
+    return Finding("compiled code", "ok", f"is there now: {seconds:.1f} s", "", {"cpu_s": seconds})
+
+
+def _answer(kv: KV, prompt: list[int]) -> None:
+    def attend(step: Step) -> None:
+        n, dtype = int(step.counts[0]), step.dtype(0)
+        q, k, v = (torch.ones(n, heads, 64, dtype=dtype) for heads in (2, 1, 1))
+        step.attend(0, q, k, v)
+
+    import torch
+
+    with kv.open(prompt) as seq:
+        for step in kv.prefill([seq]):
+            attend(step)
+        for _ in range(2):
+            with kv.step([seq], [[1]]) as step:
+                attend(step)
 
 
 def _doctor(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     findings = examine(given.store)
+    if given.compile:
+        findings.append(compile_all())
     states = [finding.state for finding in findings]
     marks = {"ok": "ok", "note": "-", "warn": "!", "bad": "BAD"}
     advice = [f"\n-> {f.advice}" if f.advice else "" for f in findings]
