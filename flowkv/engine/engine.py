@@ -583,13 +583,14 @@ class Loop:
     def _advance(self, outcome: StepOutcome) -> None:
         """Counts what was computed, and draws the next token where all that is known is."""
         for parts, logits in outcome.done:
-            ends = []
+            ends, lives = [], []
             for place, (live, done) in enumerate(parts):
-                live.ready += done
-                if live.ready == live.prompt + live.made:
+                ready = live.ready = live.ready + done
+                if ready == live.prompt + live.made:
                     ends.append(place)
-            if ends:
-                self._draw([parts[place][0] for place in ends], _rows(logits, ends))
+                    lives.append(live)
+            if lives:
+                self._draw(lives, logits if len(lives) == len(parts) else logits[ends])
 
     def _draw(self, lives: Items[RunningRequest], logits: torch.Tensor) -> None:
         """Keeps each token as soon as it is chosen: no choice can be made again."""
@@ -608,36 +609,25 @@ class Loop:
         Args:
             gaps: Takes the seconds since their last token, of rows that made a further one.
         """
-        now_s = time.perf_counter()
-        while self._made:
-            live, place, (token, over, error) = self._made[0]
+        now_s, waiting = time.perf_counter(), self._made
+        while waiting:
+            live, place, (token, over, error) = waiting[0]
             if error is not None:
                 self._end(live, now_s, error=error)
             else:
-                self._give(live, place, token, now_s, gaps)
-                if over:
-                    self._end(live, now_s, "stop")
-                elif live.made >= live.limit:
-                    self._end(live, now_s, "length")
-            self._made.popleft()
-
-    def _give(
-        self, live: RunningRequest, place: int, token: int, now_s: float, gaps: list[float] | None
-    ) -> None:
-        if len(live.tokens) == place:  # else it was interrupted right behind
-            live.tokens.append(token)
-        live.made = place + 1
-        if not live.first_s:
-            live.first_s = now_s
-        elif gaps is not None:
-            gaps.append(now_s - live.last_s)
-        live.last_s = now_s
-        if live.answer.heard:
-            self._told.append(live.answer)
-
-
-def _rows(logits: torch.Tensor, places: list[int]) -> torch.Tensor:
-    return logits if len(places) == logits.shape[0] else logits[places]
+                if len(live.tokens) == place:  # else it was interrupted right behind
+                    live.tokens.append(token)
+                made = live.made = place + 1
+                if not live.first_s:
+                    live.first_s = now_s
+                elif gaps is not None:
+                    gaps.append(now_s - live.last_s)
+                live.last_s = now_s
+                if live.answer._ears:
+                    self._told.append(live.answer)
+                if over or made >= live.limit:
+                    self._end(live, now_s, "stop" if over else "length")
+            waiting.popleft()
 
 
 # What an engine can be told beside its model and cache, checked in one place.

@@ -75,7 +75,7 @@ def draw(choices: Items[Choice], logits: torch.Tensor) -> Iterator[Drawn]:
         choices: One a row.
         logits: `[B, V]`.
     """
-    best, tokens = (part.tolist() for part in logits.max(dim=-1))
+    tokens, best = _largest(logits)
     for row, choice in enumerate(choices):
         yield _one(choice, logits, row, tokens[row], best[row])
 
@@ -89,6 +89,16 @@ def _one(choice: Choice, logits: torch.Tensor, row: int, largest: int, best: flo
         return Drawn(token, choice.take(token))
     except Exception as error:  # a user's own code: it fails its request, not the step
         return Drawn(-1, True, error)
+
+
+def _largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Where the first of the largest logits of each row is, and what it is: NaN if any is."""
+    if logits.is_cpu and logits.dtype is torch.float32:  # ten times as fast as torch's
+        array = logits.detach().numpy()
+        places = array.argmax(-1)
+        return places.tolist(), array[np.arange(len(places)), places].tolist()
+    best, places = logits.max(dim=-1)
+    return places.tolist(), best.tolist()
 
 
 def seed_of(seed: int, number: int) -> int:

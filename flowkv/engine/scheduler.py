@@ -128,11 +128,10 @@ class RunningRequest(Job):
             return self.known[ready : ready + count]
         return self.tokens[-1:]
 
-    def admitted(self, now_s: float) -> float:
-        """Notes the end of a wait; returns its length."""
+    def admitted(self, now_s: float) -> None:
+        """Notes the end of its first wait."""
         if self.queued_s < 0.0:
             self.queued_s = now_s - self.arrived_s
-        return now_s - self.since_s
 
     def dropped(self, now_s: float) -> None:
         """Its row is gone; it is begun anew, with what it made."""

@@ -197,8 +197,8 @@ class Packing:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._count = int(step.counts.sum())
-        # Layer, window, K and V by the id of K: as long as they are here, no other tensor has it.
-        self._written: dict[int, tuple[Any, int | None, torch.Tensor, torch.Tensor]] = {}
+        # Layer, window, K, V and `Step.decode` by the id of K, which no other tensor has meanwhile.
+        self._written: dict[int, tuple[Any, ...]] = {}
         self._masks: dict[tuple[int | None, torch.dtype], MaskRecipe] = {}
 
     def write(
@@ -215,14 +215,18 @@ class Packing:
         Raises:
             Unpackable: They are not what the pages hold.
         """
-        heads, dim, dim_v, dtype, device = placed.shape
-        for name, x, width in (("keys", key, dim), ("values", value, dim_v)):
-            if x.shape != (1, heads, self._count, width) or x.dtype is not dtype:
-                _refuse(f"layer {placed.index} has {name} {x.dtype} {tuple(x.shape)}")
-        if key.device != device:
-            _refuse(f"layer {placed.index} has moved to {key.device}")
-        self._step.write(placed.index, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        self._written[id(key)] = placed, window, key, value
+        step, decode = self._step, self._step.decode(placed.group)
+        if decode is not None and len(key) == 1 and decode.append(placed.place, key, value):
+            step.pages(placed.index)  # it is written
+        else:
+            decode, (heads, dim, dim_v, dtype, device) = None, placed.shape
+            for name, x, width in (("keys", key, dim), ("values", value, dim_v)):
+                if x.shape != (1, heads, self._count, width) or x.dtype is not dtype:
+                    _refuse(f"layer {placed.index} has {name} {x.dtype} {tuple(x.shape)}")
+            if key.device != device:
+                _refuse(f"layer {placed.index} has moved to {key.device}")
+            step.write(placed.index, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self._written[id(key)] = placed, window, key, value, decode
 
     def mask(self, previous: str, arguments: dict[str, Any]) -> MaskRecipe:
         """The mask that a model asks for.
@@ -273,7 +277,7 @@ class Packing:
         Raises:
             Unpackable: It is not plainly that.
         """
-        placed, window, _, own = self._written.get(id(key), (None, None, None, None))
+        placed, window, _, own, decode = self._written.get(id(key), (None,) * 5)
         if placed is None or own is not value:
             _refuse("attention is over other keys than the cache was given")
         if type(mask) is not MaskRecipe or mask.build is not _unbuilt or mask.window != window:
@@ -281,18 +285,17 @@ class Packing:
             _refuse(f"a layer with window {window} is shown {shown}")
         if odd := _unserved(arguments, obeyed):
             _refuse(f"attention is given {odd!r}")
+        scale, softcap, sinks = map(arguments.get, ("scaling", "softcap", "s_aux"))
+        if decode is not None and len(query) == 1:
+            found = decode.attend(placed.place, query, scale, softcap, sinks)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
         heads, dim = placed.shape[:2]
         rows, query_heads, count, query_dim = query.shape
         if (rows, count, query_dim) != (1, self._count, dim) or query_heads % heads:
             _refuse(f"queries are {tuple(query.shape)}")
-        out = self._step.read(
-            placed.index,
-            query[0].transpose(0, 1),
-            scale=arguments.get("scaling"),
-            softcap=arguments.get("softcap"),
-            sinks=arguments.get("s_aux"),
-        )
-        return out.unsqueeze(0)
+        q, read = query[0].transpose(0, 1), self._step.read
+        return read(placed.index, q, scale=scale, softcap=softcap, sinks=sinks).unsqueeze(0)
 
 
 def exact(device: torch.device) -> AbstractContextManager[object]:
