@@ -212,8 +212,9 @@ def test_dev_extra_and_dev_group_are_one_list() -> None:
 
 
 def test_fast_and_thorough_tests_are_all_tests() -> None:
-    assert all((ROOT / "tests" / path).is_file() for path in conftest.THOROUGH)
-    assert len(set(conftest.THOROUGH)) == len(conftest.THOROUGH)
+    for listed in (conftest.THOROUGH, conftest.WHOLE_PAGES):
+        assert all((ROOT / "tests" / path).is_file() for path in listed)
+        assert len(set(listed)) == len(listed)
     usual = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert usual["addopts"][-1] == command.SETS["--all"]
     assert command.SETS[""] == f"{command.USUAL} and not thorough"

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from flowkv import kernels
@@ -385,8 +384,16 @@ def explain(restorer: PrefixMatcher, seq: Sequence, limit: int) -> Explanation:
         if block is not None:
             place = store.place(block)
             residency[place] = residency.get(place, 0) + size
+    known = pages * size
+    if restorer.resident(seq, pages) == pages and (
+        tail := restorer.planner.tails.find(seq, pages, limit)
+    ):
+        known += tail.tokens
+        residency["device"] = residency.get("device", 0) + tail.tokens
+    if known == limit:
+        return Explanation(len(tokens), known, residency, "the last one must run")
     reason, differs = _reason(restorer, seq, pages, limit)
-    return Explanation(len(tokens), pages * size, residency, reason, differs)
+    return Explanation(len(tokens), known, residency, reason, differs)
 
 
 def _reason(
@@ -395,7 +402,7 @@ def _reason(
     size, store, tokens = restorer.page_size, restorer.store, seq.tokens
     if (pages + 1) * size > limit:
         left = len(tokens) - pages * size
-        return f"the last {left} tokens fill no page, or hold the token that must run", None
+        return f"the last {left} tokens fill no page, and no page in memory has more of them", None
     lossy = store.index.find(seq.key(0, pages))
     if lossy is not None and lossy.somewhere and lossy.fidelity > store.fidelity:
         codec = CODECS[lossy.fidelity]
@@ -405,18 +412,11 @@ def _reason(
         groups = ", ".join(f"page {page} in layer group {g}" for g, page in missing.items())
         return f"known in some layer groups, but not {groups}", None
     at = pages * size
-    fresh, realm = tokens[at : at + size], (seq.namespace, seq.tenant)
-    below = store.index.children(seq.parent_key(0, pages))
-    known = [block for block in below if (block.namespace, block.tenant) == realm]
-    nearest = -1
-    for block in known:
-        if block.group == 0 and block.kind == "page" and block.tokens is not None:
-            differing = np.flatnonzero(block.tokens != fresh)
-            if len(differing) == 0 and block.key != seq.key(0, pages):
-                return "the same tokens are known beside another image or encoder input", at
-            nearest = max(nearest, int(differing[0]) if len(differing) else -1)
-    if nearest >= 0:
-        return f"token {at + nearest} differs from the nearest known prompt", at + nearest
+    for shared, block in store.index.beginnings.near(seq.place(pages), tokens[at : at + size]):
+        if shared == size and block.key != seq.key(0, pages):
+            return "the same tokens are known beside another image or encoder input", at
+        if block.tokens is not None and shared < len(block.tokens):
+            return f"token {at + shared} differs from the nearest known prompt", at + shared
     if pages == 0 and (others := _others(restorer, seq)):
         return f"no prompt of this tenant and model begins like this; {others}", None
     return f"nothing is known behind token {at}", None

@@ -17,6 +17,7 @@ from flowkv import kernels
 from flowkv.cache.seal import Publisher, Refusal, Sealer
 from flowkv.cache.sequence import CLOSED, READY, STEPPING, SUSPENDED, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
+from flowkv.cache.tail import Tails
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.kernels.operands import Pages, Ragged
@@ -123,6 +124,9 @@ def relocate(store: PageStore, tables: Tables, device: str, moves: Mapping[int, 
     tables.touch()
     for block in store.blocks_on(device):
         block.page = moves.get(block.page, block.page)
+    for pages in store.tails.values():
+        here = (moves if store.device(g) == device else {} for g in range(len(pages)))
+        pages[:] = [moved.get(page, page) for moved, page in zip(here, pages, strict=True)]
 
 
 # The pages in each sequence's line of the tables: placed, shared, cut, given back.
@@ -252,7 +256,7 @@ class Planner:
         guard: The KV lock; every public method takes it.
         measured: Told the tokens, seconds and mean position of each committed step.
         foresight: Brings what is expected next; None where there are no tiers to bring it from.
-        allowed: See `Publisher`.
+        tails: What closed sequences leave; knows whose pages may become known.
         on_non_finite: See `Publisher`.
         on_refusal: See `Sealer`.
     """
@@ -265,7 +269,7 @@ class Planner:
         measured: Callable[[int, float, float], None],
         foresight: Foresight | None,
         *,
-        allowed: Callable[[Sequence], bool],
+        tails: Tails,
         on_non_finite: Callable[[int, int], None],
         on_refusal: Callable[[Refusal], None],
     ) -> None:
@@ -282,7 +286,8 @@ class Planner:
         self.sealer = Sealer(store, tables, on_refusal) if encodes else None
         self.compactor = Compactor(store, tables, store.defragment_bytes)
         self.measured, self._foresight = measured, foresight
-        self.publisher = Publisher(store, tables, allowed, on_non_finite)
+        self.publisher = Publisher(store, tables, tails.allowed, on_non_finite)
+        self.tails = tails
         self._places = {
             layer: (g, i)
             for g, group in enumerate(self.geometry.groups)
@@ -573,6 +578,7 @@ class Planner:
                 self._leaving.append(seq)
                 return
             try:
+                self.tails.keep(seq)
                 if self.sealer:
                     self.sealer.retire(seq)
             finally:

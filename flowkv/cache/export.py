@@ -409,7 +409,7 @@ def _place(store: PageStore, header: Header, body: memoryview) -> bool:
         block.tail = info.tokens
         return store.save_state(block, info, bytes(body))
     pool, layout = store.pool(info.group), store.forms[info.group].layouts[info.codec]
-    for page in pool.allocate(layout.granules, 1, info.codec) or ():
+    for page in store.free(info.group, 1, info.codec):
         pool.page_bytes(page, layout.page_bytes).copy_(torch.frombuffer(body, dtype=torch.uint8))
         store.publish(block, page)
         store.insert([block])
@@ -799,6 +799,7 @@ def forget_realm(store: PageStore, realm: Realm) -> int:
     Raises:
         StoreError: A tier cannot prove that it holds nothing of them any more.
     """
+    store.drop_tails()
     try:
         unseen = _learn(store, realm)
         doomed = [block for block in store.index if realm.holds(block)]
@@ -825,6 +826,7 @@ def forget_prompt(store: PageStore, seq: Sequence) -> int:
     """
     doomed: dict[int, Block] = {}
     shared = [0] * len(seq.blocks)
+    store.drop_tails()
     try:
         unseen = _learn(store, Realm(seq.tenant, seq.namespace))
         shared = [_doom(store, seq, group, doomed) for group in range(len(seq.blocks))]

@@ -8,9 +8,12 @@ can meet (their keys differ from the root on).
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from heapq import merge
 from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -229,6 +232,62 @@ class Block:
         """Index of the codec of a tier's copy; `UNKNOWN` where others may have written it."""
         return self.codecs >> 4 * tier & UNKNOWN
 
+    @property
+    def place(self) -> bytes:
+        """What it lies below in `Beginnings`, where those of other tenants and models do not."""
+        return self.parent if self.parent != ROOT else self.namespace + self.tenant
+
+
+def matching(some: NDArray[np.uint32], others: NDArray[np.uint32]) -> int:
+    """With how many equal tokens two lines of them begin."""
+    most = min(len(some), len(others))
+    differing = np.flatnonzero(some[:most] != others[:most])
+    return int(differing[0]) if len(differing) else most
+
+
+_NEAREST = 16
+"""Neighbours that are offered at most: mostly the first one serves."""
+
+
+class Beginnings:
+    """Pages of the first layer group by the tokens that they hold, in order, below each key.
+
+    Who begins as given tokens do for longest is one of the two neighbours that these would have.
+    """
+
+    def __init__(self) -> None:
+        self._below: dict[bytes, list[Block]] = {}
+
+    def add(self, block: Block) -> None:
+        """A page whose tokens are known."""
+        insort(self._below.setdefault(block.place, []), block, key=_order)
+
+    def discard(self, block: Block) -> None:
+        """A page that was added is known no more."""
+        line = self._below[block.place]
+        del line[line.index(block, bisect_left(line, _order(block), key=_order))]
+        if not line:
+            del self._below[block.place]
+
+    def near(self, place: bytes, tokens: NDArray[np.uint32]) -> Iterator[tuple[int, Block]]:
+        """Some that begin with most of these tokens, and with how many: the longest first.
+
+        Args:
+            place: See `Block.place`.
+            tokens: Ids.
+        """
+        line = self._below.get(place, [])
+        at = bisect_left(line, tokens.astype(">u4").tobytes(), key=_order)
+        sides = (
+            ((matching(line[i].tokens, tokens), line[i]) for i in side)  # type: ignore[arg-type]
+            for side in (range(at - 1, -1, -1), range(at, len(line)))
+        )
+        return islice(merge(*sides, key=itemgetter(0), reverse=True), _NEAREST)
+
+
+def _order(block: Block) -> bytes:
+    return block.tokens.astype(">u4").tobytes()  # type: ignore[union-attr]
+
 
 class PrefixIndex:
     """All known blocks, and the slots of some that were. Callers hold the KV lock.
@@ -244,7 +303,7 @@ class PrefixIndex:
         least_ghosts: int = LEAST_GHOSTS,
     ) -> None:
         self._on_drop, self._least_ghosts = on_drop, least_ghosts
-        self.ghosts = Ghosts(self._drop)
+        self.ghosts, self.beginnings = Ghosts(self._drop), Beginnings()
         self._by_key: dict[bytes, Block] = {}
         self._slots: list[Block | None] = []
         self._free: list[int] = []
@@ -312,9 +371,18 @@ class PrefixIndex:
         self._children.setdefault(parent, {})[key] = None
         return block
 
+    def learn(self, block: Block, tokens: NDArray[np.uint32]) -> None:
+        """The tokens of a page, where they were not known before."""
+        if block.tokens is None:
+            block.tokens = tokens.copy()
+            if not block.group:
+                self.beginnings.add(block)
+
     def forget(self, block: Block) -> None:
         """Removes a block; a page leaves a ghost, and what lies below it stays known."""
         block.gone = True
+        if block.kind == "page" and block.tokens is not None and not block.group:
+            self.beginnings.discard(block)
         del self._by_key[block.key]
         self._slots[block.slot] = None
         if block.kind in _TRACELESS:

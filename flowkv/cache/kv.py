@@ -48,6 +48,7 @@ from flowkv.cache.stack import (
 from flowkv.cache.step import Step, chosen, sparsify
 from flowkv.cache.store import PageStore, PolicyPlace, Verdict
 from flowkv.cache.swap import Snapshots
+from flowkv.cache.tail import Tails
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.compiling import now_s
 from flowkv.core.config import PLACE_KINDS, format_size, load_config, parse_quota
@@ -375,7 +376,7 @@ class KV:
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
         self.planner = Planner(
             *(store, tables, self.lock, self.gate.computed, foresight),
-            allowed=self._may_publish,
+            tails=Tails(store, tables, self._open, self._may_publish),
             on_non_finite=self._non_finite,
             on_refusal=self._refused,
         )
@@ -696,6 +697,7 @@ class KV:
             seq.closed = True  # its pages are the parent's
         if not seq.closed:
             if seq.restoration is not None:
+                seq.publishable &= not seq.restoration.lacks
                 seq.restoration.abandon()
             seq.closed = True
             swap.discard(Planner.of(seq), seq)
@@ -915,7 +917,9 @@ class KV:
                 return export.forget_prompt(store, seq)
             finally:
                 for open_seq in self._open.values():
-                    open_seq.publishable &= not open_seq.forgotten
+                    begins = np.array_equal(open_seq.tokens[: seq.known], seq.tokens)
+                    again = begins and open_seq.tenant == seq.tenant  # and may fill no page
+                    open_seq.publishable &= not (again or open_seq.forgotten)
 
     def invalidate(self) -> int:
         """Erases everything of this model on every tier, for instance after its weights changed.
@@ -930,8 +934,7 @@ class KV:
         """
         with self.lock:
             self._bound().store.flush(self.config.load_deadline_s)
-            for seq in self._open.values():
-                seq.publishable = False
+            drop_unproven(self)
             with self._purged():
                 return self._forget_realm(export.Realm(None, self.namespace))
 
@@ -1470,7 +1473,15 @@ def bind(kv: KV, geometry: Geometry, namespace: Namespace) -> None:
         else:
             kv._introduce(exact)
         kv.namespace = exact.digest()
-        for seq in kv._open.values():  # also if the old name comes back while they are open
+        drop_unproven(kv)  # also if the old name comes back while sequences are open
+
+
+def drop_unproven(kv: KV) -> None:
+    """The model may have changed: nobody learns what open sequences hold, or closed ones left."""
+    with kv.lock:
+        if kv.planner is not None:
+            kv.planner.store.drop_tails()
+        for seq in kv._open.values():
             seq.publishable = False
 
 

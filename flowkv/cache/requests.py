@@ -178,7 +178,9 @@ class DevicePrefetcher:
 
     def room_bytes(self) -> int:
         """Free on the device."""
-        return self.capacity_bytes - self._pool.used_bytes()
+        store, used = self._store, self._pool.used_bytes()
+        tail = sum(store.forms[group].raw.page_bytes for group in self._groups)
+        return self.capacity_bytes - used + len(store.tails) * tail
 
     def sizes(self, slots: Slots) -> Slots:
         """Bytes of blocks, as they lie on the device or would."""
@@ -338,7 +340,7 @@ class DevicePrefetcher:
         try:
             store.displace(fetch.victims.tolist())
             if blocks:
-                self._handle(fetch.kind).start(blocks, self._free)
+                self._handle(fetch.kind).start(blocks, store.free)
         finally:
             for block in blocks:
                 store.unkeep(block)
@@ -348,12 +350,6 @@ class DevicePrefetcher:
         waiting = (one.handle for one in self._queued.values() if one.tip == self._tip)
         handle = next(waiting, None) if kind == QUEUE else None
         return handle or Prefetch(self._store, self._loader, self._guard, self.told)
-
-    def _free(self, group: int, count: int, codec: int) -> list[int]:
-        """Pages that are free; nothing goes for them that the prefetcher did not choose."""
-        granules = self._store.forms[group].layouts[codec].granules
-        count = min(count, self._pool.available(granules))
-        return self._pool.allocate(granules, count, codec) or []
 
     def report(self) -> dict[str, Any]:
         """Plain numbers."""

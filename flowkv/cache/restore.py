@@ -24,13 +24,16 @@ from enum import Enum
 from itertools import count, groupby
 from typing import NamedTuple, cast
 
+import torch
+
 from flowkv.cache.block_table import Planner
 from flowkv.cache.index import Block
 from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
 from flowkv.cache.mover import files, rest
 from flowkv.cache.sequence import Sequence
+from flowkv.cache.tail import Overlap
 from flowkv.core import compiling
-from flowkv.core.errors import FlowKVError, StateError
+from flowkv.core.errors import FlowKVError, NonFiniteError, StateError
 from flowkv.core.geometry import CODECS
 from flowkv.observe.events import (
     Bus,
@@ -190,9 +193,49 @@ class PrefixMatcher:
             Tokens attached.
         """
         self.store.expire()
-        tokens, loaded = self.attach(seq, max(0, limit) // self.page_size, pays=pays)
+        _, loaded = self.attach(seq, max(0, limit) // self.page_size, pays=pays)
+        tokens = self.extend(seq, limit)
         self.report(seq, tokens, loaded, limit)
         return tokens
+
+    def extend(self, seq: Sequence, limit: int) -> int:
+        """Copies what memory has of the page behind a prompt's whole ones; its tokens then.
+
+        Args:
+            seq: A sequence of so many whole pages, with nothing on its way.
+            limit: Most tokens.
+        """
+        planner, store = self.planner, self.store
+        found = planner.tails.find(seq, seq.length // self.page_size, limit)
+        held = list(enumerate(found.pages if found is not None else ()))
+        for g, page in held:  # it may be given up for the page that it is copied to
+            store.pool(g).share(page)
+        try:
+            own = [store.try_allocate(g, 1) or [] for g, _ in held]
+            if found is not None and all(own) and self._copied(found, [page for (page,) in own]):
+                planner.occupy(seq, own)
+                self.tables.lengths[seq.row] += found.tokens
+                seq.fidelity = max(seq.fidelity, found.fidelity)
+                own = []
+            for g, fresh in enumerate(own):
+                for page in fresh:
+                    store.pool(g).release(page)
+        finally:
+            for g, page in held:
+                store.pool(g).release(page)
+        return seq.length
+
+    def _copied(self, found: Overlap, pages: list[int]) -> bool:
+        """Copies what was found into raw pages; whether it is sound."""
+        sums = []
+        for g, (old, page) in enumerate(zip(found.pages, pages, strict=True)):
+            try:
+                self.planner.thaw(g, old, page)
+            except NonFiniteError:
+                return False
+            for layers in self.store.views(g, page, found.tokens):
+                sums += [view.double().sum() for view in layers]
+        return all(torch.stack(sums).isfinite().tolist())
 
     def attach(self, seq: Sequence, limit_pages: int, *, pays: bool = False) -> tuple[int, int]:
         """Attaches the longest prefix that is known, worth loading and really there.
@@ -297,6 +340,10 @@ class PrefixMatcher:
             seq.blocks[g] = [None] * first + list(group)
             seq.first_page[g], seq.published[g] = first, pages
             self.tables.pages[g][seq.row, first:pages] = [block.page for block in group]
+            for page_no, block in enumerate(group, first):
+                if block.tokens is None:  # of an earlier process
+                    known = seq.tokens[page_no * self.page_size :][: self.page_size]
+                    self.store.index.learn(block, known)
             seq.fidelity = max([seq.fidelity, *(block.fidelity for block in group)])
         self.tables.touch()
         self.tables.lengths[seq.row] = pages * self.page_size
@@ -486,7 +533,7 @@ class RestoreScheduler:
         size, restorer = self.restorer.page_size, self.restorer
         self.store.expire()
         plan = self._look(seq, restorer.match(seq, max(0, limit) // size), computable)
-        here = seq.length
+        here = seq.length if plan is not None else restorer.extend(seq, limit)
         known = plan.pages * size if plan is not None else here
         restorer.report(seq, known, known - here, limit)
         if plan is not None:

@@ -338,8 +338,10 @@ class Publisher:
             store.supersede(block)
         block = store.index.publish(key, seq.parent_key(group, page_no), group)
         first = page_no * self.page_size
-        block.tokens = seq.tokens[first : first + self.page_size].copy()
         block.tenant, block.namespace = seq.tenant, seq.namespace
+        store.index.learn(block, seq.tokens[first : first + self.page_size])
+        if not group:
+            store.outgrow(block)
         block.fidelity = max(seq.fidelity, codec)
         block.lease = seq.care.of(first, first + self.page_size)
         store.publish(block, page)

@@ -332,6 +332,10 @@ class Sequence:
         """Chain key above a page."""
         return self.key(group, page - 1) if page else ROOT
 
+    def place(self, page: int) -> bytes:
+        """What a page lies below, see `Block.place`."""
+        return self.key(0, page - 1) if page else self.namespace + self.tenant
+
     def copy_onto(self, other: Sequence) -> None:
         """Gives `other`, freshly opened, what this one knows about tokens and keys."""
         other.note(self.tokens)

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex, SwappedCopy
@@ -25,6 +26,8 @@ from flowkv.core.config import Config, format_size
 from flowkv.core.errors import CapacityError, ConfigError, StoreError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, Geometry, granule_of
 from flowkv.core.keys import ROOT, tenant_salt
+from flowkv.kernels.operands import Pages
+from flowkv.kernels.reference import page_views
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.policy.base import NO_SLOTS, Policy, Slots
 from flowkv.policy.restore import LoadGate
@@ -373,6 +376,8 @@ class PageStore:
         mover: Transfers to and from the tiers.
         tier_places: The tiers as policies see them, in the order of the stack.
         swapped: Pages on their device that suspended sequences need as they are now.
+        tails: What closed sequences left unfilled, the oldest first, and the page of each group. No
+            policy is told of them and no tier is given them.
         samples: Restored pages that are to be audited.
         coming: Who has a device page for a block that is on its way (`load.PageLoad`).
         provisional: Blocks that must not leave the process yet.
@@ -430,6 +435,7 @@ class PageStore:
         self._places = [self.device_places[group.device] for group in geometry.groups]
         self.defragment_bytes = config.defragment_bytes
         self._orphans: set[Block] = set()
+        self.tails: dict[Block, list[int]] = {}
         self.swapped: dict[Block, SwappedCopy] = {}
         self._idle = dict.fromkeys(pools, 0)
         self._lent: dict[tuple[str, int], int] = {}
@@ -1005,6 +1011,13 @@ class PageStore:
         """Bytes of a page of a group."""
         return self.forms[group].layouts[codec].page_bytes
 
+    def views(self, group: int, page: int, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """K and V of the first tokens of a raw page, a view `[heads, count, dim]` per layer."""
+        layout = self.forms[group].raw
+        raw = self.pool(group).page_bytes(page, layout.page_bytes)
+        layers = (page_views(Pages(raw, layout, layer, ())) for layer in range(layout.layers))
+        return zip(*([view[0, :, :count] for view in both] for both in layers), strict=True)
+
     def find(self, key: bytes) -> Block | None:
         """The block of this key if it lies somewhere, or moves, and is exact enough."""
         block = self.index.find(key)
@@ -1227,9 +1240,44 @@ class PageStore:
             short = count - pool.available(granules)
             if short <= 0 or not self._give_up(group, short):
                 break
+        return self.free(group, count, codec)
+
+    def free(self, group: int, count: int, codec: int) -> list[int]:
+        """Up to `count` private pages that are free, or hold what fills no page."""
+        pool, granules = self.pool(group), self.forms[group].layouts[codec].granules
+        while self.tails and pool.available(granules) < count:
+            self.drop_tails(islice(self.tails, 1))
         return pool.allocate(granules, min(count, pool.available(granules)), codec) or []
 
+    def keep_tail(self, tail: Block, pages: list[int]) -> None:
+        """Shares the pages of a tail until they are needed for others."""
+        self.outgrow(tail)
+        self.tails[tail] = pages
+        self.index.beginnings.add(tail)
+        for g, page in enumerate(pages):
+            self.pool(g).share(page)
+            self._idle[self.device(g)] += self.forms[g].raw.granules
+
+    def outgrow(self, block: Block) -> None:
+        """Gives up tails that hold nothing but the first tokens of a page."""
+        tokens = block.tokens
+        if self.tails and tokens is not None:
+            for shared, one in list(self.index.beginnings.near(block.place, tokens)):
+                if one in self.tails and one.tokens is not None and shared == len(one.tokens):
+                    self.drop_tails([one])
+
+    def drop_tails(self, tails: Iterable[Block] | None = None) -> None:
+        """Gives tails up; all of them if something was erased, or is not what it was named."""
+        for tail in list(self.tails if tails is None else tails):
+            self.index.beginnings.discard(tail)
+            for g, page in enumerate(self.tails.pop(tail)):
+                self._idle[self.device(g)] -= self.forms[g].raw.granules
+                self.pool(g).release(page)
+
     def _give_up(self, group: int, short: int) -> bool:
+        if self.tails:
+            self.drop_tails(islice(self.tails, max(short, 1)))
+            return True
         device, now = self.device(group), self.now_ns()
         place, pages = self.device_places[device], self.pools[device].capacity_granules
         share = pages // self.forms[group].raw.granules // _BATCH_SHARE
@@ -1432,6 +1480,7 @@ class PageStore:
 
     def condemn(self, block: Block) -> None:
         """Forgets a block whose content is wrong, also where others wrote it and it stays."""
+        self.drop_tails()
         for number, tier in enumerate(self.tiers):
             if block.tiers >> number & 1 and not tier.writable:
                 self._condemned.add((number, block.key))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,8 +22,6 @@ from flowkv.cache.sequence import READY, SUSPENDED, Sequence
 from flowkv.core.errors import CapacityError, StateError, StoreError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.core.keys import within
-from flowkv.kernels.operands import Pages
-from flowkv.kernels.reference import page_views
 from flowkv.observe.events import Hit
 
 # Device memory that sequences take, counted in pages: what is free, held, and would come free.
@@ -450,16 +448,9 @@ class Snapshots:
         count, tails = length - pages * self.planner.page_size, dict[str, torch.Tensor]()
         for g in range(len(seq.blocks) if count else 0):
             page = int(self.planner.tables.pages[g][seq.row, pages])
-            for name, views in zip("kv", self._views(g, page, count), strict=True):
+            for name, views in zip("kv", self.store.views(g, page, count), strict=True):
                 tails[f"{_TAIL}{g}.{name}"] = torch.stack(views)
         return tails
-
-    def _views(self, group: int, page: int, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """K and V of the first tokens of a raw page, a view `[heads, count, dim]` per layer."""
-        layout = self.store.forms[group].raw
-        raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
-        layers = (page_views(Pages(raw, layout, layer, ())) for layer in range(layout.layers))
-        return zip(*([view[0, :, :count] for view in both] for both in layers), strict=True)
 
     # ---- finding
 
@@ -564,7 +555,7 @@ class Snapshots:
             return False
         self.planner.occupy(seq, taken)
         for g, ((page,), tail) in enumerate(zip(taken, tails, strict=True)):
-            for views, saved in zip(self._views(g, page, count), tail, strict=True):
+            for views, saved in zip(self.store.views(g, page, count), tail, strict=True):
                 alike = isinstance(saved, torch.Tensor) and saved.dtype is views[0].dtype
                 if not alike or saved.shape != (len(views), *views[0].shape):
                     return False

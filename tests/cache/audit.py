@@ -75,6 +75,10 @@ def audit(kv: KV) -> None:
         if block.page >= 0 and not block.gone:
             refs[store.device(block.group)][block.page] += 1
     assert not holds
+    for pages in store.tails.values():
+        for g, page in enumerate(pages):
+            refs[store.device(g)][page] += 1
+            assert store.pool(g).references(page) == 1 and not page >> CODEC_SHIFT
     audit_suspended(kv)
     for (device, page), count in store._lent.items():
         refs[device][page] += count
@@ -83,6 +87,7 @@ def audit(kv: KV) -> None:
         audit_pool(pool)
     audit_residency(kv, store)
     audit_index(store.index)
+    audit_beginnings(store)
 
 
 def audit_suspended(kv: KV) -> None:
@@ -115,6 +120,7 @@ def audit_residency(kv: KV, store: PageStore) -> None:
         assert set(place.held) == used & {b.slot for b in here}
         pool = store.pools[device]
         idle = {b.page for b in here if b.page >= 0 and not (b.holds or b.kept)}
+        idle |= {pages[g] for pages in store.tails.values() for g in groups}
         free = pool.capacity_bytes() - pool.used_bytes()
         assert store.room(device) * 4096 == free + sum(map(pool.size_bytes, idle))
     for number, place in enumerate(store.tier_places):
@@ -143,11 +149,22 @@ def audit_index(index: PrefixIndex) -> None:
     assert sorted(index._free) == free
 
 
+def audit_beginnings(store: PageStore) -> None:
+    """Whose tokens are known, and nobody else, can be found by them."""
+    known = [one for line in store.index.beginnings._below.values() for one in line]
+    ones = [b for b in store.index if b.kind == "page" and not b.group and b.tokens is not None]
+    assert Counter(map(id, known)) == Counter(map(id, [*ones, *store.tails]))
+    for line in store.index.beginnings._below.values():
+        tokens = [one.tokens.tolist() for one in line if one.tokens is not None]
+        assert tokens and tokens == sorted(tokens)
+
+
 def audit_empty(kv: KV) -> None:
     """Nothing is left: no page, no block, no line."""
     audit(kv)
     assert kv.planner is not None and not kv._open
     store = kv.planner.store
+    store.drop_tails()
     assert len(store.index) == 0 and not store._lent and not store._orphans
     assert not store.index._children and not store.index._holes
     assert all(pool.used_bytes() == 0 for pool in store.pools.values())

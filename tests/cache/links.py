@@ -111,6 +111,7 @@ def evict(kv: KV, keep: int = 0) -> None:
     assert kv.planner is not None and kv.flush()
     store = kv.planner.store
     seen: dict[int, int] = {}
+    store.drop_tails()
     for block in list(store.index):
         if block.kind == "page" and block.page >= 0 and not block.holds:
             seen[block.group] = seen.get(block.group, 0) + 1

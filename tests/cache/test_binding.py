@@ -43,7 +43,7 @@ def test_a_cache_learns_its_model_later() -> None:
             call()
     bind(kv, geometry(), Namespace(model="m"))
     published(kv, TEXT)
-    assert reused(kv, TEXT) == 48 and kv.geometry == geometry()
+    assert reused(kv, TEXT) == 49 and kv.geometry == geometry()
     kv.close()
     assert "closed" in repr(kv)
 
@@ -86,7 +86,7 @@ def test_another_geometry_gets_pools_of_its_own_and_keeps_the_tiers() -> None:
     audit(kv)
     kv.flush()
     bind(kv, geometry(), Namespace(model="toy"))
-    assert reused(kv, TEXT) == 16
+    assert reused(kv, TEXT) == 20
     assert len(disk.frames) == 4 + 6
     audit(kv)
 
@@ -96,7 +96,7 @@ def test_a_geometry_that_does_not_fit_changes_nothing() -> None:
     published(kv, TEXT[:20])
     with pytest.raises(CapacityError):
         bind(kv, simple(head_dim=4096, layers=8), Namespace(model="big"))
-    assert reused(kv, TEXT) == 16
+    assert reused(kv, TEXT) == 20
     audit(kv)
 
 
@@ -127,7 +127,7 @@ def test_invalidation_erases_this_model_only() -> None:
     open_one.close()
     assert kv.stats()["blocks"] == 4 and len(disk.frames) == 4
     bind(kv, geometry(), Namespace(model="toy"))
-    assert reused(kv, TEXT) == 16
+    assert reused(kv, TEXT) == 20
 
 
 # ---- the end
@@ -206,7 +206,7 @@ def test_configuration_is_checked_before_anything_is_opened(tmp_path: Path) -> N
     kv = KV(geometry(), config=file, max_rows=2)
     assert kv.config.max_rows == 2 and kv.planner.store.device_places["cpu"].policy.name == "lru"
     published(kv, TEXT)
-    assert kv.explain(TEXT, tenant="bob").known == 48
+    assert kv.explain(TEXT, tenant="bob").known == 49
     assert kv.explain(TEXT, tenant="").known == 0
     kv.close()
 

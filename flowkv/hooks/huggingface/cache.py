@@ -835,7 +835,7 @@ def readable(state: Mapping[str, Any]) -> bool:
 
 
 def release(rows: Rows, seqs: list[Any], recurrent: Recurrent) -> None:
-    """What is left of a cache that nobody holds: its states are kept, its pages released.
+    """What is left of a cache that nobody holds: its states and tails are kept, its pages released.
 
     Runs as a finalizer, at any moment and in any thread, so that all work waits until the KV lock
     is free of its own thread.
@@ -848,6 +848,7 @@ def release(rows: Rows, seqs: list[Any], recurrent: Recurrent) -> None:
             if not rows.kv.closed:
                 rows.abandon()
                 recurrent.save()
+                rows.flush()  # the answer's last tokens
         finally:
             close_all(seqs)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._device import DeviceContext
 
-from flowkv.cache.kv import KV, bind, follow, warn
+from flowkv.cache.kv import KV, bind, drop_unproven, follow, warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
@@ -616,6 +616,7 @@ class ForwardHook:
 
     def _reread(self, model: torch.nn.Module, *, same: bool) -> None:
         unnamed, self._problem = bool(self.identity.unnamed), ""
+        drop_unproven(self.kv)  # nobody looked at the model between the forwards of a page
         try:
             moved = self.identity.moved(model)
             if moved:

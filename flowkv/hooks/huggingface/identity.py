@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flowkv.cache.kv import KV
+from flowkv.cache.kv import KV, drop_unproven
 from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.keys import Namespace
 from flowkv.hooks.huggingface.computation import (
@@ -685,6 +685,7 @@ class Proof:
     def reject(self) -> None:
         """Weights changed: forgets what may have been computed by others than it is named after."""
         self._tell(lambda store: store.reject())
+        drop_unproven(self._kv)
 
     def finish(self) -> None:
         """Reads all weights from the beginning, so that all that is known by now is proven."""

@@ -1,0 +1,226 @@
+"""Tokens that fill no page: found by themselves, in open pages, left ones, and full ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from flowkv import Salt
+from tests.cache.audit import audit, audit_empty
+from tests.cache.toy import (
+    PAGE,
+    advance,
+    check_content,
+    geometry,
+    make_kv,
+    opened,
+    prefill,
+    published,
+    simple,
+)
+
+PROMPT = list(range(1, 30))  # three pages, and five tokens
+
+
+def common(some: list[int], others: list[int]) -> int:
+    """Tokens with which both begin."""
+    pairs = zip(some, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(some), len(others)))
+
+
+# ---- an oracle: every prompt reuses the most that it shares with any one before it
+
+TOKENS = st.lists(st.integers(1, 2), max_size=3 * PAGE)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[int], bool]]:
+    """(prompt, answer, closed at once): prompts go on from random points of earlier ones."""
+    told, found = [list[int]()], []
+    for _ in range(draw(st.integers(2, 8))):
+        before = draw(st.sampled_from(told))
+        cut = draw(st.integers(0, len(before)))
+        prompt, answer = before[:cut] + draw(TOKENS), draw(TOKENS)
+        prompt = prompt or [1]
+        found.append((prompt, answer, draw(st.booleans())))
+        told.append(prompt + answer)
+    return found
+
+
+@pytest.mark.parametrize("shape", [geometry(), simple()], ids=["sliding", "full"])
+@given(talk=conversations(), wait=st.booleans())
+@settings(max_examples=60)
+def test_what_is_reused_is_all_that_is_shared(shape: Any, talk: Any, wait: bool) -> None:
+    sliding, known = len(shape.groups) > 1, list[list[int]]()
+    with make_kv(shape, pages=400) as kv:
+        held = []
+        for prompt, answer, close in talk:
+            seq = kv.open(prompt, wait=wait)
+            most = max((common(prompt, one) for one in known), default=0)
+            expected = min(most, len(prompt) - 1)
+            # What lies behind a window is given up, so that nobody can branch off there.
+            assert seq.reused <= expected if sliding else seq.reused == expected
+            prefill(kv, seq)
+            if answer:
+                advance(kv, [seq], [answer])
+            check_content(kv, seq, prompt + answer)
+            known.append(prompt + answer)
+            audit(kv)
+            held.append(seq)
+            if close:
+                held.pop().close()
+        for seq in held:
+            seq.close()
+        audit(kv)
+        kv.forget()
+        audit_empty(kv)
+
+
+# ---- who holds them
+
+
+def test_a_prompt_is_known_while_its_row_is_held_and_once_it_is_closed() -> None:
+    with make_kv() as kv:
+        first = opened(kv, PROMPT)
+        second = kv.open(PROMPT)
+        assert second.reused == len(PROMPT) - 1
+        prefill(kv, second)
+        advance(kv, [first, second], [[77], [78]])  # neither writes to the other's page
+        check_content(kv, first, [*PROMPT, 77])
+        check_content(kv, second, [*PROMPT, 78])
+        first.close()
+        second.close()
+        for answer in (77, 78):
+            third = kv.open([*PROMPT, answer, 5])
+            assert third.reused == len(PROMPT) + 1
+            check_content(kv, third, [*PROMPT, answer])
+            third.close()
+
+
+def test_tokens_in_the_middle_of_a_page_are_known() -> None:
+    with make_kv(simple()) as kv:
+        published(kv, PROMPT)
+        for shared in (1, 7, 15, 23, 27):
+            fork = kv.open([*PROMPT[:shared], 99, 98])
+            assert fork.reused == shared
+            check_content(kv, prefill(kv, fork), [*PROMPT[:shared], 99, 98])
+            fork.close()
+
+
+@pytest.mark.parametrize("codec", ["raw", "kv8"])
+def test_tails_of_compressed_pools(codec: str) -> None:
+    with make_kv(geometry(heads=16), codec=codec, recent_tokens=0) as kv:
+        published(kv, PROMPT)
+        for prompt, shared in ((PROMPT, 28), ([*PROMPT[:20], 99], 20)):
+            seq = kv.open(prompt)
+            assert seq.reused == shared
+            check_content(kv, prefill(kv, seq), prompt, within=0.0 if codec == "raw" else 0.005)
+            assert seq.fidelity == (codec != "raw")
+
+
+def test_a_conversation_leaves_one_tail() -> None:
+    with make_kv(pages=200) as kv:
+        for end in range(5, 60, 9):
+            seq = opened(kv, range(1, end))
+            assert seq.reused == max(0, end - 10)
+            seq.close()
+            assert len(kv.planner.store.tails) == ((end - 1) % PAGE > 0)
+
+
+# ---- who may not have them
+
+
+def test_other_tenants_images_and_models_have_none() -> None:
+    def image(position: int, number: int) -> list[Salt]:
+        return [Salt(position, bytes([number]) * 32)]
+
+    def known(prompt: list[int], **options: Any) -> int:
+        with kv.open(prompt, **options) as seq:
+            return seq.reused
+
+    with make_kv(simple()) as kv:
+        published(kv, PROMPT, salts=image(26, 1))
+        assert known(PROMPT, salts=image(26, 1)) == 28
+        assert known(PROMPT, salts=image(26, 2)) == 24
+        assert known(PROMPT, salts=image(25, 1)) == 24
+        assert known(PROMPT) == 24
+        assert known(PROMPT, tenant="bob") == 0
+        with opened(kv, PROMPT[:5], salts=image(3, 1), tenant="eve"):
+            assert known(PROMPT, tenant="eve") == 3  # what comes before the image
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("length", [5, len(PROMPT)])
+def test_what_was_erased_is_not_known(held: bool, length: int) -> None:
+    with make_kv() as kv:
+        seq = opened(kv, PROMPT[:length])
+        if not held:
+            seq.close()
+        kv.forget(PROMPT[:length])
+        assert kv.open(PROMPT).reused == 0
+        seq.close()
+        assert kv.open(PROMPT).reused == 0
+
+
+def test_what_is_private_or_not_finite_is_not_known() -> None:
+    with make_kv(simple()) as kv:
+        seq = opened(kv, PROMPT)
+        seq.publishable = False
+        assert kv.open(PROMPT).reused == 24
+        seq.close()
+        assert kv.open(PROMPT).reused == 24
+        seq = opened(kv, PROMPT)
+        page = int(kv.planner.tables.pages[0][seq.row, 3])
+        raw = kv.planner.store.pool(0).page_bytes(page, 4096).view(torch.float32)
+        raw[4 * 8] = float("nan")  # the last token's key
+        seq.close()
+        assert kv.open(PROMPT).reused == 28
+        assert kv.open([*PROMPT, 7]).reused == 24
+        audit(kv)
+
+
+# ---- memory
+
+
+def test_tails_go_before_all_others() -> None:
+    with make_kv(simple(), pages=8) as kv:
+        published(kv, PROMPT)  # three pages and a tail
+        store = kv.planner.store
+        full = opened(kv, [50] * (4 * PAGE))
+        assert store.tails
+        advance(kv, [full], [[50]])
+        assert not store.tails and kv.open(PROMPT).reused == 24
+        audit(kv)
+
+
+def test_what_is_asked_for_is_not_given_up_for_itself() -> None:
+    with make_kv(simple(), pages=8) as kv:
+        published(kv, PROMPT)
+        published(kv, [50] * (4 * PAGE))
+        again = kv.open(PROMPT)
+        assert again.reused == 28
+        check_content(kv, prefill(kv, again), PROMPT)
+        audit(kv)
+
+
+def test_tails_move_with_all_pages() -> None:
+    with make_kv(geometry(heads=16), codec="kv8", recent_tokens=0) as kv:
+        for number in range(6):
+            published(kv, [number + 50, *PROMPT])
+        kv.defragment()
+        audit(kv)
+        for number in range(6):
+            seq = kv.open([number + 50, *PROMPT])
+            assert seq.reused == 29
+            check_content(kv, prefill(kv, seq), [number + 50, *PROMPT], within=0.005)
+
+
+def test_an_explanation_counts_them() -> None:
+    with make_kv(simple()) as kv:
+        published(kv, PROMPT)
+        told = kv.explain(PROMPT)
+        assert told.known == 28 and told.residency == {"device": 28}

@@ -1,0 +1,95 @@
+"""Prompts that are asked again need no more than one step, whatever part of a page they fill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flowkv import Engine
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+
+
+@pytest.mark.parametrize("length", [5, 16, 17, 70])
+def test_a_prompt_that_is_asked_again(length: int) -> None:
+    model, prompt = models.causal("llama"), models.prompt(length)
+    wanted = generate(model, input_ids=prompt)
+    with attached(model) as kv:
+        for turn in range(3):
+            ours = generate(model, input_ids=prompt)
+            assert_same(ours, wanted)
+            assert reused(kv) == turn * (length - 1)
+            del ours  # and with it, its row
+        held = generate(model, input_ids=prompt)
+        assert held.past_key_values.reused == length - 1
+        assert_same(generate(model, input_ids=prompt), wanted)
+        assert reused(kv) == 4 * (length - 1), "while the row of the same prompt is held"
+
+
+def test_forks_of_a_conversation_in_the_middle_of_a_page() -> None:
+    model = models.causal("llama")
+    with attached(model) as kv:
+        first = generate(model, input_ids=models.prompt(70)).sequences
+        for cut in (64 + 7, 64 + 20, 33):
+            fork = torch.cat([first[:, :cut], models.prompt(9, seed=cut)], 1)
+            before = reused(kv)
+            ours = generate(model, input_ids=fork)
+            assert reused(kv) - before == cut, "of the prompt, or of the answer to it"
+            kv.detach()
+            assert_same(ours, generate(model, input_ids=fork))
+            return
+
+
+def test_rows_of_a_batch_begin_at_one_column() -> None:
+    model = models.causal("llama")
+    ids = torch.cat([models.prompt(60, seed=seed) for seed in (1, 2, 3)])
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 13, 37)):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    inputs = dict(input_ids=ids, attention_mask=mask)
+    wanted = generate(model, **inputs)
+    with attached(model) as kv:
+        for turn in range(3):
+            assert_same(generate(model, **inputs), wanted)
+            assert reused(kv) == turn * (3 * 59 - 13 - 37)
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_weights_that_change_within_a_page(back: bool) -> None:
+    model, prompt = models.causal("llama"), models.prompt(20)
+    weight = model.get_input_embeddings().weight
+    was = weight.detach().clone()
+    wanted = generate(model, input_ids=torch.cat([prompt, models.prompt(4, seed=5)], 1))
+    try:
+        with attached(model) as kv, torch.no_grad():
+            cache = kv.cache(input_ids=prompt)
+            model(prompt, past_key_values=cache)
+            weight.mul_(1.5)
+            model(models.prompt(4, seed=5), past_key_values=cache)  # of the other model
+            if back:
+                weight.copy_(was)
+            del cache
+            longer = torch.cat([prompt, models.prompt(4, seed=5)], 1)
+            ours = generate(model, input_ids=longer)
+            assert reused(kv) in (0, 16)
+            if back:
+                assert_same(ours, wanted)
+    finally:
+        with torch.no_grad():
+            weight.copy_(was)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_engines(name: str) -> None:
+    model, prompt = models.causal(name), models.prompt(70)
+    first = generate(model, 9, input_ids=prompt).sequences[0].tolist()
+    options: dict[str, Any] = {"max_new_tokens": 9}
+    with attached(model) as kv, Engine(model, kv) as engine:
+        for known in (0, 69, 78):
+            before = reused(kv)
+            text = first if known > 70 else first[:70]
+            (done,) = engine.run([text], **options)
+            assert reused(kv) - before == min(known, len(text) - 1)
+            assert known > 70 or list(done.tokens) == first[70:]
