@@ -31,7 +31,7 @@ from flowkv.cache.index import Block
 from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
 from flowkv.cache.mover import files, rest
 from flowkv.cache.sequence import Sequence
-from flowkv.cache.tail import Overlap
+from flowkv.cache.tail import SharedTokens
 from flowkv.core import compiling
 from flowkv.core.errors import FlowKVError, NonFiniteError, StateError
 from flowkv.core.geometry import CODECS
@@ -225,7 +225,7 @@ class PrefixMatcher:
                 store.pool(g).release(page)
         return seq.length
 
-    def _copied(self, found: Overlap, pages: list[int]) -> bool:
+    def _copied(self, found: SharedTokens, pages: list[int]) -> bool:
         """Copies what was found into raw pages; whether it is sound."""
         sums = []
         for g, (old, page) in enumerate(zip(found.pages, pages, strict=True)):

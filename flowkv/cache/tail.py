@@ -17,7 +17,7 @@ from flowkv.core.geometry import CODEC_SHIFT
 from flowkv.core.keys import within
 
 
-class Overlap(NamedTuple):
+class SharedTokens(NamedTuple):
     """A page in memory that begins as a prompt goes on.
 
     Attributes:
@@ -51,18 +51,18 @@ class Tails:
         self.store, self.tables, self.page_size = store, tables, store.geometry.page_size
         self._sequences, self.allowed = sequences, allowed
 
-    def find(self, seq: Sequence, page_no: int, stop: int) -> Overlap | None:
+    def find(self, seq: Sequence, page_no: int, stop: int) -> SharedTokens | None:
         """What has most of a prompt's tokens `[page_no * P, stop)`, less than a page of them."""
         first = page_no * self.page_size
         wanted = seq.tokens[first : max(first, min(stop, first + self.page_size - 1))]
         found = self._open(seq, page_no, len(wanted))
-        best = max(found, key=lambda one: one.tokens, default=Overlap(0, 0, []))
+        best = max(found, key=lambda one: one.tokens, default=SharedTokens(0, 0, []))
         for tokens, block in self.store.index.beginnings.near(seq.place(page_no), wanted):
             if tokens <= best.tokens:
                 break
             if held := self._held(seq, page_no, block):
                 pages = self.store.tails.get(block) or [one.page for one in held]
-                return Overlap(tokens, max(one.fidelity for one in held), pages)
+                return SharedTokens(tokens, max(one.fidelity for one in held), pages)
         return best if best.tokens else None
 
     def _held(self, seq: Sequence, page_no: int, block: Block) -> list[Block]:
@@ -78,7 +78,7 @@ class Tails:
         blocks = [one for key in keys if (one := self.store.find(key)) and one.page >= 0]
         return blocks if len(blocks) == len(keys) else []
 
-    def _open(self, seq: Sequence, page_no: int, most: int) -> Iterator[Overlap]:
+    def _open(self, seq: Sequence, page_no: int, most: int) -> Iterator[SharedTokens]:
         """What the open pages of other sequences have."""
         first = page_no * self.page_size
         for other in self._sequences.values():
@@ -91,7 +91,7 @@ class Tails:
             tokens = matching(other.tokens[first:end], seq.tokens[first:])
             differing = {*within(seq.salts, first, tokens)} ^ {*within(other.salts, first, tokens)}
             tokens = min((salt.position for salt in differing), default=tokens)
-            yield Overlap(tokens, other.fidelity, pages)
+            yield SharedTokens(tokens, other.fidelity, pages)
 
     def _own(self, seq: Sequence, page_no: int) -> list[int]:
         """Where a sequence has a page of its own, behind known ones; none if it is private."""
