@@ -158,7 +158,7 @@ def test_a_second_run_reuses_the_first(tmp_path: Path, capsys: pytest.CaptureFix
     # From disk whole pages; from memory all 300 tokens that both prompts begin with.
     assert [a["tokens_reused"] for a in first["answers"]] == [0, 300]
     assert [a["tokens_reused"] for a in second["answers"]] == [256, 300]
-    assert second["tokens_reused"] == 556 and 0.9 < second["hit_rate"] < 0.95
+    assert second["tokens_reused"] == 556 and 0.85 < second["hit_rate"] < 0.9
     (tier,) = second["tiers"].values()
     assert tier["kind"] == "disk" and tier["loaded_bytes"] > 0
     shown = capsys.readouterr().out
@@ -306,6 +306,11 @@ def test_doctor_for_scripts(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert by_name["disk"]["data"]["directory"] == str(tmp_path)
     assert isinstance(by_name["io_uring"]["data"]["available"], bool)
     assert {finding["state"] for finding in found["findings"]} <= {"ok", "note", "warn", "bad"}
+
+
+def test_doctor_compiles_what_first_calls_would(capsys: pytest.CaptureFixture[str]) -> None:
+    *_, last = as_json(capsys, "doctor", "--compile")["findings"]
+    assert (last["name"], last["state"]) == ("compiled code", "ok") and last["data"]["cpu_s"] > 0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_MASK
 from flowkv.kernels.cpu.bits import (
     FAST,
     LINE_BYTES,
+    PART,
     ahead,
     data,
     exp2,
@@ -52,7 +53,7 @@ from flowkv.kernels.cpu.transcode import (
 # accumulators are loaded less often than they are used. LLVM vectorises the loops over d. Query
 # rows, scores and accumulators are float32 scratch; k and v point into a page.
 
-_JIT = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
+_JIT = {**PART, "fastmath": FAST, "forceinline": True}
 ZERO = np.float32(0)
 
 
@@ -199,7 +200,7 @@ and the offsets in it of V, of the scales of K and of those of V.
 ATTEND_GRANULE = 4096
 LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 NONE = np.float32(-np.inf)
-_PLAIN = {"fastmath": FAST, "error_model": "numpy"}
+_PLAIN = {**PART, "fastmath": FAST}
 _INLINE = {**_PLAIN, "forceinline": True}
 
 
@@ -269,7 +270,7 @@ LANES = _lanes()
 SIGNED, UNSIGNED, NIBBLES = range(3)
 """Bytes as int8, as uint8, and as two numbers 0 to 15: byte i of n is i | (i + n) << 4."""
 
-_DOTS_PLAIN = {"error_model": "numpy"}
+_DOTS_PLAIN = PART
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
@@ -942,7 +943,7 @@ def combine(a, like_q):
 _LOG2_E = np.float32(np.log2(np.e))
 
 
-@njit(fastmath=FAST, error_model="numpy")
+@njit(**_PLAIN)
 def merge(a, like, part, parts):
     """Merge slice `part` of `parts` of the lines (token, head).
 

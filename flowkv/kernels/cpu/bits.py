@@ -17,6 +17,9 @@ from flowkv.kernels.operands import FIRST, SECOND, STEP
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """Not "ninf" and "nnan": masks are -inf, and NaN in a cache must show in the answer."""
 
+PART = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Of functions that compiled ones alone call: without wrappers they compile faster."""
+
 LINE_BYTES = 64
 
 _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
@@ -174,7 +177,7 @@ _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest int
 
 # Spelled out, for numba lets callers pass their own flags down to a function that names none, and
 # under "reassoc" (x + _ROUND) - _ROUND folds to x.
-_EXACT = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
+_EXACT = {**PART, "fastmath": {"contract"}, "forceinline": True}
 
 
 @njit(**_EXACT)
@@ -231,7 +234,7 @@ def unorder(bits):
 # Each takes one int64 vector of addresses and sizes (made by `cpu`) and its slice of the work.
 
 GRANULE = 4096
-_JIT = {"error_model": "numpy"}
+_JIT = PART
 
 
 @njit(**_JIT)
@@ -312,7 +315,7 @@ def drop_tokens(a, part, parts):
 _STEP, _FIRST, _SECOND = np.uint64(STEP), np.uint64(FIRST), np.uint64(SECOND)
 
 
-@njit(error_model="numpy")
+@njit(**PART)
 def sum_blocks(a, part, parts):
     """Sum up every block of a slice; a: words, their number, those of a block, sums."""
     words = pointer(a[0], np.uint64(0))
@@ -339,7 +342,7 @@ def sum_blocks(a, part, parts):
 # The functions name no fast-math flags, so that every product and sum is rounded by itself, as the
 # contract of `operands.Rotary` wants; see above for how they take their operands.
 
-_ROTARY_JIT = {"error_model": "numpy", "fastmath": False}
+_ROTARY_JIT = {**PART, "fastmath": False}
 _INLINE = {**_ROTARY_JIT, "forceinline": True}
 
 

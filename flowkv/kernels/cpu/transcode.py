@@ -8,6 +8,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from flowkv.kernels.cpu.bits import (
+    PART,
     ahead,
     bits_of,
     data,
@@ -25,7 +26,7 @@ from flowkv.kernels.cpu.bits import (
 # Bit for bit what `reference.codec` does, so no function here may be compiled with any fastmath
 # flag: every float32 operation is rounded once, in the order in which it is written.
 
-EXACT = {"error_model": "numpy", "fastmath": False}
+EXACT = {**PART, "fastmath": False}
 _INLINE = {**EXACT, "forceinline": True}
 
 _EIGHT, _EIGHT_INTS = ir.VectorType(ir.FloatType(), 8), ir.VectorType(ir.IntType(32), 8)
