@@ -142,77 +142,23 @@ def goals(device: Device) -> list[tuple[str, str, float | None, str]]:
 
 @block
 def summary(results: Results) -> str:
-    """What matters most of every page."""
-    served = {(row["bench"], row["prompt"]): row for row in results.get("generate_cpu", [])}
-    coded = {
-        (row["task"], row["page_size"], row["codec"]): row
-        for row in results.get("quality_cpu", {}).get("codecs", {}).get("rows", [])
-    }
+    """What matters most of the parts."""
     stored = {(r["way"], r["what"], r["kib"]): r for r in results.get("disk_cpu", {})["rows"]}
-    read = {(r["engine"], r["op"], r["kib"]): r for r in results.get("ring_cpu", {})["rows"]}
     found = {
         (name, row["trace"], row["what"], row["group"]): row["measured"]
         for name in ("restore_cpu", "serve_cpu", "policy_cpu")
         for row in results[name]["findings"]
     }
 
-    def model(bench: str, prompt: int) -> str:
-        row = served[bench, prompt]
-        ends = f"{figure(row['ratio_min'])} to {figure(row['ratio_max'])}"
-        return f"{figure(row['ratio'], 'x')} ({ends})"
-
-    def codec(name: str) -> str:
-        row = coded["continuation", 64, name]
-        return f"{figure(row['bytes_of_float32'], 'x')} smaller, {difference(row)} bits per byte"
-
     def finding(*key: str) -> str:
         (value,) = (v for k, v in found.items() if all(part in k for part in key))
         return figure(value)
 
     opened = results["disk_cpu"]["recovery_s"]
-    gpus = [Device(report) for report in gpu_reports(results)] or [Device(None)]
-    reads = figure(gpus[0].of("decode 32 x 4k", "of_read_ceiling"), "%")
     get = stored["FlowKV", "get", 1024]
-    models, storage = "[models](benchmarks/models.md)", "[storage](benchmarks/storage.md)"
-    restores, serving = "[restores](benchmarks/restores.md)", "[serving](benchmarks/serving.md)"
+    storage, serving = "[storage](benchmarks/storage.md)", "[serving](benchmarks/serving.md)"
+    restores = "[restores](benchmarks/restores.md)"
     rows = [
-        [
-            "first token of a known prompt, 1,037 tokens",
-            "faster than the model alone",
-            model("ttft: cold / reuse", 1037),
-            "measured",
-            models,
-        ],
-        [
-            "the same, 3,085 tokens",
-            "the same",
-            model("ttft: cold / reuse", 3085),
-            "measured",
-            models,
-        ],
-        [
-            "a decode step at 3,072 tokens",
-            "faster than `DynamicCache`",
-            model("tpot: DynamicCache / pages", 3072),
-            "measured",
-            models,
-        ],
-        [
-            "an unseen prompt of 3,072 tokens",
-            "faster than the model alone",
-            model("prefill, unseen: alone / served", 3072),
-            "measured",
-            models,
-        ],
-        ["pages in `kv8`", "fp32", codec("kv8"), "measured", models],
-        ["pages in `kv4c`", "fp32", codec("kv4c"), "measured", models],
-        [
-            "direct reads of 1 MiB",
-            "fio, throughput",
-            spread(read["io_uring", "read", 1024]["of_fio"]),
-            "measured",
-            storage,
-        ],
         [
             "pages of 1 MiB from the disk tier, checked",
             "one file a page, unchecked; RocksDB",
@@ -235,20 +181,6 @@ def summary(results: Results) -> str:
             restores,
         ],
         [
-            "a restore on this processor",
-            "the fastest other way",
-            finding("4 cells", "over the fastest other, median"),
-            "measured",
-            restores,
-        ],
-        [
-            "16 clients at once, new tokens a second",
-            "one `generate` after the other",
-            finding("16 clients", "of sequential generate") + "x",
-            "measured",
-            serving,
-        ],
-        [
             "first token, 95th percentile, 100 clients with 2,048 tokens in common",
             "without caching",
             finding("serve_cpu", "100 clients, 2,048 tokens"),
@@ -261,13 +193,6 @@ def summary(results: Results) -> str:
             finding("kct_dev", "mean at 0.5/1/2%"),
             "simulated",
             "[policies](benchmarks/policies.md)",
-        ],
-        [
-            "bf16 decode on a GPU, 32 x 4k",
-            "read bandwidth",
-            reads,
-            "measured",
-            "[kernels](benchmarks/kernels.md)",
         ],
     ]
     return table(["what", "against", "figure", "", "all of it"], rows)

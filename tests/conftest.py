@@ -48,8 +48,8 @@ cache/test_snapshots.py cache/test_sparsify.py cache/test_states.py cache/test_s
 cache/test_store.py cache/test_storing.py cache/test_swap.py cache/test_visits.py
 hooks/test_attach.py hooks/test_codecs.py hooks/test_edits.py hooks/test_encoder_decoder.py
 hooks/test_identity.py hooks/test_identity_contents.py hooks/test_identity_writes.py
-hooks/test_latent.py hooks/test_modes.py hooks/test_packed.py hooks/test_restore.py
-hooks/test_restore_nested.py hooks/test_tried_again.py
+hooks/test_latent.py hooks/test_modes.py hooks/test_offload.py hooks/test_packed.py
+hooks/test_restore.py hooks/test_restore_nested.py hooks/test_tried_again.py
 """.split()
 
 hypothesis.settings.register_profile(

@@ -623,7 +623,7 @@ class Loop:
                 elif gaps is not None:
                     gaps.append(now_s - live.last_s)
                 live.last_s = now_s
-                if live.answer._ears:
+                if live.answer.heard:
                     self._told.append(live.answer)
                 if over or made >= live.limit:
                     self._end(live, now_s, "stop" if over else "length")

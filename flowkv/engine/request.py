@@ -248,6 +248,11 @@ class Answer(Future[Completion]):
 
     # ---- of the engine
 
+    @property
+    def heard(self) -> bool:
+        """Whether anybody waits for tokens."""
+        return bool(self._ears)
+
     def settle(self, completion: Completion, error: BaseException | None = None) -> None:
         """Ends it, once, and wakes whoever waits."""
         if self.done():

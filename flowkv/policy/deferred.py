@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.policy.base import NO_SLOTS, NO_VISIT, Policy, Slots, Visit
-from flowkv.policy.hedge import Hedge
 from flowkv.policy.order.compiled import SLOT_LIMIT
 from flowkv.policy.order.leaf import TENANT_LIMIT, LeafOrder, as_slots
 
@@ -54,12 +53,10 @@ def _now(name: str) -> Any:
 class Deferred(Policy):
     """Answers as the policy behind it would, and has it compiled only where that matters.
 
-    While nothing was ever given up, `auto` and the plain orders bring nothing back, admit
-    everything, and hold nothing expired unless a lease was said: that is answered here. The
+    While nothing was ever given up, orders admit everything, wish for nothing but what was named
+    and is not here, and hold nothing expired unless a lease was said: that is answered here. The
     policy catches up for any other question, for what is unusual, and when many calls are kept.
-
-    A model that was brought (`load_model`) has its say from the third request on; what few requests
-    taught is not saved.
+    What few requests taught is not saved.
 
     Args:
         policy: Fresh: it was not called yet.
@@ -75,7 +72,8 @@ class Deferred(Policy):
         self._brought = b""
         default = policy.config.classes()[""]
         self._expires = min(default.lease_s, default.max_age_s) < np.inf
-        self._quiet = isinstance(policy, Hedge) or type(policy).wanted is Policy.wanted
+        self._wishes = type(policy).wanted is not Policy.wanted
+        self._here, self._away = set[int](), set[int]()  # slots that were named
 
     def caught_up(self) -> LeafOrder:
         """The policy, which has heard everything."""
@@ -114,7 +112,7 @@ class Deferred(Policy):
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
         """Gives up to `n` victims to a prefetch: only what is worth less than that."""
-        if self._silent() and rate != np.inf:
+        if self._calls is not None and not self._wishes and rate != np.inf:
             return NO_SLOTS.copy()
         return self.caught_up().displace(now_ns, n, rate, protected)
 
@@ -134,7 +132,7 @@ class Deferred(Policy):
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
-        if self._silent():
+        if self._calls is not None and not (self._wishes and self._away):
             return NO_SLOTS.copy(), np.empty(0)
         return self.caught_up().wanted(now_ns, n)
 
@@ -165,10 +163,6 @@ class Deferred(Policy):
 
     # ---- calls that are kept
 
-    def _silent(self) -> bool:
-        """Whether calls are kept that cannot have led to a wish."""
-        return self._calls is not None and self._quiet and not (self._brought and self._visits > 2)
-
     def _pass(self, now_ns: int) -> None:
         """Time passes; what happens by then does so whether or not anybody asked in between."""
         assert self._calls is not None
@@ -181,9 +175,23 @@ class Deferred(Policy):
     def _keep(self, name: str, *said: Any, **more: Any) -> None:
         assert self._calls is not None
         self._calls.append((name, said, more))
+        if self._wishes:
+            self._look(name, said)
         self._kept += _CALL + sum(len(x) for x in said if isinstance(x, np.ndarray))
         if self._kept > MOST_KEPT:
             self.caught_up()
+
+    def _look(self, name: str, said: tuple[Any, ...]) -> None:
+        """Keeps in mind which of the slots that were named are not here."""
+        named = next((x for x in said if isinstance(x, np.ndarray)), NO_SLOTS).tolist()
+        if name == "insert":
+            self._here.update(named)
+            self._away.difference_update(named)
+        elif name in ("remove", "forget"):
+            self._here.difference_update(named)
+            self._away.update(named)
+        else:
+            self._away.update(s for s in named if s not in self._here)
 
 
 def deferred(make: Callable[[], Policy]) -> Policy:

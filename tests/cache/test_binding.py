@@ -86,7 +86,7 @@ def test_another_geometry_gets_pools_of_its_own_and_keeps_the_tiers() -> None:
     audit(kv)
     kv.flush()
     bind(kv, geometry(), Namespace(model="toy"))
-    assert reused(kv, TEXT) == 20
+    assert reused(kv, TEXT) == 16
     assert len(disk.frames) == 4 + 6
     audit(kv)
 
@@ -127,7 +127,7 @@ def test_invalidation_erases_this_model_only() -> None:
     open_one.close()
     assert kv.stats()["blocks"] == 4 and len(disk.frames) == 4
     bind(kv, geometry(), Namespace(model="toy"))
-    assert reused(kv, TEXT) == 20
+    assert reused(kv, TEXT) == 16
 
 
 # ---- the end
