@@ -330,9 +330,10 @@ class Step:
         if self._open or not kept or None in kept.values() or is_checking():
             return None
         planner = self._planner
-        if planner.tables.pages is not self._lines or any(s.restoration for s in self.seqs):
-            return None
-        advance = planner.advance(self.seqs, self.counts, self._advance)
+        with planner.guard:  # lines grow in other threads, and then pages move in the new ones only
+            if planner.tables.pages is not self._lines or any(s.restoration for s in self.seqs):
+                return None
+            advance = planner.advance(self.seqs, self.counts, self._advance)
         if advance is None:
             return None
         step = Step(planner, self.seqs, self.counts, advance)
