@@ -75,7 +75,9 @@ class Tails:
         ]
         if block.key != keys[0] or block in self.store.tails:
             return [block] if block.key == keys[0] else []
-        blocks = [one for key in keys if (one := self.store.find(key)) and one.page >= 0]
+        waiting = self.store.samples.waiting  # what has yet to be audited would be a part of others
+        found = (self.store.find(key) for key in keys if not waiting(key))
+        blocks = [one for one in found if one is not None and one.page >= 0]
         return blocks if len(blocks) == len(keys) else []
 
     def _open(self, seq: Sequence, page_no: int, most: int) -> Iterator[SharedTokens]:

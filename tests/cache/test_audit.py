@@ -169,6 +169,16 @@ def test_a_wrong_page_is_found_forgotten_and_computed_anew(page: int) -> None:
         assert counts(kv) == (12, 0, 0)
 
 
+def test_nothing_of_a_page_is_copied_before_it_is_audited() -> None:
+    tier = lasting()
+    stored(tier)
+    with again(tier) as kv:
+        spoil(kv, tier, 0)
+        kv.warm(TEXT)
+        fork = [*TEXT[:5], 99, *range(200, 200 + PAGE)]
+        check_content(kv, prefill(kv, kv.open(fork)), fork)
+
+
 def test_what_continues_a_wrong_page_goes_with_it_in_every_group() -> None:
     tier, shape = lasting(), geometry()
     other = [*TEXT[:48], *[7] * 30]
