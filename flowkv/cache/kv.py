@@ -917,8 +917,10 @@ class KV:
                 return export.forget_prompt(store, seq)
             finally:
                 for open_seq in self._open.values():
-                    begins = np.array_equal(open_seq.tokens[: seq.known], seq.tokens)
-                    again = begins and open_seq.tenant == seq.tenant  # and may fill no page
+                    known = min(open_seq.known, seq.known)  # which may fill no page
+                    begins = np.array_equal(open_seq.tokens[:known], seq.tokens[:known])
+                    whole = known == seq.known or open_seq.length > known
+                    again = begins and whole and open_seq.tenant == seq.tenant
                     open_seq.publishable &= not (again or open_seq.forgotten)
 
     def invalidate(self) -> int:

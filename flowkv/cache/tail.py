@@ -92,7 +92,10 @@ class Tails:
                 continue
             tokens = matching(other.tokens[first:end], seq.tokens[first:])
             differing = {*within(seq.salts, first, tokens)} ^ {*within(other.salts, first, tokens)}
-            tokens = min((salt.position for salt in differing), default=tokens)
+            if differing:  # what a run of one type is may show in its first token: go back there
+                differs = min(salt.position for salt in differing)
+                runs = within(seq.salts, first, differs)
+                tokens = max((salt.position for salt in runs), default=differs)
             yield SharedTokens(tokens, other.fidelity, pages)
 
     def _own(self, seq: Sequence, page_no: int) -> list[int]:

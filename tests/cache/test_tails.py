@@ -153,6 +153,16 @@ def test_other_tenants_images_and_models_have_none() -> None:
             assert known(PROMPT, tenant="eve") == 3  # what comes before the image
 
 
+def test_a_run_that_ends_elsewhere_is_another_from_its_beginning() -> None:
+    def run(end: int) -> list[Salt]:
+        return [Salt(place, bytes([place]) * 32) for place in (2, end)]
+
+    with make_kv() as kv:
+        with opened(kv, range(7), salts=run(6)):
+            assert kv.open(range(8), salts=run(4)).reused == 2
+            assert kv.open(range(8), salts=run(6)).reused == 7
+
+
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("length", [5, len(PROMPT)])
 def test_what_was_erased_is_not_known(held: bool, length: int) -> None:
