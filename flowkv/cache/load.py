@@ -250,6 +250,7 @@ class PageLoad:
         if line is None or source < 0:
             raise StateError("a page is missing in the other sequence", "Compute all of them")
         pool, forms = self._store.pool(group), self._store.forms[group]
+        self.filled = True  # from here on nobody copies from it, also if this fails half-way
         if self.flying and pool.copies is None:  # the tier has this very page
             self._swap(line)
         target = self.page
@@ -262,7 +263,7 @@ class PageLoad:
                 raise NonFiniteError(
                     f"a page cannot be encoded as {new.codec}", "Open the prompt with reuse=False"
                 )
-        self._came, self.filled = (1 << self.stripes) - 1, True
+        self._came = (1 << self.stripes) - 1
 
     def _swap(self, line: Sequence) -> None:
         """Leaves its page to the tier that is late, and takes another one.
