@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from flowkv import KV, Geometry, Step
+from flowkv.core.errors import NonFiniteError
 from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, Span, State, Suffix
 from tests.inside import (
     Event,
@@ -520,6 +522,52 @@ def test_late_says_which_layer_and_the_step_is_undone() -> None:
             assert restoration.finish(ok=False) == 0 == seq.length
             finish(kv, [seq], "prefill")
             toy.check_content(kv, seq, prompt)
+        link.release()
+
+
+@pytest.mark.parametrize("hang", [False, True])
+def test_nobody_copies_from_a_page_that_could_not_be_filled(
+    hang: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = shape("simple").page_size
+    prompt, link = tokens(5 * size + 1), Link(per_poll=0)
+    with stored(prompt, link, policy=Split(), load_deadline_s=0.05) as kv:
+        seq = kv.open(prompt, wait=False)
+        restoration = seq.restoration
+        assert restoration is not None and restoration.settle() == 5 * size
+        link.work(3)
+        link.trouble = Trouble(hang=1.0) if hang else Trouble(miss=0.5, fail=0.5)
+        link.per_poll = 100
+
+        def awaits(layer: int) -> None:
+            with contextlib.suppress(Late):
+                restoration.wait(layer)
+            begun = [one for one in restoration.back if not one.complete]
+            with kv.open(prompt, reuse=False) as twin:
+                toy.prefill(kv, twin)
+
+                def fails(*_: object) -> None:
+                    raise NonFiniteError("half of it is written", "Compute it")
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(type(kv.planner.store.pool(0)), "copy", fails)
+                    with pytest.raises(NonFiniteError):
+                        restoration.fill(twin)
+                tried = [one for one in begun if one.filled]
+                assert tried
+                for one in tried:
+                    assert not any(one.offers(n, one.codec) for n in range(one.stripes))
+                restoration.fill(twin)
+
+        def awaits_once(layer: int) -> None:
+            if not all(one.complete for one in restoration.back):
+                awaits(layer)
+
+        with kv.step([seq], [prompt[seq.length :]]) as step:
+            step.awaits = awaits_once
+            forward(step, 0.0)
+        restoration.finish()
+        toy.check_content(kv, seq, prompt)
         link.release()
 
 
