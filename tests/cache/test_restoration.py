@@ -14,13 +14,13 @@ from hypothesis import given, settings
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from flowkv import KV, Geometry, Step
-from flowkv.core.errors import NonFiniteError
 from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, Span, State, Suffix
 from tests.inside import (
     Event,
     Hit,
     Late,
     Miss,
+    NonFiniteError,
     Restored,
     RestoreEnded,
     RestoreSpan,

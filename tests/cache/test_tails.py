@@ -157,10 +157,9 @@ def test_a_run_that_ends_elsewhere_is_another_from_its_beginning() -> None:
     def run(end: int) -> list[Salt]:
         return [Salt(place, bytes([place]) * 32) for place in (2, end)]
 
-    with make_kv() as kv:
-        with opened(kv, range(7), salts=run(6)):
-            assert kv.open(range(8), salts=run(4)).reused == 2
-            assert kv.open(range(8), salts=run(6)).reused == 7
+    with make_kv() as kv, opened(kv, range(7), salts=run(6)):
+        assert kv.open(range(8), salts=run(4)).reused == 2
+        assert kv.open(range(8), salts=run(6)).reused == 7
 
 
 @pytest.mark.parametrize("held", [True, False])
