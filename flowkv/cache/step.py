@@ -285,7 +285,7 @@ class Step:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open _planner _started_s _token _batches _singles
-        _shared _decodes _lines _noted _touched _watch _advance _waited_s _coming
+        _shared _decodes _tables _noted _touched _watch _advance _waited_s _coming
         __weakref__""".split()
     )
 
@@ -311,7 +311,7 @@ class Step:
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
         self._watch: MassWatch | None = None
-        self._lines = planner.tables.pages
+        self._tables = planner.tables.pages
         self._advance = planner.reserve(self.seqs, counts) if advance is None else advance
         self._open = True
         self._waited_s = 0.0
@@ -331,7 +331,7 @@ class Step:
             return None
         planner = self._planner
         with planner.guard:  # lines grow in other threads, and then pages move in the new ones only
-            if planner.tables.pages is not self._lines or any(s.restoration for s in self.seqs):
+            if planner.tables.pages is not self._tables or any(s.restoration for s in self.seqs):
                 return None
             advance = planner.advance(self.seqs, self.counts, self._advance)
         if advance is None:
