@@ -122,6 +122,8 @@ def whole_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.path.is_relative_to(TESTS) and str(request.path.relative_to(TESTS)) in WHOLE_PAGES:
         monkeypatch.setattr("flowkv.cache.tail.Tails.find", lambda *_: None)
         monkeypatch.setattr("flowkv.cache.tail.Tails.keep", lambda *_: None)
+        monkeypatch.setattr("flowkv.cache.tail.Tails.save", lambda *_: None)
+        monkeypatch.setattr("flowkv.cache.restore.PrefixMatcher.behind", lambda *_: [])
 
 
 @pytest.fixture(autouse=True)

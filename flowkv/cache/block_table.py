@@ -579,6 +579,7 @@ class Planner:
                 return
             try:
                 self.tails.keep(seq)
+                self.tails.save(seq)
                 if self.sealer:
                     self.sealer.retire(seq)
             finally:

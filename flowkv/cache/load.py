@@ -44,6 +44,7 @@ class PageLoad:
         awaited: Somebody waits for it: until it comes, no tier gives it up, and its page is not
             counted among those that come free.
         allocate: Where a page of another codec comes from; by default idle ones are given up.
+        own: What comes is for this sequence alone, and never its block's.
 
     Attributes:
         page: Id of the device page; -1 without one.
@@ -56,7 +57,7 @@ class PageLoad:
     """
 
     __slots__ = (
-        *("_allocate", "_awaited", "_came", "_kept", "_lent", "_line", "_store", "block"),
+        *("_allocate", "_awaited", "_came", "_kept", "_lent", "_line", "_own", "_store", "block"),
         *("fidelity", "filled", "flying", "held", "page", "page_no", "staged", "wanted"),
     )
 
@@ -68,8 +69,10 @@ class PageLoad:
         *,
         awaited: bool = True,
         allocate: Allocate | None = None,
+        own: bool = False,
     ) -> None:
         self._store, self.block, self.page_no, self._awaited = store, block, page_no, awaited
+        self._own = own
         self._allocate = allocate or store.spare
         self.page, self._came = -1, 0
         self.flying: list[LayerSlice] = []
@@ -199,7 +202,7 @@ class PageLoad:
     def publish(self, source: ReadFrom) -> bool:
         """A complete page becomes its block's, unless another one is by now; whether it did."""
         block, store = self.block, self._store
-        if not self.complete or self.held or block.gone:
+        if not self.complete or self.held or block.gone or self._own:
             return False
         if self._line is not None and self._at(self._line) != self.page:
             self._line = None  # a step went on without it, past its window

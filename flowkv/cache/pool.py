@@ -7,8 +7,12 @@ pages of all sizes and codecs share an arena, and whoever holds a name knows how
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import threading
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -154,8 +158,9 @@ class PagePool:
         self._partial: dict[int, dict[int, None]] = {}
         self._vacant: dict[int, int] = {}  # free pages of partial slabs, by size
         self._refs: dict[int, int] = {}
-        self._used_granules = 0
+        self._used_granules = self._touched = 0
         self.copies: Copies | None = None
+        self._touch(0)
 
     # ---- what is there
 
@@ -219,6 +224,7 @@ class PagePool:
         while len(taken) < count:
             if not partial:
                 number = self._free_slabs.pop()
+                self._touch(number * self.slab_granules * GRANULE_BYTES)
                 first, pages = number * self.slab_granules, self.slab_granules // granules
                 self._slabs[number] = Slab(first, granules, pages)
                 partial[number] = None
@@ -279,6 +285,18 @@ class PagePool:
             self._change(slab.granules, -slab.pages)
             self._slabs[number] = None
             self._free_slabs.append(number)
+
+    def _touch(self, used_bytes: int) -> None:
+        """Has a thread touch memory some way ahead of what is in use, which slabs take in order."""
+        size = self.capacity_bytes()
+        ahead = min(_AHEAD_BYTES, size // _AHEAD_SHARE)
+        if self.device.type == "cpu" and used_bytes + ahead // 2 >= self._touched < size:
+            first, self._touched = self._touched, min(used_bytes + ahead, size)
+            part, wait_s = self.arena[first : self._touched], _TOUCH_LATER_S if first else 0.0
+            with suppress(RuntimeError):  # no thread can begin: whoever writes first waits
+                threading.Thread(
+                    target=_first_touch, args=(part, wait_s), name="flowkv-memory", daemon=True
+                ).start()
 
     def _change(self, granules: int, pages: int) -> None:
         self._vacant[granules] = self._vacant.get(granules, 0) + pages
@@ -428,6 +446,31 @@ def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# Memory is cleared by the system, and in a virtual machine first given by its host, when it is
+# written for the first time: up to 2.5 ms for each MiB, which restores and prefills would wait for.
+_AHEAD_BYTES, _AHEAD_SHARE = 1 << 28, 8
+"""Of a pool, so much is touched ahead of what is in use, and no more than that part of it."""
+_TOUCH_BYTES = 1 << 21
+"""At once: so long nobody else can change what this process has mapped."""
+_TOUCH_LATER_S = 0.5
+"""What takes the last of it is left alone: a restore is over by then, a prefill can share."""
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+def _first_touch(memory: torch.Tensor, wait_s: float) -> None:
+    """Has the system back memory as if it were written, whoever writes to it meanwhile."""
+    time.sleep(wait_s)
+    try:
+        advise = ctypes.CDLL(None).madvise
+    except (AttributeError, OSError, TypeError):  # another system
+        return
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    first, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    for at in range(first, stop, _TOUCH_BYTES):
+        if advise(at, min(_TOUCH_BYTES, stop - at), _POPULATE_WRITE):
+            return  # an older system, or no memory is left
 
 
 # Which codecs the pages of a layer group may have, and where the bytes of each lie.

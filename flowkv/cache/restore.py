@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from enum import Enum
-from itertools import count, groupby
+from itertools import count, groupby, takewhile
 from typing import NamedTuple, cast
 
 import torch
@@ -82,11 +82,14 @@ class RestorePlan(NamedTuple):
     tiers: tuple[int, ...]
 
 
-def drop(loads: Iterable[dict[int, PageLoad]]) -> None:
+def drop(loads: Iterable[PageLoad]) -> None:
     """Wants none of these pages any more."""
-    for group in loads:
-        for one in group.values():
-            one.drop()
+    for one in loads:
+        one.drop()
+
+
+def _each(groups: Iterable[dict[int, PageLoad]]) -> list[PageLoad]:
+    return [one for group in groups for one in group.values()]
 
 
 class PrefixMatcher:
@@ -194,19 +197,64 @@ class PrefixMatcher:
         """
         self.store.expire()
         _, loaded = self.attach(seq, max(0, limit) // self.page_size, pays=pays)
-        tokens = self.extend(seq, limit)
+        behind = self.behind(seq, seq.length // self.page_size, limit)
+        try:
+            if behind:
+                self.loader.load(behind, self)
+            tokens = self.extend(seq, limit, behind)
+        finally:
+            drop(behind)
         self.report(seq, tokens, loaded, limit)
         return tokens
 
-    def extend(self, seq: Sequence, limit: int) -> int:
+    def behind(self, seq: Sequence, pages: int, limit: int) -> list[PageLoad]:
+        """What tiers have of a prompt behind its whole pages, for `extend` to copy from.
+
+        Args:
+            seq: Its sequence.
+            pages: Whole pages of its prefix.
+            limit: Most tokens.
+
+        Returns:
+            A page for each group, to be loaded to a place of its own; none if they cannot be had.
+        """
+        first, size = pages * self.page_size, self.page_size
+        stop = min(limit, first + size - 1)
+        if stop <= first:
+            return []
+        blocks: list[Block | None] = []
+        if limit == stop and len(seq.tokens) >= first + size:
+            for g in range(len(seq.blocks)):
+                self._discover(seq, g, pages, pages + 1)
+                blocks.append(self.find(seq, g, pages))
+        if not blocks or None in blocks:
+            blocks = [*self.planner.tails.stored(seq, pages, stop)]
+        found = [block for block in blocks if block is not None and block.page < 0]
+        count = min([stop - first, *(block.tail for block in found if block.tail)])
+        if not found or len(found) < len(blocks) or not self._worth(found, count):
+            return []
+        loads = [PageLoad(self.store, block, pages, own=True) for block in found]
+        codecs = ways(self.store, loads)
+        if all(codecs) and reserve(loads, codecs, self.store.try_allocate):
+            return loads
+        drop(loads)
+        return []
+
+    def extend(self, seq: Sequence, limit: int, behind: Items[PageLoad] = ()) -> int:
         """Copies what memory has of the page behind a prompt's whole ones; its tokens then.
 
         Args:
-            seq: A sequence of so many whole pages, with nothing on its way.
+            seq: A sequence of whole pages.
             limit: Most tokens.
+            behind: What was to be loaded of that page.
         """
         planner, store = self.planner, self.store
         found = planner.tails.find(seq, seq.length // self.page_size, limit)
+        if behind and all(one.complete for one in behind):
+            count = min(one.block.tail or limit % self.page_size for one in behind)
+            if found is None or found.tokens < count:
+                fidelity = max(max(one.fidelity, one.codec) for one in behind)
+                found = SharedTokens(count, fidelity, [one.page for one in behind])
         held = list(enumerate(found.pages if found is not None else ()))
         for g, page in held:  # it may be given up for the page that it is copied to
             store.pool(g).share(page)
@@ -251,18 +299,18 @@ class PrefixMatcher:
         wanted = limit_pages
         while pages := self.match(seq, wanted):
             loads = self.loads(seq, 0, pages)
-            absent = [one for group in loads for one in group.values() if not one.held]
+            absent = [one for one in _each(loads) if not one.held]
             first = min((one.page_no for one in absent), default=pages)
             try:
                 stop = self._bring(seq, absent, first, pages, pays=pays)
             except BaseException:
-                drop(loads)
+                drop(_each(loads))
                 raise
             if stop == pages:  # what each page is held for is its sequence from here on
                 blocks = [[one.block for one in group.values()] for group in loads]
                 self._attach(seq, blocks, pages)
                 return pages * self.page_size, (pages - first) * self.page_size
-            drop(loads)
+            drop(_each(loads))
             wanted = min(stop, pages - 1)
         return 0, 0
 
@@ -282,7 +330,8 @@ class PrefixMatcher:
         self, seq: Sequence, absent: list[PageLoad], first: int, pages: int, *, pays: bool
     ) -> int:
         """Loads what is not on its device; where the prefix ends now, `pages` if all came."""
-        if not pays and not self._worth([one.block for one in absent], pages - first):
+        tokens = (pages - first) * self.page_size
+        if not pays and not self._worth([one.block for one in absent], tokens):
             return first
         codecs = ways(self.store, absent)
         away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
@@ -325,13 +374,13 @@ class PrefixMatcher:
         found = (self.find(seq, group, page) for page in range(self.first(group, pages), pages))
         return [block for block in found if block is not None]
 
-    def _worth(self, absent: list[Block], pages: int) -> bool:
+    def _worth(self, absent: list[Block], tokens: int) -> bool:
         n_bytes: dict[str, int] = {}
         for block in absent:
             number = self.store.source(block)
             tier = self.store.tiers[number].name
             n_bytes[tier] = n_bytes.get(tier, 0) + self.store.body_bytes(block, number)
-        return not absent or self.gate.worth(n_bytes, pages * self.page_size)
+        return not absent or self.gate.worth(n_bytes, tokens)
 
     def _attach(self, seq: Sequence, blocks: list[list[Block]], pages: int) -> None:
         self.tables.reserve(pages)
@@ -378,13 +427,13 @@ class PrefixMatcher:
         """
         while resident < pages:
             inbound = self.loads(seq, resident, pages)
-            absent = [one for group in inbound for one in group.values() if not one.held]
+            absent = [one for one in _each(inbound) if not one.held]
             codecs = ways(self.store, absent)
             stop = max((one.page_no for one in absent), default=-1) + 1
             sources, tiers = self._sources(absent, codecs, (stop - resident) * self.page_size)
             if sources and reserve(absent, codecs, self.store.try_allocate):
                 return RestorePlan(pages, resident, stop, inbound, sources, tiers)
-            drop(inbound)
+            drop(_each(inbound))
             away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
             if not away:
                 return None
@@ -486,6 +535,8 @@ class Prior:
 _AHEAD_S = 0.05
 _LEAST_PAGES, _LEAST_BYTES, _MOST_BYTES = 4, 1 << 22, 1 << 26
 """In flight from one tier are as many bytes as it gives in that time, within these bounds."""
+_WORTH_BYTES = 1 << 19
+"""To ask a tier for less of a page takes about as long as it takes to come."""
 _MEMORY = 8
 """Weight of what was measured before, beside a further measurement."""
 
@@ -533,11 +584,15 @@ class RestoreScheduler:
         size, restorer = self.restorer.page_size, self.restorer
         self.store.expire()
         plan = self._look(seq, restorer.match(seq, max(0, limit) // size), computable)
+        pages = plan.pages if plan is not None else seq.length // size
+        behind = restorer.behind(seq, pages, limit)
+        if plan is None and behind:
+            plan = RestorePlan(pages, pages, pages, [{} for _ in seq.blocks], (), ())
         here = seq.length if plan is not None else restorer.extend(seq, limit)
         known = plan.pages * size if plan is not None else here
-        restorer.report(seq, known, known - here, limit)
+        restorer.report(seq, known, known - here, known if behind else limit)
         if plan is not None:
-            self._launch(seq, plan, computable)
+            self._launch(seq, plan, computable, behind, limit)
 
     def begin_whole(self, seq: Sequence, pages: int) -> bool:
         """Attaches so many known pages, also those that are still on their way: all or none.
@@ -561,7 +616,7 @@ class RestoreScheduler:
             self.restorer.attach_resident(seq, resident)
         plan = self.restorer.plan(seq, resident, pages)
         if plan is not None and not self._worth(plan, computable):
-            drop(plan.inbound)
+            drop(_each(plan.inbound))
             plan = None
         return plan
 
@@ -573,9 +628,20 @@ class RestoreScheduler:
         n_bytes = page_bytes if computable else page_bytes * pages
         return self.gate.worth({source.tier: round(n_bytes)}, pages * size)
 
-    def _launch(self, seq: Sequence, plan: RestorePlan, computable: bool) -> RestoreJob:
-        """Begins to load what was found."""
-        seq.restoration = restoration = RestoreJob(self, seq, plan, computable=computable)
+    def _launch(
+        self,
+        seq: Sequence,
+        plan: RestorePlan,
+        computable: bool,
+        behind: Items[PageLoad] = (),
+        limit: int = 0,
+    ) -> RestoreJob:
+        """Begins to load what was found, the page behind the whole ones before the others."""
+        seq.restoration = restoration = RestoreJob(
+            self, seq, plan, computable=computable, behind=behind, limit=limit
+        )
+        pieces = [LayerSlice(one, 0, one.stripes) for one in behind]
+        self.flights.begin(restoration.ahead, () if self.paused else pieces, -1)
         self.pump()
         return restoration
 
@@ -688,12 +754,14 @@ class RestoreScheduler:
             progress = self.state.requests[number]
             if not progress.fronted or one.request.sources[0].tier != tier:
                 continue
-            for layer in range(one.request.layers):
-                floor = max(progress.front[layer], progress.lost)
-                if floor < progress.back[layer]:
-                    return RestoreLoad(
-                        number, Span(layer, layer + 1), Span(floor, progress.back[layer])
-                    )
+            left = [
+                Span(max(front, progress.lost), back)
+                for front, back in zip(progress.front, progress.back, strict=True)
+            ]
+            for layer, span in enumerate(left):
+                if span.size > 0:
+                    alike = takewhile(span.__eq__, left[layer : layer + one.request.least])
+                    return RestoreLoad(number, Span(layer, layer + len(list(alike))), span)
         return None
 
     def files(self) -> list[int]:
@@ -1099,11 +1167,14 @@ class RestoreJob:
         seq: Whose prefix; its resident pages are attached.
         plan: What is to come.
         computable: Whether the caller computes tokens of the front where that helps.
+        behind: The page that the limit lies in, of each group; see `PrefixMatcher.behind`.
+        limit: Most tokens of the prefix.
 
     Attributes:
         seq: Whose prefix.
         request: As the policy knows it.
         back: The pages that come from the back.
+        ahead: Loads the page behind them, first of all.
     """
 
     def __init__(
@@ -1113,12 +1184,18 @@ class RestoreJob:
         plan: RestorePlan,
         *,
         computable: bool,
+        behind: Items[PageLoad] = (),
+        limit: int = 0,
     ) -> None:
         self._restores, self.seq, self._planner = restores, seq, restores.restorer.planner
+        self._behind, self._limit, self._whole, self._beyond = behind, limit, plan.pages, 0
+        self.ahead = LoadBatch(self, lambda _: None)
         self._guard, self._size = self._planner.guard, self._planner.page_size
         self.back, self._stop = Back(restores.restorer, seq, plan), plan.pages
         self._phase, self._broken = _Phase.FRONT, False
         self._computing: _Computing | None = None
+        layer_bytes = [source.cell_bytes * self._size for source in plan.sources[:1]]
+        least = max([1, *(round(_WORTH_BYTES / each) for each in layer_bytes)])
         self.request = RestoreRequest(
             number=next(restores.numbers),
             tokens=plan.stop * self._size,
@@ -1129,6 +1206,7 @@ class RestoreJob:
             sources=plan.sources,
             computable=computable,
             whole=True,
+            least=least,
             arrived_s=time.perf_counter(),
         )
         self._progress = restores.add(self)
@@ -1142,7 +1220,7 @@ class RestoreJob:
     @property
     def tokens(self) -> int:
         """Where the prefix ends, as things stand."""
-        return self._stop * self._size
+        return self._stop * self._size + (self._beyond if self._stop == self._whole else 0)
 
     @property
     def settled(self) -> bool:
@@ -1253,6 +1331,13 @@ class RestoreJob:
 
     # ---- the rest
 
+    def meet(self) -> None:
+        """Waits for the page behind the whole ones, if one comes, so that `settle` can use it."""
+        self.pump()
+        while self.ahead.left:
+            self._rest()
+            self.pump()
+
     def settle(self) -> int:
         """Ends the front: all pages are in the sequence's line, also those still on their way.
 
@@ -1274,12 +1359,23 @@ class RestoreJob:
             self._stop = first if hole else self.back.reach(first, self._stop, lambda one: True)
             if self._stop > first:
                 self.back.place(first, self._stop)
+                self._extend()
                 self._phase = _Phase.BEHIND
                 self._restores.state.fronted(self.request.number)
                 self._restores.pump()
             else:
+                self._extend()
                 self._end(ok=True)
             return self.seq.length
+
+    def _extend(self) -> None:
+        """The prefix goes on with what memory has of the page behind its whole ones."""
+        restorer, end = self._restores.restorer, self._whole * self._size
+        if self.seq.length == end < self._limit:
+            self._beyond = restorer.extend(self.seq, self._limit, self._behind) - end
+        if self._behind:  # not told when it began
+            restorer.report(self.seq, self._beyond, 0, self._limit - end)
+        drop(self._behind)
 
     def wait(self, layer: int) -> None:
         """Returns once a layer of all pages is there, verified; see `Step.awaits`.
@@ -1329,7 +1425,8 @@ class RestoreJob:
             return True
 
     def complete(self) -> bool:
-        """Waits until all of it is there, after `settle`; False if that is not going to be."""
+        """Waits until all of it is there, settled; False if that is not going to be."""
+        self.meet()
         self.settle()
         begun_s = time.perf_counter()
         while (there := self.poll()) is None:
@@ -1402,6 +1499,7 @@ class RestoreJob:
         self._tally.ended(self._stop, ok=ok)
         self._restores.remove(self)
         self.back.clear()
+        drop(self._behind)
         if self.seq.restoration is self:
             self.seq.restoration = None
 

@@ -283,6 +283,7 @@ class Samples:
 _BENIGN = ("", "absent", "layout", "fidelity")
 _REST_DEADLINES = 10
 """For so many deadlines a tier is left alone that missed one: waiting costs a tenth at most."""
+_MOST_BODIES = 16
 _HOST_BYTES = 1 << 30
 _REST_S = 1.0
 """So long a tier is left alone that says that it does not answer now."""
@@ -377,7 +378,7 @@ class PageStore:
         tier_places: The tiers as policies see them, in the order of the stack.
         swapped: Pages on their device that suspended sequences need as they are now.
         tails: What closed sequences left unfilled, the oldest first, and the page of each group. No
-            policy is told of them and no tier is given them.
+            policy is told of them; what tiers are given are copies, see `save_tail`.
         samples: Restored pages that are to be audited.
         coming: Who has a device page for a block that is on its way (`load.PageLoad`).
         provisional: Blocks that must not leave the process yet.
@@ -422,6 +423,7 @@ class PageStore:
         self._condemned: set[tuple[int, bytes]] = set()
         self._states_only: set[int] = set()
         self.provisional = Provisional()
+        self._bodies: dict[Block, tuple[FrameInfo | None, memoryview]] = {}  # of tails among them
         self._strangers: dict[int, list[Block]] = {}
         self.loaded_bytes, self.stored_bytes = Counter[str](), Counter[str]()
         self.refused, self.dropped, self.unpaid = (Counter[str]() for _ in range(3))
@@ -629,6 +631,7 @@ class PageStore:
         for place in self.places:
             place.let_go(block.slot)
         self.provisional.discard(block)
+        self._bodies.pop(block, None)
         self.index.forget(block)
 
     def protect(self, block: Block) -> None:
@@ -792,6 +795,17 @@ class PageStore:
         block.moving += 1
         self.protect(block)
         return True
+
+    def save_tail(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
+        """Writes a tail to a tier that lasts: now, or once its model is proven; see `confirm`."""
+        self.provisional.add(block)
+        if block in self.provisional:
+            self._bodies[block] = info, body
+            if len(self._bodies) > _MOST_BODIES:
+                self.forget(next(iter(self._bodies)))
+        else:
+            self.save(block, number, info, body)
+            self.settle(block)
 
     def save_state(self, block: Block, info: FrameInfo, body: bytes) -> bool:
         """Saves bytes on the nearest tier and the first persistent one; False if none has room.
@@ -1013,9 +1027,15 @@ class PageStore:
 
     def views(self, group: int, page: int, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """K and V of the first tokens of a raw page, a view `[heads, count, dim]` per layer."""
+        n_bytes = self.forms[group].raw.page_bytes
+        return self.layers(self.pool(group).page_bytes(page, n_bytes), group, count)
+
+    def layers(
+        self, page: torch.Tensor, group: int, count: int
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The same of a raw page in any memory, uint8 `[page_bytes]`."""
         layout = self.forms[group].raw
-        raw = self.pool(group).page_bytes(page, layout.page_bytes)
-        layers = (page_views(Pages(raw, layout, layer, ())) for layer in range(layout.layers))
+        layers = (page_views(Pages(page, layout, layer, ())) for layer in range(layout.layers))
         return zip(*([view[0, :, :count] for view in both] for both in layers), strict=True)
 
     def find(self, key: bytes) -> Block | None:
@@ -1352,7 +1372,7 @@ class PageStore:
         While that is busy or away the page waits; if it leaves the device meanwhile, it is dropped.
         What would not have paid before comes along once its prompt is long enough.
         """
-        number = self.lasting() if self._writes_back() else -1
+        number = self.lasting() if self.writes_back else -1
         if number < 0 or block in self.provisional or not self._unwritten_on(block, number):
             return
         if not self.worth_saving(block, number):
@@ -1367,7 +1387,9 @@ class PageStore:
         self._unwritten |= dict.fromkeys(reversed(chain))
         self._write_out()
 
-    def _writes_back(self) -> bool:
+    @property
+    def writes_back(self) -> bool:
+        """Whether pages are given to a tier that lasts as soon as they are full."""
         return self.write_back or self._sends()
 
     def _unwritten_on(self, block: Block, number: int) -> bool:
@@ -1375,11 +1397,15 @@ class PageStore:
 
     def confirm(self) -> None:
         """A reading of all weights has ended: what it proves may leave the process."""
-        number = self.lasting() if self._writes_back() else -1
+        number = self.lasting() if self.writes_back else -1
         for block in self.provisional.confirm():
+            info, body = self._bodies.pop(block, (None, memoryview(b"")))
             if number < 0 or block.gone:
                 continue
-            if block.page >= 0:
+            if info is not None:
+                self.save(block, number, info, body)
+                self.settle(block)
+            elif block.page >= 0:
                 if self._may_write(block, number):
                     self.write_down(block)
             elif block.tiers and self._unwritten_on(block, number):
@@ -1440,7 +1466,7 @@ class PageStore:
 
     def _note_unwritten(self, block: Block, number: int, answer: TierAnswer) -> None:
         """Keeps a page in mind that a tier could not take just now."""
-        again = answer.reason in AWAY and self._writes_back() and number == self.lasting()
+        again = answer.reason in AWAY and self.writes_back and number == self.lasting()
         if again and block.page >= 0 and not block.gone:
             self._unwritten[block] = None
 

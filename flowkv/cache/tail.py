@@ -2,19 +2,26 @@
 
 Full pages have names, and travel by them. What a prompt shares beyond its last full page with
 others is found by its tokens instead: in the open page of another sequence, in the page that a
-closed one left unfilled (its *tail*), or at the beginning of a full page.
+closed one left unfilled (its *tail*), or at the beginning of a full page. For later processes tails
+are stored as well, under the names of exactly their tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
+
+import torch
 
 from flowkv.cache.index import Block, matching
 from flowkv.cache.sequence import Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core.geometry import CODEC_SHIFT
 from flowkv.core.keys import within
+
+_WORTH = 4
+"""Tails of fewer tokens than that part of a page are not stored."""
 
 
 class SharedTokens(NamedTuple):
@@ -70,8 +77,8 @@ class Tails:
         salts = within(seq.salts, page_no * self.page_size, len(block.tokens))  # type: ignore[arg-type]
         # Its key says that it depends on nothing else than the prompt does, images for instance.
         keys = [
-            chain.page(seq.parent_key(group, page_no), block.tokens, salts)  # type: ignore[arg-type]
-            for group, chain in enumerate(seq.chains)
+            names.page(seq.parent_key(group, page_no), block.tokens, salts)  # type: ignore[arg-type]
+            for group, names in enumerate(seq.chains)
         ]
         if block.key != keys[0] or block in self.store.tails:
             return [block] if block.key == keys[0] else []
@@ -102,13 +109,18 @@ class Tails:
         """Where a sequence has a page of its own, behind known ones; none if it is private."""
         if not self.allowed(seq) or seq.restoration is not None:
             return []
-        for blocks in seq.blocks:
-            above = blocks[page_no - 1] if 0 < page_no < len(blocks) else None
-            hidden = page_no > 0 and (above is None or above.gone)
-            if hidden or len(blocks) <= page_no or blocks[page_no] is not None:
-                return []
+        if self._hidden(seq, page_no) or any(blocks[page_no] is not None for blocks in seq.blocks):
+            return []
         pages = [int(table[seq.row, page_no]) for table in self.tables.pages]
         return pages if min(pages) >= 0 else []
+
+    def _hidden(self, seq: Sequence, page_no: int) -> bool:
+        """Whether it has no such page, or nobody knows the one above it."""
+        for blocks in seq.blocks:
+            above = blocks[page_no - 1] if 0 < page_no < len(blocks) else None
+            if len(blocks) <= page_no or (page_no > 0 and (above is None or above.gone)):
+                return True
+        return False
 
     def keep(self, seq: Sequence) -> None:
         """Keeps the page that a sequence leaves unfilled, unless others have its tokens."""
@@ -126,3 +138,63 @@ class Tails:
             tail = Block(-1, key, above, 0, "tail", fidelity=seq.fidelity, tokens=tokens)
             tail.tenant, tail.namespace = seq.tenant, seq.namespace
             store.keep_tail(tail, pages)
+
+    # ---- for later processes
+
+    def save(self, seq: Sequence) -> None:
+        """Stores what fills no page of a sequence, and of its prompt but for the last token.
+
+        That one is computed again when the same prompt comes again.
+        """
+        store, end = self.store, min(seq.length, seq.known)
+        number = store.lasting() if store.writes_back else -1
+        # On a GPU a forward over a few tokens takes as long as over one: that is not worth a write.
+        elsewhere = any(pool.device.type != "cpu" for pool in store.pools.values())
+        if number < 0 or elsewhere or not self.allowed(seq):
+            return
+        for stop in {end, seq.prompted - 1}:
+            page_no, count = divmod(stop, self.page_size)
+            known = (page_no + 1) * self.page_size <= seq.prompted  # as a page of the prompt
+            few = count < self.page_size // _WORTH  # a frame takes as much as that of a full page
+            if stop > end or few or known or self._hidden(seq, page_no):
+                continue
+            above = seq.blocks[0][page_no - 1] if page_no else None
+            if above is None or store.worth_saving(above, number):
+                for g in range(len(seq.blocks)):
+                    self._save(seq, g, page_no, count, number)
+
+    def _save(self, seq: Sequence, group: int, page_no: int, count: int, number: int) -> None:
+        store, first = self.store, page_no * self.page_size
+        page, layout = int(self.tables.pages[group][seq.row, page_no]), store.forms[group].raw
+        tokens, above = seq.tokens[first : first + count].copy(), seq.parent_key(group, page_no)
+        key = seq.chains[group].page(above, tokens, within(seq.salts, first, count))
+        if page < 0 or page >> CODEC_SHIFT or store.index.find(key) is not None:
+            return
+        body = torch.zeros(layout.page_bytes, dtype=torch.uint8, device="cpu")
+        old, new = store.views(group, page, count), store.layers(body, group, count)
+        for source, target in zip(chain(*old), chain(*new), strict=True):
+            target.copy_(source)
+        block = store.index.publish(key, above, group, "state")
+        block.tokens, block.tail, block.n_bytes = tokens, count, len(body)
+        block.tenant, block.namespace, block.fidelity = seq.tenant, seq.namespace, seq.fidelity
+        info = block.info(
+            store.forms[group].fingerprints[0],
+            tokens=count,
+            stripe_bytes=layout.stripe_stride_bytes,
+        )
+        store.save_tail(block, number, info, body.numpy().data)
+
+    def stored(self, seq: Sequence, page_no: int, stop: int) -> list[Block]:
+        """The longest tail that tiers have of a prompt's tokens `[page_no * P, stop)`, by group."""
+        first, index = page_no * self.page_size, self.store.index
+        children = index.children(seq.parent_key(0, page_no))
+        counts = {one.tail for one in children if one.kind == "state" and first + one.tail <= stop}
+        for count in sorted(counts - {0}, reverse=True):
+            tokens, salts = seq.tokens[first : first + count], within(seq.salts, first, count)
+            found = [
+                self.store.find(names.page(seq.parent_key(g, page_no), tokens, salts))
+                for g, names in enumerate(seq.chains)
+            ]
+            if None not in found:
+                return [block for block in found if block is not None]
+        return []

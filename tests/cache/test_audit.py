@@ -301,7 +301,7 @@ def test_windows_are_loaded_for_it_where_they_are_there_and_counted_where_not() 
     with again(tier, shape) as kv:
         tier.delete([key(kv, page, 1) for page in range(9)])
         seq = kv.open(TEXT)
-        assert seq.length == 96
+        assert seq.length == 99
         prefill(kv, seq).close()
         audited, wrong, skipped = counts(kv)
         # A page needs the window before it, of which the tier has pages 9, 10 and 11 only.
@@ -345,7 +345,7 @@ def test_leaving_the_loop_during_an_audit_leaves_nothing_behind() -> None:
             assert step.audits and step.tokens.tolist() == [TEXT[:PAGE]]
             break
         audit(kv)
-        assert len(kv._open) == 1 and seq.length == 96
+        assert len(kv._open) == 1 and seq.length == 99
         with pytest.raises(RuntimeError, match="broken"):
             kv.audit(seq, _broken)
         audit(kv)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from flowkv import Salt
 from tests.cache.audit import audit, audit_empty
+from tests.cache.fakes import MemoryTier, Wrapped
 from tests.cache.toy import (
     PAGE,
     advance,
@@ -24,6 +25,11 @@ from tests.cache.toy import (
 )
 
 PROMPT = list(range(1, 30))  # three pages, and five tokens
+
+
+def kept() -> Any:
+    """Memory that claims to be a disk, and outlives caches."""
+    return Wrapped(MemoryTier(name="kept"), kind="disk", close=lambda: None)
 
 
 def common(some: list[int], others: list[int]) -> int:
@@ -129,6 +135,116 @@ def test_a_conversation_leaves_one_tail() -> None:
             assert seq.reused == max(0, end - 10)
             seq.close()
             assert len(kv.planner.store.tails) == ((end - 1) % PAGE > 0)
+
+
+# ---- those that tiers keep for later processes
+
+
+@pytest.mark.parametrize("shape", [geometry(), simple()], ids=["sliding", "full"])
+@given(talk=conversations(), wait=st.booleans())
+@settings(max_examples=40)
+def test_a_later_process_knows_ends_of_prompts_and_of_answers(
+    shape: Any, talk: Any, wait: bool
+) -> None:
+    sliding, tier, told = len(shape.groups) > 1, kept(), list[list[int]]()
+    ends = list[list[int]]()
+    for prompt, answer, _ in talk:
+        with make_kv(shape, tiers=[tier]) as kv, kv.open(prompt, wait=wait) as seq:
+            if (restoration := seq.restoration) is not None:
+                assert restoration.complete()
+                restoration.finish()
+            whole = max((common(prompt, one) // PAGE * PAGE for one in told), default=0)
+            expected = min(whole, (len(prompt) - 1) // PAGE * PAGE)
+            if whole == len(prompt):  # its last page is there, but for the token to compute
+                expected = whole - 1
+            own = [len(end) for end in ends if prompt[: len(end)] == end and len(end) < len(prompt)]
+            expected = max([expected, *own])
+            # What lies behind a window may have been given up before its end was known.
+            assert seq.length <= expected if sliding else seq.length == expected
+            check_content(kv, seq, prompt[: seq.length])
+            prefill(kv, seq)
+            if answer:
+                advance(kv, [seq], [answer])
+            check_content(kv, seq, prompt + answer)
+            seq.close()
+            assert kv.flush()
+            audit(kv)
+        told.append(prompt + answer)
+        last = prompt[:-1] if len(prompt) % PAGE else []
+        ends += [end for end in (told[-1], last) if len(end) % PAGE >= PAGE // 4]
+
+
+def test_a_stored_tail_is_erased_with_its_prompt_its_tenant_and_all() -> None:
+    for ask in ({"tokens": PROMPT}, {"tenant": "eve"}, {}):
+        tier = kept()
+        with make_kv(simple(), tiers=[tier]) as kv:
+            published(kv, PROMPT, tenant="eve")
+            assert kv.flush() and len(tier.frames) == 3 + 2
+        with make_kv(simple(), tiers=[tier]) as kv:
+            kv.forget(**({"tenant": "eve"} | ask))
+            assert not tier.frames and kv.open(PROMPT, tenant="eve").reused == 0
+
+
+def test_stored_tails_are_of_one_tenant_and_of_the_same_images() -> None:
+    tier, image = kept(), [Salt(26, bytes(32))]
+    with make_kv(simple(), tiers=[tier]) as kv:
+        published(kv, PROMPT, salts=image)
+        assert kv.flush()
+    with make_kv(simple(), tiers=[tier]) as kv:
+        assert kv.open(PROMPT, tenant="bob").reused == 0
+        assert kv.open(PROMPT).reused == 24
+        assert kv.open(PROMPT, salts=image).reused == 28
+
+
+def test_a_stored_tail_holds_nothing_of_whoever_had_its_page_before() -> None:
+    tier = kept()
+    with make_kv(simple(), tiers=[tier]) as kv:
+        kv.planner.store.pool(0).arena.fill_(0x77)
+        published(kv, PROMPT)
+        assert kv.flush()
+    tails = [body for header, body in tier.frames.values() if header.info.kind == "state"]
+    assert len(tails) == 2 and not any(b"\x77" * 4 in bytes(body) for body in tails)
+
+
+@pytest.mark.parametrize("outcome", ["lost", "wrong"])
+def test_a_stored_tail_that_does_not_come_is_computed(outcome: str) -> None:
+    tier = kept()
+    with make_kv(simple(), tiers=[tier]) as kv:
+        published(kv, PROMPT)
+        assert kv.flush()
+    with make_kv(simple(), tiers=[tier]) as kv:
+        for key, (header, body) in list(tier.frames.items()):
+            if header.info.kind == "state" and outcome == "lost":
+                tier.delete([key])
+            elif header.info.kind == "state":
+                tier.frames[key] = header, bytes(len(body))
+        with kv.open(PROMPT) as seq:
+            assert seq.reused == 24
+            check_content(kv, prefill(kv, seq), PROMPT)
+        audit(kv)
+
+
+def test_nothing_is_stored_of_what_is_private_short_or_not_proven() -> None:
+    tier = kept()
+    with make_kv(simple(), tiers=[tier]) as kv:
+        published(kv, PROMPT[:25])  # one token in its last page
+        seq = opened(kv, [7] * 13)
+        seq.publishable = False
+        seq.close()
+        kv.planner.store.provisional.active = True
+        published(kv, [8] * 13)
+        assert kv.flush()
+        kinds = [header.info.kind for header, _ in tier.frames.values()]
+        assert kinds.count("state") == 0
+        store = kv.planner.store
+        store.provisional.begin()
+        store.confirm()
+        assert kv.flush()
+        kinds = [header.info.kind for header, _ in tier.frames.values()]
+        assert kinds.count("state") == 2  # of 13 tokens and of 12
+        published(kv, [9] * 13)
+        assert store.reject() and not store._bodies
+        audit(kv)
 
 
 # ---- who may not have them

@@ -466,6 +466,7 @@ class Restoring:
             while front and (wanted := self._wanted(nested)):
                 nested.compute(wanted, self._pump)
         for one in self._coming:
+            one.restoration.meet()
             one.restoration.settle()
             one.front = one.restoration.front
         for one in self._coming:

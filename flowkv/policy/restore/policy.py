@@ -65,6 +65,7 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
         sources: Where it can be loaded from, most precise first; empty if it can only be computed.
         computable: Whether cells can be computed at all; False where nobody drives the model.
         whole: Computes are over all layers (an unmodified model cannot be stopped halfway).
+        least: Layers of a page that are worth asking for at once, however fast the link is.
         arrived_s: When it came.
     """
 
@@ -77,6 +78,7 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[Source, ...] = ()
     computable: bool = True
     whole: bool = False
+    least: int = 1
     arrived_s: float = 0.0
 
 
@@ -648,7 +650,7 @@ def _stripes(state: State, aim: Aim, index: int, tokens: int) -> int:
     if aim.group < 0:
         request, load_s = aim.progress.request, state.costs.load_s
         one_s, latency_s = load_s(request, index, tokens), load_s(request, index, 1)
-        aim.group = math.ceil(latency_s * _PAYS / one_s) if one_s else 1
+        aim.group = max(request.least, math.ceil(latency_s * _PAYS / one_s) if one_s else 1)
     return aim.group
 
 
