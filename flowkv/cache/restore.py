@@ -430,7 +430,7 @@ class PrefixMatcher:
             absent = [one for one in _each(inbound) if not one.held]
             codecs = ways(self.store, absent)
             stop = max((one.page_no for one in absent), default=-1) + 1
-            sources, tiers = self._sources(absent, codecs, (stop - resident) * self.page_size)
+            sources, tiers = self.sources(absent, codecs, (stop - resident) * self.page_size)
             if sources and reserve(absent, codecs, self.store.try_allocate):
                 return RestorePlan(pages, resident, stop, inbound, sources, tiers)
             drop(_each(inbound))
@@ -440,7 +440,7 @@ class PrefixMatcher:
             pages = self.match(seq, min(away))  # as far as it can be reached
         return None
 
-    def _sources(
+    def sources(
         self, absent: list[PageLoad], codecs: list[dict[int, int]], tokens: int
     ) -> tuple[tuple[Source, ...], tuple[int, ...]]:
         """Tiers that have all of it, the most precise first; else one that stands for several."""
@@ -587,7 +587,8 @@ class RestoreScheduler:
         pages = plan.pages if plan is not None else seq.length // size
         behind = restorer.behind(seq, pages, limit)
         if plan is None and behind:
-            plan = RestorePlan(pages, pages, pages, [{} for _ in seq.blocks], (), ())
+            sources = restorer.sources(behind, ways(self.store, behind), size)
+            plan = RestorePlan(pages, pages, pages, [{} for _ in seq.blocks], *sources)
         here = seq.length if plan is not None else restorer.extend(seq, limit)
         known = plan.pages * size if plan is not None else here
         restorer.report(seq, known, known - here, known if behind else limit)
@@ -1128,7 +1129,7 @@ class Tally:
         return lower_bound(self._request, self._restores.costs) if known else 0.0
 
 
-_PAUSE_S = 0.002
+_PAUSE_S, _SOON_S = 0.002, 0.02
 
 
 class Late(FlowKVError, TimeoutError):
@@ -1330,6 +1331,16 @@ class RestoreJob:
             state.end(extra)
 
     # ---- the rest
+
+    def __iter__(self) -> Iterator[PageLoad]:
+        """All pages that are to come."""
+        yield from self.back
+        yield from self._behind
+
+    @property
+    def soon(self) -> bool:
+        """Whether the page behind the whole ones may come in a moment; see `meet`."""
+        return self.ahead.left > 0 and time.perf_counter() - self.ahead.started_s < _SOON_S
 
     def meet(self) -> None:
         """Waits for the page behind the whole ones, if one comes, so that `settle` can use it."""

@@ -123,7 +123,7 @@ class Footprint:
             taken[self._store.device(g)] += self._size(g, line[self._alone(seq, g)])
         restoration = RestoreJob.of(seq)
         if restoration is not None and not restoration.settled:
-            for inbound in restoration.back:
+            for inbound in restoration:
                 if inbound.page >= 0 and not inbound.held:
                     granules = self._store.forms[inbound.group].of(inbound.page).granules
                     taken[self._store.device(inbound.group)] += granules

@@ -359,6 +359,8 @@ class RestoreQueue:
                 break
             restoration, tokens = found
             live = fronts.pop(restoration)
+            if not tokens and restoration.soon:
+                continue
             if not tokens:
                 restoration.settle()
                 self._look(live, now_s)

@@ -128,7 +128,7 @@ def audit_residency(kv: KV, store: PageStore) -> None:
         assert sorted(place.policy.resident()) == sorted(there)
         assert set(place.held) == {b.slot for b in store.index if b.moving or b.kept}
     restores = kv.restores._active.values()
-    coming = Counter(one.block for restore in restores for one in restore.back if one._kept)
+    coming = Counter(one.block for restore in restores for one in restore if one._kept)
     for block in store.index:
         assert block.somewhere or block.moving, "a block lies nowhere and is still known"
         assert block.kept == block.pinned + coming[block]

@@ -363,7 +363,7 @@ def test_audits_are_no_measure_of_the_model() -> None:
         told: list[int] = []
         kv.planner.measured = lambda tokens, seconds, _: told.append(tokens)
         prefill(kv, kv.open([*TEXT, *range(8)]), chunk=16)
-        assert told == [12]
+        assert told == [8]
 
 
 # ---- codecs

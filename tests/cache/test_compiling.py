@@ -46,9 +46,9 @@ def test_a_load_that_compiles_is_not_late(tmp_path: Path, busy: str, wait: bool)
         assert kv.flush(20)
     with make_kv(tiers=tiers, load_deadline_s=DEADLINE_S) as kv:
         seq = kv.open(PROMPT, wait=wait)
-        if seq.restoration is not None:
-            seq.restoration.complete()
-            seq.restoration.finish()
+        if (restoration := seq.restoration) is not None:
+            restoration.complete()
+            restoration.finish()
         measured = [rates.expected_s(1) for rates in kv.gate.rates.values() if rates.samples]
         if busy == "a compiler":
             assert seq.length == len(PROMPT) - 1

@@ -130,5 +130,5 @@ def test_pages_on_their_way_count_as_the_row_s() -> None:
     evict(kv)
     seq = kv.open(text, wait=False)
     assert seq.restoration is not None and seq.length == 0
-    assert Footprint(kv.planner).alone(seq) == 3
+    assert Footprint(kv.planner).alone(seq) == 4
     kv.close()

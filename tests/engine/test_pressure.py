@@ -208,7 +208,7 @@ def test_others_go_on_while_a_prefix_comes() -> None:
         one.turn()
         if live.state != COMING:
             break
-    assert live.state != COMING and live.reused == 24
+    assert live.state != COMING and live.reused == 29
     one.run()
     check(live, PROMPT)
     assert live.answer.result(0).restore_s > 0.0
@@ -240,7 +240,8 @@ def test_a_request_that_is_over_behind_its_loads_tells_of_them() -> None:
     one.run()
     assert live.moves == 2, "it never ran without them"
     done = live.answer.result(0)
-    assert done.reused_tokens == 24 and done.restore_s > 0.0 == done.exposed_s
+    # But for the moment that the page behind the whole ones is given.
+    assert done.reused_tokens == 24 and done.restore_s > 0.0 and done.exposed_s < 0.5
     one.finish()
     one.kv.close()
 
