@@ -185,7 +185,8 @@ def begin(
         lines, before, after, starts = last[:4]
     else:
         n, lines = len(rows), np.array(rows, np.int32)
-        before, after, starts = np.empty(n, np.int64), np.empty(n, np.int32), np.empty(n + 1, np.int32)
+        before, after = np.empty(n, np.int64), np.empty(n, np.int32)
+        starts = np.empty(n + 1, np.int32)
     state = (tables.lengths, tables.shared, tables.state)
     flags, new, length = _begin(lines, counts, state, page_size, (before, after, starts))
     return Advance(lines, before, after, starts, [], new, length, flags)
@@ -657,9 +658,10 @@ class Planner:
 
     def _make_room(self, seqs: Items[Sequence], step: Advance) -> Advance:
         size, tables = self.page_size, self.tables
-        new = step.after > step.before
-        for b in np.flatnonzero(tables.shared[step.rows] & new).tolist():
-            self._own_tail(seqs[b], int(step.before[b]))
+        if step.flags & SHARES:
+            new = step.after > step.before
+            for b in np.flatnonzero(tables.shared[step.rows] & new).tolist():
+                self._own_tail(seqs[b], int(step.before[b]))
         have = -(-step.before // size)
         wanted = -(-step.after // size) - have
         grown = np.flatnonzero(wanted).tolist()

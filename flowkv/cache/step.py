@@ -313,7 +313,8 @@ class Step:
         self._touched: set[int] = set()
         self._watch: MassWatch | None = None
         last = None if last is None or last._open or last._planner is not planner else last
-        self._advance = planner.reserve(self.seqs, counts, None if last is None else last._advance)
+        before = None if last is None else last._advance
+        self._advance: Advance = planner.reserve(self.seqs, counts, before)
         self._open = True
         self._tables = planner.tables.pages
         self._waited_s = 0.0
@@ -332,9 +333,9 @@ class Step:
         """
         step, kept = self._advance, last._decodes
         same = step.rows is last._advance.rows and self._tables is last._tables
-        if same and self._single and step.most_length <= last._most and not is_checking():
-            if None not in kept.values():
-                self._decodes, self._most = kept, last._most
+        fits = same and self._single and step.most_length <= last._most
+        if fits and None not in kept.values() and not is_checking():
+            self._decodes, self._most = kept, last._most
 
     @property
     def _single(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple, Protocol
@@ -80,7 +81,7 @@ def draw(choices: Items[Choice], logits: torch.Tensor) -> Iterator[Drawn]:
 
 
 def _one(choice: Choice, logits: torch.Tensor, row: int, largest: int, best: float) -> Drawn:
-    if best != best:  # NaN
+    if math.isnan(best):
         problem = "the model returned NaN"
         return Drawn(-1, True, NonFiniteError(problem, "Check its weights and its dtype"))
     try:
