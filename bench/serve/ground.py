@@ -89,17 +89,14 @@ class Ground:
         self.pool_bytes = self._pool(pool)
 
     @contextmanager
-    def engine(
-        self, setting: Setting, *, positions: int = 0, copy: Any = None
-    ) -> Iterator[tuple[Any, Any]]:
+    def engine(self, setting: Setting, *, positions: int = 0) -> Iterator[tuple[Any, Any]]:
         """An engine over a copy of the model that shares its weights, and its cache.
 
         Args:
             setting: How it is set up.
             positions: Tokens that requests may have, where that is more than the model's own.
-            copy: The copy, where the caller has one with hooks of its own; see `copied`.
         """
-        model = longer(copy or self.copied(), positions)
+        model = longer(self.copied(), positions)
         size = setting.pool_bytes or self.pool_bytes
         kv = flowkv.attach(model, page_size=setting.page_size, gpu=size, **dict(setting.extra))
         try:

@@ -45,38 +45,43 @@ class Steps(msgspec.Struct, frozen=True):
 
 
 class _Watch:
-    """Times the model alone, and keeps what each step tells beside it."""
+    """Times the model alone, and keeps what each step tells beside it.
+
+    Args:
+        model: The model; hooks on it would be a part of who it is.
+    """
 
     def __init__(self, model: Any) -> None:
-        model.register_forward_pre_hook(self._begin, prepend=True)
-        model.register_forward_hook(self._end)
-        self._began_s = self._model_s = 0.0
+        self._model, self._model_s = model, 0.0
         self.seen: list[tuple[EngineStep, float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
     def clear(self) -> None:
         """Forgets what was seen so far."""
         self.seen, self._model_s = [], 0.0
 
-    def __call__(self, step: EngineStep) -> None:
+    def tell(self, step: EngineStep) -> None:
+        """A step is over."""
         self.seen.append((step, self._model_s))
         self._model_s = 0.0
 
-    def _begin(self, *_: Any) -> None:
-        self._began_s = time.perf_counter()
-
-    def _end(self, *_: Any) -> None:
-        self._model_s += (
-            time.perf_counter() - self._began_s
-        )  # rows apart have forwards of their own
+    def __call__(self, **given: Any) -> Any:
+        began_s = time.perf_counter()
+        found = self._model(**given)
+        self._model_s += time.perf_counter() - began_s
+        return found
 
 
 def measure_steps(ground: Ground, setting: Setting) -> list[Steps]:
     """Short and long contexts, all rows with a beginning in common so that they fit."""
     long = ground.context - 2 * _NEW
     setting = msgspec.structs.replace(setting, max_rows=ROWS, token_budget=2 * ROWS + 512)
-    watch = _Watch(copy := ground.copied())
-    with ground.engine(setting, copy=copy) as (engine, kv):
-        found = []
+    with ground.engine(setting) as (engine, kv):
+        runner, found = engine._loop.runner, []
+        held = getattr(runner, "_forward", runner)  # rows apart have no forward of all of them
+        held._model = watch = _Watch(held._model)
         for context in (_SHORT, long):
             load = Load(
                 requests=ROWS + 1,
@@ -88,7 +93,7 @@ def measure_steps(ground: Ground, setting: Setting) -> list[Steps]:
             asks = draw(load, context=ground.context, vocabulary=ground.vocabulary, seed=context)
             engine.submit(asks[0].prompt, max_new_tokens=2).result()  # the others find it
             watch.clear()
-            with kv.bus.subscribe(watch, EngineStep):
+            with kv.bus.subscribe(watch.tell, EngineStep):
                 answers = [engine.submit(a.prompt, max_new_tokens=_NEW) for a in asks[1:]]
                 for answer in answers:
                     answer.result()

@@ -170,31 +170,26 @@ class Advance(NamedTuple):
     flags: int
 
 
-def begin(tables: Tables, rows: list[int], counts: NDArray[np.int64], page_size: int) -> Advance:
-    """Marks lines as stepping and says what the step does; marks nothing if it is `REFUSED`."""
-    n = len(rows)
-    lines, before = np.array(rows, np.int32), np.empty(n, np.int64)
-    after, starts = np.empty(n, np.int32), np.empty(n + 1, np.int32)
-    state = (tables.lengths, tables.shared, tables.state)
-    flags, new, length = _begin(lines, counts, state, page_size, (before, after, starts), False)
-    return Advance(lines, before, after, starts, [], new, length, flags)
+def begin(
+    tables: Tables,
+    rows: list[int],
+    counts: NDArray[np.int64],
+    page_size: int,
+    last: Advance | None = None,
+) -> Advance:
+    """Marks lines as stepping and says what the step does; marks nothing if it is `REFUSED`.
 
-
-def again(
-    tables: Tables, last: Advance, counts: NDArray[np.int64], page_size: int
-) -> Advance | None:
-    """As `begin`, in the arrays of the step before, from where that ended.
-
-    None, and nothing is marked, if lengths are others meanwhile or more than lengths would change.
+    In the arrays of the step before, if that had the same lines.
     """
+    if last is not None and last.rows.tolist() == rows:
+        lines, before, after, starts = last[:4]
+    else:
+        n, lines = len(rows), np.array(rows, np.int32)
+        before, after = np.empty(n, np.int64), np.empty(n, np.int32)
+        starts = np.empty(n + 1, np.int32)
     state = (tables.lengths, tables.shared, tables.state)
-    out = (last.before, last.after, last.starts)
-    flags, new, length = _begin(last.rows, counts, state, page_size, out, True)
-    if flags & (SHARES | GROWS):
-        tables.state[last.rows] = READY
-    if flags & (REFUSED | SHARES | GROWS):
-        return None
-    return Advance(last.rows, *out, [], new, length, flags)
+    flags, new, length = _begin(lines, counts, state, page_size, (before, after, starts))
+    return Advance(lines, before, after, starts, [], new, length, flags)
 
 
 def finish(tables: Tables, step: Advance) -> None:
@@ -203,14 +198,14 @@ def finish(tables: Tables, step: Advance) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _begin(rows, counts, state, page_size, out, again):  # type: ignore[no-untyped-def]
+def _begin(rows, counts, state, page_size, out):  # type: ignore[no-untyped-def]
     lengths, shared, states = state
     before, after, starts = out
     flags, most_new, most_length, total = 0, 0, 0, 0
     starts[0] = 0
     for b in range(len(rows)):
         row, new = rows[b], counts[b]
-        if states[row] != READY or new < 0 or (again and lengths[row] != after[b]):
+        if states[row] != READY or new < 0:
             for c in range(b):
                 states[rows[c]] = READY
             return REFUSED, 0, 0
@@ -627,10 +622,17 @@ class Planner:
         line, length, start = parts
         return Ragged(table, line, length, start, step.most_new, step.most_length, prompts)
 
-    def reserve(self, seqs: Items[Sequence], counts: NDArray[np.int64]) -> Advance:
+    def reserve(
+        self, seqs: Items[Sequence], counts: NDArray[np.int64], last: Advance | None = None
+    ) -> Advance:
         """Makes room for new tokens: pages, and copies of tails that are shared.
 
         Until `commit` or `undo`, nothing moves or frees the pages of these sequences.
+
+        Args:
+            seqs: The sequences.
+            counts: New tokens of each.
+            last: A step that is over; its arrays are taken if it had the same lines.
 
         Raises:
             CapacityError: The pages do not fit.
@@ -641,46 +643,26 @@ class Planner:
             rows = [seq.row for seq in seqs if seq.planner is self]
             if len(rows) != len(seqs) or len(counts) != len(rows):
                 self._refuse(seqs, counts)
-            step = begin(self.tables, rows, counts, self.page_size)
+            step = begin(self.tables, rows, counts, self.page_size, last)
             if step.flags & REFUSED:
                 self._refuse(seqs, counts)
             if step.flags & (SHARES | GROWS):
                 self.tables.state[step.rows] = READY  # until all pages are there
                 step = self._make_room(seqs, step)
                 self.tables.state[step.rows] = STEPPING
-            self._tell(step)
+            if self.store.bus.wants(StepPlanned):
+                new, context = int(step.starts[-1]), int(step.before.sum())
+                self.store.bus.emit(
+                    StepPlanned(rows=len(step.rows), new_tokens=new, context_tokens=context)
+                )
             return step
-
-    def advance(
-        self, seqs: Items[Sequence], counts: NDArray[np.int64], last: Advance
-    ) -> Advance | None:
-        """Does to rows what the step before did, in its arrays; None if they need more than that.
-
-        Args:
-            seqs: The rows of that step.
-            counts: Its new tokens.
-            last: What it did.
-        """
-        with self.guard:
-            if [seq.row for seq in seqs] != last.rows.tolist():
-                return None
-            step = again(self.tables, last, counts, self.page_size)
-            if step is not None:
-                self._tell(step)
-            return step
-
-    def _tell(self, step: Advance) -> None:
-        if self.store.bus.wants(StepPlanned):
-            new, context = int(step.starts[-1]), int(step.before.sum())
-            self.store.bus.emit(
-                StepPlanned(rows=len(step.rows), new_tokens=new, context_tokens=context)
-            )
 
     def _make_room(self, seqs: Items[Sequence], step: Advance) -> Advance:
         size, tables = self.page_size, self.tables
-        new = step.after > step.before
-        for b in np.flatnonzero(tables.shared[step.rows] & new).tolist():
-            self._own_tail(seqs[b], int(step.before[b]))
+        if step.flags & SHARES:
+            new = step.after > step.before
+            for b in np.flatnonzero(tables.shared[step.rows] & new).tolist():
+                self._own_tail(seqs[b], int(step.before[b]))
         have = -(-step.before // size)
         wanted = -(-step.after // size) - have
         grown = np.flatnonzero(wanted).tolist()

@@ -1528,14 +1528,11 @@ def plan(
         kv: The cache.
         seqs: The rows.
         counts: New tokens of each.
-        last: A step of the same rows and counts that is over: what it prepared is used again.
+        last: A step that is over: what it prepared is used again where the same rows decode on.
     """
     kv._alive()
-    step = None if last is None else last.next()
-    if step is not None:
-        return step
     planner = Planner.of(seqs[0]) if seqs else kv._bound()
-    return Step(planner, seqs, np.asarray(counts, np.int64))
+    return Step(planner, seqs, np.asarray(counts, np.int64), last)
 
 
 # Rows of an engine that are sequences and nothing else, however the model is run over them.

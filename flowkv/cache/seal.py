@@ -356,11 +356,12 @@ class Publisher:
         """Whether a page holds finite numbers only; blanks what lies between its stripes."""
         layout = self.store.forms[group].raw
         raw = self.store.pool(group).page_bytes(page, layout.page_bytes)
-        stripes = raw.view(layout.layers, layout.stripe_stride_bytes)
         if layout.stripe_bytes < layout.stripe_stride_bytes:
             # Padding holds whatever the page held before, for another group or tenant.
-            stripes[:, layout.stripe_bytes :].zero_()
-        return finite(stripes[:, : layout.stripe_bytes].view(getattr(torch, layout.dtype)))
+            raw = raw.view(layout.layers, layout.stripe_stride_bytes)
+            raw[:, layout.stripe_bytes :].zero_()
+            raw = raw[:, : layout.stripe_bytes]
+        return finite(raw.view(getattr(torch, layout.dtype)))
 
 
 def finite(values: torch.Tensor) -> bool:

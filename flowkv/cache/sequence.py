@@ -298,11 +298,12 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """`extend` for a single id."""
-        if self._known == len(self._tokens):
+        known = self._known
+        if known == len(self._tokens):
             self.extend(np.array([token], np.uint32))
             return
-        self._tokens[self._known] = token
-        self._known += 1
+        self._tokens[known] = token
+        self._known = known + 1
 
     def forget_tokens(self, known: int) -> None:
         """Drops token ids from position `known` on."""

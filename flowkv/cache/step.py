@@ -285,7 +285,7 @@ class Step:
     # Without a dictionary, whoever walks through the attributes of a cache ends here.
     __slots__ = tuple(
         """seqs counts tokens awaits audits apart _open _planner _started_s _token _batches _singles
-        _shared _decodes _tables _noted _touched _watch _advance _waited_s _coming
+        _shared _decodes _most _tables _noted _touched _watch _advance _waited_s _coming
         __weakref__""".split()
     )
 
@@ -294,7 +294,7 @@ class Step:
         planner: Planner,
         seqs: Items[Sequence],
         counts: NDArray[np.int64],
-        advance: Advance | None = None,
+        last: Step | None = None,
     ) -> None:
         self.seqs, self.counts = list(seqs), counts
         self.apart = self._open = False  # until everything is reserved
@@ -308,37 +308,39 @@ class Step:
         self._singles: dict[int, list[tuple[slice, Ragged]]] = {}
         self._shared: dict[int, Cascade | None] = {}
         self._decodes: dict[int, Any] = {}
+        self._most = 0  # tokens of a row that they serve
         self._noted: list[tuple[Sequence, int]] = []
         self._touched: set[int] = set()
         self._watch: MassWatch | None = None
-        self._tables = planner.tables.pages
-        self._advance = planner.reserve(self.seqs, counts) if advance is None else advance
+        last = None if last is None or last._open or last._planner is not planner else last
+        before = None if last is None else last._advance
+        self._advance: Advance = planner.reserve(self.seqs, counts, before)
         self._open = True
+        self._tables = planner.tables.pages
         self._waited_s = 0.0
         self._coming = [seq for seq in self.seqs if seq.restoration is not None]
         if self._coming:  # nobody attends to pages that are not there
             waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
             self.awaits = partial(_all, waits)
+        elif last is not None:
+            self._follow(last)
 
-    def next(self) -> Step | None:
-        """The step after this one, of the same rows and counts; None if it has to be planned.
+    def _follow(self, last: Step) -> None:
+        """Takes what the step before prepared, if it serves this one.
 
-        While rows decode, nothing but their lengths changes until a page is full. What is prepared
-        for the kernels reads those where they lie, and stays.
+        While the same rows decode, the kernels read their lengths and pages where they lie, as long
+        as the lines are the same arrays and none has more pages than the longest had.
         """
-        kept = self._decodes
-        if self._open or not kept or None in kept.values() or is_checking():
-            return None
-        planner = self._planner
-        with planner.guard:  # lines grow in other threads, and then pages move in the new ones only
-            if planner.tables.pages is not self._tables or any(s.restoration for s in self.seqs):
-                return None
-            advance = planner.advance(self.seqs, self.counts, self._advance)
-        if advance is None:
-            return None
-        step = Step(planner, self.seqs, self.counts, advance)
-        step._decodes = kept
-        return step
+        step, kept = self._advance, last._decodes
+        same = step.rows is last._advance.rows and self._tables is last._tables
+        fits = same and self._single and step.most_length <= last._most
+        if fits and None not in kept.values() and not is_checking():
+            self._decodes, self._most = kept, last._most
+
+    @property
+    def _single(self) -> bool:
+        """Whether each row has exactly one new token."""
+        return self._advance.most_new == 1 and self._advance.starts[-1] == len(self.seqs)
 
     def give(self, tokens: NDArray[np.uint32]) -> None:
         """Tells the step its token ids; what the sequences do not know yet is noted in them.
@@ -350,15 +352,16 @@ class Step:
             TokenError: They contradict what is known of a prompt. The step is rolled back.
         """
         step = self._advance
+        self.tokens = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0)
         starts, lengths = step.starts.tolist(), step.before.tolist()
-        single = tokens.tolist() if len(tokens) == len(self.seqs) and step.most_new == 1 else None
+        if self._single and [seq.known for seq in self.seqs] == lengths:  # as all do that decode
+            self._noted = list(zip(self.seqs, lengths, strict=True))
+            for seq, token in zip(self.seqs, tokens.tolist(), strict=True):
+                seq.append(token)
+            return
         for b, (seq, length) in enumerate(zip(self.seqs, lengths, strict=True)):
             length += seq.dropped
             known = seq.known
-            if single is not None and known == length:  # as all rows do that decode
-                self._noted.append((seq, known))
-                seq.append(single[b])
-                continue
             ids = tokens[starts[b] : starts[b + 1]]
             if known > length:
                 pending = seq.tokens[length : length + len(ids)]
@@ -372,7 +375,6 @@ class Step:
             if known >= length and len(ids):  # else a gap would shift all that follows
                 self._noted.append((seq, known))
                 seq.extend(ids)
-        self.tokens = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0)
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -410,9 +412,10 @@ class Step:
     def positions(self) -> torch.Tensor:
         """int64 `[1, N]`: position of each new token in its sequence."""
         step = self._advance
-        dropped = np.array([seq.dropped for seq in self.seqs], np.int64)
-        offsets = np.repeat(step.before + dropped - step.starts[:-1], self.counts)
-        return torch.from_numpy(offsets + np.arange(step.starts[-1])).unsqueeze(0)
+        first = step.before + [seq.dropped for seq in self.seqs]
+        if not self._single:
+            first = np.repeat(first - step.starts[:-1], self.counts) + np.arange(step.starts[-1])
+        return torch.from_numpy(first).unsqueeze(0)
 
     def batch(self, group: int = 0) -> Ragged:
         """What the kernels need to know about the rows, on the group's device."""
@@ -432,14 +435,15 @@ class Step:
         """
         if group in self._decodes:
             return self._decodes[group]
-        step, prepared = self._advance, None
-        whole = step.most_new == 1 and step.starts[-1] == len(step.rows)
+        prepared = None
         plain = not self._coming and self.awaits is None and self._watch is None
-        if whole and plain and not self.apart and self.groups[group].kind != "chunked":
+        if self._single and plain and not self.apart and self.groups[group].kind != "chunked":
             batch = self.batch(group)
             if self._shares(group, batch) is None:
                 first = self._planner.pages(self.groups[group].layers[0])
                 prepared = kernels.prepare_decode(first, batch, self._planner.window(group))
+                size = self._planner.page_size
+                self._most = -(-batch.most_length // size) * size
         self._decodes[group] = prepared
         return prepared
 

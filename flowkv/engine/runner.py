@@ -99,27 +99,25 @@ class PackedRunner:
         self, kv: KV, forward: Forward, refresh: Callable[[], object] = lambda: None
     ) -> None:
         self._kv, self._forward, self._refresh = kv, forward, refresh
+        self._last: Step | None = None
 
     def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
         """Opens a row with its known prefix in place, or (`wait=False`) on its way."""
         self._refresh()
+        self._last = None  # its pools may be those of a model that was another one
         return open_row(self._kv, request, tokens, wait=wait)
 
     def step(self, rows: Items[OpenRow], tokens: Items[Tokens]) -> torch.Tensor:
         """Runs the model over the next tokens of some rows."""
-        packed = _packed(tokens)
-        step = plan(self._kv, [row.seq for row in rows], [len(ids) for ids in tokens])
-        step.give(packed)
+        counts, before = list(map(len, tokens)), self._last
+        self._last = step = plan(self._kv, [row.seq for row in rows], counts, before)
+        if max(counts, default=0) == 1:  # it is most of a step
+            step.give(np.array([ids[0] for ids in tokens], np.uint32))
+        else:
+            step.give(np.concatenate([np.asarray(ids, np.uint32) for ids in tokens]))
         with step, torch.no_grad():
             last = torch.from_numpy(step.counts.cumsum() - 1)
             return self._forward(step, last)
-
-
-def _packed(tokens: Items[Tokens]) -> NDArray[np.uint32]:
-    """`pack` of ids that were checked when they came in; of single ones, it is most of a step."""
-    if sum(map(len, tokens)) == len(tokens):
-        return np.array([ids[0] for ids in tokens], np.uint32)
-    return np.concatenate([np.asarray(ids, np.uint32) for ids in tokens])
 
 
 def own_model(model: Callable[[torch.Tensor | None, torch.Tensor], Any]) -> Forward:

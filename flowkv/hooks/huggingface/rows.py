@@ -169,11 +169,7 @@ class Rows:
             if (counts > new).any():
                 raise StateError("tokens before the forward are missing", "Start a new generation")
             counts, ragged = counts.clip(0, new), bool((counts < new).any())
-        last = None
-        if new == 1 and not ragged and self.restoring is None:
-            last, self._last = self._last, None
-            if last is not None and last.seqs != self.seqs:
-                last = None
+        last, self._last = self._last if self.restoring is None else None, None
         self.step = step = plan(self.kv, self.seqs, counts, last)
         if self.restoring is not None:
             step.awaits = self._await
