@@ -16,10 +16,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_MASK
+from flowkv.core.parts import PART
 from flowkv.kernels.cpu.bits import (
     FAST,
     LINE_BYTES,
-    PART,
     ahead,
     data,
     exp2,
