@@ -16,10 +16,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_MASK
+from flowkv.core.parts import PART
 from flowkv.kernels.cpu.bits import (
     FAST,
     LINE_BYTES,
-    PART,
     ahead,
     data,
     exp2,
@@ -38,6 +38,9 @@ from flowkv.kernels.cpu.bits import (
 from flowkv.kernels.cpu.transcode import (
     EXACT,
     GRANULE,
+    K8V4,
+    KV4C,
+    KV4H,
     KV8,
     RAW,
     key_row,
@@ -53,11 +56,12 @@ from flowkv.kernels.cpu.transcode import (
 # accumulators are loaded less often than they are used. LLVM vectorises the loops over d. Query
 # rows, scores and accumulators are float32 scratch; k and v point into a page.
 
-_JIT = {**PART, "fastmath": FAST, "forceinline": True}
+_PLAIN = {**PART, "fastmath": FAST}
+_INLINE = {**_PLAIN, "forceinline": True}
 ZERO = np.float32(0)
 
 
-@njit(**_JIT)
+@njit(**_INLINE)
 def _scores4(q, k, dim, s, size):
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = ZERO
     k1 = ahead(k, dim)
@@ -78,7 +82,7 @@ def _scores4(q, k, dim, s, size):
     s[3 * size], s[3 * size + 1] = a3, b3
 
 
-@njit(**_JIT)
+@njit(**_INLINE)
 def _scores2(q, k, dim, s, size):
     a0 = a1 = b0 = b1 = ZERO
     k1, q1 = ahead(k, dim), ahead(q, dim)
@@ -92,7 +96,7 @@ def _scores2(q, k, dim, s, size):
     s[size], s[size + 1] = a1, b1
 
 
-@njit(**_JIT)
+@njit(**_INLINE)
 def _scores1(q, k, dim, s):
     a = b = ZERO
     k1 = ahead(k, dim)
@@ -102,7 +106,7 @@ def _scores1(q, k, dim, s):
     s[0], s[1] = a, b
 
 
-@njit(**_JIT)
+@njit(**_INLINE)
 def scores(rows, q, k, dim, s, size):
     """s[r * size + t] = q[r] . k[t] for `rows` (4, 2 or 1) query rows and the tokens t = 0, 1."""
     if rows == 4:
@@ -113,7 +117,7 @@ def scores(rows, q, k, dim, s, size):
         _scores1(q, k, dim, s)
 
 
-@njit(**_JIT)
+@njit(**_INLINE)
 def _mix4(p, size, v, dim, o, stride):
     v0, v1, v2, v3 = v
     p1, p2, p3 = ahead(p, size), ahead(p, 2 * size), ahead(p, 3 * size)
@@ -130,7 +134,7 @@ def _mix4(p, size, v, dim, o, stride):
         o3[d] += d0 * w + d1 * x + d2 * y + d3 * z
 
 
-@njit(**_JIT)
+@njit(**_INLINE)
 def _mix2(p, size, v, dim, o, stride):
     v0, v1, v2, v3 = v
     p1, o1 = ahead(p, size), ahead(o, stride)
@@ -142,14 +146,14 @@ def _mix2(p, size, v, dim, o, stride):
         o1[d] += b0 * w + b1 * x + b2 * y + b3 * z
 
 
-@njit(**_JIT)
+@njit(**_INLINE)
 def _mix1(p, v0, v1, v2, v3, dim, o):
     a0, a1, a2, a3 = p[0], p[1], p[2], p[3]
     for d in range(dim):
         o[d] += a0 * widen(v0[d]) + a1 * widen(v1[d]) + a2 * widen(v2[d]) + a3 * widen(v3[d])
 
 
-@njit(**_JIT)
+@njit(**_INLINE)
 def mix(rows, p, size, v, tokens, dims, o, stride):
     """o[r] += sum of p[r * size + i] * v[t + i], i = 0 to 3, for `rows` (4, 2 or 1) query rows.
 
@@ -197,11 +201,8 @@ codec of `core.geometry.CODECS`, the bytes from layer to layer, those of a run (
 and the offsets in it of V, of the scales of K and of those of V.
 """
 
-ATTEND_GRANULE = 4096
 LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 NONE = np.float32(-np.inf)
-_PLAIN = {**PART, "fastmath": FAST}
-_INLINE = {**_PLAIN, "forceinline": True}
 
 
 @njit(**_INLINE)
@@ -270,7 +271,6 @@ LANES = _lanes()
 SIGNED, UNSIGNED, NIBBLES = range(3)
 """Bytes as int8, as uint8, and as two numbers 0 to 15: byte i of n is i | (i + n) << 4."""
 
-_DOTS_PLAIN = PART
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
@@ -401,7 +401,7 @@ def dots_of(lanes: int, kind: int, adds: bool):
     """
     four, two, one = (block_of(lanes, rows, kind, adds) for rows in (4, 2, 1))
 
-    @njit(**_DOTS_PLAIN)
+    @njit(**PART)
     def dots(count, a, b, vectors, bias, out, after):
         (p_a, a_stride), (p_b, b_stride, n), (p_out, out_stride) = a, b, out
         r = 0
@@ -510,8 +510,6 @@ def shares_of(a, item, page):
 # by dim, multiply the query once a page, and its minima add a constant to each query row's
 # scores; the rotation of `kv4h` is applied to the query once. Queries and weights are float32, as
 # over raw pages.
-
-SEALED_RAW, SEALED_KV8, K8V4, KV4C, KV4H = range(len(CODECS))
 
 
 @njit(**_INLINE)
@@ -622,7 +620,7 @@ def score(a, codec, runs, count, q, codes, s):
     run, after = runs[0], pointer(runs[1], np.uint8(0))
     dim, size, half = a[DIM], a[SIZE], a[DIM] // 2
     out, wide, plane = (s, padded(size)), padded(dim), padded(half)
-    if codec in (SEALED_KV8, K8V4):
+    if codec in (KV8, K8V4):
         for r in range(count):
             bias[r] = ZERO
         k = pointer(run, np.int8(0)), dim, size
@@ -644,8 +642,8 @@ def mix_sealed(a, codec, runs, count, s, codes, o):
     run, size, dim = runs[0], a[SIZE], a[DIM_V]
     v_at = format_of(a, codec, V_AT)
     scales = pointer(run + format_of(a, codec, V_SCALES), np.int16(0))
-    planes = 1 if codec == SEALED_KV8 else 2
-    tokens, zero = size // planes, np.float32(-128) if codec == SEALED_KV8 else np.float32(-8)
+    planes = 1 if codec == KV8 else 2
+    tokens, zero = size // planes, np.float32(-128) if codec == KV8 else np.float32(-8)
     plane = padded(tokens)
     for r in range(count):
         total = ZERO
@@ -664,7 +662,7 @@ def mix_sealed(a, codec, runs, count, s, codes, o):
         bias[r] = zero * total
     v, after = pointer(run + v_at, np.uint8(0)), pointer(runs[1] + v_at, np.uint8(0))
     out, vectors = (o, padded(dim)), plane // LANES
-    if codec == SEALED_KV8:
+    if codec == KV8:
         mix_bytes(count, (w, plane), (v, tokens, dim), vectors, bias, out, after)
     else:
         mix_nibbles(count, (w, 2 * plane), (v, tokens, dim), vectors, bias, out, after)
@@ -767,7 +765,7 @@ def _raw_page(a, like, page, place, count, lines, codes, cap):
     """Attend with an item's query rows over a raw page; arguments as of `_any_page`."""
     _, run, then = page
     q, s, o, _, _ = lines
-    span, v_at = (place[3], place[4]), format_of(a, SEALED_RAW, V_AT)
+    span, v_at = (place[3], place[4]), format_of(a, RAW, V_AT)
     v, byte = pointer(run + v_at, like), np.uint8(0)
     # V comes in behind the scores, the next page's K behind the mix.
     _score_raw(a, pointer(run, like), pointer(run + v_at, byte), span, count, q, s)
@@ -783,7 +781,7 @@ def _any_page(a, like, page, place, count, lines, codes, cap):
     with the page's shares behind.
     """
     codec, run, then = page
-    if codec == SEALED_RAW:
+    if codec == RAW:
         _raw_page(a, like, page, place, count, lines, codes, cap)
         return
     q, s, o, _, _ = lines
@@ -797,7 +795,7 @@ def _run(a, page, head):
     """The address of a head's run in a page."""
     codec = np.int64(page) >> CODEC_SHIFT
     start = a[ARENA] + a[LAYER] * format_of(a, codec, STRIPE)
-    start += ATTEND_GRANULE * (np.int64(page) & GRANULE_MASK)
+    start += GRANULE * (np.int64(page) & GRANULE_MASK)
     return start + head * format_of(a, codec, RUN)
 
 
@@ -940,8 +938,6 @@ def combine(a, like_q):
 
 # Merge of partials on the CPU: outputs weighted by their shares of the softmax's sum.
 
-_LOG2_E = np.float32(np.log2(np.e))
-
 
 @njit(**_PLAIN)
 def merge(a, like, part, parts):
@@ -961,7 +957,7 @@ def merge(a, like, part, parts):
         total = ZERO
         for i in range(count):
             lse = pointer(addresses[i, 1], ZERO)[line]
-            weights[i] = ZERO if lse == NONE else exp2((lse - top) * _LOG2_E)
+            weights[i] = ZERO if lse == NONE else exp2((lse - top) * LOG2_E)
             total += weights[i]
         sums[:] = ZERO
         for i in range(count):

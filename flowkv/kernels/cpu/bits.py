@@ -12,13 +12,11 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from flowkv.core.parts import PART
 from flowkv.kernels.operands import FIRST, SECOND, STEP
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """Not "ninf" and "nnan": masks are -inf, and NaN in a cache must show in the answer."""
-
-PART = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Of functions that compiled ones alone call: without wrappers they compile faster."""
 
 LINE_BYTES = 64
 
@@ -234,15 +232,14 @@ def unorder(bits):
 # Each takes one int64 vector of addresses and sizes (made by `cpu`) and its slice of the work.
 
 GRANULE = 4096
-_JIT = PART
 
 
-@njit(**_JIT)
+@njit(**PART)
 def _int32_at(address, i):
     return np.int64(pointer(address, np.int32(0))[i])
 
 
-@njit(**_JIT)
+@njit(**PART)
 def append(a, part, parts):
     """Write packed tokens into pages; the slice is a range of all tokens of the batch.
 
@@ -267,7 +264,7 @@ def append(a, part, parts):
     return high - low
 
 
-@njit(**_JIT)
+@njit(**PART)
 def move_pages(a, part, parts):
     """Copy n pages; each side is a pool with a list of granules, or staging when its list is 0.
 
@@ -288,7 +285,7 @@ def move_pages(a, part, parts):
     return high
 
 
-@njit(**_JIT)
+@njit(**PART)
 def drop_tokens(a, part, parts):
     """Gather tokens of pages into fresh pages; the slice is a range of (layer, head, target page).
 
@@ -347,11 +344,6 @@ _INLINE = {**_ROTARY_JIT, "forceinline": True}
 
 
 @njit(**_INLINE)
-def _rotary_int32_at(address, i):
-    return np.int64(pointer(address, np.int32(0))[i])
-
-
-@njit(**_INLINE)
 def _rotate(to, of, cos, sin, pairs, interleaved, like):
     """Write the rotation of the 2 * pairs elements at `of` to `to`, another place."""
     if interleaved:
@@ -399,17 +391,17 @@ def append_rotary(a, turn, likes, part, parts):
     arena, starts = a[2], a[6]
     size, k_bytes, v_bytes = a[9], a[10], a[11]
     dims, rotated = k_bytes // turn[5], start + 2 * pairs
-    tokens = _rotary_int32_at(starts, a[7])
+    tokens = _int32_at(starts, a[7])
     low, high = tokens * part // parts, tokens * (part + 1) // parts
     for b in range(a[7]):
-        first, end = _rotary_int32_at(starts, b), _rotary_int32_at(starts, b + 1)
-        shift = _rotary_int32_at(a[5], b) - end  # position of packed token n is n + shift
-        line = a[3] + 4 * a[14] * _rotary_int32_at(a[4], b)
+        first, end = _int32_at(starts, b), _int32_at(starts, b + 1)
+        shift = _int32_at(a[5], b) - end  # position of packed token n is n + shift
+        line = a[3] + 4 * a[14] * _int32_at(a[4], b)
         for n in range(max(first, low), min(end, high)):
             page, t = (n + shift) // size, (n + shift) % size
             cos = pointer(turn[0] + 4 * pairs * (n + shift), np.float32(0))
             sin = pointer(turn[1] + 4 * pairs * (n + shift), np.float32(0))
-            run = arena + GRANULE * _rotary_int32_at(line, page)
+            run = arena + GRANULE * _int32_at(line, page)
             for h in range(a[8]):
                 of = pointer(a[0] + n * a[15] + h * a[16], like_of)
                 to = pointer(run + t * k_bytes, like)
@@ -435,12 +427,12 @@ def reposition(a, turn, like, part, parts):
     for unit in range(units * part // parts, units * (part + 1) // parts):
         head, layer = unit % a[5], unit // a[5] % a[4]
         n = unit // (a[5] * a[4])
-        line = _rotary_int32_at(a[2], n)
+        line = _int32_at(a[2], n)
         if line < 0:
             continue
         cos = pointer(turn[0] + 4 * pairs * line, np.float32(0))
         sin = pointer(turn[1] + 4 * pairs * line, np.float32(0))
-        key = a[0] + GRANULE * _rotary_int32_at(a[1], n) + layer * a[9] + head * a[8]
+        key = a[0] + GRANULE * _int32_at(a[1], n) + layer * a[9] + head * a[8]
         key += turn[3] * turn[5]
         for _ in range(a[6]):
             _rotate_here(pointer(key, like), cos, sin, pairs, interleaved, like)
@@ -453,7 +445,7 @@ def reposition(a, turn, like, part, parts):
 _WORDS = ir.IntType(64).as_pointer()
 
 
-@njit(**_JIT)
+@njit(**PART)
 def transpose(to, of, rows, columns):
     """Transpose bytes `[rows, columns]`: 8 x 8 at a time in eight words, the edges one by one.
 

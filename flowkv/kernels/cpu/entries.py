@@ -99,26 +99,19 @@ def _entries(stamp, cache):
 def _worker(stamp, cache, like_q, like, sealed):
     """The C function that draws slices of an attention call until none is left."""
 
-    def over_raw(address):
+    def work(address):
         a = pointer(address, np.int64(stamp))
         part = draw(ahead(a, NEXT))
         while part < a[PARTS]:
-            cpu_attend.attend_raw(a, (like_q, like), part)
+            if sealed:  # a constant: what is not asked for is not compiled
+                cpu_attend.attend_any(a, (like_q, like), part)
+            else:
+                cpu_attend.attend_raw(a, (like_q, like), part)
             if draw(ahead(a, DONE)) == a[PARTS] - 1:
                 cpu_attend.combine(a, like_q)
             part = draw(ahead(a, NEXT))
 
-    def over_any(address):
-        a = pointer(address, np.int64(stamp))
-        part = draw(ahead(a, NEXT))
-        while part < a[PARTS]:
-            cpu_attend.attend_any(a, (like_q, like), part)
-            if draw(ahead(a, DONE)) == a[PARTS] - 1:
-                cpu_attend.combine(a, like_q)
-            part = draw(ahead(a, NEXT))
-
-    compiled = cfunc(types.void(types.int64), cache=cache, error_model="numpy")
-    return compiled(over_any if sealed else over_raw)
+    return cfunc(types.void(types.int64), cache=cache, error_model="numpy")(work)
 
 
 @lru_cache(maxsize=None, typed=True)  # zeros of different types are equal

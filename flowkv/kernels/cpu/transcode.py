@@ -7,8 +7,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from flowkv.core.parts import PART
 from flowkv.kernels.cpu.bits import (
-    PART,
     ahead,
     bits_of,
     data,

@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numpy.typing import NDArray
 
+from flowkv.core.parts import PART
+
 Array = NDArray[Any]
 
 # Counting references to the arrays would cost five times the work itself. Nothing compiled here
@@ -30,30 +32,22 @@ SOURCES = sorted(
 )
 
 
-def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def kernel(function: Callable[..., Any]) -> Any:
     """`numba.njit` whose cache on disk is good for as long as no file of these rooms changes.
 
     By itself numba looks at the file of a function only, not at those that it calls into, and
     would go on with code that no longer fits the arrays it is given.
     """
-    compiler = njit(cache=True, error_model="numpy", **LEAN, **options)
+    dispatcher = njit(cache=True, error_model="numpy", **LEAN)(function)
+    file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    if file is not None:
+        file._source_stamp = (file._source_stamp, SOURCES)
+    return dispatcher
 
-    def compiled(function: Callable[..., Any]) -> Any:
-        dispatcher = compiler(function)
-        file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-        if file is not None:
-            file._source_stamp = (file._source_stamp, SOURCES)
-        return dispatcher
-
-    return compiled
-
-
-kernel = cached()
 
 # Parts of kernels are never called from Python: they are neither wrapped for it nor cached alone.
-HELPER = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True, **LEAN}
-helper = njit(**HELPER)
-inner = njit(forceinline=True, **HELPER)
+helper = njit(**PART, **LEAN)
+inner = njit(forceinline=True, **PART, **LEAN)
 
 SLOT_BITS = 28
 SLOT_LIMIT = 1 << SLOT_BITS
