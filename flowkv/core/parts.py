@@ -9,58 +9,69 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
-from numba.core.compiler_machinery import register_pass
-from numba.core.typed_passes import NativeLowering
+import numba
+
+TRIED = (0, 68)
+"""The last release of numba whose insides are known to be as they are used here."""
 
 
-class PartLibrary(JITCodeLibrary):
-    """The code of a part and of what it calls, for libraries that link it."""
+def _pipeline() -> type[Any]:
+    """Numba's own pipeline but for its last step, which leaves code for others to link."""
+    from numba.core.codegen import JITCodeLibrary
+    from numba.core.compiler import Compiler
+    from numba.core.compiler_machinery import register_pass
+    from numba.core.typed_passes import NativeLowering
 
-    def _optimize_final_module(self) -> None:
-        """Nothing: whoever links it does."""
+    class PartLibrary(JITCodeLibrary):
+        """The code of a part and of what it calls, for libraries that link it."""
 
-    def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()
-        self._finalized = True
+        def _optimize_final_module(self) -> None:
+            """Nothing: whoever links it does."""
+
+        def _finalize_final_module(self) -> None:
+            self._finalize_dynamic_globals()
+            self._finalized = True
+
+    @register_pass(mutates_CFG=True, analysis_only=False)
+    class PartLowering(NativeLowering):
+        """Lowers a function so that compiled ones can call it, and nobody else."""
+
+        _name = "part_lowering"
+
+        def run_pass(self, state: Any) -> bool:
+            """Fills `state.cr`."""
+            state.library = PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+            state.flags.no_compile = True
+            super().run_pass(state)
+            made = state["cr"]
+            key = [made].pop  # of a type that numba takes, equal to no other, and never called
+            state.targetctx.insert_user_function(key, made.fndesc, [state.library])
+            state["cr"] = made._replace(cfunc=key)
+            return True
+
+    class PartCompiler(Compiler):
+        """The pipeline."""
+
+        def define_pipelines(self) -> list[Any]:
+            """The passes, in order."""
+            made: list[Any] = super().define_pipelines()
+            for manager in made:
+                passes = manager.passes
+                manager.passes = [
+                    (PartLowering, why) if step is NativeLowering else (step, why)
+                    for step, why in passes
+                ]
+                manager.finalize()
+            return made
+
+    return PartCompiler
 
 
-@register_pass(mutates_CFG=True, analysis_only=False)
-class PartLowering(NativeLowering):
-    """Lowers a function so that compiled ones can call it, and nobody else."""
-
-    _name = "part_lowering"
-
-    def run_pass(self, state: Any) -> bool:
-        """Fills `state.cr`."""
-        state.library = PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
-        state.flags.no_compile = True
-        super().run_pass(state)
-        made = state["cr"]
-        key = [made].pop  # of a type that numba takes, equal to no other, and never called
-        state.targetctx.insert_user_function(key, made.fndesc, [state.library])
-        state["cr"] = made._replace(cfunc=key)
-        return True
-
-
-class PartCompiler(Compiler):
-    """numba's own pipeline but for its last step."""
-
-    def define_pipelines(self) -> list[Any]:
-        """The passes, in order."""
-        made: list[Any] = super().define_pipelines()
-        for manager in made:
-            steps = manager.passes
-            manager.passes = [(PartLowering, x[1]) if x[0] is NativeLowering else x for x in steps]
-            manager.finalize()
-        return made
-
-
-PART = {
+PART: dict[str, Any] = {
     "error_model": "numpy",
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
-    "pipeline_class": PartCompiler,
 }
 """Options of `numba.njit` for parts."""
+if numba.version_info.short <= TRIED:  # of later ones nobody knows; they compile as they would
+    PART["pipeline_class"] = _pipeline()

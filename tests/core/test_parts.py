@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from tests.inside import PART, PartLibrary
+from tests.inside import PART
 
 
 @njit(**PART)
@@ -39,6 +39,6 @@ def test_no_machine_code_is_made_of_a_part() -> None:
     _entry(np.array([4]), 1)
     for part in (_inner, _outer):
         for made in part.overloads.values():
-            assert isinstance(made.library, PartLibrary)
+            assert type(made.library).__name__ == "PartLibrary"
             engine = made.library.codegen._engine
             assert not engine.is_symbol_defined(made.fndesc.llvm_func_name)
