@@ -450,7 +450,7 @@ def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:
 
 # Memory is cleared by the system, and in a virtual machine first given by its host, when it is
 # written for the first time: up to 2.5 ms for each MiB, which restores and prefills would wait for.
-_AHEAD_BYTES, _AHEAD_SHARE = 1 << 28, 8
+_AHEAD_BYTES, _AHEAD_SHARE = 1 << 29, 4
 """Of a pool, so much is touched ahead of what is in use, and no more than that part of it."""
 _TOUCH_BYTES = 1 << 21
 """At once: so long nobody else can change what this process has mapped."""
