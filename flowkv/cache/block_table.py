@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import numpy as np
@@ -574,7 +574,8 @@ class Planner:
                 return
             try:
                 self.tails.keep(seq)
-                self.tails.save(seq)
+                with suppress(MemoryError, RuntimeError):  # torch's word for it: no copy, no tail
+                    self.tails.save(seq)
                 if self.sealer:
                     self.sealer.retire(seq)
             finally:

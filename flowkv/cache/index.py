@@ -394,6 +394,16 @@ class PrefixIndex:
         else:
             self._unlink(block.key, block.parent)
 
+    def tails(self, key: bytes, most: int) -> Iterable[int]:
+        """Tokens of the tails right below a key, the most first.
+
+        Where much lies below it, all numbers up to `most`, for the caller to try.
+        """
+        if len(self._children.get(key, ())) > most:
+            return range(most, 0, -1)
+        found = {one.tail for one in self.children(key) if one.kind == "state"}
+        return sorted((count for count in found if 0 < count <= most), reverse=True)
+
     def children(self, key: bytes) -> list[Block]:
         """Known blocks directly below a key; `ROOT` is above all first pages."""
         found = map(self._by_key.get, self._children.get(key, ()))

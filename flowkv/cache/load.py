@@ -126,7 +126,7 @@ class PageLoad:
 
     def meet(self) -> bool:
         """Has the page of its block if somebody brought that meanwhile; whether it has it."""
-        free = self._line is None and not self.flying and not self.block.gone
+        free = self._line is None and not (self._own or self.flying or self.block.gone)
         if not self.held and free and self.block.page >= 0:
             self._hold()
             self._give_back()

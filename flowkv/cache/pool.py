@@ -289,7 +289,7 @@ class PagePool:
     def _touch(self, used_bytes: int) -> None:
         """Has a thread touch memory some way ahead of what is in use, which slabs take in order."""
         size = self.capacity_bytes()
-        ahead = min(_AHEAD_BYTES, size // _AHEAD_SHARE)
+        ahead = min(_AHEAD_BYTES, size // _AHEAD_SHARE // GRANULE_BYTES * GRANULE_BYTES)
         if self.device.type == "cpu" and used_bytes + ahead // 2 >= self._touched < size:
             first, self._touched = self._touched, min(used_bytes + ahead, size)
             part, wait_s = self.arena[first : self._touched], _TOUCH_LATER_S if first else 0.0

@@ -200,7 +200,7 @@ class PrefixMatcher:
         behind = self.behind(seq, seq.length // self.page_size, limit)
         try:
             if behind:
-                self.loader.load(behind, self)
+                self.measure(self.loader.load(behind, self))
             tokens = self.extend(seq, limit, behind)
         finally:
             drop(behind)
@@ -226,7 +226,8 @@ class PrefixMatcher:
         if limit == stop and len(seq.tokens) >= first + size:
             for g in range(len(seq.blocks)):
                 self._discover(seq, g, pages, pages + 1)
-                blocks.append(self.find(seq, g, pages))
+                audited = self.store.samples.has(seq.key(g, pages))  # a page that is its block's is
+                blocks.append(None if audited else self.find(seq, g, pages))
         if not blocks or None in blocks:
             blocks = [*self.planner.tails.stored(seq, pages, stop)]
         found = [block for block in blocks if block is not None and block.page < 0]
@@ -250,8 +251,8 @@ class PrefixMatcher:
         """
         planner, store = self.planner, self.store
         found = planner.tails.find(seq, seq.length // self.page_size, limit)
-        if behind and all(one.complete for one in behind):
-            count = min(one.block.tail or limit % self.page_size for one in behind)
+        if behind and all(one.complete and not one.block.gone for one in behind):
+            count = min(limit - seq.length, *(one.block.tail or self.page_size for one in behind))
             if found is None or found.tokens < count:
                 fidelity = max(max(one.fidelity, one.codec) for one in behind)
                 found = SharedTokens(count, fidelity, [one.page for one in behind])
@@ -354,6 +355,14 @@ class PrefixMatcher:
             self.gate.loaded(name, n_bytes, counted_s)
             self.bus.emit(Hit(tier=name, tokens=tokens, n_bytes=n_bytes, tenant=seq.owner))
             self.bus.emit(Restored(tier=name, tokens=tokens, n_bytes=n_bytes, seconds=seconds))
+
+    def measure(self, batch: LoadBatch) -> None:
+        """Learns from what was loaded what its tiers take."""
+        counted_s = compiling.measured_s(batch.started_s, batch.ended_s)
+        for number, n_bytes in batch.n_bytes.items():
+            own = n_bytes - batch.joined[number]
+            if own and counted_s > 0:
+                self.gate.loaded(self.store.tiers[number].name, own, counted_s)
 
     def attach_resident(self, seq: Sequence, pages: int) -> None:
         """Attaches so many leading pages, all of which are on their device."""
@@ -1190,7 +1199,7 @@ class RestoreJob:
     ) -> None:
         self._restores, self.seq, self._planner = restores, seq, restores.restorer.planner
         self._behind, self._limit, self._whole, self._beyond = behind, limit, plan.pages, 0
-        self.ahead = LoadBatch(self, lambda _: None)
+        self.ahead = LoadBatch(self, restores.restorer.measure)
         self._guard, self._size = self._planner.guard, self._planner.page_size
         self.back, self._stop = Back(restores.restorer, seq, plan), plan.pages
         self._phase, self._broken = _Phase.FRONT, False
@@ -1243,7 +1252,7 @@ class RestoreJob:
     @property
     def gone(self) -> bool:
         """Whether anything of it was forgotten meanwhile."""
-        return self.back.gone
+        return self.back.gone or any(one.block.gone for one in self._behind)
 
     @property
     def quiet(self) -> bool:
@@ -1345,9 +1354,14 @@ class RestoreJob:
     def meet(self) -> None:
         """Waits for the page behind the whole ones, if one comes, so that `settle` can use it."""
         self.pump()
-        while self.ahead.left:
+        while self.ahead.left and self._phase is _Phase.FRONT:
             self._rest()
             self.pump()
+
+    def bound(self, limit: int) -> None:
+        """The prefix ends there at the latest, as somebody was told."""
+        with self._guard:
+            self._limit = min(self._limit, limit)
 
     def settle(self) -> int:
         """Ends the front: all pages are in the sequence's line, also those still on their way.
@@ -1370,9 +1384,9 @@ class RestoreJob:
             self._stop = first if hole else self.back.reach(first, self._stop, lambda one: True)
             if self._stop > first:
                 self.back.place(first, self._stop)
-                self._extend()
                 self._phase = _Phase.BEHIND
                 self._restores.state.fronted(self.request.number)
+                self._extend()
                 self._restores.pump()
             else:
                 self._extend()
@@ -1385,7 +1399,7 @@ class RestoreJob:
         if self.seq.length == end < self._limit:
             self._beyond = restorer.extend(self.seq, self._limit, self._behind) - end
         if self._behind:  # not told when it began
-            restorer.report(self.seq, self._beyond, 0, self._limit - end)
+            restorer.report(self.seq, self._beyond, 0, max(0, self._limit - end))
         drop(self._behind)
 
     def wait(self, layer: int) -> None:

@@ -354,8 +354,9 @@ class Step:
         step = self._advance
         self.tokens = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0)
         starts, lengths = step.starts.tolist(), step.before.tolist()
-        if self._single and [seq.known for seq in self.seqs] == lengths:  # as all do that decode
-            self._noted = list(zip(self.seqs, lengths, strict=True))
+        here = [n + seq.dropped for n, seq in zip(lengths, self.seqs, strict=True)]
+        if self._single and [seq.known for seq in self.seqs] == here:  # as all do that decode
+            self._noted = list(zip(self.seqs, here, strict=True))
             for seq, token in zip(self.seqs, tokens.tolist(), strict=True):
                 seq.append(token)
             return

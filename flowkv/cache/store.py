@@ -924,6 +924,8 @@ class PageStore:
         if not self.answers(number):
             return None
         wished = [BUNDLE_LAYOUT if block.kind == "weights" else LAYOUT]
+        if block.kind == "state" and block.group < len(self.forms):
+            wished.append(self.forms[block.group].fingerprints[0])  # of a tail
         if block.kind == "page":
             codecs = self.codecs_on(block, number)
             wished = [self.forms[block.group].fingerprints[codec] for codec in codecs]
@@ -1400,12 +1402,14 @@ class PageStore:
         number = self.lasting() if self.writes_back else -1
         for block in self.provisional.confirm():
             info, body = self._bodies.pop(block, (None, memoryview(b"")))
+            if info is not None and not block.gone:
+                if number >= 0:
+                    self.save(block, number, info, body)
+                self.settle(block)
+                continue
             if number < 0 or block.gone:
                 continue
-            if info is not None:
-                self.save(block, number, info, body)
-                self.settle(block)
-            elif block.page >= 0:
+            if block.page >= 0:
                 if self._may_write(block, number):
                     self.write_down(block)
             elif block.tiers and self._unwritten_on(block, number):

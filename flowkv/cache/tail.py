@@ -168,8 +168,11 @@ class Tails:
         page, layout = int(self.tables.pages[group][seq.row, page_no]), store.forms[group].raw
         tokens, above = seq.tokens[first : first + count].copy(), seq.parent_key(group, page_no)
         key = seq.chains[group].page(above, tokens, within(seq.salts, first, count))
-        if page < 0 or page >> CODEC_SHIFT or store.index.find(key) is not None:
+        known = store.index.find(key)
+        if page < 0 or page >> CODEC_SHIFT or (known and known.fidelity <= store.fidelity):
             return
+        if known is not None:
+            store.supersede(known)
         body = torch.zeros(layout.page_bytes, dtype=torch.uint8, device="cpu")
         old, new = store.views(group, page, count), store.layers(body, group, count)
         for source, target in zip(chain(*old), chain(*new), strict=True):
@@ -186,15 +189,15 @@ class Tails:
 
     def stored(self, seq: Sequence, page_no: int, stop: int) -> list[Block]:
         """The longest tail that tiers have of a prompt's tokens `[page_no * P, stop)`, by group."""
-        first, index = page_no * self.page_size, self.store.index
-        children = index.children(seq.parent_key(0, page_no))
-        counts = {one.tail for one in children if one.kind == "state" and first + one.tail <= stop}
-        for count in sorted(counts - {0}, reverse=True):
+        first = page_no * self.page_size
+        above = seq.parent_key(0, page_no)
+        for count in self.store.index.tails(above, stop - first) if self.store.tiers else ():
             tokens, salts = seq.tokens[first : first + count], within(seq.salts, first, count)
             found = [
                 self.store.find(names.page(seq.parent_key(g, page_no), tokens, salts))
                 for g, names in enumerate(seq.chains)
             ]
-            if None not in found:
-                return [block for block in found if block is not None]
+            blocks = [block for block in found if block is not None and block.tail == count]
+            if len(blocks) == len(found):
+                return blocks
         return []

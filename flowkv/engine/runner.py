@@ -111,7 +111,7 @@ class PackedRunner:
         """Runs the model over the next tokens of some rows."""
         counts, before = list(map(len, tokens)), self._last
         self._last = step = plan(self._kv, [row.seq for row in rows], counts, before)
-        if max(counts, default=0) == 1:  # it is most of a step
+        if set(counts) == {1}:  # it is most of a step
             step.give(np.array([ids[0] for ids in tokens], np.uint32))
         else:
             step.give(np.concatenate([np.asarray(ids, np.uint32) for ids in tokens]))

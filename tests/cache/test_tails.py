@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import hypothesis.strategies as st
@@ -9,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from flowkv import Salt
+from flowkv import KV, Salt
+from flowkv.tiers import Outcome
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import MemoryTier, Wrapped
 from tests.cache.toy import (
@@ -245,6 +247,133 @@ def test_nothing_is_stored_of_what_is_private_short_or_not_proven() -> None:
         published(kv, [9] * 13)
         assert store.reject() and not store._bodies
         audit(kv)
+
+
+def stored(prompt: list[int] = PROMPT) -> Any:
+    """A tier that holds a prompt."""
+    tier = kept()
+    with make_kv(simple(), tiers=[tier]) as kv:
+        published(kv, prompt)
+        assert kv.flush()
+    return tier
+
+
+def test_whoever_waits_for_a_stored_tail_is_told_of_the_end() -> None:
+    with make_kv(simple(), tiers=[stored()]) as kv:
+        (tier,) = kv.planner.store.tiers
+        poll, tier.poll = tier.poll, lambda timeout_s=0.0: []
+        seq = kv.open(PROMPT, wait=False)
+        timer = threading.Timer(0.05, seq.restoration.cancel)
+        timer.start()
+        seq.restoration.complete()  # returns
+        timer.join()
+        tier.poll = poll
+
+
+@pytest.mark.parametrize("computable", [True, False])
+def test_a_load_that_is_lost_while_room_is_made_for_a_tail_is_lost(computable: bool) -> None:
+    tier = stored()
+    with make_kv(simple(), pages=8, tiers=[tier]) as kv:
+        for first in (50, 60):
+            published(kv, [first] * 33)  # the device is full of idle pages
+        assert kv.flush()
+        store = kv.planner.store
+        (own,) = store.tiers
+        poll, held, there = own.poll, [True], list[Any]()
+        lost = _key(kv, PROMPT, 2)
+        header, body = tier.frames[lost]
+        tier.frames[lost] = header, bytes(len(body))  # what is in its page is nothing then
+
+        def later(timeout_s: float = 0.0) -> list[Any]:
+            there.extend(poll(timeout_s))
+            pages = [one for one in there if held[0] and one.key in tier.frames]
+            pages = [one for one in pages if tier.frames[one.key][0].info.kind == "page"]
+            found = [one for one in there if one not in pages]
+            there[:] = pages
+            return [
+                one._replace(outcome=Outcome.MISS, reason="absent", info=None)
+                if one.key == lost
+                else one
+                for one in found
+            ]
+
+        own.poll = later
+        seq = kv.open(PROMPT, wait=False, computable=computable)
+        restoration, allocate = seq.restoration, store.try_allocate
+        restoration.meet()
+
+        def answered(*wanted: Any) -> Any:
+            held[0] = False  # a tier that answers at that very moment
+            store.drain()
+            return allocate(*wanted)
+
+        store.try_allocate = answered
+        restoration.settle()
+        store.try_allocate = allocate
+        restoration.finish(ok=restoration.complete())
+        check_content(kv, seq, PROMPT[: seq.length])
+        own.poll = poll
+        with kv.open(PROMPT) as other:
+            check_content(kv, other, PROMPT[: other.length])
+
+
+def test_what_is_condemned_meanwhile_is_no_tail() -> None:
+    with make_kv(simple(), tiers=[stored(PROMPT[:24])]) as kv:
+        seq = kv.open(PROMPT[:24], wait=False)
+        restoration = seq.restoration
+        restoration.meet()
+        (one,) = restoration._behind
+        assert one.complete
+        kv.planner.store.condemn(one.block)
+        assert restoration.gone
+        restoration.complete()
+        restoration.finish()
+        assert seq.length == 16
+        check_content(kv, seq, PROMPT[:16])
+
+
+def test_a_page_that_becomes_its_block_s_is_not_taken_for_a_private_one() -> None:
+    tier = stored([*PROMPT[:24], 9, 9])
+    with make_kv(simple(), tiers=[tier]) as kv:
+        block = kv.planner.store.index.find(_key(kv, PROMPT[:24], 2))
+        (one,) = _behind(kv, PROMPT[:24])
+        assert one.block is block
+        published(kv, PROMPT[:24])  # its block is on its device now, by somebody else
+        assert block.page >= 0 and not one.meet() and not one.held
+        one.drop()
+        audit(kv)
+
+
+def _key(kv: KV, tokens: list[int], page: int) -> bytes:
+    with kv._probe(tokens, None, ()) as seq:
+        return seq.key(0, page)
+
+
+def _behind(kv: KV, tokens: list[int]) -> list[Any]:
+    with kv.lock, kv._probe(tokens, None, ()) as seq:
+        return kv.restorer.behind(seq, len(tokens) // PAGE - 1, len(tokens) - 1)
+
+
+def test_an_exact_tail_takes_the_place_of_a_lossy_one() -> None:
+    tier = stored()
+    for key, (header, body) in list(tier.frames.items()):
+        if header.info.kind == "state":
+            info = header.info._replace(fidelity=2)
+            tier.frames[key] = header._replace(info=info), body
+    for reused in (24, 28):
+        with make_kv(simple(), tiers=[tier]) as kv:
+            with kv.open(PROMPT) as seq:
+                assert seq.reused == reused
+                check_content(kv, prefill(kv, seq), PROMPT)
+            assert kv.flush()
+
+
+def test_where_much_lies_below_a_key_tails_are_looked_up() -> None:
+    with make_kv(simple(), pages=200, tiers=[stored(PROMPT[:7])]) as kv:
+        for first in range(50, 70):
+            published(kv, [first] * PAGE)
+        with kv.open(PROMPT) as seq:
+            assert seq.reused == 7
 
 
 # ---- who may not have them

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+import flowkv
 from flowkv import Engine
+from tests.cache.fakes import MemoryTier, Wrapped
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 
@@ -91,3 +93,33 @@ def test_engines(name: str) -> None:
             (done,) = engine.run([text], **options)
             assert reused(kv) - before == min(known, len(text) - 1)
             assert known > 70 or list(done.tokens) == first[70:]
+
+
+def test_a_cache_made_beforehand_ends_where_it_was_said_to() -> None:
+    """What comes behind it may be another text, or come in parts."""
+    model, prompt = models.causal("llama"), models.prompt(62)
+    other = prompt.clone()
+    other[:, 50:] = (other[:, 50:] + 7) % 50 + 1
+    with torch.no_grad():
+        wanted = model(input_ids=other).logits[:, -1]
+    plain = model.generate(input_ids=prompt, max_new_tokens=8, do_sample=False)
+    tier = Wrapped(MemoryTier(name="kept"), kind="disk", close=lambda: None)
+    options = {"tiers": ["gpu:8MiB", tier], "page_size": 16}
+    with flowkv.attach(model, **options) as kv:
+        model.generate(input_ids=prompt, max_new_tokens=2, do_sample=False)
+        assert kv.flush()
+    assert "state" in {header.info.kind for header, _ in tier.frames.values()}
+    with flowkv.attach(model, **options) as kv, torch.no_grad():
+        cache = kv.cache(input_ids=prompt)
+        told = cache.get_seq_length()
+        got = model(input_ids=other[:, told:], past_key_values=cache, use_cache=True).logits
+        assert told == 48 and torch.allclose(got[:, -1], wanted, atol=1e-4)
+    with flowkv.attach(model, **options) as kv:
+        found = model.generate(
+            input_ids=prompt,
+            past_key_values=kv.cache(input_ids=prompt),
+            max_new_tokens=8,
+            do_sample=False,
+            prefill_chunk_size=4,
+        )
+        assert torch.equal(found, plain)

@@ -466,7 +466,10 @@ class Restoring:
             while front and (wanted := self._wanted(nested)):
                 nested.compute(wanted, self._pump)
         for one in self._coming:
-            one.restoration.meet()
+            if columns:  # they were told: no row goes on behind them
+                one.restoration.bound(columns - one.part.pad)
+            else:
+                one.restoration.meet()
             one.restoration.settle()
             one.front = one.restoration.front
         for one in self._coming:
