@@ -252,6 +252,7 @@ class PrefixMatcher:
         planner, store = self.planner, self.store
         found = planner.tails.find(seq, seq.length // self.page_size, limit)
         if behind and all(one.complete and not one.block.gone for one in behind):
+            store.join()  # on a GPU they may be on their way up
             count = min(limit - seq.length, *(one.block.tail or self.page_size for one in behind))
             if found is None or found.tokens < count:
                 fidelity = max(max(one.fidelity, one.codec) for one in behind)
