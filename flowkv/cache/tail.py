@@ -155,7 +155,8 @@ class Tails:
         for stop in {end, seq.prompted - 1}:
             page_no, count = divmod(stop, self.page_size)
             known = (page_no + 1) * self.page_size <= seq.prompted  # as a page of the prompt
-            few = count < self.page_size // _WORTH  # a frame takes as much as that of a full page
+            # A frame takes as much as that of a full page.
+            few = count < max(1, self.page_size // _WORTH)
             if stop > end or few or known or self._hidden(seq, page_no):
                 continue
             above = seq.blocks[0][page_no - 1] if page_no else None
