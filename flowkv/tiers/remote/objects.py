@@ -417,7 +417,8 @@ class ObjectTier(RemoteTier):
 
     def refresh(self) -> None:
         """Reads catalogs that were not there before."""
-        self.known.learn(self._news())
+        look = self.known.look()
+        self.known.learn(list(self._news()), look)  # read before the lock is taken
 
     def flush(self) -> None:
         """Writes a catalog of what was stored since the last one, if it is much, or long ago."""

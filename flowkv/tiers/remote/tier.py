@@ -38,6 +38,7 @@ __all__ = ["RemoteLimits", "RemoteTier"]
 
 MOST_KNOWN = 1 << 20
 MOST_HEADS = 1 << 14
+MOST_GONE = 1 << 16
 
 
 class Fact(NamedTuple):
@@ -67,7 +68,9 @@ class Known:
 
     A key is *shunned* after its frame was found damaged, and *condemned* as well from a deletion on
     until the engine confirmed it: no listing brings it back, only a store of this process does. A
-    frame on its way is *flying*; if its key is condemned meanwhile, it is deleted when it landed.
+    frame on its way is *flying*: only its landing says whether it is there; if its key is condemned
+    meanwhile, it is deleted when it landed. What was seen in the store before a deletion was
+    confirmed says nothing about now (`look`).
 
     Args:
         most: Frames known at a time; beyond it those known longest are forgotten, and found again
@@ -87,6 +90,8 @@ class Known:
         self._condemned: set[bytes] = set()
         self._deleting: set[bytes] = set()
         self._flying: dict[bytes, bool] = {}
+        self._deletions, self._forgotten = 0, 0
+        self._gone: dict[bytes, int] = {}  # number of the last confirmed deletion, oldest first
         self._used_bytes = self._reserved_bytes = 0
         self.fresh: list[tuple[bytes, Fact]] | None = None
 
@@ -123,19 +128,34 @@ class Known:
             found = list(self._facts.items())
         return sorted(found, key=lambda pair: pair[1].stored_ns)
 
-    def learn(self, facts: Iterable[tuple[bytes, Fact]]) -> None:
-        """Frames that others know of; what is known already is completed, never contradicted."""
+    def look(self) -> int:
+        """To be called before the engine is asked what there is; for `learn` and `see`."""
+        return self._deletions
+
+    def learn(self, facts: Iterable[tuple[bytes, Fact]], look: int) -> None:
+        """Frames that were seen; what is known already is completed, never contradicted.
+
+        Args:
+            facts: Keys, and what was seen of their frames.
+            look: What `look` said before the engine was asked.
+        """
         with self._changed:
             for key, fact in facts:
-                if key not in self._shunned:
-                    mine = self._facts.get(key, Fact())
+                mine = self._facts.get(key)
+                if mine is not None:
                     self._put(key, mine.completed(fact))
+                elif not (
+                    key in self._shunned
+                    or key in self._flying
+                    or self._gone.get(key, self._forgotten) > look
+                ):
+                    self._put(key, fact)
 
-    def see(self, head: Header, n_bytes: int) -> None:
-        """The header of a frame of so many bytes was read just now."""
+    def see(self, head: Header, n_bytes: int, look: int) -> None:
+        """The header of a frame of so many bytes was read since that `look`."""
         with self._changed:
             key, mine = head.key, self._facts.get(head.key, Fact())
-            self.learn([(key, Fact(n_bytes, head.info))])
+            self.learn([(key, Fact(n_bytes, head.info))], look)
             if mine.info is None and key in self._facts:
                 self._note(key)
             self._keep(head)
@@ -180,9 +200,13 @@ class Known:
             self._flying[key] = False
             return True
 
-    def land(self, key: bytes, fact: Fact | None, head: Header | None = None) -> None:
-        """The frame arrived, with such a header; no fact: nobody knows."""
+    def land(
+        self, key: bytes, fact: Fact | None, head: Header | None = None, *, late: bool = False
+    ) -> None:
+        """The frame arrived, with such a header; no fact: nobody knows; late: it must not stay."""
         with self._changed:
+            if late:
+                self.condemn([key])
             unwanted = self._flying.pop(key, False)
             if fact is not None and not unwanted:
                 self._condemned.discard(key)
@@ -242,6 +266,12 @@ class Known:
         with self._changed:
             self._deleting.difference_update(keys)
             if gone:
+                self._deletions += 1
+                for key in keys:
+                    self._gone.pop(key, None)
+                    self._gone[key] = self._deletions
+                while len(self._gone) > MOST_GONE:
+                    self._forgotten = self._gone.pop(next(iter(self._gone)))
                 self._shunned.difference_update(key for key in keys if key not in self._condemned)
             else:
                 self._condemned.update(keys)
@@ -755,16 +785,17 @@ class RemoteTier:
 
     def _list(self, told: dict[bytes, Fact]) -> None:
         facts: list[tuple[bytes, Fact]] = []
+        look = self.known.look()
         for name, n_bytes, stored_ns in self.backend.list(self.limits.call_s):
             key = bytes.fromhex(name)
             fact = told.get(key) or Fact(stored_ns=stored_ns)
             facts.append((key, fact._replace(n_bytes=n_bytes)))
             if len(facts) == LISTED:
-                self.known.learn(facts)
+                self.known.learn(facts, look)
                 facts.clear()
             if not self._open:
                 break
-        self.known.learn(facts)
+        self.known.learn(facts, look)
 
     def refresh(self) -> None:
         """Called every `every_s` seconds: looks at what others wrote, where that is cheap.
@@ -882,14 +913,14 @@ class RemoteTier:
         asked = [key for key in fresh if not self.known.is_shunned(key)][: self.backend.asks]
         if not asked:
             return
-        names = [key.hex() for key in asked]
+        names, look = [key.hex() for key in asked], self.known.look()
         try:
             there = self._aside.call(lambda: self.backend.exists(names, ASK_S), ASK_S)
         except OSError:
             self._quiet_until_ns = now_ns + silence_ns
             return
         answered = list(zip(asked, there, strict=True))
-        self.known.learn((key, Fact()) for key, found in answered if found)
+        self.known.learn(((key, Fact()) for key, found in answered if found), look)
         if len(self._absent) > MOST_ABSENT:
             self._absent.clear()
         self._absent.update((key, now_ns) for key, found in answered if not found)
@@ -938,8 +969,9 @@ class RemoteTier:
         if wish.first or wish.stripes:
             head = self._header(item.key, staging, left_s)
         else:  # in one call, header included: what was read belongs together
+            look = self.known.look()
             stored = self._get(item.key, 0, self._most_bytes(item), staging, left_s)
-            head = self._see(envelope.head(stored, item.key)) if stored is not None else None
+            head = self._see(envelope.head(stored, item.key), look) if stored is not None else None
         if head is not None:
             accept(head, wish.key, wish.layout, wish.fidelity)
             stripes = span(head, wish.first, wish.stripes)
@@ -970,17 +1002,17 @@ class RemoteTier:
         """
         if (head := self.known.head(key)) is not None:
             return head
-        was = self.known.get(key)
+        was, look = self.known.get(key), self.known.look()
         page = self._get(key, 0, GRANULE_BYTES, staging, left_s)
         if page is not None and (size := peek_header_bytes(page)) > len(page):
             page = self._get(key, 0, size, staging, left_s)
         if page is None:
             self.known.drop(key, was)
             return None
-        return self._see(self.envelope.head(page, key))
+        return self._see(self.envelope.head(page, key), look)
 
-    def _see(self, head: Header) -> Header:
-        self.known.see(head, sum(self.envelope.place(head, 0, head.stripes)))
+    def _see(self, head: Header, look: int) -> Header:
+        self.known.see(head, sum(self.envelope.place(head, 0, head.stripes)), look)
         return head
 
     def _most_bytes(self, item: Item) -> int:
@@ -1009,14 +1041,15 @@ class RemoteTier:
                 if self._guarded(item, lambda: self._put(item, data)):
                     fact = Fact(len(data), header.info, time.time_ns())
                 in_time = self._workers.claim(item) is not None
-            finally:
-                self.known.land(item.key, fact if in_time else None, header)
+            finally:  # what was said to have failed must not be found
+                late = fact is not None and not in_time
+                self.known.land(item.key, fact, header, late=late)
         finally:
             self.known.release(len(data))
-        if fact is not None and in_time:
+        if late:
+            self._wake.set()
+        elif fact is not None:
             self._workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
-        elif fact is not None:  # it was said to have failed, so it must not be found
-            self.delete([item.key])
 
     def _seal(self, item: Item, info: FrameInfo) -> tuple[memoryview, Header] | None:
         """The frame in staging memory; None if the item was answered."""

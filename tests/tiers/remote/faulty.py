@@ -78,6 +78,8 @@ class FaultyBackend:
         with self._lock:
             self.objects[name] = bytes(data)
             self.stored[name] = time.time_ns()
+        if self.after.pop("put", "") == "hang":
+            self._hang()
         self._lose(fault)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
@@ -92,7 +94,10 @@ class FaultyBackend:
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
         self._suffer("list", timeout_s)
-        for name, data in list(self.objects.items()):
+        found = list(self.objects.items())
+        if self.after.pop("list", "") == "hang":
+            self._hang()
+        for name, data in found:
             yield Listed(name, len(data), self.stored.get(name, 0))
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -470,9 +471,56 @@ def test_a_store_is_not_forgotten_for_an_older_answer(
     assert hits(tier, [0]) == 1
 
 
+@pytest.mark.parametrize("call", ["get", "list"])
+def test_what_was_seen_before_a_deletion_is_not_believed(
+    engine: FaultyBackend, tier: RemoteTier, call: str
+) -> None:
+    """Neither a load under way nor a listing brings back what was deleted meanwhile."""
+    stored(tier, [0, 1])
+    engine.after[call] = "hang"
+    asked = partial(get, tier, [0]) if call == "get" else tier.survey
+    asking = threading.Thread(target=asked)
+    asking.start()
+    wait_for(lambda: engine.hanging)
+    tier.delete([key_of(0)])
+    wait_for(lambda: len(engine.objects) == 1 and not tier.known.is_shunned(key_of(0)))
+    engine.release()
+    asking.join()
+    assert tier.contains([key_of(0), key_of(1)]) == [False, True]
+    stored(tier, [0])
+    assert tier.contains([key_of(0)]) == [True] and hits(tier, [0]) == 1
+
+
+def test_a_store_that_failed_is_not_known_from_a_load_meanwhile(
+    engine: FaultyBackend, tier: RemoteTier
+) -> None:
+    engine.after["put"] = "hang"  # it is there, and the store's time passes
+    item = Store(key_of(0), info_of(SIZE), memoryview(body_of(0)))
+    job = tier.submit_store([item], deadline_s=0.3)
+    wait_for(lambda: engine.hanging)
+    assert hits(tier, [0]) == 1
+    assert answers(tier, job, 1)[0].reason == "deadline"
+    assert tier.contains([key_of(0)]) == [False]
+    engine.release()
+    wait_for(lambda: not engine.objects)
+    assert tier.contains([key_of(0)]) == [False] and get(tier, [0])[0].outcome is Outcome.MISS
+
+
+def test_deletions_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowkv.tiers.remote.tier.MOST_GONE", 2)
+    known = Known()
+    old = known.look()
+    for n in range(4):
+        known.settle([key_of(n)], gone=True)
+    known.learn([(key_of(n), Fact(10)) for n in range(6)], old)
+    assert not known.facts(), "it cannot be told any more"
+    known.learn([(key_of(n), Fact(10)) for n in range(6)], known.look())
+    assert len(known) == 6
+
+
 def test_what_is_known_is_bounded() -> None:
     known = Known(most=3)
-    known.learn((key_of(n), Fact(10)) for n in range(5))
+    known.learn(((key_of(n), Fact(10)) for n in range(5)), known.look())
     assert [key for key, _ in known.facts()] == [key_of(n) for n in (2, 3, 4)]
     known.begin(key_of(9), 1.0)
     known.land(key_of(9), Fact(7))
