@@ -35,7 +35,7 @@ from torch import nn
 
 import flowkv
 from flowkv import KV, Geometry
-from flowkv.demo.run import Slow
+from flowkv.demo.process import Slow
 from flowkv.tiers.host import HostTier
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 64

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from flowkv.core.keys import KEY_BYTES, ROOT, KeyChain, as_tokens, tenant_salt, within
     from flowkv.core.parts import PART
     from flowkv.demo import findings as demo_findings
-    from flowkv.demo import run
+    from flowkv.demo import process, run
     from flowkv.demo.findings import (
         DemoCase,
         DemoPlan,
@@ -194,7 +194,7 @@ if TYPE_CHECKING:
         UNKNOWN_STOP,
     )
     from flowkv.policy.by_score import ByScore, _keys
-    from flowkv.policy.deferred import FEW_VISITS, MOST_KEPT, Deferred
+    from flowkv.policy.deferred import FEW_VISITS, MOST_KEPT, Deferred, Rehearsals, deferred
     from flowkv.policy.hazard.compiled import (
         BASE_LIMIT,
         BASES,

@@ -29,7 +29,7 @@ from tests.inside import (
     run,
     summarise,
 )
-from tests.inside import run as slow
+from tests.inside import process as slow
 from tests.observe.chrome import read_chrome
 
 SMALL = DemoSizes(context=384, turns=3, rows=2, answer=8)

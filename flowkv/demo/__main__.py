@@ -37,7 +37,7 @@ def main() -> int:
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.showwarning = show
         tell(DemoMessage(total=1, doing="importing torch"))
-        from flowkv.demo.run import run_task
+        from flowkv.demo.process import run_task
 
         task = msgspec.json.decode(given.task.read_bytes(), type=DemoTask)
         try:

@@ -1,53 +1,37 @@
-"""Conducts the demo: two processes of their own, one after the other, and what they found out."""
+"""Conducts the demo: two processes of their own, one after the other, and what they found out.
+
+This process needs no model, so it imports neither torch nor what works with it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import math
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import msgspec
-import torch
 
-import flowkv
-from flowkv.cache.stack import make_envelope
-from flowkv.core.config import format_size, load_config, parse_place
-from flowkv.core.errors import ConfigError, FlowKVError, StoreError, UnsupportedModelError
+from flowkv.core.config import format_size, parse_place
+from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.demo.findings import (
     CaseSummary,
-    DemoCase,
     DemoMessage,
     DemoPlan,
     DemoTask,
-    DemoWorkload,
     Findings,
-    Sample,
     Summary,
-    WatchedRestore,
-    build_workload,
     summarise,
     write_demo_report,
 )
-from flowkv.demo.timing import NOTHING, Reuse, timed_generate
-from flowkv.hooks.huggingface.load import LoadedModel, load_model
-from flowkv.observe.timeline import Timelines
-from flowkv.report.screen import Screen, Tell
+from flowkv.report.screen import Screen
 from flowkv.report.words import seconds, times
-from flowkv.tiers.base import UNBOUNDED, Outcome, Tier, TierAnswer
-from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.inspect import inspect
 
 
@@ -236,326 +220,3 @@ def _show(summary: Summary, plan: DemoPlan, screen: Screen) -> None:
 
 def _reused(case: CaseSummary) -> str:
     return f"{case.reused_tokens:,}" if math.isfinite(case.ttft_disk_s) else "-"
-
-
-# A tier made slower, so that on a fast disk, too, loading and computing can be seen to share.
-
-_PAUSE_S = 0.001
-
-
-class Slow:
-    """A tier that hands out what it loaded no faster than a link of some rate would.
-
-    Args:
-        tier: Does the work; closed with this one.
-        bytes_per_s: Of the link that is emulated.
-    """
-
-    def __init__(self, tier: Tier, bytes_per_s: float) -> None:
-        self._tier, self._bytes_per_s = tier, bytes_per_s
-        self._lock = threading.Lock()
-        self._due: list[tuple[float, int, TierAnswer]] = []
-        self._order = itertools.count()
-        self._free_s = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "fileno":  # it would say when the fast tier is done
-            raise AttributeError(name)
-        return getattr(self._tier, name)
-
-    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Answers that are ready; waits up to `timeout_s` for the first one."""
-        end_s = time.monotonic() + timeout_s
-        while True:
-            with self._lock:
-                for answer in self._tier.poll(0.0):
-                    self._take(answer)
-                now_s = time.monotonic()
-                ready = []
-                while self._due and self._due[0][0] <= now_s:
-                    ready.append(heapq.heappop(self._due)[2])
-            if ready or now_s >= end_s:
-                return ready
-            time.sleep(min(_PAUSE_S, end_s - now_s))
-
-    def _take(self, answer: TierAnswer) -> None:
-        due_s = now_s = time.monotonic()
-        if answer.outcome is Outcome.HIT:
-            due_s = max(now_s, self._free_s) + answer.n_bytes / self._bytes_per_s
-            self._free_s = due_s
-            answer = answer._replace(seconds=answer.seconds + due_s - now_s)
-        heapq.heappush(self._due, (due_s, next(self._order), answer))
-
-
-# What the demo's two processes do: one answers and stores, the other restores and answers.
-#
-# Every figure is measured, here and now, by the protocol of `flowkv.demo.timing`: after a
-# warm-up with other prompts, in turns with what it is compared to, several times over.
-
-
-class _Meter:
-    """Generates, measures and compares; one step of the progress per request."""
-
-    def __init__(self, loaded: LoadedModel, plan: DemoPlan, tell: Tell, total: int) -> None:
-        self.loaded, self.model, self.plan = loaded, loaded.model, plan
-        self.samples: list[Sample] = []
-        self._tell, self._total, self._done = tell, total, 0
-
-    def step(self, text: str) -> None:
-        self._done += 1
-        self._tell(min(self._done, self._total), self._total, text)
-
-    def ask(
-        self, way: str, case: DemoCase, kv: flowkv.KV | None = None, *, whole: bool = False
-    ) -> list[list[int]]:
-        """Answers with or without FlowKV; only the first token unless `whole`."""
-        count = self.plan.sizes.answer if whole else 1
-        before = Reuse.of(kv) if kv else NOTHING
-        timing = timed_generate(self.model, case.prompts, max_new_tokens=count)
-        found = Reuse.of(kv).since(before) if kv else NOTHING
-        # The first answer without FlowKV is the reference. The second process computes it again: it
-        # must agree with itself, or a comparison would mean nothing.
-        reference = [answer[:count] for answer in case.answers or timing.answers]
-        self.samples.append(
-            Sample(
-                way=way,
-                case=case.name,
-                ttft_s=timing.ttft_s,
-                tpot_s=timing.tpot_s,
-                identical=timing.answers == reference,
-                seen=found.seen,
-                reused=found.reused,
-                loaded_bytes=found.loaded_bytes,
-            )
-        )
-        self.step(f"{case.name}, {'with' if kv else 'without'} FlowKV")
-        return timing.answers
-
-
-def run_task(task: DemoTask, tell: Tell) -> Findings:
-    """What a process of the demo does.
-
-    Raises:
-        FlowKVError: What is asked for cannot be done.
-    """
-    if task.phase == "store":
-        return store_phase(task.plan, Path(task.work), tell)
-    return restore_phase(task.plan, Path(task.work), task.cases, tell)
-
-
-def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
-    """First process: answers without FlowKV, then with it, and leaves pages in the store."""
-    repeats = plan.repeats
-    meter, workload = _prepare(plan, work, tell, repeats * 3 * (plan.sizes.turns + 1))
-    loaded = meter.loaded
-    cases = _converse(meter, workload)
-    fresh, pool_bytes = True, 0
-    for repeat in range(repeats):
-        if repeat:
-            for case in cases:
-                meter.ask("cold", case)
-        # Only the first repeat fills the store, with whole answers. What the others measure as
-        # unknown must be unknown.
-        place = str(work / f"scratch-{repeat}") if repeat else plan.store
-        with _attached(loaded.model, place) as kv:
-            for way in ("first", "again"):
-                for case in cases:
-                    meter.ask(way, case, kv, whole=not repeat)
-            kv.flush()
-            pool_bytes = pool_bytes or _pool_bytes(kv)
-        if repeat:
-            shutil.rmtree(place, ignore_errors=True)
-        else:
-            first = [sample for sample in meter.samples if sample.way == "first"]
-            fresh = not first[0].reused
-            for sample in [] if fresh else first:  # a store of yours knew the opening before
-                sample.way = "known"
-    shown = cases[-2]
-    texts = [loaded.decode(shown.prompts[0]), loaded.decode(shown.answers[0])]
-    return Findings(
-        samples=meter.samples,
-        pool_bytes=pool_bytes,
-        machine=_machine(loaded.model, plan),
-        fresh=fresh,
-        cases=cases,
-        texts=texts,
-    )
-
-
-def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell) -> Findings:
-    """Second process: takes the conversation up where the first left it, from disk."""
-    asked, earlier = cases[-2:], cases[:-2]
-    steps = (plan.repeats + 1) * 2 * len(asked) + len(earlier)
-    meter, _ = _prepare(plan, work, tell, steps)
-    pool_bytes, attach_s, answers = 0, 0.0, dict[str, list[list[int]]]()
-    for repeat in range(plan.repeats):
-        for case in asked:
-            meter.ask("recompute", case, whole=not repeat)
-        _drop_page_cache(Path(parse_place(f"disk:{plan.store}").path))
-        started = time.perf_counter()
-        # A new cache every time: its pool is empty, so that pages come from disk.
-        with _attached(meter.model, plan.store) as kv:
-            attach_s = attach_s or time.perf_counter() - started
-            for case in asked:
-                answers.setdefault(case.name, meter.ask("disk", case, kv, whole=not repeat))
-            if not repeat:
-                for case in earlier:
-                    answers[case.name] = meter.ask("check", case, kv, whole=True)
-            pool_bytes = pool_bytes or _pool_bytes(kv)
-    return Findings(
-        samples=meter.samples,
-        pool_bytes=pool_bytes,
-        machine=_machine(meter.model, plan),
-        attach_s=attach_s,
-        talk=[
-            (question, meter.loaded.decode(answer))
-            for case in cases
-            for question, answer in zip(case.asked, answers[case.name], strict=False)
-        ],
-        restores=_watch(meter, asked),
-    )
-
-
-def _watch(meter: _Meter, asked: list[DemoCase]) -> list[WatchedRestore]:
-    """Restores the last turn twice more, with a look at how: from the disk, and from a slow one.
-
-    The slow one takes about as long to load a prompt as the model takes to compute it. No time of
-    this is among the figures, since being watched costs a little. Other cases go before, and teach
-    the cache the rates.
-    """
-    plan, (talk, *others) = meter.plan, asked
-    said = [sample for sample in meter.samples if sample.case == talk.name]
-    compute_s = median(sample.ttft_s for sample in said if sample.way == "recompute")
-    slow = max(sum(sample.loaded_bytes.values()) for sample in said) / compute_s
-    found = []
-    _drop_page_cache(Path(parse_place(f"disk:{plan.store}").path))
-    # Without a rate nothing was restored, or other tiers have it.
-    for rate in (0.0, slow) if slow else (0.0,):
-        place = _slow_disk(plan.store, rate) if rate else plan.store
-        with _attached(meter.model, place) as kv, contextlib.ExitStack() as stack:
-            if plan.trace and not rate:
-                stack.enter_context(kv.trace(plan.trace))
-            for case in others:
-                meter.ask("watched", case, kv)
-            restores = stack.enter_context(Timelines(kv.bus))
-            meter.ask("watched", talk, kv)
-            found += [WatchedRestore(timeline=one, bytes_per_s=rate) for one in restores.ended]
-    return found
-
-
-def _slow_disk(place: str, bytes_per_s: float) -> Slow:
-    """The store as a tier object, opened as the cache itself would."""
-    config = load_config(disk=place)
-    (disk,) = (one for one in config.places(on_cpu=True) if one.kind == "disk")
-    most = disk.size_bytes(shutil.disk_usage(disk.path).total) or UNBOUNDED
-    envelope = make_envelope(config)
-    return Slow(DiskTier(disk.path, most, name="slow disk", envelope=envelope), bytes_per_s)
-
-
-def _prepare(plan: DemoPlan, work: Path, tell: Tell, steps: int) -> tuple[_Meter, DemoWorkload]:
-    """The model, warmed up, and what it is asked in so many steps."""
-    total = 2 + 4 + steps
-    tell(0, total, "loading the model")
-    if plan.threads:
-        torch.set_num_threads(plan.threads)
-    loaded = load_model(plan.model, dtype=plan.dtype, device=plan.device or None)
-    config = loaded.model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = getattr(text, "max_position_embeddings", None)
-    workload = build_workload(loaded.encode, plan.sizes, most_tokens=most, chat=loaded.chat)
-    meter = _Meter(loaded, plan, tell, total)
-    meter.step("warming up")
-    _warm_up(meter, workload, work)
-    return meter, workload
-
-
-@contextlib.contextmanager
-def _attached(model: Any, place: str | Tier) -> Iterator[flowkv.KV]:
-    disk: dict[str, Any] = {"disk": place} if isinstance(place, str) else {"tiers": [place]}
-    kv = flowkv.attach(model, **disk)
-    try:
-        if kv.geometry is None:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be served from pages, so there is nothing to show",
-                "Choose another --model; flowkv.verify(model) says why",
-            )
-        yield kv
-    finally:
-        kv.detach()
-        kv.close()
-
-
-def _warm_up(meter: _Meter, workload: DemoWorkload, work: Path) -> None:
-    """Runs every path once, computing and loading, with prompts that are not asked for later."""
-    place = work / f"warm-up-{os.getpid()}"
-    count = meter.plan.sizes.answer
-    for prompts in workload.warm_up:
-        timed_generate(meter.model, prompts, max_new_tokens=count)
-    meter.step("compiling kernels")
-    for doing in ("storing to warm up", "restoring to warm up"):
-        with _attached(meter.model, str(place)) as kv:
-            for prompts in workload.warm_up:
-                timed_generate(meter.model, prompts, max_new_tokens=count)
-            kv.flush()
-        meter.step(doing)
-    shutil.rmtree(place, ignore_errors=True)
-
-
-def _converse(meter: _Meter, workload: DemoWorkload) -> list[DemoCase]:
-    """Asks without FlowKV, and so makes the requests and their reference answers."""
-    cases = []
-    prompt, turns = workload.opening, meter.plan.sizes.turns
-    for turn in range(1, turns + 1):
-        asked = workload.asked[turn - 1 : turn]
-        case = DemoCase(f"conversation, turn {turn}", [prompt], asked=asked)
-        case.answers = meter.ask("cold", case, whole=True)
-        cases.append(case)
-        if turn <= len(workload.questions):
-            (answer,), question = case.answers, workload.questions[turn - 1]
-            # An answer that came to its end has the token that a template puts there, too.
-            prompt = prompt + answer + question[answer[-1:] == question[:1] :]
-    asked = workload.asked[turns:]
-    case = DemoCase(f"batch of {len(workload.batch)}", workload.batch, asked=asked)
-    case.answers = meter.ask("cold", case, whole=True)
-    return [*cases, case]
-
-
-def _pool_bytes(kv: flowkv.KV) -> int:
-    return sum(pool["used_bytes"] for pool in kv.stats()["devices"].values())
-
-
-def _drop_page_cache(directory: Path) -> None:
-    """Asks the operating system to forget the files' contents, so that loads reach the disk."""
-    for path in directory.rglob("*"):
-        if path.is_file() and hasattr(os, "posix_fadvise"):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)  # only clean pages are dropped
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
-
-
-def _machine(model: Any, plan: DemoPlan) -> dict[str, Any]:
-    device = torch.device(model.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return {
-        "device": str(device),
-        "device_name": name,
-        "threads": torch.get_num_threads(),
-        "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
-        "dtype": plan.dtype,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "torch": str(torch.__version__),
-        "flowkv": flowkv.__version__,
-        "python": platform.python_version(),
-        "pid": os.getpid(),
-    }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -3,13 +3,18 @@
 The compiled code of an order, and of what learns beside it, takes tens of seconds to make on a new
 machine and half a second to load later. A cache that has room for everything needs none of it: no
 call before the first choice has an answer that depends on those before it. So the calls are kept,
-and the policy hears all of them, in their order, before it first has to answer.
+and the policy hears all of them, in their order, before it first has to answer. Until then, once
+some requests have come, a thread has another policy of its kind rehearse: nobody should wait for a
+compiler. What may be left unanswered is, while that lasts.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
 from collections.abc import Callable, Collection
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -60,13 +65,15 @@ class Deferred(Policy):
 
     Args:
         policy: Fresh: it was not called yet.
+        ready: Whether the policy could answer at once; asked before it is told of anything for the
+            sake of an answer that could as well be none.
 
     Attributes:
         policy: The same; while calls are kept, it does not know of them.
     """
 
-    def __init__(self, policy: LeafOrder) -> None:
-        self.name, self.policy = policy.name, policy
+    def __init__(self, policy: LeafOrder, ready: Callable[[], bool] = lambda: True) -> None:
+        self.name, self.policy, self._ready = policy.name, policy, ready
         self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] | None = []
         self._kept = self._visits = 0
         self._brought = b""
@@ -100,6 +107,8 @@ class Deferred(Policy):
             self.policy.access(now_ns, slots, visit)
         else:
             self._visits += 1
+            if self._visits == FEW_VISITS:
+                self._ready()
             self._keep("access", now_ns, as_slots(slots).copy(), visit)
 
     remove, forget, pin, unpin = map(_later, ("remove", "forget", "pin", "unpin"))
@@ -132,7 +141,7 @@ class Deferred(Policy):
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
-        if self._calls is not None and not (self._wishes and self._away):
+        if self._calls is not None and not (self._wishes and self._away and self._ready()):
             return NO_SLOTS.copy(), np.empty(0)
         return self.caught_up().wanted(now_ns, n)
 
@@ -194,10 +203,89 @@ class Deferred(Policy):
             self._away.update(s for s in named if s not in self._here)
 
 
+class Rehearsals:
+    """Policies that call what there is to compile of their kind, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._done: dict[type[LeafOrder], bool] = {}
+        self._threads: list[threading.Thread] = []
+        self._ended = False
+        atexit.register(self.end)  # a compiler at work must not see the process go
+        os.register_at_fork(after_in_child=self._forked)
+
+    def ready(self, kind: type[LeafOrder], make: Callable[[], Policy]) -> bool:
+        """Whether such policies were rehearsed; if nobody has begun to, a thread does."""
+        if kind not in self._done and not self._ended:
+            self._done[kind] = False
+            thread = threading.Thread(
+                target=self._rehearse, args=(make(),), name=f"flowkv {kind.name}", daemon=True
+            )
+            try:
+                thread.start()
+                self._threads.append(thread)
+            except RuntimeError:  # the system has none now: compiled when it must be
+                self._done[kind] = True
+        return self._done.get(kind, False)
+
+    def wait(self) -> None:
+        """Until all that began are done."""
+        for thread in self._threads:
+            thread.join()
+
+    def end(self) -> None:
+        """Ends those under way, as soon as the function that they compile is compiled."""
+        self._ended = True
+        self.wait()
+
+    def _rehearse(self, policy: LeafOrder) -> None:
+        try:
+            for call in _story(policy):
+                if self._ended:
+                    return
+                call()
+        finally:
+            self._done[type(policy)] = True
+
+    def _forked(self) -> None:
+        self._threads.clear()
+        self._done = {kind: True for kind, done in self._done.items() if done}
+
+
+def _story(policy: LeafOrder) -> list[Callable[[], object]]:
+    """Every call there is, once."""
+    both = as_slots([0, 1])
+    root, leaf = both[:1], both[1:]
+    return [
+        partial(policy.access, 0, both, Visit(1)),
+        partial(policy.insert, 0, root, as_slots([-1])),
+        partial(policy.insert, 1, leaf, root),
+        partial(policy.complete, 2, 1, stop=0, output_tokens=1),
+        partial(policy.hint, 3, both, 1),
+        partial(policy.enqueue, 4, 2, both),
+        partial(policy.abort, 5, 2),
+        partial(policy.pin, both),
+        partial(policy.unpin, both),
+        partial(policy.remove, leaf),
+        partial(policy.wanted, 6, 1),
+        partial(policy.displace, 7, 1, 0.0),
+        partial(policy.expired, 8),
+        partial(policy.weakest, 9),
+        partial(policy.evict, 10, 1),
+        partial(policy.forget, both),
+        getattr(policy, "save_model", bytes),
+    ]
+
+
+_REHEARSALS = Rehearsals()
+
+
 def deferred(make: Callable[[], Policy]) -> Policy:
     """A fresh policy, deferred if it is one that can be."""
     policy = make()
-    return Deferred(policy) if isinstance(policy, LeafOrder) else policy
+    if not isinstance(policy, LeafOrder):
+        return policy
+    kind = type(policy)
+    return Deferred(policy, lambda: _REHEARSALS.ready(kind, make))
 
 
 def behind(policy: Policy) -> Policy:

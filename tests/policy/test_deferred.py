@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +14,15 @@ from hypothesis import strategies as st
 
 from flowkv.policy import CATALOGUE, HazardIndex, Hedge, Visit, make_policy
 from flowkv.testing import check_policy
-from tests.inside import FEW_VISITS, MOST_KEPT, NEVER_NS, ConfigError, Deferred
+from tests.inside import (
+    FEW_VISITS,
+    MOST_KEPT,
+    NEVER_NS,
+    ConfigError,
+    Deferred,
+    Rehearsals,
+    deferred,
+)
 
 NAMES = sorted(set(CATALOGUE) - {"opt"})
 SECOND = 10**9
@@ -147,3 +158,81 @@ def test_what_was_learned_is_carried_over_and_a_little_is_not():
     assert third.wanted(9 * SECOND, 1)[0].tolist() == warm.wanted(9 * SECOND, 1)[0].tolist()
     assert len(third.policy) == len(warm) and third.digest() == warm.digest()
     assert Deferred(make_policy("lru")).save_model() == b""
+
+
+def test_nobody_waits_for_what_may_be_none():
+    """While the policy is compiled nothing is wished for; afterwards, all that would have been."""
+    ready = False
+    later, at_once = Deferred(HazardIndex(), lambda: ready), HazardIndex()
+    for policy in (later, at_once):
+        for n in range(9):
+            policy.access(n * SECOND, np.arange(3), Visit(n))
+    assert at_once.wanted(9 * SECOND, 4)[0].tolist() == [2]
+    assert later.wanted(9 * SECOND, 4)[0].size == 0
+    ready = True
+    assert later.wanted(9 * SECOND, 4)[0].tolist() == [2]
+
+
+def test_a_rehearsal_begins_by_itself_once_requests_come():
+    asked = []
+    policy = Deferred(HazardIndex(), lambda: bool(asked.append(1)))
+    for n in range(2 * FEW_VISITS):
+        assert len(asked) == (n >= FEW_VISITS)
+        policy.access(n * SECOND, np.arange(3), Visit(n))
+    assert len(asked) == 1
+
+
+class Slow(HazardIndex):
+    """Takes its time with the first call, as one that is compiled does."""
+
+    def __init__(self, begun, go):
+        super().__init__()
+        self.begun, self.go = begun, go
+
+    def access(self, now_ns, slots, visit):
+        self.begun.set()
+        assert self.go.wait(60.0)
+        super().access(now_ns, slots, visit)
+
+
+def test_a_rehearsal_is_one_and_ends_with_the_process():
+    begun, go, made = threading.Event(), threading.Event(), []
+
+    def make():
+        made.append(Slow(begun, go))
+        return made[-1]
+
+    rehearsals = Rehearsals()
+    assert not rehearsals.ready(Slow, make) and begun.wait(60.0)
+    assert not rehearsals.ready(Slow, make) and len(made) == 1
+    ending = threading.Thread(target=rehearsals.end)
+    ending.start()
+    go.set()
+    ending.join()
+    assert rehearsals.ready(Slow, make) and len(made) == 1
+    assert len(made[0]) == 0, "it went on to the end of the call, and no further"
+    assert not rehearsals.ready(HazardIndex, HazardIndex), "nothing begins at the end"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rehearsals_make_every_call(name):
+    make, rehearsals = partial(make_policy, name), Rehearsals()
+    policy = deferred(make)
+    if not isinstance(policy, Deferred):
+        pytest.skip("has nothing to compile")
+    rehearsals.ready(type(policy.policy), make)
+    rehearsals.wait()
+    assert rehearsals.ready(type(policy.policy), make)
+
+
+def test_a_child_of_fork_rehearses_anew():
+    begun, go = threading.Event(), threading.Event()
+    rehearsals = Rehearsals()
+    assert not rehearsals.ready(Slow, lambda: Slow(begun, go)) and begun.wait(60.0)
+    child = os.fork()
+    if child == 0:  # its thread is not here
+        rehearsals.wait()
+        os._exit(Slow in rehearsals._done)
+    go.set()
+    rehearsals.wait()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
