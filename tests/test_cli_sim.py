@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from flowkv import cli
+from flowkv import KV, cli
+from flowkv.connect.events import EventPublisher
 from flowkv.sim import generate, replay
 from flowkv.sim.hierarchy import published_workload
+from tests.cache.toy import PAGE, make_kv, published, simple
 from tests.report.drawn import curves
 from tests.sim.writers import write_workload
 
@@ -52,7 +56,10 @@ def test_sim_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: flowkv sim" in refused(capsys, "sim")
 
 
-@pytest.mark.parametrize("verb", ["sim replay", "sim sweep", "sim characterise", "sim hierarchy"])
+VERBS = ["replay", "sweep", "characterise", "record", "hierarchy"]
+
+
+@pytest.mark.parametrize("verb", [f"sim {name}" for name in VERBS])
 def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         cli.main([*verb.split(), "--help"])
@@ -178,6 +185,44 @@ def test_characterise_prints_and_gives_one_object(capsys: pytest.CaptureFixture[
     found = json.loads(shown(capsys, "sim", "characterise", CHAT, "--json"))
     assert (found["trace"], found["requests"]) == (CHAT, 200)
     assert found["lru"]["1.0"] == pytest.approx(found["infinite_hit_ratio"])
+
+
+def test_record_writes_a_trace_that_replays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("zmq")
+    out, kv = tmp_path / "trace", make_kv(simple(), pages=512)
+    with kv, EventPublisher(kv, "tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*") as publisher:
+        for n in range(40):
+            published(kv, [n % 7, *range(3 * PAGE)])
+        words = ["sim", "record", "flowkv", publisher.endpoint, "--replay", publisher.replay]
+        words += ["--out", str(out), "--seconds"]
+        asking = threading.Thread(target=ask_for_a_while, args=(kv,))
+        asking.start()
+        said = json.loads(shown(capsys, *words, "8", "--json"))
+        asking.join()
+    assert said["lost"] == 0 and said["requests"] >= 8
+    rows = json.loads(shown(capsys, "sim", "replay", str(out), "--sizes", "50%", "--json"))
+    assert {row["policy"] for row in rows} == {"lru", "auto", "opt"}
+
+
+def ask_for_a_while(kv: KV) -> None:
+    """Goes on as production does, while somebody comes to record it."""
+    for n in range(60):
+        published(kv, [100 + n, *range(PAGE)])
+        time.sleep(0.1)
+
+
+def test_record_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zmq")
+    out = ["--out", str(tmp_path / "trace")]
+    here = ["sim", "record", "vllm", "tcp://127.0.0.1:1"]
+    assert "Give one for each" in refused(capsys, *here, *out, "--replay", "tcp://a:1,tcp://b:2")
+    assert "Choose another --out" in refused(capsys, *here, "--out", str(tmp_path))
+    assert "no address" in refused(capsys, "sim", "record", "vllm", "nowhere", *out)
+    assert "invalid choice" in refused(capsys, "sim", "record", "abacus", "tcp://a:1", *out)
+    assert cli.main([*here, *out, "--seconds", "0.1"]) == 1
+    assert "Nothing came" in capsys.readouterr().out
 
 
 def test_hierarchy_prints_three_tables(steps: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ def test_dev_extra_and_dev_group_are_one_list() -> None:
     extra = project["project"]["optional-dependencies"]["dev"]
     assert sorted(extra) == sorted(
         [
-            "flowkv[hf,cli,report,aead,object,redis,metrics,otel]",
+            "flowkv[hf,cli,report,aead,object,redis,metrics,otel,events]",
             *groups["lint"],
             *groups["test"],
             *groups["servers"],

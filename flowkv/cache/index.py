@@ -295,6 +295,9 @@ class PrefixIndex:
     Args:
         on_drop: Told the slots that belong to no key any more, before others get them.
         least_ghosts: Forgotten blocks that keep their slots, if there are not more known ones.
+
+    Attributes:
+        watchers: Told of each page whose tokens became known (True), or that is forgotten (False).
     """
 
     def __init__(
@@ -304,6 +307,7 @@ class PrefixIndex:
     ) -> None:
         self._on_drop, self._least_ghosts = on_drop, least_ghosts
         self.ghosts, self.beginnings = Ghosts(self._drop), Beginnings()
+        self.watchers: list[Callable[[Block, bool], None]] = []
         self._by_key: dict[bytes, Block] = {}
         self._slots: list[Block | None] = []
         self._free: list[int] = []
@@ -377,10 +381,14 @@ class PrefixIndex:
             block.tokens = tokens.copy()
             if not block.group:
                 self.beginnings.add(block)
+            for watch in self.watchers:
+                watch(block, True)
 
     def forget(self, block: Block) -> None:
         """Removes a block; a page leaves a ghost, and what lies below it stays known."""
         block.gone = True
+        for watch in self.watchers:
+            watch(block, False)
         if block.kind == "page" and block.tokens is not None and not block.group:
             self.beginnings.discard(block)
         del self._by_key[block.key]

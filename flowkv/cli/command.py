@@ -11,6 +11,7 @@ import platform
 import re
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -759,6 +760,61 @@ def _characterise(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     return 0, found
 
 
+# `flowkv sim record`: a trace of an engine in production, from its KV events.
+
+ENGINES = ("vllm", "sglang", "dynamo", "flowkv")
+
+
+def _add_record(verb: AddVerb) -> None:
+    added = verb("record", _record, "write a trace of an engine that runs, from its KV events")
+    engines = "vllm, sglang, dynamo or flowkv: what publishes the events"
+    added.add_argument("engine", choices=ENGINES, metavar="ENGINE", help=engines)
+    about = "where, such as tcp://localhost:5557; several where an engine has several publishers"
+    added.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help=about)
+    added.option("--out", "FILE", "the trace, for sim replay", type=Path, required=True)
+    about = "where the engine answers for events that were missed, one for each endpoint"
+    added.option("--replay", "A,B", about, type=names, default=[])
+    added.option("--topic", "TEXT", "only events of this topic", default="")
+    added.option("--seconds", "S", "how long; default until Ctrl-C", type=float, default=math.inf)
+
+
+def _record(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.connect.events import EventSubscription, Recorder
+
+    replays = given.replay or [""] * len(given.endpoints)
+    if len(replays) != len(given.endpoints):
+        raise ConfigError(
+            f"{len(given.endpoints)} endpoints and {len(replays)} addresses in --replay",
+            "Give one for each, or none",
+        )
+    if given.out.is_dir() or not given.out.absolute().parent.is_dir():
+        raise ConfigError(f"the trace {given.out} cannot be written", "Choose another --out")
+    end_s, batches = time.monotonic() + given.seconds, 0
+    with contextlib.ExitStack() as stack:
+        recorder = stack.enter_context(Recorder(given.out))
+        sources = [
+            stack.enter_context(EventSubscription(endpoint, replay=replay, topic=given.topic))
+            for endpoint, replay in zip(given.endpoints, replays, strict=True)
+        ]
+        tell = stack.enter_context(Screen(to_stderr=True).progress("recording"))
+        with contextlib.suppress(KeyboardInterrupt):
+            while (left_s := end_s - time.monotonic()) > 0:
+                for source in sources:
+                    found = source.poll(min(0.5 / len(sources), max(0.0, left_s)))
+                    recorder.feed(found)
+                    batches += len(found)
+                tell(0, 0, f"{recorder.requests:,} requests of {batches:,} batches")
+        lost = sum(source.lost for source in sources)
+        recorder.close()
+    said = {"requests": recorder.requests, "batches": batches, "lost": lost}
+    screen.say(f"{recorder.requests:,} requests of {batches:,} batches of events: {given.out}")
+    if lost:
+        screen.say(f"{lost:,} batches were lost: some requests are missing, or too short.")
+    if not batches:
+        screen.say("Nothing came. Does the engine publish events there? vLLM: --kv-events-config")
+    return 0 if batches else 1, said
+
+
 # `flowkv sim hierarchy`: the memory-hierarchy experiment.
 
 _RULES = {
@@ -827,5 +883,5 @@ def _add_sim(verbs: Any) -> None:
         epilog="flowkv sim VERB --help tells more.",
     )
     verb = adder(sim.add_subparsers(title="verbs", metavar="VERB", required=True))
-    for add in (_add_replays, _add_characterise, _add_hierarchy):
+    for add in (_add_replays, _add_characterise, _add_record, _add_hierarchy):
         add(verb)

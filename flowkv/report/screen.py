@@ -123,7 +123,8 @@ class Screen:
             nonlocal last
             if time.monotonic() - last >= _QUIET_S:
                 last = time.monotonic()
-                print(f"{label}: {done}/{total} {doing}", file=self._file, flush=True)
+                share = f"{done}/{total} " if total else ""
+                print(f"{label}: {share}{doing}", file=self._file, flush=True)
 
         yield line
         print(f"{label}: {time.monotonic() - started:.1f} s", file=self._file, flush=True)
@@ -142,7 +143,7 @@ class Screen:
             task = bars.add_task(label, total=1, doing="")
 
             def tell(done: int, total: int, doing: str) -> None:
-                bars.update(task, completed=done, total=total, doing=doing)
+                bars.update(task, completed=done, total=total or None, doing=doing)
 
             yield tell
             finished = bars.tasks[0].total or 1

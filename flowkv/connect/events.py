@@ -1,0 +1,548 @@
+"""KV events: which blocks a cache has stored and removed, as engines publish them over ZeroMQ.
+
+A message has three parts: a topic, a number that counts up (u64, big-endian), and msgpack of a
+batch, `[time, [event, ...], rank]`. Events are maps with a "type" (vLLM 0.32,
+`vllm/distributed/kv_events.py`) or arrays that begin with it (earlier vLLM, SGLang, Dynamo); both
+are read, maps are written. A publisher may answer requests for what was missed: a socket that is
+sent a number answers with all messages from there on that it still has, and ends with -1.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import msgspec
+
+from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.keys import ROOT, tenant_salt
+from flowkv.sim.formats import Writer
+
+if TYPE_CHECKING:
+    from flowkv.cache.index import Block
+    from flowkv.cache.kv import KV
+
+__all__ = [
+    "ANSWERING_S",
+    "CHUNK_S",
+    "DEVICE",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EventBatch",
+    "EventPublisher",
+    "EventSubscription",
+    "Hash",
+    "KVEvent",
+    "Recorder",
+    "decode",
+    "encode",
+]  # fmt: skip
+
+Hash: TypeAlias = bytes | int
+"""How an engine names a block and all above it; of one publisher, never of two kinds."""
+
+DEVICE = "GPU"
+"""The medium of blocks that attention reads, whatever the device is."""
+
+
+class BlockStored(msgspec.Struct, tag=True, gc=False):
+    """Blocks of one chain, root to leaf, are there now.
+
+    Attributes:
+        block_hashes: Their names.
+        parent_block_hash: The block above the first; None if that is a root.
+        token_ids: Tokens of all of them.
+        block_size: Tokens of each.
+        lora_id: No longer used.
+        medium: Where: `DEVICE`, "CPU", "STORAGE"; None if that is not said.
+        lora_name: Adapter.
+        extra_keys: What else tells each block from those of the same tokens: adapter, images, salt.
+        group_idx: Layer group.
+        kv_cache_spec_kind: How the group attends.
+        kv_cache_spec_sliding_window: Its window in tokens.
+        session_id: Conversation that they were stored for.
+    """
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, gc=False):
+    """Blocks are not there any more; see `BlockStored`."""
+
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """No block is there any more."""
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+_KINDS: dict[str, type[KVEvent]] = {
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """Events of one moment, in their order.
+
+    Attributes:
+        ts: Seconds since 1970.
+        events: `KVEvent`s.
+        rank: Which of the engine's replicas of its data.
+    """
+
+    ts: float
+    events: list[Any]
+    rank: int | None = None
+
+
+def encode(batch: EventBatch) -> bytes:
+    """The third part of a message."""
+    return msgspec.msgpack.encode(batch)
+
+
+def decode(payload: bytes) -> EventBatch:
+    """The batch of a message; events of unknown kinds are left out.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        batch = msgspec.msgpack.decode(payload, type=EventBatch)
+        batch.events = [event for raw in batch.events if (event := _event(raw)) is not None]
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"these are no KV events ({error})",
+            "Subscribe to what vLLM, SGLang, Dynamo or FlowKV publish",
+        ) from None
+    return batch
+
+
+def _event(raw: Any) -> KVEvent | None:
+    if isinstance(raw, dict):
+        kind, said = _KINDS.get(raw.pop("type", "")), raw
+    else:
+        name, *values = raw
+        kind = _KINDS.get(name)
+        said = dict(zip(kind.__struct_fields__ if kind else (), values, strict=False))
+    return None if kind is None else msgspec.convert(said, kind)
+
+
+# Reading them.
+
+
+class EventSubscription:
+    """What a publisher says from now on. For one thread.
+
+    A gap in the numbers is asked for again where the publisher answers that. What stays unknown may
+    have been anything, so it is handed out as an `AllBlocksCleared`, and so is a new beginning.
+
+    Args:
+        endpoint: "tcp://host:5557".
+        replay: Where missed messages are asked for; "" for nowhere.
+        topic: Only messages of topics that begin so.
+        patience_s: Longest wait for missed messages.
+
+    Attributes:
+        lost: Messages that were missed for good.
+
+    Raises:
+        MissingDependencyError: pyzmq is not installed.
+        ConfigError: The address is none.
+    """
+
+    def __init__(
+        self, endpoint: str, *, replay: str = "", topic: str = "", patience_s: float = 5.0
+    ) -> None:
+        self._zmq, self._context = _zmq(), _zmq().Context()
+        self._replay, self._patience_s = replay, patience_s
+        self._next: int | None = None
+        self.lost = 0
+        self._socket = self._context.socket(self._zmq.SUB)
+        self._socket.set_hwm(100_000)
+        self._socket.setsockopt_string(self._zmq.SUBSCRIBE, topic)
+        try:
+            self._socket.connect(endpoint)
+        except self._zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"{endpoint!r} is no address ({error})", "Write tcp://host:port, as the engine does"
+            ) from None
+
+    def poll(self, timeout_s: float = 0.0) -> list[EventBatch]:
+        """Batches that have come, in their order; waits up to `timeout_s` for the first."""
+        found: list[EventBatch] = []
+        while self._socket.poll(0 if found else round(timeout_s * 1e3)):
+            parts = self._socket.recv_multipart()
+            if len(parts) == 3:
+                found += self._take(int.from_bytes(parts[1], "big"), parts[2])
+        return found
+
+    def close(self) -> None:
+        """Ends it; a second call does nothing."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take(self, number: int, payload: bytes) -> Iterator[EventBatch]:
+        batch = decode(payload)
+        due, self._next = self._next, number + 1
+        if due is None and self._replay:
+            due = 0  # what was said before we came
+        if due is not None and number > due:
+            missed = self._ask(due, number)
+            yield from (decode(missed[n]) for n in sorted(missed) if n < number)
+            lost = number - due - len(missed)
+        else:
+            lost = 0
+        if lost and due:
+            self.lost += lost
+        if lost or (due is not None and number < due):  # unknown, or a publisher that begins anew
+            batch.events.insert(0, AllBlocksCleared())
+        yield batch
+
+    def _ask(self, first: int, last: int) -> dict[int, bytes]:
+        """Messages of the numbers from `first` to before `last` that the publisher still has."""
+        found: dict[int, bytes] = {}
+        if not self._replay:
+            return found
+        end_s = time.monotonic() + self._patience_s
+        with self._context.socket(self._zmq.DEALER) as socket:
+            socket.setsockopt(self._zmq.LINGER, 0)
+            socket.connect(self._replay)
+            socket.send_multipart([b"", first.to_bytes(8, "big")])
+            while socket.poll(max(0, round((end_s - time.monotonic()) * 1e3))):
+                *_, number, payload = socket.recv_multipart()
+                if (n := int.from_bytes(number, "big", signed=True)) < 0:
+                    break
+                if first <= n < last:
+                    found[n] = payload
+        return found
+
+
+def _zmq() -> Any:
+    try:
+        import zmq
+    except ImportError:
+        raise MissingDependencyError("KV events", "events", "pyzmq") from None
+    return zmq
+
+
+# Writing them: what a cache of FlowKV knows.
+
+MOST_QUEUED = 1 << 16
+MOST_EVENTS = 1 << 10
+"""Of a batch."""
+_TICK_S = 0.05
+
+
+class EventPublisher:
+    """Publishes which pages a cache knows, on the device or in a tier, until it is closed.
+
+    A page is stored when its tokens are known here, and removed when the cache forgets it: not
+    when it merely moves from tier to tier. Names of blocks are chain keys, so replicas of one model
+    name equal pages alike. Callers wait for nothing: a thread sends, in a twentieth of a second.
+    Token ids leave the process: bind to an address that only those see who may.
+
+    Args:
+        kv: The cache.
+        endpoint: "tcp://*:5557" binds; an address without a star or "ipc://" connects.
+        replay: Where to answer requests for messages that were missed; "" for nowhere.
+        topic: Of the messages.
+        kept: Messages kept for that.
+
+    Attributes:
+        endpoint: Where it was bound: with the port, if that was 0.
+        replay: Likewise.
+
+    Raises:
+        MissingDependencyError: pyzmq is not installed.
+        ConfigError: The address cannot be bound, or the cache serves no model.
+    """
+
+    def __init__(
+        self, kv: KV, endpoint: str, *, replay: str = "", topic: str = "", kept: int = 10_000
+    ) -> None:
+        if kv.planner is None:
+            raise ConfigError(f"{kv!r} serves no model, so it has no pages", "Attach one first")
+        self._guard, self._index = kv.lock, kv.planner.store.index
+        self._topic, self._zmq = topic.encode(), _zmq()
+        self._context, self._wake = self._zmq.Context(), threading.Event()
+        self._queue: collections.deque[tuple[Block, bool] | None] = collections.deque()
+        self._past: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=kept)
+        self._number, self._open = 0, True
+        self._usual = tenant_salt("", kv.config.secret_bytes)
+        try:
+            self._out, self.endpoint = self._bound(self._zmq.PUB, endpoint)
+            self._asked, self.replay = self._bound(self._zmq.ROUTER, replay)
+        except self._zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"events cannot be published at {endpoint} ({error})",
+                "Choose a free port: tcp://*:0 takes any",
+            ) from None
+        with kv.lock:
+            for block in sorted(self._index, key=lambda block: block.depth):
+                self._note(block, True)
+            self._index.watchers.append(self._note)
+        self._thread = threading.Thread(target=self._run, name="flowkv-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends what is left, and ends; a second call does nothing."""
+        with self._guard:
+            if not self._open:
+                return
+            self._open = False
+            self._index.watchers.remove(self._note)
+        self._wake.set()
+        self._thread.join()
+        self._context.destroy(linger=500)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _bound(self, kind: int, endpoint: str) -> tuple[Any, str]:
+        socket = self._context.socket(kind)
+        if not endpoint:
+            return socket, ""
+        if "*" in endpoint or endpoint.startswith("ipc:"):
+            socket.bind(endpoint)
+            return socket, socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
+        socket.connect(endpoint)
+        return socket, endpoint
+
+    def _note(self, block: Block, there: bool) -> None:
+        """Called by the index, under the lock of the cache."""
+        if block.kind != "page" or block.tokens is None:
+            return
+        if len(self._queue) >= MOST_QUEUED:  # nobody could say what is missing
+            self._queue.clear()
+            self._queue.append(None)
+        self._queue.append((block, there))
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def _run(self) -> None:
+        while self._open or self._queue:
+            if self._wake.wait(_TICK_S):
+                self._wake.clear()
+                if self._open:
+                    time.sleep(_TICK_S)  # what belongs together comes together
+            while events := self._events():
+                payload = encode(EventBatch(time.time(), events, 0))
+                self._past.append((self._number, payload))
+                self._send(self._out, self._number, payload)
+                self._number += 1
+            while self.replay and self._asked.poll(0):
+                who, *_, first = self._asked.recv_multipart()
+                for number, payload in list(self._past):
+                    if number >= int.from_bytes(first, "big"):
+                        self._send(self._asked, number, payload, who, b"")
+                self._send(self._asked, -1, b"", who, b"")
+
+    def _send(self, socket: Any, number: int, payload: bytes, *before: bytes) -> None:
+        numbered = number.to_bytes(8, "big", signed=True)
+        with contextlib.suppress(self._zmq.ZMQError):  # whoever asked is gone
+            socket.send_multipart([*before, self._topic, numbered, payload])
+
+    def _events(self) -> list[KVEvent]:
+        """The next events; pages that follow each other become one."""
+        events: list[KVEvent] = []
+        with contextlib.suppress(IndexError):
+            while len(events) < MOST_EVENTS:
+                said, last = self._queue.popleft(), events[-1] if events else None
+                if said is None:
+                    events.append(AllBlocksCleared())
+                    continue
+                (block, there), group = said, said[0].group
+                alike = last is not None and getattr(last, "group_idx", None) == group
+                if not there:
+                    if alike and isinstance(last, BlockRemoved):
+                        last.block_hashes.append(block.key)
+                    else:
+                        events.append(BlockRemoved([block.key], group_idx=group))
+                elif (
+                    alike
+                    and isinstance(last, BlockStored)
+                    and last.block_hashes[-1] == block.parent
+                ):
+                    last.block_hashes.append(block.key)
+                    last.token_ids += _tokens(block)
+                    if last.extra_keys is not None:
+                        last.extra_keys.append(None)
+                else:
+                    root, tokens = block.parent == ROOT, _tokens(block)
+                    parent = None if root else block.parent
+                    whose = block.tenant if root and block.tenant != self._usual else b""
+                    extra = [(whose.hex(),)] if whose else None
+                    events.append(
+                        BlockStored(
+                            [block.key],
+                            parent,
+                            tokens,
+                            len(tokens),
+                            extra_keys=extra,
+                            group_idx=group,
+                        )
+                    )
+        return events
+
+
+def _tokens(block: Block) -> list[int]:
+    return [] if block.tokens is None else block.tokens.tolist()
+
+
+# Traces of them, for the simulator.
+
+ANSWERING_S, CHUNK_S = 30.0, 2.0
+MOST_KNOWN = 1 << 20
+
+
+class _Request:
+    """A request that may not be over."""
+
+    __slots__ = ("answered", "began_s", "chain", "last_s", "session")
+
+    def __init__(self, began_s: float, chain: list[bytes], session: str) -> None:
+        self.began_s = self.last_s = began_s
+        self.chain, self.session, self.answered = chain, session, 0
+
+
+class Recorder:
+    """Writes what an engine was asked for as a recording, from the events of its device blocks.
+
+    Events name no requests, so these are told from how blocks follow each other: a request is its
+    new blocks and all those above them. More blocks right below its last, within `CHUNK_S`, are the
+    next chunk of its prompt; a single one, within `ANSWERING_S`, is a block of its answer. What
+    cannot be seen: a request that needed no new block at all, and the tokens that fill none.
+
+    Args:
+        path: A new file; an old one is replaced. `flowkv.sim.read_trace` reads it.
+
+    Attributes:
+        requests: Requests written so far.
+
+    Raises:
+        OSError: The file cannot be written; any call may.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self.requests = Path(path), 0
+        self._writer: Writer | None = None
+        self._above: dict[bytes, bytes | None] = {}
+        self._open: dict[bytes, _Request] = {}  # by their last block, silent for longest first
+        self._now_s, self._group = 0.0, 0
+        self.path.touch()
+
+    def feed(self, batches: Iterable[EventBatch]) -> None:
+        """Takes the next events."""
+        for batch in batches:
+            self._now_s = max(self._now_s, batch.ts)
+            for event in batch.events:
+                if (
+                    isinstance(event, BlockStored)
+                    and event.block_hashes
+                    and event.medium in (None, DEVICE)
+                    and (event.group_idx or 0) == self._group
+                ):
+                    self._stored(event)
+            while self._open:
+                first = next(iter(self._open.values()))
+                if self._now_s - first.last_s <= ANSWERING_S:
+                    break
+                self._write(self._open.pop(first.chain[-1]))
+
+    def close(self) -> None:
+        """Writes the rest; a second call does nothing."""
+        while self._open:
+            self._write(self._open.pop(next(iter(self._open))))
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stored(self, event: BlockStored) -> None:
+        if self._writer is None:
+            self._writer = Writer(self.path, block_tokens=event.block_size)
+        if event.block_size != self._writer.block_tokens:
+            return
+        parent = None if event.parent_block_hash is None else _name(event.parent_block_hash)
+        names, above = [*map(_name, event.block_hashes)], parent
+        for name in names:
+            self._above.pop(name, None)  # those stored last are forgotten last
+            self._above[name], above = above, name
+        while len(self._above) > MOST_KNOWN:
+            del self._above[next(iter(self._above))]
+        one = self._open.get(parent) if parent is not None else None
+        if one is not None:
+            waited_s, single = self._now_s - one.last_s, len(names) == 1
+            if waited_s <= (ANSWERING_S if single else 0.0 if one.answered else CHUNK_S):
+                del self._open[one.chain[-1]]
+                one.answered += single
+            else:
+                one = None
+        if one is None:
+            one = _Request(self._now_s, self._chain(parent), event.session_id or "")
+        one.chain += names
+        one.last_s = self._now_s
+        if (other := self._open.pop(names[-1], None)) is not None:
+            self._write(other)
+        self._open[names[-1]] = one
+
+    def _chain(self, name: bytes | None) -> list[bytes]:
+        found: dict[bytes, None] = {}
+        while name is not None and name not in found:
+            found[name] = None
+            name = self._above.get(name)
+        return [*reversed(found)]
+
+    def _write(self, request: _Request) -> None:
+        assert self._writer is not None
+        size, prompt = self._writer.block_tokens, len(request.chain) - request.answered
+        self._writer.request(
+            round(request.began_s * 1e9),
+            b"".join(request.chain),
+            input_tokens=prompt * size,
+            output_tokens=request.answered * size,
+            session=request.session.encode(),
+        )
+        self.requests += 1
+
+
+def _name(block: Hash) -> bytes:
+    """16 bytes for a block's hash."""
+    raw = (block & (1 << 64) - 1).to_bytes(8, "little") if isinstance(block, int) else block
+    return hashlib.blake2b(raw, digest_size=16).digest()
