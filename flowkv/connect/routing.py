@@ -151,21 +151,33 @@ class Router:
         return min(scores, key=lambda one: (scores[one].seconds, scores[one].queued))
 
     @contextlib.contextmanager
-    def request(self, tokens: ArrayLike, salt: str = "") -> Iterator[Replica]:
+    def request(
+        self, tokens: ArrayLike, salt: str = "", *, replica: Replica | None = None
+    ) -> Iterator[Replica]:
         """Chooses a replica and counts the request as its work until the block ends.
 
         To end it with the first token is more exact: what is decoded is not counted.
+
+        Args:
+            tokens: Ids of the prompt.
+            salt: See `known`.
+            replica: The one that was chosen already.
+
+        Raises:
+            ConfigError: There is no replica, or none of that name.
         """
         with self._lock:
-            scores, replica = self.scores(tokens, salt), self.choose(tokens, salt)
-            work = scores[replica].computed
-            self._queued[replica] += work
+            chosen = self.choose(tokens, salt) if replica is None else replica
+            if chosen not in self._queued:
+                raise ConfigError(f"there is no replica {chosen!r}", "Add it first")
+            work = self.scores(tokens, salt)[chosen].computed
+            self._queued[chosen] += work
         try:
-            yield replica
+            yield chosen
         finally:
             with self._lock:
-                if replica in self._queued:
-                    self._queued[replica] = max(0, self._queued[replica] - work)
+                if chosen in self._queued:
+                    self._queued[chosen] = max(0, self._queued[chosen] - work)
 
     def _score(self, replica: Replica, total: int, known: int, shared: int) -> Score:
         rates, queued = self.rates, self._queued[replica]
