@@ -23,7 +23,6 @@ import msgspec
 import torch
 
 import flowkv
-from flowkv.cache.stack import make_envelope
 from flowkv.core.config import format_size, load_config, parse_place
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError, UnsupportedModelError
 from flowkv.demo.findings import (
@@ -46,6 +45,7 @@ from flowkv.hooks.huggingface.load import LoadedModel, load_model
 from flowkv.observe.timeline import Timelines
 from flowkv.report.screen import Screen, Tell
 from flowkv.report.words import seconds, times
+from flowkv.residency.places import make_envelope
 from flowkv.tiers.base import UNBOUNDED, Outcome, Tier, TierAnswer
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.inspect import inspect
