@@ -27,7 +27,7 @@ from flowkv.core.errors import ConfigError, FlowKVError, StateError
 from flowkv.core.keys import tenant_salt
 from flowkv.observe.events import Bus, Closing, Evicted, Failed, Quarantined, Stored
 from flowkv.policy import Policy, make_policy
-from flowkv.policy.restore.costs import Rates
+from flowkv.policy.restore.costs import LoadGate, Rates
 from flowkv.policy.tenants import Tenants
 from flowkv.residency.keyed import KeyedPolicy
 from flowkv.residency.places import open_tiers, policy_of
@@ -93,7 +93,8 @@ class _Level:
     Attributes:
         tier: The tier.
         book: What lies in it, and what goes first.
-        loads: What loads take.
+        loads: What loads take, job by job.
+        hit_bytes: Bytes that each job has brought so far.
         flights: Job numbers of the tier -> what it has not answered, by index.
         storing: Keys that are being stored, and how often.
         incoming_bytes: Most that those will take.
@@ -105,6 +106,7 @@ class _Level:
         self.tier, self.book, self.loads = tier, KeyedPolicy(policy), loads
         self.flights: dict[int, dict[int, _Flight]] = {}
         self.storing: Counter[bytes] = Counter()
+        self.hit_bytes: Counter[int] = Counter()
         self.incoming_bytes = 0
         self.local = tier.kind != "remote"
         self.pump: threading.Thread | None = None
@@ -166,6 +168,7 @@ class Keeper(Closing):
     Attributes:
         name: Of the stack, for statistics.
         bus: Where events go.
+        gate: What loads take, and what computing takes if somebody says so.
         counts: How often loads and stores ended how: "hit", "miss:digest", "failed:deadline", ...
 
     Raises:
@@ -189,9 +192,10 @@ class Keeper(Closing):
         self.counts: Counter[str] = Counter()
         self._clock, self._lock = clock or SystemClock(), threading.RLock()
         self._tenants = {salt: number for number, salt in enumerate(tenants)}
-        self._open, self._refill_bytes, known = True, 0, rates or {}
+        self._open, self._refill_bytes, self.gate = True, 0, LoadGate()
+        self.gate.rates = rates if rates is not None else {}
         self._levels = [
-            _Level(tier, policies(tier.kind, tier.capacity_bytes), known.get(tier.name, Rates()))
+            _Level(tier, policies(tier.kind, tier.capacity_bytes), self._rates(tier))
             for tier in tiers
         ]
         self._questions: SimpleQueue[tuple[Caller, Hashable, bytes] | None] = SimpleQueue()
@@ -200,6 +204,9 @@ class Keeper(Closing):
         for level in self._levels:
             if level.local or level.bounded:  # elsewhere nothing has to go, and look-ups ask
                 self._enter(level)
+
+    def _rates(self, tier: Tier) -> Rates:
+        return self.gate.rates.setdefault(tier.name, Rates())
 
     def caller(self) -> Caller:
         """Somebody new who asks, and whose answers nobody else gets."""
@@ -228,10 +235,16 @@ class Keeper(Closing):
             if thread is not None and thread is not threading.current_thread():
                 thread.join()
 
-    def expected_s(self, key: bytes, n_bytes: int) -> float:
-        """Seconds that a load from where a key lies should take; 0.0 while nothing is known."""
-        near = (level for level in self._levels if level.has(key))
-        return next(near, self._levels[-1]).loads.expected_s(n_bytes)
+    def worth(self, keys: Sequence[bytes], n_bytes: int, tokens: int) -> bool:
+        """Whether loading frames of so many bytes each beats computing so many tokens.
+
+        By what was measured: loads here, and `gate.computed` by whoever computes.
+        """
+        where = Counter[str]()
+        for key in keys:
+            near = next((one for one in self._levels if one.has(key)), self._levels[-1])
+            where[near.tier.name] += n_bytes
+        return self.gate.worth(where, tokens)
 
     def report(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON."""
@@ -396,7 +409,7 @@ class Keeper(Closing):
     def _loaded(self, level: _Level, item: _Item, answer: TierAnswer, copy: bytes | None) -> None:
         key, number = item.wish.key, self._levels.index(level)
         if answer.outcome is Outcome.HIT:
-            level.loads.add(answer.n_bytes, answer.seconds)
+            level.hit_bytes[answer.job] += answer.n_bytes
             if copy is not None and answer.info is not None and self._open:
                 self._refill(number, Store(key, answer.info, memoryview(copy)))
         elif answer.outcome is Outcome.FAILED:
@@ -525,13 +538,13 @@ class Keeper(Closing):
         for answer in answers:
             flights = level.flights.get(answer.job, {})
             flight = flights.pop(answer.item, None)
-            if not flights:
-                level.flights.pop(answer.job, None)
             if flight is None:
                 continue
             item = flight.item
             if isinstance(item.wish, Load):
                 self._loaded(level, item, answer, copies.get(item))
+                if not flights:  # the last one came when all had
+                    level.loads.add(level.hit_bytes.pop(answer.job, 0), answer.seconds)
             elif answer.reason == "full" and self._again(level, flight):
                 self._send(level, [flight])
             else:
@@ -544,6 +557,8 @@ class Keeper(Closing):
                 else:
                     self.bus.emit(Failed(tier=name, operation="store", reason=answer.reason))
                 self._stored(item, "" if there else answer.reason, n_bytes)
+            if not flights:
+                level.flights.pop(answer.job, None)
 
     def _again(self, level: _Level, flight: _Flight) -> bool:
         """Whether a tier that says it is full has more room now: frames lie in it in slabs."""

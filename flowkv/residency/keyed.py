@@ -109,9 +109,23 @@ class KeyedPolicy:
             self.policy.unpin(self._known(keys))
 
     def evict(self, now_ns: int, n: int, protected: Iterable[bytes] = ()) -> list[bytes] | None:
-        """Gives up `n` blocks, none of them pinned or protected; None, nothing changed, else."""
+        """Gives up `n` blocks, none of them pinned or protected; None, nothing changed, else.
+
+        Leaves go first; where what is pinned hangs below what is not, that goes all the same.
+        """
         victims = self.policy.evict(now_ns, n, self._guarded(protected))
-        return None if victims is None else self._gave_up(victims)
+        if victims is not None:
+            return self._gave_up(victims)
+        if isinstance(self.policy, Tenants):  # others' reserves
+            return None
+        kept = set(protected)
+        free = [key for key in self._here if key not in kept and not self._pins[key]]
+        if len(free) < n:
+            return None
+        worth = self.policy.priority
+        gone = sorted(free, key=lambda key: worth(self._slots[key]))[:n]
+        self.remove(gone)
+        return gone
 
     def shed(self, now_ns: int) -> list[bytes]:
         """Gives up what has expired, and what tenants have above their limits."""
