@@ -22,12 +22,13 @@ from hypothesis.stateful import (
 from flowkv import Tier
 from flowkv.connect import Caller, Keeper, open_keeper
 from flowkv.policy import Policy, make_policy
-from flowkv.testing import Faults, FlakyTier, check_tier
+from flowkv.testing import FlakyTier, check_tier
 from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from tests.inside import (
     Bus,
     ConfigError,
+    Faults,
     HostTier,
     Quarantined,
     Quota,

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowkv.testing import Faults, FlakyTier
-from tests.inside import ConfigError
+from flowkv.testing import FlakyTier
+from tests.inside import ConfigError, Faults
 
 REAL = importlib.util.find_spec("vllm") is not None
 if not REAL:
