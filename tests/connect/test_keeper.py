@@ -26,6 +26,7 @@ from flowkv.testing import FlakyTier, check_tier
 from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from tests.inside import (
+    HOLD_S,
     Bus,
     ConfigError,
     Faults,
@@ -177,15 +178,13 @@ def test_what_is_believed_in_stays_until_it_is_released(caller: Caller) -> None:
 
 
 def test_nothing_comes_where_all_is_believed_in_until_nobody_comes_back() -> None:
-    from flowkv.connect import keeper as module
-
     clock = HeldClock()
     keeper = Keeper([host(8)], lru, clock=clock)
     caller = keeper.caller()
     stored(caller, range(8))
     lookup(caller, range(8))
     assert outcomes(put(caller, ["new"])) == [("failed", "full")]
-    clock.now += round(module.HOLD_S * 1e9) + 1
+    clock.now += round(HOLD_S * 1e9) + 1
     stored(caller, ["new"])
     keeper.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import random
 import subprocess
@@ -30,7 +31,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext  # noqa: E402
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
 
-from flowkv.connect import vllm as door  # noqa: E402
+door = importlib.import_module("flowkv.connect.vllm")
 
 ROWS, ROW_BYTES, LAYERS, TOKENS = 24, 8 * 4096, 4, 16
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
