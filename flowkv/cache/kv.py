@@ -10,7 +10,6 @@ from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
-from math import inf
 from pathlib import Path
 from time import sleep
 from typing import Any, Protocol
@@ -39,9 +38,7 @@ from flowkv.cache.seal import Refusal, describe
 from flowkv.cache.sequence import Guard, Retain, Sequence, Tables, eta_ns, make_care, session_number
 from flowkv.cache.stack import (
     divided,
-    make_envelope,
     open_pools,
-    open_tiers,
     store_levels,
     store_report,
 )
@@ -51,7 +48,7 @@ from flowkv.cache.swap import Snapshots
 from flowkv.cache.tail import Tails
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.compiling import now_s
-from flowkv.core.config import PLACE_KINDS, format_size, load_config, parse_quota
+from flowkv.core.config import PLACE_KINDS, load_config
 from flowkv.core.errors import (
     ConfigError,
     MissingDependencyError,
@@ -66,11 +63,10 @@ from flowkv.observe.metrics import Level, Metrics
 from flowkv.observe.timeline import Tenancy, TraceFile
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Lease, Policy, configure
-from flowkv.policy.deferred import deferred
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
-from flowkv.policy.tenants import Quota, Tenants
 from flowkv.report.account import Account
+from flowkv.residency.places import make_envelope, open_tiers, policy_of
 from flowkv.tiers.base import Tier
 
 
@@ -361,7 +357,7 @@ class KV:
             geometry,
             pools,
             divided(self._tiers, whole, self.shard),
-            policies=self._policy,
+            policies=lambda kind, size: policy_of(self.config, kind, size, self._make_policy),
             clock=self.clock,
             bus=self.bus,
             config=self.config,
@@ -411,24 +407,6 @@ class KV:
         pages = [max(1, -(-(window - 1) // size)) if window else None for window in windows]
         options = said if isinstance(said, dict) else {}
         return PrefetchManager(store, self.loader, self.lock, pages, options)
-
-    def _policy(self, kind: str, capacity_bytes: int) -> Policy:
-        """The policy of a place."""
-        make, total = self._make_policy, capacity_bytes
-        if make is None:
-            name, options = self.config.selection(kind)
-            make = partial(deferred, partial(make_policy, name, **options))
-        if not self.config.quotas:
-            return make()
-        shares = [parse_quota(quota, kind, total) for quota in self.config.quotas.values()]
-        kept = sum(reserve for reserve, _ in shares)
-        if kept > total:
-            raise ConfigError(
-                f"quotas reserve {format_size(kept)} of a {kind} place of {format_size(total)}",
-                "Reserve less, or give the place more bytes",
-            )
-        quotas = [Quota(reserve, inf if limit is None else limit) for reserve, limit in shares]
-        return Tenants(make, dict(enumerate(quotas)))
 
     def _learned(self) -> Path | None:
         """The directory in which what policies learned is kept; None if it is not."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,18 +15,16 @@ from flowkv.cache.pinned import CudaStreams, open_copies
 from flowkv.cache.pool import PagePool, make_forms
 from flowkv.cache.sequence import Tables
 from flowkv.cache.store import PageStore, PolicyPlace
-from flowkv.core.clock import Clock
-from flowkv.core.config import Config, TierConfig
+from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Shard
 from flowkv.observe.metrics import Level
 from flowkv.policy.deferred import behind
 from flowkv.policy.hedge import Hedge
-from flowkv.policy.restore.costs import Rates
 from flowkv.policy.tenants import Tenants
-from flowkv.tiers import Envelope, open_tier
-from flowkv.tiers.base import UNBOUNDED, Tier
+from flowkv.residency.places import memory_bytes
+from flowkv.tiers.base import Tier
 from flowkv.tiers.disk.home import LEARNED
 from flowkv.tiers.io.engine import FileIO, read_file, replace_file
 from flowkv.tiers.sharded import ShardedTier
@@ -51,57 +47,12 @@ def open_pools(geometry: Geometry, config: Config) -> dict[str, PagePool]:
         ]
         on_cpu = torch.device(device).type != "cuda"
         place = config.places(on_cpu=on_cpu)[0]
-        total = _memory_bytes() if on_cpu else _device_bytes(device)
+        total = memory_bytes() if on_cpu else _device_bytes(device)
         size, codecs = place.size_bytes(total) or 0, max(len(found.layouts) for found in forms)
         pool = pools[device] = PagePool(device, size, granules, least_slabs=4 * codecs)
         if pool.device.type == "cuda":
             pool.copies = open_copies(CudaStreams(pool.device), pool.arena)
     return pools
-
-
-def open_tiers(
-    config: Config,
-    given: Sequence[Tier],
-    clock: Clock,
-    rates: dict[str, Rates],
-    *,
-    on_cpu: bool,
-) -> list[Tier]:
-    """The tiers of the configuration, then those given as objects.
-
-    Args:
-        config: Which tiers, and how their frames are checked and compressed.
-        given: Tiers that are open.
-        clock: Source of time.
-        rates: Gets an entry for each tier of the configuration, whose measured rate decides
-            whether its frames are compressed.
-        on_cpu: Whether the layers compute on the CPU.
-
-    Raises:
-        ConfigError: A kind of tier is unknown, or too small.
-        MissingDependencyError: A tier, or encryption, needs an extra that is not installed.
-        StoreError: A directory or an engine cannot be used.
-    """
-    tiers: list[Tier] = []
-    try:
-        for place in config.places(on_cpu=on_cpu)[1:]:
-            loads = Rates()
-            tier = open_tier(
-                place.kind,
-                path=place.path,
-                capacity_bytes=place.size_bytes(_total_bytes(place)) or UNBOUNDED,
-                exclusive=config.exclusive,
-                durability=config.durability,
-                envelope=make_envelope(config, loads) if place.kind != "host" else None,
-                clock=clock,
-            )
-            tiers.append(tier)
-            rates[tier.name] = loads
-    except BaseException:
-        for tier in tiers:
-            tier.close()
-        raise
-    return [*tiers, *given]
 
 
 def divided(tiers: Sequence[Tier], geometry: Geometry, shard: Shard | None) -> list[Tier]:
@@ -121,42 +72,6 @@ def divided(tiers: Sequence[Tier], geometry: Geometry, shard: Shard | None) -> l
         ShardedTier(tier, geometry, shard) if tier.kind != "host" or tier.shared else tier
         for tier in tiers
     ]
-
-
-def make_envelope(config: Config, loads: Rates | None = None) -> Envelope:
-    """How frames outside this process are wrapped.
-
-    Args:
-        config: Says how.
-        loads: What loads take where they lie; without, all that shrinks is compressed.
-
-    Raises:
-        MissingDependencyError: Encryption needs an extra that is not installed.
-    """
-    rates = loads or Rates()
-    keyring = lossless = None
-    if config.integrity == "aead":
-        from flowkv.tiers.envelope import Keyring
-
-        keyring = Keyring(config.secret_bytes)
-    if config.lossless == "auto":
-        from flowkv.tiers.lossless import Lossless
-
-        lossless = Lossless(lambda: rates.bytes_per_s)
-    return Envelope(integrity=config.integrity, keyring=keyring, lossless=lossless)
-
-
-def _total_bytes(place: TierConfig) -> int:
-    if place.kind != "disk":
-        return _memory_bytes()
-    path = Path(place.path).expanduser().absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).total
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _device_bytes(device: str) -> int:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 import flowkv
-from flowkv.cache.stack import make_envelope
 from flowkv.core.config import load_config, parse_place
 from flowkv.core.errors import UnsupportedModelError
 from flowkv.demo.findings import (
@@ -39,6 +38,7 @@ from flowkv.demo.timing import NOTHING, Reuse, timed_generate
 from flowkv.hooks.huggingface.load import LoadedModel, load_model
 from flowkv.observe.timeline import Timelines
 from flowkv.report.screen import Tell
+from flowkv.residency.places import make_envelope
 from flowkv.tiers.base import UNBOUNDED, Outcome, Tier, TierAnswer
 from flowkv.tiers.disk import DiskTier
 

@@ -142,6 +142,11 @@ class Tenants(Policy):
         account = self._accounts.get(self._payer(tenant))
         return account.used if account is not None else 0
 
+    def excess_bytes(self, tenant: int) -> float:
+        """Bytes that a tenant has above its limit; less than none while it may have more."""
+        account = self._accounts.get(self._payer(tenant))
+        return -math.inf if account is None else account.excess
+
     # ---- carrying it over
 
     def save_model(self) -> bytes:

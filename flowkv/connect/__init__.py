@@ -1,0 +1,7 @@
+"""Doors for engines: the keeper that all of them stand on, and a module for each engine."""
+
+from __future__ import annotations
+
+from flowkv.connect.keeper import Caller, Keeper, open_keeper
+
+__all__ = ["Caller", "Keeper", "open_keeper"]

@@ -1,0 +1,778 @@
+"""`Keeper`: tiers that make room by policy, for callers that have no cache of FlowKV's.
+
+A tier that is full says so, and keeps what came first: what to give up is for its user to say. The
+keeper knows by key what lies in each of its tiers, lets one policy per tier decide what goes, and
+hands every answer to the caller that asked. It needs no torch.
+
+Tiers stack, fastest first. A frame is stored in all of them, so that the loss of one loses nothing
+and giving up is deleting. It is loaded from the fastest that has it, from the next where that does
+not serve, and comes back into the faster ones then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain, compress, groupby, islice
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import Any
+
+from flowkv.core.clock import Clock, SystemClock
+from flowkv.core.config import Config
+from flowkv.core.errors import ConfigError, FlowKVError, StateError
+from flowkv.core.keys import tenant_salt
+from flowkv.observe.events import Bus, Closing, Evicted, Failed, Quarantined, Stored
+from flowkv.policy import Policy, make_policy
+from flowkv.policy.restore.costs import LoadGate, Rates
+from flowkv.policy.tenants import Tenants
+from flowkv.residency.keyed import KeyedPolicy
+from flowkv.residency.places import open_tiers, policy_of
+from flowkv.tiers.base import UNBOUNDED, Entry, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.worker import Completions
+
+HOLD_S = 60.0
+"""Longest that what was looked up is kept from being given up."""
+
+_POLL_S = 0.25
+_TRIES = 3  # of a store that a tier calls full, each with more room
+_CLOSE_POLLS = 40
+_MOST_LISTED = 1 << 16  # frames of a remote tier
+_REFILL_BYTES = 1 << 26  # on their way back into faster tiers at a time
+_UNFIT = ("layout", "fidelity", "stripes")  # for this reader: the frame is there
+_BENIGN = ("", "absent", *_UNFIT)
+
+
+class _Item:
+    """One wish of a caller on its way through the tiers.
+
+    Attributes:
+        caller: Whose; None of what comes back into a faster tier.
+        job: The caller's number; the item's place in it is `index`.
+        wish: What.
+        end_ns: When it must be answered.
+        begun_ns: When it was submitted.
+        request: Whose later look-ups are told if a load fails.
+        left: Tiers that owe an answer to a store.
+        best: The answer so far.
+        over: Cancelled: no other tier is asked.
+    """
+
+    __slots__ = tuple("begun_ns best caller end_ns index job left over request wish".split())
+
+    def __init__(
+        self,
+        caller: Caller | None,
+        job: int,
+        index: int,
+        wish: Load | Store,
+        request: Hashable = None,
+    ) -> None:
+        self.caller, self.job, self.index = caller, job, index
+        self.wish: Any = wish
+        self.request, self.left, self.over = request, 0, False
+        self.begun_ns = self.end_ns = 0
+        self.best = TierAnswer(job, index, wish.key, Outcome.MISS)
+
+
+class _Flight:
+    """An item at one tier: the bytes it may take there, and whether it brings a new frame."""
+
+    __slots__ = ("fresh", "item", "n_bytes", "tries")
+
+    def __init__(self, item: _Item, n_bytes: int = 0, fresh: bool = False) -> None:
+        self.item, self.n_bytes, self.fresh, self.tries = item, n_bytes, fresh, 0
+
+
+class _Level:
+    """One tier: what is known to lie in it, and what is under way.
+
+    Attributes:
+        tier: The tier.
+        book: What lies in it, and what goes first.
+        loads: What loads take, job by job.
+        hit_bytes: Bytes that each job has brought so far.
+        flights: Job numbers of the tier -> what it has not answered, by index.
+        storing: Keys that are being stored, and how often.
+        incoming_bytes: Most that those will take.
+        local: Whether it says at once what is there.
+        pump: The thread that fetches its answers.
+    """
+
+    def __init__(self, tier: Tier, policy: Policy, loads: Rates) -> None:
+        self.tier, self.book, self.loads = tier, KeyedPolicy(policy), loads
+        self.flights: dict[int, dict[int, _Flight]] = {}
+        self.storing: Counter[bytes] = Counter()
+        self.hit_bytes: Counter[int] = Counter()
+        self.incoming_bytes = 0
+        self.local = tier.kind != "remote"
+        self.pump: threading.Thread | None = None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether something may have to go."""
+        return self.tier.capacity_bytes < UNBOUNDED
+
+    def excess_bytes(self, need: int) -> int:
+        """Bytes that must go before so many may come."""
+        return self.tier.used_bytes() + self.incoming_bytes + need - self.tier.capacity_bytes
+
+    def has(self, key: bytes) -> bool:
+        """Whether a key is believed to be there, as far as is known without asking far away."""
+        return self.tier.contains([key])[0] if self.local else key in self.book
+
+
+class _Hold:
+    """What somebody looked up for a request, and which of it failed to load or is asked for.
+
+    Attributes:
+        since_ns: When it was looked at last.
+        pinned: Tiers in which each key is kept.
+        failed: Keys that are misses for this request from now on.
+        asked: Whether keys are far away; None while that is not known.
+    """
+
+    __slots__ = ("asked", "failed", "pinned", "since_ns")
+
+    def __init__(self) -> None:
+        self.since_ns = 0
+        self.pinned: dict[bytes, list[_Level]] = {}
+        self.failed: set[bytes] = set()
+        self.asked: dict[bytes, bool | None] = {}
+
+    def let_go(self) -> bool:
+        """Ends the pins; whether there were any."""
+        pinned, self.pinned = self.pinned, {}
+        for key, levels in pinned.items():
+            for level in levels:
+                level.book.unpin([key])
+        return bool(pinned)
+
+
+class Keeper(Closing):
+    """Keeps frames in a stack of tiers and gives up by policy what does not fit. Thread-safe.
+
+    Ask it through a `caller()`; each of an engine's threads may have its own.
+
+    Args:
+        tiers: Open tiers, fastest first, for this keeper alone, which closes them.
+        policies: Makes the policy of a tier, given its kind and its capacity in bytes.
+        rates: What loads take, by the names of tiers; the keeper adds what it measures.
+        tenants: `tenant_salt` of those with quotas, in the order in which policies number them.
+        bus: Is told what is stored, given up, refused, and what failed.
+        clock: Source of time.
+
+    Attributes:
+        name: Of the stack, for statistics.
+        bus: Where events go.
+        gate: What loads take, and what computing takes if somebody says so.
+        counts: How often loads and stores ended how: "hit", "miss:digest", "failed:deadline", ...
+
+    Raises:
+        ConfigError: There is no tier, or two have one name.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        policies: Callable[[str, int], Policy] = lambda kind, capacity_bytes: make_policy("auto"),
+        *,
+        rates: dict[str, Rates] | None = None,
+        tenants: Iterable[bytes] = (),
+        bus: Bus | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        names = [tier.name for tier in tiers]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"a keeper of the tiers {names}", "Give it some, of different names")
+        self.name, self.bus = " > ".join(names), bus or Bus()
+        self.counts: Counter[str] = Counter()
+        self._clock, self._lock = clock or SystemClock(), threading.RLock()
+        self._tenants = {salt: number for number, salt in enumerate(tenants)}
+        self._open, self._refill_bytes, self.gate = True, 0, LoadGate()
+        self.gate.rates = rates if rates is not None else {}
+        self._levels = [
+            _Level(tier, policies(tier.kind, tier.capacity_bytes), self._rates(tier))
+            for tier in tiers
+        ]
+        self._questions: SimpleQueue[tuple[Caller, Hashable, bytes] | None] = SimpleQueue()
+        self._asker: threading.Thread | None = None
+        self._holds: dict[tuple[Caller, Hashable], _Hold] = {}
+        for level in self._levels:
+            if level.local or level.bounded:  # elsewhere nothing has to go, and look-ups ask
+                self._enter(level)
+
+    def _rates(self, tier: Tier) -> Rates:
+        return self.gate.rates.setdefault(tier.name, Rates())
+
+    def caller(self) -> Caller:
+        """Somebody new who asks, and whose answers nobody else gets."""
+        return Caller(self)
+
+    @property
+    def open(self) -> bool:
+        """Whether it was not closed yet."""
+        return self._open
+
+    @property
+    def levels(self) -> Sequence[_Level]:
+        """The tiers and what is known of them, fastest first; only to be looked at."""
+        return tuple(self._levels)
+
+    def close(self) -> None:
+        """Closes the tiers, which finish or fail what is under way. Safe to call again."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+        for level in self._levels:
+            level.tier.close()
+        self._questions.put(None)
+        for thread in (self._asker, *(level.pump for level in self._levels)):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join()
+
+    def worth(self, keys: Sequence[bytes], n_bytes: int, tokens: int) -> bool:
+        """Whether loading frames of so many bytes each beats computing so many tokens.
+
+        By what was measured: loads here, and `gate.computed` by whoever computes.
+        """
+        where = Counter[str]()
+        for key in keys:
+            near = next((one for one in self._levels if one.has(key)), self._levels[-1])
+            where[near.tier.name] += n_bytes
+        return self.gate.worth(where, tokens)
+
+    def report(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON."""
+        with self._lock:
+            tiers = {
+                level.tier.name: {
+                    "kind": level.tier.kind,
+                    "writable": level.tier.writable,
+                    "frames": len(level.book),
+                    "used_bytes": level.tier.used_bytes(),
+                    "capacity_bytes": level.tier.capacity_bytes,
+                    "incoming_bytes": level.incoming_bytes,
+                    "policy": level.book.policy.name,
+                    "load_bytes_per_s": level.loads.bytes_per_s,
+                }
+                for level in self._levels
+            }
+            return {"answers": dict(self.counts), "tiers": tiers}
+
+    # ---- what lies where
+
+    def _enter(self, level: _Level) -> bool:
+        """What a tier holds becomes known, oldest first; whether any of it was not."""
+        found = level.tier.scan()
+        listed = list(found if level.local else islice(found, _MOST_LISTED))
+        new = [entry for entry in listed if entry.key not in level.book]
+        now = self._clock.now_ns()
+        for (n_bytes, salt), run in groupby(new, lambda e: (e.n_bytes, e.info.tenant)):
+            keys, infos = zip(*((entry.key, entry.info) for entry in run), strict=True)
+            parents, tenant = [info.parent for info in infos], self._tenant(salt)
+            level.book.insert(now, keys, parents, n_bytes=n_bytes, tenant=tenant)
+        return bool(new)
+
+    def _tenant(self, salt: bytes) -> int:
+        return self._tenants.get(salt, len(self._tenants))
+
+    def _make_room(self, level: _Level, need: int, kept: Collection[bytes] = ()) -> bool:
+        """Gives up what the policy would until so many bytes fit; False if it cannot."""
+        if need > level.tier.capacity_bytes:
+            return False
+        if level.excess_bytes(need) > 0:  # what has arrived is not to be counted twice
+            self._settle(level, level.tier.poll(0.0))
+        while (excess := level.excess_bytes(need)) > 0:
+            now, most = self._clock.now_ns(), -(-excess // level.book.largest_bytes)
+            victims = level.book.evict(now, most, kept) or level.book.evict(now, 1, kept)
+            if victims:
+                self._give_up(level, victims, "space")
+            elif not self._let_go_late() and not self._enter(level):
+                return False
+        return True
+
+    def _give_up(self, level: _Level, keys: Sequence[bytes], reason: str) -> None:
+        if keys:
+            before = level.tier.used_bytes()
+            level.tier.delete(keys)
+            gone = max(0, before - level.tier.used_bytes())
+            told = Evicted(tier=level.tier.name, pages=len(keys), n_bytes=gone, reason=reason)
+            self.bus.emit(told)
+
+    # ---- stores
+
+    def _store(self, items: Sequence[_Item], levels: Sequence[_Level]) -> None:
+        for item in items:
+            item.left = len(levels)
+            item.best = item.best._replace(outcome=Outcome.FAILED, reason="read-only")
+            if not levels:
+                self._answer(item)
+        for level in levels:
+            self._store_at(level, items)
+
+    def _store_at(self, level: _Level, items: Sequence[_Item]) -> None:
+        now, kept = self._clock.now_ns(), {item.wish.key for item in items}
+        kept.update(item.wish.info.parent for item in items)
+        level.book.access(now, [item.wish.key for item in items])
+        first = {item.wish.key: item for item in reversed(items) if item.wish.key not in level.book}
+        flights, fresh = list[_Flight](), [item for item in items if item in first.values()]
+        for (need, salt), run in groupby(fresh, partial(self._terms, level)):
+            new, tenant = list[_Flight](), self._tenant(salt)
+            for item in run:
+                if self._make_room(level, need * (len(new) + 1), kept):
+                    new.append(_Flight(item, need, fresh=True))
+            keys = [flight.item.wish.key for flight in new]
+            if keys:
+                parents = [flight.item.wish.info.parent for flight in new]
+                level.book.insert(now, keys, parents, n_bytes=need, tenant=tenant)
+                level.incoming_bytes += need * len(keys)
+                self._take_off(level, new)
+                self._give_up(level, level.book.shed(now), "quota")
+                self._keep_to_quota(level, tenant, new)
+                flights += new
+        flown = {flight.item for flight in flights}
+        for item in items:
+            if item in flown:
+                continue
+            if item.wish.key in level.book:  # there, or on its way: the tier says which
+                flights.append(flight := _Flight(item))
+                self._take_off(level, [flight])
+            else:
+                self._stored(item, "full")
+        self._send(level, sorted(flights, key=lambda flight: flight.item.index))
+
+    def _take_off(self, level: _Level, flights: Sequence[_Flight]) -> None:
+        keys = [flight.item.wish.key for flight in flights]
+        level.book.pin(keys)
+        level.storing.update(keys)
+
+    def _terms(self, level: _Level, item: _Item) -> tuple[int, bytes]:
+        return level.tier.frame_bytes(item.wish.body.nbytes), item.wish.info.tenant
+
+    def _keep_to_quota(self, level: _Level, tenant: int, new: list[_Flight]) -> None:
+        """Takes back the last of what comes while its tenant has more than it may."""
+        policy = level.book.policy
+        while isinstance(policy, Tenants) and new and policy.excess_bytes(tenant) > 0:
+            self._landed(level, new.pop(), there=False)
+
+    def _send(self, level: _Level, flights: list[_Flight]) -> None:
+        if flights:
+            left_s = (flights[0].item.end_ns - self._clock.now_ns()) / 1e9
+            wishes = [flight.item.wish for flight in flights]
+            number = level.tier.submit_store(wishes, deadline_s=max(0.0, left_s))
+            level.flights[number] = dict(enumerate(flights))
+            self._start(level)
+
+    def _landed(self, level: _Level, flight: _Flight, *, there: bool) -> None:
+        """A store is over at a tier."""
+        key = flight.item.wish.key
+        level.incoming_bytes -= flight.n_bytes
+        level.storing -= Counter([key])
+        level.book.unpin([key])
+        if flight.fresh and not there and not level.storing[key]:
+            level.book.remove([key])
+
+    def _stored(self, item: _Item, reason: str, n_bytes: int = 0) -> None:
+        """A tier answered a store; the caller is answered once all have."""
+        if not reason:
+            item.best = item.best._replace(outcome=Outcome.STORED, reason="", n_bytes=n_bytes)
+        elif item.best.outcome is not Outcome.STORED:
+            item.best = item.best._replace(reason=reason)
+        item.left -= 1
+        if not item.left:
+            self._answer(item)
+
+    # ---- loads
+
+    def _load(self, items: Sequence[_Item], first: int = 0) -> None:
+        """Each item goes to the fastest tier from `first` on that is believed to have it."""
+        wanted: dict[int, list[_Flight]] = {}
+        last = len(self._levels) - 1
+        for item in items:
+            nearest = first
+            while nearest < last and not self._levels[nearest].has(item.wish.key):
+                nearest += 1
+            wanted.setdefault(nearest, []).append(_Flight(item))
+        for nearest, flights in wanted.items():
+            level, now = self._levels[nearest], self._clock.now_ns()
+            left_s = max(0.0, (flights[0].item.end_ns - now) / 1e9)
+            wishes = [flight.item.wish for flight in flights]
+            number = level.tier.submit_load(wishes, deadline_s=left_s)
+            level.flights[number] = dict(enumerate(flights))
+            self._start(level)
+
+    def _loaded(self, level: _Level, item: _Item, answer: TierAnswer, copy: bytes | None) -> None:
+        key, number = item.wish.key, self._levels.index(level)
+        if answer.outcome is Outcome.HIT:
+            level.hit_bytes[answer.job] += answer.n_bytes
+            if copy is not None and answer.info is not None and self._open:
+                self._refill(number, Store(key, answer.info, memoryview(copy)))
+        elif answer.outcome is Outcome.FAILED:
+            self.bus.emit(Failed(tier=level.tier.name, operation="load", reason=answer.reason))
+        else:
+            if answer.reason not in _BENIGN:
+                told = Quarantined(tier=level.tier.name, key=key, reason=answer.reason)
+                self.bus.emit(told)
+            if not level.storing[key] and answer.reason not in _UNFIT:
+                level.book.remove([key])
+        if answer.outcome is Outcome.HIT or not item.best.reason:  # the first reason says most
+            item.best = TierAnswer(item.job, item.index, *answer[2:])
+        over = item.over or not self._open or self._clock.now_ns() >= item.end_ns
+        if answer.outcome is Outcome.HIT or over or number + 1 == len(self._levels):
+            self._answer(item)
+        else:
+            self._load([item], number + 1)
+
+    def _refill(self, below: int, store: Store) -> None:
+        """What was found in one tier comes back into the faster ones."""
+        levels = [level for level in self._levels[:below] if level.tier.writable]
+        item = _Item(None, 0, 0, store)
+        item.begun_ns = self._clock.now_ns()
+        item.end_ns = item.begun_ns + round(HOLD_S * 1e9)
+        self._refill_bytes += store.body.nbytes
+        self._store([item], [level for level in levels if not level.has(store.key)])
+
+    # ---- look-ups
+
+    def _hold(self, caller: Caller, request: Hashable) -> _Hold:
+        hold = self._holds.setdefault((caller, request), _Hold())
+        hold.since_ns = self._clock.now_ns()
+        return hold
+
+    def _lookup(self, key: bytes, caller: Caller, request: Hashable) -> bool | None:
+        hold = self._hold(caller, request) if request is not None else _Hold()
+        if key in hold.failed or not self._open:
+            return False
+        there = [level for level in self._levels if level.has(key)]
+        if there:
+            if request is not None and key not in hold.pinned:
+                hold.pinned[key] = [level for level in there if key in level.book]
+                for level in hold.pinned[key]:
+                    level.book.pin([key])
+            return True
+        if request is None or all(level.local for level in self._levels):
+            return False
+        if key not in hold.asked:
+            hold.asked[key] = None
+            self._questions.put((caller, request, key))
+            if self._asker is None:
+                self._asker = threading.Thread(target=self._ask, name="flowkv ask", daemon=True)
+                self._asker.start()
+        return hold.asked[key]
+
+    def _ask(self) -> None:
+        """Asks far tiers what they hold, for look-ups that must not wait."""
+        while (question := self._questions.get()) is not None:
+            asked = [question]
+            while not self._questions.empty() and (more := self._questions.get()) is not None:
+                asked.append(more)
+            keys, far = [key for _, _, key in asked], set[bytes]()
+            for level in self._levels:
+                if not level.local:
+                    with suppress(FlowKVError):
+                        far |= set(compress(keys, level.tier.contains(keys)))
+            with self._lock:
+                for caller, request, key in asked:
+                    hold = self._holds.get((caller, request))
+                    if hold is not None:
+                        hold.asked[key] = key in far
+
+    def _let_go_late(self) -> bool:
+        """Ends the pins of look-ups that nobody came back to; whether there were any."""
+        before = self._clock.now_ns() - round(HOLD_S * 1e9)
+        return any([hold.let_go() for hold in self._holds.values() if hold.since_ns < before])
+
+    # ---- answers
+
+    def _start(self, level: _Level) -> None:
+        if level.pump is None:
+            name = f"flowkv keeper {level.tier.name}"
+            level.pump = threading.Thread(target=self._pump, args=(level,), name=name, daemon=True)
+            level.pump.start()
+
+    def _pump(self, level: _Level) -> None:
+        """Fetches a tier's answers until the end, and until nothing is under way then."""
+        left = _CLOSE_POLLS
+        while self._open or (level.flights and left):
+            left -= not self._open
+            answers = level.tier.poll(_POLL_S)
+            if answers:
+                copies = {} if level is self._levels[0] else self._copies(level, answers)
+                with self._lock:
+                    self._settle(level, answers, copies)
+        with self._lock:
+            owed = [
+                (job, i, one.item) for job, of in level.flights.items() for i, one in of.items()
+            ]
+            rest = [
+                TierAnswer(job, i, item.wish.key, Outcome.FAILED, "closed") for job, i, item in owed
+            ]
+            self._settle(level, rest)
+
+    def _copies(self, level: _Level, answers: Iterable[TierAnswer]) -> dict[_Item, bytes]:
+        """What came of whole frames, for faster tiers, while it may still be looked at."""
+        found: dict[_Item, bytes] = {}
+        room = _REFILL_BYTES - self._refill_bytes
+        for answer in answers:
+            flight = level.flights.get(answer.job, {}).get(answer.item)
+            room -= answer.n_bytes
+            if flight is None or answer.outcome is not Outcome.HIT or room < 0:
+                continue
+            wish = flight.item.wish
+            if not wish.first and not wish.stripes:
+                found[flight.item] = bytes(wish.target.cast("B")[: answer.n_bytes])
+        return found
+
+    def _settle(
+        self,
+        level: _Level,
+        answers: Iterable[TierAnswer],
+        copies: Mapping[_Item, bytes] = MappingProxyType({}),
+    ) -> None:
+        """What a tier answered reaches those who asked, or another tier."""
+        for answer in answers:
+            flights = level.flights.get(answer.job, {})
+            flight = flights.pop(answer.item, None)
+            if flight is None:
+                continue
+            item = flight.item
+            if isinstance(item.wish, Load):
+                self._loaded(level, item, answer, copies.get(item))
+                if not flights:  # the last one came when all had
+                    level.loads.add(level.hit_bytes.pop(answer.job, 0), answer.seconds)
+            elif answer.reason == "full" and self._again(level, flight):
+                self._send(level, [flight])
+            else:
+                there = answer.outcome is Outcome.STORED
+                self._landed(level, flight, there=there)
+                name, n_bytes = level.tier.name, answer.n_bytes
+                if there:
+                    told = Stored(tier=name, pages=1, n_bytes=n_bytes, seconds=answer.seconds)
+                    self.bus.emit(told)
+                else:
+                    self.bus.emit(Failed(tier=name, operation="store", reason=answer.reason))
+                self._stored(item, "" if there else answer.reason, n_bytes)
+            if not flights:
+                level.flights.pop(answer.job, None)
+
+    def _again(self, level: _Level, flight: _Flight) -> bool:
+        """Whether a tier that says it is full has more room now: frames lie in it in slabs."""
+        item, now = flight.item, self._clock.now_ns()
+        flight.tries += 1
+        if item.over or not self._open or flight.tries > _TRIES or now >= item.end_ns:
+            return False
+        victims = level.book.evict(now, 1 << flight.tries) or level.book.evict(now, 1) or ()
+        self._give_up(level, victims, "space")
+        return bool(victims)
+
+    def _answer(self, item: _Item) -> None:
+        best, caller = item.best, item.caller
+        seconds = (self._clock.now_ns() - item.begun_ns) / 1e9
+        if caller is None:
+            self._refill_bytes -= item.wish.body.nbytes
+            return
+        self.counts[":".join(filter(None, (best.outcome.value, best.reason)))] += 1
+        hold = self._holds.get((caller, item.request))
+        if hold is not None and isinstance(item.wish, Load) and best.outcome is not Outcome.HIT:
+            hold.failed.add(best.key)
+        caller.answers.put([best._replace(seconds=seconds)])
+
+
+class Caller:
+    """A `Tier` over a keeper's stack, whose answers go to whoever made it. Thread-safe.
+
+    Beyond the protocol, `lookup` is for engines that ask first, and load later: until `release`
+    what was found is not given up, and what failed to load is a miss, so that nobody asks for it
+    for ever.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        tiers = [level.tier for level in keeper.levels]
+        self.keeper, self.name, self.kind = keeper, keeper.name, tiers[-1].kind
+        self.capacity_bytes = min(UNBOUNDED, sum(tier.capacity_bytes for tier in tiers))
+        self.answers = Completions()
+        self._tiers = tiers
+        self._items: dict[int, list[_Item]] = {}
+
+    def lookup(self, keys: Sequence[bytes], request: Hashable) -> list[bool | None]:
+        """Which keys can be loaded, as far as anybody knows; never waits.
+
+        Args:
+            keys: 32 bytes each.
+            request: On whose behalf, until `release`; with the same one, failures are remembered.
+
+        Returns:
+            None for what a remote tier is being asked about: ask again in a moment.
+        """
+        with self.keeper._lock:
+            return [self.keeper._lookup(key, self, request) for key in keys]
+
+    def release(self, request: Hashable) -> None:
+        """A request needs no more loads: what it looked up may go, what failed is forgotten."""
+        with self.keeper._lock:
+            hold = self.keeper._holds.pop((self, request), None)
+            if hold is not None:
+                hold.let_go()
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Frames were used without being loaded: by whoever holds a copy nearer by."""
+        keeper, keys = self.keeper, list(keys)
+        with keeper._lock:
+            for level in keeper.levels:
+                level.book.access(keeper._clock.now_ns(), keys)
+
+    # ---- Tier
+
+    @property
+    def writable(self) -> bool:
+        """Whether any tier takes frames."""
+        return any(tier.writable for tier in self._tiers)
+
+    @property
+    def shared(self) -> bool:
+        """Whether others may write to any of the tiers."""
+        return any(tier.shared for tier in self._tiers)
+
+    def used_bytes(self) -> int:
+        """Bytes occupied in all tiers."""
+        return sum(tier.used_bytes() for tier in self._tiers)
+
+    def frame_bytes(self, body_bytes: int) -> int:
+        """Most bytes that a frame occupies in all tiers."""
+        return sum(tier.frame_bytes(body_bytes) for tier in self._tiers)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are believed to be there; asks remote tiers, for 50 ms at most."""
+        there = [tier.contains(keys) for tier in self._tiers]
+        return [any(one) for one in zip(*there, strict=True)]
+
+    def submit_load(
+        self, items: Sequence[Load], *, deadline_s: float = 10.0, request: Hashable = None
+    ) -> int:
+        """Starts reading, root to leaf; see `Tier`.
+
+        Args:
+            items: What to load.
+            deadline_s: Until all are answered.
+            request: Whose later look-ups are told of what failed.
+
+        Raises:
+            StateError: The keeper is closed.
+        """
+        return self._submit(items, deadline_s, request)
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        """Starts writing, root to leaf, and gives up what must go; see `Tier`.
+
+        `STORED` says that one tier of the stack has it at least; "full", that pinned frames, or a
+        quota, leave no room in any.
+
+        Raises:
+            StateError: The keeper is closed.
+        """
+        return self._submit(items, deadline_s)
+
+    def _submit(self, wishes: Sequence[Any], deadline_s: float, request: Hashable = None) -> int:
+        keeper = self.keeper
+        with keeper._lock:
+            if not keeper.open:
+                raise StateError(f"{self.name} is closed", "Open a keeper anew")
+            job, now = self.answers.new_job(), keeper._clock.now_ns()
+            items = [_Item(self, job, i, wish, request) for i, wish in enumerate(wishes)]
+            for item in items:
+                item.begun_ns, item.end_ns = now, now + round(min(deadline_s, 1e9) * 1e9)
+            if wishes and isinstance(wishes[0], Load):
+                for level in keeper.levels:
+                    level.book.access(now, [wish.key for wish in wishes])
+                keeper._load(items)
+            else:
+                keeper._store(items, [level for level in keeper.levels if level.tier.writable])
+            return job
+
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
+        """This caller's answers that are ready; waits up to `timeout_s` for the first one."""
+        return self.answers.take(timeout_s)
+
+    def fileno(self) -> int:
+        """An eventfd that is readable while answers wait; -1 once closed."""
+        return self.answers.fileno()
+
+    def cancel(self, job: int) -> None:
+        """Cancels what tiers have not answered of a job; no other tier is asked."""
+        with self.keeper._lock:
+            for level in self.keeper.levels:
+                for number, flights in list(level.flights.items()):
+                    mine = [
+                        f.item
+                        for f in flights.values()
+                        if (f.item.caller, f.item.job) == (self, job)
+                    ]
+                    for item in mine:
+                        item.over = True
+                    if mine:
+                        level.tier.cancel(number)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forgets frames in all tiers; returns how many were there."""
+        return self._remove(keys, lambda tier: tier.delete(keys))
+
+    def erase(self, keys: Sequence[bytes]) -> int:
+        """Forgets frames in all tiers, and leaves no copy of their bytes.
+
+        Raises:
+            StoreError: Some may still be there; the message says which tier and why.
+        """
+        return self._remove(keys, lambda tier: tier.erase(keys))
+
+    def _remove(self, keys: Sequence[bytes], how: Callable[[Tier], int]) -> int:
+        with self.keeper._lock:
+            for level in self.keeper.levels:
+                level.book.remove([key for key in keys if not level.storing[key]])
+        return max([how(tier) for tier in self._tiers])
+
+    def scan(self) -> Iterator[Entry]:
+        """All frames, each once, oldest store of the slowest tier first."""
+        seen = set[bytes]()
+        for entry in chain.from_iterable(tier.scan() for tier in reversed(self._tiers)):
+            if entry.key not in seen:
+                seen.add(entry.key)
+                yield entry
+
+    def close(self) -> None:
+        """Closes the keeper, for all its callers."""
+        self.keeper.close()
+
+
+def open_keeper(*places: str, bus: Bus | None = None, **options: Any) -> Keeper:
+    """Opens a keeper over places as users write them.
+
+    Args:
+        *places: "disk:./kv:200GiB", "host:8GiB", "s3://bucket/kv", ...: fastest first.
+        bus: Is told what happens.
+        **options: Fields of `Config`: policy, policy_options, quotas, durability, integrity,
+            secret, lossless, exclusive.
+
+    Returns:
+        The keeper, which knows what the places held before.
+
+    Raises:
+        ConfigError: A place or an option is none.
+        MissingDependencyError: A tier needs an extra that is not installed.
+        StoreError: A directory or an engine cannot be used.
+    """
+    config, rates, clock = Config(tiers=places, **options), dict[str, Rates](), SystemClock()
+    tiers = open_tiers(config, (), clock, rates, on_cpu=False)
+    try:
+        salts = [tenant_salt(name, config.secret_bytes) for name in config.quotas]
+        return Keeper(
+            tiers, partial(policy_of, config), rates=rates, tenants=salts, bus=bus, clock=clock
+        )
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise

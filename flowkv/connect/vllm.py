@@ -1,0 +1,526 @@
+"""FlowKV inside vLLM, by configuration: a tier below its CPU cache, and policies in that cache.
+
+`FlowKVTier` is a secondary tier of vLLM's `TieringOffloadingSpec`: what vLLM offloads is kept on
+the places of a `Keeper`, verified before vLLM sees it, and found again by later processes.
+`flowkv_auto`, `flowkv_lfu_ttl`, ... are policies for `eviction_policy`: any name of FlowKV's
+catalogue. See docs/guides/vllm.md. Importing this module imports vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from flowkv.connect.keeper import open_keeper
+from flowkv.core.errors import ConfigError
+from flowkv.core.keys import ROOT, Namespace, tenant_salt
+from flowkv.policy import CATALOGUE, make_policy
+from flowkv.residency.keyed import KeyedPolicy
+from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
+
+TESTED = "0.32"
+"""The version of vLLM that this door was tested with."""
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.platforms import current_platform
+    from vllm.utils.hashing import sha256_cbor
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_offload.base import (
+        Locality,
+        LookupResult,
+        Medium,
+        OffloadingCounterMetadata,
+        OffloadingEvent,
+        OffloadingGaugeMetadata,
+        RequestOffloadingContext,
+    )
+    from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
+    from vllm.v1.kv_offload.file_mapper import FileMapper
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+    from vllm.version import __version__ as vllm_version
+except ImportError as error:
+    raise ConfigError(
+        f"vLLM is not here, or not as FlowKV knows it ({error})",
+        f"Install vLLM {TESTED}, or a FlowKV that knows yours",
+    ) from error
+
+_log = logging.getLogger("flowkv")
+_GRANULE = 4096
+_READ_BYTES = 1 << 24
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_ANSWERS = "vllm:flowkv_answers"
+_USED = "vllm:flowkv_used_bytes"
+_DECLINED = "vllm:flowkv_declined_requests"
+
+if not vllm_version.startswith(f"{TESTED}."):
+    _log.warning("vLLM %s: FlowKV's tier was tested with %s", vllm_version, TESTED)
+
+
+# ---- which bytes are meant
+
+
+def fingerprint(model: str) -> str:
+    """Names weights by all their bytes: hex, of the files of a directory or of one file.
+
+    Raises:
+        ConfigError: They are not on this machine, so nobody can say which they are.
+    """
+    path = Path(model)
+    if not path.exists():
+        try:
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(model, local_files_only=True))
+        except Exception as error:  # of a library that may be anything
+            raise _nameless(model) from error
+    found = [path] if path.is_file() else sorted({f for kind in _WEIGHTS for f in path.glob(kind)})
+    if not found:
+        raise _nameless(model)
+    digest = xxhash.xxh3_128()
+    for file in found:
+        digest.update(f"{file.name} {file.stat().st_size} ".encode())
+        with file.open("rb") as data:
+            while part := data.read(_READ_BYTES):
+                digest.update(part)
+    return digest.hexdigest()
+
+
+def _nameless(model: str) -> ConfigError:
+    return ConfigError(
+        f"the weights of {model!r} cannot be found, and its name alone does not say which they are",
+        'Set "weights" of the tier to something that changes with them, such as a commit',
+    )
+
+
+def _require_lasting_hashes() -> bool:
+    """Whether block hashes are known, by which all is found: the same in every process.
+
+    Raises:
+        ConfigError: They are of a random seed, or of a pickle.
+    """
+    seed = getattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    if seed is not None and sha256_cbor(seed) != kv_cache_utils.NONE_HASH:
+        raise ConfigError(
+            "vLLM names blocks by hashes that another process, or version, may not have",
+            'Set prefix_caching_hash_algo="sha256_cbor"',
+        )
+    return seed is not None
+
+
+def describe(spec: Any, row_bytes: int) -> dict[str, Any]:
+    """Everything but weights and tokens that decides which bytes vLLM puts into a row."""
+    mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk)
+    made_by = {
+        **mapper.get_run_config(),  # groups, layers, dtype, parallel sizes, canonical format
+        "layout": spec.config.kv_cache_layout,
+        "row_bytes": row_bytes,
+        "device": str(current_platform.device_name),
+    }
+    if current_platform.is_cpu():  # attention packs keys as the instruction set likes them
+        import torch
+
+        amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()
+        made_by["instructions"] = [platform.machine(), amx, avx512]
+    return made_by
+
+
+# ---- the tier
+
+
+class _Job:
+    """A transfer of vLLM's, as far as it was answered."""
+
+    def __init__(self, job: Any, keys: list[bytes]) -> None:
+        self.number, self.keys, self.loads = job.job_id, keys, job.is_promotion
+        self.left, self.good, self.n_bytes = len(keys), list[bytes](), 0
+        self.begun_s = time.monotonic()
+
+    def result(self) -> Any:
+        success = len(self.good) == len(self.keys)
+        return JobResult(
+            self.number,
+            success=success,
+            successful_keys=None if success else tuple(self.good) or None,
+            transfer_time=time.monotonic() - self.begun_s,
+            transfer_bytes=self.n_bytes,
+        )
+
+
+class FlowKVTier(SecondaryTierManager):
+    """A tier of vLLM's over a keeper. Nothing here waits but the constructor, drain and shutdown.
+
+    Args:
+        offloading_spec: vLLM's.
+        primary_kv_view: Rows of vLLM's CPU cache.
+        tier_type: As vLLM calls it.
+        backpressure_detector: vLLM's.
+        places: "disk:/nvme/kv:200GiB", or several, fastest first.
+        weights: Names the weights; default a digest of their files.
+        revision: Of the model, where that says more.
+        load_deadline_s: A load that takes longer is a miss.
+        gate: Whether what would take longer to load than to compute is declined.
+        enable_kv_events: Whether vLLM's KV events tell what was stored.
+        locality: "LOCAL" or "REMOTE", for `kv_load_tiers` of requests.
+        **options: See `open_keeper`: policy, quotas, durability, integrity, secret, lossless.
+
+    Raises:
+        ConfigError: Block hashes do not last, the weights have no name, or an option is none.
+        StoreError: A place cannot be used.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(  # noqa: PLR0913 (named by vLLM's configuration)
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        places: str | Sequence[str],
+        weights: str = "",
+        revision: str = "",
+        load_deadline_s: float = 5.0,
+        gate: bool = True,
+        enable_kv_events: bool = False,
+        locality: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._lasting = _require_lasting_hashes()
+        self.locality = Locality(locality) if locality else None
+        spec, config = offloading_spec, offloading_spec.config
+        made_by = describe(spec, self.block_size_bytes)
+        model = str(made_by.pop("model_name"))
+        geometry = hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()
+        self._namespace = Namespace(
+            model=Path(model).name,
+            revision=revision,
+            weights=weights or fingerprint(model),
+            geometry=geometry,
+        ).digest()
+        self._layout = bytes.fromhex(geometry[:32])
+        layers = sum(len(group.layer_names) for group in config.groups) or 1
+        stripe, rest = divmod(self.block_size_bytes, layers)  # one a layer, where that is possible
+        self._stripe = self.block_size_bytes if rest or stripe % _GRANULE else stripe
+        self._tokens = [tokens * spec.blocks_per_chunk for tokens in spec.tokens_per_block]
+        self._rank = {"rank": config.parallel.rank, "world": config.parallel.world_size}
+        self._rows = primary_kv_view.cast("B")
+        self._deadline_s, self._gate = load_deadline_s, gate
+        self._secret = bytes.fromhex(options.get("secret", ""))
+        self._jobs: dict[int, _Job] = {}
+        self._done: list[Any] = []
+        self._worth: dict[str, bool] = {}  # of requests that have something here
+        self._scheduled_s: dict[str, float] = {}  # of requests that have stored nothing yet
+        self._told: Counter[tuple[str, str]] = Counter()
+        self._declined = 0
+        events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[Any] | None = [] if events else None
+        asked = [places] if isinstance(places, str) else places
+        self.keeper = open_keeper(*asked, **options)
+        self._caller = self.keeper.caller()
+
+    # ---- requests
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """Chunks are offloaded as they come."""
+        if not self._lasting:  # vLLM chooses its hashes after it made its tiers
+            self._lasting = _require_lasting_hashes()
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """HIT, MISS, or RETRY while a remote tier is asked; MISS once a load failed."""
+        request = req_context.req_id
+        (there,) = self._caller.lookup([self._name(key)], request)
+        if there is None:
+            return LookupResult.RETRY
+        if not there:
+            return LookupResult.MISS
+        if self._gate and request not in self._worth:
+            self._worth[request] = self._pays(key, req_context)
+            self._declined += not self._worth[request]
+        return LookupResult.HIT if self._worth.get(request, True) else LookupResult.MISS
+
+    def _pays(self, key: bytes, req_context: Any) -> bool:
+        """Whether loading what is here of a request, from a key on, beats computing it."""
+        first = req_context.get_offload_key_position(key)
+        if first is None:
+            return True
+        ahead = {k: p for k, p in _positions(req_context).items() if p >= first}
+        names = {self._name(k): p for k, p in ahead.items()}
+        said = self._caller.lookup(list(names), req_context.req_id)
+        here = [name for name, there in zip(names, said, strict=True) if there]
+        last = max((names[name] for name in here), default=first)
+        tokens = last - first + self._tokens[_group(key)]
+        return self.keeper.worth(here, self.block_size_bytes, tokens)
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Chunks were used from vLLM's own memory."""
+        self._caller.touch([self._name(key) for key in keys])
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """What was looked up for the request may go, and what failed is forgotten."""
+        self._caller.release(req_context.req_id)
+        self._worth.pop(req_context.req_id, None)
+        self._scheduled_s.pop(req_context.req_id, None)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Requests begin to be computed."""
+        now_s = time.monotonic()
+        self._scheduled_s.update((request, now_s) for request in context.new_req_ids)
+
+    def _computed(self, keys: Sequence[bytes], req_context: Any) -> None:
+        """What the first chunks of a request say about how long computing takes."""
+        begun_s = self._scheduled_s.pop(req_context.req_id, None)
+        spots = [req_context.get_offload_key_position(key) for key in keys]
+        if begun_s is None or None in spots or not keys:
+            return
+        tokens = max(spots) - min(spots) + self._tokens[_group(keys[0])]
+        self.keeper.gate.computed(tokens, time.monotonic() - begun_s)
+
+    # ---- transfers
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Starts to fill rows."""
+        keys = list(job_metadata.keys)
+        self._scheduled_s.pop(job_metadata.req_context.req_id, None)
+        loads = [
+            Load(self._name(key), self._row(chunk), self._layout)
+            for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True)
+        ]
+        number = self._caller.submit_load(
+            loads, deadline_s=self._deadline_s, request=job_metadata.req_context.req_id
+        )
+        self._jobs[number] = _Job(job_metadata, keys)
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Starts to store rows; they are vLLM's again once the job is finished."""
+        context, keys = job_metadata.req_context, list(job_metadata.keys)
+        self._computed(keys, context)
+        above = _parents(_positions(context))
+        tenant = (context.kv_transfer_params or {}).get("flowkv_tenant")
+        salt = tenant_salt(str(tenant), self._secret) if tenant else bytes(32)
+        stores = [
+            Store(
+                self._name(key),
+                self._info(_group(key), self._name(above[key]) if key in above else ROOT, salt),
+                self._row(chunk).toreadonly(),
+            )
+            for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True)
+        ]
+        self._jobs[self._caller.submit_store(stores)] = _Job(job_metadata, keys)
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """Jobs that are over, each once."""
+        self._collect(0.0)
+        done, self._done = self._done, []
+        return done
+
+    def drain_jobs(self) -> None:
+        """Waits until no row is used any more; every load and store has a deadline."""
+        while self._jobs:
+            self._collect(0.1)
+
+    def _collect(self, timeout_s: float) -> None:
+        for answer in self._caller.poll(timeout_s):
+            job = self._jobs[answer.job]
+            job.left -= 1
+            if answer.outcome in (Outcome.HIT, Outcome.STORED):
+                job.good.append(job.keys[answer.item])
+                job.n_bytes += answer.n_bytes
+            if not job.left:
+                del self._jobs[answer.job]
+                self._done.append(job.result())
+                if self._events is not None and job.good and not job.loads:
+                    told = {"medium": self.medium, "removed": False, "locality": self.locality}
+                    self._events.append(OffloadingEvent(job.good, **told))
+
+    def shutdown(self) -> None:
+        """Ends what is under way and closes the places."""
+        self.keeper.close()
+        self.drain_jobs()
+        self._rows.release()
+
+    def _name(self, key: bytes) -> bytes:
+        return hashlib.sha256(self._namespace + key).digest()
+
+    def _row(self, chunk: int) -> memoryview:
+        start = int(chunk) * self.block_size_bytes
+        return self._rows[start : start + self.block_size_bytes]
+
+    def _info(self, group: int, parent: bytes, salt: bytes) -> FrameInfo:
+        return FrameInfo(
+            kind="page",
+            codec=0,
+            fidelity=0,
+            layout=self._layout,
+            parent=parent,
+            namespace=self._namespace,
+            group=group,
+            tokens=self._tokens[group],
+            stripe_bytes=self._stripe,
+            tenant=salt,
+            **self._rank,
+        )
+
+    # ---- what happened
+
+    def take_events(self) -> Iterable[Any]:
+        """What was stored since the last call, if vLLM wants to know."""
+        events, self._events = self._events or [], [] if self._events is not None else None
+        return events
+
+    @classmethod
+    def build_metric_definitions(cls, tier_config: Mapping[str, Any]) -> dict[str, Any]:
+        """What `get_stats` counts, for vLLM's Prometheus."""
+        answers = "Loads and stores of FlowKV by how they ended, such as hit or miss:digest."
+        declined = "Requests whose load would have taken longer than computing."
+        return {
+            _ANSWERS: OffloadingCounterMetadata(answers, ("tier", "answer")),
+            _DECLINED: OffloadingCounterMetadata(declined, ("tier",)),
+            _USED: OffloadingGaugeMetadata("Bytes that a place of FlowKV holds.", ("place",)),
+        }
+
+    def get_stats(self) -> Any:
+        """What was counted since the last call."""
+        stats, now = OffloadingConnectorStats(), Counter[tuple[str, str]]()
+        now.update({(_ANSWERS, what): n for what, n in list(self.keeper.counts.items())})
+        now[_DECLINED, ""] = self._declined
+        for (name, what), n in (now - self._told).items():
+            stats.increase_counter(name, n, (self.tier_type, what) if what else (self.tier_type,))
+        self._told = now
+        for level in self.keeper.levels:
+            stats.set_gauge(_USED, level.tier.used_bytes(), (level.tier.name,))
+        return stats
+
+
+def _group(key: bytes) -> int:
+    return int.from_bytes(key[-4:], "big")
+
+
+def _positions(req_context: Any) -> dict[bytes, int]:
+    """Where each of a request's chunks ends, in tokens; vLLM has no public name for all of them."""
+    found: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
+    return found
+
+
+def _parents(positions: Mapping[bytes, int]) -> dict[bytes, bytes]:
+    """The chunk before each one in its group."""
+    last: dict[int, bytes] = {}
+    above = {}
+    for key in sorted(positions, key=positions.__getitem__):
+        group = _group(key)
+        if group in last:
+            above[key] = last[group]
+        last[group] = key
+    return above
+
+
+# ---- policies
+
+
+class FlowKVCachePolicy(CachePolicy):
+    """A policy of FlowKV's decides what vLLM's CPU cache gives up.
+
+    vLLM tells it nothing but its capacity, so its name stands in the name of a subclass, which
+    this module makes on demand: `flowkv_auto`, `flowkv_lru`, `flowkv_cost_aware`, ...
+    """
+
+    policy_name = "auto"
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._book = KeyedPolicy(make_policy(self.policy_name))
+        self._chunks: dict[bytes, Any] = {}
+        self._above: dict[bytes, bytes] = {}
+        self._new: list[bytes] = []  # vLLM inserts one by one; the policy hears of all at once
+        self._now_ns = time.monotonic_ns()
+
+    def get(self, key: bytes) -> Any:
+        """A chunk, or None."""
+        return self._chunks.get(key)
+
+    def insert(self, key: bytes, chunk: Any) -> None:
+        """A chunk comes; it is not evictable until vLLM says so."""
+        self._chunks[key] = chunk
+        self._new.append(key)
+        if chunk.ref_cnt == 0:
+            self.mark_evictable(key)
+
+    def remove(self, key: bytes) -> None:
+        """A chunk whose store failed goes."""
+        self._settle()
+        del self._chunks[key]
+        self._book.unpin([key])
+        self._book.remove([key])
+
+    def mark_evictable(self, key: bytes) -> None:
+        """Nobody uses a chunk any more."""
+        self._settle()
+        self._book.unpin([key])
+
+    def mark_non_evictable(self, key: bytes) -> None:
+        """Somebody uses a chunk."""
+        self._settle()
+        self._book.pin([key])
+
+    def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
+        """Chunks are used."""
+        self._settle()
+        self._now_ns = time.monotonic_ns()
+        self._book.access(self._now_ns, keys)
+
+    def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
+        """What is inserted next: those that left not long ago teach the policy."""
+        keys = list(keys)
+        self.touch(keys, req_context)
+        above = _parents(_positions(req_context))
+        self._above = {key: above[key] for key in keys if key in above}
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[bytes]],
+        insertion_only_keys: set[bytes],
+        reused_keys: set[bytes],
+        req_context: Any,
+    ) -> None:
+        """A request's use counts once: what it inserted was counted then."""
+        for keys in key_groups:
+            self.touch([key for key in keys if key in reused_keys], req_context)
+
+    def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
+        """Gives up exactly `n` chunks; None, nothing changed, else."""
+        if not n:
+            return []
+        self._settle()
+        victims = self._book.evict(time.monotonic_ns(), n, protected)
+        return None if victims is None else [(key, self._chunks.pop(key)) for key in victims]
+
+    def _settle(self) -> None:
+        if self._new:
+            new, self._new = self._new, []
+            self._book.insert(self._now_ns, new, [self._above.pop(key, b"") for key in new])
+            self._book.pin(new)
+
+
+def __getattr__(name: str) -> Any:
+    policy = name.removeprefix("flowkv_").replace("_", "-")
+    if not name.startswith("flowkv_") or policy not in CATALOGUE:
+        raise AttributeError(f"module {__name__} has no {name}")
+    return type(name, (FlowKVCachePolicy,), {"policy_name": policy})

@@ -1,0 +1,183 @@
+"""`KeyedPolicy`: a policy over keys, for drivers whose place decides itself what lies in it.
+
+A `Ledger` decides what lies where. In an engine's cache, or in a tier whose frames may vanish, that
+is decided elsewhere: here keys become slots, what left stays known as a ghost for a while, and a
+policy that knows no pins is told what it must not give up. Pure, as policies are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from flowkv.policy.base import NO_VISIT, Policy, Slots, Visit
+from flowkv.policy.tenants import Tenants
+
+LEAST_GHOSTS = 1 << 10
+GHOSTS_PER_RESIDENT = 4
+
+
+class KeyedPolicy:
+    """What one place holds, by key, and which of it goes first. Not thread-safe.
+
+    Args:
+        policy: A fresh policy, used by nobody else.
+
+    Attributes:
+        policy: The same, to be asked.
+        used_bytes: Bytes of what is here.
+        largest_bytes: Of the largest block there ever was.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.used_bytes, self.largest_bytes = 0, 1
+        kind = type(policy)
+        self._policy_pins = kind.pin is not Policy.pin and kind.unpin is not Policy.unpin
+        self._slots: dict[bytes, int] = {}  # of what is here, and of ghosts
+        self._keys: dict[int, bytes] = {}
+        self._here: dict[bytes, int] = {}  # with the bytes of each
+        self._ghosts: dict[bytes, None] = {}  # the oldest first
+        self._pins: Counter[bytes] = Counter()
+        self._free: list[int] = []
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._here
+
+    def __len__(self) -> int:
+        return len(self._here)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._here)
+
+    def insert(
+        self,
+        now_ns: int,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        *,
+        n_bytes: int = 1,
+        **said: Any,
+    ) -> None:
+        """Blocks came, root to leaf.
+
+        Args:
+            now_ns: Time.
+            keys: Theirs; one that is here already is accessed.
+            parents: The key of each one's parent; one that nobody knows is none.
+            n_bytes: Bytes of each.
+            **said: What else `Policy.insert` takes.
+        """
+        slots = [self._slot(key) for key in keys]
+        above = [self._slots.get(parent, -1) for parent in parents]
+        for key in keys:
+            if key not in self._here:
+                self._here[key] = n_bytes
+                self.used_bytes += n_bytes
+                self._ghosts.pop(key, None)
+        self.largest_bytes = max(self.largest_bytes, n_bytes)
+        self.policy.insert(now_ns, _array(slots), _array(above), n_bytes=n_bytes, **said)
+        self._lay_ghosts()
+
+    def access(self, now_ns: int, keys: Iterable[bytes], visit: Visit = NO_VISIT) -> None:
+        """A request uses these, root to leaf; those that nobody knows are passed over."""
+        known = self._known(keys)
+        if len(known):
+            self.policy.access(now_ns, known, visit)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Blocks left for another reason than `evict`; those that are not here are passed over."""
+        gone = [key for key in dict.fromkeys(keys) if key in self._here]
+        self.policy.remove(self._known(gone))
+        self._left(gone)
+
+    def pin(self, keys: Collection[bytes]) -> None:
+        """Known blocks stay until as many `unpin`; nests."""
+        self._pins.update(keys)
+        if self._policy_pins:
+            self.policy.pin(self._known(keys))
+
+    def unpin(self, keys: Collection[bytes]) -> None:
+        """Ends one `pin` of each."""
+        self._pins.subtract(keys)
+        self._pins = +self._pins
+        if self._policy_pins:
+            self.policy.unpin(self._known(keys))
+
+    def evict(self, now_ns: int, n: int, protected: Iterable[bytes] = ()) -> list[bytes] | None:
+        """Gives up `n` blocks, none of them pinned or protected; None, nothing changed, else.
+
+        Leaves go first; where what is pinned hangs below what is not, that goes all the same.
+        """
+        victims = self.policy.evict(now_ns, n, self._guarded(protected))
+        if victims is not None:
+            return self._gave_up(victims)
+        if isinstance(self.policy, Tenants):  # others' reserves
+            return None
+        kept = set(protected)
+        free = [key for key in self._here if key not in kept and not self._pins[key]]
+        if len(free) < n:
+            return None
+        worth = self.policy.priority
+        gone = sorted(free, key=lambda key: worth(self._slots[key]))[:n]
+        self.remove(gone)
+        return gone
+
+    def shed(self, now_ns: int) -> list[bytes]:
+        """Gives up what has expired, and what tenants have above their limits."""
+        expired = [self._keys[slot] for slot in self.policy.expired(now_ns).tolist()]
+        gone = [key for key in expired if not self._pins[key]]
+        self.remove(gone)
+        if isinstance(self.policy, Tenants):
+            gone += self._gave_up(self.policy.shed(now_ns, self._guarded(())))
+        return gone
+
+    def clear(self) -> None:
+        """Everything left."""
+        self.remove(list(self._here))
+
+    def _slot(self, key: bytes) -> int:
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._free.pop() if self._free else len(self._slots)
+            self._slots[key], self._keys[slot] = slot, key
+        return slot
+
+    def _known(self, keys: Iterable[bytes]) -> Slots:
+        return _array([self._slots[key] for key in keys if key in self._slots])
+
+    def _guarded(self, protected: Iterable[bytes]) -> set[int]:
+        guarded = protected if self._policy_pins else chain(protected, self._pins)
+        return {self._slots[key] for key in guarded if key in self._slots}
+
+    def _gave_up(self, victims: Slots) -> list[bytes]:
+        gone = [self._keys[slot] for slot in victims.tolist()]
+        self._left(gone)
+        return gone
+
+    def _left(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self.used_bytes -= self._here.pop(key)
+            self._ghosts[key] = None
+        self._lay_ghosts()
+
+    def _lay_ghosts(self) -> None:
+        """Forgets the oldest ghosts, where they are too many; those that are pinned stay."""
+        excess = len(self._ghosts) - max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * len(self._here))
+        if excess <= 0:
+            return
+        laid = [key for key in self._ghosts if not self._pins[key]][:excess]
+        self.policy.forget(self._known(laid))
+        for key in laid:
+            del self._ghosts[key]
+            slot = self._slots.pop(key)
+            del self._keys[slot]
+            self._free.append(slot)
+
+
+def _array(slots: list[int]) -> Slots:
+    return np.array(slots, np.int64)

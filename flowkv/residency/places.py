@@ -1,0 +1,136 @@
+"""Tiers as a configuration names them, opened; needs no torch, for doors of engines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from pathlib import Path
+
+from flowkv.core.clock import Clock
+from flowkv.core.config import Config, TierConfig, format_size, parse_quota
+from flowkv.core.errors import ConfigError
+from flowkv.policy import Policy, make_policy
+from flowkv.policy.deferred import deferred
+from flowkv.policy.restore.costs import Rates
+from flowkv.policy.tenants import Quota, Tenants
+from flowkv.tiers import Envelope, open_tier
+from flowkv.tiers.base import UNBOUNDED, Tier
+
+
+def open_tiers(
+    config: Config,
+    given: Sequence[Tier],
+    clock: Clock,
+    rates: dict[str, Rates],
+    *,
+    on_cpu: bool,
+) -> list[Tier]:
+    """The tiers of the configuration, then those given as objects.
+
+    Args:
+        config: Which tiers, and how their frames are checked and compressed.
+        given: Tiers that are open.
+        clock: Source of time.
+        rates: Gets an entry for each tier of the configuration, whose measured rate decides
+            whether its frames are compressed.
+        on_cpu: Whether the layers compute on the CPU.
+
+    Raises:
+        ConfigError: A kind of tier is unknown, or too small.
+        MissingDependencyError: A tier, or encryption, needs an extra that is not installed.
+        StoreError: A directory or an engine cannot be used.
+    """
+    tiers: list[Tier] = []
+    try:
+        for place in config.places(on_cpu=on_cpu)[1:]:
+            loads = Rates()
+            tier = open_tier(
+                place.kind,
+                path=place.path,
+                capacity_bytes=place.size_bytes(_total_bytes(place)) or UNBOUNDED,
+                exclusive=config.exclusive,
+                durability=config.durability,
+                envelope=make_envelope(config, loads) if place.kind != "host" else None,
+                clock=clock,
+            )
+            tiers.append(tier)
+            rates[tier.name] = loads
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return [*tiers, *given]
+
+
+def make_envelope(config: Config, loads: Rates | None = None) -> Envelope:
+    """How frames outside this process are wrapped.
+
+    Args:
+        config: Says how.
+        loads: What loads take where they lie; without, all that shrinks is compressed.
+
+    Raises:
+        MissingDependencyError: Encryption needs an extra that is not installed.
+    """
+    rates = loads or Rates()
+    keyring = lossless = None
+    if config.integrity == "aead":
+        from flowkv.tiers.envelope import Keyring
+
+        keyring = Keyring(config.secret_bytes)
+    if config.lossless == "auto":
+        from flowkv.tiers.lossless import Lossless
+
+        lossless = Lossless(lambda: rates.bytes_per_s)
+    return Envelope(integrity=config.integrity, keyring=keyring, lossless=lossless)
+
+
+def _total_bytes(place: TierConfig) -> int:
+    if place.kind != "disk":
+        return memory_bytes()
+    path = Path(place.path).expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).total
+
+
+def memory_bytes() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def policy_of(
+    config: Config,
+    kind: str,
+    capacity_bytes: int,
+    make: Callable[[], Policy] | None = None,
+) -> Policy:
+    """The policy of a place; of one with quotas, tenants are numbered as the configuration has it.
+
+    Args:
+        config: Says which, and what tenants may take.
+        kind: Of the place.
+        capacity_bytes: Of the place.
+        make: Makes it instead.
+
+    Raises:
+        ConfigError: A policy or an option is unknown, or the quotas reserve more than there is.
+    """
+    if make is None:
+        name, options = config.selection(kind)
+        make = partial(deferred, partial(make_policy, name, **options))
+    if not config.quotas:
+        return make()
+    shares = [parse_quota(quota, kind, capacity_bytes) for quota in config.quotas.values()]
+    kept = sum(reserve for reserve, _ in shares)
+    if kept > capacity_bytes:
+        raise ConfigError(
+            f"quotas reserve {format_size(kept)} of a {kind} place of "
+            f"{format_size(capacity_bytes)}",
+            "Reserve less, or give the place more bytes",
+        )
+    quotas = [Quota(reserve, inf if limit is None else limit) for reserve, limit in shares]
+    return Tenants(make, dict(enumerate(quotas)))

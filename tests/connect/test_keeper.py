@@ -1,0 +1,463 @@
+"""The keeper: who asked is answered, what is believed in stays, and the rest makes room."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from flowkv import Tier
+from flowkv.connect import Caller, Keeper, open_keeper
+from flowkv.policy import Policy, make_policy
+from flowkv.testing import FlakyTier, check_tier
+from flowkv.tiers import Load, Outcome, Store
+from flowkv.tiers.disk import DiskTier
+from tests.inside import (
+    HOLD_S,
+    Bus,
+    ConfigError,
+    Faults,
+    HostTier,
+    Quarantined,
+    Quota,
+    StateError,
+    Tenants,
+    tenant_salt,
+)
+from tests.tiers.frames import (
+    LAYOUT,
+    answers,
+    body_of,
+    get,
+    hits,
+    info_of,
+    key_of,
+    outcomes,
+    put,
+    stored,
+)
+
+SIZE = 8192
+FRAME = HostTier(1 << 20).frame_bytes(SIZE)
+
+
+def lru(kind: str, capacity_bytes: int) -> Policy:
+    return make_policy("lru")
+
+
+class FarTier(HostTier):
+    """Memory that says it is far away."""
+
+    kind = "remote"
+
+
+def host(frames: int, name: str = "host", kind: type[HostTier] = HostTier) -> HostTier:
+    return kind(frames * FRAME, name=name)
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    keeper = Keeper([host(8)], lru)
+    yield keeper.caller()
+    keeper.close()
+
+
+def wait(until: Callable[[], object], within_s: float = 20.0) -> None:
+    end = time.monotonic() + within_s
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.0005)
+
+
+# ---- the protocol
+
+
+def kept(*tiers: Callable[[int], Tier]) -> Callable[[int], Tier]:
+    return lambda n: Keeper([make(n // len(tiers)) for make in tiers], lru).caller()
+
+
+def test_a_keeper_is_a_tier() -> None:
+    check_tier(kept(HostTier), lossy=True)
+
+
+def test_a_stack_is_a_tier(tmp_path: Path) -> None:
+    numbers = itertools.count()
+    check_tier(
+        kept(HostTier, lambda n: DiskTier(tmp_path / str(next(numbers)), n)),
+        reopen=None,
+        lossy=True,
+        capacity_bytes=8 << 20,
+    )
+
+
+def test_a_keeper_of_flaky_tiers_never_lies() -> None:
+    faults = Faults(fail=0.2, lose=0.1, flip=0.2, latency_s=0.001)
+    check_tier(
+        kept(
+            lambda n: FlakyTier(HostTier(n), 7, faults),
+            lambda n: FlakyTier(FarTier(n, name="far"), 8, faults),
+        ),
+        lossy=True,
+    )
+
+
+# ---- room
+
+
+def test_a_full_tier_gives_up_what_is_oldest(caller: Caller) -> None:
+    for name in range(20):
+        stored(caller, [name])
+    assert caller.used_bytes() <= caller.capacity_bytes
+    assert hits(caller, range(12)) == 0
+    assert hits(caller, range(12, 20)) == 8
+
+
+def test_what_is_used_stays(caller: Caller) -> None:
+    stored(caller, range(8))
+    assert hits(caller, [0]) == 1
+    caller.touch([key_of(1)])
+    stored(caller, range(8, 14))
+    assert hits(caller, [0, 1]) == 2
+
+
+def test_leaves_go_before_what_they_hang_on(caller: Caller) -> None:
+    for name in range(8):  # a chain; its root is the oldest
+        stored(caller, [name], parent=key_of(name - 1))
+    stored(caller, ["other"])
+    assert hits(caller, range(7)) == 7
+    assert hits(caller, [7]) == 0
+
+
+def test_more_than_fits_keeps_what_came_first_of_it(caller: Caller) -> None:
+    items = [
+        Store(key_of(n), info_of(SIZE, parent=key_of(n - 1)), memoryview(body_of(n)))
+        for n in range(12)
+    ]
+    done = answers(caller, caller.submit_store(items), 12)
+    assert [one.outcome for one in done] == [Outcome.STORED] * 8 + [Outcome.FAILED] * 4
+    assert {one.reason for one in done[8:]} == {"full"}
+    assert hits(caller, range(8)) == 8
+
+
+def test_a_frame_larger_than_the_tier_is_refused(caller: Caller) -> None:
+    stored(caller, range(3))
+    size = 9 * SIZE
+    assert outcomes(put(caller, ["large"], size)) == [("failed", "full")]
+    assert hits(caller, range(3)) == 3
+
+
+# ---- look-ups
+
+
+def lookup(caller: Caller, names: Sequence[object], request: object = "r") -> list[bool | None]:
+    return caller.lookup([key_of(name) for name in names], request)
+
+
+def test_what_is_believed_in_stays_until_it_is_released(caller: Caller) -> None:
+    stored(caller, range(8))
+    assert lookup(caller, range(3)) == [True] * 3
+    assert lookup(caller, range(3)) == [True] * 3  # asked again: still one pin
+    stored(caller, range(10, 15))
+    assert hits(caller, range(3)) == 3
+    caller.release("r")
+    stored(caller, range(20, 28))
+    assert hits(caller, range(3)) == 0
+
+
+def test_nothing_comes_where_all_is_believed_in_until_nobody_comes_back() -> None:
+    clock = HeldClock()
+    keeper = Keeper([host(8)], lru, clock=clock)
+    caller = keeper.caller()
+    stored(caller, range(8))
+    lookup(caller, range(8))
+    assert outcomes(put(caller, ["new"])) == [("failed", "full")]
+    clock.now += round(HOLD_S * 1e9) + 1
+    stored(caller, ["new"])
+    keeper.close()
+
+
+class HeldClock:
+    now = 1
+
+    def now_ns(self) -> int:
+        return self.now
+
+
+def test_a_failed_load_is_a_miss_for_its_request_alone() -> None:
+    keeper = Keeper([FlakyTier(host(8), 1, Faults())], lru)
+    caller = keeper.caller()
+    stored(caller, [0, 1])
+    keeper.levels[0].tier.faults = Faults(fail=1.0)  # type: ignore[attr-defined]
+    assert lookup(caller, [0, 1]) == [True, True]
+    target = bytearray(SIZE)
+    job = caller.submit_load([Load(key_of(0), memoryview(target), LAYOUT)], request="r")
+    (answer,) = answers(caller, job, 1)
+    assert answer.outcome is Outcome.FAILED
+    assert lookup(caller, [0, 1]) == [False, True]
+    assert lookup(caller, [0], "other") == [True]
+    caller.release("r")
+    assert lookup(caller, [0]) == [True]
+    keeper.close()
+
+
+def test_a_far_tier_is_asked_without_waiting() -> None:
+    far = host(8, "far", FarTier)
+    stored(far, ["theirs"])
+    keeper = Keeper([host(4), far], lru)
+    keeper.levels[1].book.clear()  # as if others had stored it since
+    caller = keeper.caller()
+    assert lookup(caller, ["theirs", "nobody's"]) == [None, None]
+    wait(lambda: lookup(caller, ["theirs", "nobody's"]) == [True, False])
+    assert hits(caller, ["theirs"]) == 1
+    keeper.close()
+
+
+# ---- stacks
+
+
+def test_what_one_tier_lost_comes_from_the_next_and_comes_back() -> None:
+    near, far = host(4, "near"), host(16, "far")
+    keeper = Keeper([near, far], lru)
+    caller = keeper.caller()
+    stored(caller, range(10))
+    assert (sum(near.contains([key_of(n) for n in range(10)])), len(list(far.scan()))) == (4, 10)
+    assert hits(caller, [0]) == 1
+    wait(lambda: near.contains([key_of(0)])[0])
+    far.delete([key_of(0)])
+    assert hits(caller, [0]) == 1
+    keeper.close()
+
+
+def test_damage_is_healed_from_the_next_tier(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path / "kv", 4 << 20)
+    seen: list[object] = []
+    bus = Bus()
+    bus.subscribe(seen.append, Quarantined)
+    keeper = Keeper([disk, host(16, "far")], lru, bus=bus)
+    caller = keeper.caller()
+    stored(caller, range(4))
+    for slab in (tmp_path / "kv").glob("slab-*"):
+        data = bytearray(slab.read_bytes())
+        for name in range(4):
+            at = data.find(body_of(name))
+            data[at] ^= 1
+        slab.write_bytes(data)
+    assert hits(caller, range(4)) == 4
+    assert len(seen) == 4
+    keeper.close()
+
+
+def test_a_reader_of_a_directory_finds_what_its_owner_stores(tmp_path: Path) -> None:
+    owner = Keeper([DiskTier(tmp_path / "kv", 4 << 20)], lru)
+    with pytest.warns(UserWarning, match="another process owns"):
+        reader = Keeper([DiskTier(tmp_path / "kv", 4 << 20)], lru)
+    stored(owner.caller(), ["a"])
+    theirs = reader.caller()
+    assert hits(theirs, ["a"]) == 1
+    assert not theirs.writable
+    assert outcomes(put(theirs, ["b"])) == [("failed", "read-only")]
+    reader.close()
+    owner.close()
+
+
+# ---- restarts
+
+
+def test_a_restart_knows_what_there_is_and_makes_room(tmp_path: Path) -> None:
+    place = f"disk:{tmp_path}/kv:2MiB"
+    with open_keeper(place, policy="lru") as keeper:
+        for name in range(40):
+            stored(keeper.caller(), [name], parent=key_of(name - 1) if name % 4 else bytes(32))
+    with open_keeper(place, policy="lru") as keeper:
+        caller = keeper.caller()
+        (level,) = keeper.levels
+        assert set(level.book) == {entry.key for entry in level.tier.scan()}
+        assert hits(caller, range(40)) == 40
+        for name in range(40, 400):
+            stored(caller, [name])
+        assert caller.used_bytes() <= caller.capacity_bytes
+        assert set(level.book) == {entry.key for entry in level.tier.scan()}
+        assert hits(caller, range(390, 400)) == 10
+
+
+def test_places_are_opened_as_they_are_written(tmp_path: Path) -> None:
+    with open_keeper("host:1MiB", f"disk:{tmp_path}/kv:4MiB", quotas={"a": "256KiB"}) as keeper:
+        assert [level.tier.kind for level in keeper.levels] == ["host", "disk"]
+        caller = keeper.caller()
+        for name in range(100):
+            stored(caller, [name], tenant=tenant_salt("a"))
+        for level in keeper.levels:
+            assert 0 < sum(one.n_bytes for one in level.tier.scan()) <= 256 << 10
+        stored(caller, range(100, 150), tenant=tenant_salt("b"))
+        assert hits(caller, range(100, 150)) == 50
+        assert keeper.report()["tiers"]["host"]["frames"] > 0
+    with pytest.raises(StateError, match="closed"):
+        caller.submit_load([])
+    with pytest.raises(ConfigError):
+        open_keeper("nowhere")
+    with pytest.raises(ConfigError):
+        Keeper([], lru)
+    with pytest.raises(ConfigError):
+        Keeper([host(1), host(2)], lru)
+
+
+# ---- callers
+
+
+def test_answers_go_to_who_asked() -> None:
+    keeper = Keeper([host(64)], lru)
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        caller = keeper.caller()
+        for turn in range(20):
+            names = [(number, turn, i) for i in range(3)]
+            job = caller.submit_store(
+                [Store(key_of(n), info_of(SIZE), memoryview(body_of(n))) for n in names]
+            )
+            for answer in answers(caller, job, 3):
+                if answer.key not in {key_of(n) for n in names}:
+                    wrong.append(answer)
+            get(caller, names)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert keeper.counts["stored"] == 4 * 20 * 3
+    keeper.close()
+
+
+def test_closing_answers_what_is_under_way() -> None:
+    keeper = Keeper([FlakyTier(host(8), 1, Faults(latency_s=0.2))], lru)
+    caller = keeper.caller()
+    body = memoryview(body_of(0))
+    job = caller.submit_store([Store(key_of(0), info_of(SIZE), body)])
+    keeper.close()
+    assert len(answers(caller, job, 1)) == 1
+
+
+# ---- everything at once
+
+NAMES = st.integers(0, 15)
+FRAMES = 6
+LIMIT = 3
+TENANTS = ("limited", "free")
+
+
+class KeeperMachine(RuleBasedStateMachine):
+    """Two callers, two requests each, a tenant with a limit, two tiers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiers = [host(FRAMES, "near"), host(2 * FRAMES, "wide")]
+        quota = {0: Quota(0, LIMIT * FRAME)}
+        self.keeper = Keeper(
+            self.tiers,
+            lambda kind, n: Tenants(lambda: make_policy("lru"), quota),
+            tenants=[tenant_salt("limited")],
+        )
+        self.callers = [self.keeper.caller() for _ in range(2)]
+        self.believed: dict[tuple[int, int], set[int]] = {}
+        self.owed: list[dict[tuple[int, int], bytes]] = [{}, {}]
+
+    def owner(self, name: int) -> str:
+        return TENANTS[name % 2]
+
+    @rule(who=st.integers(0, 1), names=st.lists(NAMES, min_size=1, max_size=9))
+    def store(self, who: int, names: list[int]) -> None:
+        items = [
+            Store(
+                key_of(name),
+                info_of(SIZE, tenant=tenant_salt(self.owner(name)), parent=key_of(name - 2)),
+                memoryview(body_of(name)),
+            )
+            for name in names
+        ]
+        self.submitted(who, self.callers[who].submit_store(items), names)
+
+    @rule(who=st.integers(0, 1), names=st.lists(NAMES, min_size=1, max_size=4))
+    def load(self, who: int, names: list[int]) -> None:
+        self.settle()
+        surely = set().union(set(), *self.believed.values())
+        for name, answer in zip(names, get(self.callers[who], names), strict=True):
+            assert answer.outcome is Outcome.HIT or name not in surely
+
+    @rule(who=st.integers(0, 1), request=st.integers(0, 1), names=st.lists(NAMES, max_size=3))
+    def lookup(self, who: int, request: int, names: list[int]) -> None:
+        self.settle()
+        said = self.callers[who].lookup([key_of(name) for name in names], request)
+        found = {name for name, there in zip(names, said, strict=True) if there}
+        self.believed.setdefault((who, request), set()).update(found)
+
+    @rule(who=st.integers(0, 1), request=st.integers(0, 1))
+    def release(self, who: int, request: int) -> None:
+        self.callers[who].release(request)
+        self.believed.pop((who, request), None)
+
+    @rule(name=NAMES)
+    def delete(self, name: int) -> None:
+        self.settle()
+        self.callers[0].delete([key_of(name)])
+        for names in self.believed.values():
+            names.discard(name)
+        assert not self.callers[1].contains([key_of(name)])[0]
+
+    @rule()
+    def settle(self) -> None:
+        end = time.monotonic() + 20
+        while any(self.owed):
+            assert time.monotonic() < end, self.owed
+            for caller, owed in zip(self.callers, self.owed, strict=True):
+                for answer in caller.poll(0.001):
+                    assert owed.pop((answer.job, answer.item)) == answer.key
+                    assert answer.outcome is Outcome.STORED or answer.reason == "full"
+
+    def submitted(self, who: int, job: int, names: list[int]) -> None:
+        self.owed[who].update({(job, i): key_of(name) for i, name in enumerate(names)})
+
+    @invariant()
+    def nothing_is_too_full(self) -> None:
+        assert all(tier.used_bytes() <= tier.capacity_bytes for tier in self.tiers)
+        salt = tenant_salt("limited")
+        for tier in self.tiers:
+            limited = [entry for entry in tier.scan() if entry.info.tenant == salt]
+            assert sum(entry.n_bytes for entry in limited) <= LIMIT * FRAME
+
+    @precondition(lambda self: not any(self.owed))
+    @invariant()
+    def the_book_says_what_is_there(self) -> None:
+        wait(lambda: not self.under_way())
+        for level in self.keeper.levels:
+            assert set(level.book) == {entry.key for entry in level.tier.scan()}
+            assert not level.incoming_bytes
+            assert not +level.storing
+
+    def under_way(self) -> bool:
+        """Something comes back into the faster tier, which nobody waits for."""
+        with self.keeper._lock:
+            return any(level.flights for level in self.keeper.levels)
+
+    def teardown(self) -> None:
+        self.settle()
+        assert all(not caller.poll() for caller in self.callers), "an answer came twice"
+        self.keeper.close()
+
+
+def test_everything_at_once() -> None:
+    run_state_machine_as_test(KeeperMachine, settings=settings(stateful_step_count=30))

@@ -1,0 +1,375 @@
+"""vLLM's door: against vLLM itself where it is installed, else against fakes of its signatures."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowkv.testing import FlakyTier
+from tests.inside import ConfigError, Faults
+
+REAL = importlib.util.find_spec("vllm") is not None
+if not REAL:
+    from tests.connect import vllm_fakes
+
+    vllm_fakes.install()
+
+from vllm.v1.core import kv_cache_utils  # noqa: E402
+from vllm.v1.kv_offload.base import LookupResult, ReqContext  # noqa: E402
+from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus  # noqa: E402
+from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
+
+door = importlib.import_module("flowkv.connect.vllm")
+
+ROWS, ROW_BYTES, LAYERS, TOKENS = 24, 8 * 4096, 4, 16
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+needs_vllm = pytest.mark.skipif(not REAL, reason="vLLM is not installed")
+
+
+def spec(model: str, **changes: Any) -> Any:
+    """As much of vLLM's specification as anything here looks at."""
+    group = SimpleNamespace(tokens_per_block=TOKENS, layer_names=tuple(map(str, range(LAYERS))))
+    sizes = dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size", "world_size"), 1)
+    config = SimpleNamespace(
+        groups=(group,),
+        model=SimpleNamespace(name=model, dtype=changes.get("dtype", "float32")),
+        parallel=SimpleNamespace(rank=0, is_parallelism_agnostic=False, **sizes),
+        cache=SimpleNamespace(tokens_per_hash=TOKENS),
+        kv_cache_layout=changes.get("layout", "LBHNC"),
+        canonical_layout=False,
+        replicated_layout=False,
+    )
+    return SimpleNamespace(
+        config=config,
+        blocks_per_chunk=1,
+        tokens_per_block=(TOKENS,),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+    )
+
+
+class Engine:
+    """Rows of a CPU cache and one tier below them, used as vLLM's manager uses them."""
+
+    def __init__(self, tmp_path: Path, places: Any = None, model: Path | None = None, **more: Any):
+        self.rows = np.zeros((ROWS, ROW_BYTES), np.uint8)
+        model = model or weights(tmp_path)
+        changes = {name: more.pop(name) for name in ("dtype", "layout") if name in more}
+        self.tier = door.FlowKVTier(
+            spec(str(model), **changes),
+            memoryview(self.rows),
+            "FlowKVTier",
+            places=places or f"disk:{tmp_path}/kv:32MiB",
+            **more,
+        )
+        self.jobs = 0
+
+    def transfer(self, keys: Sequence[bytes], context: Any, *, load: bool) -> Any:
+        self.jobs += 1
+        rows = np.arange(len(keys))
+        if not load:
+            for row, key in enumerate(keys):
+                self.rows[row] = content(key)
+        else:
+            self.rows[: len(keys)] = 0
+        job = TransferJob(self.jobs, keys, rows, load, context)
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        end = time.monotonic() + 20
+        while not (done := list(self.tier.get_finished_jobs())):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        (result,) = done
+        assert result.job_id == self.jobs
+        if load:
+            good = set(keys if result.success else result.successful_keys or ())
+            for row, key in enumerate(keys):
+                assert key not in good or (self.rows[row] == content(key)).all(), "WRONG BYTES"
+        return result
+
+    def store(self, keys: Sequence[bytes], context: Any | None = None) -> Any:
+        return self.transfer(keys, context or request("w", keys), load=False)
+
+    def load(self, keys: Sequence[bytes], context: Any) -> Any:
+        return self.transfer(keys, context, load=True)
+
+    def lookups(self, keys: Sequence[bytes], context: Any) -> list[Any]:
+        self.tier.on_new_request(context)
+        return [self.tier.lookup(key, context) for key in keys]
+
+
+def content(key: bytes) -> np.ndarray:
+    return np.frombuffer(random.Random(key).randbytes(ROW_BYTES), np.uint8)
+
+
+def chain(name: object, n: int) -> list[bytes]:
+    keys, last = [], str(name).encode()
+    for _ in range(n):
+        last = hashlib.sha256(last).digest()
+        keys.append(last + bytes(4))
+    return keys
+
+
+def request(name: str, keys: Sequence[bytes], **params: Any) -> Any:
+    context = ReqContext(name, kv_transfer_params=params or None)
+    for i, key in enumerate(keys):
+        context.set_offload_key_position(key, (i + 1) * TOKENS)
+    return context
+
+
+def weights(tmp_path: Path, content: bytes = b"weights") -> Path:
+    model = tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    (model / "model.safetensors").write_bytes(content)
+    return model
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def new(**more: Any) -> Engine:
+        engines.append(Engine(tmp_path, **more))
+        return engines[-1]
+
+    yield new
+    for engine in engines:
+        engine.tier.shutdown()
+
+
+def restarted(engine: Engine, make: Callable[..., Engine], **more: Any) -> Engine:
+    engine.tier.keeper.close()
+    return make(**more)
+
+
+def test_a_later_process_finds_what_was_stored(make: Callable[..., Engine]) -> None:
+    engine, keys = make(), chain("a", 8)
+    assert engine.lookups(keys, request("r", keys)) == [MISS] * 8
+    assert engine.store(keys).success
+    engine = restarted(engine, make)
+    context = request("r", keys)
+    assert engine.lookups(keys, context) == [HIT] * 8
+    result = engine.load(keys, context)
+    assert result.success
+    assert result.transfer_bytes == 8 * ROW_BYTES
+    engine.tier.on_request_finished(context)
+
+
+@pytest.mark.parametrize(
+    "other", [{"dtype": "bfloat16"}, {"layout": "LBNHC"}, {"weights": "b"}, {"revision": "2"}]
+)
+def test_bytes_of_another_model_are_not_found(
+    make: Callable[..., Engine], other: dict[str, str]
+) -> None:
+    engine, keys = make(), chain("a", 2)
+    engine.store(keys)
+    engine = restarted(engine, make, **other)
+    assert engine.lookups(keys, request("r", keys)) == [MISS] * 2
+
+
+def test_every_byte_of_the_weights_counts(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine, keys = make(), chain("a", 2)
+    engine.store(keys)
+    engine.tier.keeper.close()
+    (tmp_path / "tuned").mkdir()
+    engine = make(model=weights(tmp_path / "tuned", b"weightz"))
+    assert engine.lookups(keys, request("r", keys)) == [MISS] * 2
+
+
+def test_weights_that_are_not_here_need_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be found"):
+        Engine(tmp_path, model=Path("nobody/has-this"))
+
+
+def test_hashes_must_last(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", "seed", raising=False)
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"of xxhash", raising=False)
+    with pytest.raises(ConfigError, match="sha256_cbor"):
+        make()
+
+
+def test_a_damaged_chunk_is_a_miss_for_its_request_until_it_is_stored_again(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine, keys = make(), chain("a", 6)
+    engine.store(keys)
+    for slab in (tmp_path / "kv").glob("slab-*"):
+        data = bytearray(slab.read_bytes())
+        data[data.find(content(keys[3]).tobytes()) + 5000] ^= 1
+        slab.write_bytes(data)
+    context = request("r", keys)
+    assert engine.lookups(keys, context) == [HIT] * 6
+    result = engine.load(keys, context)
+    assert not result.success
+    assert set(result.successful_keys) == {*keys[:3], *keys[4:]}
+    assert engine.lookups(keys, context) == [HIT] * 3 + [MISS] + [HIT] * 2
+    engine.store(keys[3:4])
+    assert engine.tier.lookup(keys[3], context) is MISS  # nobody promotes it for ever
+    assert engine.lookups(keys, request("other", keys)) == [HIT] * 6
+    engine.tier.on_request_finished(context)
+    assert engine.tier.lookup(keys[3], context) is HIT
+
+
+def test_a_tier_that_fails_costs_a_miss_each(make: Callable[..., Engine]) -> None:
+    engine, keys = make(gate=False), chain("a", 4)
+    engine.store(keys)
+    (level,) = engine.tier.keeper._levels
+    level.tier = FlakyTier(level.tier, 1, Faults(fail=1.0))
+    time.sleep(0.3)  # the thread that waits for answers of the tier before
+    context = request("r", keys)
+    assert engine.lookups(keys, context) == [HIT] * 4
+    result = engine.load(keys, context)
+    assert not result.success
+    assert result.successful_keys is None
+    assert engine.lookups(keys, context) == [MISS] * 4
+
+
+def test_what_takes_longer_than_computing_is_declined(make: Callable[..., Engine]) -> None:
+    engine, keys = make(), chain("a", 4)
+    engine.store(keys)
+    gate, (name,) = engine.tier.keeper.gate, engine.tier.keeper.gate.rates
+    for _ in range(8):
+        gate.loaded(name, ROW_BYTES, 1.0)
+        gate.computed(TOKENS, 0.1)
+    assert engine.lookups(keys, request("r", keys)) == [MISS] * 4
+    for _ in range(30):
+        gate.loaded(name, ROW_BYTES, 0.01)
+    assert engine.lookups(keys, request("s", keys)) == [HIT] * 4
+
+
+def test_computing_is_measured_from_what_is_stored(make: Callable[..., Engine]) -> None:
+    engine, keys = make(), chain("a", 4)
+    context = request("r", keys)
+    assert engine.lookups(keys, context) == [MISS] * 4
+    engine.tier.on_schedule_end(SimpleNamespace(new_req_ids=["r"], preempted_req_ids=[]))
+    time.sleep(0.02)
+    engine.store(keys, context)
+    assert 0.02 / (4 * TOKENS) <= engine.tier.keeper.gate.seconds_per_token < 5
+
+
+def test_tenants_have_quotas(make: Callable[..., Engine]) -> None:
+    engine = make(quotas={"a": "256KiB"}, policy="lru")
+    for n in range(12):
+        keys = chain(n, 1)
+        engine.store(keys, request(f"w{n}", keys, flowkv_tenant="a"))
+    found = [engine.lookups(chain(n, 1), request(f"r{n}", chain(n, 1)))[0] for n in range(12)]
+    assert 4 <= found.count(HIT) <= 8
+    assert found[-1] is HIT
+
+
+def test_a_full_directory_keeps_the_new(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(places=[f"disk:{tmp_path}/kv:2MiB"], policy="lru")
+    for n in range(20):
+        assert engine.store(chain(n, 4)).success
+    assert engine.lookups(chain(19, 4), request("r", chain(19, 4))) == [HIT] * 4
+    assert engine.lookups(chain(0, 4), request("s", chain(0, 4))) == [MISS] * 4
+
+
+def test_it_tells_what_happened(make: Callable[..., Engine]) -> None:
+    engine, keys = make(enable_kv_events=True), chain("a", 3)
+    engine.store(keys)
+    (event,) = engine.tier.take_events()
+    assert (list(event.keys), event.removed) == (keys, False)
+    assert not list(engine.tier.take_events())
+    defined = door.FlowKVTier.build_metric_definitions({})
+    stats = engine.tier.get_stats()
+    told = set(stats.data["data"]) if REAL else {name for name, _ in stats.values}
+    assert told <= set(defined)
+    assert "vllm:flowkv_answers" in told
+    engine.tier.touch(keys, None)
+    engine.tier.drain_jobs()
+
+
+# ---- policies
+
+
+def test_policies_are_made_by_name() -> None:
+    assert door.flowkv_lfu_ttl.policy_name == "lfu-ttl"
+    with pytest.raises(AttributeError):
+        door.flowkv_nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["lru", "arc", "lfu_ttl", "auto"])
+def test_a_policy_keeps_what_is_in_use(name: str) -> None:
+    policy = getattr(door, f"flowkv_{name}")(8)
+    keys = chain("a", 8)
+    context = request("r", keys)
+    policy.on_store_miss(keys, context)
+    for i, key in enumerate(keys):
+        policy.insert(key, ChunkStatus(i))
+    assert policy.evict(1, set()) is None  # being stored
+    for key in keys:
+        policy.get(key).ref_cnt = 0
+        policy.mark_evictable(key)
+    policy.mark_non_evictable(keys[7])
+    assert policy.evict(8, set()) is None
+    gone = policy.evict(2, {keys[0]})
+    assert len(gone) == 2
+    assert not {key for key, _ in gone} & {keys[0], keys[7]}
+    assert all(policy.get(key) is None for key, _ in gone)
+    policy.on_request_finished([keys], set(), {keys[0]}, context)
+    policy.clear()
+    assert policy.get(keys[0]) is None
+
+
+@needs_vllm
+def test_same_rule_same_decisions_as_vllm() -> None:
+    rates = {name: hit_rate(name) for name in ("lru", "flowkv_lru", "flowkv_auto")}
+    assert rates["flowkv_lru"] == pytest.approx(rates["lru"], abs=0.01)
+    assert rates["flowkv_auto"] >= rates["lru"]
+
+
+def hit_rate(policy: str, capacity: int = 200, requests: int = 600) -> float:
+    """Of chunks, in vLLM's own manager: popular prefixes, and a scan every seventh request."""
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    module = "flowkv.connect.vllm" if policy.startswith("flowkv") else None
+    manager, rng, hits, total = (
+        CPUOffloadingManager(capacity, policy, module),
+        random.Random(1),
+        0,
+        0,
+    )
+    sizes = [rng.randint(2, 24) for _ in range(150)]
+    popular = [1 / (n + 1) for n in range(150)]
+    for number in range(requests):
+        (doc,) = rng.choices(range(150), popular) if number % 7 else (1000 + number,)
+        keys = chain(doc, sizes[doc] if doc < 150 else 20)
+        context = request(str(number), keys)
+        manager.on_new_request(context)
+        found = 0
+        while found < len(keys) and manager.lookup(keys[found], context) is HIT:
+            found += 1
+        if found:
+            manager.prepare_load(keys[:found], context)
+            manager.complete_load(keys[:found], context)
+        out = manager.prepare_store(keys, context)
+        if out is not None and out.keys_to_store:
+            manager.complete_store(out.keys_to_store, context)
+        manager.on_request_finished(context)
+        hits, total = hits + found, total + len(keys)
+    return hits / total
+
+
+@needs_vllm
+def test_nothing_abstract_is_left() -> None:
+    assert not door.FlowKVTier.__abstractmethods__
+    assert not door.flowkv_auto.__abstractmethods__
+
+
+def test_the_keeper_needs_neither_torch_nor_an_engine() -> None:
+    program = "import sys, flowkv.connect; print({'torch', 'vllm'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
