@@ -63,7 +63,7 @@ class Handle:
 
 
 def test_ask_goes_on_elsewhere() -> None:
-    from flowkv.connect.ray import ask
+    from tests.inside import ask
 
     handle = Handle(2)
     assert asyncio.run(ask(handle, [1], more=2)) == [1, 2] and handle.calls == 3
