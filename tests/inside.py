@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.command import read_prompts, write_replay_report
     from flowkv.connect.keeper import HOLD_S
-    from flowkv.connect.ray import ask
     from flowkv.core import compiling, errors
     from flowkv.core.clock import Clock, ManualClock, SystemClock
     from flowkv.core.compiling import Intervals
