@@ -60,6 +60,8 @@ _log = logging.getLogger("flowkv")
 _GRANULE = 4096
 _READ_BYTES = 1 << 24
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_USES = ("config.json", "*quant*.json", "params.json", "*.py")
+"""What says how weights are used, beside them."""
 _ANSWERS = "vllm:flowkv_answers"
 _USED = "vllm:flowkv_used_bytes"
 _DECLINED = "vllm:flowkv_declined_requests"
@@ -72,7 +74,10 @@ if not vllm_version.startswith(f"{TESTED}."):
 
 
 def fingerprint(model: str) -> str:
-    """Names weights by all their bytes: hex, of the files of a directory or of one file.
+    """Names a model by all bytes of its weights, configuration and code: hex.
+
+    Args:
+        model: A directory, a file, or a name whose files lie in Hugging Face's cache.
 
     Raises:
         ConfigError: They are not on this machine, so nobody can say which they are.
@@ -88,6 +93,8 @@ def fingerprint(model: str) -> str:
     found = [path] if path.is_file() else sorted({f for kind in _WEIGHTS for f in path.glob(kind)})
     if not found:
         raise _nameless(model)
+    home = path.parent if path.is_file() else path
+    found += sorted({f for kind in _USES for f in home.glob(kind)})
     digest = xxhash.xxh3_128()
     for file in found:
         digest.update(f"{file.name} {file.stat().st_size} ".encode())

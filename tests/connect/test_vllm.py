@@ -186,6 +186,22 @@ def test_every_byte_of_the_weights_counts(make: Callable[..., Engine], tmp_path:
     assert engine.lookups(keys, request("r", keys)) == [MISS] * 2
 
 
+def test_how_the_weights_are_used_counts(make: Callable[..., Engine], tmp_path: Path) -> None:
+    """Its configuration and its code decide what K and V are as much as the weights do."""
+    keys = chain("a", 2)
+    (tmp_path / "tuned").mkdir()
+    model = weights(tmp_path / "tuned", b"weights")
+    home = model if model.is_dir() else model.parent
+    for name, text in [("config.json", "{}"), ("config.json", '{"rope": 2}'), ("model.py", "1")]:
+        (home / name).write_text(text)
+        engine = make(model=model)
+        assert engine.lookups(keys, request("r", keys)) == [MISS] * 2, name
+        engine.store(keys)
+        engine.tier.keeper.close()
+    engine = make(model=model)
+    assert engine.lookups(keys, request("r", keys)) == [HIT] * 2
+
+
 def test_weights_that_are_not_here_need_a_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be found"):
         Engine(tmp_path, model=Path("nobody/has-this"))
