@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from tests.inside import ConfigError
 
 from ..tiers.remote.servers_redis import redis_server
 
-pytest.importorskip("ray", reason="needs Ray Serve: pip install 'flowkv[ray]'")
-pytestmark = pytest.mark.filterwarnings("default")  # Ray warns of itself
+pytestmark = [
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'flowkv[ray]'"),
+    pytest.mark.filterwarnings("default"),  # Ray warns of itself
+]
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "ray.md").read_text()
 
