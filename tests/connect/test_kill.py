@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +15,7 @@ from flowkv.policy import make_policy
 from flowkv.tiers import Load, Outcome
 from flowkv.tiers.disk import DiskTier
 from tests.tiers.frames import LAYOUT, answers, body_of, key_of
-from tests.tiers.victim import CAPACITY_BYTES, size_of
+from tests.tiers.victim import CAPACITY_BYTES, kill_once, size_of
 
 from .victim import NAMES
 
@@ -35,27 +32,6 @@ def server() -> Iterator[Server]:
             assert process.stdin is not None
             process.stdin.close()
             process.kill()
-
-
-def kill_once(server: Server, directory: Path, seed: int, after_s: float, there: set[int]) -> int:
-    """Lets a victim run for a while; `there` is what must be there then."""
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(f"{directory} {seed}\n".encode())
-    server.stdin.flush()
-    word, pid = server.stdout.readline().split()
-    assert word == b"pid"
-    assert server.stdout.readline() == b"= 0\n"
-    killer = threading.Timer(after_s, os.kill, (int(pid), signal.SIGKILL))
-    killer.start()
-    said = 0
-    while True:
-        sign, name = server.stdout.readline().split()
-        if sign == b"dead":
-            assert int(name) == -signal.SIGKILL, "the victim died of something else"
-            killer.join()
-            return said
-        said += 1
-        (there.add if sign == b"+" else there.discard)(int(name))
 
 
 def found(keeper: Keeper) -> set[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import tempfile
 from collections.abc import Iterable
 
@@ -18,7 +17,7 @@ from flowkv.policy import make_policy
 from flowkv.tiers import Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from tests.tiers.frames import answers, body_of, info_of, key_of
-from tests.tiers.victim import CAPACITY_BYTES, say, size_of
+from tests.tiers.victim import CAPACITY_BYTES, say, serve, size_of
 
 NAMES = 120
 
@@ -59,17 +58,7 @@ def main() -> None:
         os.dup2(null, 1)
         suffer(os.path.join(directory, "kv"), 0, 60)
         os.dup2(out, 1)
-    for line in sys.stdin:
-        directory, seed = line.split()
-        child = os.fork()
-        if child == 0:
-            try:
-                say("pid", os.getpid())
-                suffer(directory, int(seed))
-            finally:
-                os._exit(1)
-        _, status = os.waitpid(child, 0)
-        say("dead", os.waitstatus_to_exitcode(status))
+    serve(suffer)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from flowkv.tiers import Load, Outcome
 from flowkv.tiers.disk import DiskTier
 
 from .frames import LAYOUT, answers, body_of, key_of
-from .victim import CAPACITY_BYTES, NAMES, size_of
+from .victim import CAPACITY_BYTES, NAMES, kill_once, size_of
 
 Server = subprocess.Popen
 
@@ -38,32 +36,6 @@ def server() -> Iterator[Server]:
 
 def disk_bytes(directory: Path) -> int:
     return sum(os.stat(path).st_blocks * 512 for path in [directory, *directory.iterdir()])
-
-
-def kill_once(
-    server: Server, directory: Path, seed: int, after_s: float, before: set[int]
-) -> tuple[set[int], int]:
-    """Lets a victim run for a while; the frames that must be there, and the lines it said."""
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(f"{directory} {seed}\n".encode())
-    server.stdin.flush()
-    word, pid = server.stdout.readline().split()
-    assert word == b"pid"
-    assert server.stdout.readline() == b"= 0\n"
-    killer = threading.Timer(after_s, os.kill, (int(pid), signal.SIGKILL))
-    killer.start()
-    there, said = set(before), 0
-    while True:
-        sign, name = server.stdout.readline().split()
-        if sign == b"dead":
-            assert int(name) == -signal.SIGKILL, "the victim died of something else"
-            killer.join()
-            return there, said
-        said += 1
-        if sign == b"+":
-            there.add(int(name))
-        else:
-            there.discard(int(name))
 
 
 def found(tier: DiskTier) -> set[int]:
@@ -86,7 +58,8 @@ def kills(server: Server, directory: Path, points: int, seed: int) -> tuple[int,
     there: set[int] = set()
     for point in range(points):
         after_s = rng.uniform(0.001, 0.06)
-        must, lines = kill_once(server, directory, point, after_s, there)
+        must = set(there)
+        lines = kill_once(server, directory, point, after_s, must)
         start_s = time.process_time()  # others may use this machine
         tier = DiskTier(directory, CAPACITY_BYTES, threads=0)
         slowest_s = max(slowest_s, time.process_time() - start_s)

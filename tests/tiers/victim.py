@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 from flowkv.tiers import Outcome, Store
 from flowkv.tiers.disk import DiskTier
@@ -31,7 +36,6 @@ def say(*words: object) -> None:
 
 
 def suffer(directory: str, seed: int) -> None:
-    say("pid", os.getpid())
     rng = random.Random(seed)
     best = open_engine(directory=os.path.dirname(directory))
     engine = (best, ThreadsEngine(), ThreadsEngine(direct=False))[seed % 3]
@@ -65,13 +69,14 @@ def warm_up() -> None:
         tier.close()
 
 
-def main() -> None:
-    warm_up()
+def serve(suffer: Callable[[str, int], None]) -> None:
+    """Forks a victim for each line, and says how it died."""
     for line in sys.stdin:
         directory, seed = line.split()
         child = os.fork()
         if child == 0:
             try:
+                say("pid", os.getpid())
                 suffer(directory, int(seed))
             finally:
                 os._exit(1)
@@ -79,5 +84,37 @@ def main() -> None:
         say("dead", os.waitstatus_to_exitcode(status))
 
 
+def kill_once(
+    server: subprocess.Popen[bytes], directory: Path, seed: int, after_s: float, there: set[int]
+) -> int:
+    """Lets a victim run for a while; how many lines it said.
+
+    Args:
+        server: One that serves.
+        directory: Where the victim stores.
+        seed: Of what it does.
+        after_s: When it dies, after it has begun.
+        there: The frames that must be there then, brought up to date.
+    """
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(f"{directory} {seed}\n".encode())
+    server.stdin.flush()
+    word, pid = server.stdout.readline().split()
+    assert word == b"pid"
+    assert server.stdout.readline() == b"= 0\n"
+    killer = threading.Timer(after_s, os.kill, (int(pid), signal.SIGKILL))
+    killer.start()
+    said = 0
+    while True:
+        sign, name = server.stdout.readline().split()
+        if sign == b"dead":
+            assert int(name) == -signal.SIGKILL, "the victim died of something else"
+            killer.join()
+            return said
+        said += 1
+        (there.add if sign == b"+" else there.discard)(int(name))
+
+
 if __name__ == "__main__":
-    main()
+    warm_up()
+    serve(suffer)
