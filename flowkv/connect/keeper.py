@@ -170,6 +170,8 @@ class Keeper(Closing):
         bus: Where events go.
         gate: What loads take, and what computing takes if somebody says so.
         counts: How often loads and stores ended how: "hit", "miss:digest", "failed:deadline", ...
+        on_evicted: Is called with what was given up and lies in no tier any more, under the
+            keeper's lock: it must not wait.
 
     Raises:
         ConfigError: There is no tier, or two have one name.
@@ -190,6 +192,7 @@ class Keeper(Closing):
             raise ConfigError(f"a keeper of the tiers {names}", "Give it some, of different names")
         self.name, self.bus = " > ".join(names), bus or Bus()
         self.counts: Counter[str] = Counter()
+        self.on_evicted: Callable[[list[bytes]], object] = lambda keys: None
         self._clock, self._lock = clock or SystemClock(), threading.RLock()
         self._tenants = {salt: number for number, salt in enumerate(tenants)}
         self._open, self._refill_bytes, self.gate = True, 0, LoadGate()
@@ -303,6 +306,8 @@ class Keeper(Closing):
             gone = max(0, before - level.tier.used_bytes())
             told = Evicted(tier=level.tier.name, pages=len(keys), n_bytes=gone, reason=reason)
             self.bus.emit(told)
+            books = [one.book for one in self._levels]
+            self.on_evicted([key for key in keys if not any(key in book for book in books)])
 
     # ---- stores
 
@@ -765,6 +770,11 @@ def open_keeper(*places: str, bus: Bus | None = None, **options: Any) -> Keeper:
         MissingDependencyError: A tier needs an extra that is not installed.
         StoreError: A directory or an engine cannot be used.
     """
+    if unknown := options.keys() - set(Config.__struct_fields__):
+        raise ConfigError(
+            f"options of a keeper named {', '.join(sorted(unknown))}",
+            "Use policy, policy_options, quotas, durability, integrity, secret or lossless",
+        )
     config, rates, clock = Config(tiers=places, **options), dict[str, Rates](), SystemClock()
     tiers = open_tiers(config, (), clock, rates, on_cpu=False)
     try:

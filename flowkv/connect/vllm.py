@@ -9,20 +9,17 @@ catalogue. See docs/guides/vllm.md. Importing this module imports vLLM.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import platform
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from flowkv.connect.identity import identify
 from flowkv.connect.keeper import open_keeper
 from flowkv.core.errors import ConfigError
-from flowkv.core.keys import ROOT, Namespace, tenant_salt
+from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.residency.keyed import KeyedPolicy
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
@@ -58,10 +55,6 @@ except ImportError as error:
 
 _log = logging.getLogger("flowkv")
 _GRANULE = 4096
-_READ_BYTES = 1 << 24
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_USES = ("config.json", "*quant*.json", "params.json", "*.py")
-"""What says how weights are used, beside them."""
 _ANSWERS = "vllm:flowkv_answers"
 _USED = "vllm:flowkv_used_bytes"
 _DECLINED = "vllm:flowkv_declined_requests"
@@ -71,44 +64,6 @@ if not vllm_version.startswith(f"{TESTED}."):
 
 
 # ---- which bytes are meant
-
-
-def fingerprint(model: str) -> str:
-    """Names a model by all bytes of its weights, configuration and code: hex.
-
-    Args:
-        model: A directory, a file, or a name whose files lie in Hugging Face's cache.
-
-    Raises:
-        ConfigError: They are not on this machine, so nobody can say which they are.
-    """
-    path = Path(model)
-    if not path.exists():
-        try:
-            from huggingface_hub import snapshot_download
-
-            path = Path(snapshot_download(model, local_files_only=True))
-        except Exception as error:  # of a library that may be anything
-            raise _nameless(model) from error
-    found = [path] if path.is_file() else sorted({f for kind in _WEIGHTS for f in path.glob(kind)})
-    if not found:
-        raise _nameless(model)
-    home = path.parent if path.is_file() else path
-    found += sorted({f for kind in _USES for f in home.glob(kind)})
-    digest = xxhash.xxh3_128()
-    for file in found:
-        digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        with file.open("rb") as data:
-            while part := data.read(_READ_BYTES):
-                digest.update(part)
-    return digest.hexdigest()
-
-
-def _nameless(model: str) -> ConfigError:
-    return ConfigError(
-        f"the weights of {model!r} cannot be found, and its name alone does not say which they are",
-        'Set "weights" of the tier to something that changes with them, such as a commit',
-    )
 
 
 def _require_lasting_hashes() -> bool:
@@ -211,14 +166,7 @@ class FlowKVTier(SecondaryTierManager):
         spec, config = offloading_spec, offloading_spec.config
         made_by = describe(spec, self.block_size_bytes)
         model = str(made_by.pop("model_name"))
-        geometry = hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()
-        self._namespace = Namespace(
-            model=Path(model).name,
-            revision=revision,
-            weights=weights or fingerprint(model),
-            geometry=geometry,
-        ).digest()
-        self._layout = bytes.fromhex(geometry[:32])
+        self._namespace, self._layout = identify(model, made_by, weights, revision)
         layers = sum(len(group.layer_names) for group in config.groups) or 1
         stripe, rest = divmod(self.block_size_bytes, layers)  # one a layer, where that is possible
         self._stripe = self.block_size_bytes if rest or stripe % _GRANULE else stripe

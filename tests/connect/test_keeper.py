@@ -125,6 +125,21 @@ def test_a_full_tier_gives_up_what_is_oldest(caller: Caller) -> None:
     assert hits(caller, range(12, 20)) == 8
 
 
+def test_an_option_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="polcy"):
+        open_keeper(f"disk:{tmp_path}:64MiB", polcy="lru")
+
+
+def test_what_was_given_up_is_told_once_it_lies_nowhere() -> None:
+    keeper, gone = Keeper([host(2), host(4, "below")], lru), list[bytes]()
+    keeper.on_evicted = gone.extend
+    caller = keeper.caller()
+    for name in range(6):
+        stored(caller, [name])
+    assert gone == [key_of(0), key_of(1)]
+    keeper.close()
+
+
 def test_what_is_used_stays(caller: Caller) -> None:
     stored(caller, range(8))
     assert hits(caller, [0]) == 1

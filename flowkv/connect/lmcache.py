@@ -1,0 +1,633 @@
+"""FlowKV inside LMCache, by configuration: an L2 adapter, and a serde with FlowKV's codecs.
+
+`FlowKVL2Adapter` is a `plugin` adapter: what LMCache's server evicts to L2 is kept on the places of
+a `Keeper`, verified before LMCache sees it, and found again by later processes. The serde `flowkv`
+encodes K and V in INT8 or INT4 on the way to any L2 adapter. See docs/guides/lmcache.md. Importing
+this module imports LMCache and torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import select
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from flowkv.connect.identity import fingerprint, identify
+from flowkv.connect.keeper import open_keeper
+from flowkv.core.errors import ConfigError
+from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
+from flowkv.core.keys import ROOT, tenant_salt
+from flowkv.kernels import transcode
+from flowkv.tiers.base import UNBOUNDED, FrameInfo, Load, Outcome, Store, TierAnswer
+
+TESTED = "0.5"
+"""The version of LMCache that this door was tested with."""
+
+try:
+    from lmcache import __version__ as lmcache_version
+    from lmcache.lmcache_native import Bitmap
+    from lmcache.v1.distributed.internal_api import L2StoreResult
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+    from lmcache.v1.distributed.serde.async_processor import AsyncSerdeProcessor
+    from lmcache.v1.distributed.serde.base import Deserializer, Serializer
+    from lmcache.v1.distributed.serde.factory import (
+        get_registered_serde_types,
+        register_serde_factory,
+    )
+    from lmcache.v1.platform import create_event_notifier
+except ImportError as error:
+    raise ConfigError(
+        f"LMCache is not here, or not as FlowKV knows it ({error})",
+        f"Install LMCache {TESTED}, or a FlowKV that knows yours",
+    ) from error
+
+_log = logging.getLogger("flowkv")
+_ASK_AGAIN_S = 0.005
+_IDLE_S = 0.5
+
+if not lmcache_version.startswith(f"{TESTED}."):
+    _log.warning("LMCache %s: FlowKV's adapter was tested with %s", lmcache_version, TESTED)
+
+
+# ---- the adapter
+
+
+class _Transfer:
+    """A store or a load of LMCache's, as far as it was answered."""
+
+    def __init__(self, keys: Sequence[Any], names: list[bytes], *, loads: bool) -> None:
+        self.keys, self.names, self.loads = keys, names, loads
+        self.left, self.sizes = len(keys), dict[int, int]()
+        """Bytes of what was served, by its index."""
+
+
+class _Question(NamedTuple):
+    """A look-up that a remote tier has not answered yet."""
+
+    task: int
+    names: list[bytes]
+    until_s: float
+
+
+class FlowKVL2Adapter(L2AdapterInterface):
+    """An L2 adapter of LMCache's over a keeper. Only the constructor, delete and close wait.
+
+    Args:
+        params: `adapter_params` of LMCache's configuration:
+            places: "disk:/nvme/kv:200GiB", or several, fastest first.
+            models: Where the files of models lie, by the names that LMCache has for them; others
+                are looked for under their names, and what cannot be found is not kept.
+            weights: Names the weights instead: of all models, or by their names.
+            revision: Of the models, where that says more.
+            load_deadline_s: A load that takes longer is a miss.
+            lookup_deadline_s: A remote place that takes longer to say what it has, has nothing.
+            And what `open_keeper` takes: policy, quotas (by cache salt), durability, integrity,
+            secret, lossless.
+        l1_memory_desc: LMCache's.
+
+    Attributes:
+        keeper: What lies where.
+
+    Raises:
+        ConfigError: A parameter is missing or none.
+        StoreError: A place cannot be used.
+    """
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+        super().__init__()
+        options = dict(params)
+        try:
+            places = options.pop("places")
+        except KeyError:
+            raise ConfigError(
+                "FlowKV's adapter has no places",
+                'Set "adapter_params": {"places": ["disk:/nvme/kv:200GiB"]}',
+            ) from None
+        self._models: dict[str, str] = dict(options.pop("models", {}))
+        self._weights: str | dict[str, str] = options.pop("weights", "")
+        self._revision: str = options.pop("revision", "")
+        self._load_deadline_s = float(options.pop("load_deadline_s", 5.0))
+        self._lookup_deadline_s = float(options.pop("lookup_deadline_s", 1.0))
+        self._secret = bytes.fromhex(options.get("secret", ""))
+        self._namespaces: dict[str, bytes | None] = {}  # None: being looked for, or without a name
+        for model in self._models:
+            self._namespaces[model] = self._identify(model)
+        self.keeper = open_keeper(*([places] if isinstance(places, str) else places), **options)
+        self.keeper.on_evicted = self._evicted
+        self._caller = self.keeper.caller()
+        self._notifiers = [create_event_notifier() for _ in range(3)]
+        self._stored, self._looked_up, self._loaded = self._notifiers
+        self._lock = threading.Lock()
+        self._next, self._tasks = 0, dict[int, int]()  # the keeper's job -> LMCache's task
+        self._transfers: dict[int, _Transfer] = {}
+        self._questions: list[_Question] = []
+        self._done: tuple[dict[int, Any], ...] = ({}, {}, {})  # stores, look-ups, loads
+        self._locks: Counter[bytes] = Counter()
+        self._known: dict[bytes, tuple[Any, int]] = {}  # what LMCache was told of: key and size
+        self._gone: SimpleQueue[bytes] = SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="flowkv lmcache", daemon=True)
+        self._thread.start()
+
+    # ---- which bytes are meant
+
+    def _identify(self, model: str) -> bytes:
+        named = self._weights
+        weights: str = named.get(model, "") if isinstance(named, dict) else named
+        made_by = {"engine": "lmcache"} | ({"model": model} if weights else {})
+        weights = weights or fingerprint(self._models.get(model, model))
+        return identify(model, made_by, weights, self._revision)[0]
+
+    def _namespace(self, model: str) -> bytes | None:
+        """Whose bytes; None while that is being found out, which may take long, or in vain."""
+        if model not in self._namespaces:
+            self._namespaces[model] = None
+            threading.Thread(target=self._meet, args=(model,), daemon=True).start()
+        return self._namespaces[model]
+
+    def _meet(self, model: str) -> None:
+        try:
+            self._namespaces[model] = self._identify(model)
+        except ConfigError as error:
+            _log.warning("nothing of this model is kept: %s", error)
+
+    def _name(self, key: Any) -> bytes | None:
+        namespace = self._namespace(key.model_name)
+        if namespace is None:
+            return None
+        salt = key.cache_salt.encode()
+        fixed = struct.pack("<QQQ", key.kv_rank, key.object_group_id, len(salt))
+        return hashlib.sha256(namespace + fixed + salt + key.chunk_hash).digest()
+
+    def _info(self, key: Any, n_bytes: int, layout: bytes) -> FrameInfo:
+        salt = key.cache_salt
+        return FrameInfo(
+            kind="page",
+            codec=0,
+            fidelity=0,
+            layout=layout,
+            parent=ROOT,  # LMCache does not tell
+            namespace=self._namespace(key.model_name) or ROOT,
+            group=key.object_group_id,
+            tokens=0,
+            stripe_bytes=n_bytes,
+            tenant=tenant_salt(salt, self._secret) if salt else ROOT,
+        )
+
+    # ---- what LMCache asks
+
+    def get_store_event_fd(self) -> int:
+        """Readable once stores are over."""
+        return int(self._stored.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable once look-ups are over."""
+        return int(self._looked_up.fileno())
+
+    def get_load_event_fd(self) -> int:
+        """Readable once loads are over."""
+        return int(self._loaded.fileno())
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Starts to store objects; they are LMCache's again once the task is over."""
+        names = [self._name(key) for key in keys]
+        stores = [
+            Store(name, self._info(key, body.nbytes, _layout(each)), body)
+            for name, key, each in zip(names, keys, objects, strict=True)
+            if name is not None and (body := _bytes(each).toreadonly())
+        ]
+        return self._submit(keys, stores, self._caller.submit_store, loads=False)
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Starts to fill objects; what is not served may hold anything."""
+        names = [self._name(key) for key in keys]
+        loads = [
+            Load(name, _bytes(each), _layout(each))
+            for name, each in zip(names, objects, strict=True)
+            if name is not None
+        ]
+
+        def start(items: list[Load]) -> int:
+            return self._caller.submit_load(items, deadline_s=self._load_deadline_s)
+
+        return self._submit(keys, loads, start, loads=True)
+
+    def _submit(
+        self, keys: list[Any], items: list[Any], start: Callable[[list[Any]], int], *, loads: bool
+    ) -> int:
+        with self._lock:
+            task = self._new_task()
+            transfer = _Transfer(list(keys), [item.key for item in items], loads=loads)
+            if len(items) < len(keys) or not keys:  # of a model without a name, and so are all
+                self._finish(task, transfer)
+            else:
+                self._tasks[start(items)] = task
+                self._transfers[task] = transfer
+            return task
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[Any], group_layout_descs: Mapping[int, Any]
+    ) -> int:
+        """Starts to find out what is there, which then stays until it is unlocked."""
+        names = [self._name(key) or b"" for key in keys]
+        with self._lock:
+            task = self._new_task()
+            for name in names:
+                self._locks[name] += 1
+            question = _Question(task, names, time.monotonic() + self._lookup_deadline_s)
+            if not self._answer(question):
+                self._questions.append(question)
+                os.eventfd_write(self._wake, 1)
+            return task
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """What was looked up may go."""
+        with self._lock:
+            self._unlock([self._name(key) or b"" for key in keys])
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        """What became of stores since the last call."""
+        with self._lock:
+            done = dict(self._done[0])
+            self._done[0].clear()
+            return done
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        """What is there, once; None while that is not known."""
+        with self._lock:
+            return self._done[1].pop(task_id, None)
+
+    def query_load_result(self, task_id: int) -> Any:
+        """What was served, once; None while it is not over."""
+        with self._lock:
+            return self._done[2].pop(task_id, None)
+
+    def delete(self, keys: list[Any]) -> None:
+        """Forgets objects."""
+        names = [name for key in keys if (name := self._name(key)) is not None]
+        self._caller.delete(names)
+        self._forget(names)
+
+    def get_usage(self) -> Any:
+        """Bytes in all places, those from before a restart among them; by salt, those since."""
+        usage, capacity = super().get_usage(), self._caller.capacity_bytes
+        return dataclasses.replace(
+            usage,
+            total_bytes_used=self._caller.used_bytes(),
+            total_capacity_bytes=capacity if capacity < UNBOUNDED else 0,
+        )
+
+    def report_status(self) -> dict[str, Any]:
+        """What the keeper reports."""
+        return {"is_healthy": self.keeper.open, **self.keeper.report()}
+
+    def close(self) -> None:
+        """Ends what is under way and closes the places. Safe to call again."""
+        if not self._open:
+            return
+        self.keeper.close()  # answers all that it was asked
+        self._open = False
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        for notifier in self._notifiers:
+            notifier.close()
+        os.close(self._wake)
+
+    # ---- the thread that fans out
+
+    def _run(self) -> None:
+        ready = select.poll()
+        for fd in (self._wake, self._caller.fileno()):
+            ready.register(fd, select.POLLIN)
+        while self._open:
+            ready.poll(1000 * (_ASK_AGAIN_S if self._questions else _IDLE_S))
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            stored, served, over = list[bytes](), list[Any](), list[int]()
+            with self._lock:
+                for answer in self._caller.poll():
+                    self._settle(answer, stored, served, over)
+                self._questions = [each for each in self._questions if not self._answer(each)]
+            if stored:
+                self._notify_keys_stored(*zip(*(self._known[name] for name in stored), strict=True))
+            if served:
+                self._notify_keys_accessed(served)
+            self._forget(self._news())
+            with self._lock:
+                for task in over:
+                    self._finish(task, self._transfers.pop(task))
+
+    def _settle(
+        self, answer: TierAnswer, stored: list[bytes], served: list[Any], over: list[int]
+    ) -> None:
+        task = self._tasks[answer.job]
+        transfer = self._transfers[task]
+        key, name = transfer.keys[answer.item], transfer.names[answer.item]
+        transfer.left -= 1
+        if answer.outcome is Outcome.HIT:
+            transfer.sizes[answer.item] = answer.n_bytes
+            served.append(key)
+        elif answer.outcome is Outcome.STORED:
+            transfer.sizes[answer.item] = answer.n_bytes
+            if name not in self._known:
+                self._known[name] = key, answer.n_bytes
+                stored.append(name)
+        elif answer.outcome is Outcome.MISS:
+            if answer.reason == "layout":  # of another dtype: what comes next replaces it
+                self._caller.delete([name])
+            self._gone.put(name)
+        if not transfer.left:
+            del self._tasks[answer.job]
+            over.append(task)
+
+    def _finish(self, task: int, transfer: _Transfer) -> None:
+        if transfer.loads:
+            self._done[2][task] = _bitmap(len(transfer.keys), transfer.sizes)
+            self._loaded.notify()
+        else:
+            success = len(transfer.sizes) == len(transfer.keys)
+            self._done[0][task] = L2StoreResult(success, sum(transfer.sizes.values()))
+            self._stored.notify()
+
+    def _answer(self, question: _Question) -> bool:
+        """Whether a look-up could be answered."""
+        known = [name and self._caller.lookup([name], name)[0] for name in question.names]
+        if None in known and time.monotonic() < question.until_s:
+            return False
+        found = [i for i, there in enumerate(known) if there]
+        self._unlock([name for name, there in zip(question.names, known, strict=True) if not there])
+        self._done[1][question.task] = _bitmap(len(known), found)
+        self._looked_up.notify()
+        return True
+
+    def _unlock(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self._locks[name] -= 1
+            if self._locks[name] <= 0:
+                del self._locks[name]
+                if name:
+                    self._caller.release(name)
+
+    def _new_task(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _evicted(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self._gone.put(name)
+
+    def _news(self) -> list[bytes]:
+        gone = list[bytes]()
+        with suppress(Empty):
+            while True:
+                gone.append(self._gone.get_nowait())
+        return gone
+
+    def _forget(self, names: Sequence[bytes]) -> None:
+        """Tells LMCache what is there no more."""
+        with self._lock:
+            gone = [self._known.pop(name) for name in dict.fromkeys(names) if name in self._known]
+        if gone:
+            self._notify_keys_deleted([key for key, _ in gone], [size for _, size in gone])
+
+
+def _bytes(each: Any) -> memoryview:
+    return memoryview(each.byte_array).cast("B")
+
+
+def _bitmap(size: int, ones: Any) -> Any:
+    bitmap = Bitmap(size)
+    for i in ones:
+        bitmap.set(i)
+    return bitmap
+
+
+def _layout(each: Any) -> bytes:
+    """Of an object; what a serde made is told apart by what the serde wrote into it."""
+    shapes = [list(map(int, shape)) for shape in each.get_shapes()]
+    dtypes = [str(dtype) for dtype in each.get_dtypes()]
+    flat = dtypes == ["torch.uint8"] and len(shapes[0]) == 1
+    said = "bytes" if flat else repr((shapes, dtypes))
+    return hashlib.sha256(said.encode()).digest()[:16]
+
+
+# ---- the serde
+
+_HEADER = struct.Struct("<8sIIff16s16s")
+_MAGIC = b"flowkv/1"
+
+
+class ObjectHead(NamedTuple):
+    """What the head of an object says that the serde made.
+
+    Attributes:
+        codec: One of FlowKV's, such as "kv8".
+        n_bytes: Of the pages behind the head.
+        most_lost_k: Most by which any element of K that is decoded differs from what it was.
+        most_lost_v: Of V.
+        layout: Of the pages, by fingerprint: shape, dtype and codec.
+    """
+
+    codec: str
+    n_bytes: int
+    most_lost_k: float
+    most_lost_v: float
+    layout: bytes
+
+    @classmethod
+    def of(cls, blob: bytes | bytearray | memoryview) -> ObjectHead:
+        """Reads the head.
+
+        Raises:
+            ConfigError: FlowKV's serde did not make this, or another version of it.
+        """
+        if len(blob) < _HEADER.size or bytes(blob[: len(_MAGIC)]) != _MAGIC:
+            raise ConfigError(
+                "an object that FlowKV's serde did not make", "Give each serde places of its own"
+            )
+        _, codec, n_bytes, lost_k, lost_v, layout, _ = _HEADER.unpack_from(blob)
+        if codec >= len(CODECS) or len(blob) < _HEADER.size + n_bytes:
+            raise ConfigError("the head of an object is damaged", "It is computed and stored anew")
+        return cls(CODECS[codec], n_bytes, lost_k, lost_v, layout)
+
+
+@lru_cache(maxsize=64)
+def _layouts(
+    shape: tuple[int, ...], dtype: torch.dtype, head_dim: int, codec: str
+) -> tuple[PageLayout, PageLayout]:
+    """Of `[2, layers, tokens, heads * head_dim]` as one page, raw and encoded."""
+    if len(shape) != 4 or shape[0] != 2 or shape[3] % head_dim:
+        raise ConfigError(
+            f"objects of {list(shape)} with heads of {head_dim}",
+            "The serde takes [2, layers, tokens, heads * head_dim]: set head_dim to the model's; "
+            "of latents (MLA) and states there is no codec, leave the serde out",
+        )
+    _, layers, tokens, width = shape
+    name = str(dtype).removeprefix("torch.")
+    group = Geometry.uniform(
+        layers=layers,
+        kv_heads=width // head_dim,
+        head_dim=head_dim,
+        dtype=name,
+        page_size=tokens,
+    ).groups[0]
+    return page_layout(group, tokens), page_layout(group, tokens, codec)
+
+
+class _Codec:
+    """Objects of one model between LMCache's layout and pages of FlowKV's."""
+
+    def __init__(self, codec: str, head_dim: int) -> None:
+        self.codec, self.head_dim = codec, head_dim
+
+    def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[PageLayout, PageLayout]:
+        return _layouts(tuple(map(int, shape)), dtype, self.head_dim, self.codec)
+
+    def digest(self, head: bytes, pages: torch.Tensor, key: Any) -> bytes:
+        """Over all that is said of an object, and whose it is."""
+        whose = (key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
+        digest = xxhash.xxh3_128(repr(whose).encode())
+        digest.update(head[:-16])
+        digest.update(pages.numpy().data)
+        return digest.digest()
+
+
+def _heads(arena: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """K and V of a raw page at the start of an arena: `[2, layers, tokens, heads, head_dim]`."""
+    dtype = getattr(torch, layout.dtype)
+    size = (2, layout.layers, layout.page_size, layout.kv_heads, layout.head_dim)
+    strides = (
+        layout.v_offset_bytes // dtype.itemsize,
+        layout.stripe_stride_bytes // dtype.itemsize,
+        layout.head_dim,
+        layout.run_bytes // dtype.itemsize,
+        1,
+    )
+    return arena.view(dtype).as_strided(size, strides)
+
+
+def _granule(layout: PageLayout | None = None) -> torch.Tensor:
+    return torch.tensor([layout.granules if layout else 0], dtype=torch.int32)
+
+
+class FlowKVSerializer(Serializer):
+    """Encodes `[2, layers, tokens, heads * head_dim]` as one page of FlowKV's, behind a head.
+
+    Args:
+        codec: "kv8", "k8v4", "kv4c" or "kv4h"; docs/explain/codecs.md.
+        head_dim: Of the model.
+    """
+
+    def __init__(self, codec: str, head_dim: int) -> None:
+        self._codec = _Codec(codec, head_dim)
+
+    def estimate_serialized_size(self, layout_desc: Any) -> int:
+        """Bytes of an object: exactly.
+
+        Raises:
+            ConfigError: There is no codec for such objects.
+        """
+        if len(layout_desc.shapes) != 1:
+            raise ConfigError(
+                "an object of several tensors", "Leave the serde out: its codecs take one, K and V"
+            )
+        _, coded = self._codec.layouts(layout_desc.shapes[0], layout_desc.dtypes[0])
+        return _HEADER.size + coded.page_bytes
+
+    def serialize(self, src: Any, dst: Any, key: Any) -> int:
+        """Encodes, and decodes again to say what is lost at most.
+
+        Raises:
+            ConfigError: A number is not finite, or beyond what the codec can hold: not stored.
+        """
+        values = src.tensor
+        raw, coded = self._codec.layouts(values.shape, values.dtype)
+        shape = (*values.shape[:3], raw.kv_heads, raw.head_dim)
+        arena = torch.zeros(raw.page_bytes + coded.page_bytes, dtype=torch.uint8)
+        page = _heads(arena, raw)
+        page.copy_(values.view(shape))
+        if transcode(arena, _granule(), _granule(raw), raw, coded).any():
+            raise ConfigError(
+                f"an object with numbers that {self._codec.codec} cannot hold",
+                "It is not stored; if this is frequent, use another codec, or none",
+            )
+        transcode(arena, _granule(raw), _granule(), coded, raw)
+        lost = (page.float() - values.view(shape).float()).abs().flatten(1).amax(1).tolist()
+        pages, into = arena[raw.page_bytes :], dst.tensor.view(torch.uint8).flatten()
+        head = self._head(coded, lost, bytes(16))
+        head = self._head(coded, lost, self._codec.digest(head, pages, key))
+        into[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        into[len(head) : len(head) + len(pages)].copy_(pages)
+        return len(head) + len(pages)
+
+    def _head(self, coded: PageLayout, lost: Sequence[float], digest: bytes) -> bytes:
+        codec = CODECS.index(coded.codec)
+        said = (codec, coded.page_bytes, *lost, coded.fingerprint(), digest)
+        return _HEADER.pack(_MAGIC, *said)
+
+
+class FlowKVDeserializer(Deserializer):
+    """Decodes what `FlowKVSerializer` made, and nothing else. Arguments are the same."""
+
+    def __init__(self, codec: str, head_dim: int) -> None:
+        self._codec = _Codec(codec, head_dim)
+
+    def deserialize(self, src: Any, dst: Any, key: Any) -> None:
+        """Decodes into `dst`, which is not touched if anything is wrong.
+
+        Raises:
+            ConfigError: The object is damaged, another key's, or of another model, dtype or codec.
+        """
+        blob = src.tensor.view(torch.uint8).flatten()
+        head = bytes(blob[: _HEADER.size].numpy())
+        said = ObjectHead.of(memoryview(blob.numpy()))
+        values = dst.tensor
+        raw, coded = self._codec.layouts(values.shape, values.dtype)
+        pages = blob[_HEADER.size : _HEADER.size + said.n_bytes]
+        if said.layout != coded.fingerprint() or said.n_bytes != coded.page_bytes:
+            raise ConfigError(
+                f"an object in {said.codec} of another shape, dtype or codec than {coded.codec}",
+                "Give each configuration places of its own",
+            )
+        if head[-16:] != self._codec.digest(head, pages, key):
+            raise ConfigError("an object is damaged, or another one's", "It is computed anew")
+        arena = torch.empty(raw.page_bytes + coded.page_bytes, dtype=torch.uint8)
+        arena[raw.page_bytes :].copy_(pages)
+        if transcode(arena, _granule(raw), _granule(), coded, raw).any():
+            raise ConfigError("an object holds no numbers", "It is computed anew")
+        page = _heads(arena, raw)
+        values.view(page.shape).copy_(page)
+
+
+def _serde(kwargs: Mapping[str, Any]) -> Any:
+    options = dict(kwargs)
+    codec, head_dim = str(options.pop("codec", "kv8")), options.pop("head_dim", None)
+    workers = int(options.pop("max_workers", 1))
+    if options or not isinstance(head_dim, int) or codec not in CODECS[1:]:
+        raise ConfigError(
+            f"a serde of FlowKV's with {dict(kwargs)}",
+            'Set "serde": {"type": "flowkv", "codec": "kv8", "head_dim": 128}, with a codec of '
+            f"{', '.join(CODECS[1:])} and, where one thread is not enough, max_workers",
+        )
+    return AsyncSerdeProcessor(
+        FlowKVSerializer(codec, head_dim), FlowKVDeserializer(codec, head_dim), workers
+    )
+
+
+if "flowkv" not in get_registered_serde_types():
+    register_serde_factory("flowkv", _serde)

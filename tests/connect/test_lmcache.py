@@ -1,0 +1,571 @@
+"""LMCache's door, against LMCache's own classes; where it is not installed, CI has it installed."""
+
+from __future__ import annotations
+
+import importlib
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("lmcache")
+
+import torch
+from lmcache.v1.distributed import api
+from lmcache.v1.distributed.config import (
+    EvictionConfig,
+    L1ManagerConfig,
+    L1MemoryManagerConfig,
+    StorageManagerConfig,
+)
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+from lmcache.v1.distributed.serde import SerdeConfig
+from lmcache.v1.distributed.storage_manager import StorageManager
+
+from flowkv.connect import Keeper
+from flowkv.policy import make_policy
+from flowkv.testing import FlakyTier
+from tests.inside import ConfigError, Faults, HostTier
+
+door = importlib.import_module("flowkv.connect.lmcache")
+
+LAYERS, TOKENS, HEADS, DIM = 3, 64, 2, 64
+SHAPE = torch.Size([2, LAYERS, TOKENS, HEADS * DIM])
+OBJECT_BYTES = 2 * LAYERS * TOKENS * HEADS * DIM * 2
+CHUNKS = 8
+PLAIN = {"weights": "commit 1"}
+
+
+def key_of(n: int, model: str = "org/model", salt: str = "") -> Any:
+    return api.ObjectKey(bytes([n]) * 32, model, 0x01000100, 0, salt)
+
+
+def values_of(n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(n)).to(dtype)
+
+
+# ---- LMCache's own manager, in processes of their own
+
+
+def manager(directory: Path, serde: dict[str, Any] | None = None, **params: Any) -> Any:
+    config = PluginL2AdapterConfig(
+        "flowkv.connect.lmcache",
+        "FlowKVL2Adapter",
+        {"places": f"disk:{directory}:64MiB", **PLAIN, **params},
+    )
+    if serde:
+        config.serde_config = SerdeConfig("flowkv", serde)
+    memory = L1MemoryManagerConfig(size_in_bytes=32 << 20, use_lazy=False, shm_name="")
+    return StorageManager(
+        StorageManagerConfig(
+            l1_manager_config=L1ManagerConfig(memory_config=memory),
+            eviction_config=EvictionConfig("LRU"),
+            l2_adapter_config=L2AdaptersConfig([config]),
+        )
+    )
+
+
+DESC = api.MemoryLayoutDesc([SHAPE], [torch.bfloat16])
+
+
+def write(directory: Path, serde: dict[str, Any] | None) -> None:
+    """What another process has stored before the test looks."""
+    one = manager(directory, serde)
+    keys = [key_of(n) for n in range(CHUNKS)]
+    for n, each in enumerate(one.reserve_write(keys, DESC).values()):
+        each.tensor.copy_(values_of(n))
+    one.finish_write(keys)
+    (adapter,) = (adapter for _, adapter in one.l2_adapters())
+    end = time.monotonic() + 60.0
+    while adapter.report_status()["answers"].get("stored", 0) < CHUNKS:
+        assert time.monotonic() < end, adapter.report_status()
+        time.sleep(0.01)
+    one.close()
+
+
+def read(one: Any) -> list[torch.Tensor]:
+    """What LMCache's manager brings back of a prefix."""
+    keys = [key_of(n) for n in range(CHUNKS)]
+    row = api.GroupedObjectKeys(keys=keys, object_group_id=0, layout_desc=DESC)
+    handle = one.submit_prefetch_task(api.PrefetchTaskSpec([row]))
+    assert one.wait_prefetch_status(handle, 60.0)
+    n = one.query_prefetch_status(handle).hit_cells[0].popcount()
+    with one.read_prefetched_results(keys[:n]) as found:
+        values = [each.tensor.clone() for each in found or ()]
+    one.finish_read_prefetched(keys[:n])
+    return values
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(codec: str) -> Path:
+        if codec not in made:
+            made[codec] = tmp_path_factory.mktemp(codec or "plain")
+            command = f"from tests.connect.test_lmcache import *; write(Path({str(made[codec])!r}),"
+            command += f" {serde_of(codec)!r})"
+            subprocess.run([sys.executable, "-c", command], check=True, timeout=240)
+        return made[codec]
+
+    return of
+
+
+def serde_of(codec: str) -> dict[str, Any] | None:
+    return {"codec": codec, "head_dim": DIM} if codec else None
+
+
+def copied(source: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in source.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def flip(directory: Path, n: int) -> None:
+    """One bit of a chunk's values, wherever it lies."""
+    needle = values_of(n).view(torch.uint8).numpy().tobytes()[:64]
+    for file in directory.iterdir():
+        data = bytearray(file.read_bytes())
+        at = data.find(needle)
+        if at >= 0:
+            data[at + 40] ^= 4
+            file.write_bytes(data)
+            return
+    raise AssertionError("the values lie in no file")
+
+
+def test_another_process_finds_all_of_it(written: Callable[[str], Path], tmp_path: Path) -> None:
+    one = manager(copied(written(""), tmp_path / "kv"))
+    try:
+        found = read(one)
+    finally:
+        one.close()
+    assert len(found) == CHUNKS
+    assert all(torch.equal(each, values_of(n)) for n, each in enumerate(found))
+
+
+@pytest.mark.parametrize("damaged", [0, 5])
+def test_a_flipped_bit_stops_at_its_chunk(
+    written: Callable[[str], Path], tmp_path: Path, damaged: int
+) -> None:
+    directory = copied(written(""), tmp_path / "kv")
+    flip(directory, damaged)
+    one = manager(directory)
+    try:
+        found = read(one)
+        (adapter,) = (adapter for _, adapter in one.l2_adapters())
+        assert adapter.report_status()["answers"]["miss:digest"] == 1
+    finally:
+        one.close()
+    assert len(found) == damaged
+    assert all(torch.equal(each, values_of(n)) for n, each in enumerate(found))
+
+
+@pytest.mark.parametrize("change", [{"weights": "commit 2"}, {"revision": "tuned"}])
+def test_other_weights_find_nothing(
+    written: Callable[[str], Path], tmp_path: Path, change: dict[str, str]
+) -> None:
+    one = manager(copied(written(""), tmp_path / "kv"), **change)
+    try:
+        assert read(one) == []
+    finally:
+        one.close()
+
+
+@pytest.mark.parametrize(("codec", "most"), [("kv8", 0.05), ("k8v4", 0.6)])
+def test_another_process_decodes_what_the_serde_made(
+    written: Callable[[str], Path], tmp_path: Path, codec: str, most: float
+) -> None:
+    one = manager(copied(written(codec), tmp_path / "kv"), serde_of(codec))
+    try:
+        found = read(one)
+    finally:
+        one.close()
+    assert len(found) == CHUNKS
+    for n, each in enumerate(found):
+        assert 0 < (each.float() - values_of(n).float()).abs().max() < most
+
+
+def test_a_serde_finds_nothing_of_what_was_stored_without_it(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    one = manager(copied(written(""), tmp_path / "kv"), serde_of("kv8"))
+    try:
+        assert read(one) == []
+    finally:
+        one.close()
+
+
+# ---- the adapter, call by call
+
+
+class Client:
+    """Calls as LMCache's controllers make them: submit, wait for the event, ask."""
+
+    def __init__(self, adapter: Any) -> None:
+        self.adapter = adapter
+
+    def _wait(self, fd: int, ask: Callable[[], Any], within_s: float = 20.0) -> Any:
+        ready = select.poll()
+        ready.register(fd, select.POLLIN)
+        end = time.monotonic() + within_s
+        while (found := ask()) is None:
+            assert time.monotonic() < end
+            ready.poll(100)
+        return found
+
+    def store(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
+        task = self.adapter.submit_store_task(list(keys), list(objects))
+        done: dict[int, Any] = {}
+
+        def ask() -> Any:
+            done.update(self.adapter.pop_completed_store_tasks())
+            return done.get(task)
+
+        return self._wait(self.adapter.get_store_event_fd(), ask)
+
+    def _bits(self, bitmap: Any, n: int) -> list[bool]:
+        return [bitmap.test(i) for i in range(n)]
+
+    def lookup(self, keys: Sequence[Any]) -> list[bool]:
+        task = self.adapter.submit_lookup_and_lock_task(list(keys), {0: DESC})
+        fd = self.adapter.get_lookup_and_lock_event_fd()
+        found = self._wait(fd, lambda: self.adapter.query_lookup_and_lock_result(task))
+        assert self.adapter.query_lookup_and_lock_result(task) is None  # told once
+        return self._bits(found, len(keys))
+
+    def load(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[bool]:
+        task = self.adapter.submit_load_task(list(keys), list(objects))
+        fd = self.adapter.get_load_event_fd()
+        found = self._wait(fd, lambda: self.adapter.query_load_result(task))
+        assert self.adapter.query_load_result(task) is None
+        return self._bits(found, len(keys))
+
+
+def object_of(values: torch.Tensor) -> Any:
+    """What an adapter uses of LMCache's MemoryObj."""
+    return SimpleNamespace(
+        byte_array=memoryview(values.view(torch.uint8).numpy()).cast("B"),
+        tensor=values,
+        get_shapes=lambda: [values.shape],
+        get_dtypes=lambda: [values.dtype],
+    )
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.there: dict[Any, int] = {}
+        self.used: list[Any] = []
+
+    def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
+        assert not self.there.keys() & set(keys)
+        self.there.update(zip(keys, sizes, strict=True))
+
+    def on_l2_keys_accessed(self, keys: list[Any]) -> None:
+        self.used += keys
+
+    def on_l2_keys_deleted(self, keys: list[Any]) -> None:
+        for key in keys:
+            del self.there[key]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Client]]:
+    made: list[Any] = []
+
+    def client(**params: Any) -> Client:
+        places = f"disk:{tmp_path / 'kv'}:64MiB"
+        made.append(door.FlowKVL2Adapter({"places": places, **PLAIN, **params}))
+        return Client(made[-1])
+
+    yield client
+    for one in made:
+        one.close()
+        one.close()  # safe again
+
+
+def over(monkeypatch: pytest.MonkeyPatch, *tiers: Any) -> None:
+    keeper = Keeper(tiers, lambda kind, capacity_bytes: make_policy("lru"))
+    monkeypatch.setattr(door, "open_keeper", lambda *places, **options: keeper)
+
+
+def test_it_is_all_that_lmcache_asks_for(make: Callable[..., Client]) -> None:
+    adapter = make().adapter
+    assert isinstance(adapter, L2AdapterInterface)
+    fds = {
+        adapter.get_store_event_fd(),
+        adapter.get_lookup_and_lock_event_fd(),
+        adapter.get_load_event_fd(),
+    }
+    assert len(fds) == 3
+    assert not adapter.supports_global_eviction  # FlowKV's policy gives up what must go
+    assert adapter.report_status()["is_healthy"]
+    assert adapter.pop_completed_store_tasks() == {}
+
+
+def test_objects_come_back(make: Callable[..., Client]) -> None:
+    client = make()
+    keys = [key_of(n) for n in range(4)]
+    sources = [values_of(n) for n in range(4)]
+    result = client.store(keys, [object_of(each) for each in sources])
+    assert result.is_successful()
+    assert result.bytes_transferred() >= 4 * OBJECT_BYTES
+    assert client.lookup([*keys, key_of(9)]) == [True] * 4 + [False]
+    targets = [torch.zeros(SHAPE, dtype=torch.bfloat16) for _ in range(5)]
+    assert client.load([*keys, key_of(9)], [object_of(each) for each in targets]) == [
+        *[True] * 4,
+        False,
+    ]
+    assert all(map(torch.equal, sources, targets))
+
+
+def test_nothing_at_all_is_answered(make: Callable[..., Client]) -> None:
+    client = make()
+    assert client.store([], []).is_successful()
+    assert client.lookup([]) == []
+    assert client.load([], []) == []
+
+
+@pytest.mark.parametrize("other", [{"salt": "bob"}, {"model": "other/model"}])
+def test_others_keys_find_nothing(make: Callable[..., Client], other: dict[str, str]) -> None:
+    client = make()
+    assert client.store([key_of(1)], [object_of(values_of(1))]).is_successful()
+    assert client.lookup([key_of(1, **other)]) == [False]
+
+
+def test_another_dtype_is_a_miss_and_takes_the_place(make: Callable[..., Client]) -> None:
+    client, key = make(), key_of(1)
+    client.store([key], [object_of(values_of(1))])
+    for _ in range(2):
+        target = torch.zeros(SHAPE, dtype=torch.float16)
+        hit = client.load([key], [object_of(target)])
+        client.store([key], [object_of(values_of(1, torch.float16))])
+    assert hit == [True]
+    assert torch.equal(target, values_of(1, torch.float16))
+
+
+def test_what_is_locked_stays_until_as_many_unlocks(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over(monkeypatch, HostTier(4 * HostTier(1 << 20).frame_bytes(OBJECT_BYTES)))
+    client = make()
+
+    def fill(names: range) -> None:
+        for n in names:
+            client.store([key_of(n)], [object_of(values_of(n))])
+
+    fill(range(4))
+    assert client.lookup([key_of(0)]) == client.lookup([key_of(0)]) == [True]
+    client.adapter.submit_unlock([key_of(0)])
+    fill(range(10, 14))
+    assert client.lookup([key_of(0), key_of(1)]) == [True, False]
+    client.adapter.submit_unlock([key_of(0)])
+    client.adapter.submit_unlock([key_of(0)])
+    fill(range(20, 24))
+    assert client.lookup([key_of(0)]) == [False]
+    assert not client.adapter._locks
+
+
+def test_lmcache_hears_of_what_comes_and_goes(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over(monkeypatch, HostTier(4 * HostTier(1 << 20).frame_bytes(OBJECT_BYTES)))
+    client, listener = make(), Listener()
+    client.adapter.register_listener(listener)
+    for n in range(10):
+        key = key_of(n, salt="ann" if n % 2 else "")
+        client.store([key], [object_of(values_of(n))])
+        client.store([key], [object_of(values_of(n))])  # there already: told once
+    assert len(listener.there) == 4
+    last = key_of(9, salt="ann")
+    target = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    assert client.load([last], [object_of(target)]) == [True]
+    assert listener.used == [last]
+    usage = client.adapter.get_usage()
+    assert usage.total_bytes_used <= usage.total_capacity_bytes
+    assert usage.bytes_by_cache_salt["ann"] == sum(
+        size for key, size in listener.there.items() if key.cache_salt
+    )
+    client.adapter.delete([last])
+    assert len(listener.there) == 3
+    assert client.lookup([last]) == [False]
+
+
+def test_a_tier_that_fails_brings_misses_and_no_wrong_byte(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(fail=0.2, lose=0.2, flip=0.2, latency_s=0.002)
+    over(monkeypatch, FlakyTier(HostTier(64 << 20), 3, faults))
+    client, hits = make(), 0
+    for round_ in range(5):
+        keys = [key_of(n) for n in range(round_, round_ + 8)]
+        client.store(keys, [object_of(values_of(n)) for n in range(round_, round_ + 8)])
+        targets = [torch.zeros(SHAPE, dtype=torch.bfloat16) for _ in keys]
+        served = client.load(keys, [object_of(each) for each in targets])
+        hits += sum(served)
+        for n, (hit, target) in enumerate(zip(served, targets, strict=True), round_):
+            assert not hit or torch.equal(target, values_of(n)), "WRONG BYTES"
+    assert 5 <= hits < 40
+
+
+class Stuck(HostTier):
+    """Answers nothing, and says that it is far away."""
+
+    kind = "remote"
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        time.sleep(1.0)
+        return [True] * len(keys)
+
+
+def test_a_place_that_hangs_costs_its_deadline(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over(monkeypatch, FlakyTier(Stuck(1 << 20), 1, Faults(latency_s=1e6)))
+    client = make(load_deadline_s=0.2, lookup_deadline_s=0.1)
+    begun = time.monotonic()
+    client.adapter.submit_lookup_and_lock_task([key_of(1)], {})  # waits for nobody
+    assert client.lookup([key_of(1)]) == [False]
+    target = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    assert client.load([key_of(1)], [object_of(target)]) == [False]
+    assert time.monotonic() - begun < 5.0
+
+
+def test_a_model_that_cannot_be_found_is_not_kept(
+    make: Callable[..., Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    client = make(weights={"org/model": "commit 1"})
+    other = key_of(1, model="nowhere/to-be-found")
+    for _ in range(3):
+        assert not client.store([other], [object_of(values_of(1))]).is_successful()
+        assert client.lookup([other]) == [False]
+    assert client.store([key_of(1)], [object_of(values_of(1))]).is_successful()
+    end = time.monotonic() + 20.0
+    while not caplog.records:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert len([one for one in caplog.records if "nowhere" in one.getMessage()]) == 1
+
+
+def test_a_model_is_known_by_its_files(make: Callable[..., Client], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    key = key_of(1, model=str(model))
+    client = make(weights="", models={str(model): str(model)})
+    assert client.store([key], [object_of(values_of(1))]).is_successful()
+    client.adapter.close()
+    (model / "model.safetensors").write_bytes(b"weightz")
+    assert make(weights="", models={str(model): str(model)}).lookup([key]) == [False]
+    (model / "model.safetensors").write_bytes(b"weights")
+
+
+@pytest.mark.parametrize("params", [{"places": []}, {"places": "disk"}, {"polcy": "lru"}])
+def test_a_parameter_that_is_none(params: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        door.FlowKVL2Adapter({"places": f"disk:{tmp_path}:64MiB", **PLAIN, **params})
+    with pytest.raises(ConfigError, match="places"):
+        door.FlowKVL2Adapter({})
+
+
+# ---- the serde
+
+
+def encoded(codec: str, values: torch.Tensor, key: Any) -> Any:
+    serializer = door.FlowKVSerializer(codec, DIM)
+    desc = api.MemoryLayoutDesc([values.shape], [values.dtype])
+    into = object_of(torch.zeros(serializer.estimate_serialized_size(desc), dtype=torch.uint8))
+    assert serializer.serialize(object_of(values), into, key) == into.tensor.numel()
+    return into
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    codec=st.sampled_from(["kv8", "k8v4", "kv4c", "kv4h"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    layers=st.integers(1, 3),
+    tokens=st.sampled_from([64, 128, 256]),
+    heads=st.integers(1, 3),
+    scale=st.floats(0.01, 30.0),
+    seed=st.integers(0, 1 << 30),
+)
+def test_what_is_decoded_differs_by_what_the_head_says(
+    codec: str,
+    dtype: torch.dtype,
+    layers: int,
+    tokens: int,
+    heads: int,
+    scale: float,
+    seed: int,
+) -> None:
+    shape = torch.Size([2, layers, tokens, heads * DIM])
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(scale).to(dtype)
+    blob = encoded(codec, values, key_of(1))
+    found = torch.full(shape, 7.0, dtype=dtype)
+    door.FlowKVDeserializer(codec, DIM).deserialize(blob, object_of(found), key_of(1))
+    lost = (found.float() - values.float()).abs().flatten(1).amax(1).tolist()
+    said = door.ObjectHead.of(blob.byte_array)
+    assert lost == pytest.approx([said.most_lost_k, said.most_lost_v], rel=1e-6)
+    assert max(lost) <= scale
+    assert said.codec == codec
+    assert said.n_bytes < 0.6 * values.numel() * 2 + (4096 * layers)
+
+
+def refused(blob: Any, codec: str = "kv8", dtype: Any = torch.bfloat16, key: Any = None) -> None:
+    target = torch.full(SHAPE, 7.0, dtype=dtype)
+    with pytest.raises(ConfigError):
+        door.FlowKVDeserializer(codec, DIM).deserialize(blob, object_of(target), key or key_of(1))
+    assert (target == 7.0).all()
+
+
+def test_the_serde_decodes_nothing_but_its_own() -> None:
+    blob = encoded("kv8", values_of(1), key_of(1))
+    refused(blob, "k8v4")
+    refused(blob, dtype=torch.float16)
+    refused(blob, key=key_of(2))
+    refused(blob, key=key_of(1, salt="bob"))
+    refused(object_of(torch.zeros(OBJECT_BYTES, dtype=torch.uint8)))
+    refused(object_of(torch.zeros(10, dtype=torch.uint8)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(0, 7))
+def test_a_flipped_bit_is_not_decoded(at: int, bit: int) -> None:
+    blob = encoded("kv8", values_of(1), key_of(1))
+    blob.tensor[at % blob.tensor.numel()] ^= 1 << bit
+    refused(blob)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_no_codec_holds_are_not_stored(bad: float) -> None:
+    values = values_of(1)
+    values[1, 2, 3, 4] = bad
+    with pytest.raises(ConfigError, match="cannot hold"):
+        encoded("kv8", values, key_of(1))
+
+
+def test_latents_have_no_codec() -> None:
+    desc = api.MemoryLayoutDesc([torch.Size([1, 3, 64, 576])], [torch.bfloat16])
+    with pytest.raises(ConfigError, match="MLA"):
+        door.FlowKVSerializer("kv8", DIM).estimate_serialized_size(desc)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"head_dim": "64"}, {"head_dim": 64, "codec": "raw"}, {"head_dim": 64, "x": 1}]
+)
+def test_a_serde_with_options_that_are_none(options: dict[str, Any]) -> None:
+    from lmcache.v1.distributed.serde import create_serde_processor
+
+    with pytest.raises(ConfigError, match="head_dim"):
+        create_serde_processor(SerdeConfig("flowkv", options))
