@@ -474,7 +474,9 @@ class Keeper(Closing):
         """Asks far tiers what they hold, for look-ups that must not wait."""
         while (question := self._questions.get()) is not None:
             asked = [question]
-            while not self._questions.empty() and (more := self._questions.get()) is not None:
+            while not self._questions.empty():
+                if (more := self._questions.get()) is None:
+                    return
                 asked.append(more)
             keys, far = [key for _, _, key in asked], set[bytes]()
             for level in self._levels:

@@ -130,6 +130,23 @@ def test_an_option_that_is_none(tmp_path: Path) -> None:
         open_keeper(f"disk:{tmp_path}:64MiB", polcy="lru")
 
 
+def test_closing_waits_for_no_question() -> None:
+    class SlowTier(FarTier):
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            time.sleep(0.3)
+            return super().contains(keys)
+
+    keeper = Keeper([host(8, "far", SlowTier)], lru)
+    caller = keeper.caller()
+    lookup(caller, [1])
+    time.sleep(0.1)  # the first is being asked about
+    lookup(caller, [2, 3])
+    closing = threading.Thread(target=keeper.close, daemon=True)
+    closing.start()
+    closing.join(20.0)
+    assert not closing.is_alive()
+
+
 def test_what_was_given_up_is_told_once_it_lies_nowhere() -> None:
     keeper, gone = Keeper([host(2), host(4, "below")], lru), list[bytes]()
     keeper.on_evicted = gone.extend

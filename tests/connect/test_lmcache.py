@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import select
 import subprocess
 import sys
@@ -13,12 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("lmcache")
+from flowkv.connect import Keeper
+from flowkv.policy import make_policy
+from flowkv.testing import FlakyTier
+from tests.inside import ConfigError, Faults, HostTier
 
-import torch
+if importlib.util.find_spec("lmcache") is None:
+    pytest.skip("LMCache is not installed", allow_module_level=True)
+
 from lmcache.v1.distributed import api
 from lmcache.v1.distributed.config import (
     EvictionConfig,
@@ -28,14 +35,11 @@ from lmcache.v1.distributed.config import (
 )
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
-from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
-from lmcache.v1.distributed.serde import SerdeConfig
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (
+    PluginL2AdapterConfig,
+)
+from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
 from lmcache.v1.distributed.storage_manager import StorageManager
-
-from flowkv.connect import Keeper
-from flowkv.policy import make_policy
-from flowkv.testing import FlakyTier
-from tests.inside import ConfigError, Faults, HostTier
 
 door = importlib.import_module("flowkv.connect.lmcache")
 
@@ -565,7 +569,5 @@ def test_latents_have_no_codec() -> None:
     "options", [{}, {"head_dim": "64"}, {"head_dim": 64, "codec": "raw"}, {"head_dim": 64, "x": 1}]
 )
 def test_a_serde_with_options_that_are_none(options: dict[str, Any]) -> None:
-    from lmcache.v1.distributed.serde import create_serde_processor
-
     with pytest.raises(ConfigError, match="head_dim"):
         create_serde_processor(SerdeConfig("flowkv", options))

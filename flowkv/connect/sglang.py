@@ -1,0 +1,452 @@
+"""FlowKV inside SGLang, by configuration: a `dynamic` storage backend of HiCache.
+
+What SGLang backs up from its host memory is kept on the places of a `Keeper`, verified before
+SGLang sees it, and found again by later processes. See docs/guides/sglang.md. Importing this module
+imports SGLang and torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flowkv.connect.identity import fingerprint, identify
+from flowkv.connect.keeper import HOLD_S, Caller, open_keeper
+from flowkv.core.errors import ConfigError
+from flowkv.core.keys import ROOT
+from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
+
+TESTED = "0.5"
+"""The version of SGLang that this door was tested with."""
+
+try:
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorage,
+        PoolHitPolicy,
+        PoolName,
+        PoolTransferResult,
+    )
+    from sglang.version import __version__ as sglang_version
+except ImportError as error:
+    raise ConfigError(
+        f"SGLang is not here, or not as FlowKV knows it ({error})",
+        f"Install SGLang {TESTED}, or a FlowKV that knows yours",
+    ) from error
+
+_log = logging.getLogger("flowkv")
+_MOST_RUNS = 4  # in which a page may lie in memory; beyond that a copy costs less than the frames
+_ASK_AGAIN_S = 0.002
+_SHAPE = (
+    "dtype layout page_size logical_page_size layer_num start_layer end_layer head_num head_dim "
+    "v_head_dim kv_lora_rank qk_rope_head_dim kv_cache_dim storage_format_tag size_per_token "
+    "num_mamba_layers temporal_state_shape temporal_dtype conv_state_shapes conv_dtype"
+).split()
+"""What host pools say of the bytes of a page, as far as they have it."""
+
+if not sglang_version.startswith(f"{TESTED}."):
+    _log.warning("SGLang %s: FlowKV's storage was tested with %s", sglang_version, TESTED)
+
+
+class _Pool:
+    """Pages of one of SGLang's host pools: as they lie in its memory, or as copies.
+
+    Attributes:
+        name: SGLang's, such as "kv" or "mamba".
+        namespace: Whose bytes.
+        layout: Of a page, by fingerprint.
+        page_size: Tokens.
+        sizes: Bytes of each run of a page, which is a frame; one run is all of a copy.
+    """
+
+    def __init__(self, pool: Any, name: str, *, in_place: bool) -> None:
+        self.pool, self.name = pool, name
+        self.page_size = int(getattr(pool, "page_size", 1) or 1)
+        self.sizes = self._runs() if in_place else ()
+        self.in_place = bool(self.sizes)
+        if not self.in_place:
+            page = pool.get_dummy_flat_data_page()
+            self.sizes, self._dtype = (page.nbytes,), page.dtype
+        self.namespace, self.layout = ROOT, bytes(16)
+
+    def _runs(self) -> tuple[int, ...]:
+        """Bytes of the runs in which a page lies, if they are few."""
+        try:
+            _, sizes = self.pool.get_page_buffer_meta(torch.arange(self.page_size))
+        except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError):
+            return ()
+        return tuple(map(int, sizes)) if 0 < len(sizes) <= _MOST_RUNS else ()
+
+    def said(self) -> dict[str, str]:
+        """What decides which bytes a page has."""
+        shape = {of: str(getattr(self.pool, of)) for of in _SHAPE if hasattr(self.pool, of)}
+        return {**shape, "pool": type(self.pool).__qualname__, "runs": str(self.sizes)}
+
+    def pages(self, indices: torch.Tensor) -> list[memoryview]:
+        """The runs of pages, to be read."""
+        if self.in_place:
+            return self._in_place(indices)
+        first = indices[:: self.page_size].tolist()
+        return [_bytes(self.pool.get_data_page(at).contiguous()) for at in first]
+
+    def filled(
+        self, indices: torch.Tensor, fill: Callable[[list[memoryview]], list[bool]]
+    ) -> list[bool]:
+        """Has the runs of pages filled; which pages have what is theirs, and the pool has it."""
+        if self.in_place:
+            return self.whole(fill(self._in_place(indices)))
+        first = indices[:: self.page_size].tolist()
+        copies = torch.empty((len(first), *self.sizes), dtype=torch.uint8)
+        good = fill([_bytes(copy) for copy in copies])
+        for at, copy, there in zip(first, copies, good, strict=True):
+            if there:
+                self.pool.set_from_flat_data_page(at, copy.view(self._dtype))
+        return good
+
+    def _in_place(self, indices: torch.Tensor) -> list[memoryview]:
+        pointers, sizes = self.pool.get_page_buffer_meta(indices)
+        runs = ((ctypes.c_char * n).from_address(p) for p, n in zip(pointers, sizes, strict=True))
+        return [memoryview(run).cast("B") for run in runs]
+
+    def whole(self, runs: Sequence[bool]) -> list[bool]:
+        """Which pages all runs speak for."""
+        n = len(self.sizes)
+        return [all(runs[i : i + n]) for i in range(0, len(runs), n)]
+
+    def names(self, keys: Sequence[str]) -> list[bytes]:
+        """Of the frames of pages, run by run."""
+        digests = [hashlib.sha256(self.namespace + key.encode()) for key in keys]
+        found = []
+        for digest in digests:
+            for run in range(len(self.sizes)):
+                one = digest.copy()
+                one.update(bytes([run]))
+                found.append(one.digest())
+        return found
+
+
+def _bytes(page: torch.Tensor) -> memoryview:
+    return page.view(torch.uint8).numpy().reshape(-1).data
+
+
+class FlowKVStorage(HiCacheStorage):
+    """Storage of SGLang's HiCache over a keeper. Calls wait, for their deadline at most.
+
+    Args:
+        storage_config: SGLang's; its `extra_config["flowkv"]` may say
+            places: "disk:/nvme/kv-{rank}:200GiB", or several, fastest first; "{rank}" becomes the
+                rank of the process.
+            model: Where the files of the model lie, if not under the name that SGLang has for it.
+            weights: Names the weights instead.
+            revision: Of the model, where that says more.
+            load_deadline_s: A load that takes longer is a miss.
+            lookup_deadline_s: A remote place that takes longer to say what it has, has nothing.
+            And what `open_keeper` takes: policy, durability, integrity, secret, lossless.
+        kwargs: SGLang's.
+
+    Attributes:
+        keeper: What lies where.
+
+    Raises:
+        ConfigError: An option is missing or none, or the weights have no name.
+        StoreError: A place cannot be used.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        extra = storage_config.extra_config or {}
+        options = dict(extra.get("flowkv") or {})
+        places = options.pop("places", ())
+        model = str(options.pop("model", storage_config.model_name or ""))
+        self._model, self._weights = model, options.pop("weights", "") or fingerprint(model)
+        self._revision = options.pop("revision", "")
+        self._load_deadline_s = float(options.pop("load_deadline_s", 5.0))
+        self._lookup_deadline_s = float(options.pop("lookup_deadline_s", 1.0))
+        self._in_place = bool(extra.get("interface_v1", 0))
+        self._of = storage_config
+        self._rank = {"rank": storage_config.tp_rank, "world": storage_config.tp_size}
+        self.keeper = open_keeper(*self._places(places), **options)
+        self._looker, self._callers = self.keeper.caller(), threading.local()
+        self._looked: dict[bytes, float] = {}  # what is kept for loads to come, oldest first
+        self._lock = threading.Lock()
+        self._pools: dict[str, _Pool] = {}
+
+    def _places(self, places: str | Sequence[str]) -> list[str]:
+        of = self._of
+        asked = [places] if isinstance(places, str) else list(places)
+        if not asked:
+            raise ConfigError(
+                "FlowKV's storage has no places",
+                'Set "flowkv": {"places": ["disk:/nvme/kv-{rank}:200GiB"]} beside "backend_name"',
+            )
+        alone = of.tp_size * of.pp_size * of.attn_cp_size == 1
+        for place in asked:
+            if place.startswith("disk:") and "{rank}" not in place and not alone:
+                raise ConfigError(
+                    f"{place!r} for several ranks, of which one alone could write there",
+                    "Give each a directory of its own: disk:/nvme/kv-{rank}:200GiB",
+                )
+        rank = f"{of.tp_rank}-{of.pp_rank}-{of.attn_cp_rank}"
+        return [place.replace("{rank}", rank) for place in asked]
+
+    # ---- which bytes are meant
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Where pages of K and V lie."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(mem_pool_host, str(PoolName.KV))
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Where pages of another kind lie: states, windows, indices."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool_name != PoolName.KV:  # which is registered, as what calls of v1 mean
+            self._register(host_pool, str(host_pool_name))
+
+    def _register(self, host_pool: Any, name: str) -> None:
+        of = self._of
+        pool = _Pool(host_pool, name, in_place=self._in_place)
+        shared = of.is_mla_model and name != PoolName.MAMBA  # every rank holds the same
+        said = {
+            "engine": "sglang",
+            "name": name,
+            "ranks": [] if shared else [of.tp_rank, of.tp_size],
+            "stages": [of.pp_rank, of.pp_size, of.attn_cp_rank, of.attn_cp_size],
+            "shards": [of.dcp_rank, of.dcp_size],
+            **pool.said(),
+        }
+        pool.namespace, pool.layout = identify(self._model, said, self._weights, self._revision)
+        self._pools[name] = pool
+
+    def _pool(self, name: Any = PoolName.KV) -> _Pool:
+        try:
+            return self._pools[str(name)]
+        except KeyError:
+            raise ConfigError(
+                f"pages of {name}, whose pool SGLang has not registered",
+                "Report this with the versions of SGLang and FlowKV",
+            ) from None
+
+    # ---- what is there
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many pages from the first on are there; those stay until they are loaded."""
+        there = self._there(self._pool(), keys)
+        n = there.index(False) if False in there else len(there)
+        self._let_go(self._pool().names(keys[n:]))
+        return n
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> Any:
+        """Which prefixes can be restored: with every page, and what else each pool needs.
+
+        Pools of policy "block_groups" are not reported, and gate nothing.
+        """
+        n_pages = self.batch_exists(keys)
+        found = {PoolName.KV: n_pages} if n_pages else {}
+        restorable = set(range(1, n_pages + 1))
+        for transfer in pool_transfers or ():
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS or not restorable:
+                continue
+            there = self._there(self._pool(transfer.name), keys[:n_pages])
+            window = n_pages
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+            ends = [n for n in range(1, n_pages + 1) if all(there[max(0, n - window) : n])]
+            if ends:
+                found[transfer.name] = ends[-1]
+            restorable &= set(ends)
+        return PoolTransferResult(max(restorable, default=0), found, sorted(restorable))
+
+    def _there(self, pool: _Pool, keys: Sequence[str]) -> list[bool]:
+        names = pool.names(keys)
+        until_s = time.monotonic() + self._lookup_deadline_s
+        known = dict.fromkeys(names)
+        unknown = list(known)
+        while unknown:
+            for name in unknown:
+                known[name] = self._looker.lookup([name], name)[0]
+            unknown = [name for name in unknown if known[name] is None]
+            if time.monotonic() > until_s:
+                break
+            if unknown:
+                time.sleep(_ASK_AGAIN_S)
+        found = [bool(known[name]) for name in names]
+        now_s = time.monotonic()
+        with self._lock:
+            for name in names:
+                self._looked.pop(name, None)
+                self._looked[name] = now_s
+            late = []
+            for name, at_s in self._looked.items():
+                if at_s > now_s - HOLD_S:
+                    break
+                late.append(name)
+        self._let_go([*(name for name in names if not known[name]), *late])
+        return pool.whole(found)
+
+    def _let_go(self, names: Sequence[bytes]) -> None:
+        with self._lock:
+            for name in names:
+                if self._looked.pop(name, None) is not None:
+                    self._looker.release(name)
+
+    # ---- transfers
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Fills pages of K and V; which of them were."""
+        return self._load(self._pool(), keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Stores pages of K and V; which of them are there."""
+        before = list(getattr(extra_info, "prefix_keys", None) or ())[-1:]
+        return self._store(self._pool(), keys, self._pool().pages(host_indices), before)
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Fills pages of several pools; which of them were."""
+        return self._each(transfers, self._load)
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Stores pages of several pools; which of them are there."""
+        return self._each(transfers, lambda p, keys, at: self._store(p, keys, p.pages(at)))
+
+    def _each(
+        self,
+        transfers: Sequence[Any],
+        move: Callable[[_Pool, list[str], torch.Tensor], list[bool]],
+    ) -> dict[str, list[bool]]:
+        done = {}
+        for transfer in transfers:
+            pool, keys, indices = self._pool(transfer.name), transfer.keys or [], None
+            if transfer.host_indices is not None:
+                indices = transfer.host_indices
+            if indices is None or indices.numel() != len(keys) * pool.page_size:
+                _log.error("%s: %d pages with other indices", transfer.name, len(keys))
+                done[transfer.name] = [False] * len(keys)
+            else:
+                done[transfer.name] = move(pool, keys, indices)
+        return done
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """A page, in `target_location` where that is given; None if it is not there."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[Any]:
+        """Pages, each flat; None for those that are not there."""
+        pool = self._flat()
+        given = list(target_locations or [None] * len(keys))
+        pages = [pool.pool.get_dummy_flat_data_page() if at is None else at for at in given]
+        good = self._filled(pool, keys, [_bytes(page) for page in pages])
+        return [page if there else None for page, there in zip(pages, good, strict=True)]
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Stores a page, flat; whether it is there."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Stores pages, each flat; whether all are there."""
+        pool, bodies = self._flat(), [_bytes(value.contiguous()) for value in values or ()]
+        if any((body.nbytes,) != pool.sizes for body in bodies):
+            return False
+        return all(self._store(pool, keys, bodies))
+
+    def _flat(self) -> _Pool:
+        if self._pool().in_place:
+            raise ConfigError(
+                "flat pages, where pages are stored as they lie in memory",
+                'Leave "interface_v1" out, or call batch_get_v1 and batch_set_v1',
+            )
+        return self._pool()
+
+    def _load(self, pool: _Pool, keys: list[str], indices: torch.Tensor) -> list[bool]:
+        return pool.filled(indices, lambda runs: self._filled(pool, keys, runs))
+
+    def _filled(self, pool: _Pool, keys: Sequence[str], runs: Sequence[memoryview]) -> list[bool]:
+        names = pool.names(keys)
+        loads = [Load(name, run, pool.layout) for name, run in zip(names, runs, strict=True)]
+        try:
+            return self._done(
+                loads, lambda to: to.submit_load(loads, deadline_s=self._load_deadline_s)
+            )
+        finally:
+            self._let_go(names)
+
+    def _store(
+        self,
+        pool: _Pool,
+        keys: Sequence[str],
+        runs: Sequence[memoryview],
+        before: Sequence[str] = (),
+    ) -> list[bool]:
+        names, n = pool.names(keys), len(pool.sizes)
+        above = [*(pool.names(before) or [ROOT] * n), *names]  # of K and V, pages make a chain
+        stores = [
+            Store(name, self._info(pool, i % n, above[i]), run.toreadonly())
+            for i, (name, run) in enumerate(zip(names, runs, strict=True))
+        ]
+        return pool.whole(self._done(stores, lambda to: to.submit_store(stores)))
+
+    def _info(self, pool: _Pool, run: int, parent: bytes) -> FrameInfo:
+        return FrameInfo(
+            kind="page",
+            codec=0,
+            fidelity=0,
+            layout=pool.layout,
+            parent=parent if pool.name == PoolName.KV else ROOT,
+            namespace=pool.namespace,
+            group=0,
+            tokens=pool.page_size,
+            stripe_bytes=pool.sizes[run],
+            tenant=ROOT,
+            **self._rank,
+        )
+
+    def _done(self, items: Sequence[Any], start: Callable[[Caller], int]) -> list[bool]:
+        """What became of a job of this thread's: which items were served."""
+        good = [False] * len(items)
+        if not items or not self.keeper.open:
+            return good
+        caller: Caller | None = getattr(self._callers, "own", None)
+        if caller is None:
+            caller = self._callers.own = self.keeper.caller()
+        start(caller)
+        left = len(items)
+        while left:
+            for answer in caller.poll(0.5):
+                good[answer.item] = answer.outcome in (Outcome.HIT, Outcome.STORED)
+                left -= 1
+        return good
+
+    # ---- the rest
+
+    def clear(self) -> None:
+        """Forgets every page of this model, rank and configuration."""
+        mine = {pool.namespace for pool in self._pools.values()}
+        self._looker.delete([e.key for e in self._looker.scan() if e.info.namespace in mine])
+
+    def close(self) -> None:
+        """Ends what is under way and closes the places. Safe to call again."""
+        self.keeper.close()
