@@ -425,11 +425,11 @@ AUTO = "auto"
 LEAST_SECRET_BYTES = 16
 _STACK_FIELDS = ("gpu", "host", "disk")
 _TOKENS, _AUTO_TOKENS = 64, 128  # of a page, and raw ones at the end: what "auto" begins with
-_EITHER = {
+_EITHER: dict[str, tuple[str, ...]] = {
     "non_finite": ("raw", "error"),
     "durability": ("none", "sync"),
     "integrity": ("xxh3", "aead"),
-    "lossless": ("auto", "off"),
+    "lossless": ("auto", "on", "off"),
 }
 
 
@@ -475,7 +475,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             encrypts them for each tenant (AES-256-GCM), so that nobody without the secret reads,
             makes or changes one. Needs a `secret` of at least 16 bytes and `flowkv[aead]`.
         lossless: "auto" compresses frames of 16-bit pages on lasting tiers, without loss, where
-            that was measured to be faster; "off" never does.
+            that was measured to be faster; "on" wherever they shrink; "off" never does.
         exclusive: Refuse a store directory that another process writes, instead of reading it only.
         durability: "sync" flushes every written page to the medium; "none" leaves that to the
             operating system, and a power cut loses the latest pages.
@@ -508,7 +508,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     namespace: str = ""
     secret: str = ""
     integrity: Literal["xxh3", "aead"] = "xxh3"
-    lossless: Literal["auto", "off"] = "auto"
+    lossless: Literal["auto", "on", "off"] = "auto"
     exclusive: bool = False
     durability: Literal["none", "sync"] = "none"
     write_back: bool = True
@@ -529,9 +529,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             if (getattr(self, name) or 0) < 0:
                 problem = f"{getattr(self, name)} {name.rpartition('_')[2]}"
                 raise _at(name, problem, "Use 0 or more")
-        for name, (one, other) in _EITHER.items():
-            if getattr(self, name) not in (one, other):
-                raise _at(name, f"{getattr(self, name)!r} is unknown", f"Use {one} or {other}")
+        for field, allowed in _EITHER.items():
+            if (value := getattr(self, field)) not in allowed:
+                raise _at(field, f"{value!r} is unknown", f"Use {' or '.join(allowed)}")
         if not isinstance(self.prefetch, dict) and self.prefetch not in ("auto", "off"):
             raise _at("prefetch", f"{self.prefetch!r} is unknown", "Use auto, off, or its fields")
         self._check_policy()

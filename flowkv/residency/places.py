@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -81,10 +82,13 @@ def make_envelope(config: Config, loads: Rates | None = None) -> Envelope:
         from flowkv.tiers.envelope import Keyring
 
         keyring = Keyring(config.secret_bytes)
-    if config.lossless == "auto":
+    if config.lossless != "off":
         from flowkv.tiers.lossless import Lossless
 
-        lossless = Lossless(lambda: rates.bytes_per_s)
+        if config.lossless == "on":  # whatever the decoder takes
+            lossless = Lossless(lambda: 1.0, decode_bytes_per_s=lambda: math.inf)
+        else:
+            lossless = Lossless(lambda: rates.bytes_per_s)
     return Envelope(integrity=config.integrity, keyring=keyring, lossless=lossless)
 
 

@@ -49,6 +49,7 @@ from tests.tiers.frames import (
     put,
     stored,
 )
+from tests.tiers.wraps import bfloat16
 
 SIZE = 8192
 FRAME = HostTier(1 << 20).frame_bytes(SIZE)
@@ -128,6 +129,23 @@ def test_a_full_tier_gives_up_what_is_oldest(caller: Caller) -> None:
 def test_an_option_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="polcy"):
         open_keeper(f"disk:{tmp_path}:64MiB", polcy="lru")
+
+
+def test_frames_shrink_on_demand(tmp_path: Path) -> None:
+    """On a disk that nobody has loaded from, so that its rate is unknown."""
+    size, body, used = 1 << 16, bfloat16("x", 1 << 16), dict[str, int]()
+    for lossless in ("on", "off"):
+        with open_keeper(f"disk:{tmp_path / lossless}:64MiB", lossless=lossless) as keeper:
+            caller = keeper.caller()
+            items = [Store(key_of(n), info_of(size), memoryview(body)) for n in range(100)]
+            done = answers(caller, caller.submit_store(items), len(items))
+            assert all(one.outcome is Outcome.STORED for one in done)
+            used[lossless] = caller.used_bytes()
+            target = bytearray(size)
+            load = caller.submit_load([Load(key_of(1), memoryview(target), LAYOUT)])
+            assert answers(caller, load, 1)[0].outcome is Outcome.HIT
+            assert target == body
+    assert used["on"] < 0.8 * used["off"]
 
 
 def test_closing_waits_for_no_question() -> None:
