@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import bench.engines.command
 import bench.policy.command
 import bench.real
 import bench.restore.command
@@ -21,7 +22,7 @@ def parser() -> Parser:
     )
     verb = adder(made.add_subparsers(title="verbs", metavar="VERB", required=True))
     bench.real.add_verbs(verb)
-    for measured in (bench.policy, bench.restore, bench.serve):
+    for measured in (bench.engines, bench.policy, bench.restore, bench.serve):
         measured.command.add_verbs(verb)
     return made
 

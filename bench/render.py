@@ -268,6 +268,24 @@ def _named(row: dict[str, Any], *less: str) -> Iterable[str]:
 
 
 @block
+def engines(results: Results) -> str:
+    """FlowKV inside vLLM."""
+    lines = [
+        [
+            row["what"],
+            row["goal"],
+            between(row["figure"], ""),
+            ", ".join(_named(row, "what", "goal", "figure")),
+        ]
+        for part in results.get("engines_cpu", {"parts": {}})["parts"].values()
+        for row in part
+    ]
+    return (
+        table(["what", "goal", "measured", "more"], lines) if lines else NOT_YET.capitalize() + "."
+    )
+
+
+@block
 def real_quality(results: Results) -> str:
     lines = [
         [

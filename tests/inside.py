@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flowkv.cli import command, doctor
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.command import read_prompts, write_replay_report
+    from flowkv.connect.identity import fingerprint
     from flowkv.connect.keeper import HOLD_S
     from flowkv.core import compiling, errors
     from flowkv.core.clock import Clock, ManualClock, SystemClock

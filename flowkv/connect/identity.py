@@ -46,23 +46,27 @@ def identify(
     return namespace.digest(), bytes.fromhex(geometry[:32])
 
 
-def fingerprint(model: str) -> str:
+def fingerprint(model: str, revision: str | None = None) -> str:
     """Names a model by all bytes of its weights, configuration and code: hex.
 
     Args:
         model: A directory, a file, or a name whose files lie in Hugging Face's cache.
+        revision: Which of those in the cache; without it there must be one alone.
 
     Raises:
-        ConfigError: They are not on this machine, so nobody can say which they are.
+        ConfigError: They are not on this machine, or in several revisions, so nobody can say
+            which they are.
     """
     path = Path(model)
     if not path.exists():
         try:
             from huggingface_hub import snapshot_download
 
-            path = Path(snapshot_download(model, local_files_only=True))
+            path = Path(snapshot_download(model, revision=revision, local_files_only=True))
         except Exception as error:  # of a library that may be anything
             raise _nameless(model) from error
+        if revision is None and len(list(path.parent.iterdir())) > 1:
+            raise _nameless(model)
     found = [path] if path.is_file() else sorted({f for kind in _WEIGHTS for f in path.glob(kind)})
     if not found:
         raise _nameless(model)
@@ -79,6 +83,7 @@ def fingerprint(model: str) -> str:
 
 def _nameless(model: str) -> ConfigError:
     return ConfigError(
-        f"the weights of {model!r} cannot be found, and its name alone does not say which they are",
-        'Set "weights" to something that changes with them, such as a commit',
+        f"the weights of {model!r} cannot be found, or lie here in several revisions, and its name "
+        "alone does not say which they are",
+        'Give its path, or set "weights" to something that changes with them, such as a commit',
     )

@@ -55,6 +55,7 @@ except ImportError as error:
         f"Install LMCache {TESTED}, or a FlowKV that knows yours",
     ) from error
 
+_Known = tuple[Any, int]
 _log = logging.getLogger("flowkv")
 _ASK_AGAIN_S = 0.005
 _IDLE_S = 0.5
@@ -137,7 +138,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
         self._questions: list[_Question] = []
         self._done: tuple[dict[int, Any], ...] = ({}, {}, {})  # stores, look-ups, loads
         self._locks: Counter[bytes] = Counter()
-        self._known: dict[bytes, tuple[Any, int]] = {}  # what LMCache was told of: key and size
+        self._known: dict[bytes, _Known] = {}  # what LMCache was told of: key and size
         self._gone: SimpleQueue[bytes] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._open = True
@@ -281,7 +282,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
         """Forgets objects."""
         names = [name for key in keys if (name := self._name(key)) is not None]
         self._caller.delete(names)
-        self._forget(names)
+        self._evicted(names)
 
     def get_usage(self) -> Any:
         """Bytes in all places, those from before a restart among them; by salt, those since."""
@@ -294,7 +295,8 @@ class FlowKVL2Adapter(L2AdapterInterface):
 
     def report_status(self) -> dict[str, Any]:
         """What the keeper reports."""
-        return {"is_healthy": self.keeper.open, **self.keeper.report()}
+        healthy = self.keeper.open and self._thread.is_alive()
+        return {"is_healthy": healthy, **self.keeper.report()}
 
     def close(self) -> None:
         """Ends what is under way and closes the places. Safe to call again."""
@@ -304,6 +306,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
         self._open = False
         os.eventfd_write(self._wake, 1)
         self._thread.join()
+        self._caller.answers.close()
         for notifier in self._notifiers:
             notifier.close()
         os.close(self._wake)
@@ -314,26 +317,33 @@ class FlowKVL2Adapter(L2AdapterInterface):
         ready = select.poll()
         for fd in (self._wake, self._caller.fileno()):
             ready.register(fd, select.POLLIN)
-        while self._open:
-            ready.poll(1000 * (_ASK_AGAIN_S if self._questions else _IDLE_S))
+        more = True
+        while more or self._open:  # and once more, for what closing has answered
+            more = self._open
+            ready.poll(1000 * more * (_ASK_AGAIN_S if self._questions else _IDLE_S))
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-            stored, served, over = list[bytes](), list[Any](), list[int]()
+            stored, served, over = list[_Known](), list[Any](), list[int]()
             with self._lock:
                 for answer in self._caller.poll():
                     self._settle(answer, stored, served, over)
+                gone = self._news()
                 self._questions = [each for each in self._questions if not self._answer(each)]
-            if stored:
-                self._notify_keys_stored(*zip(*(self._known[name] for name in stored), strict=True))
-            if served:
-                self._notify_keys_accessed(served)
-            self._forget(self._news())
+            try:  # of listeners that may be anybody's
+                if stored:
+                    self._notify_keys_stored(*map(list, zip(*stored, strict=True)))
+                if served:
+                    self._notify_keys_accessed(served)
+                if gone:
+                    self._notify_keys_deleted(*map(list, zip(*gone, strict=True)))
+            except Exception:
+                _log.exception("LMCache could not be told what is there")
             with self._lock:
                 for task in over:
                     self._finish(task, self._transfers.pop(task))
 
     def _settle(
-        self, answer: TierAnswer, stored: list[bytes], served: list[Any], over: list[int]
+        self, answer: TierAnswer, stored: list[_Known], served: list[Any], over: list[int]
     ) -> None:
         task = self._tasks[answer.job]
         transfer = self._transfers[task]
@@ -344,9 +354,9 @@ class FlowKVL2Adapter(L2AdapterInterface):
             served.append(key)
         elif answer.outcome is Outcome.STORED:
             transfer.sizes[answer.item] = answer.n_bytes
-            if name not in self._known:
+            if name not in self._known and self._kept(name):
                 self._known[name] = key, answer.n_bytes
-                stored.append(name)
+                stored.append(self._known[name])
         elif answer.outcome is Outcome.MISS:
             if answer.reason == "layout":  # of another dtype: what comes next replaces it
                 self._caller.delete([name])
@@ -390,20 +400,21 @@ class FlowKVL2Adapter(L2AdapterInterface):
     def _evicted(self, names: Sequence[bytes]) -> None:
         for name in names:
             self._gone.put(name)
+        if names:
+            os.eventfd_write(self._wake, 1)
 
-    def _news(self) -> list[bytes]:
-        gone = list[bytes]()
+    def _kept(self, name: bytes) -> bool:
+        return any(name in level.book for level in self.keeper.levels)
+
+    def _news(self) -> list[_Known]:
+        """What LMCache knows of and is there no more; what was stored again since is."""
+        gone = list[_Known]()
         with suppress(Empty):
             while True:
-                gone.append(self._gone.get_nowait())
+                name = self._gone.get_nowait()
+                if name in self._known and not self._kept(name):
+                    gone.append(self._known.pop(name))
         return gone
-
-    def _forget(self, names: Sequence[bytes]) -> None:
-        """Tells LMCache what is there no more."""
-        with self._lock:
-            gone = [self._known.pop(name) for name in dict.fromkeys(names) if name in self._known]
-        if gone:
-            self._notify_keys_deleted([key for key, _ in gone], [size for _, size in gone])
 
 
 def _bytes(each: Any) -> memoryview:

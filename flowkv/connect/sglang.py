@@ -27,12 +27,14 @@ TESTED = "0.5"
 """The version of SGLang that this door was tested with."""
 
 try:
+    from sglang.srt import runtime_context
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheStorage,
         PoolHitPolicy,
         PoolName,
         PoolTransferResult,
     )
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.version import __version__ as sglang_version
 except ImportError as error:
     raise ConfigError(
@@ -49,6 +51,12 @@ _SHAPE = (
     "num_mamba_layers temporal_state_shape temporal_dtype conv_state_shapes conv_dtype"
 ).split()
 """What host pools say of the bytes of a page, as far as they have it."""
+_USES = (
+    "dtype quantization quantization_param_path kv_cache_dtype json_model_override_args model_impl "
+    "load_format modelopt_quant custom_weight_loader qsa_indexer_dtype speculative_algorithm "
+    "speculative_draft_kv_cache_dtype speculative_draft_model_quantization"
+).split()
+"""What SGLang's arguments say of how weights are used."""
 
 if not sglang_version.startswith(f"{TESTED}."):
     _log.warning("SGLang %s: FlowKV's storage was tested with %s", sglang_version, TESTED)
@@ -131,6 +139,21 @@ class _Pool:
         return found
 
 
+def _uses() -> dict[str, str]:
+    """What a server of SGLang's was told of its model; nothing outside of one."""
+    try:
+        args = runtime_context.get_server_args()
+    except (AttributeError, ValueError):
+        return {}
+    files = (
+        "model_path",
+        "revision",
+        *(f"speculative_draft_model_{of}" for of in ("path", "revision")),
+    )
+    said = {name: getattr(args, name, None) for name in (*files, *_USES)}
+    return {name: str(value) for name, value in said.items() if value is not None}
+
+
 def _bytes(page: torch.Tensor) -> memoryview:
     return page.view(torch.uint8).numpy().reshape(-1).data
 
@@ -162,9 +185,16 @@ class FlowKVStorage(HiCacheStorage):
         extra = storage_config.extra_config or {}
         options = dict(extra.get("flowkv") or {})
         places = options.pop("places", ())
-        model = str(options.pop("model", storage_config.model_name or ""))
-        self._model, self._weights = model, options.pop("weights", "") or fingerprint(model)
-        self._revision = options.pop("revision", "")
+        self._uses = _uses()
+        path = self._uses.pop("model_path", storage_config.model_name or "")
+        self._model = str(options.pop("model", path))
+        self._weights = str(options.pop("weights", ""))
+        if not self._weights:
+            self._weights = fingerprint(self._model, self._uses.get("revision"))
+            if draft := self._uses.get("speculative_draft_model_path"):
+                of_draft = self._uses.get("speculative_draft_model_revision")
+                self._weights += fingerprint(draft, of_draft)
+        self._revision = str(options.pop("revision", ""))
         self._load_deadline_s = float(options.pop("load_deadline_s", 5.0))
         self._lookup_deadline_s = float(options.pop("lookup_deadline_s", 1.0))
         self._in_place = bool(extra.get("interface_v1", 0))
@@ -172,7 +202,8 @@ class FlowKVStorage(HiCacheStorage):
         self._rank = {"rank": storage_config.tp_rank, "world": storage_config.tp_size}
         self.keeper = open_keeper(*self._places(places), **options)
         self._looker, self._callers = self.keeper.caller(), threading.local()
-        self._looked: dict[bytes, float] = {}  # what is kept for loads to come, oldest first
+        self._looked: dict[bytes, tuple[int, float]] = {}
+        """Loads to come for which a frame is kept, and when it was looked up last; oldest first."""
         self._lock = threading.Lock()
         self._pools: dict[str, _Pool] = {}
 
@@ -184,15 +215,21 @@ class FlowKVStorage(HiCacheStorage):
                 "FlowKV's storage has no places",
                 'Set "flowkv": {"places": ["disk:/nvme/kv-{rank}:200GiB"]} beside "backend_name"',
             )
-        alone = of.tp_size * of.pp_size * of.attn_cp_size == 1
+        on_disk = any(place.startswith("disk:") for place in asked)
+        if on_disk and of.is_mla_model and of.tp_size > 1:
+            raise ConfigError(
+                "a directory for ranks that hold the same, of which SGLang has one alone store",
+                'Use a place that all reach: "redis://...", "s3://..."',
+            )
+        ranks = (of.tp_rank, of.pp_rank, of.attn_cp_rank, of.dp_rank)
+        alone = of.tp_size * of.pp_size * of.attn_cp_size == 1 and not of.dp_rank
         for place in asked:
             if place.startswith("disk:") and "{rank}" not in place and not alone:
                 raise ConfigError(
                     f"{place!r} for several ranks, of which one alone could write there",
                     "Give each a directory of its own: disk:/nvme/kv-{rank}:200GiB",
                 )
-        rank = f"{of.tp_rank}-{of.pp_rank}-{of.attn_cp_rank}"
-        return [place.replace("{rank}", rank) for place in asked]
+        return [place.replace("{rank}", "-".join(map(str, ranks))) for place in asked]
 
     # ---- which bytes are meant
 
@@ -210,13 +247,20 @@ class FlowKVStorage(HiCacheStorage):
     def _register(self, host_pool: Any, name: str) -> None:
         of = self._of
         pool = _Pool(host_pool, name, in_place=self._in_place)
-        shared = of.is_mla_model and name != PoolName.MAMBA  # every rank holds the same
+        if "uint8" in str(getattr(host_pool, "dtype", "")) and not (self._uses or self._revision):
+            raise ConfigError(
+                "a cache of bytes, and no word from SGLang on what they mean",
+                'Set "revision" to something that changes with --kv-cache-dtype',
+            )
+        split = isinstance(host_pool, MHATokenToKVPoolHost) or name == PoolName.MAMBA
+        shared = of.is_mla_model and not split  # every rank holds the same
         said = {
             "engine": "sglang",
             "name": name,
             "ranks": [] if shared else [of.tp_rank, of.tp_size],
             "stages": [of.pp_rank, of.pp_size, of.attn_cp_rank, of.attn_cp_size],
             "shards": [of.dcp_rank, of.dcp_size],
+            "uses": self._uses,
             **pool.said(),
         }
         pool.namespace, pool.layout = identify(self._model, said, self._weights, self._revision)
@@ -257,7 +301,9 @@ class FlowKVStorage(HiCacheStorage):
         for transfer in pool_transfers or ():
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS or not restorable:
                 continue
-            there = self._there(self._pool(transfer.name), keys[:n_pages])
+            pool = self._pool(transfer.name)
+            there = self._there(pool, keys[:n_pages])
+            self._let_go(pool.names(keys[:n_pages]))  # which of them will be loaded nobody says
             window = n_pages
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
@@ -265,7 +311,9 @@ class FlowKVStorage(HiCacheStorage):
             if ends:
                 found[transfer.name] = ends[-1]
             restorable &= set(ends)
-        return PoolTransferResult(max(restorable, default=0), found, sorted(restorable))
+        n_usable = max(restorable, default=0)
+        self._let_go(self._pool().names(keys[n_usable:n_pages]))
+        return PoolTransferResult(n_usable, found, sorted(restorable))
 
     def _there(self, pool: _Pool, keys: Sequence[str]) -> list[bool]:
         names = pool.names(keys)
@@ -284,20 +332,27 @@ class FlowKVStorage(HiCacheStorage):
         now_s = time.monotonic()
         with self._lock:
             for name in names:
-                self._looked.pop(name, None)
-                self._looked[name] = now_s
+                loads, _ = self._looked.pop(name, (0, 0.0))
+                self._looked[name] = loads + 1, now_s
             late = []
-            for name, at_s in self._looked.items():
+            for name, (_, at_s) in self._looked.items():
                 if at_s > now_s - HOLD_S:
                     break
                 late.append(name)
-        self._let_go([*(name for name in names if not known[name]), *late])
+            for name in late:
+                del self._looked[name]
+                self._looker.release(name)
+        self._let_go([name for name in names if not known[name]])
         return pool.whole(found)
 
     def _let_go(self, names: Sequence[bytes]) -> None:
         with self._lock:
             for name in names:
-                if self._looked.pop(name, None) is not None:
+                loads, at_s = self._looked.get(name, (0, 0.0))
+                if loads > 1:
+                    self._looked[name] = loads - 1, at_s
+                elif loads:
+                    del self._looked[name]
                     self._looker.release(name)
 
     # ---- transfers

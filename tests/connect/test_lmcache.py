@@ -7,6 +7,7 @@ import importlib.util
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -299,6 +300,13 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Client]]:
         one.close()  # safe again
 
 
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def over(monkeypatch: pytest.MonkeyPatch, *tiers: Any) -> None:
     keeper = Keeper(tiers, lambda kind, capacity_bytes: make_policy("lru"))
     monkeypatch.setattr(door, "open_keeper", lambda *places, **options: keeper)
@@ -402,8 +410,55 @@ def test_lmcache_hears_of_what_comes_and_goes(
         size for key, size in listener.there.items() if key.cache_salt
     )
     client.adapter.delete([last])
-    assert len(listener.there) == 3
     assert client.lookup([last]) == [False]
+    until(lambda: len(listener.there) == 3)
+    client.adapter._evicted([client.adapter._name(key) for key in listener.there])  # late news
+    assert client.store([last], [object_of(values_of(9))]).is_successful()
+    assert len(listener.there) == 4
+
+
+def test_a_listener_that_fails_stops_nothing(make: Callable[..., Client]) -> None:
+    class Bad(Listener):
+        def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
+            raise RuntimeError("a listener")
+
+    client = make()
+    client.adapter.register_listener(Bad())
+    for n in range(3):
+        assert client.store([key_of(n)], [object_of(values_of(n))]).is_successful()
+    assert client.adapter.report_status()["is_healthy"]
+
+
+def test_stores_and_deletes_at_once(make: Callable[..., Client]) -> None:
+    """Whoever deletes what was stored this moment ends no thread, and accounts come out even."""
+    client, listener = make(), Listener()
+    client.adapter.register_listener(listener)
+    key, stop = key_of(1), threading.Event()
+
+    def delete() -> None:
+        while not stop.is_set():
+            client.adapter.delete([key])
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    for _ in range(100):
+        client.store([key], [object_of(values_of(1))])
+    stop.set()
+    thread.join()
+    client.adapter.delete([key])
+    until(lambda: not listener.there)
+    assert client.adapter.get_usage().bytes_by_cache_salt == {}
+    assert client.adapter.report_status()["is_healthy"]
+
+
+def test_adapters_leave_no_descriptor(tmp_path: Path) -> None:
+    def opened() -> int:
+        adapter = door.FlowKVL2Adapter({"places": f"disk:{tmp_path}:64MiB", **PLAIN})
+        adapter.close()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    opened()
+    assert opened() == opened()
 
 
 def test_a_tier_that_fails_brings_misses_and_no_wrong_byte(
@@ -455,10 +510,7 @@ def test_a_model_that_cannot_be_found_is_not_kept(
         assert not client.store([other], [object_of(values_of(1))]).is_successful()
         assert client.lookup([other]) == [False]
     assert client.store([key_of(1)], [object_of(values_of(1))]).is_successful()
-    end = time.monotonic() + 20.0
-    while not caplog.records:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: bool(caplog.records))
     assert len([one for one in caplog.records if "nowhere" in one.getMessage()]) == 1
 
 

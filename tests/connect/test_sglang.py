@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,6 +256,8 @@ def test_flat_pages_where_pages_lie_as_they_are(make: Callable[..., Made]) -> No
         {"tp_size": 2, "places": "host:64MiB"},
         {"layout": "page_first_direct"},
         {"pool": "bfloat16"},
+        {"uses": {"kv_cache_dtype": "fp8_e5m2"}},
+        {"uses": {"revision": "tuned"}},
     ],
 )
 def test_what_decides_the_bytes_is_in_their_names(
@@ -266,9 +269,39 @@ def test_what_decides_the_bytes_is_in_their_names(
     if "pool" in change:
         change = {"pool": sg.host_pool(IN_PLACE, getattr(torch, change["pool"]))}
     assert make().get(range(2)) == [True] * 2
-    other = make(**change)
+    if "uses" in change:
+        monkeypatch.setattr(door, "_uses", lambda: dict(change["uses"]))
+    other = make(**{name: value for name, value in change.items() if name != "uses"})
     assert other.storage.batch_exists(keys_of(range(2))) == 0
     assert other.get(range(2)) == [False] * 2
+
+
+def test_bytes_that_nobody_explains_are_not_kept(make: Callable[..., Made]) -> None:
+    """SGLang has one type of bytes for all kinds of FP8."""
+    with pytest.raises(ConfigError, match="kv-cache-dtype"):
+        make(pool=sg.host_pool(IN_PLACE, torch.uint8))
+    make(pool=sg.host_pool(IN_PLACE, torch.uint8), revision="fp8_e4m3")
+
+
+def test_sglangs_arguments_say_how_weights_are_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert door._uses() == {}  # no server
+    args = SimpleNamespace(model_path=str(tmp_path), kv_cache_dtype="fp8_e4m3", quantization=None)
+    monkeypatch.setattr(door.runtime_context, "get_server_args", lambda: args)
+    assert door._uses() == {"model_path": str(tmp_path), "kv_cache_dtype": "fp8_e4m3"}
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    made = Made(sg.config(tmp_path / "kv", weights=""), IN_PLACE)  # served under another name
+    weights = made.storage._weights
+    made.storage.close()
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"draft")
+    args.speculative_draft_model_path = str(draft)
+    made = Made(sg.config(tmp_path / "kv", weights=""), IN_PLACE)
+    made.storage.close()
+    assert made.storage._weights.startswith(weights)
+    assert made.storage._weights != weights
 
 
 def test_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
@@ -279,7 +312,11 @@ def test_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
     for each in made:
         assert each.put([1]) == [True]
         each.storage.close()
-    assert {path.name for path in tmp_path.iterdir()} == {"kv-0-0-0", "kv-1-0-0"}
+    assert {path.name for path in tmp_path.iterdir()} == {"kv-0-0-0-0", "kv-1-0-0-0"}
+    with pytest.raises(ConfigError, match="rank"):  # groups of attention with ranks of their own
+        Made(sg.config(tmp_path), IN_PLACE, dp_rank=1)
+    with pytest.raises(ConfigError, match="redis"):  # one of them alone stores
+        Made(extra, IN_PLACE, tp_rank=1, tp_size=2, is_mla_model=True)
 
 
 def test_what_exists_stays_until_it_is_loaded(
@@ -295,6 +332,21 @@ def test_what_exists_stays_until_it_is_loaded(
     one.put(range(20, 28))
     assert one.storage.batch_exists(keys_of([0])) == 0
     assert not keeper._holds
+
+
+def test_what_two_wait_for_stays_until_both_have_it(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = sg.host_pool(COPIED).get_dummy_flat_data_page().nbytes
+    over(monkeypatch, HostTier(8 * HostTier(1 << 20).frame_bytes(page)))
+    one = make(COPIED)
+    one.put(range(8))
+    assert one.storage.batch_exists(keys_of([0])) == one.storage.batch_exists(keys_of([0])) == 1
+    assert one.get([0]) == [True]
+    one.put(range(10, 18))
+    assert one.get([0]) == [True]
+    one.put(range(20, 28))
+    assert one.get([0]) == [False]
 
 
 def test_pages_make_chains(make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:

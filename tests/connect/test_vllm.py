@@ -6,19 +6,20 @@ import hashlib
 import importlib
 import importlib.util
 import random
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from flowkv.testing import FlakyTier
-from tests.inside import ConfigError, Faults
+from tests.inside import ConfigError, Faults, fingerprint
 
 REAL = importlib.util.find_spec("vllm") is not None
 if not REAL:
@@ -205,6 +206,25 @@ def test_how_the_weights_are_used_counts(make: Callable[..., Engine], tmp_path: 
 def test_weights_that_are_not_here_need_a_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be found"):
         Engine(tmp_path, model=Path("nobody/has-this"))
+
+
+def test_a_name_of_several_revisions_names_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = ModuleType("huggingface_hub")
+    main, other = (tmp_path / "snapshots" / name for name in ("main", "other"))
+    hub.snapshot_download = lambda name, *, revision, local_files_only: str(  # type: ignore[attr-defined]
+        tmp_path / "snapshots" / (revision or "main")
+    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    for folder in (main, other):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(folder.name.encode())
+    with pytest.raises(ConfigError, match="several revisions"):
+        fingerprint("org/model")
+    assert fingerprint("org/model", "main") != fingerprint("org/model", "other")
+    shutil.rmtree(other)
+    assert fingerprint("org/model") == fingerprint("org/model", "main")
 
 
 def test_hashes_must_last(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:

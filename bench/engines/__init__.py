@@ -1,0 +1,1 @@
+"""FlowKV inside real engines: `python -m bench engines`."""

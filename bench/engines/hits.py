@@ -1,0 +1,136 @@
+"""Hit rates inside vLLM's own manager of host memory, and of a directory: lines of JSON.
+
+python -m bench.engines.hits managers|directory TRACES
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowkv.policy import make_policy
+from flowkv.residency.keyed import KeyedPolicy
+from flowkv.sim.trace import Trace, read_npz
+
+POLICIES = ("lru", "arc", "flowkv_lfu_ttl", "flowkv_auto")
+SHARES = (0.05, 0.3)
+HEAD = 3000
+
+
+def keys_of(trace: Trace, suffix: bytes = b"") -> list[bytes]:
+    return [
+        hashlib.sha256(f"{trace.name} {n}".encode()).digest() + suffix for n in range(trace.unique)
+    ]
+
+
+def prompts(trace: Trace, keys: list[bytes]) -> Iterator[list[bytes]]:
+    for first, end in zip(trace.offsets[:-1].tolist(), trace.offsets[1:].tolist(), strict=True):
+        yield [keys[block] for block in trace.blocks[first:end].tolist()]
+
+
+def mixed(*traces: Trace) -> Iterator[list[bytes]]:
+    """Requests of traces of different blocks, by their times."""
+    each = [list(prompts(trace, keys_of(trace, bytes(4)))) for trace in traces]
+    whose = np.concatenate([np.full(len(one), n) for n, one in enumerate(each)])
+    times = np.concatenate([trace.times_ns / trace.times_ns[-1] for trace in traces])
+    at = [iter(one) for one in each]
+    for n in whose[np.argsort(times, kind="stable")].tolist():
+        yield next(at[n])
+
+
+def managed(policy: str, asked: list[list[bytes]], n_chunks: int) -> float:
+    """Share of chunks that vLLM's manager has when a prompt comes."""
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    module = "flowkv.connect.vllm" if policy.startswith("flowkv") else None
+    manager, hits, total = CPUOffloadingManager(n_chunks, policy, module), 0, 0
+    for number, keys in enumerate(asked):
+        context = ReqContext(req_id=str(number))
+        manager.on_new_request(context)
+        for spot, key in enumerate(keys):
+            context.set_offload_key_position(key, (spot + 1) * 16)
+        n = 0
+        while n < len(keys) and manager.lookup(keys[n], context) is LookupResult.HIT:
+            n += 1
+        if n:
+            manager.prepare_load(keys[:n], context)
+            manager.complete_load(keys[:n], context)
+        made = manager.prepare_store(keys, context)
+        if made is not None and made.keys_to_store:
+            manager.complete_store(made.keys_to_store, context)
+        manager.on_request_finished(context)
+        hits, total = hits + n, total + len(keys)
+    return hits / max(1, total)
+
+
+def kept(policy: str, asked: list[list[bytes]], n_blocks: int) -> float:
+    """Share of blocks that a place has when a prompt comes, by the book that a keeper has of it."""
+    book, there = KeyedPolicy(make_policy(policy)), set[bytes]()
+    hits, total = 0, 0
+    for number, keys in enumerate(asked):
+        now_ns, n = 1_000_000_000 * number, 0
+        while n < len(keys) and keys[n] in there:
+            n += 1
+        book.access(now_ns, keys)
+        new = [key for key in dict.fromkeys(keys) if key not in there][:n_blocks]
+        excess = len(there) + len(new) - n_blocks
+        if excess > 0:
+            gone = book.evict(now_ns, excess, keys)
+            if gone is None:
+                new = new[: n_blocks - len(there)]
+            else:
+                there.difference_update(gone)
+        above = {key: parent for parent, key in zip([b"", *keys], keys, strict=False)}
+        book.insert(now_ns, new, [above[key] for key in new])
+        there.update(new)
+        hits, total = hits + n, total + len(keys)
+    return hits / max(1, total)
+
+
+def main() -> None:
+    part, folder = sys.argv[1], Path(sys.argv[2])
+    traces = {name: read_npz(folder / f"{name}.npz") for name in ("kct_dev", "moon_conv")}
+    if part == "directory":
+        asked = list(prompts(traces["kct_dev"], keys_of(traces["kct_dev"])))[:HEAD]
+        different = len({key for keys in asked for key in keys})
+        for share in (0.5, 0.05):
+            for policy in ("lru", "auto"):
+                tell(
+                    {
+                        "share": share,
+                        "policy": policy,
+                        "hits": kept(policy, asked, int(share * different)),
+                    }
+                )
+        tell({"share": 1.0, "policy": "lru", "hits": kept("lru", asked, different)})
+        return
+    streams: dict[str, Callable[[], Iterator[list[bytes]]]] = {
+        name: lambda trace=trace: prompts(trace, keys_of(trace, bytes(4)))  # type: ignore[misc]
+        for name, trace in traces.items()
+    }
+    streams["both, mixed"] = lambda: mixed(*traces.values())
+    for name, stream in streams.items():
+        asked = list(stream())
+        different = len({key for keys in asked for key in keys})
+        for share in SHARES:
+            for policy in POLICIES:
+                begun_s = time.perf_counter()
+                hits = managed(policy, asked, max(1, int(share * different)))
+                seconds = time.perf_counter() - begun_s
+                tell({"trace": name, "share": share, "policy": policy, "hits": hits, "s": seconds})
+
+
+def tell(what: Any) -> None:
+    print("SAYS " + json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main()
