@@ -46,16 +46,21 @@ def transfer(tier: dict[str, Any] | None, cpu_mib: int) -> Any:
     )
 
 
-def late(latency_s: float) -> None:
-    """Has the places of keepers answer late, as those of a slow disk or one that hangs."""
+KEEPERS: list[Any] = []
+
+
+def watched(latency_s: float | None) -> None:
+    """Remembers keepers, and has their places answer late, as a slow disk or one that hangs."""
     import flowkv.connect.vllm as door
     from flowkv.connect.keeper import Keeper, open_keeper
     from flowkv.testing import Faults, FlakyTier
 
     def opened(*places: str, **options: Any) -> Keeper:
         keeper = open_keeper(*places, **options)
-        for level in keeper.levels:
-            level.tier = FlakyTier(level.tier, 1, Faults(latency_s=latency_s))
+        KEEPERS.append(keeper)
+        if latency_s is not None:
+            for level in keeper.levels:
+                level.tier = FlakyTier(level.tier, 1, Faults(latency_s=latency_s))
         return keeper
 
     door.open_keeper = opened
@@ -67,8 +72,7 @@ class Server:
     def __init__(self, of: dict[str, Any]) -> None:
         from vllm import LLM
 
-        if os.environ.get(FAULT):
-            late(float(os.environ[FAULT]))
+        watched(float(os.environ[FAULT]) if os.environ.get(FAULT) else None)
         begun_s = time.perf_counter()
         self.llm = LLM(
             model=of["model"],
@@ -129,12 +133,7 @@ class Server:
 
     def report(self) -> dict[str, Any]:
         """What FlowKV's tier counted, if it has one."""
-        import gc
-
-        from flowkv.connect.keeper import Keeper
-
-        found = [one for one in gc.get_objects() if isinstance(one, Keeper)]
-        return found[0].report() if found else {}
+        return KEEPERS[0].report() if KEEPERS else {}
 
 
 def main() -> None:

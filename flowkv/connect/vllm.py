@@ -14,6 +14,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from flowkv.connect.identity import identify
@@ -22,6 +23,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.residency.keyed import KeyedPolicy
+from flowkv.sim.formats import Writer
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 
 TESTED = "0.32"
@@ -120,6 +122,39 @@ class _Job:
         )
 
 
+class _Accesses:
+    """Writes which chunks requests ask for, those too that vLLM has and its KV events leave out."""
+
+    def __init__(self, path: str, tokens: int) -> None:
+        self.writer = Writer(path, block_tokens=tokens)
+        self._open: dict[str, tuple[int, Any, int | None]] = {}
+
+    def comes(self, context: Any) -> None:
+        self._open.setdefault(context.req_id, (time.time_ns(), context, None))
+
+    def begin(self, requests: Iterable[str]) -> None:
+        """What is known of requests now is their prompt; what comes is their answer."""
+        for request in requests:
+            begun_ns, context, prompt = self._open.get(request, (0, None, 0))
+            if prompt is None:
+                self._open[request] = begun_ns, context, len(_chain(context))
+
+    def goes(self, context: Any) -> None:
+        begun_ns, _, prompt = self._open.pop(context.req_id, (0, None, 0))
+        chain, tokens = _chain(context), self.writer.block_tokens
+        if not begun_ns or not chain:
+            return
+        prompt = len(chain) if prompt is None else min(prompt, len(chain))
+        tenant = (context.kv_transfer_params or {}).get("flowkv_tenant")
+        self.writer.request(
+            begun_ns,
+            b"".join(hashlib.sha256(key).digest()[:16] for key in chain),
+            input_tokens=prompt * tokens,
+            output_tokens=(len(chain) - prompt) * tokens,
+            tenant=str(tenant or "").encode(),
+        )
+
+
 class FlowKVTier(SecondaryTierManager):
     """A tier of vLLM's over a keeper. Nothing here waits but the constructor, drain and shutdown.
 
@@ -133,7 +168,8 @@ class FlowKVTier(SecondaryTierManager):
         revision: Of the model, where that says more.
         load_deadline_s: A load that takes longer is a miss.
         gate: Whether what would take longer to load than to compute is declined.
-        enable_kv_events: Whether vLLM's KV events tell what was stored.
+        enable_kv_events: Whether vLLM's KV events tell what was stored, and what was given up.
+        record: A new file: what is asked for, for `flowkv sim replay`. No words, salted hashes.
         locality: "LOCAL" or "REMOTE", for `kv_load_tiers` of requests.
         **options: See `open_keeper`: policy, quotas, durability, integrity, secret, lossless.
 
@@ -157,6 +193,7 @@ class FlowKVTier(SecondaryTierManager):
         load_deadline_s: float = 5.0,
         gate: bool = True,
         enable_kv_events: bool = False,
+        record: str = "",
         locality: str | None = None,
         **options: Any,
     ) -> None:
@@ -183,8 +220,13 @@ class FlowKVTier(SecondaryTierManager):
         self._declined = 0
         events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[Any] | None = [] if events else None
+        self._keys: dict[bytes, bytes] = {}  # of what events told to be stored, by its name
+        self._gone: SimpleQueue[bytes] = SimpleQueue()
+        self._accesses = _Accesses(record, self._tokens[0]) if record else None
         asked = [places] if isinstance(places, str) else places
         self.keeper = open_keeper(*asked, **options)
+        if events:
+            self.keeper.on_evicted = self._evicted
         self._caller = self.keeper.caller()
 
     # ---- requests
@@ -193,6 +235,8 @@ class FlowKVTier(SecondaryTierManager):
         """Chunks are offloaded as they come."""
         if not self._lasting:  # vLLM chooses its hashes after it made its tiers
             self._lasting = _require_lasting_hashes()
+        if self._accesses is not None:
+            self._accesses.comes(req_context)
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
@@ -230,10 +274,14 @@ class FlowKVTier(SecondaryTierManager):
         self._caller.release(req_context.req_id)
         self._worth.pop(req_context.req_id, None)
         self._scheduled_s.pop(req_context.req_id, None)
+        if self._accesses is not None:
+            self._accesses.goes(req_context)
 
     def on_schedule_end(self, context: Any) -> None:
         """Requests begin to be computed."""
         now_s = time.monotonic()
+        if self._accesses is not None:
+            self._accesses.begin(context.new_req_ids)
         self._scheduled_s.update((request, now_s) for request in context.new_req_ids)
 
     def _computed(self, keys: Sequence[bytes], req_context: Any) -> None:
@@ -299,14 +347,16 @@ class FlowKVTier(SecondaryTierManager):
                 del self._jobs[answer.job]
                 self._done.append(job.result())
                 if self._events is not None and job.good and not job.loads:
-                    told = {"medium": self.medium, "removed": False, "locality": self.locality}
-                    self._events.append(OffloadingEvent(job.good, **told))
+                    self._keys.update((self._name(key), key) for key in job.good)
+                    self._tell(job.good, removed=False)
 
     def shutdown(self) -> None:
         """Ends what is under way and closes the places."""
         self.keeper.close()
         self.drain_jobs()
         self._rows.release()
+        if self._accesses is not None:
+            self._accesses.writer.close()
 
     def _name(self, key: bytes) -> bytes:
         return hashlib.sha256(self._namespace + key).digest()
@@ -333,9 +383,21 @@ class FlowKVTier(SecondaryTierManager):
     # ---- what happened
 
     def take_events(self) -> Iterable[Any]:
-        """What was stored since the last call, if vLLM wants to know."""
+        """What was stored and given up since the last call, if vLLM wants to know."""
+        gone = [self._gone.get() for _ in range(self._gone.qsize())]
+        if keys := [self._keys.pop(name) for name in dict.fromkeys(gone) if name in self._keys]:
+            self._tell(keys, removed=True)
         events, self._events = self._events or [], [] if self._events is not None else None
         return events
+
+    def _evicted(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self._gone.put(name)
+
+    def _tell(self, keys: list[bytes], *, removed: bool) -> None:
+        assert self._events is not None
+        told = {"medium": self.medium, "removed": removed, "locality": self.locality}
+        self._events.append(OffloadingEvent(keys, **told))
 
     @classmethod
     def build_metric_definitions(cls, tier_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,6 +431,12 @@ def _positions(req_context: Any) -> dict[bytes, int]:
     """Where each of a request's chunks ends, in tokens; vLLM has no public name for all of them."""
     found: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
     return found
+
+
+def _chain(req_context: Any) -> list[bytes]:
+    """A request's chunks of the first group, root to leaf."""
+    found = {key: at for key, at in _positions(req_context).items() if not _group(key)}
+    return sorted(found, key=found.__getitem__)
 
 
 def _parents(positions: Mapping[bytes, int]) -> dict[bytes, bytes]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flowkv.sim import read_trace
 from flowkv.testing import FlakyTier
 from tests.inside import ConfigError, Faults, fingerprint
 
@@ -225,6 +226,43 @@ def test_a_name_of_several_revisions_names_none(
     assert fingerprint("org/model", "main") != fingerprint("org/model", "other")
     shutil.rmtree(other)
     assert fingerprint("org/model") == fingerprint("org/model", "main")
+
+
+def test_events_tell_what_came_and_what_went(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(enable_kv_events=True, places=f"disk:{tmp_path / 'small'}:2MiB", policy="lru")
+    there: set[bytes] = set()
+    for n in range(120):
+        (key,) = chain(n, 1)
+        engine.store([key])
+        for event in engine.tier.take_events():
+            assert set(event.keys).isdisjoint(there) != event.removed
+            there = there - set(event.keys) if event.removed else there | set(event.keys)
+    context = request("r", sorted(there))
+    assert 0 < len(there) < 120
+    assert engine.lookups(sorted(there), context) == [HIT] * len(there)
+
+
+def test_what_is_asked_for_is_recorded(make: Callable[..., Engine], tmp_path: Path) -> None:
+    """Requests that vLLM serves from its own memory, too."""
+    engine = make(record=str(tmp_path / "monday.trace"))
+    prompts = [chain("a", 6), chain("a", 6), [*chain("a", 3), *chain("b", 2)], []]
+    for number, keys in enumerate(prompts):
+        context = request(str(number), keys[:-2], flowkv_tenant="ann" if number == 2 else None)
+        engine.tier.on_new_request(context)
+        engine.tier.on_schedule_end(
+            SimpleNamespace(new_req_ids=[str(number)], preempted_req_ids=[])
+        )
+        for spot, key in list(enumerate(keys))[-2:]:  # the answer comes
+            context.set_offload_key_position(key, (spot + 1) * TOKENS)
+        engine.tier.on_request_finished(context)
+        engine.tier.on_request_finished(context)
+    engine.tier.shutdown()
+    trace = read_trace(tmp_path / "monday.trace")
+    assert trace.block_tokens == TOKENS
+    assert trace.blocks.tolist() == [*range(6), *range(6), 0, 1, 2, 6, 7]
+    assert trace.input_tokens.tolist() == [4 * TOKENS, 4 * TOKENS, 3 * TOKENS]
+    assert trace.output_tokens.tolist() == [2 * TOKENS] * 3
+    assert trace.tenants.tolist() == [0, 0, 1]
 
 
 def test_hashes_must_last(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
