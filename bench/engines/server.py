@@ -23,8 +23,6 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
 )
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-FAULT = "FLOWKV_BENCH_LATENCY_S"
-"""Set to seconds: answers of FlowKV's places come so late, uniformly from none on."""
 
 
 def transfer(tier: dict[str, Any] | None, cpu_mib: int) -> Any:
@@ -46,33 +44,12 @@ def transfer(tier: dict[str, Any] | None, cpu_mib: int) -> Any:
     )
 
 
-KEEPERS: list[Any] = []
-
-
-def watched(latency_s: float | None) -> None:
-    """Remembers keepers, and has their places answer late, as a slow disk or one that hangs."""
-    import flowkv.connect.vllm as door
-    from flowkv.connect.keeper import Keeper, open_keeper
-    from flowkv.testing import Faults, FlakyTier
-
-    def opened(*places: str, **options: Any) -> Keeper:
-        keeper = open_keeper(*places, **options)
-        KEEPERS.append(keeper)
-        if latency_s is not None:
-            for level in keeper.levels:
-                level.tier = FlakyTier(level.tier, 1, Faults(latency_s=latency_s))
-        return keeper
-
-    door.open_keeper = opened
-
-
 class Server:
     """vLLM, and English to ask about."""
 
     def __init__(self, of: dict[str, Any]) -> None:
         from vllm import LLM
 
-        watched(float(os.environ[FAULT]) if os.environ.get(FAULT) else None)
         begun_s = time.perf_counter()
         self.llm = LLM(
             model=of["model"],
@@ -133,6 +110,8 @@ class Server:
 
     def report(self) -> dict[str, Any]:
         """What FlowKV's tier counted, if it has one."""
+        from bench.engines.tier import KEEPERS
+
         return KEEPERS[0].report() if KEEPERS else {}
 
 

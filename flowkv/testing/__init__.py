@@ -224,6 +224,7 @@ class FlakyTier:
         self._jobs = 0
         self._wishes: dict[int, tuple[int, int, list[tuple[int, Load | Store]]]] = {}
         self._held: list[tuple[int, TierAnswer]] = []
+        self._begun_ns: dict[int, int] = {}
 
     @property
     def writable(self) -> bool:
@@ -267,7 +268,7 @@ class FlakyTier:
             with self._lock:
                 self._held += [self._translate(answer) for answer in fresh]
                 now_ns = self._clock.now_ns()
-                ready = [answer for due_ns, answer in self._held if due_ns <= now_ns]
+                ready = [self._late(one, now_ns) for due_ns, one in self._held if due_ns <= now_ns]
                 self._held = [held for held in self._held if held[0] > now_ns]
             if ready or time.monotonic() >= end_s:
                 return ready
@@ -303,8 +304,15 @@ class FlakyTier:
         late_ns = round(self._random.random() * self.faults.latency_s * 1e9)
         return min(self._clock.now_ns() + late_ns, deadline_ns)
 
+    def _late(self, answer: TierAnswer, now_ns: int) -> TierAnswer:
+        """What took so long says so: rates are made of it."""
+        if not self.faults.latency_s:
+            return answer
+        return answer._replace(seconds=(now_ns - self._begun_ns[answer.job]) / 1e9)
+
     def _submit(self, items: Sequence[Asked], submit: Callable[..., int], deadline_s: float) -> int:
         self._jobs += 1
+        self._begun_ns[self._jobs] = self._clock.now_ns()
         deadline_ns = self._clock.now_ns() + round(deadline_s * 1e9)
         passed: list[tuple[int, Load | Store]] = []
         for index, item in enumerate(items):

@@ -148,6 +148,19 @@ def test_frames_shrink_on_demand(tmp_path: Path) -> None:
     assert used["on"] < 0.8 * used["off"]
 
 
+def test_late_answers_are_slow_ones() -> None:
+    """What a gate learns of a tier that is emulated is what its users wait for."""
+    flaky = FlakyTier(host(8), 1, Faults(latency_s=0.2))
+    keeper = Keeper([flaky], lru)
+    caller = keeper.caller()
+    stored(caller, range(4))
+    begun = time.monotonic()
+    assert hits(caller, range(4)) == 4
+    (level,) = keeper.levels
+    assert level.loads.bytes_per_s < 1.5 * 4 * SIZE / (time.monotonic() - begun)
+    keeper.close()
+
+
 def test_closing_waits_for_no_question() -> None:
     class SlowTier(FarTier):
         def contains(self, keys: Sequence[bytes]) -> list[bool]:
