@@ -11,10 +11,10 @@ not serve, and comes back into the faster ones then.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import chain, compress, groupby, islice
 from queue import SimpleQueue
@@ -23,7 +23,7 @@ from typing import Any
 
 from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import Config
-from flowkv.core.errors import ConfigError, FlowKVError, StateError
+from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import tenant_salt
 from flowkv.observe.events import Bus, Closing, Evicted, Failed, Quarantined, Stored
 from flowkv.policy import Policy, make_policy
@@ -34,6 +34,7 @@ from flowkv.residency.places import open_tiers, policy_of
 from flowkv.tiers.base import UNBOUNDED, Entry, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.worker import Completions
 
+_log = logging.getLogger("flowkv")
 HOLD_S = 60.0
 """Longest that what was looked up is kept from being given up."""
 
@@ -41,6 +42,9 @@ _POLL_S = 0.25
 _TRIES = 3  # of a store that a tier calls full, each with more room
 _CLOSE_POLLS = 40
 _MOST_LISTED = 1 << 16  # frames of a remote tier
+_MOST_KNOWN = 1 << 20  # frames of a tier in which nothing has to go
+_MOST_ASKED = 1 << 10  # keys at a time
+_RESCAN_S = 10.0
 _REFILL_BYTES = 1 << 26  # on their way back into faster tiers at a time
 _UNFIT = ("layout", "fidelity", "stripes")  # for this reader: the frame is there
 _BENIGN = ("", "absent", *_UNFIT)
@@ -98,6 +102,7 @@ class _Level:
         flights: Job numbers of the tier -> what it has not answered, by index.
         storing: Keys that are being stored, and how often.
         incoming_bytes: Most that those will take.
+        scanned_s: When it was asked last what others have stored.
         local: Whether it says at once what is there.
         pump: The thread that fetches its answers.
     """
@@ -107,7 +112,7 @@ class _Level:
         self.flights: dict[int, dict[int, _Flight]] = {}
         self.storing: Counter[bytes] = Counter()
         self.hit_bytes: Counter[int] = Counter()
-        self.incoming_bytes = 0
+        self.incoming_bytes, self.scanned_s = 0, -_RESCAN_S
         self.local = tier.kind != "remote"
         self.pump: threading.Thread | None = None
 
@@ -146,9 +151,12 @@ class _Hold:
     def let_go(self) -> bool:
         """Ends the pins; whether there were any."""
         pinned, self.pinned = self.pinned, {}
+        by_level: dict[_Level, list[bytes]] = {}
         for key, levels in pinned.items():
             for level in levels:
-                level.book.unpin([key])
+                by_level.setdefault(level, []).append(key)
+        for level, keys in by_level.items():
+            level.book.unpin(keys)
         return bool(pinned)
 
 
@@ -238,6 +246,10 @@ class Keeper(Closing):
             if thread is not None and thread is not threading.current_thread():
                 thread.join()
 
+    def knows(self, key: bytes) -> bool:
+        """Whether a frame lies, or will lie, in one of the tiers, as far as was heard here."""
+        return any(key in level.book for level in self._levels)
+
     def worth(self, keys: Sequence[bytes], n_bytes: int, tokens: int) -> bool:
         """Whether loading frames of so many bytes each beats computing so many tokens.
 
@@ -273,13 +285,24 @@ class Keeper(Closing):
         """What a tier holds becomes known, oldest first; whether any of it was not."""
         found = level.tier.scan()
         listed = list(found if level.local else islice(found, _MOST_LISTED))
-        new = [entry for entry in listed if entry.key not in level.book]
-        now = self._clock.now_ns()
-        for (n_bytes, salt), run in groupby(new, lambda e: (e.n_bytes, e.info.tenant)):
-            keys, infos = zip(*((entry.key, entry.info) for entry in run), strict=True)
-            parents, tenant = [info.parent for info in infos], self._tenant(salt)
-            level.book.insert(now, keys, parents, n_bytes=n_bytes, tenant=tenant)
+        with self._lock:
+            new = [entry for entry in listed if entry.key not in level.book]
+            now = self._clock.now_ns()
+            for (n_bytes, salt), run in groupby(new, lambda e: (e.n_bytes, e.info.tenant)):
+                keys, infos = zip(*((entry.key, entry.info) for entry in run), strict=True)
+                parents, tenant = [info.parent for info in infos], self._tenant(salt)
+                level.book.insert(now, keys, parents, n_bytes=n_bytes, tenant=tenant)
         return bool(new)
+
+    def _rescan(self, level: _Level) -> bool:
+        """What others have stored becomes known: of a far tier later, for that may take long."""
+        now_s = self._clock.now_ns() / 1e9
+        if level.local:
+            return self._enter(level)
+        if now_s - level.scanned_s >= _RESCAN_S:
+            level.scanned_s = now_s
+            threading.Thread(target=self._enter, args=(level,), daemon=True).start()
+        return False
 
     def _tenant(self, salt: bytes) -> int:
         return self._tenants.get(salt, len(self._tenants))
@@ -295,7 +318,7 @@ class Keeper(Closing):
             victims = level.book.evict(now, most, kept) or level.book.evict(now, 1, kept)
             if victims:
                 self._give_up(level, victims, "space")
-            elif not self._let_go_late() and not self._enter(level):
+            elif not self._let_go_late() and not self._rescan(level):
                 return False
         return True
 
@@ -306,8 +329,12 @@ class Keeper(Closing):
             gone = max(0, before - level.tier.used_bytes())
             told = Evicted(tier=level.tier.name, pages=len(keys), n_bytes=gone, reason=reason)
             self.bus.emit(told)
-            books = [one.book for one in self._levels]
-            self.on_evicted([key for key in keys if not any(key in book for book in books)])
+            self._lost(keys)
+
+    def _lost(self, keys: Iterable[bytes]) -> None:
+        """Tells what lies in no tier any more."""
+        if gone := [key for key in keys if not self.knows(key)]:
+            self.on_evicted(gone)
 
     # ---- stores
 
@@ -335,6 +362,8 @@ class Keeper(Closing):
             if keys:
                 parents = [flight.item.wish.info.parent for flight in new]
                 level.book.insert(now, keys, parents, n_bytes=need, tenant=tenant)
+                if not level.bounded and len(level.book) > _MOST_KNOWN:  # they stay, unheard of
+                    level.book.evict(now, len(level.book) - _MOST_KNOWN // 2)
                 level.incoming_bytes += need * len(keys)
                 self._take_off(level, new)
                 self._give_up(level, level.book.shed(now), "quota")
@@ -377,10 +406,13 @@ class Keeper(Closing):
         """A store is over at a tier."""
         key = flight.item.wish.key
         level.incoming_bytes -= flight.n_bytes
-        level.storing -= Counter([key])
+        level.storing[key] -= 1
+        if not level.storing[key]:
+            del level.storing[key]
         level.book.unpin([key])
         if flight.fresh and not there and not level.storing[key]:
             level.book.remove([key])
+            self._lost([key])
 
     def _stored(self, item: _Item, reason: str, n_bytes: int = 0) -> None:
         """A tier answered a store; the caller is answered once all have."""
@@ -423,8 +455,9 @@ class Keeper(Closing):
             if answer.reason not in _BENIGN:
                 told = Quarantined(tier=level.tier.name, key=key, reason=answer.reason)
                 self.bus.emit(told)
-            if not level.storing[key] and answer.reason not in _UNFIT:
+            if not level.storing[key] and answer.reason not in _UNFIT and key in level.book:
                 level.book.remove([key])
+                self._lost([key])
         if answer.outcome is Outcome.HIT or not item.best.reason:  # the first reason says most
             item.best = TierAnswer(item.job, item.index, *answer[2:])
         over = item.over or not self._open or self._clock.now_ns() >= item.end_ns
@@ -480,9 +513,14 @@ class Keeper(Closing):
                 asked.append(more)
             keys, far = [key for _, _, key in asked], set[bytes]()
             for level in self._levels:
-                if not level.local:
-                    with suppress(FlowKVError):
-                        far |= set(compress(keys, level.tier.contains(keys)))
+                for i in range(0, 0 if level.local else len(keys), _MOST_ASKED):
+                    part = keys[i : i + _MOST_ASKED]
+                    try:
+                        far |= set(compress(part, level.tier.contains(part)))
+                    except Exception:  # of a client that may be anybody's: nothing is there
+                        _log.warning(
+                            "%s does not say what it holds", level.tier.name, exc_info=True
+                        )
             with self._lock:
                 for caller, request, key in asked:
                     hold = self._holds.get((caller, request))

@@ -354,7 +354,7 @@ class FlowKVL2Adapter(L2AdapterInterface):
             served.append(key)
         elif answer.outcome is Outcome.STORED:
             transfer.sizes[answer.item] = answer.n_bytes
-            if name not in self._known and self._kept(name):
+            if name not in self._known and self.keeper.knows(name):
                 self._known[name] = key, answer.n_bytes
                 stored.append(self._known[name])
         elif answer.outcome is Outcome.MISS:
@@ -403,16 +403,13 @@ class FlowKVL2Adapter(L2AdapterInterface):
         if names:
             os.eventfd_write(self._wake, 1)
 
-    def _kept(self, name: bytes) -> bool:
-        return any(name in level.book for level in self.keeper.levels)
-
     def _news(self) -> list[_Known]:
         """What LMCache knows of and is there no more; what was stored again since is."""
         gone = list[_Known]()
         with suppress(Empty):
             while True:
                 name = self._gone.get_nowait()
-                if name in self._known and not self._kept(name):
+                if name in self._known and not self.keeper.knows(name):
                     gone.append(self._known.pop(name))
         return gone
 

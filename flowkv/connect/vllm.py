@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import platform
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
 from flowkv.connect.identity import identify
 from flowkv.connect.keeper import open_keeper
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.residency.keyed import KeyedPolicy
@@ -57,6 +59,7 @@ except ImportError as error:
 
 _log = logging.getLogger("flowkv")
 _GRANULE = 4096
+_PAUSE_S = 2e-4
 _ANSWERS = "vllm:flowkv_answers"
 _USED = "vllm:flowkv_used_bytes"
 _DECLINED = "vllm:flowkv_declined_requests"
@@ -125,9 +128,10 @@ class _Job:
 class _Accesses:
     """Writes which chunks requests ask for, those too that vLLM has and its KV events leave out."""
 
-    def __init__(self, path: str, tokens: int) -> None:
-        self.writer = Writer(path, block_tokens=tokens)
+    def __init__(self, path: str, group: int, tokens: int) -> None:
+        self.writer, self._group = Writer(path, block_tokens=tokens), group
         self._open: dict[str, tuple[int, Any, int | None]] = {}
+        self._failed = False
 
     def comes(self, context: Any) -> None:
         self._open.setdefault(context.req_id, (time.time_ns(), context, None))
@@ -137,22 +141,37 @@ class _Accesses:
         for request in requests:
             begun_ns, context, prompt = self._open.get(request, (0, None, 0))
             if prompt is None:
-                self._open[request] = begun_ns, context, len(_chain(context))
+                self._open[request] = begun_ns, context, len(self._chain(context))
 
     def goes(self, context: Any) -> None:
         begun_ns, _, prompt = self._open.pop(context.req_id, (0, None, 0))
-        chain, tokens = _chain(context), self.writer.block_tokens
-        if not begun_ns or not chain:
+        chain, tokens = self._chain(context), self.writer.block_tokens
+        if self._failed or not begun_ns or not chain:
             return
         prompt = len(chain) if prompt is None else min(prompt, len(chain))
         tenant = (context.kv_transfer_params or {}).get("flowkv_tenant")
-        self.writer.request(
-            begun_ns,
-            b"".join(hashlib.sha256(key).digest()[:16] for key in chain),
-            input_tokens=prompt * tokens,
-            output_tokens=(len(chain) - prompt) * tokens,
-            tenant=str(tenant or "").encode(),
-        )
+        try:
+            self.writer.request(
+                begun_ns,
+                b"".join(hashlib.sha256(key).digest()[:16] for key in chain),
+                input_tokens=prompt * tokens,
+                output_tokens=(len(chain) - prompt) * tokens,
+                tenant=str(tenant or "").encode(),
+            )
+        except (OSError, StateError) as error:  # a full disk is no reason to stop serving
+            if not self._failed:
+                _log.warning("%s is not written any more: %s", self.writer.path, error)
+            self._failed = True
+
+    def close(self) -> None:
+        with suppress(OSError, ValueError):  # of a file that closing could not write
+            self.writer.close()
+
+    def _chain(self, req_context: Any) -> list[bytes]:
+        """A request's chunks, root to leaf."""
+        found = _positions(req_context).items()
+        mine = {key: at for key, at in found if _group(key) == self._group}
+        return sorted(mine, key=mine.__getitem__)
 
 
 class FlowKVTier(SecondaryTierManager):
@@ -207,7 +226,9 @@ class FlowKVTier(SecondaryTierManager):
         layers = sum(len(group.layer_names) for group in config.groups) or 1
         stripe, rest = divmod(self.block_size_bytes, layers)  # one a layer, where that is possible
         self._stripe = self.block_size_bytes if rest or stripe % _GRANULE else stripe
-        self._tokens = [tokens * spec.blocks_per_chunk for tokens in spec.tokens_per_block]
+        numbers = [getattr(group, "group_id", i) for i, group in enumerate(config.groups)]
+        sizes = [tokens * spec.blocks_per_chunk for tokens in spec.tokens_per_block]
+        self._tokens = dict(zip(numbers, sizes, strict=True))
         self._rank = {"rank": config.parallel.rank, "world": config.parallel.world_size}
         self._rows = primary_kv_view.cast("B")
         self._deadline_s, self._gate = load_deadline_s, gate
@@ -222,7 +243,7 @@ class FlowKVTier(SecondaryTierManager):
         self._events: list[Any] | None = [] if events else None
         self._keys: dict[bytes, bytes] = {}  # of what events told to be stored, by its name
         self._gone: SimpleQueue[bytes] = SimpleQueue()
-        self._accesses = _Accesses(record, self._tokens[0]) if record else None
+        self._accesses = _Accesses(record, *next(iter(self._tokens.items()))) if record else None
         asked = [places] if isinstance(places, str) else places
         self.keeper = open_keeper(*asked, **options)
         if events:
@@ -327,13 +348,24 @@ class FlowKVTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """Jobs that are over, each once."""
-        self._collect(0.0)
+        # vLLM asks again and again, and whoever asks without a pause keeps the interpreter from the
+        # threads that load: each of their turns would take the 5 ms after which Python lets go.
+        self._collect(_PAUSE_S if any(job.loads for job in self._jobs.values()) else 0.0)
         done, self._done = self._done, []
         return done
 
     def drain_jobs(self) -> None:
-        """Waits until no row is used any more; every load and store has a deadline."""
-        while self._jobs:
+        """Waits until no row is used any more, and begins anew.
+
+        vLLM calls this when its cache is reset, for its weights may be others from then on: what is
+        stored after that has names that no other process has, and what was stored before is not
+        found here.
+        """
+        self._drain()
+        self._namespace = hashlib.sha256(self._namespace + os.urandom(16)).digest()
+
+    def _drain(self) -> None:
+        while self._jobs:  # every load and store has a deadline
             self._collect(0.1)
 
     def _collect(self, timeout_s: float) -> None:
@@ -347,16 +379,19 @@ class FlowKVTier(SecondaryTierManager):
                 del self._jobs[answer.job]
                 self._done.append(job.result())
                 if self._events is not None and job.good and not job.loads:
-                    self._keys.update((self._name(key), key) for key in job.good)
-                    self._tell(job.good, removed=False)
+                    names = [(self._name(key), key) for key in job.good]
+                    there = {name: key for name, key in names if self.keeper.knows(name)}
+                    self._keys.update(there)
+                    if there:
+                        self._tell(list(there.values()), removed=False)
 
     def shutdown(self) -> None:
         """Ends what is under way and closes the places."""
         self.keeper.close()
-        self.drain_jobs()
+        self._drain()
         self._rows.release()
         if self._accesses is not None:
-            self._accesses.writer.close()
+            self._accesses.close()
 
     def _name(self, key: bytes) -> bytes:
         return hashlib.sha256(self._namespace + key).digest()
@@ -384,9 +419,10 @@ class FlowKVTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[Any]:
         """What was stored and given up since the last call, if vLLM wants to know."""
-        gone = [self._gone.get() for _ in range(self._gone.qsize())]
-        if keys := [self._keys.pop(name) for name in dict.fromkeys(gone) if name in self._keys]:
-            self._tell(keys, removed=True)
+        news = dict.fromkeys(self._gone.get() for _ in range(self._gone.qsize()))
+        gone = [name for name in news if name in self._keys and not self.keeper.knows(name)]
+        if gone:
+            self._tell([self._keys.pop(name) for name in gone], removed=True)
         events, self._events = self._events or [], [] if self._events is not None else None
         return events
 
@@ -397,7 +433,8 @@ class FlowKVTier(SecondaryTierManager):
     def _tell(self, keys: list[bytes], *, removed: bool) -> None:
         assert self._events is not None
         told = {"medium": self.medium, "removed": removed, "locality": self.locality}
-        self._events.append(OffloadingEvent(keys, **told))
+        whose = {"ownership": self.tier_type, "removal_expected": True}
+        self._events.append(OffloadingEvent(keys, **told, **whose))
 
     @classmethod
     def build_metric_definitions(cls, tier_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -431,12 +468,6 @@ def _positions(req_context: Any) -> dict[bytes, int]:
     """Where each of a request's chunks ends, in tokens; vLLM has no public name for all of them."""
     found: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
     return found
-
-
-def _chain(req_context: Any) -> list[bytes]:
-    """A request's chunks of the first group, root to leaf."""
-    found = {key: at for key, at in _positions(req_context).items() if not _group(key)}
-    return sorted(found, key=found.__getitem__)
 
 
 def _parents(positions: Mapping[bytes, int]) -> dict[bytes, bytes]:

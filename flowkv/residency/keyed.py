@@ -103,8 +103,11 @@ class KeyedPolicy:
 
     def unpin(self, keys: Collection[bytes]) -> None:
         """Ends one `pin` of each."""
-        self._pins.subtract(keys)
-        self._pins = +self._pins
+        for key in keys:
+            if self._pins[key] > 1:
+                self._pins[key] -= 1
+            else:
+                self._pins.pop(key, None)
         if self._policy_pins:
             self.policy.unpin(self._known(keys))
 

@@ -148,6 +148,34 @@ def test_frames_shrink_on_demand(tmp_path: Path) -> None:
     assert used["on"] < 0.8 * used["off"]
 
 
+def test_a_far_tier_whose_client_fails_has_nothing() -> None:
+    class BrokenTier(FarTier):
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            raise ValueError("a client's own")
+
+    keeper = Keeper([host(8, "far", BrokenTier)], lru)
+    caller = keeper.caller()
+    for request in ("r", "s"):
+        wait(lambda request=request: lookup(caller, [1], request) == [False])  # type: ignore[misc]
+    keeper.close()
+
+
+def test_what_is_lost_is_told_as_well(tmp_path: Path) -> None:
+    disk, gone = DiskTier(tmp_path / "kv", 4 << 20), list[bytes]()
+    keeper = Keeper([disk], lru)
+    keeper.on_evicted = gone.extend
+    caller = keeper.caller()
+    stored(caller, range(3))
+    for slab in (tmp_path / "kv").glob("slab-*"):
+        data = bytearray(slab.read_bytes())
+        data[data.find(body_of(1))] ^= 1
+        slab.write_bytes(data)
+    assert hits(caller, range(3)) == 2
+    assert gone == [key_of(1)]
+    assert keeper.knows(key_of(0)) and not keeper.knows(key_of(1))
+    keeper.close()
+
+
 def test_late_answers_are_slow_ones() -> None:
     """What a gate learns of a tier that is emulated is what its users wait for."""
     flaky = FlakyTier(host(8), 1, Faults(latency_s=0.2))

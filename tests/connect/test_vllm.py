@@ -42,7 +42,11 @@ needs_vllm = pytest.mark.skipif(not REAL, reason="vLLM is not installed")
 
 def spec(model: str, **changes: Any) -> Any:
     """As much of vLLM's specification as anything here looks at."""
-    group = SimpleNamespace(tokens_per_block=TOKENS, layer_names=tuple(map(str, range(LAYERS))))
+    group = SimpleNamespace(
+        group_id=changes.get("group_id", 0),
+        tokens_per_block=TOKENS,
+        layer_names=tuple(map(str, range(LAYERS))),
+    )
     sizes = dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size", "world_size"), 1)
     config = SimpleNamespace(
         groups=(group,),
@@ -67,7 +71,7 @@ class Engine:
     def __init__(self, tmp_path: Path, places: Any = None, model: Path | None = None, **more: Any):
         self.rows = np.zeros((ROWS, ROW_BYTES), np.uint8)
         model = model or weights(tmp_path)
-        changes = {name: more.pop(name) for name in ("dtype", "layout") if name in more}
+        changes = {name: more.pop(name) for name in ("dtype", "layout", "group_id") if name in more}
         self.tier = door.FlowKVTier(
             spec(str(model), **changes),
             memoryview(self.rows),
@@ -263,6 +267,41 @@ def test_what_is_asked_for_is_recorded(make: Callable[..., Engine], tmp_path: Pa
     assert trace.input_tokens.tolist() == [4 * TOKENS, 4 * TOKENS, 3 * TOKENS]
     assert trace.output_tokens.tolist() == [2 * TOKENS] * 3
     assert trace.tenants.tolist() == [0, 0, 1]
+
+
+def test_a_recording_that_cannot_be_written_stops_nothing(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, keys = make(record="/dev/full"), chain("a", 4)
+    for number in range(5000):
+        context = request(str(number), keys)
+        engine.tier.on_new_request(context)
+        engine.tier.on_request_finished(context)
+    assert len([one for one in caplog.records if "/dev/full" in one.getMessage()]) == 1
+    engine.store(keys)
+    engine.tier.shutdown()
+
+
+def test_after_a_reset_nothing_of_before_is_found(make: Callable[..., Engine]) -> None:
+    """vLLM resets its cache when it gets other weights, and says no more about it."""
+    engine, old, new = make(), chain("a", 4), chain("b", 4)
+    engine.store(old)
+    engine.tier.drain_jobs()
+    assert engine.lookups(old, request("r", old)) == [MISS] * 4
+    engine.store(new)
+    assert engine.lookups(new, request("s", new)) == [HIT] * 4
+    engine.tier.shutdown()
+    later = make()
+    assert later.lookups(old, request("r", old)) == [HIT] * 4
+    assert later.lookups(new, request("s", new)) == [MISS] * 4
+
+
+def test_groups_are_known_by_their_numbers(make: Callable[..., Engine]) -> None:
+    """vLLM leaves out groups that are not offloaded."""
+    engine = make(group_id=3, record="/dev/null")
+    keys = [key[:-4] + (3).to_bytes(4, "big") for key in chain("a", 4)]
+    assert engine.store(keys).success
+    assert engine.load(keys, request("r", keys)).success
 
 
 def test_hashes_must_last(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
