@@ -26,7 +26,8 @@ def _opened(*places: str, **options: Any) -> Keeper:
     if late := os.environ.get(LATE):
         faults = Faults(fail=1.0, latency_s=1e9) if late == "inf" else Faults(latency_s=float(late))
         for level in keeper.levels:
-            level.tier = FlakyTier(level.tier, 1, faults)
+            flaky = FlakyTier(level.tier, 1, faults)
+            level.tier, flaky.name = flaky, level.tier.name  # by which its rates are known
     return keeper
 
 
