@@ -45,6 +45,7 @@ _MOST_LISTED = 1 << 16  # frames of a remote tier
 _MOST_KNOWN = 1 << 20  # frames of a tier in which nothing has to go
 _MOST_ASKED = 1 << 10  # keys at a time
 _RESCAN_S = 10.0
+_LONG_S = 1.0  # of a load, where nobody knows what computing takes
 _REFILL_BYTES = 1 << 26  # on their way back into faster tiers at a time
 _UNFIT = ("layout", "fidelity", "stripes")  # for this reader: the frame is there
 _BENIGN = ("", "absent", *_UNFIT)
@@ -253,12 +254,16 @@ class Keeper(Closing):
     def worth(self, keys: Sequence[bytes], n_bytes: int, tokens: int) -> bool:
         """Whether loading frames of so many bytes each beats computing so many tokens.
 
-        By what was measured: loads here, and `gate.computed` by whoever computes.
+        By what was measured: loads here, and `gate.computed` by whoever computes. While nobody has
+        computed anything, because all is found here, what takes long to load is not worth it: it is
+        computed then, and that is measured.
         """
         where = Counter[str]()
         for key in keys:
             near = next((one for one in self._levels if one.has(key)), self._levels[-1])
             where[near.tier.name] += n_bytes
+        if not self.gate.seconds_per_token and self.gate.load_s(where) > _LONG_S:
+            return False
         return self.gate.worth(where, tokens)
 
     def report(self) -> dict[str, Any]:

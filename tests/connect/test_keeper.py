@@ -160,6 +160,18 @@ def test_a_far_tier_whose_client_fails_has_nothing() -> None:
     keeper.close()
 
 
+def test_long_loads_are_declined_until_computing_was_measured(caller: Caller) -> None:
+    keeper, keys = caller.keeper, [key_of(1)]
+    stored(caller, [1])
+    (level,) = keeper.levels
+    assert keeper.worth(keys, SIZE, 100)  # nothing is known
+    level.loads.add(SIZE, 5.0)
+    assert not keeper.worth(keys, SIZE, 100)
+    keeper.gate.computed(100, 9.0)
+    assert keeper.worth(keys, SIZE, 100)
+    assert not keeper.worth(keys, SIZE, 10)
+
+
 def test_what_is_lost_is_told_as_well(tmp_path: Path) -> None:
     disk, gone = DiskTier(tmp_path / "kv", 4 << 20), list[bytes]()
     keeper = Keeper([disk], lru)
