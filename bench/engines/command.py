@@ -224,7 +224,7 @@ def restored(given: argparse.Namespace, folder: Path) -> Iterator[Row]:
     places = {"flowkv": folder / "flowkv", "fs": folder / "fs"}
     tiers = {"flowkv": flowkv(places["flowkv"]), "fs": fs(places["fs"])}
     cold = {name: written(given, tiers[name], places[name], PROMPTS) for name in tiers}
-    n_bytes = size_of(places["fs"]) / len(PROMPTS) * 2048 / 2100
+    n_bytes = size_of(places["fs"]) / (len(PROMPTS) + 1)  # and one that warms up
     over_floor, over_fs, over_cold, bad, cached = [], [], [], 0, []
     for number in range(given.rounds):
         first: dict[str, list[Row]] = {}
