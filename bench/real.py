@@ -91,14 +91,15 @@ def _real(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         rows = result["parts"][part] = []
         for row in _PARTS[part](given):
             rows.append(row)
-            screen.say("  ".join(f"{k} {_shown(v)}" for k, v in row.items()))
+            screen.say("  ".join(f"{k} {shown(v)}" for k, v in row.items()))
         if given.out:
             given.out.write_text(json.dumps(result, indent=1) + "\n")
     measured = [row for part in given.parts for row in result["parts"][part]]
     return int(not all(row.get("identical", True) for row in measured)), result
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A figure, or the middle one of three and its ends."""
     if isinstance(value, list):
         return f"{value[1]:.4g} ({value[0]:.4g} to {value[2]:.4g})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

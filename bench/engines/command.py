@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.real import shown, spread
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.errors import ConfigError
 from flowkv.report.screen import Screen
@@ -60,22 +61,11 @@ def _engines(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         with tempfile.TemporaryDirectory(prefix="flowkv-engines-") as folder:
             rows = result["parts"][part] = list(PARTS[part](given, Path(folder)))
         for row in rows:
-            screen.say("  ".join(f"{name} {_shown(value)}" for name, value in row.items()))
+            screen.say("  ".join(f"{name} {shown(value)}" for name, value in row.items()))
         if given.out:
             given.out.write_text(json.dumps(result, indent=1) + "\n")
     measured = [row for part in given.parts for row in result["parts"][part]]
     return int(any(row.get("wrong", 0) for row in measured)), result
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list):
-        return f"{value[1]:.4g} ({value[0]:.4g} to {value[2]:.4g})"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def spread(values: Sequence[float]) -> list[float]:
-    """The least, the median and the most."""
-    return [min(values), median(values), max(values)]
 
 
 # ---- processes
