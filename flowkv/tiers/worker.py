@@ -145,15 +145,19 @@ class RequestQueue:
     Args:
         clock: Source of time.
         queue_bytes: Stores waiting beyond this are `FAILED` with reason "busy".
+        forsake: Told of every store that somebody works on, before it is answered without.
 
     Attributes:
         answers: Where the answers are.
         closing: Whether nothing more is queued.
     """
 
-    def __init__(self, clock: Clock, queue_bytes: int) -> None:
+    def __init__(
+        self, clock: Clock, queue_bytes: int, forsake: Callable[[Item], None] | None = None
+    ) -> None:
         self.answers, self.closing, self._closed = Completions(), False, False
         self._clock, self._queue_bytes, self._waiting_bytes = clock, queue_bytes, 0
+        self._forsake = forsake
         self._changed = threading.Condition()
         self._loads: deque[Item] = deque()
         self._stores: deque[Item] = deque()
@@ -347,6 +351,8 @@ class RequestQueue:
 
     def _give_up(self, item: Item, reason: str) -> None:
         if item.done is None:
+            if item.begun and item.stores and self._forsake is not None:
+                self._forsake(item)
             self.answer(item, Outcome.FAILED, reason)
             if item.begun:
                 self._given_up.append(item)
@@ -402,9 +408,10 @@ class Workers(RequestQueue):
         spares: Most threads that are replaced while they are overdue.
         storing: Most threads that store at a time, so that loads find one free; 0 for all.
         late: Told of every item that a thread works on when its deadline passes.
+        forsake: Told of every store that a thread works on, before it is answered without.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         name: str,
         work: Callable[[Item], None],
@@ -415,8 +422,9 @@ class Workers(RequestQueue):
         spares: int = 0,
         storing: int = 0,
         late: Callable[[Item], None] | None = None,
+        forsake: Callable[[Item], None] | None = None,
     ) -> None:
-        super().__init__(clock, queue_bytes)
+        super().__init__(clock, queue_bytes, forsake)
         self._name, self._work, self._late = name, work, late
         self._threads, self._spares, self._most_storing = threads, spares, storing
         self._hands: list[Hand] = []

@@ -200,13 +200,15 @@ class Known:
             self._flying[key] = False
             return True
 
-    def land(
-        self, key: bytes, fact: Fact | None, head: Header | None = None, *, late: bool = False
-    ) -> None:
-        """The frame arrived, with such a header; no fact: nobody knows; late: it must not stay."""
+    def forsake(self, key: bytes) -> None:
+        """The frame of that key, if one is flying, is about to be said to have failed."""
         with self._changed:
-            if late:
+            if key in self._flying:
                 self.condemn([key])
+
+    def land(self, key: bytes, fact: Fact | None, head: Header | None = None) -> None:
+        """The frame arrived, with such a header; no fact: nobody knows."""
+        with self._changed:
             unwanted = self._flying.pop(key, False)
             if fact is not None and not unwanted:
                 self._condemned.discard(key)
@@ -563,7 +565,8 @@ class RemoteTier:
     nobody else uses. After three failures in a row the breaker opens: items are `FAILED` with
     reason "breaker" at once, and a probe now and then finds out whether the engine is back.
 
-    A store that `FAILED` may still be found later, whole, or not at all. A damaged frame is a
+    What a store that `FAILED` for its time left there is not found, and deleted; after another
+    failure it may be found later, whole, or not at all. A damaged frame is a
     `MISS`; this process does not ask for it again before it stored it anew.
 
     Args:
@@ -617,6 +620,7 @@ class RemoteTier:
             spares=self.limits.spares,
             storing=max(1, self.limits.threads // 2),
             late=self._late,
+            forsake=lambda item: self.known.forsake(item.key),
         )
         self._aside, self._pid, self._open = Aside(self.name), os.getpid(), True
         self._absent: dict[bytes, int] = {}
@@ -1033,20 +1037,20 @@ class RemoteTier:
         if not self.known.reserve(len(data), self.capacity_bytes):
             self._workers.answer(item, Outcome.FAILED, "full")
             return
-        fact, in_time = None, False
+        fact = None
         try:
             if not self.known.begin(item.key, self._left_s(item.deadline_ns)):
                 raise BadFrame("deadline", "an earlier frame of that key is still being deleted")
             try:
-                if self._guarded(item, lambda: self._put(item, data)):
+                # given up from here on, it is forsaken as well: what failed must not be found
+                if item.done is None and self._guarded(item, lambda: self._put(item, data)):
                     fact = Fact(len(data), header.info, time.time_ns())
                 in_time = self._workers.claim(item) is not None
-            finally:  # what was said to have failed must not be found
-                late = fact is not None and not in_time
-                self.known.land(item.key, fact, header, late=late)
+            finally:
+                self.known.land(item.key, fact, header)
         finally:
             self.known.release(len(data))
-        if late:
+        if not in_time:
             self._wake.set()
         elif fact is not None:
             self._workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
@@ -1128,6 +1132,8 @@ class RemoteTier:
             if item.hand is not None:  # a library may not be done with it
                 item.hand.staging.give_up()
             self._report(leave, well)  # first: who has the answer finds the breaker as it is now
+            if item.stores and isinstance(error, TimeoutError):  # it may be there all the same
+                self.known.forsake(item.key)
             self._workers.answer(item, Outcome.FAILED, reason_of(error))
             return False
         except BadFrame:

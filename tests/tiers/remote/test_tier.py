@@ -501,9 +501,39 @@ def test_a_store_that_failed_is_not_known_from_a_load_meanwhile(
     assert hits(tier, [0]) == 1
     assert answers(tier, job, 1)[0].reason == "deadline"
     assert tier.contains([key_of(0)]) == [False]
+    assert get(tier, [0])[0].outcome is Outcome.MISS, "while the engine has it"
     engine.release()
     wait_for(lambda: not engine.objects)
     assert tier.contains([key_of(0)]) == [False] and get(tier, [0])[0].outcome is Outcome.MISS
+
+
+def test_a_cancelled_store_is_not_found_while_it_ends(
+    engine: FaultyBackend, tier: RemoteTier
+) -> None:
+    engine.after["put"] = "hang"
+    job = tier.submit_store([Store(key_of(0), info_of(SIZE), memoryview(body_of(0)))])
+    wait_for(lambda: engine.hanging)
+    tier.cancel(job)
+    assert answers(tier, job, 1)[0].reason == "cancelled"
+    assert get(tier, [0])[0].outcome is Outcome.MISS
+    engine.release()
+    wait_for(lambda: not engine.objects)
+    stored(tier, [0])
+    assert hits(tier, [0]) == 1
+
+
+def test_a_store_whose_engine_ran_out_of_time_is_not_found(
+    engine: FaultyBackend, tier: RemoteTier
+) -> None:
+    def put(name: str, data: memoryview, timeout_s: float) -> None:
+        engine.objects[name] = bytes(data)  # done, and told too late
+        raise TimeoutError
+
+    engine.put = put  # type: ignore[method-assign]
+    job = tier.submit_store([Store(key_of(0), info_of(SIZE), memoryview(body_of(0)))])
+    assert answers(tier, job, 1)[0].reason == "deadline"
+    assert get(tier, [0])[0].outcome is Outcome.MISS
+    wait_for(lambda: not engine.objects)
 
 
 def test_deletions_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
