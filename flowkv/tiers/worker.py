@@ -411,7 +411,7 @@ class Workers(RequestQueue):
         forsake: Told of every store that a thread works on, before it is answered without.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913 - what a queue needs is named where it is made
         self,
         name: str,
         work: Callable[[Item], None],
