@@ -97,20 +97,19 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Candidates, the one where the first token is expected soonest first."""
         self._listen(candidate_replicas)
-        prompt, salt = _prompt(pending_request)
-        scores = self._prefixes.scores(prompt, salt)
-        return [
-            [replica]
-            for replica in sorted(
-                candidate_replicas,
-                key=lambda one: scores[one.replica_id][::4],  # seconds, and then what is queued
-            )
-        ]
+        candidates = {replica.replica_id: replica for replica in candidate_replicas}
+        ranked = self._prefixes.ranked(*_prompt(pending_request))
+        return [[candidates[name]] for name in ranked if name in candidates]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Listens to them before the first request comes."""
+        super().update_replicas(replicas)
+        self._listen(replicas)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """The replica has this to compute until it is completed."""
+        """The replica has this to compute."""
         prompt, salt = _prompt(pending_request)
         if replica_id in self._prefixes.replicas:
             work = contextlib.ExitStack()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import threading
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,7 +34,7 @@ class Score(NamedTuple):
         known: Tokens of the prompt that it has.
         fetched: Further ones that it would fetch from the shared tier.
         computed: The others.
-        queued: Tokens that it has to compute before them.
+        queued: Tokens that it has to compute before them, as expected.
     """
 
     seconds: float
@@ -57,6 +59,34 @@ class ReplicaRates(NamedTuple):
 _USUAL = ReplicaRates()
 
 
+class _Queue:
+    """Requests of a replica, which computes one after the other."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._numbers = clock, itertools.count()
+        self._left_s: dict[int, float] = {}
+        self._at_s = clock()
+
+    def begin(self, work_s: float) -> int:
+        self.left_s()
+        number = next(self._numbers)
+        self._left_s[number] = work_s
+        return number
+
+    def end(self, number: int) -> None:
+        self.left_s()
+        del self._left_s[number]
+
+    def left_s(self) -> float:
+        """Until it has computed them all."""
+        now_s = self._clock()
+        done_s, self._at_s = now_s - self._at_s, now_s
+        for number, left_s in self._left_s.items():
+            self._left_s[number] = max(0.0, left_s - done_s)
+            done_s = max(0.0, done_s - left_s)
+        return sum(self._left_s.values())
+
+
 class Router:
     """Knows which replica has which prefix, and how busy each is. Thread-safe.
 
@@ -66,16 +96,23 @@ class Router:
     Args:
         replicas: Names of replicas, in the order in which equals are chosen; more may be added.
         rates: How fast they are.
+        clock: Seconds.
     """
 
-    def __init__(self, replicas: Iterable[Replica] = (), rates: ReplicaRates = _USUAL) -> None:
+    def __init__(
+        self,
+        replicas: Iterable[Replica] = (),
+        rates: ReplicaRates = _USUAL,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not (rates.compute > 0 and rates.fetch >= 0):
             raise ConfigError(f"{rates} are no rates", "Give tokens a second above 0")
-        self.rates, self._lock = rates, threading.RLock()
+        self.rates, self._lock, self._clock = rates, threading.RLock(), clock
         self._holders: dict[bytes, set[Replica]] = {}
         # Of each replica: its name of a block -> ours, and where that is stored.
         self._names: dict[Replica, dict[Hash, tuple[bytes, set[str]]]] = {}
-        self._queued: dict[Replica, int] = {}
+        self._queues: dict[Replica, _Queue] = {}
         self._sizes: dict[int, None] = {}
         for replica in replicas:
             self.add(replica)
@@ -83,23 +120,23 @@ class Router:
     @property
     def replicas(self) -> list[Replica]:
         """Those that requests may go to."""
-        return list(self._queued)
+        return list(self._queues)
 
     def add(self, replica: Replica) -> None:
         """A replica takes requests from now on; it is not known to have anything."""
         with self._lock:
-            self._queued.setdefault(replica, 0)
+            self._queues.setdefault(replica, _Queue(self._clock))
 
     def remove(self, replica: Replica) -> None:
         """A replica is gone, and with it what it knew. Requests under way there may end later."""
         with self._lock:
-            self._queued.pop(replica, None)
+            self._queues.pop(replica, None)
             self._clear(replica)
 
     def feed(self, replica: Replica, batches: Iterable[EventBatch]) -> None:
         """Takes events of a replica, in their order; one that was removed is not added again."""
         with self._lock:
-            if replica not in self._queued:
+            if replica not in self._queues:
                 return
             for event in (event for batch in batches for event in batch.events):
                 if isinstance(event, AllBlocksCleared):
@@ -120,7 +157,7 @@ class Router:
         """
         ids = np.asarray(tokens, np.int64).ravel()
         with self._lock:
-            found = dict.fromkeys(self._queued, 0)
+            found = dict.fromkeys(self._queues, 0)
             for size in self._sizes:
                 left: Collection[Replica] = found
                 for count, name in enumerate(_chain(ids, size, salt), 1):
@@ -140,15 +177,25 @@ class Router:
             return {one: self._score(one, len(ids), known[one], shared) for one in known}
 
     def choose(self, tokens: ArrayLike, salt: str = "") -> Replica:
-        """The replica where the first token is expected soonest; of equals the least busy one.
+        """The replica where the first token is expected soonest, see `ranked`.
 
         Raises:
             ConfigError: There is no replica.
         """
-        scores = self.scores(tokens, salt)
-        if not scores:
-            raise ConfigError("there is no replica to choose", "Add one first")
-        return min(scores, key=lambda one: (scores[one].seconds, scores[one].queued))
+        for replica in self.ranked(tokens, salt):
+            return replica
+        raise ConfigError("there is no replica to choose", "Add one first")
+
+    def ranked(self, tokens: ArrayLike, salt: str = "") -> list[Replica]:
+        """All replicas, the one where the first token is expected soonest first.
+
+        Of equals the least busy one is the first, then the one that has least, so that they share
+        what is to be known.
+        """
+        with self._lock:
+            scores = self.scores(tokens, salt)
+            has = {one: len(self._names.get(one, ())) for one in scores}
+        return sorted(scores, key=lambda one: (scores[one].seconds, scores[one].queued, has[one]))
 
     @contextlib.contextmanager
     def request(
@@ -156,7 +203,8 @@ class Router:
     ) -> Iterator[Replica]:
         """Chooses a replica and counts the request as its work until the block ends.
 
-        To end it with the first token is more exact: what is decoded is not counted.
+        Work goes by at the rate that `ReplicaRates` has, so a block may end late: after what is
+        decoded, or because the news travels.
 
         Args:
             tokens: Ids of the prompt.
@@ -168,19 +216,19 @@ class Router:
         """
         with self._lock:
             chosen = self.choose(tokens, salt) if replica is None else replica
-            if chosen not in self._queued:
+            if chosen not in self._queues:
                 raise ConfigError(f"there is no replica {chosen!r}", "Add it first")
-            work = self.scores(tokens, salt)[chosen].computed
-            self._queued[chosen] += work
+            queue, work = self._queues[chosen], self.scores(tokens, salt)[chosen].computed
+            number = queue.begin(work / self.rates.compute)
         try:
             yield chosen
         finally:
             with self._lock:
-                if chosen in self._queued:
-                    self._queued[chosen] = max(0, self._queued[chosen] - work)
+                queue.end(number)
 
     def _score(self, replica: Replica, total: int, known: int, shared: int) -> Score:
-        rates, queued = self.rates, self._queued[replica]
+        rates = self.rates
+        queued = round(self._queues[replica].left_s() * rates.compute)
         more = shared - known if shared > known and rates.fetch > rates.compute else 0
         computed = max(1, total - known - more)  # of a prompt that is all known, the last token
         seconds = (queued + computed) / rates.compute + (more / rates.fetch if more else 0.0)

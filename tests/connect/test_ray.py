@@ -45,9 +45,10 @@ def test_the_guide_runs_and_loses_nothing(tmp_path: Path) -> None:
     said = re.findall(r"^(\d+) replica (\d+): (\d+) tokens reused$", done.stdout, re.M)
     assert [int(n) for n, *_ in said] == [*range(12)]
     assert len({replica for _, replica, _ in said}) <= 2
-    homes = [{replica for n, replica, _ in said[4:] if int(n) % 4 == one} for one in range(4)]
-    assert all(len(home) == 1 for home in homes), "a document stays where it is known"
-    assert all(int(reused) > 600 for *_, reused in said[4:])
+    for n in range(4, 12):  # even if news was late on a busy machine
+        homes = {replica for m, replica, _ in said[:n] if int(m) % 4 == n % 4}
+        assert said[n][1] in homes, f"a document goes where it is known:\n{done.stdout}"
+        assert int(said[n][2]) > 600, done.stdout
     assert "answers: 12 of 12" in done.stdout and "reused: 12 of 12" in done.stdout
 
 

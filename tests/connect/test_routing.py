@@ -96,7 +96,7 @@ def test_what_is_known_is_what_events_say(story: list[Any], asked: list[Any]) ->
 
 
 def test_the_nearest_prefix_wins_until_it_costs_more_to_wait() -> None:
-    router = Router("ab", ReplicaRates(compute=1000.0))
+    router = Router("ab", ReplicaRates(compute=1000.0), clock=lambda: 0.0)
     say(router, "b", store("b", (1, 2, 3)))
     prompt = [*ids((1, 2, 3)), 7]
     assert router.choose([5, 5]) == "a", "of equals the first"
@@ -109,6 +109,60 @@ def test_the_nearest_prefix_wins_until_it_costs_more_to_wait() -> None:
     with router.request([8] * 40 + [1] * 30) as long:
         assert long == "b"
         assert router.choose(prompt) == "a", "thirty tokens of others before one of ours"
+
+
+def test_what_a_replica_computes_goes_by() -> None:
+    """Else a request whose end is heard of late would send the next one of its client elsewhere."""
+    now_s = 100.0
+    router = Router("a", ReplicaRates(compute=1000.0), clock=lambda: now_s)
+
+    def queued() -> int:
+        return router.scores([1])["a"].queued
+
+    with router.request([5] * 400):
+        with router.request([6] * 200):
+            assert queued() == 600
+            now_s += 0.1
+            assert queued() == 500
+        assert queued() == 300, "given up before its turn"
+        now_s += 1.0
+        assert queued() == 0, "it must be decoding by now"
+        with router.request([7] * 200):
+            assert queued() == 200, "and was not working ahead"
+    assert queued() == 0
+    with router.request([5] * 400):
+        now_s += 0.1
+    assert queued() == 0, "faster than expected"
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 500), st.integers(0, 5)), max_size=20)
+)
+def test_work_is_done_in_its_order(story: list[tuple[int, int, int]]) -> None:
+    """Against a replica that computes a token at a time."""
+    now_s, there = 0.0, list[list[Any]]()
+    router = Router("a", ReplicaRates(compute=1000.0), clock=lambda: now_s)
+    for wait_ms, tokens, over in story:
+        now_s += wait_ms / 1e3
+        for _ in range(wait_ms):
+            if (one := next((one for one in there if one[0]), None)) is not None:
+                one[0] -= 1
+        there.append([tokens, router.request([5] * tokens)])
+        there[-1][1].__enter__()
+        if over < len(there):
+            there.pop(over)[1].__exit__(None, None, None)
+        assert router.scores([1])["a"].queued == sum(left for left, _ in there)
+
+
+def test_equals_share_what_is_to_be_known() -> None:
+    router = Router("abc")
+    say(router, "a", store("a", (1, 2)))
+    say(router, "c", store("c", (3,)))
+    assert router.ranked([5, 5]) == ["b", "c", "a"]
+    with router.request([5, 5]) as busy:
+        assert busy == "b" and router.ranked([5, 5]) == ["c", "a", "b"]
+    assert router.ranked([*ids((1, 2)), 5])[0] == "a"
 
 
 def test_what_others_know_can_be_fetched() -> None:
