@@ -141,6 +141,38 @@ def test_tiers_and_hardware_add_times_and_prices(capsys: pytest.CaptureFixture[s
     assert "from hbm" in out and "$/Mtok" in out and "opt" in out
 
 
+def test_one_report_compares_room_tiers_and_policies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "r.html"
+    words = [AGENTS, "--policy", "lru,auto", "--sizes", "5%,10%", "--tiers", "none"]
+    words += ["--tiers", "disk:100%:kv8", "--html", str(file)]
+    found = rows(capsys, "sim", "replay", *words)
+    assert [(row["policy"], row["tiers"], row["size"]) for row in found] == [
+        (name, tiers, size)
+        for tiers in ("", "disk:100%:kv8")
+        for size in (0.05, 0.1)
+        for name in ("lru", "auto")
+    ]
+    assert all(row["hardware"] == "h100" for row in found), "times are comparable"
+    alone, beside = found[:4], found[4:]
+    for one, other in zip(alone, beside, strict=True):
+        assert "hit_ratio_disk" not in one and other["hit_ratio_disk"] > 0
+        assert other["prefix_hit_ratio"] > one["prefix_hit_ratio"]
+        assert other["ttft_ms_mean"] < one["ttft_ms_mean"]
+    page = file.read_text()
+    for row in found:
+        assert (
+            f"{row['ttft_ms_mean']:.1f}" in page and f"{100 * row['prefix_hit_ratio']:.2f}" in page
+        )
+    for row in beside:
+        assert f"{row['read_gib_disk']:.1f}" in page and row["policy"] + "+disk:100%:kv8" in page
+    assert "GiB read from disk" in page and curves(page) == 4 + 1 + 4
+    assert "policies at most" in refused(
+        capsys, "sim", "replay", *words, *["--tiers", "disk:50%"] * 5
+    )
+
+
 def test_files_of_one_name_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -453,8 +453,11 @@ def _add_replays(verb: AddVerb) -> None:
         parser.option("--queue", "S", about, type=float, default=0.0)
         about = "bring blocks before they are asked for"
         parser.add_argument("--prefetch", action="store_true", help=about)
-        about = "places below the first, such as dram:5%%,disk:30%%:kv8"
-        parser.option("--tiers", "A,B", about, type=names, default=[])
+        about = (
+            "places below the first, such as dram:5%%,disk:30%%:kv8, or none; may be given several"
+        )
+        about += " times, to be compared"
+        parser.option("--tiers", "A,B", about, type=names, action="append", default=[])
         about = "of the first place with --tiers: raw, kv8 or kv4"
         parser.add_argument("--codec", default="raw", help=about)
         about = "adds times and prices: h100, h200, b200, mi300x or laptop"
@@ -497,17 +500,18 @@ def _option(text: str) -> tuple[str, object]:
 def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     from flowkv.policy import make_policy
 
-    policies = given.policy or [name for name in POLICIES if name != "opt" or not given.tiers]
+    stacks = [[] if tiers == ["none"] else tiers for tiers in given.tiers] or [[]]
+    policies = given.policy or [name for name in POLICIES if name != "opt" or not any(stacks)]
     for name in policies:
         make_policy(name)  # better refused now than after the first replays
     if given.html is not None:
         if not given.html.absolute().parent.is_dir():
             raise ConfigError(f"there is no directory for {given.html}", "Make it first")
         check_installed()
-        if len(policies) > MOST_CURVES:
+        if (curves := len(policies) * len(stacks)) > MOST_CURVES:
             raise ConfigError(
-                f"{len(policies)} curves cannot be told apart",
-                f"With --html, give {MOST_CURVES} policies at most",
+                f"{curves} curves cannot be told apart",
+                f"With --html, give {MOST_CURVES} policies at most, of all --tiers together",
             )
     found = {text: load_trace(text) for text in given.traces}
     called = [trace.name for trace in found.values()]
@@ -516,13 +520,18 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         for text, trace in found.items()
     ]
     told = {"hints": given.hints, "queue_s": given.queue, "prefetch": given.prefetch}
-    results = _results(given, traces, policies, told)
+    results = [
+        result
+        for trace in traces
+        for tiers in stacks
+        for result in _results(given, trace, tiers, policies, told, named=len(stacks) > 1)
+    ]
     for trace in traces:
         own = [result for result in results if result.trace == trace.name]
         title = f"{trace.name}: {len(trace):,} requests, {len(trace.blocks):,} blocks asked for,"
         title += f" {trace.unique:,} different"
         screen.table(_COLUMNS, list(map(_replays_cells, own)), title=title)
-        if own[0].extra:
+        if "hardware" in own[0].extra:
             title = f"Times and prices on {own[0].extra['hardware']}, a model of both"
             screen.table(*_priced(own), title=title)
     screen.say(
@@ -546,40 +555,56 @@ _UNTOLD = {"hints": None, "queue_s": 0.0, "prefetch": False}  # the bound needs 
 
 def _results(
     given: argparse.Namespace,
-    traces: Sequence[Trace],
+    trace: Trace,
+    tiers: Sequence[str],
     policies: Sequence[str],
     told: dict[str, Any],
+    *,
+    named: bool,
 ) -> list[Result]:
-    """Replays all traces with all policies at all sizes, with progress on standard error."""
+    """Replays a trace with all policies at all sizes, with progress on standard error.
+
+    Args:
+        given: The arguments.
+        trace: What to replay.
+        tiers: The places below the first.
+        policies: Their names.
+        told: What policies are told.
+        named: Results say which tiers they are of.
+    """
     from flowkv.sim.replay import share_of, sweep
 
     shares = {size: share_of(size) for size in given.sizes}
-    common: dict[str, Any] = {"hardware": given.hardware, "model": given.model}
-    if given.tiers:
-        common |= {"tiers": given.tiers, "codec": given.codec}
+    hardware = given.hardware or ("h100" if named else None)  # times are there to be compared
+    common: dict[str, Any] = {"hardware": hardware, "model": given.model}
+    if tiers:
+        common |= {"tiers": tiers, "codec": given.codec}
     words = {"hints": given.hints is not None, "queue": given.queue > 0, "prefetch": given.prefetch}
     beyond = "".join(f"+{word}" for word, said in words.items() if said)
+    below = f"+{','.join(tiers)}" if named and tiers else ""
     each: Any = {name: _UNTOLD if name == "opt" else told for name in policies}
-    jobs = [(trace, size, name) for trace in traces for size in shares for name in each]
+    jobs = [(size, name) for size in shares for name in each]
     results: list[Result] = []
     with Screen(to_stderr=True).progress("replaying") as tell:
 
         def show(share: float) -> None:
-            trace, size, name = jobs[min(len(results), len(jobs) - 1)]
+            size, name = jobs[min(len(results), len(jobs) - 1)]
             done = round(1000 * (len(results) + share))
-            tell(done, 1000 * len(jobs), f"{trace.name} {name} {size}")
+            tell(done, 1000 * len(jobs), f"{trace.name} {name}{below} {size}")
 
         def done(_done: int, _all: int, result: Result) -> None:
-            _, size, name = jobs[len(results)]
-            label = name if name == "opt" else name + beyond
-            results.append(msgspec.structs.replace(result, policy=label, size=shares[size]))
+            size, name = jobs[len(results)]
+            label = (name if name == "opt" else name + beyond) + below
+            extra = {**result.extra, "tiers": ",".join(tiers)} if named else result.extra
+            results.append(
+                msgspec.structs.replace(result, policy=label, size=shares[size], extra=extra)
+            )
             show(0.0)
 
         if given.jobs == 1:
             common["progress"] = lambda done, total: show(done / total)
-        for trace in traces:
-            show(0.0)
-            sweep(trace, each, shares, processes=given.jobs, done=done, **common)
+        show(0.0)
+        sweep(trace, each, shares, processes=given.jobs, done=done, **common)
     return results
 
 
@@ -606,7 +631,7 @@ def _or_dash(value: float | None, form: str, unit: float = 1.0) -> str:
 
 def _priced(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     """Columns and lines of what a model of the hardware adds."""
-    places = [name for name in results[0].extra if name.startswith("hit_ratio_")]
+    places = _places(results)
     columns = ["policy", "size", *(f"from {name[10:]}" for name in places)]
     columns += ["TTFT ms, mean", "p99", "without", "$/Mtok"]
     lines = []
@@ -617,7 +642,7 @@ def _priced(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
             [
                 result.policy,
                 f"{100 * result.size:.4g}%",
-                *(f"{extra[name]:.1%}" for name in places),
+                *(_or_dash(extra.get(name), ".1%") for name in places),
                 *(f"{value:,.1f}" for value in times),
                 f"{extra['dollars_per_million_tokens']:.4f}",
             ]
@@ -625,7 +650,13 @@ def _priced(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     return columns, lines
 
 
-# Replays as one HTML file: hit ratio and closure against size, and the tables.
+def _places(results: Sequence[Result]) -> list[str]:
+    """Fields with the share of each place in the hits."""
+    found = dict.fromkeys(name for result in results for name in result.extra)
+    return [name for name in found if name.startswith("hit_ratio_")]
+
+
+# Replays as one HTML file: hit ratio, closure and times against size, and the tables.
 
 BOUND = "opt"
 BASE = "lru"
@@ -660,12 +691,12 @@ def _replay_sections(
     trace: str, rows: Sequence[Result], colours: Mapping[str, int]
 ) -> tuple[Section, Section]:
     """Curves over sizes; and a table per figure: a policy a line, a size a column."""
-    sizes = {row.size: row.pages for row in sorted(rows, key=lambda row: row.size)}
-    at = {(row.policy, row.size): row for row in rows}
+    sizes = sorted({row.size for row in rows})
+    at = {(row.policy, row.size): row.row() for row in rows}
     shown = sorted({row.policy for row in rows}, key=colours.__getitem__)
 
-    def values(name: str, field: str) -> list[float | None]:
-        return [getattr(at.get((name, size)), field, None) for size in sizes]
+    def values(name: str, field: str) -> list[Any]:
+        return [at.get((name, size), {}).get(field) for size in sizes]
 
     def curves(caption: str, field: str, names: Sequence[str]) -> Curves:
         lines = {
@@ -673,7 +704,7 @@ def _replay_sections(
             for name in names
         }
         x = "room, as a share of the trace's different blocks"
-        return Curves(caption, list(sizes), lines, x, [BOUND], colours)
+        return Curves(caption, sizes, lines, x, [BOUND], colours)
 
     found = {name: [v for v in values(name, "closure") if v is not None] for name in shown}
     means = [(sum(v) / len(v), n, len(v)) for n, v in found.items() if v and n not in (BOUND, BASE)]
@@ -684,12 +715,24 @@ def _replay_sections(
             for mean, name, n in sorted(means, reverse=True)[:3]
         ]
         caption = "Closure: how much of the way from leaf-first LRU to Belady"
-        names = [name for name in shown if name not in (BOUND, BASE)]
+        names = [name for name in shown if found[name] and name not in (BOUND, BASE)]
         parts = [Figures(best), *parts, curves(caption, "closure", names)]
+    places = _places(rows)
+    if places:
+        caption = "Mean time to the first token, ms, as a model of the hardware has it"
+        parts.append(curves(caption, "ttft_ms_mean", shown))
     columns = ["policy", *(f"{100 * size:.4g}%" for size in sizes)]
-    tables = [Table(["", *columns[1:]], [["blocks that fit", *sizes.values()]], "Sizes")]
+    tables = []
     for caption, field, digits, unit in (
+        ("Blocks that fit, in all places", "pages", 0, 1),
         ("Prefix hit ratio, percent", "prefix_hit_ratio", 2, 100.0),
+        *((f"Hits from {name[10:]}, percent of all blocks", name, 2, 100.0) for name in places),
+        ("Mean time to the first token, ms", "ttft_ms_mean", 1, 1.0),
+        ("The same without any cache", "ttft_ms_mean_without", 1, 1.0),
+        ("99th percentile of the time to the first token, ms", "ttft_ms_p99", 1, 1.0),
+        *((f"GiB read from {n[10:]}", n.replace("hit_ratio", "read_gib"), 1, 1.0) for n in places),
+        *((f"GiB of room in {n[10:]}", n.replace("hit_ratio", "room_gib"), 1, 1.0) for n in places),
+        ("Dollars a million tokens, at assumed prices", "dollars_per_million_tokens", 4, 1.0),
         ("Closure", "closure", 3, 1.0),
         ("Blocks loaded again and prefetched, over those of lru", "load_traffic_vs_lru", 3, 1.0),
         ("Prefetched blocks that were used, percent", "prefetch_precision", 0, 100.0),
