@@ -702,6 +702,7 @@ def priced(
         row[f"ttft_ms_{name}"] = float(np.percentile(seconds, value) * 1e3) if len(trace) else 0.0
     row["ttft_ms_mean"] = float(seconds.mean() * 1e3) if len(trace) else 0.0
     row["ttft_ms_mean_without"] = float(nothing.mean() * 1e3) if len(trace) else 0.0
+    row["ttft_saved_ratio"] = 1.0 - float(seconds.sum() / nothing.sum()) if len(trace) else 0.0
     row["dollars_per_hour"] = hardware.dollars_per_hour + dollars
     row["dollars_per_million_tokens"] = rent / _HOUR_S / tokens * 1e6
     return row
