@@ -307,6 +307,7 @@ if TYPE_CHECKING:
         put,
         rehash,
     )
+    from flowkv.residency.keyed import KeyedPolicy
     from flowkv.sim import formats
     from flowkv.sim.character import lru_hit_ratios, stack_distances
     from flowkv.sim.formats import Reader, Writer, read_mooncake, read_sessions

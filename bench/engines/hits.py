@@ -9,11 +9,9 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from flowkv.policy import make_policy
 from flowkv.residency.keyed import KeyedPolicy
@@ -30,29 +28,41 @@ def keys_of(trace: Trace, suffix: bytes = b"") -> list[bytes]:
     ]
 
 
-def prompts(trace: Trace, keys: list[bytes]) -> Iterator[list[bytes]]:
-    for first, end in zip(trace.offsets[:-1].tolist(), trace.offsets[1:].tolist(), strict=True):
-        yield [keys[block] for block in trace.blocks[first:end].tolist()]
+Asked = list[tuple[int, list[bytes]]]
+"""When each prompt comes, in nanoseconds, and its chunks."""
 
 
-def mixed(*traces: Trace) -> Iterator[list[bytes]]:
-    """Requests of traces of different blocks, by their times."""
-    each = [list(prompts(trace, keys_of(trace, bytes(4)))) for trace in traces]
-    whose = np.concatenate([np.full(len(one), n) for n, one in enumerate(each)])
-    times = np.concatenate([trace.times_ns / trace.times_ns[-1] for trace in traces])
-    at = [iter(one) for one in each]
-    for n in whose[np.argsort(times, kind="stable")].tolist():
-        yield next(at[n])
+def prompts(trace: Trace, keys: list[bytes]) -> Asked:
+    spans = zip(trace.offsets[:-1].tolist(), trace.offsets[1:].tolist(), strict=True)
+    chains = [[keys[block] for block in trace.blocks[first:end].tolist()] for first, end in spans]
+    return list(zip(trace.times_ns.tolist(), chains, strict=True))
 
 
-def managed(policy: str, asked: list[list[bytes]], n_chunks: int) -> float:
-    """Share of chunks that vLLM's manager has when a prompt comes."""
+def mixed(*traces: Trace) -> Asked:
+    """Requests of traces of different blocks, by their times, over the span of the longest."""
+    span_ns = max(int(trace.times_ns[-1]) for trace in traces)
+    return sorted(
+        (
+            (int(now_ns * (span_ns / int(trace.times_ns[-1]))), keys)
+            for trace in traces
+            for now_ns, keys in prompts(trace, keys_of(trace, bytes(4)))
+        ),
+        key=lambda one: one[0],
+    )
+
+
+def managed(policy: str, asked: Asked, n_chunks: int) -> float:
+    """Share of chunks that vLLM's manager has when a prompt comes, on the trace's clock."""
     from vllm.v1.kv_offload.base import LookupResult, ReqContext
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-    module = "flowkv.connect.vllm" if policy.startswith("flowkv") else None
+    import flowkv.connect.vllm as door
+
+    now_ns = 0
+    door.FlowKVCachePolicy.clock_ns = staticmethod(lambda: now_ns)
+    module = door.__name__ if policy.startswith("flowkv") else None
     manager, hits, total = CPUOffloadingManager(n_chunks, policy, module), 0, 0
-    for number, keys in enumerate(asked):
+    for number, (now_ns, keys) in enumerate(asked):  # noqa: B007 - the clock reads it
         context = ReqContext(req_id=str(number))
         manager.on_new_request(context)
         for spot, key in enumerate(keys):
@@ -71,12 +81,12 @@ def managed(policy: str, asked: list[list[bytes]], n_chunks: int) -> float:
     return hits / max(1, total)
 
 
-def kept(policy: str, asked: list[list[bytes]], n_blocks: int) -> float:
+def kept(policy: str, asked: Asked, n_blocks: int) -> float:
     """Share of blocks that a place has when a prompt comes, by the book that a keeper has of it."""
     book, there = KeyedPolicy(make_policy(policy)), set[bytes]()
     hits, total = 0, 0
-    for number, keys in enumerate(asked):
-        now_ns, n = 1_000_000_000 * number, 0
+    for now_ns, keys in asked:
+        n = 0
         while n < len(keys) and keys[n] in there:
             n += 1
         book.access(now_ns, keys)
@@ -99,8 +109,8 @@ def main() -> None:
     part, folder = sys.argv[1], Path(sys.argv[2])
     traces = {name: read_npz(folder / f"{name}.npz") for name in ("kct_dev", "moon_conv")}
     if part == "directory":
-        asked = list(prompts(traces["kct_dev"], keys_of(traces["kct_dev"])))[:HEAD]
-        different = len({key for keys in asked for key in keys})
+        asked = prompts(traces["kct_dev"], keys_of(traces["kct_dev"]))[:HEAD]
+        different = len({key for _, keys in asked for key in keys})
         for share in (0.5, 0.05):
             for policy in ("lru", "auto"):
                 tell(
@@ -112,14 +122,14 @@ def main() -> None:
                 )
         tell({"share": 1.0, "policy": "lru", "hits": kept("lru", asked, different)})
         return
-    streams: dict[str, Callable[[], Iterator[list[bytes]]]] = {
+    streams: dict[str, Callable[[], Asked]] = {
         name: lambda trace=trace: prompts(trace, keys_of(trace, bytes(4)))  # type: ignore[misc]
         for name, trace in traces.items()
     }
     streams["both, mixed"] = lambda: mixed(*traces.values())
     for name, stream in streams.items():
-        asked = list(stream())
-        different = len({key for keys in asked for key in keys})
+        asked = stream()
+        different = len({key for _, keys in asked for key in keys})
         for share in SHARES:
             for policy in POLICIES:
                 begun_s = time.perf_counter()

@@ -493,6 +493,7 @@ class FlowKVCachePolicy(CachePolicy):
     """
 
     policy_name = "auto"
+    clock_ns = staticmethod(time.monotonic_ns)
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -503,8 +504,9 @@ class FlowKVCachePolicy(CachePolicy):
         self._book = KeyedPolicy(make_policy(self.policy_name))
         self._chunks: dict[bytes, Any] = {}
         self._above: dict[bytes, bytes] = {}
+        self._counted: dict[str, set[bytes]] = {}  # what requests under way use, each once
         self._new: list[bytes] = []  # vLLM inserts one by one; the policy hears of all at once
-        self._now_ns = time.monotonic_ns()
+        self._now_ns = self.clock_ns()
 
     def get(self, key: bytes) -> Any:
         """A chunk, or None."""
@@ -535,17 +537,27 @@ class FlowKVCachePolicy(CachePolicy):
         self._book.pin([key])
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Chunks are used."""
+        """Chunks are used by a request, which counts once."""
         self._settle()
-        self._now_ns = time.monotonic_ns()
-        self._book.access(self._now_ns, keys)
+        counted = self._counted.setdefault(req_context.req_id, set())
+        new = [key for key in keys if key not in counted]
+        counted.update(new)
+        self._now_ns = self.clock_ns()
+        self._book.access(self._now_ns, new)
 
     def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """What is inserted next: those that left not long ago teach the policy."""
-        keys = list(keys)
-        self.touch(keys, req_context)
-        above = _parents(_positions(req_context))
-        self._above = {key: above[key] for key in keys if key in above}
+        """What is inserted next: those that left not long ago teach the policy.
+
+        What lies above them is used by then: what is inserted hangs from what is most recent.
+        """
+        positions, ends = _positions(req_context), dict[int, int]()
+        for key in keys:
+            ends[_group(key)] = max(ends.get(_group(key), 0), positions.get(key, 0))
+        chain = sorted(positions, key=positions.__getitem__)
+        for group, end in ends.items():
+            found = (key for key in chain if _group(key) == group and positions[key] <= end)
+            self.touch(found, req_context)
+        self._above = _parents(positions)
 
     def on_request_finished(
         self,
@@ -554,16 +566,17 @@ class FlowKVCachePolicy(CachePolicy):
         reused_keys: set[bytes],
         req_context: Any,
     ) -> None:
-        """A request's use counts once: what it inserted was counted then."""
+        """What a request inserted was counted then."""
         for keys in key_groups:
-            self.touch([key for key in keys if key in reused_keys], req_context)
+            self.touch((key for key in keys if key in reused_keys), req_context)
+        self._counted.pop(req_context.req_id, None)
 
     def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
         """Gives up exactly `n` chunks; None, nothing changed, else."""
         if not n:
             return []
         self._settle()
-        victims = self._book.evict(time.monotonic_ns(), n, protected)
+        victims = self._book.evict(self.clock_ns(), n, protected)
         return None if victims is None else [(key, self._chunks.pop(key)) for key in victims]
 
     def _settle(self) -> None:

@@ -84,10 +84,15 @@ class KeyedPolicy:
         self._lay_ghosts()
 
     def access(self, now_ns: int, keys: Iterable[bytes], visit: Visit = NO_VISIT) -> None:
-        """A request uses these, root to leaf; those that nobody knows are passed over."""
-        known = self._known(keys)
-        if len(known):
-            self.policy.access(now_ns, known, visit)
+        """A request uses these, root to leaf; those that are not here are known from now on."""
+        asked = list(keys)
+        for key in asked:
+            if key not in self._slots:
+                self._slot(key)
+                self._ghosts[key] = None
+        if asked:
+            self.policy.access(now_ns, self._known(asked), visit)
+            self._lay_ghosts()
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Blocks left for another reason than `evict`; those that are not here are passed over."""

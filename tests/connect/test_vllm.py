@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowkv.sim import read_trace
+from flowkv.sim import generate, read_trace
 from flowkv.testing import FlakyTier
-from tests.inside import ConfigError, Faults, fingerprint
+from tests.inside import ConfigError, Faults, KeyedPolicy, fingerprint
 
 REAL = importlib.util.find_spec("vllm") is not None
 if not REAL:
@@ -442,34 +442,69 @@ def test_same_rule_same_decisions_as_vllm() -> None:
     assert rates["flowkv_auto"] >= rates["lru"]
 
 
+@needs_vllm
+@pytest.mark.parametrize(("kind", "requests"), [("chat", 600), ("mix", 300)])
+def test_auto_knows_what_lru_would_have_had(
+    kind: str, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told of requests as the simulator tells it: all blocks, once, before what is new."""
+    trace, told = generate(kind, requests=requests, seed=3), [0]
+    names = [chain(f"{kind} {block}", 1)[0] for block in range(trace.unique)]
+    ends = zip(trace.offsets[:-1].tolist(), trace.offsets[1:].tolist(), strict=True)
+    prompts = [[names[block] for block in trace.blocks[a:b].tolist()] for a, b in ends]
+    timed = list(zip(trace.times_ns.tolist(), prompts, strict=True))
+    access, books = KeyedPolicy.access, list[KeyedPolicy]()
+
+    def counted(book: KeyedPolicy, now_ns: int, keys: list[bytes]) -> None:
+        books.append(book)
+        told[0] += sum(key in book for key in keys)
+        access(book, now_ns, keys)
+
+    monkeypatch.setattr(KeyedPolicy, "access", counted)
+    found = {}
+    for name in ("flowkv_lru", "flowkv_auto"):
+        told[0] = 0
+        found[name] = share_of_hits(name, timed, trace.unique // 20), told[0]
+    (lru, lru_hits), (auto, auto_hits) = found.values()
+    assert auto >= lru
+    surplus = books[-1].policy.surplus
+    assert surplus == pytest.approx(auto_hits - lru_hits, abs=0.03 * lru_hits)
+
+
 def hit_rate(policy: str, capacity: int = 200, requests: int = 600) -> float:
-    """Of chunks, in vLLM's own manager: popular prefixes, and a scan every seventh request."""
+    """Of popular prefixes, and a scan every seventh request."""
+    rng = random.Random(1)
+    sizes = [rng.randint(2, 24) for _ in range(150)]
+    popular = [1 / (n + 1) for n in range(150)]
+    prompts = []
+    for number in range(requests):
+        (doc,) = rng.choices(range(150), popular) if number % 7 else (1000 + number,)
+        prompts.append((10**9 * number, chain(doc, sizes[doc] if doc < 150 else 20)))
+    return share_of_hits(policy, prompts, capacity)
+
+
+def share_of_hits(policy: str, prompts: list[tuple[int, list[bytes]]], capacity: int) -> float:
+    """Of chunks, in vLLM's own manager, of prompts and their times."""
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     module = "flowkv.connect.vllm" if policy.startswith("flowkv") else None
-    manager, rng, hits, total = (
-        CPUOffloadingManager(capacity, policy, module),
-        random.Random(1),
-        0,
-        0,
-    )
-    sizes = [rng.randint(2, 24) for _ in range(150)]
-    popular = [1 / (n + 1) for n in range(150)]
-    for number in range(requests):
-        (doc,) = rng.choices(range(150), popular) if number % 7 else (1000 + number,)
-        keys = chain(doc, sizes[doc] if doc < 150 else 20)
-        context = request(str(number), keys)
-        manager.on_new_request(context)
-        found = 0
-        while found < len(keys) and manager.lookup(keys[found], context) is HIT:
-            found += 1
-        if found:
-            manager.prepare_load(keys[:found], context)
-            manager.complete_load(keys[:found], context)
-        out = manager.prepare_store(keys, context)
-        if out is not None and out.keys_to_store:
-            manager.complete_store(out.keys_to_store, context)
-        manager.on_request_finished(context)
+    manager, hits, total = CPUOffloadingManager(capacity, policy, module), 0, 0
+    for number, (now_ns, keys) in enumerate(prompts):
+        with pytest.MonkeyPatch.context() as clock:
+            at = staticmethod(lambda now_ns=now_ns: now_ns)
+            clock.setattr(door.FlowKVCachePolicy, "clock_ns", at)
+            context = request(str(number), keys)
+            manager.on_new_request(context)
+            found = 0
+            while found < len(keys) and manager.lookup(keys[found], context) is HIT:
+                found += 1
+            if found:
+                manager.prepare_load(keys[:found], context)
+                manager.complete_load(keys[:found], context)
+            out = manager.prepare_store(keys, context)
+            if out is not None and out.keys_to_store:
+                manager.complete_store(out.keys_to_store, context)
+            manager.on_request_finished(context)
         hits, total = hits + found, total + len(keys)
     return hits / total
 
