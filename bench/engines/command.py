@@ -299,7 +299,7 @@ def flips(given: argparse.Namespace, folder: Path) -> Iterator[Row]:
             "flips": len(needles) if name == "fs" else n_flipped,
             "goal": "0" if name == "flowkv" else "",
             "figure": wrong(answers, right[name]),
-            "damaged chunks served": sum(answer["cached"] > 0 for answer in answers),
+            "prompts served damaged chunks": sum(answer["cached"] > 0 for answer in answers),
             **({"wrong": wrong(answers, right[name])} if name == "flowkv" else {}),
         }
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from flowkv.sim.trace import Trace, read_npz
 
 POLICIES = ("lru", "arc", "flowkv_lfu_ttl", "flowkv_auto")
 SHARES = (0.05, 0.3)
-HEAD = 3000
+HEAD = 6000
+"""Requests of kct_dev, whose prompts are long."""
 
 
 def keys_of(trace: Trace, suffix: bytes = b"") -> list[bytes]:
@@ -38,14 +38,14 @@ def prompts(trace: Trace, keys: list[bytes]) -> Asked:
     return list(zip(trace.times_ns.tolist(), chains, strict=True))
 
 
-def mixed(*traces: Trace) -> Asked:
-    """Requests of traces of different blocks, by their times, over the span of the longest."""
-    span_ns = max(int(trace.times_ns[-1]) for trace in traces)
+def mixed(*streams: Asked) -> Asked:
+    """Requests by their times, over the span of the longest."""
+    span_ns = max(asked[-1][0] for asked in streams)
     return sorted(
         (
-            (int(now_ns * (span_ns / int(trace.times_ns[-1]))), keys)
-            for trace in traces
-            for now_ns, keys in prompts(trace, keys_of(trace, bytes(4)))
+            (int(now_ns * (span_ns / asked[-1][0])), keys)
+            for asked in streams
+            for now_ns, keys in asked
         ),
         key=lambda one: one[0],
     )
@@ -107,28 +107,22 @@ def kept(policy: str, asked: Asked, n_blocks: int) -> float:
 
 def main() -> None:
     part, folder = sys.argv[1], Path(sys.argv[2])
-    traces = {name: read_npz(folder / f"{name}.npz") for name in ("kct_dev", "moon_conv")}
+    suffix = bytes(4 * (part == "managers"))  # the group, which ends vLLM's keys
+    streams = {}
+    for name in ("kct_dev", "moon_conv"):
+        trace = read_npz(folder / f"{name}.npz")
+        streams[name] = prompts(trace, keys_of(trace, suffix))
+    streams["kct_dev"] = streams["kct_dev"][:HEAD]
     if part == "directory":
-        asked = prompts(traces["kct_dev"], keys_of(traces["kct_dev"]))[:HEAD]
+        asked = streams["kct_dev"]
         different = len({key for _, keys in asked for key in keys})
-        for share in (0.5, 0.05):
-            for policy in ("lru", "auto"):
-                tell(
-                    {
-                        "share": share,
-                        "policy": policy,
-                        "hits": kept(policy, asked, int(share * different)),
-                    }
-                )
-        tell({"share": 1.0, "policy": "lru", "hits": kept("lru", asked, different)})
+        for share, policies in ((0.5, ("lru", "auto")), (0.05, ("lru", "auto")), (1.0, ("lru",))):
+            for policy in policies:
+                hits = kept(policy, asked, int(share * different))
+                tell({"share": share, "policy": policy, "hits": hits})
         return
-    streams: dict[str, Callable[[], Asked]] = {
-        name: lambda trace=trace: prompts(trace, keys_of(trace, bytes(4)))  # type: ignore[misc]
-        for name, trace in traces.items()
-    }
-    streams["both, mixed"] = lambda: mixed(*traces.values())
-    for name, stream in streams.items():
-        asked = stream()
+    streams["both, mixed"] = mixed(*streams.values())
+    for name, asked in streams.items():
         different = len({key for _, keys in asked for key in keys})
         for share in SHARES:
             for policy in POLICIES:
