@@ -315,20 +315,6 @@ if TYPE_CHECKING:
     from flowkv.sim.generate import MarkovTraceConfig, bursts, poisson, transitions, walk
     from flowkv.sim.hardware import CODECS as hardware_CODECS
     from flowkv.sim.hardware import HARDWARE, MODELS, Shape, block_costs
-    from flowkv.sim.hierarchy import (
-        INT8,
-        MIB,
-        PUBLISHED,
-        RAW,
-        BlockShape,
-        BoundedMemory,
-        Classes,
-        Everything,
-        StrictPlan,
-        compulsory_bytes,
-        least_cxl_bytes,
-        run_strict,
-    )
     from flowkv.sim.replay import (
         OnePlace,
         PlaceStack,
