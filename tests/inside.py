@@ -162,6 +162,7 @@ if TYPE_CHECKING:
         ERROR,
         LEAST,
         NAMES,
+        OTHERS,
         RULES,
         SECONDS_BUCKETS,
         Histogram,
@@ -169,19 +170,18 @@ if TYPE_CHECKING:
         Metrics,
         Series,
         Spread,
+        Tenancy,
     )
     from flowkv.observe.metrics import MOST as metrics_MOST
     from flowkv.observe.otel import Bridge
     from flowkv.observe.prometheus import Exporter
     from flowkv.observe.timeline import (
         LATENCIES,
-        OTHERS,
         Lanes,
         Meeting,
         RequestLane,
         RequestPhase,
         Serving,
-        Tenancy,
         Timeline,
         Timelines,
         TraceFile,
@@ -218,7 +218,6 @@ if TYPE_CHECKING:
         beyond,
         bin_of,
         decay,
-        fresh_model,
         hazard,
         hinted_index,
         index,
@@ -228,7 +227,7 @@ if TYPE_CHECKING:
         value_of,
     )
     from flowkv.policy.hazard.compiled import describe as compiled_describe
-    from flowkv.policy.hazard.index import is_model
+    from flowkv.policy.hazard.index import fresh_model, is_model
     from flowkv.policy.hedge import STAKE
     from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
     from flowkv.policy.order.compiled import (

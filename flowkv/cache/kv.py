@@ -59,8 +59,8 @@ from flowkv.core.errors import (
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, Shard, as_tokens, tenant_salt
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
-from flowkv.observe.metrics import Level, Metrics
-from flowkv.observe.timeline import Tenancy, TraceFile
+from flowkv.observe.metrics import Level, Metrics, Tenancy
+from flowkv.observe.timeline import TraceFile
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Lease, Policy, configure
 from flowkv.policy.prefetch import PrefetchConfig

@@ -224,15 +224,6 @@ MOST_INDEX = 1e6
 CERTAIN = 1.0 - 1e-9  # more than rounding can add to a ratio
 
 
-def fresh_model() -> Array:
-    """A model that has seen nothing."""
-    model = np.zeros((1, MODEL_SIZE))
-    model[0, BASES:REACH:2] = FIRST_BASE
-    model[0, BASES + 1 : REACH : 2] = 1.0
-    model[0, REACH] = 1.0
-    return model
-
-
 @inner
 def decay(x: float) -> float:
     """e^-x for x >= 0, to 1e-12, from correctly rounded operations only."""

@@ -28,9 +28,11 @@ from flowkv.policy.hazard.compiled import (
     BUCKETS,
     COUNTERS,
     FEATURES,
+    FIRST_BASE,
     INDEX,
     KNOTS,
     LOSS,
+    MODEL_SIZE,
     NEXT,
     OWN,
     REACH,
@@ -42,7 +44,6 @@ from flowkv.policy.hazard.compiled import (
     WEIGHT_LIMIT,
     advance,
     bin_of,
-    fresh_model,
     take_next,
     value_of,
     worth_of,
@@ -237,6 +238,15 @@ def model_of(saved: bytes) -> NDArray[np.float64]:
     if not is_model(row[None]):
         raise ConfigError("the hazard model holds what no model learns", wrong)
     return row
+
+
+def fresh_model() -> NDArray[np.float64]:
+    """A model that has seen nothing."""
+    model = np.zeros((1, MODEL_SIZE))
+    model[0, BASES:REACH:2] = FIRST_BASE
+    model[0, BASES + 1 : REACH : 2] = 1.0
+    model[0, REACH] = 1.0
+    return model
 
 
 def is_model(models: NDArray[np.float64]) -> bool:
