@@ -147,7 +147,7 @@ REFUSED, SHARES, GROWS, FILLS = 1, 2, 4, 8
 
 
 class Advance(NamedTuple):
-    """What a step does to its rows.
+    """The advance of rows by one step.
 
     Attributes:
         rows: int32 `[B]`: lines.

@@ -1517,7 +1517,7 @@ def plan(
 
 
 class Asked(Protocol):
-    """What a request says about its row, see `KV.open`."""
+    """Options of a request for its row, see `KV.open`."""
 
     @property
     def tenant(self) -> str | None:

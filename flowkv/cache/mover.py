@@ -42,7 +42,7 @@ SHARE = 8
 
 
 class IOPriority(IntEnum):
-    """Who goes first."""
+    """Priorities of requests; the lowest goes first."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -112,7 +112,7 @@ class TransferRequest:
 
 
 class Schedule:
-    """What one tier is asked, and what waits for that.
+    """The requests of one tier, and what waits for them.
 
     Args:
         demand_bytes: Most bytes of demands in flight; one alone may be larger.

@@ -135,7 +135,7 @@ class _Queued(NamedTuple):
 
 
 class DevicePrefetcher:
-    """What one device's prefetcher asks (`Reach`), is told, and has done. Callers hold the KV lock.
+    """The prefetcher of one device, with what it asks (`Reach`). Callers hold the KV lock.
 
     Args:
         store: Where everything lies.

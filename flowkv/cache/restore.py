@@ -1155,7 +1155,7 @@ class Late(FlowKVError, TimeoutError):
 
 
 class _Phase(Enum):
-    """How far a restore is."""
+    """Phases of a restore."""
 
     FRONT = "the front is computed while the back is loaded"
     BEHIND = "the rest is loaded behind the suffix"

@@ -1,4 +1,4 @@
-"""Where blocks lie, on devices and tiers: what is given up for new pages, and where it goes.
+"""The page store: where blocks lie, what is given up for new pages, and where that goes.
 
 Identity and residency are decided here, by one writer at a time (the KV lock); policies only order
 slots.
@@ -200,7 +200,7 @@ MOST_WAITING = 1 << 12
 
 
 class Verdict(NamedTuple):
-    """How far a page lies from what the model computes in its place.
+    """The distance of a page from what the model computes in its place.
 
     Attributes:
         error: Greatest distance of a token's keys or values, relative to their size.
@@ -292,7 +292,7 @@ AWAY = ("breaker", "closed")
 
 
 class ReadFrom(NamedTuple):
-    """Where a page may be read from, and as what.
+    """A place from which a page may be read, and its form there.
 
     Attributes:
         tier: Number in the stack.

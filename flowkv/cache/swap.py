@@ -1,4 +1,4 @@
-"""What sequences take of devices, how they give it up for a while, and snapshots of states."""
+"""Swapping: sequences give their device memory up for a while; snapshots of recurrent states."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class _Level:
 
 
 class _Hold:
-    """What somebody looked up for a request, and which of it failed to load or is asked for.
+    """A look-up for one request: its names, those asked for, and those that failed to load.
 
     Attributes:
         since_ns: When it was looked at last.

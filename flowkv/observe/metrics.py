@@ -37,7 +37,7 @@ class Level(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """What a metric is.
+    """The definition of a metric.
 
     Attributes:
         kind: "counter", "gauge" or "histogram".
@@ -197,7 +197,7 @@ RULES: Mapping[type[Event], Mapping[str, Metric]] = MappingProxyType(
 
 
 class MetricReading(NamedTuple):
-    """What an event says about one metric.
+    """The reading of one metric from an event.
 
     Attributes:
         kind: "counter": add `values[0]`; "gauge": set it; "histogram": add all of `values`.
@@ -243,7 +243,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram:
-    """How values are spread over buckets.
+    """A histogram: counts of values by bucket.
 
     Attributes:
         bounds: Upper bounds of the buckets, ascending, without the last one, which has none.
@@ -444,7 +444,7 @@ class Metrics:
 
 
 class Observable(Protocol):
-    """What has a bus and counts it: a `KV`."""
+    """An owner of a bus and its metrics: a `KV`."""
 
     @property
     def bus(self) -> Bus:
@@ -602,7 +602,7 @@ class Bucket(NamedTuple):
 
 
 class Spread:
-    """How values of at least zero are spread. Not thread-safe.
+    """The distribution of values of at least zero. Not thread-safe.
 
     Attributes:
         count: Values so far.

@@ -1,4 +1,4 @@
-"""What happened when: restores, requests of engines, how an engine serves, and traces of all that.
+"""Timelines of restores and of engines' requests, statistics of serving, and trace files.
 
     with Timelines(kv.bus) as restores:
         model.generate(**inputs)
@@ -35,7 +35,7 @@ _MOST_UNDER_WAY = 1024  # requests whose end may still come; older ones were cal
 
 
 class Meeting(NamedTuple):
-    """Where the computed tokens and the loaded ones met.
+    """The point where the computed tokens and the loaded ones met.
 
     Attributes:
         token: First token that was loaded; what lies before it was computed or there already.
@@ -567,7 +567,7 @@ _HIDDEN = frozenset({"tenant", "started_s", "seconds", "gaps_s"})
 
 
 class TracePlace(NamedTuple):
-    """Where an event is shown, and as what.
+    """The track on which an event is shown, and its form.
 
     Attributes:
         rank: Groups are ordered by it.

@@ -57,7 +57,7 @@ def climb(here: Array, seen: Array, parents: Array, tip: int, out: Array) -> tup
 
 
 class Course:
-    """What happened, request by request.
+    """The course of a replay, request by request.
 
     Attributes:
         hits: i8 [R], leading blocks that were there.
@@ -724,7 +724,7 @@ class Warm(Protocol):
 
 
 class ReplaySettings(TypedDict, total=False):
-    """How a trace is replayed, besides policy and size. Every field may be left out.
+    """Settings of a replay besides policy and size. Every field may be left out.
 
     Attributes:
         options: Of the policy, if it is given by name.

@@ -278,7 +278,7 @@ LAYOUTS = (b"\1" * 16, b"\2" * 16)
 
 
 class Sketch(NamedTuple):
-    """What a frame is made from; small, so that a failing example can be read."""
+    """The ingredients of a frame; small, so that a failing example can be read."""
 
     kind: str
     codec: int
@@ -708,7 +708,7 @@ PAGE_KINDS = (
 
 
 class Codec(Protocol):
-    """What `check_codec` needs of a codec of your own; K is `[Hk, P, D]`, V `[Hk, P, Dv]`."""
+    """The protocol `check_codec` needs of your codec; K is `[Hk, P, D]`, V `[Hk, P, Dv]`."""
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> bytes:
         """A page as bytes; raises `ValueError` for NaN and infinity."""

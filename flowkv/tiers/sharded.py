@@ -63,7 +63,7 @@ def stored_key(key: bytes, heads: Heads) -> bytes:
 
 
 class Form(NamedTuple):
-    """What a layout fingerprint means to a rank.
+    """The meaning of a layout fingerprint for a rank.
 
     Attributes:
         group: Index of the layer group.

@@ -251,7 +251,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found. `print(report)` shows it as a small table.
+    """The result of `verify`. `print(report)` shows it as a small table.
 
     Attributes:
         model: Class of the model.

@@ -44,7 +44,7 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
 
 
 class LayerSpec(NamedTuple):
-    """What one decoder layer keeps, as transformers' configuration says.
+    """The state that one decoder layer keeps, as transformers' configuration says.
 
     Attributes:
         kind: Kind of attention; "recurrent" for a state only, "none" for nothing.
@@ -99,7 +99,7 @@ def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
 
 
 class PlacedLayer:
-    """Where one layer's pages are.
+    """The place of one layer's pages.
 
     Attributes:
         index: The model's layer index.

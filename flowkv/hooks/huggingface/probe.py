@@ -45,7 +45,7 @@ look at each other."""
 
 
 class Probe(NamedTuple):
-    """What a short forward showed.
+    """The findings of a short forward.
 
     Attributes:
         plan: The layers.

@@ -48,7 +48,7 @@ class AdmittedRows(NamedTuple):
 
 
 class ReuseWish(NamedTuple):
-    """What may be reused.
+    """Limits of what may be reused.
 
     Attributes:
         most: Most columns.
@@ -207,7 +207,7 @@ def uncount(kv: KV, seen: int, reused: int) -> None:
 
 
 class Part(NamedTuple):
-    """What a nested forward computes of one row.
+    """A span of one row that a nested forward computes.
 
     Attributes:
         row: The row of the batch whose inputs it shares.

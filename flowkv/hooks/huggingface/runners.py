@@ -478,7 +478,7 @@ _CHOICES = frozenset({"use_cache", "output_attentions", "output_hidden_states", 
 
 
 class Parts(NamedTuple):
-    """How an engine runs a model.
+    """The parts of which an engine runs a model.
 
     Attributes:
         model: The model itself; of an adapter-wrapped one, its base.

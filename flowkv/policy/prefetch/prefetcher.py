@@ -1,4 +1,4 @@
-"""Which chains to bring into a faster place before anybody asks for them.
+"""The prefetcher: chooses chains to bring into a faster place before a request asks for them.
 
 Three reasons, in this order. The *queue*: a request that waits will use its chain, certainly and
 soon. A *hint*: the application expects a chain at about some time; bringing it starts early enough
@@ -196,7 +196,7 @@ class _Moved:
 
 
 class PrefetchOutcome(NamedTuple):
-    """What was just settled.
+    """The outcome of prefetches that were just settled.
 
     Attributes:
         used: Bytes that somebody asked for, by purse.
@@ -325,7 +325,7 @@ class Outcomes:
 
 
 class PrefetchView(Protocol):
-    """What a driver knows about the place and the one below it, at this moment."""
+    """A driver's view of the place and the one below it, at this moment."""
 
     capacity_bytes: int
     """Of the place."""
@@ -347,7 +347,7 @@ class PrefetchView(Protocol):
 
 
 class Giver(Protocol):
-    """Who knows what is worth bringing and what may go for it: a `Policy`, or who speaks for it."""
+    """A judge of what is worth bringing and what may go for it: a `Policy` or a stand-in."""
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
@@ -395,7 +395,7 @@ Span = Annotated[float, Meta(gt=0.0, le=30 * 86_400.0)]
 
 
 class RegretConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `RegretGuard` can be told.
+    """Options of `RegretGuard`.
 
     Attributes:
         chunk_s: A demand may wait so long for prefetches that were sent before it, and as long as
@@ -532,7 +532,7 @@ Seconds = Annotated[float, Meta(gt=0.0)]
 
 
 class PrefetchConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `Prefetcher` can be told.
+    """Options of `Prefetcher`.
 
     Attributes:
         bytes_per_s: Most bytes a second that it brings, on average.
