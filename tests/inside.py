@@ -341,7 +341,7 @@ if TYPE_CHECKING:
     from flowkv.testing.policies import SECOND as policies_SECOND
     from flowkv.testing.policies import requests, steps_ns
     from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
-    from flowkv.testing.storage import Frame, Model, Wish, page_of
+    from flowkv.testing.storage import Frame, Model, TierRequest, page_of
     from flowkv.testing.stories import VerificationError, require
     from flowkv.tiers import envelope, host
     from flowkv.tiers.base import UNBOUNDED
