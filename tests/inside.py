@@ -1,4 +1,4 @@
-"""What tests look at inside FlowKV, and where it lies: whoever moves it changes this file alone.
+"""FlowKV's internals that tests name, and their places: a change that moves one changes this file.
 
 What is public is imported from where users import it. Nothing is loaded before a test asks for it,
 so what an optional package or a device brings is missed only by those tests that need it.

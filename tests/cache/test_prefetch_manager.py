@@ -1,4 +1,4 @@
-"""What is expected comes back to the device before anybody asks, and nothing else does."""
+"""Prefetch to the device: expected pages come back before a request asks, and no others do."""
 
 from __future__ import annotations
 

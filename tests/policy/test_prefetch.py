@@ -1,4 +1,4 @@
-"""What the prefetcher decides: against its reference, and its invariants, over a small shop."""
+"""The prefetcher's decisions: against its reference, and its invariants, over a small shop."""
 
 from __future__ import annotations
 
