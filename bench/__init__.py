@@ -1,1 +1,1 @@
-"""What measures FlowKV: `python -m bench`, and the modules behind it."""
+"""Benchmarks of FlowKV: `python -m bench`, and the modules behind it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import bench.engines.command
+import bench.hierarchy
 import bench.policy.command
 import bench.real
 import bench.restore.command
@@ -22,6 +23,7 @@ def parser() -> Parser:
     )
     verb = adder(made.add_subparsers(title="verbs", metavar="VERB", required=True))
     bench.real.add_verbs(verb)
+    bench.hierarchy.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):
         measured.command.add_verbs(verb)
     return made

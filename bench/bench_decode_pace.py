@@ -1,4 +1,4 @@
-"""Whether live decodes keep their pace while prompts are restored beside them.
+"""Pace of live decodes while prompts are restored beside them.
 
     python -m bench.bench_decode_pace              # a table
     python -m bench.bench_decode_pace --json       # one JSON object

@@ -1,4 +1,4 @@
-"""What automatic defragmentation is worth, and what it costs: a pool of three sizes under churn.
+"""Gain and cost of automatic defragmentation: a pool of three sizes under churn.
 
     python -m bench.bench_defragmentation [--steps 20000] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What a turn of the engine costs beside the model: time per step of 64 rows, by context length.
+"""Cost of an engine's turn beside the model: time per step of 64 rows, by context length.
 
     pytest bench/bench_engine.py --benchmark-columns=min,median,mean,rounds
 

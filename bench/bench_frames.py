@@ -1,4 +1,4 @@
-"""What checking, encrypting and compressing frames costs, as ratios within one run.
+"""Cost of checking, encrypting and compressing frames, as ratios within one run.
 
     python -m pytest bench/bench_frames.py -s
 

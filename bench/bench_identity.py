@@ -1,4 +1,4 @@
-"""What naming a model costs, and noticing that nothing changed: `python -m bench.bench_identity`.
+"""Cost of naming a model, and of noticing that nothing changed: `python -m bench.bench_identity`.
 
 A random decoder of 30 layers and 538 MB of fp32 weights. Everything is measured in one run, medians
 with the least and the most, beside what it is a share of: reading the weights once (`torch.sum`),

@@ -1,4 +1,4 @@
-"""What watching an engine costs: per step, and as a share of a step of 64 rows.
+"""Cost of watching an engine: per step, and as a share of a step of 64 rows.
 
     python -m bench.bench_observe              # a table
     python -m bench.bench_observe --json       # one JSON object

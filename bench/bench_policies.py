@@ -1,4 +1,4 @@
-"""What a decision costs: blocks per second and overhead per call, for every row of the catalogue.
+"""Cost of a decision: blocks per second and overhead per call, for every row of the catalogue.
 
     pytest bench/bench_policies.py --benchmark-columns=min,median,rounds,iterations
 

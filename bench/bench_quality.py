@@ -1,4 +1,4 @@
-"""What codecs and dropped tokens cost in bits per byte, on the trained fixture, on the CPU.
+"""Cost of codecs and dropped tokens in bits per byte, on the trained fixture, on the CPU.
 
     python -m bench.bench_quality [--windows 400] [--part codecs|auto|drop] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What a step and a look-up cost on the host, beside the model: time per call, by context length.
+"""Cost of a step and of a look-up on the host, beside the model: time per call, by context length.
 
     pytest bench/bench_runtime.py --benchmark-columns=min,median,mean,rounds
 

@@ -1,4 +1,4 @@
-"""What schedulers gain on a mixed load (simulated), and what deciding a turn costs (measured).
+"""Gain of schedulers on a mixed load (simulated), and cost of deciding a turn (measured).
 
     python -m bench.bench_schedulers              # tables
     python -m bench.bench_schedulers --json       # one JSON object

@@ -1,4 +1,4 @@
-"""What the compiler makes of the Triton kernels: registers, spills, shared memory, instructions.
+"""Code generated for the Triton kernels: registers, spills, shared memory, instructions.
 
 Needs no GPU. A driver without a device lets the real launch code run on tensors of the CPU, so that
 exactly what a GPU would be given is compiled for it, and every launch is recorded and dropped:

@@ -1,4 +1,4 @@
-"""What a compiled kernel is made of: registers, spills, shared memory, instructions of its loop."""
+"""Contents of a compiled kernel: registers, spills, shared memory, instructions of its loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else keeps blocks on a disk: a file per block, and RocksDB. For `bench.bench_disk`."""
+"""Other stores of blocks on a disk: a file per block, and RocksDB. For `bench.bench_disk`."""
 
 from __future__ import annotations
 

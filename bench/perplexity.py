@@ -1,4 +1,4 @@
-"""What caches cost in quality on real weights: part `quality` of `python -m bench real`.
+"""Quality of caches on real weights: part `quality` of `python -m bench real`.
 
 English prose is read in contexts, in chunks of 128 tokens, through one cache after the other. A
 chunk sees the tokens before it as the cache keeps them, and its own as they are: FlowKV's pages

@@ -1,4 +1,4 @@
-"""What is promised, beside what came of it, on a screen."""
+"""Tables of promises beside what was measured, on a screen."""
 
 from __future__ import annotations
 

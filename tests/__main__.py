@@ -1,4 +1,4 @@
-"""What must hold before a change lands: `python -m tests [--all | --thorough] [words for pytest]`.
+"""The test command: `python -m tests [--all | --thorough] [words for pytest]`.
 
 Style, import contracts, types, then the tests (documentation snippets are among them): the fast
 ones, or with `--all` the thorough ones too. With `--thorough` only those run, without the stages

@@ -1,4 +1,4 @@
-"""What FlowKV must never do, whatever the input: noticed while the whole suite runs.
+"""An audit of the whole suite's run: calls that FlowKV must never make, whatever the input.
 
 An audit hook looks at who asks. Python's own libraries, numba's cache and pytest may unpickle and
 compile; a frame of ours may not, nor may anything that it calls open a port for others.

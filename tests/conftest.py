@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, poisoned empty tensors, one torch thread per worker."""
+"""Fixtures of every test: fixed seeds, poisoned empty tensors, one torch thread per worker."""
 
 from __future__ import annotations
 

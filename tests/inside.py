@@ -1,4 +1,4 @@
-"""What tests look at inside FlowKV, and where it lies: whoever moves it changes this file alone.
+"""FlowKV's internals that tests name, and their places: a change that moves one changes this file.
 
 What is public is imported from where users import it. Nothing is loaded before a test asks for it,
 so what an optional package or a device brings is missed only by those tests that need it.
@@ -162,6 +162,7 @@ if TYPE_CHECKING:
         ERROR,
         LEAST,
         NAMES,
+        OTHERS,
         RULES,
         SECONDS_BUCKETS,
         Histogram,
@@ -169,19 +170,18 @@ if TYPE_CHECKING:
         Metrics,
         Series,
         Spread,
+        Tenancy,
     )
     from flowkv.observe.metrics import MOST as metrics_MOST
     from flowkv.observe.otel import Bridge
     from flowkv.observe.prometheus import Exporter
     from flowkv.observe.timeline import (
         LATENCIES,
-        OTHERS,
         Lanes,
         Meeting,
         RequestLane,
         RequestPhase,
         Serving,
-        Tenancy,
         Timeline,
         Timelines,
         TraceFile,
@@ -218,7 +218,6 @@ if TYPE_CHECKING:
         beyond,
         bin_of,
         decay,
-        fresh_model,
         hazard,
         hinted_index,
         index,
@@ -228,7 +227,7 @@ if TYPE_CHECKING:
         value_of,
     )
     from flowkv.policy.hazard.compiled import describe as compiled_describe
-    from flowkv.policy.hazard.index import is_model
+    from flowkv.policy.hazard.index import fresh_model, is_model
     from flowkv.policy.hedge import STAKE
     from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
     from flowkv.policy.order.compiled import (
@@ -315,20 +314,6 @@ if TYPE_CHECKING:
     from flowkv.sim.generate import MarkovTraceConfig, bursts, poisson, transitions, walk
     from flowkv.sim.hardware import CODECS as hardware_CODECS
     from flowkv.sim.hardware import HARDWARE, MODELS, Shape, block_costs
-    from flowkv.sim.hierarchy import (
-        INT8,
-        MIB,
-        PUBLISHED,
-        RAW,
-        BlockShape,
-        BoundedMemory,
-        Classes,
-        Everything,
-        StrictPlan,
-        compulsory_bytes,
-        least_cxl_bytes,
-        run_strict,
-    )
     from flowkv.sim.replay import (
         OnePlace,
         PlaceStack,
@@ -356,7 +341,7 @@ if TYPE_CHECKING:
     from flowkv.testing.policies import SECOND as policies_SECOND
     from flowkv.testing.policies import requests, steps_ns
     from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
-    from flowkv.testing.storage import Frame, Model, Wish, page_of
+    from flowkv.testing.storage import Frame, Model, TierRequest, page_of
     from flowkv.testing.stories import VerificationError, require
     from flowkv.tiers import envelope, host
     from flowkv.tiers.base import UNBOUNDED

@@ -12,10 +12,8 @@ import pytest
 from flowkv import KV, cli
 from flowkv.connect.events import EventPublisher
 from flowkv.sim import generate, replay
-from flowkv.sim.hierarchy import published_workload
 from tests.cache.toy import PAGE, make_kv, published, simple
 from tests.report.drawn import curves
-from tests.sim.writers import write_workload
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
@@ -43,20 +41,11 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return err
 
 
-@pytest.fixture
-def steps(tmp_path: Path) -> str:
-    """The first steps of the published workload, as a file."""
-    full = published_workload()
-    path = tmp_path / "steps.jsonl"
-    write_workload(path, full._replace(steps=full.steps[:3], positions=full.positions[:3]))
-    return str(path)
-
-
 def test_sim_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: flowkv sim" in refused(capsys, "sim")
 
 
-VERBS = ["replay", "sweep", "characterise", "record", "hierarchy"]
+VERBS = ["replay", "sweep", "characterise", "record"]
 
 
 @pytest.mark.parametrize("verb", [f"sim {name}" for name in VERBS])
@@ -255,39 +244,3 @@ def test_record_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "invalid choice" in refused(capsys, "sim", "record", "abacus", "tcp://a:1", *out)
     assert cli.main([*here, *out, "--seconds", "0.1"]) == 1
     assert "Nothing came" in capsys.readouterr().out
-
-
-def test_hierarchy_prints_three_tables(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, "sim", "hierarchy", "--trace", steps, "--policy", "lru")
-    assert "kvflow: hot, warm, cold" in out and "floor: raw, Belady" in out
-    assert out.count("exposed ms") == 3 and "Simulated." in out
-
-
-def test_hierarchy_gives_rows(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["sim", "hierarchy", "--trace", steps, "--policy", "lru,lfu-ttl", "--machine", "h200"]
-    found = rows(capsys, *words)
-    assert [row["plan"] for row in found[:2]] == ["all in HBM", "hot, warm, cold"]
-    assert {row["rules"] for row in found} == {"published", "strict", "pressure"}
-    assert sum("lfu-ttl" in row["plan"] for row in found) >= 9
-
-
-def test_hierarchy_with_room_for_everything_needs_no_link(
-    steps: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = rows(capsys, "sim", "hierarchy", "--trace", steps, "--policy", "lru", "--hbm", "4GiB")
-    assert {row["cxl_read_bytes"] for row in found if row["rules"] == "pressure"} == {0}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--policy", "magic"], "no policy 'magic'. Use one of"),
-        (["--policy", ","], "names nothing"),
-        (["--sram", "0"], "holds nothing. Give --sram and --hbm a size"),
-        (["--hbm", "much"], "is not a size. Write a size like"),
-        (["--machine", "abacus"], "no machine 'abacus'. Use kvflow"),
-        (["--trace", "/none"], "cannot read /none"),
-    ],
-)
-def test_hierarchy_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in refused(capsys, "sim", "hierarchy", *words)

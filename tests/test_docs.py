@@ -97,6 +97,33 @@ def test_the_reference_lists_every_method_of_a_cache() -> None:
     assert set(re.findall(r"`(\w+)`\s\(", rest.split(":::")[0])) == properties
 
 
+def test_the_front_page_reaches_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text()))
+    assert linked == {page.relative_to(DOCS).as_posix() for page in PAGES[1:]} - {"index.md"}
+
+
+def test_the_tour_and_the_how_tos_name_what_is_there() -> None:
+    pages = (DOCS / "explain" / "layout.md", ROOT / "CONTRIBUTING.md")
+    defined: dict[Path, set[str]] = {}
+    for source in (ROOT / "flowkv").rglob("*.py"):
+        names = defined[source] = set()
+        for node in ast.parse(source.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                inner = (part for part in node.body if isinstance(part, ast.FunctionDef))
+                names.update(f"{node.name}.{part.name}" for part in inner)
+    for page in pages:
+        text = page.read_text()
+        for path in re.findall(r"`([\w/]+/[\w/]+\.py)`", text):
+            assert (ROOT / path).is_file() or (ROOT / "flowkv" / path).is_file(), (page.name, path)
+        for path, name in re.findall(r"`([\w/]+/[\w/]+\.py)`, `([\w.]+)`", text):
+            assert name in defined[ROOT / "flowkv" / path], (page.name, path, name)
+        known = set().union(*defined.values())
+        for name in re.findall(r"`([A-Z]\w+\.\w+)`", text):
+            assert name in known, (page.name, name)
+
+
 def test_collector_sees_blocks() -> None:
     text = (
         "a\n\n```python\nx = 1\n```\n\n"

@@ -1,4 +1,4 @@
-"""Where the bench runs and how it takes the time: a GPU, or a dry run that takes none."""
+"""The machine and its timer: a GPU, or a dry run that takes no times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decisions cost on this machine: through the ledger, look-ups of 128-bit ids included."""
+"""Cost of decisions on this machine: through the ledger, look-ups of 128-bit ids included."""
 
 from __future__ import annotations
 

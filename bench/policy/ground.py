@@ -1,4 +1,4 @@
-"""What is measured on: public traces where they are, generated ones everywhere."""
+"""Traces to measure on: public ones where they are, generated ones everywhere."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Replays:
         self._known: dict[tuple[object, ...], Result] = {}
 
     def __call__(self, trace: Trace, policy: str, size: float, **settings: object) -> Result:
-        """See `flowkv.sim.replay.replay`."""
+        """Replays the trace, as `flowkv.sim.replay.replay` does."""
         key = (trace.name, len(trace), policy, size, *sorted(map(str, settings.items())))
         if key not in self._known:
             self._known[key] = replay(trace, policy, size=size, **ReplaySettings(**settings))  # type: ignore[typeddict-item]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bench.hierarchy import ExperimentRow, run_experiment
 from bench.policy.finding import Finding
-from flowkv.sim.hierarchy import ExperimentRow, run_experiment
 
 _MB, _MS = 1e6, 1e6
 

@@ -1,4 +1,4 @@
-"""What is kept: closure, the floor, prefetches, hints, warm starts."""
+"""Replays: closure, the floor, prefetches, hints, warm starts."""
 
 from __future__ import annotations
 

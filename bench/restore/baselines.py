@@ -276,7 +276,6 @@ class InOrder(RestorePolicy):
     def next_compute(
         self, state: State, among: Collection[int] | None = None
     ) -> Compute | Suffix | None:
-        """See `RestorePolicy`."""
         mine = list(state.among(among))
         due = (suffix_layer(progress, self.early) for progress in mine)
         suffix = next((op for op in due if op is not None), None)
@@ -286,7 +285,6 @@ class InOrder(RestorePolicy):
         return next((op for op in steps if op is not None), None)
 
     def next_load(self, state: State, tier: str) -> RestoreLoad | None:
-        """See `RestorePolicy`."""
         for progress in self._load_order(state, list(state)):
             source = source_on(progress.request, tier)
             if source is not None:
@@ -514,7 +512,6 @@ class Staircase(InOrder):
         self._stairs: dict[int, Stairs] = {}
 
     def forget(self, number: int) -> None:
-        """See `RestorePolicy`."""
         self._stairs.pop(number, None)
 
     def _compute(self, state: State, progress: Progress) -> Compute | None:
@@ -660,7 +657,6 @@ class TwoPointerV1(InOrder):
         self._ways: dict[int, InOrder] = {}
 
     def forget(self, number: int) -> None:
-        """See `RestorePolicy`."""
         self._ways.pop(number, None)
 
     def _compute(self, state: State, progress: Progress) -> Compute | None:

@@ -1,4 +1,4 @@
-"""Where a request is restored: its keys and values, and how far its hidden states are."""
+"""The memory of a restore: a request's keys and values, and how far its hidden states are."""
 
 from __future__ import annotations
 

@@ -101,7 +101,6 @@ class _Computed:
         self._given, self._share, self._clock = given, share, clock
 
     def wait(self) -> Ended:
-        """See `Mark`."""
         start_s, end_s = self._given.wait()
         if self._share < 1.0:
             end_s = start_s + (end_s - start_s) / self._share
@@ -133,7 +132,6 @@ class CudaProcessor:
         self._share, self.ahead = share, _LAYERS_AHEAD if share == 1.0 else 1
 
     def begin(self, op: Op, clock: Clock) -> _Computed:
-        """See `Device`."""
         assert not isinstance(op, RestoreLoad)
         with self._stream.used():
             first = self._times.record(self._stream.stream)
@@ -149,7 +147,6 @@ class _Copied:
         self._given, self._slot, self._ok, self._clock = given, slot, ok, clock
 
     def wait(self) -> Ended:
-        """See `Mark`."""
         start_s, end_s = self._given.wait()
         rest(self._slot[1], self._clock)
         return Ended(max(start_s, self._slot[0]), max(end_s, self._slot[1]), self._ok)
@@ -171,7 +168,6 @@ class CudaCopier:
         self._link, self._stream, self._times, self.ahead = link, stream, times, _LOADS_AHEAD
 
     def begin(self, op: Op, clock: Clock) -> _Copied:
-        """See `Device`."""
         assert isinstance(op, RestoreLoad)
         slot = self._link.slot(op, clock())
         with self._stream.used():

@@ -1,4 +1,4 @@
-"""What an engine hands its ops to: a device begins them in order and tells when each has ended."""
+"""Devices: an engine's operations begin in order, and each tells when it has ended."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class Done(NamedTuple):
     ended: Ended
 
     def wait(self) -> Ended:
-        """See `Mark`."""
         return self.ended
 
 

@@ -25,7 +25,6 @@ class _Due:
         self._ended, self._clock = Ended(start_s, end_s, ok), clock
 
     def wait(self) -> Ended:
-        """See `Mark`."""
         rest(self._ended.end_s, self._clock)
         return self._ended
 
@@ -50,7 +49,6 @@ class Sleeper:
         self._seconds, self._fails, self._free_s, self.ahead = seconds, fails, 0.0, _AHEAD
 
     def begin(self, op: Op, clock: Clock) -> _Due:
-        """See `Device`."""
         start_s = max(self._free_s, clock())
         self._free_s = start_s + self._seconds(op)
         ok = self._fails is None or not isinstance(op, RestoreLoad) or not self._fails(op)

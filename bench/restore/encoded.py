@@ -58,7 +58,6 @@ class EncodedStore:
                 self._seal(kv, layer, first, min(size[1], first + _AT_ONCE))
 
     def fill(self, kv: torch.Tensor, op: RestoreLoad, mark: Callable[[], Mark]) -> None:
-        """See `Store`."""
         first, stop = op.tokens.first // self._unit, op.tokens.stop // self._unit
         layers = max(1, min(op.layers.size, _AT_ONCE // (stop - first)))
         for low in range(op.layers.first, op.layers.stop, layers):

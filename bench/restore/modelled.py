@@ -45,21 +45,18 @@ class Timed(RestorePolicy):
     def next_compute(
         self, state: State, among: Collection[int] | None = None
     ) -> Compute | Suffix | None:
-        """See `RestorePolicy`."""
         begun = thread_time()
         op = self.policy.next_compute(state, among)
         self.seconds += thread_time() - begun - self._reading_s
         return op
 
     def next_load(self, state: State, tier: str) -> RestoreLoad | None:
-        """See `RestorePolicy`."""
         begun = thread_time()
         op = self.policy.next_load(state, tier)
         self.seconds += thread_time() - begun - self._reading_s
         return op
 
     def forget(self, number: int) -> None:
-        """See `RestorePolicy`."""
         self.policy.forget(number)
 
 
@@ -70,18 +67,16 @@ class _Modelled:
         self._cells = cells
 
     def cells(self) -> Sequence[Cell]:
-        """See `Engine`."""
         return self._cells
 
     def policies(self, cell: Cell) -> Sequence[str]:
-        """See `Engine`. Stages need a policy that knows of them, which is one."""
+        """Stages need a policy that knows of them, which is one."""
         return [OURS] if cell.part == STAGED else list(RESTORE_POLICIES)
 
     def close(self) -> None:
-        """See `Engine`."""
+        """Nothing is open."""
 
     def bounds(self, cell: Cell) -> Bounds:
-        """See `Engine`."""
         if cell.part == STAGED:
             bound_s = staged(costs_of(cell), cell.tokens, cell.stages).bound_s
             return Bounds(mean_s=bound_s, makespan_s=bound_s)
@@ -105,7 +100,6 @@ class Virtual(_Modelled):
         super().__init__(paper_cells(full))
 
     def run(self, cell: Cell, policy: str) -> Outcome:
-        """See `Engine`."""
         if cell.part == STAGED:
             return _staged(cell)
         timed, costs = Timed(make_restore_policy(policy)), costs_of(cell)
@@ -144,7 +138,6 @@ class Emulated(_Modelled):
         self.repetitions = 5 if full else 2
 
     def run(self, cell: Cell, policy: str) -> Outcome:
-        """See `Engine`."""
         timed, costs = Timed(make_restore_policy(policy)), costs_of(cell)
         requests = requests_of(cell)
         found = emulate(requests, timed, costs, Measured(costs))

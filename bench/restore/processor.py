@@ -28,7 +28,6 @@ class Processor:
         self._canvases, self._share, self.ahead = canvases, share, 1
 
     def begin(self, op: Op, clock: Clock) -> Done:
-        """See `Device`."""
         assert not isinstance(op, RestoreLoad)
         start_s = clock()
         self._canvases[op.request].compute(op)
@@ -89,7 +88,6 @@ class Copier:
         self._link, self.ahead = link, 1
 
     def begin(self, op: Op, clock: Clock) -> Done:
-        """See `Device`."""
         assert isinstance(op, RestoreLoad)
         start_s = clock()
         _, due_s = self._link.slot(op, start_s)  # the copy is part of the time that a load takes

@@ -1,4 +1,4 @@
-"""What is promised of restores, beside what came of it."""
+"""Promises of restores, beside what was measured."""
 
 from __future__ import annotations
 

@@ -44,11 +44,9 @@ class _Real:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def policies(self, cell: Cell) -> Sequence[str]:
-        """See `Engine`."""
         return list(RESTORE_POLICIES)
 
     def close(self) -> None:
-        """See `Engine`."""
         if self._made is not None:
             self._made[1].close()
             self._made = None
@@ -57,11 +55,10 @@ class _Real:
             self._folder = None
 
     def bounds(self, cell: Cell) -> Bounds:
-        """See `Engine`: by what things took at their fastest, just before."""
+        """By what things took at their fastest, just before."""
         return bounds_of(self._engine(cell).requests(), self._calibrated(cell))
 
     def run(self, cell: Cell, policy: str) -> Outcome:
-        """See `Engine`."""
         engine, costs = self._engine(cell), Measured(self._calibrated(cell))
         timed = Timed(make_restore_policy(policy))
         rate, share = _rate(cell), cell.compute_share
@@ -128,7 +125,7 @@ class Processor(_Real):
         self._known: list[Cell] = []
 
     def cells(self) -> Sequence[Cell]:
-        """See `Engine`. Links are as fast as makes the better of two pointers interesting."""
+        """Links are as fast as makes the better of two pointers interesting."""
         if not self._known:
             for model in ("small", "wide"):
                 self._known += self._cells_of(model)
@@ -197,7 +194,6 @@ class Cuda(_Real):
         self._full, self._gpu = full, torch.cuda.get_device_name()
 
     def cells(self) -> Sequence[Cell]:
-        """See `Engine`."""
         return [
             cell
             for model in (GRID_MODELS if self._full else GRID_MODELS[:1])

@@ -1,4 +1,4 @@
-"""What is restored, and what came of it: one cell of the protocol, one line of its table."""
+"""Rows: one cell of the protocol with its result, one line of the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the keys and values of a prefix lie before a restore: in host memory, or in a file."""
+"""Stores of a prefix's keys and values before a restore: host memory, or a file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class HostStore:
         self.cell_bytes = float(self.kv[0, 0].nbytes)
 
     def fill(self, kv: torch.Tensor, op: RestoreLoad, mark: Callable[[], Mark]) -> None:
-        """See `Store`."""
         where = slice(*op.tokens)
         for layer in range(*op.layers):  # tokens of a layer lie side by side: one copy each
             kv[layer, where].copy_(self.kv[layer, where], non_blocking=True)
@@ -103,7 +102,6 @@ class FileStore:
             ) from error
 
     def fill(self, kv: torch.Tensor, op: RestoreLoad, mark: Callable[[], Mark]) -> None:
-        """See `Store`."""
         most = self._ring.n_bytes // (self._unit * self._cell_bytes) * self._unit
         for layer in range(*op.layers):
             for first in range(op.tokens.first, op.tokens.stop, most):

@@ -1,4 +1,4 @@
-"""What the rows say together: a line per policy."""
+"""The table of all rows: a line per policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is compared with: the same model, served by transformers alone.
+"""Baselines of engines: the same model, served by transformers alone.
 
 All of them are greedy, make exactly as many tokens as are asked for, and stamp tokens when they can
 be read on the CPU.
@@ -93,7 +93,6 @@ class Generate:
         self.name = STATIC if batches else SEQUENTIAL
 
     def serve(self, asks: Sequence[Ask], clients: int) -> Outcome:
-        """See `System.serve`."""
         waiting, found = Waiting(asks, clients), dict[int, Served]()
         while taken := waiting.take(clients if self._batches else 1):
             stamps, made = self._run([ask for _, ask, _ in taken])
@@ -148,7 +147,6 @@ class Batched:
         self._manager = self._running.__enter__()
 
     def serve(self, asks: Sequence[Ask], clients: int) -> Outcome:
-        """See `System.serve`."""
         began_s, numbers, found = time.perf_counter(), dict[str, int](), dict[int, Served]()
         coming = iter(enumerate(asks))
         closed = not any(ask.at_s for ask in asks)

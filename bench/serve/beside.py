@@ -1,4 +1,4 @@
-"""Whether live decodes keep their pace while prefixes of others are restored."""
+"""Pace of live decodes while prefixes of others are restored."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ class Engined:
         self.name, self._caching = name, caching
 
     def serve(self, asks: Sequence[Ask], clients: int) -> Outcome:
-        """See `baselines.System.serve`."""
         load = _Clients(self._engine, asks, caching=self._caching)
         pages = _Pages()
         following = self._kv.bus.subscribe(pages, EngineStep)

@@ -1,4 +1,4 @@
-"""What is measured: one model, alone for the baselines, and behind engines of several settings."""
+"""The ground of measuring: one model, alone for baselines, and behind several engines."""
 
 from __future__ import annotations
 

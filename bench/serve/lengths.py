@@ -1,4 +1,4 @@
-"""How long prompts and answers are: drawn from what was fitted, or from a public trace.
+"""Lengths of prompts and answers: drawn from what was fitted, or from a public trace.
 
 Source of the fits: the Azure LLM inference trace of 2023 (Patel et al., "Splitwise", arXiv
 2311.18677), lengths of 19,366 conversations and 8,819 completions of code: mean and deviation of

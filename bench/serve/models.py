@@ -1,4 +1,4 @@
-"""What measuring needs of transformers: models of a shape, and its own continuous batching."""
+"""Parts of transformers for measuring: models of a shape, and its own continuous batching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is promised of many requests at once, beside what rows say."""
+"""Promises of many requests at once, beside what rows say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of requests, as their clients saw it."""
+"""Served requests, as their clients saw them."""
 
 from __future__ import annotations
 

@@ -106,7 +106,6 @@ class _Contiguous(threading.Thread):
         """Called by `generate` when it is done."""
 
     def run(self) -> None:
-        """See `threading.Thread`."""
         ids = torch.tensor(self._prompts, device=self._model.device)
         try:
             made = self._model.generate(

@@ -1,4 +1,4 @@
-"""What a step takes beside the model: deciding, planning pages, counting, handing out."""
+"""Time of a step beside the model: deciding, planning pages, counting, handing out."""
 
 from __future__ import annotations
 

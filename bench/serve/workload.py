@@ -1,4 +1,4 @@
-"""What is asked: prompts with shared beginnings, and when they come."""
+"""The workload: prompts with shared beginnings, and the times at which they come."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def _cut(seq: Sequence, page: int, *, whole: bool) -> None:
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """What `KV.explain` found. `str()` of it is one line for people.
+    """The result of `KV.explain`. `str()` of it is one line for people.
 
     Attributes:
         tokens: Length of the prompt.

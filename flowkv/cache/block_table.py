@@ -147,7 +147,7 @@ REFUSED, SHARES, GROWS, FILLS = 1, 2, 4, 8
 
 
 class Advance(NamedTuple):
-    """What a step does to its rows.
+    """The advance of rows by one step.
 
     Attributes:
         rows: int32 `[B]`: lines.
@@ -232,7 +232,7 @@ def _finish(rows, after, lengths, states):  # type: ignore[no-untyped-def]
         states[rows[b]] = READY
 
 
-class Foresight(Protocol):
+class EdgePrefetcher(Protocol):
     """Who brings what is expected next, at the edges of steps."""
 
     due_ns: int
@@ -250,7 +250,7 @@ class Planner:
         tables: Lines of all sequences.
         guard: The KV lock; every public method takes it.
         measured: Told the tokens, seconds and mean position of each committed step.
-        foresight: Brings what is expected next; None where there are no tiers to bring it from.
+        prefetches: Brings what is expected next; None where there are no tiers to bring it from.
         tails: What closed sequences leave; knows whose pages may become known.
         on_non_finite: See `Publisher`.
         on_refusal: See `Sealer`.
@@ -262,7 +262,7 @@ class Planner:
         tables: Tables,
         guard: Guard,
         measured: Callable[[int, float, float], None],
-        foresight: Foresight | None,
+        prefetches: EdgePrefetcher | None,
         *,
         tails: Tails,
         on_non_finite: Callable[[int, int], None],
@@ -280,7 +280,7 @@ class Planner:
         encodes = any(forms.ladder.rungs for forms in store.forms)
         self.sealer = Sealer(store, tables, on_refusal) if encodes else None
         self.compactor = Compactor(store, tables, store.defragment_bytes)
-        self.measured, self._foresight = measured, foresight
+        self.measured, self._prefetches = measured, prefetches
         self.publisher = Publisher(store, tables, tails.allowed, on_non_finite)
         self.tails = tails
         self._places = {
@@ -697,9 +697,9 @@ class Planner:
 
     def look_ahead(self) -> None:
         """Brings what is expected next, if anything is. Callers hold the KV lock."""
-        due_ns = self._foresight.due_ns if self._foresight is not None else NEVER_NS
-        if self._foresight is not None and due_ns < NEVER_NS and due_ns <= self.store.now_ns():
-            self._foresight.edge()
+        due_ns = self._prefetches.due_ns if self._prefetches is not None else NEVER_NS
+        if self._prefetches is not None and due_ns < NEVER_NS and due_ns <= self.store.now_ns():
+            self._prefetches.edge()
 
     def undo(self, step: Advance) -> None:
         """Gives back the pages of a step that did not happen."""

@@ -1,4 +1,4 @@
-"""What leaves a cache: pages and states in a file, named tensors on a tier, what is erased."""
+"""Export and erasure: pages and states in a file, named tensors on a tier, what is erased."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ _PATIENCE_S = 10.0
 
 
 class Exported(NamedTuple):
-    """What a file got.
+    """Counts of what was written to a file.
 
     Attributes:
         frames: Pages and states.
@@ -286,7 +286,7 @@ class Exported(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a file gave.
+    """Counts of what was read from a file.
 
     Attributes:
         frames: Pages and states that are known now.
@@ -769,7 +769,7 @@ _ERASING_S = 0.1
 
 
 class Realm(NamedTuple):
-    """Whose frames are meant: those that carry what is said here.
+    """A selection of frames: those that carry what is said here.
 
     Attributes:
         tenant: Tenant salt; None for any.

@@ -37,7 +37,7 @@ _BATCH = 64
 
 
 class Ghost(NamedTuple):
-    """What is left of a block.
+    """The remains of a block that is gone.
 
     Attributes:
         slot: What policies know it as.

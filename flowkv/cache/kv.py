@@ -59,8 +59,8 @@ from flowkv.core.errors import (
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, Shard, as_tokens, tenant_salt
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
-from flowkv.observe.metrics import Level, Metrics
-from flowkv.observe.timeline import Tenancy, TraceFile
+from flowkv.observe.metrics import Level, Metrics, Tenancy
+from flowkv.observe.timeline import TraceFile
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Lease, Policy, configure
 from flowkv.policy.prefetch import PrefetchConfig
@@ -311,7 +311,7 @@ class KV:
         self._handing_over = 0  # blocks of `hand_over` that are open
         self._traces: list[TraceFile] = []
         self.planner: Planner | None = None
-        self.foresight: PrefetchManager | None = None
+        self.prefetches: PrefetchManager | None = None
         self._levels, self._accounts = source(self), list[Account]()
         self.metrics.source(self._levels)
         if geometry is not None:
@@ -352,7 +352,7 @@ class KV:
             self.planner.store.flush(self.config.load_deadline_s)
             self.planner.store.detach_tiers()
         self._introduce(namespace)
-        foresight: PrefetchManager | None = None  # which needs the store that tells it
+        prefetches: PrefetchManager | None = None  # which needs the store that tells it
         store = PageStore(
             geometry,
             pools,
@@ -363,15 +363,15 @@ class KV:
             config=self.config,
             gate=self.gate,
             sends=lambda: self._handing_over > 0,
-            on_drop=lambda slots: foresight.dropped(slots) if foresight is not None else None,
-            on_unused=lambda block: foresight.unused(block) if foresight is not None else None,
+            on_drop=lambda slots: prefetches.dropped(slots) if prefetches is not None else None,
+            on_unused=lambda block: prefetches.unused(block) if prefetches is not None else None,
             give_up_late=lambda: loader.expire(),  # noqa: PLW0108 - which needs the store
         )
         self.loader = loader = PageLoader(store)
-        self.foresight = foresight = self._look_out(store)
+        self.prefetches = prefetches = self._open_prefetches(store)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
         self.planner = Planner(
-            *(store, tables, self.lock, self.gate.computed, foresight),
+            *(store, tables, self.lock, self.gate.computed, prefetches),
             tails=Tails(store, tables, self._open, self._may_publish),
             on_non_finite=self._non_finite,
             on_refusal=self._refused,
@@ -380,7 +380,7 @@ class KV:
         self.snapshots = Snapshots(self.restorer)
         self.restores = RestoreScheduler(self.restorer)
         self._tell(learned.load)
-        self.visits = RequestTracker(self.planner, foresight)
+        self.visits = RequestTracker(self.planner, prefetches)
         self.queue = Queue(self.visits, self.lock)
         self.auditor = Auditor(self.restorer, self._like, self.step, self._condemned)
         if self.config.record and not self._recordings:
@@ -398,7 +398,7 @@ class KV:
         if isinstance(self.config.prefetch, dict):
             configure(PrefetchConfig, "prefetch", self.config.prefetch)
 
-    def _look_out(self, store: PageStore) -> PrefetchManager | None:
+    def _open_prefetches(self, store: PageStore) -> PrefetchManager | None:
         """What brings pages nearer before they are asked for; None without a tier, or if off."""
         if not store.tiers or self.config.prefetch == "off":
             return None
@@ -797,10 +797,10 @@ class KV:
             return queued
 
     def _nearer(self, seq: Sequence, queued: WaitingRequest) -> Prefetch:
-        if self.foresight is None:
+        if self.prefetches is None:
             return self._bring(seq)
         self.restorer.absent(seq)  # which asks tiers that others write to
-        return self.foresight.enqueue(queued.request, self.visits.chains(seq))
+        return self.prefetches.enqueue(queued.request, self.visits.chains(seq))
 
     def _bring(self, seq: Sequence) -> Prefetch:
         prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)
@@ -1349,8 +1349,8 @@ class KV:
             }
             if planner is None:
                 return report
-            if self.foresight is not None:
-                report["prefetch"] = self.foresight.report()
+            if self.prefetches is not None:
+                report["prefetch"] = self.prefetches.report()
             ours, quotas = not self.inherited, self.config.quotas
             return report | store_report(planner.store, planner.tables, quotas, tiers=ours)
 
@@ -1517,7 +1517,7 @@ def plan(
 
 
 class Asked(Protocol):
-    """What a request says about its row, see `KV.open`."""
+    """Options of a request for its row, see `KV.open`."""
 
     @property
     def tenant(self) -> str | None:

@@ -149,7 +149,7 @@ class PageLoad:
         self.take(fresh[0])
         return True
 
-    def wish(self, source: ReadFrom, first: int, count: int) -> tuple[Load, torch.Tensor]:
+    def request(self, source: ReadFrom, first: int, count: int) -> tuple[Load, torch.Tensor]:
         """What a tier is asked for some layers, and the memory that it fills.
 
         That is the page itself, or pinned memory beside a GPU.
@@ -330,12 +330,12 @@ class LayerSlice(NamedTuple):
     """Some layers of a page.
 
     Attributes:
-        inbound: The page.
+        page_load: The page.
         first: First of them, within its group.
         stripes: How many.
     """
 
-    inbound: PageLoad
+    page_load: PageLoad
     first: int
     stripes: int
 
@@ -401,7 +401,7 @@ class _Trip:
     asked_s: float = field(default_factory=time.perf_counter)
     given_up: bool = False
     joined: bool = False
-    wish: TransferRequest | None = None
+    request: TransferRequest | None = None
     buffer: torch.Tensor | None = None
 
 
@@ -490,8 +490,8 @@ class PageLoader:
         asked = 0
         try:
             for piece in pieces:
-                for part in (piece,) if piece.inbound.alone else self._parts(piece):
-                    asked += self._ask(flight, part, part.inbound.sources(prefer))
+                for part in (piece,) if piece.page_load.alone else self._parts(piece):
+                    asked += self._ask(flight, part, part.page_load.sources(prefer))
         except BaseException:
             flight.lost = True
             raise
@@ -512,7 +512,7 @@ class PageLoader:
         for flight in [flight for flight in self._flights if flight.end_s <= moment_s]:
             for trip in list(flight.trips):
                 self._abandon(trip)
-                source, block = trip.source, trip.piece.inbound.block
+                source, block = trip.source, trip.piece.page_load.block
                 failed = TierAnswer(0, 0, block.key, Outcome.FAILED, "deadline passed")
                 waited = failed._replace(seconds=now - trip.asked_s)
                 self._store.not_served(block, source.tier, waited)
@@ -545,7 +545,7 @@ class PageLoader:
 
     def _copied(self, flight: LoadBatch, piece: LayerSlice, source: ReadFrom) -> bool:
         """Takes layers from a page on this device, of the block or of somebody who waits for it."""
-        (one, first, count), pool = piece, self._store.pool(piece.inbound.group)
+        (one, first, count), pool = piece, self._store.pool(piece.page_load.group)
         if pool.copies is not None:
             return False  # some may be on their way up
         pages = [(one.block.page, one.block.fidelity)]
@@ -555,7 +555,7 @@ class PageLoader:
                 pages.append((other.page, other.fidelity))
         for page, fidelity in pages:
             if page >= 0 and page >> CODEC_SHIFT == source.codec:
-                _, buffer = one.wish(source, first, count)
+                _, buffer = one.request(source, first, count)
                 layout = self._store.forms[one.group].of(page)
                 whole, at = pool.page_bytes(page, layout.page_bytes), layout.stripe_stride_bytes
                 buffer.copy_(whole[first * at :][: len(buffer)])
@@ -571,17 +571,17 @@ class PageLoader:
         if source is None:
             flight.lost = True
             return 0
-        if not piece.inbound.alone and self._copied(flight, piece, source):
+        if not piece.page_load.alone and self._copied(flight, piece, source):
             return 0
         trip = _Trip(flight, piece, source, sources)
-        load, trip.buffer = piece.inbound.wish(source, piece.first, piece.stripes)
-        piece.inbound.flying.append(piece)
+        load, trip.buffer = piece.page_load.request(source, piece.first, piece.stripes)
+        piece.page_load.flying.append(piece)
         flight.left += 1
         flight.trips[trip] = load.target.nbytes
-        trip.wish = self._store.mover.ask(
+        trip.request = self._store.mover.ask(
             source.tier, load, partial(self._answered, trip), flight.owner, flight.priority
         )
-        trip.joined = trip.wish is not None and trip.wish.leader is not None
+        trip.joined = trip.request is not None and trip.request.leader is not None
         return load.target.nbytes
 
     def _allow(self, flight: LoadBatch) -> None:
@@ -592,8 +592,8 @@ class PageLoader:
             flight.end_s = max(flight.end_s, now + lanes[tier].patience_s(owed))
 
     def _answered(self, trip: _Trip, answer: TierAnswer) -> None:
-        store, flight, inbound = self._store, trip.flight, trip.piece.inbound
-        inbound.flying.remove(trip.piece)
+        store, flight, page_load = self._store, trip.flight, trip.piece.page_load
+        page_load.flying.remove(trip.piece)
         if not trip.given_up:
             flight.trips.pop(trip)
             end_s = trip.asked_s + answer.seconds if answer.seconds else time.perf_counter()
@@ -610,7 +610,7 @@ class PageLoader:
             else:
                 self._missed(trip, answer)
             self._less(flight)
-        inbound.let_go()
+        page_load.let_go()
 
     def _landed(
         self,
@@ -620,40 +620,40 @@ class PageLoader:
         buffer: torch.Tensor,
         fidelity: int,
     ) -> None:
-        inbound, first, count = piece
-        if not inbound.wanted or inbound.complete:
+        page_load, first, count = piece
+        if not page_load.wanted or page_load.complete:
             return
-        inbound.came(first, count, buffer, fidelity, flush=batch.fresh is None)
-        fresh = inbound.publish(source)
-        if inbound.held and (fresh or batch.priority is IOPriority.DEMAND):
-            batch.pages[source.tier, inbound.group] += 1
+        page_load.came(first, count, buffer, fidelity, flush=batch.fresh is None)
+        fresh = page_load.publish(source)
+        if page_load.held and (fresh or batch.priority is IOPriority.DEMAND):
+            batch.pages[source.tier, page_load.group] += 1
         if fresh and batch.fresh is None:
-            self._store.insert([inbound.block])
+            self._store.insert([page_load.block])
         elif fresh and batch.fresh is not None:
-            batch.fresh.append(inbound.block)
+            batch.fresh.append(page_load.block)
 
     def _missed(self, trip: _Trip, answer: TierAnswer) -> None:
         """Counts a miss, and asks elsewhere."""
-        inbound, source, flight = trip.piece.inbound, trip.source, trip.flight
-        known = not inbound.block.gone and (source.last or answer.reason != "layout")
+        page_load, source, flight = trip.piece.page_load, trip.source, trip.flight
+        known = not page_load.block.gone and (source.last or answer.reason != "layout")
         unasked = answer.reason in ("cancelled", "busy")
         if known and not unasked:
-            self._store.not_served(inbound.block, source.tier, answer)
+            self._store.not_served(page_load.block, source.tier, answer)
         flight.refused |= answer.reason == "busy"
         again = flight.priority is IOPriority.DEMAND or not unasked
-        if again and inbound.wanted and not inbound.held and not flight.called_off:
+        if again and page_load.wanted and not page_load.held and not flight.called_off:
             self._ask(flight, trip.piece, trip.sources)
             self._allow(flight)
         else:
-            flight.lost |= not inbound.held
+            flight.lost |= not page_load.held
 
     def _abandon(self, trip: _Trip) -> None:
         trip.given_up = True
         trip.flight.trips.pop(trip)
-        inbound = trip.piece.inbound
-        if trip.wish is None or not self._store.mover.give_up(trip.source.tier, trip.wish):
-            inbound.flying.remove(trip.piece)
-            inbound.let_go()
+        page_load = trip.piece.page_load
+        if trip.request is None or not self._store.mover.give_up(trip.source.tier, trip.request):
+            page_load.flying.remove(trip.piece)
+            page_load.let_go()
 
     def _less(self, flight: LoadBatch) -> None:
         flight.left -= 1

@@ -42,7 +42,7 @@ SHARE = 8
 
 
 class IOPriority(IntEnum):
-    """Who goes first."""
+    """Priorities of requests; the lowest goes first."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -50,7 +50,7 @@ class IOPriority(IntEnum):
 
 
 class SubmitResult(Enum):
-    """What became of a wish."""
+    """What became of a request."""
 
     QUEUED = "queued"
     JOINED = "joined"
@@ -64,18 +64,18 @@ class TransferRequest:
         item: What a tier is asked.
         done: Called with the answer.
         priority: Who waits for it.
-        owner: Wishes of one owner are cancelled together; None for those that never are.
+        owner: Requests of one owner are cancelled together; None for those that never are.
 
     Attributes:
         n_bytes: Bytes of its target or body.
-        alike: Equal for wishes that one answer may serve, if it spans theirs.
+        alike: Equal for requests that one answer may serve, if it spans theirs.
         span: First byte and end of what is loaded, within the body; 0 and 0 of a store.
         stores: Whether it is a store.
         demanded: Whether it was a demand from the first.
         flying: The tier has it, and owes the answer.
         ended: It was answered.
-        followers: Wishes for the same, answered with it.
-        leader: The wish that it follows.
+        followers: Requests for the same, answered with it.
+        leader: The request that it follows.
     """
 
     __slots__ = (
@@ -112,7 +112,7 @@ class TransferRequest:
 
 
 class Schedule:
-    """What one tier is asked, and what waits for that.
+    """The requests of one tier, and what waits for them.
 
     Args:
         demand_bytes: Most bytes of demands in flight; one alone may be larger.
@@ -124,8 +124,8 @@ class Schedule:
     Attributes:
         background_bytes: May be changed while transfers run.
         chunk_bytes: Likewise.
-        joined: Wishes that needed no transfer of their own.
-        refused: Wishes that found the queue full.
+        joined: Requests that needed no transfer of their own.
+        refused: Requests that found the queue full.
     """
 
     def __init__(
@@ -147,12 +147,12 @@ class Schedule:
         self._credit = [0.0 for _ in IOPriority]  # earned for write-back, by whom
 
     def __len__(self) -> int:
-        """Wishes that wait or are in flight, but for those that follow another."""
+        """Requests that wait or are in flight, but for those that follow another."""
         return len(self._flying) + self.waiting
 
     @property
     def waiting(self) -> int:
-        """Wishes that wait to be sent."""
+        """Requests that wait to be sent."""
         return sum(map(len, self._queues))
 
     @property
@@ -172,111 +172,111 @@ class Schedule:
         return self._flying_bytes[IOPriority.PREFETCH]
 
     def waits(self, priority: IOPriority) -> bool:
-        """Whether any wish of a kind waits to be sent."""
+        """Whether any request of a kind waits to be sent."""
         return bool(self._queues[priority])
 
     def __iter__(self) -> Iterator[TransferRequest]:
-        """All wishes that wait or are in flight, but for those that follow another."""
+        """All requests that wait or are in flight, but for those that follow another."""
         yield from self._flying
         for queue in self._queues:
             yield from queue
 
     def has_room(self, n_bytes: int, priority: IOPriority) -> bool:
-        """Whether a wish for so many bytes would be taken."""
+        """Whether a request for so many bytes would be taken."""
         queued = self._queued_bytes[priority]
         return priority is IOPriority.DEMAND or not queued or queued + n_bytes <= self.queue_bytes
 
-    def ask(self, wish: TransferRequest) -> SubmitResult:
-        """Takes a wish, or lets it follow one for the same; refuses it if too much waits."""
-        if self._joins(wish):
+    def ask(self, request: TransferRequest) -> SubmitResult:
+        """Takes a request, or lets it follow one for the same; refuses it if too much waits."""
+        if self._joins(request):
             self.joined += 1
             return SubmitResult.JOINED
-        if not self.has_room(wish.n_bytes, wish.priority):
+        if not self.has_room(request.n_bytes, request.priority):
             self.refused += 1
             return SubmitResult.REFUSED
-        self._queue(wish)
+        self._queue(request)
         return SubmitResult.QUEUED
 
     def take(self) -> list[TransferRequest]:
         """What is to be sent to the tier now, in this order; it is in flight from then on."""
         batch = []
-        while (wish := self._next()) is not None:
-            self._unqueue(wish)
-            wish.flying = True
-            self._flying[wish] = wish.priority
-            self._flying_bytes[wish.priority] += wish.n_bytes
-            if wish.priority is IOPriority.WRITE_BACK:
-                self._spend(wish.n_bytes)
+        while (request := self._next()) is not None:
+            self._unqueue(request)
+            request.flying = True
+            self._flying[request] = request.priority
+            self._flying_bytes[request.priority] += request.n_bytes
+            if request.priority is IOPriority.WRITE_BACK:
+                self._spend(request.n_bytes)
             elif self._queues[IOPriority.WRITE_BACK]:
-                self._credit[wish.priority] += wish.n_bytes / SHARE
-            batch.append(wish)
+                self._credit[request.priority] += request.n_bytes / SHARE
+            batch.append(request)
         return batch
 
-    def end(self, wish: TransferRequest) -> tuple[TransferRequest, ...]:
-        """A wish in flight was answered, or is overdue and waited for no longer.
+    def end(self, request: TransferRequest) -> tuple[TransferRequest, ...]:
+        """A request in flight was answered, or is overdue and waited for no longer.
 
         Returns those that followed it; whoever asks for the same begins anew.
         """
-        self._land(wish)
-        return self._part(wish)
+        self._land(request)
+        return self._part(request)
 
-    def withdraw(self, wish: TransferRequest) -> bool:
-        """Takes back a wish that was not sent; False if it is in flight, or was answered."""
-        if wish.leader is not None:
-            others = [one for one in wish.leader.followers if one is not wish]
-            wish.leader.followers, wish.leader = tuple(others), None
+    def withdraw(self, request: TransferRequest) -> bool:
+        """Takes back a request that was not sent; False if it is in flight, or was answered."""
+        if request.leader is not None:
+            others = [one for one in request.leader.followers if one is not request]
+            request.leader.followers, request.leader = tuple(others), None
             return True
-        if wish not in self._queues[wish.priority]:
+        if request not in self._queues[request.priority]:
             return False
-        self._unqueue(wish)
-        for follower in self._part(wish):  # the first of them goes in its place
+        self._unqueue(request)
+        for follower in self._part(request):  # the first of them goes in its place
             if not self._joins(follower):
                 self._queue(follower)
         return True
 
-    def _joins(self, wish: TransferRequest) -> bool:
-        """Lets a wish follow one that serves it, if there is any."""
-        for leader in self._leaders.get(wish.alike, ()):
-            if leader.serves(wish):
-                wish.leader = leader
-                leader.followers += (wish,)
-                if wish.priority < leader.priority:
-                    self._hasten(leader, wish.priority)
+    def _joins(self, request: TransferRequest) -> bool:
+        """Lets a request follow one that serves it, if there is any."""
+        for leader in self._leaders.get(request.alike, ()):
+            if leader.serves(request):
+                request.leader = leader
+                leader.followers += (request,)
+                if request.priority < leader.priority:
+                    self._hasten(leader, request.priority)
                 return True
         return False
 
-    def _part(self, wish: TransferRequest) -> tuple[TransferRequest, ...]:
-        """Nobody follows a wish any more; those that did, the widest first."""
-        leaders = self._leaders.get(wish.alike, [])
-        if wish in leaders:
-            leaders.remove(wish)
+    def _part(self, request: TransferRequest) -> tuple[TransferRequest, ...]:
+        """Nobody follows a request any more; those that did, the widest first."""
+        leaders = self._leaders.get(request.alike, [])
+        if request in leaders:
+            leaders.remove(request)
         if not leaders:
-            self._leaders.pop(wish.alike, None)
-        if not wish.followers:
+            self._leaders.pop(request.alike, None)
+        if not request.followers:
             return ()
-        followers = sorted(wish.followers, key=lambda one: -one.n_bytes)
-        wish.followers = ()
+        followers = sorted(request.followers, key=lambda one: -one.n_bytes)
+        request.followers = ()
         for follower in followers:
             follower.leader = None
         return tuple(followers)
 
-    def _hasten(self, wish: TransferRequest, priority: IOPriority) -> None:
-        if wish in self._queues[wish.priority]:
-            self._unqueue(wish)
-            wish.priority = priority
-            self._queue(wish)
-        elif wish in self._flying and priority is IOPriority.DEMAND:
-            self._awaited.add(wish)  # nothing is to be sent that could overtake it
+    def _hasten(self, request: TransferRequest, priority: IOPriority) -> None:
+        if request in self._queues[request.priority]:
+            self._unqueue(request)
+            request.priority = priority
+            self._queue(request)
+        elif request in self._flying and priority is IOPriority.DEMAND:
+            self._awaited.add(request)  # nothing is to be sent that could overtake it
 
-    def _queue(self, wish: TransferRequest) -> None:
-        if wish not in (leaders := self._leaders.setdefault(wish.alike, [])):
-            leaders.append(wish)
-        self._queues[wish.priority][wish] = None
-        self._queued_bytes[wish.priority] += wish.n_bytes
+    def _queue(self, request: TransferRequest) -> None:
+        if request not in (leaders := self._leaders.setdefault(request.alike, [])):
+            leaders.append(request)
+        self._queues[request.priority][request] = None
+        self._queued_bytes[request.priority] += request.n_bytes
 
-    def _unqueue(self, wish: TransferRequest) -> None:
-        del self._queues[wish.priority][wish]
-        self._queued_bytes[wish.priority] -= wish.n_bytes
+    def _unqueue(self, request: TransferRequest) -> None:
+        del self._queues[request.priority][request]
+        self._queued_bytes[request.priority] -= request.n_bytes
         if not self._queues[IOPriority.WRITE_BACK]:
             self._credit = [0.0 for _ in IOPriority]
 
@@ -286,11 +286,11 @@ class Schedule:
             self._credit[priority] -= paid
             n_bytes -= paid
 
-    def _land(self, wish: TransferRequest) -> None:
-        self._awaited.discard(wish)
-        priority = self._flying.pop(wish, None)
+    def _land(self, request: TransferRequest) -> None:
+        self._awaited.discard(request)
+        priority = self._flying.pop(request, None)
         if priority is not None:
-            self._flying_bytes[priority] -= wish.n_bytes
+            self._flying_bytes[priority] -= request.n_bytes
 
     @property
     def _demanding(self) -> bool:
@@ -315,19 +315,19 @@ class Schedule:
             first = write_back
         return first if first is not None and self._fits(first) else None
 
-    def _fits(self, wish: TransferRequest) -> bool:
+    def _fits(self, request: TransferRequest) -> bool:
         """Whether its bytes may be in flight beside the others of its kind."""
         demand, prefetch, write_back = self._flying_bytes
-        if wish.priority is IOPriority.DEMAND:
-            return not demand or demand + wish.n_bytes <= self.demand_bytes
+        if request.priority is IOPriority.DEMAND:
+            return not demand or demand + request.n_bytes <= self.demand_bytes
         others = prefetch + write_back
-        return not others or others + wish.n_bytes <= self.background_bytes
+        return not others or others + request.n_bytes <= self.background_bytes
 
-    def _fills_chunk(self, wish: TransferRequest) -> bool:
+    def _fills_chunk(self, request: TransferRequest) -> bool:
         """Whether it is a prefetch too many for the chunk that is in flight."""
         chunk = self._flying_bytes[IOPriority.PREFETCH]
-        own = wish.priority is IOPriority.PREFETCH
-        return own and chunk > 0 and chunk + wish.n_bytes > self.chunk_bytes
+        own = request.priority is IOPriority.PREFETCH
+        return own and chunk > 0 and chunk + request.n_bytes > self.chunk_bytes
 
 
 # The way to one tier and back: sends what the schedule says, matches answers, measures.
@@ -339,13 +339,13 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 26
 
 
 class _Job:
-    """Wishes that were sent together; a place becomes None once its wish is answered."""
+    """Requests that were sent together; a place becomes None once its request is answered."""
 
-    __slots__ = ("bytes", "left", "seconds", "sent_s", "wishes")
+    __slots__ = ("bytes", "left", "requests", "seconds", "sent_s")
 
-    def __init__(self, wishes: Sequence[TransferRequest], sent_s: float) -> None:
-        self.wishes: list[TransferRequest | None] = list(wishes)
-        self.left, self.sent_s = len(wishes), sent_s
+    def __init__(self, requests: Sequence[TransferRequest], sent_s: float) -> None:
+        self.requests: list[TransferRequest | None] = list(requests)
+        self.left, self.sent_s = len(requests), sent_s
         self.bytes, self.seconds = 0, 0.0
 
 
@@ -383,14 +383,14 @@ class Lane:
 
     # ---- asking
 
-    def ask(self, wish: TransferRequest) -> SubmitResult:
-        """Queues a wish; `pump` sends it. A prefetch is refused while the guard says so."""
-        if wish.priority is IOPriority.DEMAND:
-            self.guard.demanded(self.clock_ns(), wish.n_bytes, self.schedule.in_the_way())
-        elif wish.priority is IOPriority.PREFETCH and not self.guard.allows(self.clock_ns()):
+    def ask(self, request: TransferRequest) -> SubmitResult:
+        """Queues a request; `pump` sends it. A prefetch is refused while the guard says so."""
+        if request.priority is IOPriority.DEMAND:
+            self.guard.demanded(self.clock_ns(), request.n_bytes, self.schedule.in_the_way())
+        elif request.priority is IOPriority.PREFETCH and not self.guard.allows(self.clock_ns()):
             self.schedule.refused += 1
             return SubmitResult.REFUSED
-        return self.schedule.ask(wish)
+        return self.schedule.ask(request)
 
     def pump(self) -> int:
         """Sends what may be sent now, one job for all loads of an owner and one for all stores."""
@@ -399,27 +399,27 @@ class Lane:
             if not self.guard.allows(self.clock_ns()):
                 self.cancel(None)
         batch, jobs = self.schedule.take(), dict[tuple[bool, int], list[TransferRequest]]()
-        for wish in batch:
-            jobs.setdefault((wish.stores, id(wish.owner)), []).append(wish)
-        for wishes in jobs.values():
-            self._send(wishes)
+        for request in batch:
+            jobs.setdefault((request.stores, id(request.owner)), []).append(request)
+        for requests in jobs.values():
+            self._send(requests)
         return len(batch)
 
-    def _send(self, wishes: list[TransferRequest]) -> None:
+    def _send(self, requests: list[TransferRequest]) -> None:
         sent_s = time.monotonic()
         try:
-            if wishes[0].stores:
-                stores = [cast(Store, wish.item) for wish in wishes]
+            if requests[0].stores:
+                stores = [cast(Store, request.item) for request in requests]
                 job = self.tier.submit_store(stores, deadline_s=_STORE_DEADLINE_S)
             else:
-                loads = [cast(Load, wish.item) for wish in wishes]
-                patience_s = self.patience_s(sum(wish.n_bytes for wish in wishes))
+                loads = [cast(Load, request.item) for request in requests]
+                patience_s = self.patience_s(sum(request.n_bytes for request in requests))
                 job = self.tier.submit_load(loads, deadline_s=patience_s)
         except FlowKVError:  # closed, or opened before a fork: a miss like any other
-            for wish in wishes:
-                self._answer(wish, TierAnswer(0, 0, wish.item.key, Outcome.FAILED, "closed"))
+            for request in requests:
+                self._answer(request, TierAnswer(0, 0, request.item.key, Outcome.FAILED, "closed"))
         else:
-            self._jobs[job] = _Job(wishes, sent_s)
+            self._jobs[job] = _Job(requests, sent_s)
 
     def settle(self, timeout_s: float = 0.0) -> int:
         """Sends and handles until neither goes on; waits up to `timeout_s` for a first answer."""
@@ -448,49 +448,51 @@ class Lane:
         answers = self.tier.poll(timeout_s)
         for answer in answers:
             job = self._jobs.get(answer.job)
-            wish = job.wishes[answer.item] if job else None
-            if job is None or wish is None:
+            request = job.requests[answer.item] if job else None
+            if job is None or request is None:
                 continue
-            job.wishes[answer.item] = None
+            job.requests[answer.item] = None
             job.left -= 1
             self._measure(job, answer)
             if not job.left:
                 del self._jobs[answer.job]
-            self._answer(wish, answer)
+            self._answer(request, answer)
         return len(answers)
 
-    def _answer(self, wish: TransferRequest, answer: TierAnswer) -> None:
-        """Answers a wish, and those that followed it: with its bytes, or by asking anew."""
-        followers = self.schedule.end(wish)
+    def _answer(self, request: TransferRequest, answer: TierAnswer) -> None:
+        """Answers a request, and those that followed it: with its bytes, or by asking anew."""
+        followers = self.schedule.end(request)
         self.cancelled += answer.reason == "cancelled"
         if not followers:
-            wish.flying, wish.ended = False, True
-            wish.done(answer)
+            request.flying, request.ended = False, True
+            request.done(answer)
             return
         failed = answer.outcome is Outcome.FAILED
         again = [follower for follower in followers if failed and not follower.stores]
-        given = [self._given(wish, answer, one) for one in followers]  # before its memory is reused
-        for one, its in zip((wish, *followers), (answer, *given), strict=True):
+        given = [
+            self._given(request, answer, one) for one in followers
+        ]  # before its memory is reused
+        for one, its in zip((request, *followers), (answer, *given), strict=True):
             if one not in again:
                 one.flying, one.ended = False, True
                 one.done(its)
         self._ask_again(again)
 
     @staticmethod
-    def _given(wish: TransferRequest, answer: TierAnswer, one: TransferRequest) -> TierAnswer:
-        """The answer to a wish that followed another, with its part of the bytes."""
+    def _given(request: TransferRequest, answer: TierAnswer, one: TransferRequest) -> TierAnswer:
+        """The answer to a request that followed another, with its part of the bytes."""
         if answer.outcome is not Outcome.HIT:
             return answer
-        first, n_bytes = one.span[0] - wish.span[0], min(one.n_bytes, answer.n_bytes)
-        given = cast(Load, wish.item).target.cast("B")[first : first + n_bytes]
+        first, n_bytes = one.span[0] - request.span[0], min(one.n_bytes, answer.n_bytes)
+        given = cast(Load, request.item).target.cast("B")[first : first + n_bytes]
         cast(Load, one.item).target.cast("B")[:n_bytes] = given
         return answer._replace(n_bytes=n_bytes)
 
-    def _ask_again(self, wishes: Iterable[TransferRequest]) -> None:
-        for wish in wishes:
-            if self.schedule.ask(wish) is SubmitResult.REFUSED:
-                wish.ended = True
-                wish.done(TierAnswer(0, 0, wish.item.key, Outcome.FAILED, "busy"))
+    def _ask_again(self, requests: Iterable[TransferRequest]) -> None:
+        for request in requests:
+            if self.schedule.ask(request) is SubmitResult.REFUSED:
+                request.ended = True
+                request.done(TierAnswer(0, 0, request.item.key, Outcome.FAILED, "busy"))
 
     def _measure(self, job: _Job, answer: TierAnswer) -> None:
         """Rates of stores; those of loads are measured by who waits for them."""
@@ -508,50 +510,50 @@ class Lane:
 
     # ---- calling off
 
-    def give_up(self, wish: TransferRequest) -> bool:
+    def give_up(self, request: TransferRequest) -> bool:
         """Waits for a load no longer; whether the tier still owes it, and may write to its target.
 
         `done` is called when it does answer.
         """
-        if self.schedule.withdraw(wish):
-            wish.ended = True
+        if self.schedule.withdraw(request):
+            request.ended = True
             return False
-        if wish.ended:
+        if request.ended:
             return False
-        self._ask_again(self.schedule.end(wish))
+        self._ask_again(self.schedule.end(request))
         self.overdue += 1
-        done = wish.done
+        done = request.done
 
         def late(answer: TierAnswer) -> None:
             self.overdue -= 1
             done(answer)
 
-        wish.done = late
-        self._call_off({wish})
+        request.done = late
+        self._call_off({request})
         return True
 
     def cancel(self, owner: object) -> int:
         """Calls off the loads of an owner (None: all prefetches) that nobody else waits for."""
-        known = [one for wish in self.schedule for one in (wish, *wish.followers)]
+        known = [one for request in self.schedule for one in (request, *request.followers)]
         mine = [one for one in known if one.owner is not None and owner in (None, one.owner)]
         if owner is None:
             mine = [one for one in mine if not one.demanded]
         flying = set()
-        for wish in mine:
-            if self.schedule.withdraw(wish):
+        for request in mine:
+            if self.schedule.withdraw(request):
                 self.cancelled += 1
-                wish.ended = True
-                wish.done(TierAnswer(0, 0, wish.item.key, Outcome.FAILED, "cancelled"))
-            elif not wish.followers:
-                flying.add(wish)
+                request.ended = True
+                request.done(TierAnswer(0, 0, request.item.key, Outcome.FAILED, "cancelled"))
+            elif not request.followers:
+                flying.add(request)
         self._call_off(flying)
         return len(mine)
 
-    def _call_off(self, wishes: set[TransferRequest]) -> None:
+    def _call_off(self, requests: set[TransferRequest]) -> None:
         """Tells the tier to cancel jobs of which nothing else is wanted any more."""
         for number, job in list(self._jobs.items()):
-            left = {wish for wish in job.wishes if wish is not None}
-            if left <= wishes and left:
+            left = {request for request in job.requests if request is not None}
+            if left <= requests and left:
                 self.tier.cancel(number)
 
 
@@ -731,9 +733,9 @@ class Mover:
             else:
                 answers[index] = answer
 
-        wishes, n_bytes = list[TransferRequest | None](), Counter[int]()
+        requests, n_bytes = list[TransferRequest | None](), Counter[int]()
         for index, (tier, item) in enumerate(wanted):
-            wishes.append(self.ask(tier, item, partial(answered, index)))
+            requests.append(self.ask(tier, item, partial(answered, index)))
             n_bytes[tier] += item.target.nbytes
         started = compiling.now_s()
         ends = {tier: started + self.lanes[tier].patience_s(n) for tier, n in n_bytes.items()}
@@ -742,11 +744,11 @@ class Mover:
             # Once more after the end: the tier may have given up by itself.
             self.wait(tiers, min(max(min(ends[tier] for tier in tiers) - now, 0.0), _LONGEST_S))
             for index in left:
-                (tier, item), wish = wanted[index], wishes[index]
-                if ends[tier] <= now and index not in answers and wish is not None:
+                (tier, item), request = wanted[index], requests[index]
+                if ends[tier] <= now and index not in answers and request is not None:
                     failed = TierAnswer(0, index, item.key, Outcome.FAILED, "deadline passed")
                     answers[index] = failed._replace(seconds=now - started)
-                    if self.give_up(tier, wish):
+                    if self.give_up(tier, request):
                         lent.add(index)
         return [answers[index] for index in range(len(wanted))], lent
 
@@ -781,15 +783,15 @@ class Mover:
             self.from_memory += 1
             done(answer)
             return None
-        wish = TransferRequest(item, done, priority, owner)
-        if self.lanes[tier].ask(wish) is SubmitResult.REFUSED:
+        request = TransferRequest(item, done, priority, owner)
+        if self.lanes[tier].ask(request) is SubmitResult.REFUSED:
             done(TierAnswer(0, 0, item.key, Outcome.FAILED, "busy"))
             return None
-        return wish
+        return request
 
-    def give_up(self, tier: int, wish: TransferRequest) -> bool:
+    def give_up(self, tier: int, request: TransferRequest) -> bool:
         """Waits for a load no longer; see `Lane.give_up`."""
-        return self.lanes[tier].give_up(wish)
+        return self.lanes[tier].give_up(request)
 
     def cancel(self, owner: object = None) -> int:
         """Calls off the loads of an owner, or all prefetches; each is still answered."""

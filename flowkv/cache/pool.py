@@ -70,7 +70,7 @@ class Slab:
 
 
 class Drain(NamedTuple):
-    """How one slab can be emptied.
+    """A plan to empty one slab.
 
     Attributes:
         granules: To copy.

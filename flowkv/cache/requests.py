@@ -111,7 +111,7 @@ class Prefetch:
         for tier, _ in batch.pages:
             n_bytes = batch.n_bytes[tier]
             self.arrived += 1
-            store.unproven.add(block, tier, n_bytes)
+            store.prefetched_unused.add(block, tier, n_bytes)
             name = store.tiers[tier].name
             store.bus.emit(Promoted(source=name, tier="device", pages=1, n_bytes=n_bytes))
         self._told(block, bool(batch.pages))
@@ -135,7 +135,7 @@ class _Queued(NamedTuple):
 
 
 class DevicePrefetcher:
-    """What one device's prefetcher asks (`Reach`), is told, and has done. Callers hold the KV lock.
+    """The prefetcher of one device, with what it asks (`Reach`). Callers hold the KV lock.
 
     Args:
         store: Where everything lies.
@@ -399,11 +399,11 @@ class PrefetchManager:
         options: Mapping[str, Any],
     ) -> None:
         self._store, self._loader, self._guard = store, loader, guard
-        self._lookouts = {
+        self._devices = {
             device: DevicePrefetcher(store, loader, guard, device, windows, options)
             for device in store.pools
         }
-        self._groups = [self._lookouts[store.device(g)] for g in range(len(windows))]
+        self._groups = [self._devices[store.device(g)] for g in range(len(windows))]
         self.due_ns = NEVER_NS
         self._expect()
 
@@ -412,9 +412,9 @@ class PrefetchManager:
         now = self._store.now_ns()
         if now < self.due_ns:
             return
-        for lookout in self._lookouts.values():
-            if now >= lookout.due_ns:
-                lookout.look(now)
+        for device in self._devices.values():
+            if now >= device.due_ns:
+                device.look(now)
         self._expect()
 
     def accessed(self, now_ns: int, request: int, group: int, slots: Slots) -> None:
@@ -443,7 +443,7 @@ class PrefetchManager:
 
     def report(self) -> dict[str, Any]:
         """Plain numbers, by device."""
-        return {device: lookout.report() for device, lookout in self._lookouts.items()}
+        return {name: device.report() for name, device in self._devices.items()}
 
     def _told(self, block: Block, arrived: bool) -> None:
         self._groups[block.group].told(block, arrived)
@@ -455,11 +455,11 @@ class PrefetchManager:
 
     def dropped(self, slots: Items[int]) -> None:
         """Slots that name nothing any more."""
-        for lookout in self._lookouts.values():
-            lookout.dropped(slots)
+        for device in self._devices.values():
+            device.dropped(slots)
 
     def _expect(self) -> None:
-        self.due_ns = min(lookout.due_ns for lookout in self._lookouts.values())
+        self.due_ns = min(device.due_ns for device in self._devices.values())
 
 
 # Requests, as the policies of all places are told of them: once each, by the slots of its chain.
@@ -479,16 +479,16 @@ class RequestTracker:
 
     Args:
         planner: Groups and store.
-        foresight: Told of requests, too; None where nothing is prefetched.
+        prefetches: Told of requests, too; None where nothing is prefetched.
 
     Attributes:
         followers: Told of every request that ended: its sequence, the whole pages of its prompt,
             and when it arrived.
     """
 
-    def __init__(self, planner: Planner, foresight: PrefetchManager | None) -> None:
+    def __init__(self, planner: Planner, prefetches: PrefetchManager | None) -> None:
         self.store, self.page_size = planner.store, planner.page_size
-        self.foresight = foresight
+        self.prefetches = prefetches
         self._windows = [planner.window(g) for g in range(len(planner.geometry.groups))]
         self.followers: list[Callable[[Sequence, int, int], None]] = []
         self._requests = 0
@@ -518,8 +518,8 @@ class RequestTracker:
             visit = Visit(seq.request + g, session, tokens, pages, tenant)
             for place in self.store.places:
                 place.policy.access(now, slots, visit)
-            if self.foresight is not None:
-                self.foresight.accessed(now, visit.request, g, slots)
+            if self.prefetches is not None:
+                self.prefetches.accessed(now, visit.request, g, slots)
         if seq.care is not NO_CARE:
             self._care(seq)
 
@@ -543,8 +543,8 @@ class RequestTracker:
         for g in range(len(self._windows) if request >= 0 else 0):
             for place in self.store.places:
                 place.policy.abort(now, request + g)
-            if self.foresight is not None:
-                self.foresight.abort(now, request + g, g)
+            if self.prefetches is not None:
+                self.prefetches.abort(now, request + g, g)
 
     def enqueue(self, seq: Sequence) -> int:
         """A request with these tokens waits to be served; returns its number."""
@@ -624,8 +624,8 @@ class RequestTracker:
                 longest = max(longest, len(slots))
                 for place in self.store.places:
                     place.policy.hint(now, slots, eta_ns, sigma)
-                if self.foresight is not None:
-                    self.foresight.hint(now, g, slots, eta_ns, sigma)
+                if self.prefetches is not None:
+                    self.prefetches.hint(now, g, slots, eta_ns, sigma)
         return longest
 
     def session(self, session: int) -> list[Slots]:

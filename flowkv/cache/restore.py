@@ -69,7 +69,7 @@ class RestorePlan(NamedTuple):
         pages: Of the whole prefix.
         resident: Leading ones that are on the device in every group.
         stop: One past the last page that is not.
-        inbound: Per group: the pages behind the resident ones that are needed, by number.
+        page_loads: Per group: the pages behind the resident ones that are needed, by number.
         sources: Where they can be loaded from.
         tiers: Number of the tier of each source; -1 where pages lie on various ones.
     """
@@ -77,7 +77,7 @@ class RestorePlan(NamedTuple):
     pages: int
     resident: int
     stop: int
-    inbound: list[dict[int, PageLoad]]
+    page_loads: list[dict[int, PageLoad]]
     sources: tuple[Source, ...]
     tiers: tuple[int, ...]
 
@@ -436,14 +436,14 @@ class PrefixMatcher:
             None if nothing of it can be loaded: it is out of reach for now, or does not fit.
         """
         while resident < pages:
-            inbound = self.loads(seq, resident, pages)
-            absent = [one for one in _each(inbound) if not one.held]
+            page_loads = self.loads(seq, resident, pages)
+            absent = [one for one in _each(page_loads) if not one.held]
             codecs = ways(self.store, absent)
             stop = max((one.page_no for one in absent), default=-1) + 1
             sources, tiers = self.sources(absent, codecs, (stop - resident) * self.page_size)
             if sources and reserve(absent, codecs, self.store.try_allocate):
-                return RestorePlan(pages, resident, stop, inbound, sources, tiers)
-            drop(_each(inbound))
+                return RestorePlan(pages, resident, stop, page_loads, sources, tiers)
+            drop(_each(page_loads))
             away = [one.page_no for one, way in zip(absent, codecs, strict=True) if not way]
             if not away:
                 return None
@@ -627,7 +627,7 @@ class RestoreScheduler:
             self.restorer.attach_resident(seq, resident)
         plan = self.restorer.plan(seq, resident, pages)
         if plan is not None and not self._worth(plan, computable):
-            drop(_each(plan.inbound))
+            drop(_each(plan.page_loads))
             plan = None
         return plan
 
@@ -872,7 +872,7 @@ class RestoreScheduler:
 # The pages of a restored prefix that come from the back, and how they enter a sequence's line.
 
 
-class Back:
+class IncomingPages:
     """Pages on their way, in every layer group. Callers hold the KV lock.
 
     Args:
@@ -886,19 +886,19 @@ class Back:
 
     def __init__(self, restorer: PrefixMatcher, seq: Sequence, plan: RestorePlan) -> None:
         self._restorer, self._planner, self._seq = restorer, restorer.planner, seq
-        self._groups, self._tiers = plan.inbound, plan.tiers
+        self._groups, self._tiers = plan.page_loads, plan.tiers
         groups = self._planner.geometry.groups
         layers = sorted(layer for group in groups for layer in group.layers)
         self.index = {layer: index for index, layer in enumerate(layers)}
         self._stripes = [[self.index[layer] for layer in group.layers] for group in groups]
 
     def __iter__(self) -> Iterator[PageLoad]:
-        return (inbound for group in self._groups for inbound in group.values())
+        return (page_load for group in self._groups for page_load in group.values())
 
     @property
     def gone(self) -> bool:
         """Whether anything of it was forgotten meanwhile."""
-        return any(inbound.block.gone for inbound in self)
+        return any(page_load.block.gone for page_load in self)
 
     def tier_of(self, source: int) -> int:
         """Number of the tier that a source is; -1 where that is for each page to say."""
@@ -910,19 +910,19 @@ class Back:
         pages = range(op.tokens.first // size, -(-op.tokens.stop // size))
         for group, stripes in zip(self._groups, self._stripes, strict=True):
             first, stop = (bisect_left(stripes, layer) for layer in op.layers)
-            for inbound in (group[page] for page in pages if page in group):
-                for there, run in groupby(range(first, stop), inbound.there):
+            for page_load in (group[page] for page in pages if page in group):
+                for there, run in groupby(range(first, stop), page_load.there):
                     if not there:
                         head, *others = run
-                        yield LayerSlice(inbound, head, 1 + len(others))
+                        yield LayerSlice(page_load, head, 1 + len(others))
 
     def there(self, index: int) -> bool:
         """Whether a layer of all pages is there."""
         at = [stripes.index(index) if index in stripes else -1 for stripes in self._stripes]
         return all(
-            inbound.there(stripe)
+            page_load.there(stripe)
             for group, stripe in zip(self._groups, at, strict=True)
-            for inbound in (group.values() if stripe >= 0 else ())
+            for page_load in (group.values() if stripe >= 0 else ())
         )
 
     def room(self, pages: int) -> bool:
@@ -939,8 +939,8 @@ class Back:
         """The most pages that every group has as far as its window reaches; at least `first`."""
 
         def has(group: int, page: int) -> bool:
-            inbound = self._groups[group].get(page)
-            return inbound is not None and good(inbound)
+            page_load = self._groups[group].get(page)
+            return page_load is not None and good(page_load)
 
         return self._restorer.longest(first, stop, has)
 
@@ -1004,10 +1004,10 @@ class Back:
                 "a sequence of another prompt, or too short, cannot fill this one",
                 f"Compute the same {end} tokens",
             )
-        for inbound in self:
-            if not inbound.complete:
-                g, page = inbound.group, inbound.page_no
-                inbound.fill(int(planner.tables.pages[g][other.row, page]))
+        for page_load in self:
+            if not page_load.complete:
+                g, page = page_load.group, page_load.page_no
+                page_load.fill(int(planner.tables.pages[g][other.row, page]))
         seq.fidelity = max(seq.fidelity, other.fidelity)
 
     def drop(self, pages: Iterable[int]) -> None:
@@ -1019,7 +1019,7 @@ class Back:
 
     def clear(self) -> None:
         """Wants nothing any more; what is in the line stays there."""
-        self.drop([inbound.page_no for inbound in self])
+        self.drop([page_load.page_no for page_load in self])
 
 
 # What one restore took and brought: told to whoever learns from it, counts it or watches it.
@@ -1155,7 +1155,7 @@ class Late(FlowKVError, TimeoutError):
 
 
 class _Phase(Enum):
-    """How far a restore is."""
+    """Phases of a restore."""
 
     FRONT = "the front is computed while the back is loaded"
     BEHIND = "the rest is loaded behind the suffix"
@@ -1202,7 +1202,7 @@ class RestoreJob:
         self._behind, self._limit, self._whole, self._beyond = behind, limit, plan.pages, 0
         self.ahead = LoadBatch(self, restores.restorer.measure)
         self._guard, self._size = self._planner.guard, self._planner.page_size
-        self.back, self._stop = Back(restores.restorer, seq, plan), plan.pages
+        self.back, self._stop = IncomingPages(restores.restorer, seq, plan), plan.pages
         self._phase, self._broken = _Phase.FRONT, False
         self._computing: _Computing | None = None
         layer_bytes = [source.cell_bytes * self._size for source in plan.sources[:1]]
@@ -1270,7 +1270,7 @@ class RestoreJob:
             state.fail(op)
         else:
             state.end(op)
-        missing = [piece.inbound.page_no for piece in self.back.pieces(op)] if flight.lost else ()
+        missing = [piece.page_load.page_no for piece in self.back.pieces(op)] if flight.lost else ()
         if missing and self._phase is _Phase.BEHIND:
             self._broken = True
         elif missing and not self.request.computable:  # the prefix ends where it is missing

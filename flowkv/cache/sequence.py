@@ -45,7 +45,7 @@ _SESSION_BITS = 62
 
 
 class Retain(msgspec.Struct, frozen=True):
-    """How the pages of a span of tokens should be kept.
+    """Retention of the pages of a span of tokens.
 
     A page belongs to a span that has a token of it; of several spans the highest priority counts.
 
@@ -75,7 +75,7 @@ class Retain(msgspec.Struct, frozen=True):
 
 
 class Care(NamedTuple):
-    """How the pages of a request should be kept.
+    """Retention of the pages of a request.
 
     Attributes:
         session: Number of its conversation, -1 if unknown; see `session_number`.
@@ -187,7 +187,7 @@ class Arriving(Protocol):
 
 
 class Planning(Protocol):
-    """What holds the lines of sequences, as rooms below `flowkv.cache.block_table` see it."""
+    """The holder of the rows of sequences, as rooms below `flowkv.cache.block_table` see it."""
 
     tables: Tables
 

@@ -1,4 +1,4 @@
-"""What a cache stands on: pools and tiers, what policies learned, and numbers about all of it."""
+"""The stack below a cache: pools and tiers, what policies learned, and statistics of all of it."""
 
 from __future__ import annotations
 

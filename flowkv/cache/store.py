@@ -1,4 +1,4 @@
-"""Where blocks lie, on devices and tiers: what is given up for new pages, and where it goes.
+"""The page store: where blocks lie, what is given up for new pages, and where that goes.
 
 Identity and residency are decided here, by one writer at a time (the KV lock); policies only order
 slots.
@@ -200,7 +200,7 @@ MOST_WAITING = 1 << 12
 
 
 class Verdict(NamedTuple):
-    """How far a page lies from what the model computes in its place.
+    """The distance of a page from what the model computes in its place.
 
     Attributes:
         error: Greatest distance of a token's keys or values, relative to their size.
@@ -292,7 +292,7 @@ AWAY = ("breaker", "closed")
 
 
 class ReadFrom(NamedTuple):
-    """Where a page may be read from, and as what.
+    """A place from which a page may be read, and its form there.
 
     Attributes:
         tier: Number in the stack.
@@ -445,7 +445,7 @@ class PageStore:
         self._unwritten: dict[Block, None] = {}
         self._give_up_late = give_up_late
         self._held_back = False  # until the first page that would not pay
-        self.unproven = PrefetchedUnused(self.mover, on_unused)
+        self.prefetched_unused = PrefetchedUnused(self.mover, on_unused)
         for tier in tiers:
             self.add_tier(tier)
 
@@ -1074,8 +1074,8 @@ class PageStore:
     def hold(self, block: Block) -> None:
         """Keeps a block's device page where it is until `drop`."""
         self.pool(block.group).share(block.page)
-        if self.unproven:
-            self.unproven.end(block, used=True)
+        if self.prefetched_unused:
+            self.prefetched_unused.end(block, used=True)
         block.holds += 1
         if block.holds == 1 and not block.gone:
             self._guard(block)
@@ -1322,7 +1322,7 @@ class PageStore:
                 self.miss_out(number)
         self.bus.emit(Evicted(tier="device", pages=1, n_bytes=n_bytes, reason=reason))
         self.change(block, -1)
-        self.unproven.end(block, used=False)
+        self.prefetched_unused.end(block, used=False)
         self._unwritten.pop(block, None)
         if waited and not block.moving:
             self.miss_out(self.lasting())
@@ -1521,7 +1521,7 @@ class PageStore:
         if block.gone:
             return
         self.delete(block)
-        self.unproven.end(block, used=False)
+        self.prefetched_unused.end(block, used=False)
         self._unwritten.pop(block, None)
         page = block.page
         if page >= 0:

@@ -1,4 +1,4 @@
-"""What sequences take of devices, how they give it up for a while, and snapshots of states."""
+"""Swapping: sequences give their device memory up for a while; snapshots of recurrent states."""
 
 from __future__ import annotations
 
@@ -123,10 +123,10 @@ class Footprint:
             taken[self._store.device(g)] += self._size(g, line[self._alone(seq, g)])
         restoration = RestoreJob.of(seq)
         if restoration is not None and not restoration.settled:
-            for inbound in restoration:
-                if inbound.page >= 0 and not inbound.held:
-                    granules = self._store.forms[inbound.group].of(inbound.page).granules
-                    taken[self._store.device(inbound.group)] += granules
+            for page_load in restoration:
+                if page_load.page >= 0 and not page_load.held:
+                    granules = self._store.forms[page_load.group].of(page_load.page).granules
+                    taken[self._store.device(page_load.group)] += granules
         return max(round(taken[device] / unit) for device, unit in self._unit.items())
 
     def _size(self, group: int, pages: NDArray[np.int32]) -> int:

@@ -1,4 +1,4 @@
-"""What the verbs' arguments have in common."""
+"""The parser of the command line, and arguments that several verbs take."""
 
 from __future__ import annotations
 

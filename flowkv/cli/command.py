@@ -33,7 +33,7 @@ from flowkv.cli.arguments import (
     names,
     trace_argument,
 )
-from flowkv.core.config import format_size, load_config, parse_size
+from flowkv.core.config import format_size, load_config
 from flowkv.core.errors import ConfigError, FlowKVError, MissingDependencyError
 from flowkv.demo.run import DemoFailed
 from flowkv.report.charts import MOST_CURVES, Curves
@@ -43,7 +43,6 @@ from flowkv.report.words import seconds
 from flowkv.tiers.envelope import Keyring
 
 if TYPE_CHECKING:
-    from flowkv.sim.hierarchy import ExperimentRow
     from flowkv.sim.replay import Result
     from flowkv.sim.trace import Trace
     from flowkv.tiers.disk.inspect import FrameShare, Inspection, ScrubReport
@@ -625,8 +624,8 @@ def _replays_cells(result: Result) -> list[str]:
     ]
 
 
-def _or_dash(value: float | None, form: str, unit: float = 1.0) -> str:
-    return "-" if value is None else format(value * unit, form)
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _priced(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
@@ -859,73 +858,13 @@ def _record(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     return 0 if batches else 1, said
 
 
-# `flowkv sim hierarchy`: the memory-hierarchy experiment.
-
-_RULES = {
-    "published": "By the rules that were published",
-    "strict": "By strict rules: every byte takes its turn on a shared channel",
-    "pressure": "Strict, with an HBM too small for the context",
-}
-
-
-def _add_hierarchy(verb: AddVerb) -> None:
-    about = "decode over SRAM, HBM, CXL and DRAM: a published table, and better"
-    added = verb("hierarchy", _hierarchy, about)
-    about = "what decides who leaves SRAM and HBM; default lru,auto"
-    added.option("--policy", "A,B", about, type=names, default=["lru", "auto"])
-    about = "kvflow (as published, the default), h100, h200, b200 or mi300x"
-    added.option("--machine", "NAME", about, default="kvflow")
-    about = "steps as JSON lines; default the published ones"
-    added.option("--trace", "FILE", about, type=Path)
-    added.option("--sram", "SIZE", "under strict rules; default %(default)s", default="32MiB")
-    added.option("--hbm", "SIZE", "of the last rows; default %(default)s", default="2GiB")
-
-
-def _hierarchy(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.sim.hierarchy import MACHINES, read_workload, run_experiment
-
-    if given.machine not in MACHINES:
-        raise ConfigError(f"there is no machine {given.machine!r}", f"Use {', '.join(MACHINES)}")
-    sizes = [parse_size(given.sram), parse_size(given.hbm)]
-    if not all(sizes):
-        raise ConfigError("a memory of 0 bytes holds nothing", "Give --sram and --hbm a size")
-    workload = read_workload(given.trace) if given.trace else None
-    room = dict(zip(("sram_bytes", "pressure_bytes"), sizes, strict=True))
-    with Screen(to_stderr=True).progress("simulating") as tell:
-        machine = MACHINES[given.machine]
-        rows = run_experiment(workload, machine, policies=given.policy, tell=tell, **room)
-    for rules, title in _RULES.items():
-        shown = [row for row in rows if row.rules == rules]
-        apart = any(row.exposed_decode_ns for row in shown)
-        columns = ["", "HBM MB", "CXL MB", "exposed ms", *["decode ms"] * apart]
-        columns += ["total ms", "SRAM", "$/Mtok"]
-        screen.table(columns, [_cells(row, apart) for row in shown], title=title)
-    screen.say(
-        "Simulated. Exposed: compute waited for bytes; decode: for decoding, where that is counted"
-        " apart. kvflow: rebuilt from its rules. No plan can undercut a floor."
-    )
-    return 0, rows
-
-
-def _cells(row: ExperimentRow, apart: bool) -> list[str]:
-    """A line of the table; `apart` has a column for waiting for decoding."""
-    times = [row.exposed_ns, *[row.exposed_decode_ns] * apart, row.total_ns]
-    return [
-        row.plan if row.source == "flowkv" else f"{row.source}: {row.plan}",
-        *(_or_dash(n_bytes, ",.1f", 1e-6) for n_bytes in (row.hbm_read_bytes, row.cxl_read_bytes)),
-        *(_or_dash(ns, ".4f", 1e-6) for ns in times),
-        _or_dash(row.sram_hit_rate, ".1%"),
-        _or_dash(row.usd_per_million_tokens, ".5f"),
-    ]
-
-
 def _add_sim(verbs: Any) -> None:
     sim = verbs.add_parser(
         "sim",
-        help="simulate caches, on traces and on a memory hierarchy",
+        help="simulate caches on traces",
         description="Simulates caches; nothing here is a measurement.",
         epilog="flowkv sim VERB --help tells more.",
     )
     verb = adder(sim.add_subparsers(title="verbs", metavar="VERB", required=True))
-    for add in (_add_replays, _add_characterise, _add_record, _add_hierarchy):
+    for add in (_add_replays, _add_characterise, _add_record):
         add(verb)

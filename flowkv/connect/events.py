@@ -153,7 +153,7 @@ def _event(raw: Any) -> KVEvent | None:
 
 
 class EventSubscription:
-    """What a publisher says from now on. For one thread.
+    """The events of a publisher from now on. For one thread.
 
     A gap in the numbers is asked for again where the publisher answers that. What stays unknown may
     have been anything, so it is handed out as an `AllBlocksCleared`, and so is a new beginning.

@@ -1,4 +1,4 @@
-"""Which bytes an engine means: its model by content, and all that decides what lies in a frame."""
+"""Names for an engine's bytes: its model by content, and all that decides what a frame holds."""
 
 from __future__ import annotations
 

@@ -52,12 +52,12 @@ _BENIGN = ("", "absent", *_UNFIT)
 
 
 class _Item:
-    """One wish of a caller on its way through the tiers.
+    """One operation of a caller on its way through the tiers.
 
     Attributes:
         caller: Whose; None of what comes back into a faster tier.
         job: The caller's number; the item's place in it is `index`.
-        wish: What.
+        operation: The load or the store.
         end_ns: When it must be answered.
         begun_ns: When it was submitted.
         request: Whose later look-ups are told if a load fails.
@@ -66,21 +66,21 @@ class _Item:
         over: Cancelled: no other tier is asked.
     """
 
-    __slots__ = tuple("begun_ns best caller end_ns index job left over request wish".split())
+    __slots__ = tuple("begun_ns best caller end_ns index job left operation over request".split())
 
     def __init__(
         self,
         caller: Caller | None,
         job: int,
         index: int,
-        wish: Load | Store,
+        operation: Load | Store,
         request: Hashable = None,
     ) -> None:
         self.caller, self.job, self.index = caller, job, index
-        self.wish: Any = wish
+        self.operation: Any = operation
         self.request, self.left, self.over = request, 0, False
         self.begun_ns = self.end_ns = 0
-        self.best = TierAnswer(job, index, wish.key, Outcome.MISS)
+        self.best = TierAnswer(job, index, operation.key, Outcome.MISS)
 
 
 class _Flight:
@@ -132,7 +132,7 @@ class _Level:
 
 
 class _Hold:
-    """What somebody looked up for a request, and which of it failed to load or is asked for.
+    """A look-up for one request: its names, those asked for, and those that failed to load.
 
     Attributes:
         since_ns: When it was looked at last.
@@ -353,19 +353,23 @@ class Keeper(Closing):
             self._store_at(level, items)
 
     def _store_at(self, level: _Level, items: Sequence[_Item]) -> None:
-        now, kept = self._clock.now_ns(), {item.wish.key for item in items}
-        kept.update(item.wish.info.parent for item in items)
-        level.book.access(now, [item.wish.key for item in items])
-        first = {item.wish.key: item for item in reversed(items) if item.wish.key not in level.book}
+        now, kept = self._clock.now_ns(), {item.operation.key for item in items}
+        kept.update(item.operation.info.parent for item in items)
+        level.book.access(now, [item.operation.key for item in items])
+        first = {
+            item.operation.key: item
+            for item in reversed(items)
+            if item.operation.key not in level.book
+        }
         flights, fresh = list[_Flight](), [item for item in items if item in first.values()]
         for (need, salt), run in groupby(fresh, partial(self._terms, level)):
             new, tenant = list[_Flight](), self._tenant(salt)
             for item in run:
                 if self._make_room(level, need * (len(new) + 1), kept):
                     new.append(_Flight(item, need, fresh=True))
-            keys = [flight.item.wish.key for flight in new]
+            keys = [flight.item.operation.key for flight in new]
             if keys:
-                parents = [flight.item.wish.info.parent for flight in new]
+                parents = [flight.item.operation.info.parent for flight in new]
                 level.book.insert(now, keys, parents, n_bytes=need, tenant=tenant)
                 if not level.bounded and len(level.book) > _MOST_KNOWN:  # they stay, unheard of
                     level.book.evict(now, len(level.book) - _MOST_KNOWN // 2)
@@ -378,7 +382,7 @@ class Keeper(Closing):
         for item in items:
             if item in flown:
                 continue
-            if item.wish.key in level.book:  # there, or on its way: the tier says which
+            if item.operation.key in level.book:  # there, or on its way: the tier says which
                 flights.append(flight := _Flight(item))
                 self._take_off(level, [flight])
             else:
@@ -386,12 +390,12 @@ class Keeper(Closing):
         self._send(level, sorted(flights, key=lambda flight: flight.item.index))
 
     def _take_off(self, level: _Level, flights: Sequence[_Flight]) -> None:
-        keys = [flight.item.wish.key for flight in flights]
+        keys = [flight.item.operation.key for flight in flights]
         level.book.pin(keys)
         level.storing.update(keys)
 
     def _terms(self, level: _Level, item: _Item) -> tuple[int, bytes]:
-        return level.tier.frame_bytes(item.wish.body.nbytes), item.wish.info.tenant
+        return level.tier.frame_bytes(item.operation.body.nbytes), item.operation.info.tenant
 
     def _keep_to_quota(self, level: _Level, tenant: int, new: list[_Flight]) -> None:
         """Takes back the last of what comes while its tenant has more than it may."""
@@ -402,14 +406,14 @@ class Keeper(Closing):
     def _send(self, level: _Level, flights: list[_Flight]) -> None:
         if flights:
             left_s = (flights[0].item.end_ns - self._clock.now_ns()) / 1e9
-            wishes = [flight.item.wish for flight in flights]
-            number = level.tier.submit_store(wishes, deadline_s=max(0.0, left_s))
+            operations = [flight.item.operation for flight in flights]
+            number = level.tier.submit_store(operations, deadline_s=max(0.0, left_s))
             level.flights[number] = dict(enumerate(flights))
             self._start(level)
 
     def _landed(self, level: _Level, flight: _Flight, *, there: bool) -> None:
         """A store is over at a tier."""
-        key = flight.item.wish.key
+        key = flight.item.operation.key
         level.incoming_bytes -= flight.n_bytes
         level.storing[key] -= 1
         if not level.storing[key]:
@@ -437,19 +441,19 @@ class Keeper(Closing):
         last = len(self._levels) - 1
         for item in items:
             nearest = first
-            while nearest < last and not self._levels[nearest].has(item.wish.key):
+            while nearest < last and not self._levels[nearest].has(item.operation.key):
                 nearest += 1
             wanted.setdefault(nearest, []).append(_Flight(item))
         for nearest, flights in wanted.items():
             level, now = self._levels[nearest], self._clock.now_ns()
             left_s = max(0.0, (flights[0].item.end_ns - now) / 1e9)
-            wishes = [flight.item.wish for flight in flights]
-            number = level.tier.submit_load(wishes, deadline_s=left_s)
+            operations = [flight.item.operation for flight in flights]
+            number = level.tier.submit_load(operations, deadline_s=left_s)
             level.flights[number] = dict(enumerate(flights))
             self._start(level)
 
     def _loaded(self, level: _Level, item: _Item, answer: TierAnswer, copy: bytes | None) -> None:
-        key, number = item.wish.key, self._levels.index(level)
+        key, number = item.operation.key, self._levels.index(level)
         if answer.outcome is Outcome.HIT:
             level.hit_bytes[answer.job] += answer.n_bytes
             if copy is not None and answer.info is not None and self._open:
@@ -560,7 +564,8 @@ class Keeper(Closing):
                 (job, i, one.item) for job, of in level.flights.items() for i, one in of.items()
             ]
             rest = [
-                TierAnswer(job, i, item.wish.key, Outcome.FAILED, "closed") for job, i, item in owed
+                TierAnswer(job, i, item.operation.key, Outcome.FAILED, "closed")
+                for job, i, item in owed
             ]
             self._settle(level, rest)
 
@@ -573,9 +578,9 @@ class Keeper(Closing):
             room -= answer.n_bytes
             if flight is None or answer.outcome is not Outcome.HIT or room < 0:
                 continue
-            wish = flight.item.wish
-            if not wish.first and not wish.stripes:
-                found[flight.item] = bytes(wish.target.cast("B")[: answer.n_bytes])
+            operation = flight.item.operation
+            if not operation.first and not operation.stripes:
+                found[flight.item] = bytes(operation.target.cast("B")[: answer.n_bytes])
         return found
 
     def _settle(
@@ -591,7 +596,7 @@ class Keeper(Closing):
             if flight is None:
                 continue
             item = flight.item
-            if isinstance(item.wish, Load):
+            if isinstance(item.operation, Load):
                 self._loaded(level, item, answer, copies.get(item))
                 if not flights:  # the last one came when all had
                     level.loads.add(level.hit_bytes.pop(answer.job, 0), answer.seconds)
@@ -624,11 +629,15 @@ class Keeper(Closing):
         best, caller = item.best, item.caller
         seconds = (self._clock.now_ns() - item.begun_ns) / 1e9
         if caller is None:
-            self._refill_bytes -= item.wish.body.nbytes
+            self._refill_bytes -= item.operation.body.nbytes
             return
         self.counts[":".join(filter(None, (best.outcome.value, best.reason)))] += 1
         hold = self._holds.get((caller, item.request))
-        if hold is not None and isinstance(item.wish, Load) and best.outcome is not Outcome.HIT:
+        if (
+            hold is not None
+            and isinstance(item.operation, Load)
+            and best.outcome is not Outcome.HIT
+        ):
             hold.failed.add(best.key)
         caller.answers.put([best._replace(seconds=seconds)])
 
@@ -727,18 +736,22 @@ class Caller:
         """
         return self._submit(items, deadline_s)
 
-    def _submit(self, wishes: Sequence[Any], deadline_s: float, request: Hashable = None) -> int:
+    def _submit(
+        self, operations: Sequence[Any], deadline_s: float, request: Hashable = None
+    ) -> int:
         keeper = self.keeper
         with keeper._lock:
             if not keeper.open:
                 raise StateError(f"{self.name} is closed", "Open a keeper anew")
             job, now = self.answers.new_job(), keeper._clock.now_ns()
-            items = [_Item(self, job, i, wish, request) for i, wish in enumerate(wishes)]
+            items = [
+                _Item(self, job, i, operation, request) for i, operation in enumerate(operations)
+            ]
             for item in items:
                 item.begun_ns, item.end_ns = now, now + round(min(deadline_s, 1e9) * 1e9)
-            if wishes and isinstance(wishes[0], Load):
+            if operations and isinstance(operations[0], Load):
                 for level in keeper.levels:
-                    level.book.access(now, [wish.key for wish in wishes])
+                    level.book.access(now, [operation.key for operation in operations])
                 keeper._load(items)
             else:
                 keeper._store(items, [level for level in keeper.levels if level.tier.writable])

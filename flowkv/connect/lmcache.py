@@ -441,7 +441,7 @@ _MAGIC = b"flowkv/1"
 
 
 class ObjectHead(NamedTuple):
-    """What the head of an object says that the serde made.
+    """The head of an object that the serde made.
 
     Attributes:
         codec: One of FlowKV's, such as "kv8".

@@ -1,4 +1,4 @@
-"""When this process compiles, which is nobody's deadline and no tier's or model's time.
+"""Intervals in which this process compiles, which no deadline and no measured time includes.
 
 A function is compiled, or read from a cache of compiled ones, when it is first called: for seconds,
 in whatever was under way just then, and whoever needs numba's lock meanwhile waits as long. `watch`
@@ -46,7 +46,7 @@ def _write(text: str) -> bool:
 
 
 class Intervals:
-    """When any thread of a process compiled. Thread-safe; times are of `time.monotonic_ns`."""
+    """Times at which any thread of a process compiled. Thread-safe; of `time.monotonic_ns`."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may compile as well

@@ -130,7 +130,7 @@ def _masked(uri: re.Match[str]) -> str:
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where frames may lie, as configured; `str(place)` parses back to it, secrets included.
+    """A place for frames, as configured; `str(place)` parses back to it, secrets included.
 
     Attributes:
         kind: "gpu" (the device pool, wherever the layers compute), "host", "disk", or the scheme

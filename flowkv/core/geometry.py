@@ -1,4 +1,4 @@
-"""What a model's cache looks like: groups of layers of one kind, one K/V shape and one device."""
+"""Geometry of a model's cache: groups of layers of one kind, one K/V shape and one device."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _STATE_TAG = b"flowkv.state/1\0\0"
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which part of each layer's KV heads a process holds (tensor parallelism).
+    """The part of each layer's KV heads that a process holds (tensor parallelism).
 
     Attributes:
         rank: This process, from 0.

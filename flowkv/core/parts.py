@@ -1,4 +1,4 @@
-"""How numba compiles functions that only compiled ones call: as parts of those, not on their own.
+"""Compiling of functions that only compiled ones call: as parts of those, not on their own.
 
 By itself numba optimises every function together with all that it calls, and makes machine code of
 it that nobody runs: what is called five deep is worked on six times. A part stays what the frontend

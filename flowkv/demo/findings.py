@@ -1,4 +1,4 @@
-"""What the demo asks, what its processes find out, what that amounts to, and its report."""
+"""The demo's questions, the findings of its processes, their summary, and its report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ QUESTIONS = (
 
 
 class DemoSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is asked, in tokens.
+    """Sizes of the demo's questions, in tokens.
 
     Attributes:
         context: About what the last turn of the conversation and the batch's prompts hold.
@@ -242,7 +242,7 @@ def _bare(encode: Encode, text: str) -> list[int]:
 
 
 class DemoPlan(msgspec.Struct, kw_only=True):
-    """What both processes are told.
+    """The plan that both processes are given.
 
     Attributes:
         model: Folder or id of the model.
@@ -305,7 +305,7 @@ class WatchedRestore(msgspec.Struct, kw_only=True):
 
 
 class Findings(msgspec.Struct, kw_only=True):
-    """What one process found out.
+    """The findings of one process.
 
     Attributes:
         samples: In the order they were measured.
@@ -331,7 +331,7 @@ class Findings(msgspec.Struct, kw_only=True):
 
 
 class DemoTask(msgspec.Struct):
-    """What one process is told.
+    """The task of one process.
 
     Attributes:
         phase: "store" or "restore".

@@ -1,4 +1,4 @@
-"""What the demo's two processes do: one answers and stores, the other restores and answers.
+"""The demo's two processes: one answers and stores, the other restores and answers.
 
 Every figure is measured, here and now, by the protocol of `flowkv.demo.timing`: after a warm-up
 with other prompts, in turns with what it is compared to, several times over.

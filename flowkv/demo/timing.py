@@ -99,7 +99,7 @@ def timed_generate(
 
 
 class Reuse(NamedTuple):
-    """What a cache reused, as its counters say; the difference of two is what lay between them.
+    """A cache's counters of reuse; the difference of two is what lay between them.
 
     Attributes:
         seen: Tokens of prompts.

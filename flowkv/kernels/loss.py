@@ -1,4 +1,4 @@
-"""What a codec may lose of each element: the bounds that docs/explain/codecs.md derives.
+"""Bounds of what a codec may lose of each element, as docs/explain/codecs.md derives them.
 
 They are evaluated in float64 from what is encoded, never from what a codec stored, and hold for
 every page of which `kernels.transcode` says `SOUND`.

@@ -1,4 +1,4 @@
-"""What every page kernel is given: where the pages lie, and which tokens of which rows are meant.
+"""Operands of every page kernel: where the pages lie, and which tokens of which rows are meant.
 
 Shape legend (used by all kernels): B rows of a ragged batch, N new tokens of all rows together,
 T new tokens of one row, S context of one row, P page size, Hq/Hk query and KV heads, D/Dv head
@@ -63,7 +63,7 @@ class Ragged(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How one attention call weighs tokens, and what it is asked for beside its output.
+    """The scores of one attention call, and what it is asked for beside its output.
 
     A token's logit is `cap(scale * q.k) + alibi * (its position - the query's)`.
 

@@ -1,4 +1,4 @@
-"""Which function serves which operation, codec and backend; named here, imported on first use.
+"""The registry of kernels: a function by operation, codec and backend, imported on first use.
 
 Every operation has an oracle in torch ("reference"), a twin in numba ("cpu") and, where a GPU may
 call it, a Triton kernel. A test walks this table, so an operation without one of them cannot hide.

@@ -1,1 +1,1 @@
-"""What happens, told once: events on one bus, and metrics, traces and timelines made of them."""
+"""Events on one bus, and the metrics, traces and timelines made of them."""

@@ -277,7 +277,7 @@ class Warned(Event, frozen=True, kw_only=True):
 
 
 class Closing:
-    """What is closed at the end of its `with` block."""
+    """A base of what is closed at the end of its `with` block."""
 
     __slots__ = ()
 

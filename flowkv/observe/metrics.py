@@ -37,7 +37,7 @@ class Level(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """What a metric is.
+    """The definition of a metric.
 
     Attributes:
         kind: "counter", "gauge" or "histogram".
@@ -197,7 +197,7 @@ RULES: Mapping[type[Event], Mapping[str, Metric]] = MappingProxyType(
 
 
 class MetricReading(NamedTuple):
-    """What an event says about one metric.
+    """The reading of one metric from an event.
 
     Attributes:
         kind: "counter": add `values[0]`; "gauge": set it; "histogram": add all of `values`.
@@ -243,7 +243,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram:
-    """How values are spread over buckets.
+    """A histogram: counts of values by bucket.
 
     Attributes:
         bounds: Upper bounds of the buckets, ascending, without the last one, which has none.
@@ -444,7 +444,7 @@ class Metrics:
 
 
 class Observable(Protocol):
-    """What has a bus and counts it: a `KV`."""
+    """An owner of a bus and its metrics: a `KV`."""
 
     @property
     def bus(self) -> Bus:
@@ -602,7 +602,7 @@ class Bucket(NamedTuple):
 
 
 class Spread:
-    """How values of at least zero are spread. Not thread-safe.
+    """The distribution of values of at least zero. Not thread-safe.
 
     Attributes:
         count: Values so far.
@@ -712,3 +712,74 @@ class Spread:
 
     def __repr__(self) -> str:
         return f"<Spread of {self.count}: p50 {self.quantile(0.5):.3g}, max {self.most:.3g}>"
+
+
+# Tokens found by tenant, for a bounded number of tenants.
+
+OTHERS = "(others)"
+"""What tenants beyond the number that are told apart are called, all together."""
+
+
+class Tenancy:
+    """Tokens found and not found by tenant. Thread-safe.
+
+    Names of tenants may be private: they leave the process only where somebody asks for them.
+
+    Args:
+        bus: Where to listen.
+        most: Tenants that are told apart. Beyond them, the last of them in a ranking joins the
+            others; no token is lost. Whoever has more than one in `most` of all tokens is told
+            apart, with what it had since it was ranked last: these are no counters.
+    """
+
+    def __init__(self, bus: Bus, *, most: int = 64) -> None:
+        self._lock, self._most = threading.Lock(), most
+        self._found: dict[str, dict[str, int]] = {}  # tenant -> tier -> tokens; "" is nowhere
+        self._others: dict[str, int] = {}
+        # Where tenants rank, as in Space-Saving (Metwally et al., ICDT 2005): a newcomer goes on
+        # from the rank that it takes over, or a crowd of small ones would never let it grow.
+        self._ranks: dict[str, int] = {}
+        self._subscription = bus.subscribe(self.note, events.Hit, events.Miss)
+
+    def note(self, event: events.Hit | events.Miss) -> None:
+        """Takes an event."""
+        tier = event.tier if isinstance(event, events.Hit) else ""
+        with self._lock:
+            rank = self._ranks.get(event.tenant, 0)
+            if event.tenant not in self._ranks and len(self._ranks) >= self._most:
+                rank = self._join(min(self._ranks, key=self._ranks.__getitem__))
+            self._ranks[event.tenant] = rank + event.tokens
+            found = self._found.setdefault(event.tenant, {})
+            found[tier] = found.get(tier, 0) + event.tokens
+
+    def _join(self, tenant: str) -> int:
+        """Counts a tenant as one of the others; returns its rank."""
+        _add_tokens(self._others, self._found.pop(tenant))
+        return self._ranks.pop(tenant)
+
+    def tokens(self) -> dict[str, dict[str, int]]:
+        """Prompt tokens by tenant and by the tier that had them; "" is nowhere."""
+        with self._lock:
+            told = {tenant: dict(found) for tenant, found in self._found.items()}
+            if self._others:  # a tenant may be called that, too
+                _add_tokens(told.setdefault(OTHERS, {}), self._others)
+            return told
+
+    def report(self) -> dict[str, Any]:
+        """Plain numbers: for each tenant its tokens by tier, those not found, and its hit rate."""
+        report = {}
+        for tenant, found in self.tokens().items():
+            missed = found.pop("", 0)
+            hits = sum(found.values())
+            rate = hits / (hits + missed) if hits + missed else 0.0
+            report[tenant] = {"hit_tokens": found, "miss_tokens": missed, "hit_rate": rate}
+        return report
+
+    def close(self) -> None:
+        """Ends the collecting; what was collected stays."""
+        self._subscription.close()
+
+
+def _add_tokens(found: dict[str, int], more: dict[str, int]) -> None:
+    for tier, tokens in more.items():
+        found[tier] = found.get(tier, 0) + tokens

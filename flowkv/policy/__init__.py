@@ -1,4 +1,4 @@
-"""Which blocks to keep: eviction policies, one class each, by name.
+"""Eviction policies, one class each, by name.
 
 | name | class | what goes first, among the leaves |
 |---|---|---|

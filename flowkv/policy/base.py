@@ -35,7 +35,7 @@ UNKNOWN_STOP, TOOL_USE, TURN_END, CUT_OFF = 0, 1, 2, 3
 
 
 class Visit(NamedTuple):
-    """What is known about a request when it arrives; every field may be left out.
+    """The facts known about a request when it arrives; every field may be left out.
 
     Attributes:
         request: The driver's number for it, not used by another request that is under way; -1 if
@@ -225,7 +225,7 @@ DEFAULT_RANK = 35
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a block may stay, and what goes before it.
+    """The lease of a block: how long it may stay, and what goes before it.
 
     Attributes:
         lease_s: Seconds after the last access; over ten years is no lease.
@@ -250,7 +250,7 @@ LEASES: dict[str, Lease] = {
 
 
 class LeaseConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What every leaf-first policy can be told: how long blocks may stay.
+    """Options of every leaf-first policy: how long blocks may stay.
 
     Attributes:
         lease_s: Lease of the default class. Infinite by default, since a page on disk should be
@@ -281,7 +281,7 @@ class ArcConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class LfuTtlConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `LfuTtl` can be told.
+    """Options of `LfuTtl`.
 
     Attributes:
         tau_s: Half-life of the access count in seconds, at most 30 days; 0 is LRU. About the time
@@ -296,7 +296,7 @@ class HazardConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class CyclicConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `Cyclic` can be told.
+    """Options of `Cyclic`.
 
     Attributes:
         streaming: Blocks of room that the circle streams through; as many as are in flight at once.
@@ -308,7 +308,7 @@ class CyclicConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class CostAwareConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `CostAware` can be told.
+    """Options of `CostAware`.
 
     Attributes:
         tau_s: Half-life of the access count in seconds, above 0 and at most 30 days.

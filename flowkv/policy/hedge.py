@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, Policy, Slots, Visit
-from flowkv.policy.hazard.compiled import mind_on, rekey
+from flowkv.policy.hazard.compiled import learner_on, rekey
 from flowkv.policy.hazard.index import HazardIndex
 from flowkv.policy.order.compiled import (
     CLOCK,
@@ -138,7 +138,7 @@ def follow(desk: Array, mode: int) -> None:
             reorder(nodes, heaps, state, s)
             attend(nodes, heaps, state, s)
         if nodes[s].birth != 0 and nodes[s].kids == 0:
-            rekey(order, mind_on(desk), s, state[CLOCK])
+            rekey(order, learner_on(desk), s, state[CLOCK])
 
 
 class Hedge(HazardIndex):

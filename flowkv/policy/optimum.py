@@ -151,7 +151,7 @@ def _within(values: NDArray[np.int64], low: int, end: int) -> bool:
 
 
 class OptimumConfig(LeaseConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `Optimum` can be told, besides the future."""
+    """Options of `Optimum`, besides the future."""
 
 
 class Optimum(LeafOrder):

@@ -1,4 +1,4 @@
-"""What happens to pages where they lie: which codec, which tokens stay, when slabs are emptied.
+"""Policies for pages in place: codec by distance, tokens that stay, slabs to be emptied.
 
 `Temperature` and `Ladder` choose codecs, `Importance` the tokens that a budget leaves of a
 sequence, `Defragmentation` how much copying gives room back.
@@ -36,7 +36,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class Heat(IntEnum):
-    """How likely a block is to be used, beside the others."""
+    """Classes of blocks by how likely they are to be used."""
 
     COLD = 0
     WARM = 1
@@ -271,7 +271,7 @@ def make_ladder(
 
 
 class Occupancy(NamedTuple):
-    """What a pool looks like.
+    """The state of a pool.
 
     Attributes:
         slabs: All slabs.
@@ -289,7 +289,7 @@ class Occupancy(NamedTuple):
 
 
 class DefragmentationConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `Defragmentation` can be told.
+    """Options of `Defragmentation`.
 
     Attributes:
         least_fragmentation: Nothing moves below this.
@@ -358,7 +358,7 @@ class Defragmentation:
 
 
 class ImportanceConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `Importance` can be told.
+    """Options of `Importance`.
 
     Attributes:
         sink_tokens: First tokens that always stay.

@@ -17,7 +17,7 @@ from flowkv.policy.base import NO_SLOTS, NO_VISIT, Lease, Policy, Slots, Visit
 
 
 class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a tenant may count on, and may take at most.
+    """The quota of a tenant: a share it may count on, and the most it may take.
 
     Attributes:
         reserve_bytes: Nothing that others do takes its blocks below this.
@@ -36,7 +36,7 @@ class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantAccount:
-    """What one tenant has.
+    """The holdings of one tenant.
 
     Args:
         policy: Decides among its blocks.

@@ -1,1 +1,1 @@
-"""What people read: reports as one HTML file with charts, and what a terminal shows."""
+"""Reports for people: one HTML file with charts, and terminal output."""

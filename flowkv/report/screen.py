@@ -1,4 +1,4 @@
-"""What a terminal gets to see: lines, tables, progress. With rich if it is there, plain otherwise.
+"""Terminal output: lines, tables, progress. With rich if it is there, plain otherwise.
 
 With `to_stderr`, standard output stays free for the one JSON object of `--json`.
 """
@@ -21,7 +21,7 @@ _STYLES = {"ok": "green", "note": "dim", "warn": "yellow", "bad": "red bold"}
 
 
 class Screen:
-    """Where people read.
+    """Output for people, on a terminal or plain.
 
     Args:
         to_stderr: Show everything on standard error.

@@ -57,7 +57,7 @@ __all__ = ["PLAIN", "Ledger", "Meta", "Move", "Place", "Plan"]
 
 
 class Place(NamedTuple):
-    """Where blocks may lie.
+    """A place for blocks.
 
     Attributes:
         policy: A fresh policy, used by nobody else.
@@ -83,7 +83,7 @@ class Move(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a policy is told about a block besides its place in the tree."""
+    """Terms of a block for its policy, besides its place in the tree."""
 
     n_bytes: int = 1
     cost_ns: int = 0
@@ -158,7 +158,7 @@ TERMS = np.dtype([("cost_ns", np.int64), ("lease", np.int32), ("tenant", np.int3
 
 
 class Meta(NamedTuple):
-    """What a request says about itself and its blocks; every field may be left out.
+    """Facts about a request and its blocks; every field may be left out.
 
     Attributes:
         session: See `Visit.session`.
@@ -182,7 +182,7 @@ PLAIN = Meta()
 
 
 class Plan(NamedTuple):
-    """What is to be done for a request. The arrays change at the ledger's next call.
+    """The moves to make for a request. The arrays change at the ledger's next call.
 
     Attributes:
         hits: Leading blocks that can be read.

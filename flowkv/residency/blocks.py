@@ -1,4 +1,4 @@
-"""What a ledger knows about each block, and the loops over one request's blocks.
+"""The ledger's table of blocks, and the compiled loops over one request's blocks.
 
 One record per slot; the table of ids (`.table`) finds it, or, along a chain that was
 used before, the record of the block before it (`heir`), without hashing. Places are bits of `here`.

@@ -22,7 +22,7 @@ GHOSTS_PER_RESIDENT = 4
 
 
 class KeyedPolicy:
-    """What one place holds, by key, and which of it goes first. Not thread-safe.
+    """The content of one place, by key, and the order in which it goes. Not thread-safe.
 
     Args:
         policy: A fresh policy, used by nobody else.

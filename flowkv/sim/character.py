@@ -118,7 +118,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Character(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace is like.
+    """Statistics of a trace.
 
     Attributes:
         trace: Its name.

@@ -577,7 +577,7 @@ class Reader:
 
 
 class _Probe(msgspec.Struct):
-    """What tells the kinds of JSON lines apart."""
+    """The fields that tell the kinds of JSON lines apart."""
 
     hash_ids: list[object] | None = None
     requests: list[object] | None = None

@@ -45,7 +45,7 @@ Span = tuple[int, int]
 
 
 class TalkConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What all generated conversations can be told.
+    """Options of all generated conversations.
 
     Attributes:
         requests: How many.
@@ -344,7 +344,7 @@ MOST_CONTEXTS = 1 << 22
 
 
 class StreamConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What all streams can be told.
+    """Options of all streams.
 
     Attributes:
         requests: How many.

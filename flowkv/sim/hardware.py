@@ -1,4 +1,4 @@
-"""What things cost: models, accelerators and the places behind them, as plain constants.
+"""Costs as plain constants: models, accelerators and the places behind them.
 
 Each constant has its source beside it, or says that it is an assumption. Nothing here is measured
 by FlowKV; whatever is computed from it is simulated (DESIGN D17).
@@ -21,7 +21,7 @@ Positive = Annotated[float, Meta(gt=0.0)]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a model decides about the cost of keys and values.
+    """The shape of a model, as far as it decides the cost of keys and values.
 
     Attributes:
         parameters: Weights that take part in each token.
@@ -67,7 +67,7 @@ configuration files."""
 
 
 class ModelledPlace(NamedTuple):
-    """Where blocks may lie.
+    """A place for blocks.
 
     Attributes:
         name: For tables.

@@ -57,7 +57,7 @@ def climb(here: Array, seen: Array, parents: Array, tip: int, out: Array) -> tup
 
 
 class Course:
-    """What happened, request by request.
+    """The course of a replay, request by request.
 
     Attributes:
         hits: i8 [R], leading blocks that were there.
@@ -106,7 +106,7 @@ class OnePlace:
         self.prefetcher, self.costs_ns = prefetcher, costs_ns
         self.here = np.zeros(trace.unique, np.bool_)
         self.seen = np.zeros(trace.unique, np.bool_)
-        self.unproven = np.zeros(trace.unique, np.bool_)  # prefetched, not asked for yet
+        self.prefetched_unused = np.zeros(trace.unique, np.bool_)  # prefetched, not asked for yet
         self.owners = np.zeros(trace.unique, np.int32)  # tenants that asked first
         self.used = 0
         self.course = Course(len(trace))
@@ -231,16 +231,16 @@ class OnePlace:
             if len(fetch.slots):
                 said = self._said(int(self.owners[fetch.slots[-1]]), fetch.slots)
                 self.policy.insert(now, fetch.slots, self.trace.parents[fetch.slots], **said)
-                self.here[fetch.slots] = self.unproven[fetch.slots] = True
+                self.here[fetch.slots] = self.prefetched_unused[fetch.slots] = True
                 self.used += len(fetch.slots)
                 self.course.prefetched += len(fetch.slots)
             self.prefetcher.landed(now, fetch.slots)
 
     def _asked(self, now: int, r: int, chain: Slots, hits: int, loaded: int) -> None:
         if self.prefetcher is not None:
-            waiting = self.unproven[chain]
+            waiting = self.prefetched_unused[chain]
             self.course.prefetch_used += int(np.count_nonzero(waiting[:hits]))
-            self.unproven[chain] = False
+            self.prefetched_unused[chain] = False
             self.prefetcher.accessed(now, chain, hits, loaded, r)
 
     def _said(self, tenant: int, new: Slots) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class OnePlace:
             self.prefetcher.left(now, slots)
 
     def _gone(self, slots: Slots) -> None:
-        self.here[slots] = self.unproven[slots] = False
+        self.here[slots] = self.prefetched_unused[slots] = False
         self.used -= len(slots)
 
 
@@ -724,7 +724,7 @@ class Warm(Protocol):
 
 
 class ReplaySettings(TypedDict, total=False):
-    """How a trace is replayed, besides policy and size. Every field may be left out.
+    """Settings of a replay besides policy and size. Every field may be left out.
 
     Attributes:
         options: Of the policy, if it is given by name.

@@ -65,7 +65,7 @@ class Done(NamedTuple):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What one execution did.
+    """The course of one execution.
 
     Attributes:
         timeline: Its ops, in order of their starts; of one time, in the order they were begun in.
@@ -368,7 +368,7 @@ SHAPES = MappingProxyType(
 
 
 class Accelerator(NamedTuple):
-    """What a data sheet says.
+    """An accelerator, as its data sheet says.
 
     Attributes:
         name: As the rows of the bench name it.

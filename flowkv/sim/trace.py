@@ -409,7 +409,7 @@ def repeat(
 
 
 class TraceHints(NamedTuple):
-    """What an application hints after each request.
+    """Hints of an application after each request.
 
     Attributes:
         etas_ns: i8 [R], nanoseconds until the next use of the part that is sent again; `NEVER_NS`

@@ -177,7 +177,7 @@ class MemoryTier:
 
 
 class Faults(NamedTuple):
-    """How often a `FlakyTier` misbehaves; probabilities per item.
+    """Rates at which a `FlakyTier` misbehaves; probabilities per item.
 
     Attributes:
         fail: Answered `FAILED` with reason "injected", nothing done.

@@ -45,7 +45,7 @@ _MOST = 100_000  # ops of a story: a policy that needs more never ends
 
 
 class RestoreWorld(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy meets.
+    """The world of restores that a policy meets.
 
     Attributes:
         requests: What is asked for.
@@ -211,7 +211,7 @@ _INSTANT_S = 1e-9  # an op that ended when it began would leave open what came f
 
 
 class MadeUpCosts(msgspec.Struct, frozen=True):
-    """What things take, or are thought to take. Implements `Costs`.
+    """Made-up durations. Implements `Costs`.
 
     Attributes:
         token_s: Computing a token of a layer.
@@ -423,7 +423,7 @@ _SLACK = 1e-6  # of what is added up in another order
 
 
 class SchedulerWorld(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scheduler meets.
+    """The world of requests that a scheduler meets.
 
     Attributes:
         asks: The load; each fits into `least` pages.

@@ -68,7 +68,7 @@ def check_policy(
 
 
 class PolicyModel:
-    """Who is resident, above whom, and who may not go.
+    """A model of residency: the blocks that are resident, their tree, and those that may not go.
 
     Args:
         leaf_first: Whether a block must go after its resident children.

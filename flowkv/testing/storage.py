@@ -39,9 +39,9 @@ from flowkv.tiers.frame import KINDS
 # What a tier may hold, seen from outside: the model that `check_tier` compares it with.
 #
 # With several jobs in flight nobody outside knows which came first. So the model keeps, per key,
-# all frames that may be there now (`None` stands for nothing there), and every wish collects what
-# may have been there while it was under way. An answer must agree with one of them; an answer to
-# a wish that nothing disturbed tells which one it is.
+# all frames that may be there now (`None` stands for nothing there), and every request collects
+# what may have been there while it was under way. An answer must agree with one of them; one to
+# a request that nothing disturbed tells which one it is.
 
 
 class Frame(NamedTuple):
@@ -50,30 +50,30 @@ class Frame(NamedTuple):
     info: FrameInfo
     body: bytes
 
-    def part(self, wish: Load) -> bytes | None:
+    def part(self, request: Load) -> bytes | None:
         """The stripes wished for; None if the frame has not got them."""
         stripes = len(self.body) // self.info.stripe_bytes
-        end = wish.first + wish.stripes if wish.stripes else stripes
-        if not 0 <= wish.first < end <= stripes:
+        end = request.first + request.stripes if request.stripes else stripes
+        if not 0 <= request.first < end <= stripes:
             return None
-        return self.body[wish.first * self.info.stripe_bytes : end * self.info.stripe_bytes]
+        return self.body[request.first * self.info.stripe_bytes : end * self.info.stripe_bytes]
 
-    def problems(self, wish: Load) -> set[tuple[Outcome, str]]:
-        """Why a wish for this frame cannot be granted; any of the reasons may be given."""
+    def problems(self, request: Load) -> set[tuple[Outcome, str]]:
+        """Why a request for this frame cannot be granted; any of the reasons may be given."""
         found = set()
-        part = self.part(wish)
-        if self.info.layout != wish.layout:
+        part = self.part(request)
+        if self.info.layout != request.layout:
             found.add((Outcome.MISS, "layout"))
-        if self.info.fidelity > wish.fidelity:
+        if self.info.fidelity > request.fidelity:
             found.add((Outcome.MISS, "fidelity"))
         if part is None:
             found.add((Outcome.MISS, "stripes"))
-        if wish.target.readonly or (part is not None and wish.target.nbytes < len(part)):
+        if request.target.readonly or (part is not None and request.target.nbytes < len(part)):
             found.add((Outcome.FAILED, "target"))
         return found
 
 
-class Wish:
+class TierRequest:
     """One item in flight.
 
     Args:
@@ -103,14 +103,14 @@ class Wish:
 
 
 class Model:
-    """All keys, and all wishes in flight.
+    """All keys, and all requests in flight.
 
     Args:
         lossy: Frames may vanish at any time, and a store that failed may be there all the same.
 
     Attributes:
         may: What may be there now, by key.
-        flying: Wishes in flight.
+        flying: Requests in flight.
         doubtful: Keys whose frame may be damaged: said to be there, and refused when it is read.
         promised: Keys whose frame was written, and answered `STORED`, since the last `doubt`.
     """
@@ -120,39 +120,39 @@ class Model:
         self.doubtful: set[bytes] = set()
         self.promised: set[bytes] = set()
         self.may: defaultdict[bytes, set[Frame | None]] = defaultdict(lambda: {None})
-        self.flying: list[Wish] = []
+        self.flying: list[TierRequest] = []
         self._ghosts: defaultdict[bytes, set[Frame]] = defaultdict(set)
 
-    def stores(self, key: bytes) -> list[Wish]:
+    def stores(self, key: bytes) -> list[TierRequest]:
         """Stores of a key that are in flight."""
-        return [wish for wish in self.flying if wish.frame and wish.item.key == key]
+        return [request for request in self.flying if request.frame and request.item.key == key]
 
-    def submit(self, wish: Wish) -> None:
-        """A wish was given to the tier."""
-        key, may = wish.item.key, self.may[wish.item.key]
+    def submit(self, request: TierRequest) -> None:
+        """A request was given to the tier."""
+        key, may = request.item.key, self.may[request.item.key]
         others = [other for other in self.flying if other.item.key == key]
-        if wish.frame is not None:
+        if request.frame is not None:
             for other in others:
                 other.alone = False
-            wish.alone = may == {None} and not others
+            request.alone = may == {None} and not others
             if None in may:
-                self._add(wish)
+                self._add(request)
         else:
-            wish.alone = not any(other.frame for other in others)
-        wish.seen = set(may)
-        self.flying.append(wish)
+            request.alone = not any(other.frame for other in others)
+        request.seen = set(may)
+        self.flying.append(request)
 
     def delete(self, key: bytes) -> None:
         """A key was deleted; stores in flight may bring it back."""
         self.may[key] = {None, *self._ghosts[key]}
         self.doubtful.discard(key)
         self.promised.discard(key)
-        for wish in self.flying:
-            if wish.item.key == key:
-                wish.alone, wish.deleted = False, True
-                wish.seen.add(None)
-        for wish in self.stores(key):
-            self._add(wish)
+        for request in self.flying:
+            if request.item.key == key:
+                request.alone, request.deleted = False, True
+                request.seen.add(None)
+        for request in self.stores(key):
+            self._add(request)
 
     def doubt(self, *, but_promised: bool = False) -> None:
         """Every frame that is there now may be gone, or damaged.
@@ -165,42 +165,42 @@ class Model:
             if key not in kept:
                 self.doubtful.update([key] if states != {None} else [])
                 states.add(None)
-        for wish in self.flying:
-            if wish.item.key not in kept:
-                wish.seen.add(None)
-                self.doubtful.add(wish.item.key)
+        for request in self.flying:
+            if request.item.key not in kept:
+                request.seen.add(None)
+                self.doubtful.add(request.item.key)
         self.promised = set(kept)
 
-    def stored(self, wish: Wish) -> None:
+    def stored(self, request: TierRequest) -> None:
         """A store was answered `STORED`; one of an impossible frame says that another is there."""
-        self.flying.remove(wish)
-        if wish.alone and wish.frame:
-            self.promised.add(wish.item.key)
-        doubtful = self.lossy or wish.item.key in self.doubtful
-        if wish.frame and not wish.deleted and not doubtful:
-            self.may[wish.item.key].discard(None)
-            assert self.may[wish.item.key]
+        self.flying.remove(request)
+        if request.alone and request.frame:
+            self.promised.add(request.item.key)
+        doubtful = self.lossy or request.item.key in self.doubtful
+        if request.frame and not request.deleted and not doubtful:
+            self.may[request.item.key].discard(None)
+            assert self.may[request.item.key]
 
-    def failed(self, wish: Wish) -> None:
+    def failed(self, request: TierRequest) -> None:
         """A store was answered `FAILED`: unless the tier is lossy, its frame is not there."""
-        self.flying.remove(wish)
-        if wish.frame is None:
+        self.flying.remove(request)
+        if request.frame is None:
             return
         if self.lossy:
-            self._ghosts[wish.item.key].add(wish.frame)
-        elif wish.brought:
-            heirs = [w for w in self.stores(wish.item.key) if w.frame == wish.frame]
+            self._ghosts[request.item.key].add(request.frame)
+        elif request.brought:
+            heirs = [w for w in self.stores(request.item.key) if w.frame == request.frame]
             if heirs:
                 heirs[0].brought = True
             else:
-                self.may[wish.item.key].discard(wish.frame)
+                self.may[request.item.key].discard(request.frame)
 
-    def loaded(self, wish: Wish, answer: TierAnswer) -> None:
+    def loaded(self, request: TierRequest, answer: TierAnswer) -> None:
         """A load was answered; raises AssertionError if it cannot have been."""
-        self.flying.remove(wish)
-        load = wish.item
+        self.flying.remove(request)
+        load = request.item
         assert isinstance(load, Load)
-        agree = {state for state in wish.seen if agrees(state, load, answer)}
+        agree = {state for state in request.seen if agrees(state, load, answer)}
         if answer.outcome is Outcome.HIT:
             assert agree, f"WRONG BYTES, or a hit for what was not stored: {_short(answer)}"
         elif self.lossy:
@@ -209,12 +209,12 @@ class Model:
             return
         else:
             excused = answer.outcome is Outcome.FAILED and (
-                answer.reason == "deadline" or (answer.reason == "cancelled" and wish.cancelled)
+                answer.reason == "deadline" or (answer.reason == "cancelled" and request.cancelled)
             )
             assert agree or excused, f"{_short(answer)} does not fit what is there"
             if excused:
                 return
-        if wish.alone:
+        if request.alone:
             doubtful = self.lossy or load.key in self.doubtful
             self.may[load.key] &= agree | ({None} if doubtful else set())
 
@@ -230,32 +230,32 @@ class Model:
         if not self.stores(key) and not self.lossy and key not in self.doubtful:
             self.may[key] = {state for state in may if (state is not None) == there}
 
-    def _add(self, wish: Wish) -> None:
-        key, frame = wish.item.key, wish.frame
+    def _add(self, request: TierRequest) -> None:
+        key, frame = request.item.key, request.frame
         assert frame is not None
-        wish.brought = wish.brought or frame not in self.may[key]
+        request.brought = request.brought or frame not in self.may[key]
         self.may[key].add(frame)
         for other in self.flying:
             if other.item.key == key:
                 other.seen.add(frame)
 
 
-def agrees(state: Frame | None, wish: Load, answer: TierAnswer) -> bool:
+def agrees(state: Frame | None, request: Load, answer: TierAnswer) -> bool:
     """Whether a load may be answered so while this is what is there."""
     said = answer.outcome, answer.reason
     if state is None:
         return said == (Outcome.MISS, "") or (
-            wish.target.readonly and said == (Outcome.FAILED, "target")
+            request.target.readonly and said == (Outcome.FAILED, "target")
         )
-    problems = state.problems(wish)
+    problems = state.problems(request)
     if problems or answer.outcome is not Outcome.HIT:
         return said in problems
-    part = state.part(wish)
+    part = state.part(request)
     assert part is not None
     return (
         answer.info == state.info
         and answer.n_bytes == len(part)
-        and wish.target[: len(part)] == part
+        and request.target[: len(part)] == part
     )
 
 
@@ -278,7 +278,7 @@ LAYOUTS = (b"\1" * 16, b"\2" * 16)
 
 
 class Sketch(NamedTuple):
-    """What a frame is made from; small, so that a failing example can be read."""
+    """The ingredients of a frame; small, so that a failing example can be read."""
 
     kind: str
     codec: int
@@ -393,7 +393,7 @@ class TierMachine(RuleBasedStateMachine):
         if self.peer is not None:
             self.tiers.append(cls.peer(self.tiers[0]))  # type: ignore[misc]
         self.model = Model(self.lossy)
-        self.jobs: dict[tuple[Tier, int], dict[int, Wish]] = {}
+        self.jobs: dict[tuple[Tier, int], dict[int, TierRequest]] = {}
         self.born: dict[bytes, tuple[int, int]] = {}  # when its store began and was answered
         self.done: list[tuple[object, bytes]] = []  # memory that no tier may touch any more
         self.step = 0
@@ -418,35 +418,35 @@ class TierMachine(RuleBasedStateMachine):
         """Starts stores; a key that is there keeps its frame."""
         tier = self.tiers[handle % len(self.tiers)]
         self.step += 1
-        wishes, due_s = {}, time.monotonic() + deadline_s
+        requests, due_s = {}, time.monotonic() + deadline_s
         for index, (name, sketch) in enumerate(wanted):
             frame = sketch.frame()
             body = memoryview(bytearray(frame.body))
             valid = None if sketch.spoil or not tier.writable else frame
-            wish = Wish(Store(key_of(name), frame.info, body), valid, due_s, self.step)
-            wishes[index] = wish
-        need = sum(tier.frame_bytes(wish.n_bytes) for wish in wishes.values())
-        flying = [wish for wish in self.model.flying if wish.frame]
-        before = tier.used_bytes() + sum(tier.frame_bytes(wish.n_bytes) for wish in flying)
-        for wish in flying:
-            wish.room_bytes += need
-        for wish in wishes.values():
-            wish.room_bytes = before + need
-            self.model.submit(wish)
-        items = [wish.item for wish in wishes.values()]
-        self.jobs[tier, tier.submit_store(items, deadline_s=deadline_s)] = wishes  # type: ignore[arg-type]
+            request = TierRequest(Store(key_of(name), frame.info, body), valid, due_s, self.step)
+            requests[index] = request
+        need = sum(tier.frame_bytes(request.n_bytes) for request in requests.values())
+        flying = [request for request in self.model.flying if request.frame]
+        before = tier.used_bytes() + sum(tier.frame_bytes(request.n_bytes) for request in flying)
+        for request in flying:
+            request.room_bytes += need
+        for request in requests.values():
+            request.room_bytes = before + need
+            self.model.submit(request)
+        items = [request.item for request in requests.values()]
+        self.jobs[tier, tier.submit_store(items, deadline_s=deadline_s)] = requests  # type: ignore[arg-type]
 
     @rule(wanted=st.lists(WANTS, min_size=1, max_size=4), handle=HANDLES, deadline_s=DEADLINES_S)
     def load(self, wanted: list[Want], handle: int, deadline_s: float) -> None:
         """Starts loads, most of them of what may be there."""
         tier = self.tiers[handle % len(self.tiers)]
         self.step += 1
-        wishes, due_s = {}, time.monotonic() + deadline_s
+        requests, due_s = {}, time.monotonic() + deadline_s
         for index, want in enumerate(wanted):
-            wishes[index] = Wish(self.load_of(want), None, due_s, self.step)
-            self.model.submit(wishes[index])
-        items = [wish.item for wish in wishes.values()]
-        self.jobs[tier, tier.submit_load(items, deadline_s=deadline_s)] = wishes  # type: ignore[arg-type]
+            requests[index] = TierRequest(self.load_of(want), None, due_s, self.step)
+            self.model.submit(requests[index])
+        items = [request.item for request in requests.values()]
+        self.jobs[tier, tier.submit_load(items, deadline_s=deadline_s)] = requests  # type: ignore[arg-type]
 
     def load_of(self, want: Want) -> Load:
         """A load with a target that has the size wished for, or not quite."""
@@ -482,9 +482,9 @@ class TierMachine(RuleBasedStateMachine):
         """Gives up a job, if one is in flight; no precondition, since threads decide about that."""
         if not self.jobs:
             return
-        (tier, job), wishes = list(self.jobs.items())[which % len(self.jobs)]
-        for wish in wishes.values():
-            wish.cancelled = True
+        (tier, job), requests = list(self.jobs.items())[which % len(self.jobs)]
+        for request in requests.values():
+            request.cancelled = True
         tier.cancel(job)
 
     @rule(names=st.lists(NAMES, max_size=4, unique=True), handle=HANDLES, erase=st.booleans())
@@ -563,8 +563,10 @@ class TierMachine(RuleBasedStateMachine):
             assert time.monotonic() - asked_s < timeout_s + GRACE_S, "poll waited too long"
             for answer in answers:
                 self.check(tier, answer, closed)
-            left = [w for (t, _), wishes in self.jobs.items() if t is tier for w in wishes.values()]
-            late = [wish for wish in left if asked_s > wish.due_s + GRACE_S]
+            left = [
+                w for (t, _), requests in self.jobs.items() if t is tier for w in requests.values()
+            ]
+            late = [request for request in left if asked_s > request.due_s + GRACE_S]
             assert not late, f"{len(late)} items were not answered by their deadline"
             if not left or not all_of_it:
                 break
@@ -575,49 +577,49 @@ class TierMachine(RuleBasedStateMachine):
 
     def check(self, tier: Tier, answer: TierAnswer, closed: bool) -> None:
         """One answer against the model."""
-        wishes = self.jobs.get((tier, answer.job), {})
-        wish = wishes.pop(answer.item, None)
-        assert wish is not None, (
+        requests = self.jobs.get((tier, answer.job), {})
+        request = requests.pop(answer.item, None)
+        assert request is not None, (
             f"job {answer.job} item {answer.item} was answered twice, or never asked"
         )
-        if not wishes:
+        if not requests:
             del self.jobs[tier, answer.job]
-        item, loose = wish.item, closed or self.model.lossy
+        item, loose = request.item, closed or self.model.lossy
         assert answer.key == item.key, "the answer names another key"
         if isinstance(item, Load):
             if closed and answer.outcome is Outcome.FAILED:
-                self.model.failed(wish)
+                self.model.failed(request)
             else:
-                self.model.loaded(wish, answer)
+                self.model.loaded(request, answer)
             moved = answer.n_bytes if answer.outcome is Outcome.HIT else item.target.nbytes
             rest = item.target[moved:]
             assert rest == bytes([BEFORE]) * len(rest), "bytes written past what was wished for"
             memory = item.target
         elif answer.outcome is Outcome.STORED:
-            assert wish.frame or any(wish.seen), "a frame that cannot be was stored"
+            assert request.frame or any(request.seen), "a frame that cannot be was stored"
             assert not answer.reason
-            self.model.stored(wish)
-            if wish.alone and wish.frame:
-                self.born.setdefault(item.key, (wish.step, self.step))
+            self.model.stored(request)
+            if request.alone and request.frame:
+                self.born.setdefault(item.key, (request.step, self.step))
             memory = item.body
         else:
             assert answer.outcome is Outcome.FAILED and answer.reason, "a failure says why"
-            assert loose or self.excused(tier, wish, answer.reason), f"failed: {answer.reason}"
-            self.model.failed(wish)
+            assert loose or self.excused(tier, request, answer.reason), f"failed: {answer.reason}"
+            self.model.failed(request)
             memory = item.body
         if not memory.readonly:
             memory[:] = bytes([AFTER]) * memory.nbytes  # its owner uses it again, at once
         self.done.append((memory.obj, bytes(memory)))
 
-    def excused(self, tier: Tier, wish: Wish, reason: str) -> bool:
+    def excused(self, tier: Tier, request: TierRequest, reason: str) -> bool:
         """Whether a store may fail for this reason."""
         return {
             "read-only": not tier.writable,
-            "invalid": wish.frame is None,
-            "full": wish.room_bytes > tier.capacity_bytes,
+            "invalid": request.frame is None,
+            "full": request.room_bytes > tier.capacity_bytes,
             "busy": len(self.model.flying) > 1,
             "deadline": True,
-            "cancelled": wish.cancelled,
+            "cancelled": request.cancelled,
         }.get(reason, False)
 
     # ---- what always holds
@@ -708,7 +710,7 @@ PAGE_KINDS = (
 
 
 class Codec(Protocol):
-    """What `check_codec` needs of a codec of your own; K is `[Hk, P, D]`, V `[Hk, P, Dv]`."""
+    """The protocol `check_codec` needs of your codec; K is `[Hk, P, D]`, V `[Hk, P, Dv]`."""
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> bytes:
         """A page as bytes; raises `ValueError` for NaN and infinity."""

@@ -1,4 +1,4 @@
-"""How the conformance suites tell their stories: the same every time, and one fault at most."""
+"""Scenarios of the conformance checks: the same every time, and one fault reported at most."""
 
 from __future__ import annotations
 

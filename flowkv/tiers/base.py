@@ -24,7 +24,7 @@ UNBOUNDED = 1 << 62
 
 
 class Outcome(Enum):
-    """How one item of a job ended."""
+    """The end of one item of a job."""
 
     HIT = "hit"
     MISS = "miss"
@@ -33,7 +33,7 @@ class Outcome(Enum):
 
 
 class FrameInfo(NamedTuple):
-    """What a frame says about itself (the digests are computed from the body).
+    """The description of a frame (the digests are computed from the body).
 
     Attributes:
         kind: "page", "state", "weights" or "memo".

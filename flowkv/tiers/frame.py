@@ -81,7 +81,7 @@ class BadFrame(FlowKVError, ValueError):
 
 
 class Header(NamedTuple):
-    """What a checked header says.
+    """The fields of a checked header.
 
     Attributes:
         key: 32 bytes.

@@ -34,7 +34,7 @@ Wish = TypeVar("Wish", Load, Store)
 
 
 class Immediate:
-    """What such tiers share: jobs whose items are all answered by `submit_*`, so no poll waits.
+    """A base of tiers whose jobs are answered by `submit_*` at once, so no poll waits.
 
     Args:
         name: Shown in statistics.

@@ -64,7 +64,7 @@ class CompressedBody(NamedTuple):
 
 @dataclass(slots=True)
 class Measure:
-    """What was seen of one layout.
+    """Counters of one layout.
 
     Attributes:
         offered: Frames seen.
@@ -250,7 +250,7 @@ def _pack_stripe(stripe: memoryview, seen: Measure, *, low: bool) -> list[Buffer
 
 
 class _Zstd(threading.local):
-    """What zstd needs, once per thread: neither of the two may be shared."""
+    """The two objects of zstd, once per thread: neither may be shared."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)

@@ -63,7 +63,7 @@ def stored_key(key: bytes, heads: Heads) -> bytes:
 
 
 class Form(NamedTuple):
-    """What a layout fingerprint means to a rank.
+    """The meaning of a layout fingerprint for a rank.
 
     Attributes:
         group: Index of the layer group.
@@ -245,7 +245,7 @@ class _Way(NamedTuple):
         return self.cover == [self.form.mine]
 
 
-class _Wish:
+class _ShardedRequest:
     """One item of the caller's, on its way."""
 
     def __init__(self, job: int, index: int, item: Load | Store, end_s: float) -> None:
@@ -282,7 +282,7 @@ class ShardedTier:
         if hasattr(inner, "fileno"):  # readable while answers wait
             self.fileno = inner.fileno
         self._lock, self._jobs = threading.Lock(), 0
-        self._waiting: dict[int, list[tuple[_Wish, int] | None]] = {}
+        self._waiting: dict[int, list[tuple[_ShardedRequest, int] | None]] = {}
         self._ready: list[TierAnswer] = []
 
     # ---- what is there
@@ -396,58 +396,58 @@ class ShardedTier:
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
         """Reads this rank's own frames, or those of other layouts that cover them."""
         with self._lock:
-            wishes = self._wishes(items, deadline_s)
-            self._find_ways(wishes)
-            self._load(wishes)
+            requests = self._requests(items, deadline_s)
+            self._find_ways(requests)
+            self._load(requests)
             return self._jobs
 
-    def _wishes(self, items: Sequence[Load | Store], deadline_s: float) -> list[_Wish]:
+    def _requests(self, items: Sequence[Load | Store], deadline_s: float) -> list[_ShardedRequest]:
         self._jobs += 1
         end_s = compiling.now_s() + deadline_s
-        return [_Wish(self._jobs, n, item, end_s) for n, item in enumerate(items)]
+        return [_ShardedRequest(self._jobs, n, item, end_s) for n, item in enumerate(items)]
 
-    def _find_ways(self, wishes: Sequence[_Wish]) -> None:
-        """What may be read for each wish: what is believed to be there, else the rank's own."""
-        for wish in wishes:
-            wish.ways = [
+    def _find_ways(self, requests: Sequence[_ShardedRequest]) -> None:
+        """What may be read for each request: what is believed to be there, else the rank's own."""
+        for request in requests:
+            request.ways = [
                 _Way(form, cover)
-                for form in self.division.forms(_load_of(wish).layout)
+                for form in self.division.forms(_load_of(request).layout)
                 for cover in self.division.covers(form.mine)
             ]
         asked = [
-            [[stored_key(wish.item.key, heads) for heads in way.cover] for way in wish.ways]
-            for wish in wishes
+            [[stored_key(request.item.key, heads) for heads in way.cover] for way in request.ways]
+            for request in requests
         ]
-        for wish, known in zip(wishes, self._known(asked), strict=True):
-            believed = [way for way, is_there in zip(wish.ways, known, strict=True) if is_there]
-            wish.ways = believed or [way for way in wish.ways if way.direct]
+        for request, known in zip(requests, self._known(asked), strict=True):
+            believed = [way for way, is_there in zip(request.ways, known, strict=True) if is_there]
+            request.ways = believed or [way for way in request.ways if way.direct]
 
-    def _load(self, wishes: Sequence[_Wish]) -> None:
-        """Starts the next way of each wish."""
+    def _load(self, requests: Sequence[_ShardedRequest]) -> None:
+        """Starts the next way of each request."""
         loads: list[Load] = []
-        places: list[tuple[_Wish, int] | None] = []
-        for wish in wishes:
-            load, wish.parts = _load_of(wish), []
-            wish.way = wish.ways.pop(0) if wish.ways else None
-            if wish.way is None:
+        places: list[tuple[_ShardedRequest, int] | None] = []
+        for request in requests:
+            load, request.parts = _load_of(request), []
+            request.way = request.ways.pop(0) if request.ways else None
+            if request.way is None:
                 fresh = [load._replace(key=stored_key(load.key, self.division.own))]
-            elif wish.way.direct:
-                fresh = [load._replace(key=stored_key(load.key, wish.way.form.mine))]
+            elif request.way.direct:
+                fresh = [load._replace(key=stored_key(load.key, request.way.form.mine))]
             else:
-                fresh = [self._part(wish, wish.way, heads) for heads in wish.way.cover]
-            wish.answers = [None] * len(fresh)
-            places += [(wish, number) for number in range(len(fresh))]
+                fresh = [self._part(request, request.way, heads) for heads in request.way.cover]
+            request.answers = [None] * len(fresh)
+            places += [(request, number) for number in range(len(fresh))]
             loads += fresh
         if loads:
-            left_s = max(0.0, min(wish.end_s for wish in wishes) - compiling.now_s())
+            left_s = max(0.0, min(request.end_s for request in requests) - compiling.now_s())
             self._waiting[self.inner.submit_load(loads, deadline_s=left_s)] = places
 
-    def _part(self, wish: _Wish, way: _Way, heads: Heads) -> Load:
-        """The wish for some heads, into memory of their own."""
-        load, layout = _load_of(wish), self.division.part_layout(way.form, heads)
+    def _part(self, request: _ShardedRequest, way: _Way, heads: Heads) -> Load:
+        """The request for some heads, into memory of their own."""
+        load, layout = _load_of(request), self.division.part_layout(way.form, heads)
         stripes = load.stripes or max(0, layout.layers - load.first)
         memory = memoryview(bytearray(stripes * layout.stripe_stride_bytes))
-        wish.parts.append((heads, memory))
+        request.parts.append((heads, memory))
         key = stored_key(load.key, heads)
         return load._replace(key=key, target=memory, layout=layout.fingerprint())
 
@@ -460,10 +460,10 @@ class ShardedTier:
             heads, info = self.division.mark(item.info)
             stores.append(item._replace(key=stored_key(item.key, heads), info=info))
         with self._lock:
-            wishes = self._wishes(items, deadline_s)
+            requests = self._requests(items, deadline_s)
             if stores:
                 inner = self.inner.submit_store(stores, deadline_s=deadline_s)
-                self._waiting[inner] = [(wish, 0) for wish in wishes]
+                self._waiting[inner] = [(request, 0) for request in requests]
             return self._jobs
 
     # ---- answers
@@ -494,30 +494,32 @@ class ShardedTier:
         places[answer.item] = None
         if not any(places):
             del self._waiting[answer.job]
-        wish, part = place
-        wish.answers[part] = answer
-        if all(wish.answers):
-            self._end(wish, [answer for answer in wish.answers if answer])
+        request, part = place
+        request.answers[part] = answer
+        if all(request.answers):
+            self._end(request, [answer for answer in request.answers if answer])
 
-    def _end(self, wish: _Wish, answers: list[TierAnswer]) -> None:
+    def _end(self, request: _ShardedRequest, answers: list[TierAnswer]) -> None:
         """All parts are answered: with a page, with another way to get it, or with the reason."""
         bad = next((a for a in answers if a.outcome is Outcome.FAILED), None)
         bad = bad or next((a for a in answers if a.outcome is Outcome.MISS), None)
-        answer, way = bad or answers[0], wish.way
+        answer, way = bad or answers[0], request.way
         if answer.outcome is Outcome.MISS:
-            wish.reason = wish.reason or answer.reason
-            if wish.ways:
-                self._load([wish])
+            request.reason = request.reason or answer.reason
+            if request.ways:
+                self._load([request])
                 return
-            answer = answer._replace(reason=wish.reason)
+            answer = answer._replace(reason=request.reason)
         elif answer.outcome is Outcome.HIT and way is not None and not way.direct:
-            answer = self._joined(wish, way, answers)
-        seconds = compiling.now_s() - wish.start_s
-        answer = answer._replace(job=wish.job, item=wish.index, key=wish.item.key, seconds=seconds)
+            answer = self._joined(request, way, answers)
+        seconds = compiling.now_s() - request.start_s
+        answer = answer._replace(
+            job=request.job, item=request.index, key=request.item.key, seconds=seconds
+        )
         self._ready.append(answer)
 
-    def _joined(self, wish: _Wish, way: _Way, answers: list[TierAnswer]) -> TierAnswer:
-        target, stride = _load_of(wish).target, way.form.layout.stripe_stride_bytes
+    def _joined(self, request: _ShardedRequest, way: _Way, answers: list[TierAnswer]) -> TierAnswer:
+        target, stride = _load_of(request).target, way.form.layout.stripe_stride_bytes
         infos = [answer.info for answer in answers if answer.info is not None]
         if [self.division.held(info)[0] for info in infos] != way.cover:
             return answers[0]._replace(outcome=Outcome.MISS, reason="key", info=None, n_bytes=0)
@@ -525,11 +527,11 @@ class ShardedTier:
         if target.readonly or target.nbytes < n_bytes:
             reason = "target"
             return answers[0]._replace(outcome=Outcome.FAILED, reason=reason, info=None, n_bytes=0)
-        self.division.assemble(way.form, wish.parts, target.cast("B")[:n_bytes])
+        self.division.assemble(way.form, request.parts, target.cast("B")[:n_bytes])
         info: FrameInfo = self.division.joined(way.form, infos)
         return answers[0]._replace(info=info, n_bytes=n_bytes)
 
 
-def _load_of(wish: _Wish) -> Load:
-    assert isinstance(wish.item, Load)
-    return wish.item
+def _load_of(request: _ShardedRequest) -> Load:
+    assert isinstance(request.item, Load)
+    return request.item

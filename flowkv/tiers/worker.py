@@ -130,7 +130,7 @@ class Item:
 
 
 class ItemAnswer(NamedTuple):
-    """How an item ends."""
+    """The end of an item."""
 
     item: Item
     outcome: Outcome

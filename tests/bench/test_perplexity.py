@@ -1,4 +1,4 @@
-"""What caches cost in quality: that the past is read from them, and what figures are made of."""
+"""Quality of caches: the past is read from them, and figures are made as they should be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What codecs cost in bits on the trained fixture, and that a lost page would be noticed."""
+"""Cost of codecs in bits on the trained fixture; a lost page would be noticed."""
 
 from __future__ import annotations
 

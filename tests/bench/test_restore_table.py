@@ -1,4 +1,4 @@
-"""What rows of `python -m bench restore` say together, and the report that shows them."""
+"""The table over rows of `python -m bench restore`, and the report that shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to drop half of the tokens, chosen by what was looked at, on the trained fixture.
+"""Cost of dropping half of the tokens, chosen by what was looked at, on the trained fixture.
 
 What was looked at tells what will be, not what might be: where a text that came back once comes
 back again, importance keeps most of it, and beats what keeps the latest tokens, or any. Where the

@@ -1,4 +1,4 @@
-"""Which model a cache serves, and what happens to its sequences when that changes."""
+"""The model that a cache serves, and its sequences when that changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be meant is refused where it comes in, by FlowKV's own errors."""
+"""Refusals of meaningless arguments where they come in, by FlowKV's own errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs, counted in calls: it must not grow with the context."""
+"""Cost of a step, counted in calls: it must not grow with the context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policies learned outlives the process; residency does not travel with it."""
+"""Learned models of policies: they outlive the process, and residency does not travel with them."""
 
 from __future__ import annotations
 

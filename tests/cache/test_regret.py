@@ -298,7 +298,7 @@ def test_the_guard_learns_what_became_of_prefetched_pages(used: bool) -> None:
         while store._give_up(0, 1):
             pass
     coming = kv.prefetch([*prompt, 0])
-    assert coming.wait(5.0) and coming.arrived == 3 and len(store.unproven) == 3
+    assert coming.wait(5.0) and coming.arrived == 3 and len(store.prefetched_unused) == 3
     assert (guard.saved_bytes, guard.wasted_bytes) == (0, 0)
     if used:
         with kv.open([*prompt, 0]) as seq:
@@ -306,7 +306,7 @@ def test_the_guard_learns_what_became_of_prefetched_pages(used: bool) -> None:
     with kv.lock:
         while store._give_up(0, 1):
             pass
-    assert not store.unproven
+    assert not store.prefetched_unused
     came = 3 * 4096
     assert (guard.saved_bytes, guard.wasted_bytes) == ((came, 0) if used else (0, came))
     kv.close()

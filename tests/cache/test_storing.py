@@ -1,4 +1,4 @@
-"""What can never pay is not written down; a prompt that grows long enough takes all of it along."""
+"""Storing: pages that can never pay are not written; a prompt that grows takes them along."""
 
 from __future__ import annotations
 

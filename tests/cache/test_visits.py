@@ -1,4 +1,4 @@
-"""What policies are told of requests, and what they make of it."""
+"""Requests as policies hear of them, and what policies make of that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FlowKV uses of vLLM 0.32, by name and signature, for where vLLM is not installed."""
+"""Fakes of what FlowKV uses of vLLM 0.32, by name and signature, where that is not installed."""
 
 from __future__ import annotations
 

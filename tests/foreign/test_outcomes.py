@@ -1,4 +1,4 @@
-"""What the runner makes of what its plugin wrote down."""
+"""Outcomes that the runner reads from what its plugin wrote."""
 
 from __future__ import annotations
 

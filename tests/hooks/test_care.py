@@ -1,4 +1,4 @@
-"""What a call says of its conversation reaches the policies, once per request."""
+"""Facts that a call tells about its conversation: they reach the policies, once per request."""
 
 from __future__ import annotations
 

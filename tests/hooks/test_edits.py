@@ -1,4 +1,4 @@
-"""Who edits a returned cache edits that cache, as with a `DynamicCache`, and nothing else."""
+"""Edits of a returned cache: they change that cache, as with a `DynamicCache`, and nothing else."""
 
 from __future__ import annotations
 

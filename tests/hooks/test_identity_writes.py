@@ -1,4 +1,4 @@
-"""What a forward writes itself is in no name, what somebody else writes to the same place is."""
+"""Names and writes: a forward's own are in no name, others' to the same place are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a model that cannot be loaded."""
+"""Messages about models that cannot be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before a kernel reads memory."""
+"""Refusals before a kernel reads memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine would tell while it serves some requests, on a clock of its own."""
+"""Events of an engine that serves some requests, on a clock of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests went through follows from their events, for any number of them."""
+"""Lanes of requests: they follow from events, for any number of requests."""
 
 from __future__ import annotations
 

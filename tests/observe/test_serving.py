@@ -1,4 +1,4 @@
-"""What is collected of serving is what the events said, in memory that does not grow."""
+"""Statistics of serving: they are what the events said, in memory that does not grow."""
 
 from __future__ import annotations
 

@@ -58,87 +58,68 @@ class CallLog(Policy):
         lease: str | Lease = "",
         tenant: int = 0,
     ) -> None:
-        """See `Policy.insert`."""
         more = {"n_bytes": n_bytes, "cost_ns": cost_ns, "lease": lease, "tenant": tenant}
         self._call("insert", now_ns, slots, parents, **more)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
-        """See `Policy.access`."""
         self._call("access", now_ns, slots, visit)
 
     def remove(self, slots: Slots) -> None:
-        """See `Policy.remove`."""
         self._call("remove", slots)
 
     def forget(self, slots: Slots) -> None:
-        """See `Policy.forget`."""
         self._call("forget", slots)
 
     def complete(
         self, now_ns: int, request: int, *, stop: int = UNKNOWN_STOP, output_tokens: int = 0
     ) -> None:
-        """See `Policy.complete`."""
         self._call("complete", now_ns, request, stop=stop, output_tokens=output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
-        """See `Policy.abort`."""
         self._call("abort", now_ns, request)
 
     def pin(self, slots: Slots) -> None:
-        """See `Policy.pin`."""
         self._call("pin", slots)
 
     def unpin(self, slots: Slots) -> None:
-        """See `Policy.unpin`."""
         self._call("unpin", slots)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
-        """See `Policy.hint`."""
         self._call("hint", now_ns, slots, eta_ns, sigma)
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
-        """See `Policy.enqueue`."""
         self._call("enqueue", now_ns, request, slots)
 
     def invalidate(self, now_ns: int, tenant: int) -> None:
-        """See `Policy.invalidate`."""
         self._call("invalidate", now_ns, tenant)
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
-        """See `Policy.evict`."""
         victims: Slots | None = self._call("evict", now_ns, n, tuple(protected))
         return victims
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:
-        """See `Policy.displace`."""
         victims: Slots = self._call("displace", now_ns, n, rate, tuple(protected))
         return victims
 
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
-        """See `Policy.admit`."""
         admitted: NDArray[np.bool_] = self._call("admit", now_ns, slots)
         return admitted
 
     def expired(self, now_ns: int) -> Slots:
-        """See `Policy.expired`."""
         run_out: Slots = self._call("expired", now_ns)
         return run_out
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
-        """See `Policy.wanted`."""
         found: tuple[Slots, NDArray[np.float64]] = self._call("wanted", now_ns, n)
         return found
 
     def priority(self, slot: int) -> float:
-        """See `Policy.priority`."""
         return self.inner.priority(slot)
 
     def resident(self) -> Sequence[int]:
-        """See `Policy.resident`."""
         return self.inner.resident()
 
     def digest(self) -> int:
-        """See `Policy.digest`."""
         return self.inner.digest()
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:

@@ -102,9 +102,9 @@ class SlowPrefetcher:
         self.queue: dict[int, int] = {}
         self.hints: dict[int, Hint] = {}
         self.agenda: list[tuple[int, int]] = []
-        self.purse = {0: float(capacity), 1: float(capacity)}
-        self.probes = self.budget = 0.0
-        self.flying: dict[int, tuple[int, int]] = {}  # slot -> purse, born
+        self.budget = {0: float(capacity), 1: float(capacity)}
+        self.probes = self.allowance = 0.0
+        self.flying: dict[int, tuple[int, int]] = {}  # slot -> budget, born
         self.landed: dict[int, tuple[int, int]] = {}
         self.counted = set[int]()  # flying ones that were demanded
         self.pushed: dict[int, int] = {}
@@ -116,7 +116,7 @@ class SlowPrefetcher:
         passed = 0 if self.now is None else now - self.now
         most = self.c.bytes_per_s * self.c.burst_s
         earned = 0.0 if most == math.inf else self.c.bytes_per_s * passed / 1e9
-        self.budget = most if most == math.inf else min(self.budget + earned, most)
+        self.allowance = most if most == math.inf else min(self.allowance + earned, most)
         self.now = now
         late = [s for s, (_, b) in self.landed.items() if b + self.c.horizon_s * 1e9 <= now]
         self.waste(late)
@@ -124,9 +124,9 @@ class SlowPrefetcher:
             del self.pushed[slot]
         return now
 
-    def pay_back(self, purse: int) -> None:
+    def pay_back(self, budget: int) -> None:
         self.used += 1
-        self.purse[purse] = min(self.purse.get(purse, 0.0) + 1 / self.c.floor, self.capacity)
+        self.budget[budget] = min(self.budget.get(budget, 0.0) + 1 / self.c.floor, self.capacity)
 
     def waste(self, slots: list[int]) -> None:
         for slot in slots:
@@ -159,18 +159,18 @@ class SlowPrefetcher:
         gained = dict[int, int]()
         for i, slot in enumerate(chain):
             if i < hits and slot in self.landed:
-                purse = self.landed.pop(slot)[0]
-                gained[purse] = gained.get(purse, 0) + 1
+                budget = self.landed.pop(slot)[0]
+                gained[budget] = gained.get(budget, 0) + 1
             elif slot in self.flying and slot not in self.counted:
                 self.counted.add(slot)
                 gained[self.flying[slot][0]] = gained.get(self.flying[slot][0], 0) + 1
             if self.pushed.pop(slot, None) is not None and i >= hits:
                 self.displaced += 1
         self.waste(chain[hits:])
-        for purse, count in gained.items():
+        for budget, count in gained.items():
             self.used += count
-            more = self.purse.get(purse, 0.0) + count / self.c.floor
-            self.purse[purse] = min(more, self.capacity)
+            more = self.budget.get(budget, 0.0) + count / self.c.floor
+            self.budget[budget] = min(more, self.capacity)
 
     def left(self, now: int, slots: list[int]) -> None:
         self.tick(now)
@@ -179,9 +179,9 @@ class SlowPrefetcher:
     def landed_now(self, now: int, slots: list[int]) -> None:
         self.tick(now)
         for slot in slots:
-            purse = self.flying.pop(slot)
+            budget = self.flying.pop(slot)
             if slot not in self.counted:
-                self.landed[slot] = purse
+                self.landed[slot] = budget
             self.counted.discard(slot)
 
     def failed(self, now: int, slots: list[int]) -> None:
@@ -222,11 +222,11 @@ class SlowPrefetcher:
         return [s for s in shop.missing(tip)[1].tolist() if s not in self.flying]
 
     def bring(self, now: int, kind: int, tip: int, rate: float, shop: Shop):
-        anchor, purse = shop.missing(tip)[0], class_of(kind, rate)
+        anchor, budget = shop.missing(tip)[0], class_of(kind, rate)
         unproven = len(self.landed) + len(self.flying)
         most = min(
-            self.purse.get(purse, 0.0) + self.probes,
-            self.budget,
+            self.budget.get(budget, 0.0) + self.probes,
+            self.allowance,
             self.c.flying_bytes - len(self.flying),
             self.c.unproven * self.capacity - unproven if kind == 2 else math.inf,
         )
@@ -243,10 +243,10 @@ class SlowPrefetcher:
         self.waste(victims)
         self.pushed.update(dict.fromkeys(victims, now))
         for slot in slots:
-            self.flying[slot] = purse, now
+            self.flying[slot] = budget, now
             self.pushed.pop(slot, None)
-        own = min(len(slots), self.purse.get(purse, 0.0))
-        self.purse[purse] = self.purse.get(purse, 0.0) - own
+        own = min(len(slots), self.budget.get(budget, 0.0))
+        self.budget[budget] = self.budget.get(budget, 0.0) - own
         self.probes = max(0.0, self.probes - (len(slots) - own))
-        self.budget -= len(slots)
+        self.allowance -= len(slots)
         yield kind, slots, victims

@@ -1,4 +1,4 @@
-"""When sparse slabs are emptied: where it pays, seldom enough, and never twice in vain."""
+"""Emptying of sparse slabs: where it pays, seldom enough, and never twice in vain."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def serve(policy: Policy, first: int, last: int) -> list[list[int]]:
 
 def arrays(policy: Policy) -> list[bytes]:
     """All that the order and its model remember."""
-    return [array.tobytes() for array in (*policy._arrays, policy._state, *policy._mind)]
+    return [array.tobytes() for array in (*policy._arrays, policy._state, *policy._learner)]
 
 
 @pytest.mark.parametrize("name", ["hazard", "auto"])
@@ -46,7 +46,7 @@ def test_it_knows_where_the_arrays_lie_now() -> None:
     policy = make_policy("hazard")
     for r in (5, 500, 5000):  # beyond what there is room for, twice
         serve(policy, r, r + 3)
-        arrays = (*policy._arrays, policy._state, *policy._mind)
+        arrays = (*policy._arrays, policy._state, *policy._learner)
         words = policy._desk.reshape(-1, WORDS)
         assert words[:, 0].tolist() == [array.ctypes.data for array in arrays]
         for row, array in zip(words, arrays, strict=True):

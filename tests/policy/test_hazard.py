@@ -218,8 +218,8 @@ def test_memory_is_bounded():
         turn(policy, k * S, [k % 64], k)
         policy.remove(ids(k % 64))
         policy.forget(ids(k % 64))
-    assert len(policy._mind[1]) <= 4 * (4096 + 5 * 64)
-    assert int(policy._mind[-1][TIPS]) <= len(policy._mind[1])
+    assert len(policy._learner[1]) <= 4 * (4096 + 5 * 64)
+    assert int(policy._learner[-1][TIPS]) <= len(policy._learner[1])
     assert len(policy._open) <= 1
 
 

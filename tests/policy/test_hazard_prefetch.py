@@ -1,4 +1,4 @@
-"""What the learned order tells a prefetcher: asking changes nothing, no better one goes."""
+"""The learned order's answers to a prefetcher: asking changes nothing, no better block goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens stay: as many as asked for, the first, the latest, and the most looked at."""
+"""Tokens that stay: as many as asked for, the first, the latest, and the most looked at."""
 
 from __future__ import annotations
 

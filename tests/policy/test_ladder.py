@@ -1,4 +1,4 @@
-"""Which codec a page should have, by its distance from the end of its sequence."""
+"""Codecs of pages by their distance from the end of the sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `check_policy` and the ledger's story must find: policies and ledgers of one fault each."""
+"""Mutants for `check_policy` and the ledger's story: policies and ledgers of one fault each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the prefetcher decides: against its reference, and its invariants, over a small shop."""
+"""The prefetcher's decisions: against its reference, and its invariants, over a small shop."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class Drive:
         assert self.fast.displaced_bytes == self.slow.displaced
         assert self.fast.unproven_bytes == len(self.slow.landed) + len(self.slow.flying)
         assert sum(self.fast.fetched_bytes) == sum(len(f.slots) for f in self.fetches)
-        for purse, bytes_left in self.slow.purse.items():
-            assert self.fast.credit.purses[purse] == pytest.approx(bytes_left)
+        for budget, bytes_left in self.slow.budget.items():
+            assert self.fast.credit.budgets[budget] == pytest.approx(bytes_left)
         assert self.fast.credit.probes == pytest.approx(self.slow.probes)
 
 
@@ -444,13 +444,13 @@ def test_learned_prefetches_that_are_right_pay_for_more() -> None:
 def test_a_reason_below_the_floor_runs_dry_and_one_above_does_not() -> None:
     for precision, alive in ((0.3, False), (0.5, True)):
         credit = Credit(1000, floor=0.4, probe_share=0.0)
-        purse = class_of(LEARNED, 1.0)
-        credit.purses[purse] = 500.0
+        budget = class_of(LEARNED, 1.0)
+        credit.budgets[budget] = 500.0
         spent = 0
         for _ in range(1000):
-            n = min(10.0, credit.affords(purse))
-            credit.pay(purse, n)
-            credit.used(purse, precision * n)
+            n = min(10.0, credit.affords(budget))
+            credit.pay(budget, n)
+            credit.used(budget, precision * n)
             spent += n
         assert (spent == 10_000) == alive
 

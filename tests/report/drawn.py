@@ -1,4 +1,4 @@
-"""What a chart shows: where its shapes lie, which tooltips they have, and its texts."""
+"""A chart as drawn: places of its shapes, their tooltips, and its texts."""
 
 from __future__ import annotations
 

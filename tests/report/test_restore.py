@@ -1,4 +1,4 @@
-"""How restores are drawn, and what a report says about them."""
+"""Drawings of restores, and the report about them."""
 
 from __future__ import annotations
 

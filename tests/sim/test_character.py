@@ -1,4 +1,4 @@
-"""What traces are like: small ones by definition, public ones as others measured them."""
+"""Statistics of traces: small ones by definition, public ones as others measured them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prefetching does to those who wait, on generated traffic.
+"""Effect of prefetching on waiting requests, on generated traffic.
 
 Simulated. One channel brings blocks to the place, demands first; prefetches use it while nobody
 waits, a chunk at a time. What a request waits for is the time until the last of its blocks came.

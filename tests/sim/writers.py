@@ -9,7 +9,6 @@ import numpy as np
 import zstandard
 
 from flowkv.sim import Trace
-from flowkv.sim.hierarchy import BlockWorkload
 from tests.inside import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
 
 WORDS = {UNKNOWN_STOP: "", TOOL_USE: "tool_use", TURN_END: "end_turn", CUT_OFF: "length"}
@@ -68,13 +67,3 @@ def write_npz(path: Path, trace: Trace) -> None:
         kind=trace.stops,
         btok=np.int64(trace.block_tokens),
     )
-
-
-def write_workload(path: Path, workload: BlockWorkload) -> None:
-    """Writes what `read_workload` reads."""
-    shape = workload.geometry
-    with path.open("wb") as file:
-        for reads, newest in zip(workload.steps, workload.positions, strict=True):
-            pairs = [divmod(slot, shape.blocks_per_head) for slot in reads]
-            split = [[*divmod(pair, shape.heads), block] for pair, block in pairs]
-            file.write(msgspec.json.encode({"reads": split, "newest": newest}) + b"\n")

@@ -45,7 +45,7 @@ from tests.inside import (
     Model,
     Operations,
     StoreError,
-    Wish,
+    TierRequest,
 )
 from tests.inside import engine_Completions as Completions
 from tests.tiers.files_engine import FilesEngine, memory
@@ -514,7 +514,9 @@ class SimulatedTier:
         self.harmed = False
         self.answered = 0
         self.undone: set[bytes] = set()
-        self._jobs: dict[int, dict[int, tuple[Wish, Callable[[Completion], None] | None]]] = {}
+        self._jobs: dict[
+            int, dict[int, tuple[TierRequest, Callable[[Completion], None] | None]]
+        ] = {}
         self._done: list[tuple[object, bytes]] = []  # bytearrays compare far faster than views
 
     @property
@@ -535,21 +537,21 @@ class SimulatedTier:
     ) -> None:
         """Starts a job of stores."""
         now_s = self.clock.now_ns() / 1e9
-        wishes = []
+        requests = []
         for key, frame in frames:
             item = Store(key, frame.info, memoryview(bytearray(frame.body)))
-            wishes.append(Wish(item, frame, now_s + deadline_s))
-        need = sum(self.tier.frame_bytes(wish.n_bytes) for wish in wishes)
-        flying = [wish for wish in self.model.flying if wish.frame]
-        before = sum(self.tier.frame_bytes(wish.n_bytes) for wish in flying)
-        for wish in flying:
-            wish.room_bytes += need
-        for wish in wishes:
-            wish.room_bytes = self.tier.used_bytes() + before + need
-            self.model.submit(wish)
-        items = [wish.item for wish in wishes if isinstance(wish.item, Store)]
+            requests.append(TierRequest(item, frame, now_s + deadline_s))
+        need = sum(self.tier.frame_bytes(request.n_bytes) for request in requests)
+        flying = [request for request in self.model.flying if request.frame]
+        before = sum(self.tier.frame_bytes(request.n_bytes) for request in flying)
+        for request in flying:
+            request.room_bytes += need
+        for request in requests:
+            request.room_bytes = self.tier.used_bytes() + before + need
+            self.model.submit(request)
+        items = [request.item for request in requests if isinstance(request.item, Store)]
         job = self.tier.submit_store(items, deadline_s=deadline_s)
-        self._jobs[job] = {index: (wish, done) for index, wish in enumerate(wishes)}
+        self._jobs[job] = {index: (request, done) for index, request in enumerate(requests)}
 
     def load(
         self,
@@ -559,16 +561,16 @@ class SimulatedTier:
     ) -> None:
         """Starts a job of loads; their targets are full of one byte before."""
         due_s = self.clock.now_ns() / 1e9 + deadline_s
-        wishes = [Wish(item, None, due_s) for item in items]
-        for wish in wishes:
-            self.model.submit(wish)
+        requests = [TierRequest(item, None, due_s) for item in items]
+        for request in requests:
+            self.model.submit(request)
         job = self.tier.submit_load(items, deadline_s=deadline_s)
-        self._jobs[job] = {index: (wish, done) for index, wish in enumerate(wishes)}
+        self._jobs[job] = {index: (request, done) for index, request in enumerate(requests)}
 
     def cancel(self, job: int) -> None:
         """Gives up a job."""
-        for wish, _ in self._jobs[job].values():
-            wish.cancelled = True
+        for request, _ in self._jobs[job].values():
+            request.cancelled = True
         self.tier.cancel(job)
 
     def delete(self, keys: Sequence[bytes], *, erase: bool = False) -> None:
@@ -584,16 +586,16 @@ class SimulatedTier:
         now_s = self.clock.now_ns() / 1e9
         for answer in self.tier.poll(0.0):
             self._check(answer)
-        late = [wish for wish in self.model.flying if wish.due_s < now_s - 1e-6]
+        late = [request for request in self.model.flying if request.due_s < now_s - 1e-6]
         assert not late, f"{len(late)} items of {self.tier.name} missed their deadline"
 
     def abandon(self) -> None:
         """The process is gone: nobody will hear how what is in flight ended."""
-        for wish in list(self.model.flying):
-            self.model.flying.remove(wish)
-            if wish.frame is not None:
-                self.model.may[wish.item.key].add(wish.frame)
-            self._retire(wish)
+        for request in list(self.model.flying):
+            self.model.flying.remove(request)
+            if request.frame is not None:
+                self.model.may[request.item.key].add(request.frame)
+            self._retire(request)
         self._jobs.clear()
 
     def look(self, keys: Sequence[bytes]) -> None:
@@ -606,56 +608,56 @@ class SimulatedTier:
         del self._done[:-64]
 
     def _check(self, answer: Completion) -> None:
-        wishes = self._jobs.get(answer.job, {})
-        assert answer.item in wishes, f"{answer.job}.{answer.item} answered twice, or never asked"
-        wish, done = wishes.pop(answer.item)
-        if not wishes:
+        requests = self._jobs.get(answer.job, {})
+        assert answer.item in requests, f"{answer.job}.{answer.item} answered twice, or never asked"
+        request, done = requests.pop(answer.item)
+        if not requests:
             del self._jobs[answer.job]
         self.answered += 1
         self.note(f"{self.tier.name} {answer.key.hex()[:6]} {answer.outcome.value} {answer.reason}")
-        assert answer.key == wish.item.key, "the answer names another key"
-        if wish.frame is None:
-            self._loaded(wish, answer)
+        assert answer.key == request.item.key, "the answer names another key"
+        if request.frame is None:
+            self._loaded(request, answer)
         elif answer.outcome is Outcome.STORED:
-            self.model.stored(wish)
+            self.model.stored(request)
         else:
             assert answer.outcome is Outcome.FAILED and answer.reason, "a failure says why"
-            assert self._may_fail(wish, answer.reason), f"store failed: {answer.reason}"
-            self.model.failed(wish)
-            self.undone.add(wish.item.key)
-        self._retire(wish)
+            assert self._may_fail(request, answer.reason), f"store failed: {answer.reason}"
+            self.model.failed(request)
+            self.undone.add(request.item.key)
+        self._retire(request)
         if done is not None:
             done(answer)
 
-    def _loaded(self, wish: Wish, answer: Completion) -> None:
-        item = wish.item
+    def _loaded(self, request: TierRequest, answer: Completion) -> None:
+        item = request.item
         assert isinstance(item, Load)
         refused = answer.outcome is Outcome.MISS and answer.reason in DAMAGED
         if answer.outcome is Outcome.FAILED and not self.model.lossy:
-            assert self._may_fail(wish, answer.reason), f"load failed: {answer.reason}"
-            self.model.failed(wish)
+            assert self._may_fail(request, answer.reason), f"load failed: {answer.reason}"
+            self.model.failed(request)
         elif refused and not self.model.lossy:
-            doubtful = self.harmed and None in wish.seen
+            doubtful = self.harmed and None in request.seen
             assert doubtful, f"{answer.key.hex()[:6]} was refused as damaged: {answer.reason}"
-            self.model.failed(wish)
+            self.model.failed(request)
         else:
-            self.model.loaded(wish, answer)
+            self.model.loaded(request, answer)
         moved = answer.n_bytes if answer.outcome is Outcome.HIT else item.target.nbytes
         rest = item.target[moved:]
         assert rest == bytes([BEFORE]) * len(rest), "bytes written past what was wished for"
 
-    def _may_fail(self, wish: Wish, reason: str) -> bool:
+    def _may_fail(self, request: TierRequest, reason: str) -> bool:
         if reason in self.excused or self.model.lossy:
             return True
         return {
-            "full": wish.room_bytes > self.tier.capacity_bytes,
+            "full": request.room_bytes > self.tier.capacity_bytes,
             "busy": self.flying > 1,
-            "deadline": self.clock.now_ns() / 1e9 >= wish.due_s - 1e-6,
-            "cancelled": wish.cancelled,
+            "deadline": self.clock.now_ns() / 1e9 >= request.due_s - 1e-6,
+            "cancelled": request.cancelled,
         }.get(reason, False)
 
-    def _retire(self, wish: Wish) -> None:
-        item = wish.item
+    def _retire(self, request: TierRequest) -> None:
+        item = request.item
         memory = item.target if isinstance(item, Load) else item.body
         memory[:] = bytes([AFTER]) * memory.nbytes  # its owner uses it again, at once
         self._done.append((memory.obj, bytes(memory)))

@@ -1,4 +1,4 @@
-"""Whose directory it is, what may be in it, and what is left in it."""
+"""The directory of a disk tier: its owner, what may be in it, and what is left in it."""
 
 from __future__ import annotations
 

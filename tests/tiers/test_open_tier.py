@@ -1,4 +1,4 @@
-"""Which class a place becomes, and what is said when it cannot."""
+"""Opening of tiers: the class that a place becomes, and the message when it cannot."""
 
 from __future__ import annotations
 

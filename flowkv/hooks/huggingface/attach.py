@@ -32,7 +32,7 @@ from flowkv.hooks.huggingface.probe import (
     rows_alike,
     settle,
 )
-from flowkv.hooks.huggingface.restore import NOTHING, ReuseWish, admit
+from flowkv.hooks.huggingface.restore import NOTHING, ReuseLimits, admit
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
 
@@ -104,11 +104,11 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> ForwardHook:
     identity.learn(model, named=False)
     bind(kv, found.plan.geometry, identity.namespace)
     door = ForwardHook(model, kv, found.plan, identity, switch)
-    door.hang()
+    door.install()
     try:
         settle(model, kv, found, door)
     except BaseException:
-        door.unhang()
+        door.remove()
         raise
     if reads == "dense" and in_pages:
         door.read_dense("reads='dense' was asked for")
@@ -116,7 +116,7 @@ def install(model: Any, kv: KV, *, reads: Reads = "auto") -> ForwardHook:
     identity.settle(model)  # with the hooks of the door, which are in no name
     bind(kv, found.plan.geometry, identity.namespace)
     door.tried()
-    follow(kv, prove=door.proof.finish, detach=door.unhang)
+    follow(kv, prove=door.proof.finish, detach=door.remove)
     return door
 
 
@@ -153,7 +153,7 @@ def make_cache(
         return DynamicCache() if model is None else native_cache(model)
     if args:
         inputs = {(door.names.ids if door else "input_ids"): args[0], **inputs}
-    if door is not None and door.hung:
+    if door is not None and door.installed:
         cache = door.open(inputs, tenant, care)
     else:
         cache = _unattached(kv, inputs, tenant, care)
@@ -181,7 +181,7 @@ def _unattached(
     plan = plan_geometry(kv.geometry)
     # `generate` makes positions from the mask, which count a row's own tokens.
     prompts = [prompt._replace(salts=[]) for prompt in call.prompts(pads)[0]]
-    found = admit(kv, prompts, ReuseWish(call.columns - 1, tenant, care=care))
+    found = admit(kv, prompts, ReuseLimits(call.columns - 1, tenant, care=care))
     rows = Rows(kv, found.seqs, pads, found.base, layers=len(plan.placed))
     rows.promised = call.columns
     return PagedCache(rows, plan)
@@ -251,7 +251,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found. `print(report)` shows it as a small table.
+    """The result of `verify`. `print(report)` shows it as a small table.
 
     Attributes:
         model: Class of the model.

@@ -1,4 +1,4 @@
-"""What stands in for K, V and masks while a model runs, and the attention functions that take it.
+"""Stand-ins for K, V and masks while a model runs, and the attention functions that take them.
 
 Two names are registered, one for each implementation that a model may have had before (`sdpa`,
 `eager`). Whatever is not plainly "new queries over cached keys, causal, windowed, left-padded" goes

@@ -44,7 +44,7 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
 
 
 class LayerSpec(NamedTuple):
-    """What one decoder layer keeps, as transformers' configuration says.
+    """The state that one decoder layer keeps, as transformers' configuration says.
 
     Attributes:
         kind: Kind of attention; "recurrent" for a state only, "none" for nothing.
@@ -99,7 +99,7 @@ def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
 
 
 class PlacedLayer:
-    """Where one layer's pages are.
+    """The place of one layer's pages.
 
     Attributes:
         index: The model's layer index.
@@ -609,7 +609,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if cache is not None:
             cache.give_up(private=True)
         else:
-            self.rows.go_blind()
+            self.rows.disable_publishing()
             self.become_native()
         return self
 
@@ -782,7 +782,7 @@ class Recurrent:
         if any(seq.suspended is not None for seq in rows.seqs):
             return
         if self.edited():
-            rows.go_blind()
+            rows.disable_publishing()
             return
         rows.flush()
         self._saved = rows.base
@@ -948,7 +948,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             self.give_up(private=True)
             return False
         if not computed and self.recurrent.edited():
-            self.rows.go_blind()
+            self.rows.disable_publishing()
         return True
 
     def give_up(self, *, private: bool = False) -> None:
@@ -963,7 +963,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         rows = self.rows
         rows.arrive()
         if private:
-            rows.go_blind()
+            rows.disable_publishing()
         for layer in self.paged:
             layer.become_native()
         for layer in self.layers:
@@ -1000,7 +1000,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         base, rows, self.audits = self.rows.base, self.rows, None
         stateful, anew = bool(self.recurrent), self.fresh and not self.rows.forwards
         if anew or (stateful and rows.step is not None):
-            rows.go_blind()  # another prompt may follow; some states may be further than others
+            # Another prompt may follow; some states may be further than others.
+            rows.disable_publishing()
         if rows.step is not None:
             self.follow()
         rows.abandon()
@@ -1062,7 +1063,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
         def change() -> None:
             rows.crop(rows.told)
-            rows.go_blind()
+            rows.disable_publishing()
 
         self._change("reset", (), change)
 

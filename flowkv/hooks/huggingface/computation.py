@@ -1,4 +1,4 @@
-"""What a model computes beside its weights: code, settings, hooks, and everything they refer to.
+"""A model's computation beside its weights: code, settings, hooks, and all that they refer to.
 
 A `Walk` goes from the modules through whatever decides what they compute: their classes and the
 code of what these run, numbers, strings, lists and tensors in attributes, instance methods, hooks

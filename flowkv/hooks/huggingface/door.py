@@ -27,7 +27,7 @@ from flowkv.hooks.huggingface.restore import (
     AdmittedRows,
     Nested,
     Restoring,
-    ReuseWish,
+    ReuseLimits,
     admit,
     audit_rows,
     extend,
@@ -108,7 +108,7 @@ class ForwardHook:
 
     # ---- on and off
 
-    def hang(self) -> None:
+    def install(self) -> None:
         """Puts the hooks on the model."""
         model = self.model
         assert model is not None
@@ -156,7 +156,7 @@ class ForwardHook:
                 state[name].pop(handle.id, None)
 
     @property
-    def hung(self) -> bool:
+    def installed(self) -> bool:
         """Whether the hooks are on the model."""
         return bool(self._handles)
 
@@ -169,7 +169,7 @@ class ForwardHook:
         finally:
             self._aside.on = before
 
-    def unhang(self) -> None:
+    def remove(self) -> None:
         """Takes them off."""
         for handle in self._handles:
             handle.remove()
@@ -276,7 +276,7 @@ class ForwardHook:
         if module is self.model and isinstance(cache, PagedCache):
             self.proof.leave()
             if cache.drawn is not None and cache.drawn != drawn():
-                cache.rows.go_blind()  # what it computed is of no use to anybody else
+                cache.rows.disable_publishing()  # what it computed is of no use to anybody else
             if output is None:
                 cache.fail()
             else:
@@ -298,7 +298,7 @@ class ForwardHook:
                     if known is not None:
                         self._verdicts.setdefault(self.identity.kind, known)
                 except UnsupportedModelError:
-                    cache.rows.go_blind()
+                    cache.rows.disable_publishing()
             if cache.rows.forwards > 1:
                 self._learns -= 1
         cache.watched = False
@@ -383,7 +383,7 @@ class ForwardHook:
             )
         try:
             most = call.columns - call.keep if call.skippable else 0
-            found, fill = self._admit(call, pads, ReuseWish(most, wait=not self._divides(call)))
+            found, fill = self._admit(call, pads, ReuseLimits(most, wait=not self._divides(call)))
             restoring = Restoring(self.kv, found.seqs, pads, call.types)
             if restoring:
                 found = restoring.restore(found, Nested(self, call, call.types, fill))
@@ -394,7 +394,7 @@ class ForwardHook:
         paged = self._paged(found, call, pads, restoring, cache)
         paged.watched = True
         if unsteady != self.identity.unsteady:
-            paged.rows.go_blind()
+            paged.rows.disable_publishing()
         self._watch(paged)
         paged.audits = Nested(self, call, call.types, fill) if self.kv.config.audit else None
         if not self._begin(paged, call, call.columns - found.base):
@@ -431,22 +431,22 @@ class ForwardHook:
                 f"no cache for this prompt: {problem}", "Call generate without past_key_values"
             )
         wait = bool(call.modal) or self.plan.stateful
-        wish = ReuseWish(call.columns - 1, tenant, care=care, wait=wait)
-        return self._paged(self._admit(call, pads, wish)[0], call, pads)
+        limits = ReuseLimits(call.columns - 1, tenant, care=care, wait=wait)
+        return self._paged(self._admit(call, pads, limits)[0], call, pads)
 
     def _admit(
-        self, call: ForwardCall, pads: list[int], wish: ReuseWish
+        self, call: ForwardCall, pads: list[int], limits: ReuseLimits
     ) -> tuple[AdmittedRows, Fill]:
         """Opens the rows of a call, with what can be reused of what is wished for."""
         self._save_states()
-        switch, most = self.identity.switch, max(wish.most, 0)
+        switch, most = self.identity.switch, max(limits.most, 0)
         prompts, fill = call.prompts(pads, by_place=self._alike_rows(call) != "alike")
         if switch is not None and call.columns >= switch:
             most = 0
         if not self._holds(max(len(prompt.tokens) for prompt in prompts)):
             most = 0  # nothing is fetched for what will be refused
-        wish = wish._replace(most=most, stateful=self.plan.stateful, fill=fill)
-        return admit(self.kv, prompts, wish), fill
+        limits = limits._replace(most=most, stateful=self.plan.stateful, fill=fill)
+        return admit(self.kv, prompts, limits), fill
 
     def _alike_rows(self, call: ForwardCall) -> Alike:
         """How rows of a batch are treated, as far as a trial shows it.
@@ -510,7 +510,7 @@ class ForwardHook:
         rows.by_column = call.positions is None and any(pads)
         rows.restoring, rows.uneven = restoring or None, bool(restoring)
         if self.plan.stateful and any(pads):
-            rows.go_blind()
+            rows.disable_publishing()
         if cache is None:
             paged = PagedCache(rows, self.plan, self)
         else:
@@ -538,7 +538,7 @@ class ForwardHook:
         cache.fail()
         watched = not rows.forwards or (rows.forwards == 1 and self._learns > 0)
         if cache.unsteady != self.identity.unsteady:
-            rows.go_blind()  # somebody wrote where forwards write: that is in another name
+            rows.disable_publishing()  # a write where forwards write: that is in another name
         cache.watched = watched and self.identity.same(self.model)
         self._watch(cache)
         call = ForwardCall(self.names, given)
@@ -564,7 +564,7 @@ class ForwardHook:
             or _modes()
             or not rows.padded_by(call.mask, rows.base + call.columns)
         ):
-            rows.go_blind()
+            rows.disable_publishing()
         if filled:
             pads = rows.pads.tolist()
             fill = Fill([seq.tokens for seq in rows.seqs], call.modal, self.names.placeholders)
@@ -574,7 +574,7 @@ class ForwardHook:
             if rows.prefilling:
                 call = ForwardCall(self.names, extend(cache, call))
         if call.ids is None:
-            rows.go_blind()
+            rows.disable_publishing()
         else:
             rows.note(call.ids, call.positions)
         begun = self._begin(cache, call, call.columns, whole=whole)

@@ -1,4 +1,4 @@
-"""Who a model is, for the names of its pages, and whether it is still the same.
+"""A model's identity: the name that its pages carry, and the notice of every change to it.
 
 Pages are valid for exactly the weights and the computation that made them (DESIGN D13). The name is
 made of both (`weights`, `computation`), so it is the same in another process, on another device,
@@ -470,7 +470,7 @@ _SMALL_TENSOR = 1 << 16
 
 
 class _Who:
-    """Who something is, without keeping it alive."""
+    """The identity of an object, without keeping it alive."""
 
     __slots__ = ("_met",)
     __hash__ = None  # type: ignore[assignment]

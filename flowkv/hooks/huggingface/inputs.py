@@ -160,7 +160,7 @@ def placeholder_ids(config: Any) -> dict[str, int]:
 
 
 class Fill:
-    """What fills the placeholders of a batch of whole prompts.
+    """The features that fill the placeholders of a batch of whole prompts.
 
     Attributes:
         runs: In the order in which content fills them: by row, then by position.
@@ -356,7 +356,7 @@ _NEUTRAL = frozenset(
 
 
 class Names:
-    """What a model calls its arguments.
+    """Names of a model's arguments.
 
     Attributes:
         parameters: All of its forward, in order, with their defaults.

@@ -45,7 +45,7 @@ look at each other."""
 
 
 class Probe(NamedTuple):
-    """What a short forward showed.
+    """The findings of a short forward.
 
     Attributes:
         plan: The layers.
@@ -130,7 +130,7 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
 def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
     """Whether the model answers the same through pages; its hooks must hang."""
     rows = door.rows([kv.open(found.ids[0], reuse=False)], [0], 0)
-    rows.go_blind()
+    rows.disable_publishing()
     cache = PagedCache(rows, door.plan, door)
     try:
         return _continues(model, found, cache)

@@ -47,8 +47,8 @@ class AdmittedRows(NamedTuple):
     states: list[Mapping[str, Any]] | None
 
 
-class ReuseWish(NamedTuple):
-    """What may be reused.
+class ReuseLimits(NamedTuple):
+    """Limits of what may be reused.
 
     Attributes:
         most: Most columns.
@@ -67,43 +67,43 @@ class ReuseWish(NamedTuple):
     wait: bool = True
 
 
-def admit(kv: KV, prompts: Items[Prompt], wish: ReuseWish) -> AdmittedRows:
+def admit(kv: KV, prompts: Items[Prompt], limits: ReuseLimits) -> AdmittedRows:
     """Opens the rows. One past length serves the whole batch: the shortest known one, in columns.
 
     Raises:
         CapacityError: Too many sequences are open.
     """
-    most, pads = wish.most, [prompt.pad for prompt in prompts]
+    most, pads = limits.most, [prompt.pad for prompt in prompts]
     requests = [-1] * len(pads)
-    if wish.stateful and any(pads):
+    if limits.stateful and any(pads):
         most = 0  # states of padded rows depend on the padding of their batch
     limit = most
     for _ in range(_ROUNDS):
-        seqs = _open(kv, prompts, requests, (most, limit), wish)
+        seqs = _open(kv, prompts, requests, (most, limit), limits)
         if not any(map(reach, seqs)):
             return AdmittedRows(seqs, 0, None)
         base = min(pad + reach(seq) for pad, seq in zip(pads, seqs, strict=True))
-        cut = base if wish.fill is None else wish.fill.cut(base, pads)
-        if cut == base and _align(kv, prompts, seqs, base, wish):
-            if not wish.stateful:
+        cut = base if limits.fill is None else limits.fill.cut(base, pads)
+        if cut == base and _align(kv, prompts, seqs, base, limits):
+            if not limits.stateful:
                 return AdmittedRows(seqs, base, None)
             states = [seq.state for seq in seqs if seq.state is not None]
             if len(states) == len(seqs) and all(map(readable, states)):
                 return AdmittedRows(seqs, base, states)
             base = cut = 0
-        if cut == base and not wish.wait and not wish.stateful:
+        if cut == base and not limits.wait and not limits.stateful:
             limit = base  # some are on their way that nobody needs
         else:
-            most = limit = cut if cut < base or wish.stateful else 0
+            most = limit = cut if cut < base or limits.stateful else 0
         requests = discard(kv, seqs)
-    return AdmittedRows(_open(kv, prompts, requests, (0, 0), wish), 0, None)
+    return AdmittedRows(_open(kv, prompts, requests, (0, 0), limits), 0, None)
 
 
 def _open(
-    kv: KV, prompts: Items[Prompt], requests: Items[int], most: tuple[int, int], wish: ReuseWish
+    kv: KV, prompts: Items[Prompt], requests: Items[int], most: tuple[int, int], limits: ReuseLimits
 ) -> list[Sequence]:
     seqs: list[Sequence] = []
-    slack = 0 if wish.stateful else kv.page_size - 1  # a row is cut within a page, if need be
+    slack = 0 if limits.stateful else kv.page_size - 1  # a row is cut within a page, if need be
     most_columns, limit = most
     try:
         for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
@@ -112,14 +112,14 @@ def _open(
             if seq is None:
                 seq = kv.open(
                     prompt.tokens,
-                    tenant=wish.tenant,
+                    tenant=limits.tenant,
                     salts=prompt.salts,
                     limit=max(tokens, 0),
                     reuse=tokens > 0,
-                    state=wish.stateful,
+                    state=limits.stateful,
                     request=request,
-                    wait=wish.wait,
-                    **wish.care,
+                    wait=limits.wait,
+                    **limits.care,
                 )
             seqs.append(seq)
             limit = min(limit, prompt.pad + reach(seq))
@@ -145,7 +145,7 @@ def reach(seq: Sequence) -> int:
 
 
 def _align(
-    kv: KV, prompts: Items[Prompt], seqs: list[Sequence], base: int, wish: ReuseWish
+    kv: KV, prompts: Items[Prompt], seqs: list[Sequence], base: int, limits: ReuseLimits
 ) -> bool:
     """Cuts every row to column `base`; False if a sliding window or a state does not allow it.
 
@@ -153,7 +153,7 @@ def _align(
     """
     for prompt, seq in zip(prompts, seqs, strict=True):
         length, end = max(base - prompt.pad, 0), reach(seq)
-        if end > length and wish.stateful:
+        if end > length and limits.stateful:
             return False
         if seq.restoration is not None:
             if end - length >= kv.page_size:
@@ -207,7 +207,7 @@ def uncount(kv: KV, seen: int, reused: int) -> None:
 
 
 class Part(NamedTuple):
-    """What a nested forward computes of one row.
+    """A span of one row that a nested forward computes.
 
     Attributes:
         row: The row of the batch whose inputs it shares.
@@ -599,13 +599,13 @@ def extend(cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
     if rows.switch is not None and end >= rows.switch:
         return call.given
     try:
-        wish = ReuseWish(end - call.keep, cache.tenant, cache.plan.stateful, care=cache.care)
+        limits = ReuseLimits(end - call.keep, cache.tenant, cache.plan.stateful, care=cache.care)
         ids = call.ids.cpu().numpy().astype(np.uint32)
         prompts = []  # each row's tokens so far with the chunk's
         for row, (seq, pad) in enumerate(rows.padded):
             parts = seq.tokens[: max(rows.base - pad, 0)], ids[row, max(pad - rows.base, 0) :]
             prompts.append(Prompt(np.concatenate(parts), pad, list(seq.salts)))
-        found = admit(kv, prompts, wish)
+        found = admit(kv, prompts, limits)
     except CapacityError:
         return call.given
     gained = found.base - rows.base

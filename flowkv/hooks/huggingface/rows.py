@@ -159,9 +159,9 @@ class Rows:
         self.abandon()
         total = self.base + new
         if driven and not (total <= self.promised or self.base >= self.promised > 0):
-            self.go_blind()
+            self.disable_publishing()
         if self.switch is not None and total >= self.switch:
-            self.go_blind()
+            self.disable_publishing()
         if self.base >= self.most_pad and not self.uneven:
             counts, ragged = self._one if new == 1 else self._one * new, False
         else:
@@ -201,12 +201,12 @@ class Rows:
             raise StateError("past_key_values that were on their way did not come", "Try again")
         self.step = None
         if self.updated != self.layers:
-            self.go_blind()  # a layer was skipped: its part of the new pages is not written
+            self.disable_publishing()  # a layer was skipped: its part of new pages is not written
         full = self.total >= self._next_full
         if full and not self.blind:
             self.flush()
             if not self.blind and not self.trusted(self):
-                self.go_blind()
+                self.disable_publishing()
         step.commit()
         self._last = step if self.new == 1 else None
         self.base, self.uneven = self.total, False
@@ -242,7 +242,7 @@ class Rows:
         self.rebase(int(held))
         self.lost += base - self.base
         if self.base != base and not restoring.cut:
-            self.go_blind()  # recurrent layers are further than that
+            self.disable_publishing()  # recurrent layers are further than that
         return self.base == base
 
     def arrive(self) -> None:
@@ -317,19 +317,19 @@ class Rows:
             return
         low, ids, ordinary = self._notes.take(self.pads, self.by_column)
         if not ordinary:
-            self.go_blind()
+            self.disable_publishing()
             return
         for row, (seq, pad) in enumerate(self.padded):
             first = max(low - pad, 0)  # the token that the first real one of these columns is
             fresh = ids[row, max(pad - low, 0) :]
             if len(seq.tokens) < first:
-                self.go_blind()
+                self.disable_publishing()
                 return
             known = seq.tokens[first : first + len(fresh)]
             if not np.array_equal(known, fresh[: len(known)]):
                 # Another text than the cache was opened for. What is computed stays true.
                 if first < seq.length:
-                    self.go_blind()
+                    self.disable_publishing()
                     return
                 self.kv.truncate(seq, seq.length)
                 seq.note(fresh[seq.length - first :])
@@ -340,7 +340,7 @@ class Rows:
         """Whether the positions of the next columns are the usual ones."""
         return usual(self.base, columns, positions, self.pads, by_column=self.by_column)
 
-    def go_blind(self) -> None:
+    def disable_publishing(self) -> None:
         """Publishes nothing more: K and V depend on something that keys do not say."""
         self.blind = True
         self._notes.clear()

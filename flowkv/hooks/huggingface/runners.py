@@ -33,7 +33,7 @@ from flowkv.hooks.huggingface.cache import LayerSpec, ModelPlan, PagedCache, Pla
 from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.inputs import MODEL_INPUTS, Prompt
 from flowkv.hooks.huggingface.probe import close, ordinary_tokens, quiet
-from flowkv.hooks.huggingface.restore import ReuseWish, admit
+from flowkv.hooks.huggingface.restore import ReuseLimits, admit
 from flowkv.hooks.huggingface.rows import close_all
 from flowkv.hooks.huggingface.versions import (
     Cache,
@@ -120,8 +120,8 @@ class PaddedRunner:
         care = {"session": request.session, "lease": request.lease, "retain": request.retain}
         care = {name: value for name, value in care.items() if value not in (None, "", ())}
         wait, most = wait or stateful, len(tokens) - 1
-        wish = ReuseWish(most, request.tenant, stateful, care=care, wait=wait)
-        found = admit(kv, [Prompt(np.asarray(tokens), 0, list(request.salts))], wish)
+        limits = ReuseLimits(most, request.tenant, stateful, care=care, wait=wait)
+        found = admit(kv, [Prompt(np.asarray(tokens), 0, list(request.salts))], limits)
         try:
             cache = self._cache(found.seqs, found.seqs[0].length)
             cache.restore(found.states)
@@ -187,7 +187,7 @@ class PaddedRunner:
         try:
             for cache, ids in zip(caches, given, strict=True):  # what does not fit is known first
                 if self._model.training:
-                    cache.rows.go_blind()
+                    cache.rows.disable_publishing()
                 step = cache.rows.begin(ids.shape[1])
                 if self.together:
                     step.give(ids.reshape(-1))
@@ -478,7 +478,7 @@ _CHOICES = frozenset({"use_cache", "output_attentions", "output_hidden_states", 
 
 
 class Parts(NamedTuple):
-    """How an engine runs a model.
+    """The parts of which an engine runs a model.
 
     Attributes:
         model: The model itself; of an adapter-wrapped one, its base.
@@ -515,7 +515,7 @@ def make_runner_parts(model: Any, kv: KV) -> Parts:
     """
     model = base_model(model)
     door = door_of(model)
-    if door is None or door.kv is not kv or not door.hung:
+    if door is None or door.kv is not kv or not door.installed:
         raise ConfigError(
             f"this {type(model).__name__} is not attached to this cache",
             "Attach it: kv = flowkv.attach(model, ...), and see what flowkv.verify(model) says",

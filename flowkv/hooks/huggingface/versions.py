@@ -1,4 +1,4 @@
-"""What differs between versions of transformers, and what we lean on in it. Tested: 5.17, 5.23.
+"""Differences between versions of transformers, and the parts relied on. Tested: 5.17, 5.23.
 
 Only the cache base classes, the two registries of attention and mask functions, and forward hooks
 are used elsewhere; whatever has changed between releases is asked for here.

@@ -1,4 +1,4 @@
-"""What tensors hold: a name over every byte, and readings that find what changed uncounted.
+"""The content of tensors: a digest of every byte, and readings that find uncounted changes.
 
 PyTorch counts writes to a tensor (`_version`), so a tensor that was read once need not be read
 again while it is the same object, at the same address, with the same count. Writes through `.data`

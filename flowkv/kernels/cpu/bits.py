@@ -1,4 +1,4 @@
-"""What numba lacks for page kernels: raw addresses, 16-bit floats, memcpy, prefetch, a fast exp2.
+"""Primitives that numba lacks: raw addresses, 16-bit floats, memcpy, prefetch, a fast exp2.
 
 A 16-bit float travels under the integer type of its width, so that one kernel source serves all:
 uint16 is bfloat16, int16 is float16 (`widen` and `narrow` convert; LLVM vectorises both).

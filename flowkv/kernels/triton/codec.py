@@ -454,7 +454,7 @@ def transcode_kernel(p_arena, p_halves, p_raw, p_source, p_target, p_status, C: 
 
 
 class Coding(NamedTuple):
-    """What a kernel that decodes pages, and may encode them anew, is compiled for.
+    """Constants of a kernel that decodes pages, and may encode them anew.
 
     Attributes:
         OLD: Where the bytes of the pages lie that are read.

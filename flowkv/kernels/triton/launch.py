@@ -1,4 +1,4 @@
-"""How a Triton kernel is launched: on the tensors' device, with what that device has to offer."""
+"""Launching of Triton kernels: on the tensors' device, with what that device has to offer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def interpreted(kernel: Any) -> bool:
 
 
 class Traits(NamedTuple):
-    """What tile sizes and grids depend on.
+    """The traits of a device on which tile sizes and grids depend.
 
     Attributes:
         major: Compute capability, before the point; 0 of devices that are not NVIDIA's.
@@ -133,7 +133,7 @@ def padded(size: int) -> int:
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for; each is given those that it reads, all others are left out.
+    """Constants of a kernel; each is given those that it reads, all others are left out.
 
     One value, not a parameter for each: what calls what passes it on, and a launch hashes it once.
     Where elements lie are constants, not arguments: they tell the compiler the alignment of what it

@@ -354,7 +354,7 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
 
 
 class Cut(NamedTuple):
-    """How the work of a call is cut into programs.
+    """The cut of a call's work into programs.
 
     Attributes:
         items: Programs along the first axis of the grid, at most.

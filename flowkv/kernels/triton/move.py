@@ -233,7 +233,7 @@ def reposition_kernel(p_arena, p_pages, p_turns, p_cos, p_sin, layer, R: tl.cons
 
 
 class Turned(NamedTuple):
-    """Which dims of a key are rotated, as `Rotary` says; P, a power of two, covers the pairs."""
+    """The dims of a key that are rotated, as `Rotary` says; P, a power of two, covers the pairs."""
 
     PAIRS: int
     P: int

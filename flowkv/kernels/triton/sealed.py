@@ -536,7 +536,7 @@ _BITS = {"kv8": (8, 8), "k8v4": (8, 4), "kv4c": (4, 4), "kv4h": (4, 4)}
 
 
 class Work(NamedTuple):
-    """What the launches of one decoding call share.
+    """Operands that the launches of one decoding call share.
 
     Attributes:
         lists: Pages by codec, if any may be sealed.

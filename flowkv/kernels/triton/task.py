@@ -1,4 +1,4 @@
-"""What the launches of one attention call have in common, and how their partials are merged."""
+"""The launches of one attention call: their common operands, and the merge of their partials."""
 
 # ruff: noqa: PLR0913, PLR0917
 

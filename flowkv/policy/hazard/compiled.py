@@ -224,15 +224,6 @@ MOST_INDEX = 1e6
 CERTAIN = 1.0 - 1e-9  # more than rounding can add to a ratio
 
 
-def fresh_model() -> Array:
-    """A model that has seen nothing."""
-    model = np.zeros((1, MODEL_SIZE))
-    model[0, BASES:REACH:2] = FIRST_BASE
-    model[0, BASES + 1 : REACH : 2] = 1.0
-    model[0, REACH] = 1.0
-    return model
-
-
 @inner
 def decay(x: float) -> float:
     """e^-x for x >= 0, to 1e-12, from correctly rounded operations only."""
@@ -502,9 +493,9 @@ def index_of(tips: Array, traits: Array, rows: Array, model: Array, t: int, now:
 
 
 @helper
-def worth_of(mind: tuple[Array, ...], s: int, now: int) -> float:
+def worth_of(learner: tuple[Array, ...], s: int, now: int) -> float:
     """What a block is worth: its tip's index, as far as returns reach it, and that of its forks."""
-    own, tips, traits, rows, model, _counters = mind
+    own, tips, traits, rows, model, _counters = learner
     mine = own[s]
     t = mine.tip
     value = 0.0
@@ -519,19 +510,19 @@ def worth_of(mind: tuple[Array, ...], s: int, now: int) -> float:
 
 
 @helper
-def rekey(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int) -> None:
+def rekey(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> None:
     """Gives a resident leaf its present place among the leaves, while this order decides."""
     nodes, heaps, state = order
     if state[MODE] != 0:  # another key is in use; see `flowkv.policy.hedge`
         return
-    nodes[s].key = key_of(worth_of(mind, s, now))
+    nodes[s].key = key_of(worth_of(learner, s, now))
     i, row = nodes[s].place, nodes[s].row
     if i >= 0:
         put(heaps[row], nodes["place"], state[row], i, words(nodes, s, row))
 
 
 @inner
-def give_up(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int) -> None:
+def give_up(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> None:
     """Ends the residence of a slot; the parent that becomes a leaf by that is judged as one.
 
     It is judged first, so that it moves once.
@@ -539,34 +530,34 @@ def give_up(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int)
     nodes, heaps, state = order
     p = parent_of(nodes, s)
     if p >= 0 and nodes[p].kids == 1:
-        rekey(order, mind, p, now)
+        rekey(order, learner, p, now)
     drop(nodes, heaps, state, s)
 
 
 @inner
-def take_next(order: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> int:
+def take_next(order: tuple[Array, ...], learner: tuple[Array, ...], now: int) -> int:
     """Gives up the leaf that goes next, and lets happen what only that one kept from happening."""
     nodes, heaps, state = order
     s = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
     fold(state, DIGEST, s)
-    give_up(order, mind, s, now)
+    give_up(order, learner, s, now)
     if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:
         expire(nodes, heaps, state, now)
     return int(s)
 
 
 @inner
-def rekey_tip(order: tuple[Array, ...], mind: tuple[Array, ...], t: int, now: int) -> None:
+def rekey_tip(order: tuple[Array, ...], learner: tuple[Array, ...], t: int, now: int) -> None:
     """Re-keys the leaves of a tip: one where parents are known, else any number."""
     nodes = order[0]
-    own, tips = mind[0], mind[1]
+    own, tips = learner[0], learner[1]
     s, found = tips[t].low, False
     while s >= 0 and own[s].tip == t:
         if nodes[s].birth != 0:
             if not found:
                 tips[t].low, found = s, True
             if nodes[s].kids == 0:
-                rekey(order, mind, s, now)
+                rekey(order, learner, s, now)
             p = nodes[s].parent
             if p >= 0 and nodes[p].birth == nodes[s].bond:
                 break
@@ -605,12 +596,12 @@ def await_all(tips: Array, counters: Array) -> None:
 
 
 @helper
-def advance(order: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> None:
+def advance(order: tuple[Array, ...], learner: tuple[Array, ...], now: int) -> None:
     """Lets the tips that reach an edge by `now` learn it and be judged anew, in order of time.
 
     So what is known at a time does not depend on how often anybody has asked in between.
     """
-    _own, tips, _traits, rows, model, counters = mind
+    _own, tips, _traits, rows, model, counters = learner
     while counters[NEXT] <= now:
         i = await_next(counters)
         if counters[NEXT] > now:
@@ -618,7 +609,7 @@ def advance(order: tuple[Array, ...], mind: tuple[Array, ...], now: int) -> None
         c = counters[PASSED + i]
         if tips[c].done == 0:
             teach(model, rows[c], i, 0)
-        rekey_tip(order, mind, c, counters[NEXT])
+        rekey_tip(order, learner, c, counters[NEXT])
         counters[PASSED + i] = c + 1
         await_edge(tips, counters, i)
 
@@ -654,17 +645,17 @@ def succeed(tips: Array, traits: Array, t: int, q: int) -> None:
 
 
 @inner
-def judge(mind: tuple[Array, ...], t: int) -> None:
+def judge(learner: tuple[Array, ...], t: int) -> None:
     """Describes a tip anew; its index is computed when it is asked for."""
-    _own, tips, traits, rows, _model, _counters = mind
+    _own, tips, traits, rows, _model, _counters = learner
     describe(tips, traits, rows, t)
     tips[t].bin = -1
 
 
 @helper
-def begin(mind: tuple[Array, ...], now: int, q: int, known: int, blocks: int) -> int:
+def begin(learner: tuple[Array, ...], now: int, q: int, known: int, blocks: int) -> int:
     """A new tip, the turn after `q` (-1: a first one). There is room for it."""
-    _own, tips, traits, _rows, _model, counters = mind
+    _own, tips, traits, _rows, _model, counters = learner
     t = counters[TIPS]
     counters[TIPS] += 1
     tip = tips[t]
@@ -673,7 +664,7 @@ def begin(mind: tuple[Array, ...], now: int, q: int, known: int, blocks: int) ->
     tip.blocks, tip.known, tip.seen = blocks, known, 0
     tip.stop = tip.done = 0
     succeed(tips, traits, t, q)
-    judge(mind, t)
+    judge(learner, t)
     for i in range(EDGE_COUNT):
         if counters[PASSED + i] == t:
             await_edge(tips, counters, i)
@@ -702,9 +693,9 @@ def follow(own: Array, tips: Array, t: int, s: int, now: int) -> None:
 
 
 @inner
-def find_return(mind: tuple[Array, ...], slots: Array, now: int) -> tuple[int, int]:
+def find_return(learner: tuple[Array, ...], slots: Array, now: int) -> tuple[int, int]:
     """How many leading blocks are known, and the tip that returns with them, or -1. It learns."""
-    own, tips, _traits, rows, model, _counters = mind
+    own, tips, _traits, rows, model, _counters = learner
     known = 0
     while known < len(slots) and own[slots[known]].tip >= 0:
         known += 1
@@ -723,7 +714,7 @@ def find_return(mind: tuple[Array, ...], slots: Array, now: int) -> tuple[int, i
 
 # The calls of the `Policy` protocol that a learned order answers otherwise than a static one.
 #
-# `order` is what the order's calls work on: nodes, heaps, state. `mind` is what is learned
+# `order` is what the order's calls work on: nodes, heaps, state. `learner` is what is learned
 # from: own (per slot), tips, traits and rows (per tip), models, counters. Calls that every request
 # makes get both as one argument, the `desk` of an `ArrayCall`.
 
@@ -738,7 +729,7 @@ MIND = (
 """Own, tips, traits, rows, models, counters."""
 
 KINDS = ORDER + MIND
-mind_on = opener(len(ORDER), MIND)
+learner_on = opener(len(ORDER), MIND)
 
 NOT_JOINED = -2
 
@@ -746,46 +737,48 @@ NOT_JOINED = -2
 @kernel
 def visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
     """A request uses these blocks, of `blocks` in all: returns its tip; -1 if there is no room."""
-    order, mind = order_on(desk), mind_on(desk)
+    order, learner = order_on(desk), learner_on(desk)
     nodes, heaps, state = order
-    own, tips, _traits, _rows, _model, counters = mind
+    own, tips, _traits, _rows, _model, counters = learner
     if room_for(len(nodes), slots) != 0 or counters[TIPS] >= len(tips):
         return -1
     compiled.access(nodes, heaps, state, slots, now)
     now = state[CLOCK]
-    advance(order, mind, now)
-    known, q = find_return(mind, slots, now)
-    t = begin(mind, now, q, known, max(blocks, len(slots)))
+    advance(order, learner, now)
+    known, q = find_return(learner, slots, now)
+    t = begin(learner, now, q, known, max(blocks, len(slots)))
     for s in slots:
         follow(own, tips, t, s, now)
-    rekey_path(order, mind, slots)
+    rekey_path(order, learner, slots)
     return int(t)
 
 
 @helper
-def rekey_path(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> None:
+def rekey_path(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -> None:
     """Re-keys the resident leaves among these slots, as of now."""
     nodes, now = order[0], order[2][CLOCK]
     for s in slots:
         if nodes[s].birth != 0 and nodes[s].kids == 0:
-            rekey(order, mind, s, now)
+            rekey(order, learner, s, now)
 
 
 @kernel
-def join(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, parents: Array) -> None:
+def join(
+    order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array, parents: Array
+) -> None:
     """Blocks became resident; those not known yet continue a chain. There is room for each.
 
     A block continues the tip that ends at its parent, at the block before it, or, for the first one
     without a parent, the latest tip while blocks of its request are missing; or begins a tip.
     """
-    own, tips, _traits, _rows, _model, counters = mind
+    own, tips, _traits, _rows, _model, counters = learner
     now = order[2][CLOCK]
     for s in slots:  # those that come back, before time passes
         if own[s].tip >= 0:
             mine = tips[own[s].tip]
             if mine.low < 0 or own[mine.low].at < own[s].at:
                 mine.low = s
-    advance(order, mind, now)
+    advance(order, learner, now)
     latest = counters[TIPS] - 1
     for i in range(len(slots)):
         s = slots[i]
@@ -797,17 +790,17 @@ def join(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, parent
         if above >= 0:
             t = own[above].tip
             if t >= 0 and tips[t].slot != above:
-                t = begin(mind, now, -1, own[above].at + 1, own[above].at + 1)
+                t = begin(learner, now, -1, own[above].at + 1, own[above].at + 1)
                 tips[t].seen, tips[t].slot = own[above].at + 1, above
         elif latest >= 0 and tips[latest].seen < tips[latest].blocks:
             t = latest
         if t < 0:
-            t = begin(mind, now, -1, 0, 0)
+            t = begin(learner, now, -1, 0, 0)
         follow(own, tips, t, s, now)
         if tips[t].seen > tips[t].blocks:
             tips[t].blocks = tips[t].seen
-            judge(mind, t)
-    rekey_path(order, mind, slots)
+            judge(learner, t)
+    rekey_path(order, learner, slots)
 
 
 @kernel
@@ -815,7 +808,7 @@ def tick(desk: Array, now: int) -> int:
     """The order's `tick`; the tips follow the time as well."""
     order = order_on(desk)
     nodes, heaps, state = order
-    advance(order, mind_on(desk), expire(nodes, heaps, state, now))
+    advance(order, learner_on(desk), expire(nodes, heaps, state, now))
     return int(state[EXPIRED])
 
 
@@ -828,14 +821,14 @@ def insert(
     What happens by itself comes first.
     """
     tick(desk, said[0])
-    order, mind = order_on(desk), mind_on(desk)
+    order, learner = order_on(desk), learner_on(desk)
     nodes, heaps, state = order
     room = compiled.insert(nodes, heaps, state, slots, parents, lease, said)
     if room != 0:
         return int(room)
-    if mind[5][TIPS] + len(slots) > len(mind[1]):
+    if learner[5][TIPS] + len(slots) > len(learner[1]):
         return NOT_JOINED
-    join(order, mind, slots, parents)
+    join(order, learner, slots, parents)
     return 0
 
 
@@ -843,20 +836,20 @@ def insert(
 def finish(desk: Array, now: int, t: int, stop: int, out: int) -> None:
     """The request of tip `t` has ended."""
     tick(desk, now)
-    order, mind = order_on(desk), mind_on(desk)
-    tips = mind[1]
+    order, learner = order_on(desk), learner_on(desk)
+    tips = learner[1]
     tips[t].stop = stop
     tips[t].output = out
-    judge(mind, t)
-    rekey_tip(order, mind, t, order[2][CLOCK])
+    judge(learner, t)
+    rekey_tip(order, learner, t, order[2][CLOCK])
 
 
 @kernel
 def announce(
-    order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array, eta: int, sigma: float
+    order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array, eta: int, sigma: float
 ) -> None:
     """The tip that owns the last of these blocks returns in about `eta`; -1: nothing is known."""
-    own, tips, traits = mind[0], mind[1], mind[2]
+    own, tips, traits = learner[0], learner[1], learner[2]
     nodes, heaps, state = order
     now = state[CLOCK]
     for s in slots:
@@ -869,22 +862,22 @@ def announce(
     t = own[s].tip
     tips[t].eta, tips[t].told, tips[t].bin = eta, now, -1
     traits[t, SIGMA] = sigma
-    rekey_tip(order, mind, t, now)
+    rekey_tip(order, learner, t, now)
 
 
 @kernel
-def remove(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> None:
+def remove(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -> None:
     """Drops what is resident; a parent that becomes a leaf is judged as one."""
     nodes, state = order[0], order[2]
     for s in slots:
         if 0 <= s < len(nodes) and nodes[s].birth != 0:
-            give_up(order, mind, s, state[CLOCK])
+            give_up(order, learner, s, state[CLOCK])
 
 
 @kernel
-def forget(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> None:
+def forget(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -> None:
     """These numbers, where not resident, name nothing any more."""
-    nodes, own, tips = order[0], mind[0], mind[1]
+    nodes, own, tips = order[0], learner[0], learner[1]
     for s in slots:
         if 0 <= s < len(own) and nodes[s].birth == 0:
             t = own[s].tip
@@ -898,28 +891,28 @@ def forget(order: tuple[Array, ...], mind: tuple[Array, ...], slots: Array) -> N
 @kernel
 def evict(desk: Array, protected: Array, victims: Array, now: int) -> bool:
     """As the order's `evict`; a parent that becomes a leaf is judged as one."""
-    order, mind = order_on(desk), mind_on(desk)
+    order, learner = order_on(desk), learner_on(desk)
     nodes, heaps, state = order
     now = expire(nodes, heaps, state, now)
-    advance(order, mind, now)
+    advance(order, learner, now)
     change_pins(nodes, heaps, state, protected, 1)
     enough = state[COUNT] - state[BLOCKED] >= len(victims)
     fold(state, DIGEST, len(victims) if enough else -1)
     if enough:
         for i in range(len(victims)):
-            victims[i] = take_next(order, mind, now)
+            victims[i] = take_next(order, learner, now)
     change_pins(nodes, heaps, state, protected, -1)
     return bool(enough)
 
 
 @kernel
-def compact(mind: tuple[Array, ...], nodes: Array, keep: Array, ghosts: int) -> int:
+def compact(learner: tuple[Array, ...], nodes: Array, keep: Array, ghosts: int) -> int:
     """Drops tips that no longer matter; `keep[t]` becomes a tip's new number, -1 if dropped.
 
     Kept: tips with a resident block, and of the others that have not returned the latest ones, at
     most `ghosts` and four times as many as there are of the first kind.
     """
-    own, tips, traits, rows, _model, counters = mind
+    own, tips, traits, rows, _model, counters = learner
     n = counters[TIPS]
     keep[:n] = 0
     live = 0
@@ -960,16 +953,16 @@ def compact(mind: tuple[Array, ...], nodes: Array, keep: Array, ghosts: int) -> 
 
 
 @kernel
-def worth(order: tuple[Array, ...], mind: tuple[Array, ...], s: int) -> float:
+def worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int) -> float:
     """What a block is worth as of the last call, in 1/s; whole classes apart lie further."""
     nodes, _heaps, state = order
-    own, tips, traits, _rows, _model, _counters = mind
+    own, tips, traits, _rows, _model, _counters = learner
     if nodes[s].kids == 0:
         value = value_of(nodes[s].key)
     else:
         t = own[s].tip
         seen, known = tips[t].bin, traits[t, INDEX]
-        value = worth_of(mind, s, state[CLOCK])
+        value = worth_of(learner, s, state[CLOCK])
         tips[t].bin, traits[t, INDEX] = seen, known  # a question changes nothing
     here = present_class(nodes, state, s)
     return float((here - FIRST_CLASS - DEFAULT_RANK) * CLASS_WORTH + value)

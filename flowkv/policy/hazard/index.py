@@ -28,9 +28,11 @@ from flowkv.policy.hazard.compiled import (
     BUCKETS,
     COUNTERS,
     FEATURES,
+    FIRST_BASE,
     INDEX,
     KNOTS,
     LOSS,
+    MODEL_SIZE,
     NEXT,
     OWN,
     REACH,
@@ -42,7 +44,6 @@ from flowkv.policy.hazard.compiled import (
     WEIGHT_LIMIT,
     advance,
     bin_of,
-    fresh_model,
     take_next,
     value_of,
     worth_of,
@@ -84,24 +85,24 @@ LEAST_KEY = 1 << 61  # keys that stand for a worth begin there; see `tips.key_of
 
 
 @inner
-def weakest_worth(order: tuple[Array, ...], mind: tuple[Array, ...], s: int, now: int) -> float:
+def weakest_worth(order: tuple[Array, ...], learner: tuple[Array, ...], s: int, now: int) -> float:
     """What the leaf `s` is worth, also while the leaves are sorted by another rule than that."""
     key = order[0][s].key
     if key >= LEAST_KEY:
         return float(value_of(key))
-    t = mind[0][s].tip
+    t = learner[0][s].tip
     if t < 0:
         return 0.0
-    seen, known = mind[1][t].bin, mind[2][t, INDEX]
-    worth = worth_of(mind, s, now)
-    mind[1][t].bin, mind[2][t, INDEX] = seen, known
+    seen, known = learner[1][t].bin, learner[2][t, INDEX]
+    worth = worth_of(learner, s, now)
+    learner[1][t].bin, learner[2][t, INDEX] = seen, known
     return float(worth)
 
 
 @inner
-def asked_worth(mind: tuple[Array, ...], asked: Array, t: int, s: int, now: int) -> float:
+def asked_worth(learner: tuple[Array, ...], asked: Array, t: int, s: int, now: int) -> float:
     """What the end `s` of tip `t` is worth, computed once per age bin; changes nothing else."""
-    tips, traits = mind[1], mind[2]
+    tips, traits = learner[1], learner[2]
     tip, mine = tips[t], asked[s]
     name = tip.time * 4 + tip.stop + (tip.output << 20) + tip.blocks
     if tip.eta >= 0:
@@ -109,7 +110,7 @@ def asked_worth(mind: tuple[Array, ...], asked: Array, t: int, s: int, now: int)
     b = bin_of(now - tip.time)
     if mine.tip != name or mine.bin != b:
         seen, known = tip.bin, traits[t, INDEX]
-        mine.worth = worth_of(mind, s, now)
+        mine.worth = worth_of(learner, s, now)
         tip.bin, traits[t, INDEX] = seen, known
         mine.tip, mine.bin = name, b
     return float(mine.worth)
@@ -118,7 +119,7 @@ def asked_worth(mind: tuple[Array, ...], asked: Array, t: int, s: int, now: int)
 @kernel
 def wanted(
     order: tuple[Array, ...],
-    mind: tuple[Array, ...],
+    learner: tuple[Array, ...],
     asked: Array,
     slots: Array,
     rates: Array,
@@ -129,20 +130,20 @@ def wanted(
     `asked` has a record for each slot, `slots` room for one at least. Ties: the older tip first.
     """
     nodes, heaps, state = order
-    own, tips, counters = mind[0], mind[1], mind[5]
+    own, tips, counters = learner[0], learner[1], learner[5]
     now = expire(nodes, heaps, state, now)
-    advance(order, mind, now)
+    advance(order, learner, now)
     least, n = 0.0, 0
     if state[COUNT] > state[BLOCKED]:
         first = heaps[choose(heaps, state, now), 0, 1] & SLOT_MASK
-        least = weakest_worth(order, mind, first, now)
+        least = weakest_worth(order, learner, first, now)
     for t in range(counters[TIPS]):
         s = tips[t].slot
         if tips[t].done != 0 or s < 0 or own[s].tip != t or nodes[s].birth != 0:
             continue
         if nodes[s].marks & DEAD:
             continue
-        value = asked_worth(mind, asked, t, s, now)
+        value = asked_worth(learner, asked, t, s, now)
         if value <= least or (n == len(slots) and value <= rates[n - 1]):
             continue
         n = min(n + 1, len(slots))
@@ -157,7 +158,7 @@ def wanted(
 @kernel
 def displace(
     order: tuple[Array, ...],
-    mind: tuple[Array, ...],
+    learner: tuple[Array, ...],
     protected: Array,
     victims: Array,
     now: int,
@@ -166,7 +167,7 @@ def displace(
     """As `evict`, while what goes next is worth less than `rate`; returns how many."""
     nodes, heaps, state = order
     now = expire(nodes, heaps, state, now)
-    advance(order, mind, now)
+    advance(order, learner, now)
     change_pins(nodes, heaps, state, protected, 1)
     most, found = min(state[COUNT] - state[BLOCKED], len(victims)), 0
     while found < most:
@@ -174,9 +175,9 @@ def displace(
         where = class_of(nodes, s)
         if where == QUEUED_CLASS:
             break
-        if where > DEAD_CLASS and weakest_worth(order, mind, s, now) >= rate:
+        if where > DEAD_CLASS and weakest_worth(order, learner, s, now) >= rate:
             break
-        victims[found] = take_next(order, mind, now)
+        victims[found] = take_next(order, learner, now)
         found += 1
     change_pins(nodes, heaps, state, protected, -1)
     return int(found)
@@ -239,6 +240,15 @@ def model_of(saved: bytes) -> NDArray[np.float64]:
     return row
 
 
+def fresh_model() -> NDArray[np.float64]:
+    """A model that has seen nothing."""
+    model = np.zeros((1, MODEL_SIZE))
+    model[0, BASES:REACH:2] = FIRST_BASE
+    model[0, BASES + 1 : REACH : 2] = 1.0
+    model[0, REACH] = 1.0
+    return model
+
+
 def is_model(models: NDArray[np.float64]) -> bool:
     """Whether these are within the bounds that learning keeps."""
     weights, bases = np.abs(models[:, :BASES:2]), np.abs(models[:, BASES:REACH:2])
@@ -289,7 +299,7 @@ class HazardIndex(LeafOrder):
 
     def __init__(self, **options: object) -> None:
         self.config = configure(HazardConfig, self.name, options)
-        self._mind: tuple[NDArray[Any], ...] = (
+        self._learner: tuple[NDArray[Any], ...] = (
             np.zeros(0, OWN),
             np.zeros(0, TIP),
             np.zeros((0, TRAITS)),
@@ -297,7 +307,7 @@ class HazardIndex(LeafOrder):
             fresh_model(),
             np.zeros(COUNTERS, np.int64),
         )
-        self._mind[-1][REACHED:] = self._mind[-1][NEXT] = NEVER
+        self._learner[-1][REACHED:] = self._learner[-1][NEXT] = NEVER
         self._open: dict[int, int] = {}
         self._laid = ArrayCall()
         self._asked = np.zeros(0, ASKED)
@@ -337,12 +347,12 @@ class HazardIndex(LeafOrder):
 
     def remove(self, slots: Slots) -> None:
         """Blocks left for another reason than `evict`."""
-        learned.remove(self._order, self._mind, as_slots(slots))
+        learned.remove(self._order, self._learner, as_slots(slots))
 
     def forget(self, slots: Slots) -> None:
         """Nobody knows these blocks any more: their slots may name others next."""
         super().forget(slots)
-        learned.forget(self._order, self._mind, as_slots(slots))
+        learned.forget(self._order, self._learner, as_slots(slots))
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
         """The application expects the next use of this chain in about `eta_ns`.
@@ -356,7 +366,7 @@ class HazardIndex(LeafOrder):
             self._tick(now_ns)
             if eta_ns <= 0:
                 eta_ns, sigma = SOON_NS, max(sigma, SOON_SIGMA)
-            learned.announce(self._order, self._mind, slots, eta_ns, sigma)
+            learned.announce(self._order, self._learner, slots, eta_ns, sigma)
 
     # ---- what is decided
 
@@ -367,7 +377,7 @@ class HazardIndex(LeafOrder):
         """
         victims = np.empty(max(min(n, int(self._state[COUNT])), 0), np.int64)
         said = as_slots(protected), victims, now_ns, rate
-        return victims[: displace(self._order, self._mind, *said)]
+        return victims[: displace(self._order, self._learner, *said)]
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """Up to `n` ends of chains that are not resident and worth bringing here, best first.
@@ -376,10 +386,10 @@ class HazardIndex(LeafOrder):
         """
         if n < 1:
             return NO_SLOTS.copy(), np.empty(0)
-        if len(self._asked) < len(self._mind[0]):
-            self._asked = np.zeros(len(self._mind[0]), ASKED)
+        if len(self._asked) < len(self._learner[0]):
+            self._asked = np.zeros(len(self._learner[0]), ASKED)
         slots, rates = np.empty(n, np.int64), np.zeros(n)
-        arrays = self._order, self._mind, self._asked, slots, rates
+        arrays = self._order, self._learner, self._asked, slots, rates
         count = wanted(*arrays, now_ns)
         return slots[:count], rates[:count]
 
@@ -391,7 +401,7 @@ class HazardIndex(LeafOrder):
         room = int(learned.insert(self._desk, slots, parents, terms, said))
         if room == learned.NOT_JOINED:
             self._make_room(len(slots))
-            learned.join(self._order, self._mind, slots, parents)
+            learned.join(self._order, self._learner, slots, parents)
             return 0
         return room
 
@@ -403,7 +413,7 @@ class HazardIndex(LeafOrder):
 
     def _worth(self, slot: int) -> float:
         """The index in 1/s, as of the last call; other classes than the default lie far away."""
-        return float(learned.worth(self._order, self._mind, slot))
+        return float(learned.worth(self._order, self._learner, slot))
 
     # ---- carrying it over
 
@@ -412,7 +422,7 @@ class HazardIndex(LeafOrder):
 
         Of two models the one that has predicted better lately; of equals what was brought.
         """
-        models = self._mind[4]
+        models = self._learner[4]
         best = len(models) - 1 - int(np.argmin(models[::-1, LOSS]))
         return model_bytes(models[best])
 
@@ -426,16 +436,16 @@ class HazardIndex(LeafOrder):
         Raises:
             ConfigError: If it comes from another version or is damaged.
         """
-        own, tips, traits, rows, models, counters = self._mind
+        own, tips, traits, rows, models, counters = self._learner
         both = np.stack([models[0], model_of(saved)])
-        self._mind = (own, tips, traits, rows, both, counters)
+        self._learner = (own, tips, traits, rows, both, counters)
 
     # ---- parts
 
     @property
     def _desk(self) -> NDArray[Any]:
         """Where everything lies, for compiled calls."""
-        return self._laid.lay(learned.KINDS, (self._arrays, self._state, self._mind))
+        return self._laid.lay(learned.KINDS, (self._arrays, self._state, self._learner))
 
     @property
     def _order(self) -> tuple[NDArray[Any], ...]:
@@ -455,28 +465,28 @@ class HazardIndex(LeafOrder):
     def _grow(self, room: int) -> None:
         if room > len(self._arrays[0]):
             super()._grow(room)
-        old = self._mind[0]
+        old = self._learner[0]
         own = np.zeros(len(self._arrays[0]), OWN)
         own[: len(old)] = old[: len(own)]
         own["tip"][len(old) :] = -1
-        self._mind = (own, *self._mind[1:])
+        self._learner = (own, *self._learner[1:])
 
     def _make_room(self, n: int) -> None:
         """Makes room for `n` more tips: drops what no longer matters, and doubles if that helps."""
-        tips, used = self._mind[1], int(self._mind[-1][TIPS])
+        tips, used = self._learner[1], int(self._learner[-1][TIPS])
         if used + n <= len(tips):
             return
         keep = np.zeros(max(used, 1), np.int64)
-        used = learned.compact(self._mind, self._arrays[0], keep, GHOSTS)
+        used = learned.compact(self._learner, self._arrays[0], keep, GHOSTS)
         self._open = {r: int(keep[t]) for r, t in self._open.items() if keep[t] >= 0}
         if used + n > len(tips) // 2:
             self._widen(used, 2 * (used + n))
 
     def _widen(self, used: int, room: int) -> None:
         """Makes the vectors of tips so long, of which so many are used."""
-        own, tips, traits, rows, model, counters = self._mind
+        own, tips, traits, rows, model, counters = self._learner
         more = room - used
-        self._mind = (
+        self._learner = (
             own,
             np.concatenate([tips[:used], np.zeros(more, TIP)]),
             np.concatenate([traits[:used], np.zeros((more, TRAITS))]),

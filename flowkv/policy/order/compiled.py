@@ -1118,7 +1118,7 @@ ORDER = ((NODE, 1), (np.int64, 3), (np.int64, 1))
 
 
 class ArrayCall:
-    """Where some arrays lie, as long as they are the same.
+    """Addresses of arrays, kept as long as the arrays are the same.
 
     It keeps them alive, so an address is never that of something else; a copy knows none.
 

@@ -574,7 +574,7 @@ def watch(circle: Array, counts: Array, slots: Array, size: int, streaming: int)
 
 
 @kernel
-def forsake(nodes: Array, circle: Array, counts: Array, slots: Array) -> None:
+def forget_slots(nodes: Array, circle: Array, counts: Array, slots: Array) -> None:
     """Slots are forgotten, but for those that are resident."""
     for s in slots:
         if 0 <= s < len(circle) and nodes[s].birth == 0:
@@ -588,7 +588,7 @@ def forsake(nodes: Array, circle: Array, counts: Array, slots: Array) -> None:
 
 
 @kernel
-def fix(nodes: Array, heaps: Array, state: Array, n: int) -> None:
+def pin_leaves(nodes: Array, heaps: Array, state: Array, n: int) -> None:
     """Up to `n` leaves stay from now on: those that would go next, but for what should go."""
     for _ in range(n):
         if state[LEAVES] == 0:
@@ -602,7 +602,7 @@ def fix(nodes: Array, heaps: Array, state: Array, n: int) -> None:
 
 
 @kernel
-def loosen(nodes: Array, heaps: Array, state: Array) -> None:
+def unpin_leaves(nodes: Array, heaps: Array, state: Array) -> None:
     """Nothing stays for good any more."""
     for s in range(len(nodes)):
         if nodes[s].marks & FIXED:
@@ -663,13 +663,13 @@ class Cyclic(LeafOrder):
         if verdict != 0:
             self.cycle = verdict > 0
             if not self.cycle:
-                loosen(*self._arrays, self._state)
+                unpin_leaves(*self._arrays, self._state)
 
     def forget(self, slots: Slots) -> None:
         """Nobody knows these blocks any more: their slots may name others next."""
         slots = as_slots(slots)
         super().forget(slots)
-        forsake(self._arrays[0], self._circle, self._counts, slots)
+        forget_slots(self._arrays[0], self._circle, self._counts, slots)
 
     def evict(self, now_ns: int, n: int, protected: Collection[int] = ()) -> Slots | None:
         """Chooses and removes `n` victims, none pinned or protected; None, nothing changed, else.
@@ -681,5 +681,5 @@ class Cyclic(LeafOrder):
             self._size = max(self._size, int(self._state[COUNT]))
             spare = int(self._state[COUNT] - self._state[HELD_FAST]) - self.config.streaming
             if self.cycle and spare > 0:
-                fix(*self._arrays, self._state, spare)
+                pin_leaves(*self._arrays, self._state, spare)
         return victims

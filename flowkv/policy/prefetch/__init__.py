@@ -1,4 +1,4 @@
-"""What to bring nearer before it is asked for, and when to leave that."""
+"""Prefetch policies: pages to bring nearer before a request asks for them, and when not to."""
 
 from flowkv.policy.prefetch.prefetcher import Fetch, PrefetchConfig, Prefetcher
 

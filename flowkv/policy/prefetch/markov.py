@@ -1,4 +1,4 @@
-"""What is used next, learned from the stream of uses itself: Markov chains of order 0 to 3.
+"""Markov chains of order 0 to 3 that learn from the stream of uses what is used next.
 
 For streams that have no prompts in them: weight blocks, experts, rows of embeddings. (Prefix trees
 say by themselves *which* block follows; there the question is *when*, and `hazard` asks it.)
@@ -36,7 +36,7 @@ HISTORY, CLOCK = 3, 3  # entries of the state: the last symbols, latest last; sy
 
 
 class MarkovConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `Markov` can be told.
+    """Options of `Markov`.
 
     Attributes:
         order: Symbols that a context has at most.

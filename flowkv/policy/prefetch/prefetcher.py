@@ -1,10 +1,10 @@
-"""Which chains to bring into a faster place before anybody asks for them.
+"""The prefetcher: chooses chains to bring into a faster place before a request asks for them.
 
 Three reasons, in this order. The *queue*: a request that waits will use its chain, certainly and
 soon. A *hint*: the application expects a chain at about some time; bringing it starts early enough
 for the transfer, some slack and the error of the hint, and not before. And what the place's policy
-has *learned* (`Policy.wanted`). All three pay for what they bring from a purse that fills when they
-were right (`credit`); on traffic that cannot be predicted the learned reason so switches
+has *learned* (`Policy.wanted`). All three pay for what they bring from a budget that fills when
+they were right (`credit`); on traffic that cannot be predicted the learned reason so switches
 itself off. Nothing goes for a prefetch that is worth more than it (`Policy.displace`), and while a
 `RegretGuard` says that prefetching costs more than it saves, nothing is brought at all. To bring
 nothing is the normal answer.
@@ -121,7 +121,7 @@ class HintQueue:
             del self._starts[2 * _MOST :]
 
 
-# Who may prefetch, and how much: a purse for each reason to prefetch, filled by being right.
+# Who may prefetch, and how much: a budget for each reason to prefetch, filled by being right.
 #
 # A reason pays a byte for every byte it brings, and gets back `1 / floor` for each that was used.
 # So one whose precision stays above the floor can go on for ever, and one below runs dry, losing
@@ -137,7 +137,7 @@ CLASSES = 40
 
 
 def class_of(kind: int, rate: float) -> int:
-    """The purse of a prefetch: its kind, and for learned ones how soon a use is expected."""
+    """The budget of a prefetch: its kind, and for learned ones how soon a use is expected."""
     if kind != LEARNED:
         return kind
     octaves = math.floor(2 * math.log2(rate)) + 28 if 0.0 < rate < math.inf else 0
@@ -145,41 +145,41 @@ def class_of(kind: int, rate: float) -> int:
 
 
 class Credit:
-    """The purses.
+    """The budgets.
 
     Args:
-        most_bytes: What a purse can hold.
+        most_bytes: What a budget can hold.
         floor: The precision from which on a reason pays for itself.
         probe_share: Of the bytes demanded, what learned reasons may risk without having earned it.
 
     Attributes:
-        purses: Bytes that each reason may bring.
+        budgets: Bytes that each reason may bring.
         probes: Bytes that any may bring.
     """
 
     def __init__(self, most_bytes: int, floor: float, probe_share: float) -> None:
         self.most_bytes, self.floor, self.probe_share = most_bytes, floor, probe_share
         # Queue and hints are trusted until they prove wrong.
-        self.purses = [float(most_bytes)] * LEARNED + [0.0] * (CLASSES - LEARNED)
+        self.budgets = [float(most_bytes)] * LEARNED + [0.0] * (CLASSES - LEARNED)
         self.probes = 0.0
 
     def demanded(self, n_bytes: float) -> None:
         """Bytes were loaded because somebody waited for them."""
         self.probes = min(self.probes + self.probe_share * n_bytes, self.most_bytes / 4)
 
-    def affords(self, purse: int) -> float:
+    def affords(self, budget: int) -> float:
         """Bytes that a reason may bring now."""
-        return self.purses[purse] + self.probes
+        return self.budgets[budget] + self.probes
 
-    def pay(self, purse: int, n_bytes: float) -> None:
+    def pay(self, budget: int, n_bytes: float) -> None:
         """A reason brings bytes."""
-        own = min(n_bytes, self.purses[purse])
-        self.purses[purse] -= own
+        own = min(n_bytes, self.budgets[budget])
+        self.budgets[budget] -= own
         self.probes = max(0.0, self.probes - (n_bytes - own))
 
-    def used(self, purse: int, n_bytes: float) -> None:
+    def used(self, budget: int, n_bytes: float) -> None:
         """Somebody asked for bytes that a reason had brought."""
-        self.purses[purse] = min(self.purses[purse] + n_bytes / self.floor, self.most_bytes)
+        self.budgets[budget] = min(self.budgets[budget] + n_bytes / self.floor, self.most_bytes)
 
 
 # What became of the blocks that were prefetched, and of those that had to go for them.
@@ -188,18 +188,18 @@ class Credit:
 class _Moved:
     """A block that was prefetched, or had to go for that: since when, its size, and who pays."""
 
-    __slots__ = ("awaited", "n_bytes", "purse", "since_ns")
+    __slots__ = ("awaited", "budget", "n_bytes", "since_ns")
 
-    def __init__(self, since_ns: int, n_bytes: int, purse: int) -> None:
-        self.since_ns, self.n_bytes, self.purse = since_ns, n_bytes, purse
+    def __init__(self, since_ns: int, n_bytes: int, budget: int) -> None:
+        self.since_ns, self.n_bytes, self.budget = since_ns, n_bytes, budget
         self.awaited = False  # somebody asked for it while it was on its way
 
 
 class PrefetchOutcome(NamedTuple):
-    """What was just settled.
+    """The outcome of prefetches that were just settled.
 
     Attributes:
-        used: Bytes that somebody asked for, by purse.
+        used: Bytes that somebody asked for, by budget.
         wasted: Bytes that nobody did.
         displaced_bytes: Asked for, and pushed out by a prefetch.
     """
@@ -229,11 +229,11 @@ class Outcomes:
         self._pushed: dict[int, _Moved] = {}
         self._batches: deque[tuple[int, Slots]] = deque()
 
-    def bring(self, now_ns: int, purse: int, slots: Slots, sizes: Slots) -> None:
+    def bring(self, now_ns: int, budget: int, slots: Slots, sizes: Slots) -> None:
         """Blocks of some sizes start to come, for a reason."""
         self._batches.append((now_ns, slots))
         for slot, n_bytes in zip(slots.tolist(), sizes.tolist(), strict=True):
-            self._flying[slot] = _Moved(now_ns, n_bytes, purse)
+            self._flying[slot] = _Moved(now_ns, n_bytes, budget)
             self._pushed.pop(slot, None)
             self.flying_bytes += n_bytes
             self.unproven_bytes += n_bytes
@@ -279,7 +279,7 @@ class Outcomes:
                 one = self._flying.get(slot)
                 if one is not None and not one.awaited:  # waited for, but shorter
                     one.awaited = True
-                    used[one.purse] += one.n_bytes
+                    used[one.budget] += one.n_bytes
                 pushed = self._pushed.pop(slot, None)
                 if pushed is not None and i >= hits:
                     displaced_bytes += pushed.n_bytes
@@ -311,12 +311,12 @@ class Outcomes:
         return PrefetchOutcome(Counter(), wasted, 0)
 
     def _settle(self, slots: Slots) -> Counter[int]:
-        """Bytes of those that lie here and were not used yet, by purse; they count no more."""
+        """Bytes of those that lie here and were not used yet, by budget; they count no more."""
         found = Counter[int]()
         for slot in slots.tolist() if self._landed else ():
             one = self._landed.pop(slot, None)
             if one is not None:
-                found[one.purse] += one.n_bytes
+                found[one.budget] += one.n_bytes
                 self.unproven_bytes -= one.n_bytes
         return found
 
@@ -325,7 +325,7 @@ class Outcomes:
 
 
 class PrefetchView(Protocol):
-    """What a driver knows about the place and the one below it, at this moment."""
+    """A driver's view of the place and the one below it, at this moment."""
 
     capacity_bytes: int
     """Of the place."""
@@ -347,7 +347,7 @@ class PrefetchView(Protocol):
 
 
 class Giver(Protocol):
-    """Who knows what is worth bringing and what may go for it: a `Policy`, or who speaks for it."""
+    """A judge of what is worth bringing and what may go for it: a `Policy` or a stand-in."""
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """Up to `n` ends of chains that are not resident and worth bringing here, best first."""
@@ -395,7 +395,7 @@ Span = Annotated[float, Meta(gt=0.0, le=30 * 86_400.0)]
 
 
 class RegretConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `RegretGuard` can be told.
+    """Options of `RegretGuard`.
 
     Attributes:
         chunk_s: A demand may wait so long for prefetches that were sent before it, and as long as
@@ -532,7 +532,7 @@ Seconds = Annotated[float, Meta(gt=0.0)]
 
 
 class PrefetchConfig(PolicyConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `Prefetcher` can be told.
+    """Options of `Prefetcher`.
 
     Attributes:
         bytes_per_s: Most bytes a second that it brings, on average.
@@ -608,7 +608,7 @@ class Prefetcher:
         self._asked_ns: int | None = None
         self._planned_ns = -(1 << 62)
         self._idle = 0
-        self._budget = self._mean = 0.0
+        self._allowance = self._mean = 0.0
         self._digest = 0
 
     # ---- what may be used
@@ -733,8 +733,8 @@ class Prefetcher:
         self, now_ns: int, kind: int, tip: int, rate: float, policy: Giver, reach: PrefetchView
     ) -> Iterator[Fetch]:
         anchor, slots = self._missing(tip, reach)
-        purse = class_of(kind, rate)
-        slots, sizes = self._affordable(purse, slots, reach)
+        budget = class_of(kind, rate)
+        slots, sizes = self._affordable(budget, slots, reach)
         if not len(slots):
             return
         bound = math.inf if kind == QUEUE else rate / (1.0 + self.config.margin)
@@ -748,24 +748,24 @@ class Prefetcher:
             self._mean = float(sizes.mean())
         self._learn(now_ns, self._outcomes.leave(victims))
         self._outcomes.push(now_ns, victims, reach.sizes(victims))
-        self._outcomes.bring(now_ns, purse, slots, sizes)
+        self._outcomes.bring(now_ns, budget, slots, sizes)
         n_bytes = int(sizes.sum())
-        self.credit.pay(purse, n_bytes)
-        self._budget -= n_bytes
+        self.credit.pay(budget, n_bytes)
+        self._allowance -= n_bytes
         self.fetched_bytes[kind] += n_bytes
         for part in (slots, victims):
             self._digest = xxhash.xxh3_64_intdigest(part.tobytes(), seed=self._digest)
         yield Fetch(kind, rate, slots, victims)
 
-    def _affordable(self, purse: int, slots: Slots, reach: PrefetchView) -> tuple[Slots, Slots]:
+    def _affordable(self, budget: int, slots: Slots, reach: PrefetchView) -> tuple[Slots, Slots]:
         """The leading blocks for which there is money, time and room for what is unproven."""
         outcomes = self._outcomes
         most = min(
-            self.credit.affords(purse),
-            self._budget,
+            self.credit.affords(budget),
+            self._allowance,
             self.config.flying_bytes - outcomes.flying_bytes,
         )
-        if purse >= LEARNED:
+        if budget >= LEARNED:
             unproven = self.config.unproven * reach.capacity_bytes
             most = min(most, unproven - outcomes.unproven_bytes)
         if not len(slots) or most <= 0:
@@ -795,12 +795,12 @@ class Prefetcher:
         return np.concatenate(gone)
 
     def _learn(self, now_ns: int, outcome: PrefetchOutcome) -> None:
-        for purse, n_bytes in outcome.used.items():
-            self.used_bytes[min(purse, LEARNED)] += n_bytes
-            self.credit.used(purse, n_bytes)
+        for budget, n_bytes in outcome.used.items():
+            self.used_bytes[min(budget, LEARNED)] += n_bytes
+            self.credit.used(budget, n_bytes)
             self.guard.used(now_ns, n_bytes)
-        for purse, n_bytes in outcome.wasted.items():
-            self.wasted_bytes[min(purse, LEARNED)] += n_bytes
+        for budget, n_bytes in outcome.wasted.items():
+            self.wasted_bytes[min(budget, LEARNED)] += n_bytes
             self.guard.wasted(now_ns, n_bytes)
         if outcome.displaced_bytes:
             self.displaced_bytes += outcome.displaced_bytes
@@ -811,10 +811,10 @@ class Prefetcher:
         self._now_ns = now_ns = max(now_ns, last_ns)
         most = self.config.bytes_per_s * self.config.burst_s
         if most == math.inf:
-            self._budget = most
+            self._allowance = most
         else:
             earned = self.config.bytes_per_s * (now_ns - last_ns) / 1e9
-            self._budget = min(self._budget + earned, most)
+            self._allowance = min(self._allowance + earned, most)
         self._learn(now_ns, self._outcomes.tick(now_ns))
         return now_ns
 

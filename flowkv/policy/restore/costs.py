@@ -1,4 +1,4 @@
-"""What restores take, learnt from what they took.
+"""Costs of restores, learned from those that ended.
 
 A calibration goes stale: another job comes or goes, a clock drops, a drive warms its cache. So the
 *form* of a cost (what a chunk takes on top of its tokens, how attention grows) is learnt slowly,

@@ -128,7 +128,7 @@ Op = Compute | RestoreLoad | Suffix
 
 
 class Costs(Protocol):
-    """What things are expected to take, in seconds; 0.0 while that is not known."""
+    """Expected durations, in seconds; 0.0 while one is not known."""
 
     def compute_s(self, request: RestoreRequest, layers: int, tokens: Span) -> float:
         """Computing so many layers of these tokens."""
@@ -363,7 +363,7 @@ _TOGETHER = 0.01
 
 
 class Prices(NamedTuple):
-    """What counts for one request, in seconds.
+    """The durations that count for one request, in seconds.
 
     Attributes:
         cell_s: To load a cell, by all its tiers together; 0 while unknown.
@@ -482,7 +482,7 @@ _PART = 4
 
 
 class Aim:
-    """What is decided about a request.
+    """The decision about a request.
 
     Attributes:
         progress: Whose; another one under the same number is another request.

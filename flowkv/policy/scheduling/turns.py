@@ -1,4 +1,4 @@
-"""What happens in one turn of an engine: who leaves, who enters, who computes how many tokens.
+"""The turns of an engine: which rows leave, which enter, and how many tokens each computes.
 
 A turn is decided in two questions, since what of a prompt is known is seen only once it is opened:
 `admit` says who is set aside and who enters, `share` divides the token budget of one step among the
@@ -135,7 +135,7 @@ _DOUBLINGS = 4  # or what is urgent would wait for long, once a row had to make 
 
 
 class Limits(NamedTuple):
-    """What an engine may do at once.
+    """Limits of what an engine does at once.
 
     Attributes:
         max_rows: Most rows of a step.
@@ -167,7 +167,7 @@ class Room(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Who leaves, and who enters after that, in this order.
+    """The rows that leave, and those that enter after that, in this order.
 
     Attributes:
         leave: Preempted jobs; True: its pages go to host memory, False: they are dropped.

@@ -1,4 +1,4 @@
-"""How bytes get to files and back: staging memory, and engines that read and write in batches."""
+"""File I/O: staging memory, and engines that read and write in batches."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def open_file(path: str, *, write: bool, direct: bool) -> tuple[int, bool]:
 
 
 class DirectFiles:
-    """What engines have in common that open files past the page cache.
+    """A base of engines that open files past the page cache.
 
     Attributes:
         direct: Whether they all are.

@@ -256,7 +256,7 @@ call = njit(cache=True, error_model="numpy")
 
 
 class Served(NamedTuple):
-    """What the loop works on, all of int64.
+    """The memory that the loop works on, all of int64.
 
     Attributes:
         facts: What never changes.

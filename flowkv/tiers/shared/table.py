@@ -1,4 +1,4 @@
-"""What processes change together: a hash index and chains of granules, in shared arrays.
+"""The table that processes change together: a hash index and chains of granules.
 
 Here is what works on them. The arrays are
 

@@ -1,4 +1,4 @@
-"""What each simple policy is: what it computes, what it loads, and in which order."""
+"""Simple restore policies: what each computes, what it loads, and in which order."""
 
 from __future__ import annotations
 

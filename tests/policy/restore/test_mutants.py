@@ -1,4 +1,4 @@
-"""What `check_restore_policy` must find: policies of one fault each."""
+"""Mutants for `check_restore_policy`: policies of one fault each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose the last steps are."""
+"""The last steps of restores, and the request that they belong to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far restores are: begin, end and fail."""
+"""Progress of restores: begin, end and fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of every turn, whatever a scheduler says: rules of `Turns`, written down again."""
+"""Rules of `Turns` for every turn and any scheduler, written down again."""
 
 from __future__ import annotations
 

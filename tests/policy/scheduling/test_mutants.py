@@ -1,4 +1,4 @@
-"""What `check_scheduler` must find: schedulers, and mechanisms, of one fault each."""
+"""Mutants for `check_scheduler`: schedulers, and mechanisms, of one fault each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine must do, whatever it is made of."""
+"""Conformance of every I/O engine."""
 
 from __future__ import annotations
 

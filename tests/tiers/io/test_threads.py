@@ -1,4 +1,4 @@
-"""What system calls may answer that this machine's files never do."""
+"""Answers of system calls that this machine's files never give."""
 
 from __future__ import annotations
 

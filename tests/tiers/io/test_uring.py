@@ -1,4 +1,4 @@
-"""What only the io_uring engine can get wrong: its rings, its thread, its flags."""
+"""Faults that only the io_uring engine can have: its rings, its thread, its flags."""
 
 from __future__ import annotations
 

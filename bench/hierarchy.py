@@ -3,11 +3,12 @@
 A published experiment (KVFlow) is rebuilt here from its description, to the digit, and FlowKV's own
 policies run on its workload: under its own timing rules (`published`), under rules in which every
 byte takes its turn on a shared channel (`strict`), and with an HBM too small for the context
-(`pressure`). Everything is simulated. `flowkv sim hierarchy` prints the table.
+(`pressure`). Everything is simulated. `python -m bench hierarchy` prints the table.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +16,16 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from flowkv.cli.arguments import AddVerb, names
+from flowkv.core.config import parse_size
 from flowkv.core.errors import ConfigError
 from flowkv.policy import Policy, make_policy
+from flowkv.report.screen import Screen
 from flowkv.sim.formats import read_lines
 from flowkv.sim.hardware import HARDWARE
 
@@ -905,3 +909,66 @@ def _plans(
         yield "pressure", label, "flowkv", partial(strictly, tight, codec, names[-1], 1)
     best = "pressure", "raw, Belady", "floor"
     yield *best, lambda: ExperimentRow(*best, None, least_cxl_bytes(workload, tight, RAW))
+
+
+# `python -m bench hierarchy`: the verb and its tables.
+
+_RULES = {
+    "published": "By the rules that were published",
+    "strict": "By strict rules: every byte takes its turn on a shared channel",
+    "pressure": "Strict, with an HBM too small for the context",
+}
+
+
+def add_verbs(verb: AddVerb) -> None:
+    """Adds the verb."""
+    about = "decode over SRAM, HBM, CXL and DRAM: a published table, and better"
+    added = verb("hierarchy", _hierarchy, about)
+    about = "what decides who leaves SRAM and HBM; default lru,auto"
+    added.option("--policy", "A,B", about, type=names, default=["lru", "auto"])
+    about = "kvflow (as published, the default), h100, h200, b200 or mi300x"
+    added.option("--machine", "NAME", about, default="kvflow")
+    about = "steps as JSON lines; default the published ones"
+    added.option("--trace", "FILE", about, type=Path)
+    added.option("--sram", "SIZE", "under strict rules; default %(default)s", default="32MiB")
+    added.option("--hbm", "SIZE", "of the last rows; default %(default)s", default="2GiB")
+
+
+def _hierarchy(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    if given.machine not in MACHINES:
+        raise ConfigError(f"there is no machine {given.machine!r}", f"Use {', '.join(MACHINES)}")
+    sizes = [parse_size(given.sram), parse_size(given.hbm)]
+    if not all(sizes):
+        raise ConfigError("a memory of 0 bytes holds nothing", "Give --sram and --hbm a size")
+    workload = read_workload(given.trace) if given.trace else None
+    room = dict(zip(("sram_bytes", "pressure_bytes"), sizes, strict=True))
+    with Screen(to_stderr=True).progress("simulating") as tell:
+        machine = MACHINES[given.machine]
+        rows = run_experiment(workload, machine, policies=given.policy, tell=tell, **room)
+    for rules, title in _RULES.items():
+        shown = [row for row in rows if row.rules == rules]
+        apart = any(row.exposed_decode_ns for row in shown)
+        columns = ["", "HBM MB", "CXL MB", "exposed ms", *["decode ms"] * apart]
+        columns += ["total ms", "SRAM", "$/Mtok"]
+        screen.table(columns, [_cells(row, apart) for row in shown], title=title)
+    screen.say(
+        "Simulated. Exposed: compute waited for bytes; decode: for decoding, where that is counted"
+        " apart. kvflow: rebuilt from its rules. No plan can undercut a floor."
+    )
+    return 0, rows
+
+
+def _cells(row: ExperimentRow, apart: bool) -> list[str]:
+    """A line of the table; `apart` has a column for waiting for decoding."""
+    times = [row.exposed_ns, *[row.exposed_decode_ns] * apart, row.total_ns]
+    return [
+        row.plan if row.source == "flowkv" else f"{row.source}: {row.plan}",
+        *(_or_dash(n_bytes, ",.1f", 1e-6) for n_bytes in (row.hbm_read_bytes, row.cxl_read_bytes)),
+        *(_or_dash(ns, ".4f", 1e-6) for ns in times),
+        _or_dash(row.sram_hit_rate, ".1%"),
+        _or_dash(row.usd_per_million_tokens, ".5f"),
+    ]
+
+
+def _or_dash(value: float | None, form: str, unit: float = 1.0) -> str:
+    return "-" if value is None else format(value * unit, form)

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.policy import make_policy
-from flowkv.sim.hierarchy import (
-    MACHINES,
-    BlockWorkload,
-    ExperimentRow,
-    MemoryLevel,
-    published_workload,
-    read_workload,
-    run_experiment,
-)
-from tests.inside import (
+from bench.__main__ import main
+from bench.hierarchy import (
     INT8,
+    MACHINES,
     MIB,
     PUBLISHED,
     RAW,
     BlockShape,
+    BlockWorkload,
     BoundedMemory,
     Classes,
-    ConfigError,
     Everything,
+    ExperimentRow,
+    MemoryLevel,
     StrictPlan,
     compulsory_bytes,
     least_cxl_bytes,
+    published_workload,
+    read_workload,
+    run_experiment,
     run_strict,
 )
-from tests.sim.writers import write_workload
+from flowkv.policy import make_policy
+from tests.inside import ConfigError
 
 MB, MS = 1e6, 1e6
 SMALL = BlockShape(layers=1, heads=2, head_dim=4, value_bytes=2, context=64, block_tokens=8)
@@ -283,3 +283,77 @@ def test_an_unknown_policy_is_refused_at_once(workload: BlockWorkload) -> None:
     with pytest.raises(ConfigError, match="no policy 'magic'"):
         run_experiment(workload, policies=["lru", "magic"], tell=lambda done, *_: told.append(done))
     assert told == []
+
+
+def write_workload(path: Path, workload: BlockWorkload) -> None:
+    """Writes what `read_workload` reads."""
+    shape = workload.geometry
+    with path.open("wb") as file:
+        for reads, newest in zip(workload.steps, workload.positions, strict=True):
+            pairs = [divmod(slot, shape.blocks_per_head) for slot in reads]
+            split = [[*divmod(pair, shape.heads), block] for pair, block in pairs]
+            file.write(msgspec.json.encode({"reads": split, "newest": newest}) + b"\n")
+
+
+@pytest.fixture
+def steps(tmp_path: Path, workload: BlockWorkload) -> str:
+    """The first steps of the published workload, as a file."""
+    path = tmp_path / "steps.jsonl"
+    write_workload(
+        path, workload._replace(steps=workload.steps[:3], positions=workload.positions[:3])
+    )
+    return str(path)
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> tuple[str, str]:
+    """Runs the verb; returns its standard output and error."""
+    assert main(["hierarchy", *words]) == status
+    found = capsys.readouterr()
+    assert "Traceback" not in found.err
+    return found.out, found.err
+
+
+def test_the_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["hierarchy", "--help"])
+    assert done.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_the_verb_prints_three_tables(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = told(capsys, "--trace", steps, "--policy", "lru")
+    assert "kvflow: hot, warm, cold" in out and "floor: raw, Belady" in out
+    assert out.count("exposed ms") == 3 and "Simulated." in out
+
+
+def test_the_verb_gives_rows(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--trace", steps, "--policy", "lru,lfu-ttl", "--machine", "h200"]
+    out, _ = told(capsys, *words, "--json")
+    assert out.count("\n") == 1 and out.endswith("\n")
+    found = json.loads(out)
+    assert [row["plan"] for row in found[:2]] == ["all in HBM", "hot, warm, cold"]
+    assert {row["rules"] for row in found} == {"published", "strict", "pressure"}
+    assert sum("lfu-ttl" in row["plan"] for row in found) >= 9
+
+
+def test_room_for_everything_needs_no_link(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(
+        told(capsys, "--trace", steps, "--policy", "lru", "--hbm", "4GiB", "--json")[0]
+    )
+    assert {row["cxl_read_bytes"] for row in found if row["rules"] == "pressure"} == {0}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policy", "magic"], "no policy 'magic'. Use one of"),
+        (["--policy", ","], "names nothing"),
+        (["--sram", "0"], "holds nothing. Give --sram and --hbm a size"),
+        (["--hbm", "much"], "is not a size. Write a size like"),
+        (["--machine", "abacus"], "no machine 'abacus'. Use kvflow"),
+        (["--trace", "/none"], "cannot read /none"),
+    ],
+)
+def test_the_verb_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = told(capsys, *words, status=2)
+    assert out == "" and said in err

@@ -1,4 +1,4 @@
-"""What is expected comes back to the device before anybody asks, and nothing else does."""
+"""Prefetch to the device: expected pages come back before a request asks, and no others do."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_is_never_used_again_is_not_brought() -> None:
         kv.clock.advance(s=10.0)
         edges(kv)
     assert here(kv, P) == 0 and numbers_of(kv)["hint"]["fetched_bytes"] == 0
-    assert kv.foresight.due_ns == NEVER_NS
+    assert kv.prefetches.due_ns == NEVER_NS
     kv.close()
 
 
@@ -218,20 +218,20 @@ class Longing(LRU):
     """Wants what it is told to, and gives nothing for it."""
 
     name = "longing"
-    wish: tuple[int, ...] = ()
+    wanted_slots: tuple[int, ...] = ()
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, Any]:
-        return np.array(self.wish, np.int64), np.full(len(self.wish), 0.1)
+        return np.array(self.wanted_slots, np.int64), np.full(len(self.wanted_slots), 0.1)
 
 
 def test_what_was_learned_comes_once_it_may_cost_something() -> None:
     kv = small(policy=Longing, prefetch={"probe_share": 1.0})
     away(kv, P, Q)
     policy = kv.planner.store.device_places["cpu"].policy
-    policy.wish = (kv.planner.store.index.chain(key_of(kv, P))[-1],)
+    policy.wanted_slots = (kv.planner.store.index.chain(key_of(kv, P))[-1],)
     kv.clock.advance(s=5.0)
     edges(kv)
-    assert here(kv, P) == 0, "its purse is empty"
+    assert here(kv, P) == 0, "its budget is empty"
     for _ in range(4):  # a quarter of the bytes that were demanded may be risked, and so on
         opened(kv, [*Q, 9]).close()
         empty(kv)
@@ -378,7 +378,7 @@ def test_what_nobody_used_counts_as_wasted() -> None:
 def test_switched_off_nothing_comes_by_itself() -> None:
     kv = small(prefetch="off")
     away(kv, P, Q)
-    assert kv.foresight is None and kv.stats()["prefetch"] == {}
+    assert kv.prefetches is None and kv.stats()["prefetch"] == {}
     kv.hint([*P, 9], 1.0)
     for _ in range(5):
         kv.clock.advance(s=1.0)
@@ -390,7 +390,7 @@ def test_switched_off_nothing_comes_by_itself() -> None:
 
 def test_without_a_tier_there_is_nothing_to_bring() -> None:
     with make_kv(simple()) as kv:
-        assert kv.foresight is None and kv.stats()["prefetch"] == {}
+        assert kv.prefetches is None and kv.stats()["prefetch"] == {}
 
 
 @pytest.mark.parametrize("wrong", ["on", {"margins": 1.0}, {"margin": -1.0}])
