@@ -124,6 +124,7 @@ class Tenants(Policy):
         self._make, self._quotas, self._default = make, dict(quotas or {}), default
         self._accounts: dict[int, TenantAccount] = {}
         self._owner: dict[int, int] = {}
+        self._queued: dict[int, Slots] = {}  # whose blocks have no owner yet
         self._here: dict[int, tuple[int, int]] = {}  # resident slot -> its parent, its bytes
         self._below: dict[int, set[int]] = {}  # resident children
         self._pins: Counter[int] = Counter()
@@ -208,6 +209,7 @@ class Tenants(Policy):
         account.policy.insert(now_ns, slots[mine], parents[mine], **said)  # type: ignore[arg-type]
         for t, theirs in self._parts(slots[~mine]):
             self._accounts[t].policy.access(now_ns, theirs)
+        self._tell_queued(now_ns)
 
     def access(self, now_ns: int, slots: Slots, visit: Visit = NO_VISIT) -> None:
         """A request uses these known blocks, root to leaf."""
@@ -226,6 +228,7 @@ class Tenants(Policy):
         self._account(first)
         if visit.request >= 0:
             self._requests[visit.request] = first
+            self._queued.pop(visit.request, None)
         for t, theirs in parts:
             if t == first:
                 strange = [s for s in slots.tolist() if self._owner.get(s, first) == first]
@@ -246,6 +249,8 @@ class Tenants(Policy):
             account.policy.forget(gone)
         for s in gone.tolist():
             self._owner.pop(s, None)
+        for request, queued in self._queued.items():
+            self._queued[request] = queued[~np.isin(queued, gone)]
         if self._untold is not None:
             then, told, visit = self._untold
             self._untold = then, told[~np.isin(told, gone)], visit
@@ -260,6 +265,7 @@ class Tenants(Policy):
     def abort(self, now_ns: int, request: int) -> None:
         """A request that was enqueued or accessed will not go on."""
         now_ns = self._clock(now_ns)
+        self._queued.pop(request, None)
         account = self._accounts.get(self._requests.pop(request, -1))
         if account is not None:
             account.policy.abort(now_ns, request)
@@ -292,14 +298,12 @@ class Tenants(Policy):
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
         """A queued request will use this chain: certain, until its `access` or `abort`.
 
-        Told to whom the last block belongs.
+        Told to whom the last block belongs that belongs to anybody, once there is one.
         """
         now_ns = self._clock(now_ns)
         self.abort(now_ns, request)
-        tenant = self._owner.get(int(slots[-1])) if len(slots) else None
-        if tenant is not None:
-            self._requests[request] = tenant
-            self._accounts[tenant].policy.enqueue(now_ns, request, self._of(tenant, slots))
+        self._queued[request] = slots.copy()
+        self._tell_queued(now_ns)
 
     def invalidate(self, now_ns: int, tenant: int) -> None:
         """All present blocks of a tenant became stale: as expired as by a lease, at once."""
@@ -503,6 +507,17 @@ class Tenants(Policy):
 
     def _of(self, tenant: int, slots: Slots) -> Slots:
         return np.array([s for s in slots.tolist() if self._owner.get(s) == tenant], np.int64)
+
+    def _tell_queued(self, now_ns: int) -> None:
+        """Queued requests of whose blocks one has an owner by now are that tenant's."""
+        for request, slots in list(self._queued.items()):
+            owners = [self._owner[s] for s in slots.tolist() if s in self._owner]
+            if owners:
+                tenant = self._requests[request] = owners[-1]
+                chain = [s for s in slots.tolist() if self._owner.get(s, tenant) == tenant]
+                del self._queued[request]
+                policy = self._accounts[tenant].policy
+                policy.enqueue(now_ns, request, np.array(chain, np.int64))
 
     def _tell(self, tenant: int, account: TenantAccount) -> None:
         """The request whose blocks nobody owned is this tenant's."""

@@ -115,3 +115,14 @@ def test_a_request_is_its_tenants_whoever_inserts_next():
     place.insert(S, np.empty(0, np.int64), np.empty(0, np.int64), tenant=2)
     place.insert(S, np.array([4]), np.array([-1]), tenant=1)
     assert place._requests == {7: 1, 8: 1}
+
+
+def test_a_chain_that_is_queued_before_anybody_owns_it_stays():
+    policy = Tenants(LRU)
+    policy.enqueue(1 * S, 9, np.array([0, 1]))
+    chain(policy, 2 * S, 1, 0, 2)
+    chain(policy, 3 * S, 1, 5, 1)
+    assert policy.evict(4 * S, 1).tolist() == [5], "newer, but nobody queues for it"
+    policy.abort(5 * S, 9)
+    chain(policy, 6 * S, 1, 5, 1)
+    assert policy.evict(7 * S, 1).tolist() == [1]
