@@ -11,7 +11,6 @@ restart, memory) is measured in processes of its own.
 from __future__ import annotations
 
 import argparse
-import copy
 import hashlib
 import json
 import mmap
@@ -23,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -31,6 +31,9 @@ from typing import Any
 import torch
 
 import flowkv
+from bench.serve.baselines import Batched
+from bench.serve.models import twin
+from bench.serve.workload import Ask
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.config import parse_size
 from flowkv.demo.timing import Reuse, Timing, timed_generate
@@ -74,27 +77,32 @@ def _real(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         return 0, _CHILDREN[part](given, folder)
     result: dict[str, Any] = {
         "model": given.model,
-        "dtype": given.dtype,
-        "threads": given.threads,
-        "rounds": given.rounds,
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
-        "load": os.getloadavg()[0],
         "text_sha256": hashlib.sha256(english().encode()).hexdigest(),
         "parts": {},
+        "runs": {},
     }
     if given.out and given.out.exists():
         kept = json.loads(given.out.read_text())
-        result |= kept if given.parts == ["quality"] else {"parts": kept["parts"]}
+        result |= {name: kept[name] for name in ("parts", "runs")}
+    measured: list[Row] = []
     for part in given.parts:
-        rows = result["parts"][part] = []
+        name = part if given.dtype == "float32" else f"{part}, {given.dtype}"
+        rows = result["parts"][name] = []
+        before = os.getloadavg()[0]
         for row in _PARTS[part](given):
-            rows.append(row)
-            screen.say("  ".join(f"{k} {shown(v)}" for k, v in row.items()))
+            rows.append(row | {"what": row["what"] + name.removeprefix(part)})
+            screen.say("  ".join(f"{k} {shown(v)}" for k, v in rows[-1].items()))
+        result["runs"][name] = {
+            "threads": given.threads,
+            "rounds": given.rounds,
+            "load": spread([before, *os.getloadavg()[:2]]),
+        }
+        measured += rows
         if given.out:
             given.out.write_text(json.dumps(result, indent=1) + "\n")
-    measured = [row for part in given.parts for row in result["parts"][part]]
     return int(not all(row.get("identical", True) for row in measured)), result
 
 
@@ -213,38 +221,56 @@ def tpot(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def engine(given: argparse.Namespace) -> Iterator[Row]:
-    """New tokens a second of several clients at once, over those of transformers' own ways."""
-    from transformers import ContinuousBatchingConfig
+    """New tokens a second of several clients at once, over those of transformers' own ways.
 
-    pair, tokens = Pair(given), 32
-    plain, few = pair.plain.model, ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=1024)
+    The engine, and the manager that `generate_batch` runs, are made and warm before the clock runs.
+    """
+    pair, tokens, most = Pair(given), 32, 4
+    plain, text = pair.plain.model, pair.texts
+    made = flowkv.Engine(pair.served.model, pair.kv)
+    Clocked = tuple[list[list[int]], float, float]
 
-    def one_by_one(prompts: Sequence[list[int]]) -> list[list[int]]:
-        return [timed_generate(plain, [p], max_new_tokens=tokens).answers[0] for p in prompts]
+    def clocked(serve: Callable[[], list[list[int]]]) -> Clocked:
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        return serve(), time.perf_counter() - wall_s, time.process_time() - cpu_s
 
-    def batched(prompts: Sequence[list[int]]) -> list[list[int]]:
-        own = copy.deepcopy(plain.generation_config)  # it is written to
-        done = plain.generate_batch(prompts, own, few, max_new_tokens=tokens)
-        return [done[f"req_{n}"].generated_tokens for n in range(len(prompts))]
+    def one_by_one(prompts: Sequence[list[int]]) -> Clocked:
+        ways = [partial(timed_generate, plain, [p], max_new_tokens=tokens) for p in prompts]
+        return clocked(lambda: [way().answers[0] for way in ways])
 
-    def served(prompts: Sequence[list[int]]) -> list[list[int]]:
-        with flowkv.Engine(pair.served.model, pair.kv) as made:
-            return [list(c.tokens) for c in made.run(prompts, max_new_tokens=tokens)]
+    def batched(prompts: Sequence[list[int]]) -> Clocked:
+        asks = [Ask(prompt, tokens) for prompt in prompts]
+        manager = Batched(twin(plain), most_rows=most, token_budget=1024, pool_tokens=4096)
+        manager.serve([Ask(prompt[:9], 2) for prompt in prompts], most)
+        try:  # its thread ends with it, or the others would share the processors with that
+            return clocked(lambda: [one.tokens for one in manager.serve(asks, most).served])
+        finally:
+            manager.close()
 
-    for clients in (1, 4):
-        taken: list[list[float]] = [[], [], []]
-        same = True
-        for _ in range(given.rounds):
-            prompts, answers = [pair.texts.next(256) for _ in range(clients)], []
-            for way, seconds in zip((one_by_one, batched, served), taken, strict=True):
-                start = time.perf_counter()
-                answers.append(way(prompts))
-                seconds.append(time.perf_counter() - start)
-            same &= answers[0] == answers[1] == answers[2]
-        for name, peer in zip(("generate", "generate_batch"), taken, strict=False):
-            ratios = [a / b for a, b in zip(peer, taken[2], strict=True)]
-            what = f"engine / {name}, {clients} clients"
-            yield {"what": what, "tokens": 256, "identical": same, "ratio": spread(ratios)}
+    def served(prompts: Sequence[list[int]]) -> Clocked:
+        done = partial(made.run, prompts, max_new_tokens=tokens)
+        return clocked(lambda: [list(completion.tokens) for completion in done()])
+
+    ways = one_by_one, batched, served
+    for way in ways:
+        way([text.next(64) for _ in range(most)])
+    for clients in (1, most):
+        turns: list[list[Clocked]] = []
+        for number in range(given.rounds):
+            prompts = [text.next(256) for _ in range(clients)]
+            first = number % len(ways)  # each turn begins with another one
+            found = {way: way(prompts) for way in (*ways[first:], *ways[:first])}
+            turns.append([found[way] for way in ways])
+        same = all(one[0] == two[0] == three[0] for one, two, three in turns)
+        for place, name in enumerate(("generate", "generate_batch")):
+            yield {
+                "what": f"engine / {name}, {clients} clients",
+                "tokens": 256,
+                "identical": same,
+                "ratio": spread([turn[place][1] / turn[2][1] for turn in turns]),
+                "cpu_ratio": spread([turn[place][2] / turn[2][2] for turn in turns]),
+            }
+    made.close()
     pair.kv.close()
 
 

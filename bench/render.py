@@ -230,19 +230,23 @@ def real(results: Results) -> str:
         ["a decode step, short", stock, of(step, "ratio", "x", 256)],
         ["a decode step, long", stock, of(step, "ratio", "x", 4000)],
         [
-            "4 clients at once, new tokens a second",
+            "4 clients at once, new tokens for the same processor time",
             "one `generate` after the other; `generate_batch`",
-            f"{of(f'{engine}, 4 clients', 'ratio', 'x')};"
-            f" {of(f'{engine}_batch, 4 clients', 'ratio', 'x')}",
+            f"{of(f'{engine}, 4 clients', 'cpu_ratio', 'x')};"
+            f" {of(f'{engine}_batch, 4 clients', 'cpu_ratio', 'x')}",
         ],
         ["on disk, a token", "", of("ttft, restarted", "store_bytes_a_token", " bytes")],
         ["the very first call", "CPU time to attach; to answer", "; ".join(compiled)],
         *coded,
     ]
+    runs = "; ".join(
+        f"{part}: " + ", ".join(f"{name} {between(value, '')}" for name, value in run.items())
+        for part, run in report.get("runs", {}).items()
+        if "," not in part  # of another dtype
+    )
     about = (
-        f"{report['model']}, {report['dtype']}, {report['threads']} threads on {report['cpus']}"
-        f" processors, load {report['load']:.1f} meanwhile; medians of {report['rounds']} rounds,"
-        f" least to most. Quality: over {of('quality, kv8', 'tokens', '')} tokens."
+        f"{report['model']}, float32, on {report['cpus']} processors; medians, least to most."
+        f" {runs[:1].upper()}{runs[1:]}. Quality: over {of('quality, kv8', 'tokens', '')} tokens."
         if report["parts"]
         else NOT_YET.capitalize() + "."
     )

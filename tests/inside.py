@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flowkv.cache.restore import Late, RestoreJob
     from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
     from flowkv.cache.stack import breaker
-    from flowkv.cache.step import CURRENT
+    from flowkv.cache.step import CURRENT, Step
     from flowkv.cache.store import PageStore, PolicyPlace, Samples, Verdict, as_slots
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
     from flowkv.cli import command, doctor

@@ -296,15 +296,6 @@ class Sequence:
         self._tokens[self._known : need] = fresh
         self._known = need
 
-    def append(self, token: int) -> None:
-        """`extend` for a single id."""
-        known = self._known
-        if known == len(self._tokens):
-            self.extend(np.array([token], np.uint32))
-            return
-        self._tokens[known] = token
-        self._known = known + 1
-
     def forget_tokens(self, known: int) -> None:
         """Drops token ids from position `known` on."""
         self._known = min(self._known, known)
@@ -482,6 +473,29 @@ class Tables:
 
 FORK_WAIT_S = 1.0
 """How long a fork waits for changes under way to end."""
+
+
+def extend_each(seqs: Items[Sequence], known: Items[int], tokens: Items[int]) -> bool:
+    """`extend` of each by a single id, where exactly so many are known: as of rows that decode.
+
+    Args:
+        seqs: Different sequences.
+        known: How many ids each of them should know.
+        tokens: One for each, checked already.
+
+    Returns:
+        False if one knows more or fewer; nothing is changed then.
+    """
+    if [seq._known for seq in seqs] != known:
+        return False
+    for seq, place, token in zip(seqs, known, tokens, strict=True):
+        ids = seq._tokens
+        if place == len(ids):
+            seq.extend(np.array([token], np.uint32))
+        else:
+            ids[place] = token
+            seq._known = place + 1
+    return True
 
 
 class Guard:

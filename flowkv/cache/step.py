@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flowkv import kernels
 from flowkv.cache.block_table import FILLS, Advance, Planner
-from flowkv.cache.sequence import Sequence
+from flowkv.cache.sequence import Sequence, extend_each
 from flowkv.core import compiling
 from flowkv.core.errors import GeometryError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import CODEC_SHIFT, LayerGroup
@@ -355,11 +355,11 @@ class Step:
         self.tokens = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0)
         starts, lengths = step.starts.tolist(), step.before.tolist()
         here = [n + seq.dropped for n, seq in zip(lengths, self.seqs, strict=True)]
-        if self._single and [seq.known for seq in self.seqs] == here:  # as all do that decode
+        if self._single:
             self._noted = list(zip(self.seqs, here, strict=True))
-            for seq, token in zip(self.seqs, tokens.tolist(), strict=True):
-                seq.append(token)
-            return
+            if extend_each(self.seqs, here, tokens.tolist()):  # as with all that decode
+                return
+            self._noted = []
         for b, (seq, length) in enumerate(zip(self.seqs, lengths, strict=True)):
             length += seq.dropped
             known = seq.known
@@ -399,6 +399,16 @@ class Step:
     def fills(self) -> bool:
         """Whether pages become full by it, which are then published."""
         return bool(self._advance.flags & FILLS)
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is the beginning of a single row, so that its tokens see each other only.
+
+        False where that is to be seen in pages nevertheless: results must not depend on the step,
+        are watched, or wait for something.
+        """
+        alone = len(self.seqs) == 1 and not self._advance.before[0]
+        return alone and not self.apart and self._watch is None and self.awaits is None
 
     def dtype(self, layer: int) -> torch.dtype:
         """What a layer's K and V are kept in.

@@ -100,6 +100,7 @@ class PackedRunner:
     ) -> None:
         self._kv, self._forward, self._refresh = kv, forward, refresh
         self._last: Step | None = None
+        self._ends = torch.arange(0)  # of rows with one token each
 
     def open(self, request: Request, tokens: NDArray[np.uint32], *, wait: bool) -> PagedRow:
         """Opens a row with its known prefix in place, or (`wait=False`) on its way."""
@@ -111,12 +112,15 @@ class PackedRunner:
         """Runs the model over the next tokens of some rows."""
         counts, before = list(map(len, tokens)), self._last
         self._last = step = plan(self._kv, [row.seq for row in rows], counts, before)
-        if set(counts) == {1}:  # it is most of a step
+        if set(counts) == {1}:  # they decode
             step.give(np.array([ids[0] for ids in tokens], np.uint32))
+            if len(self._ends) != len(rows):
+                self._ends = torch.arange(len(rows))
+            last = self._ends
         else:
             step.give(np.concatenate([np.asarray(ids, np.uint32) for ids in tokens]))
-        with step, torch.no_grad():
             last = torch.from_numpy(step.counts.cumsum() - 1)
+        with step, torch.no_grad():
             return self._forward(step, last)
 
 

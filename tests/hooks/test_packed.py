@@ -26,6 +26,7 @@ from tests.inside import (
     PaddedRunner,
     Runner,
     StateError,
+    Step,
     TokenError,
     Unpackable,
     UnsupportedModelError,
@@ -374,6 +375,92 @@ def test_a_model_that_computes_with_its_mask_runs_apart(monkeypatch: pytest.Monk
         parts = make_runner_parts(model, kv)
         assert parts.forward is None and "computes with its mask" in parts.reason
         assert serve(parts.apart, prompts, NEW) == wanted
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Takes down the masks that models have transformers make in packed forwards."""
+    made, own = list[str](), Packing.mask
+
+    def mask(self: Packing, previous: str, arguments: dict[str, Any]) -> MaskRecipe:
+        made.append(previous)
+        return own(self, previous, arguments)
+
+    monkeypatch.setattr(Packing, "mask", mask)
+    return made
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_mask_that_all_layers_share_is_given(name: str, masks: list[str]) -> None:
+    model, text = models.causal(name), models.prompt(40)[0].tolist()
+    wanted = _alone(model, [text], 1)
+    with attached(model) as kv:
+        runner = runner_of(make_runner_parts(model, kv), kv)
+        row = _open(runner, text)
+        masks.clear()
+        assert int(_give(runner, row, text).argmax()) == wanted[0][0]
+        assert bool(masks) is (name == "gemma3")  # some of its layers have a window
+        row.close()
+
+
+def test_a_model_that_looks_at_what_it_is_given_as_mask_has_it_made(
+    monkeypatch: pytest.MonkeyPatch, masks: list[str]
+) -> None:
+    model, prompts = models.causal("llama"), _prompts()
+    own = type(model.model).forward
+
+    def looks(self: Any, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if attention_mask is not None:
+            attention_mask = attention_mask.clone()
+        return own(self, input_ids, attention_mask=attention_mask, **kwargs)
+
+    monkeypatch.setattr(type(model.model), "forward", looks)
+    wanted = _alone(model, prompts)
+    with attached(model) as kv:
+        parts = make_runner_parts(model, kv)
+        assert parts.forward is not None
+        masks.clear()
+        assert serve(runner_of(parts, kv), prompts, NEW) == wanted
+        assert masks
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_beginning_of_a_lone_row_is_computed_as_the_model_does(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = load_tiny(), list(stdlib_text(160))
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        whole = model(torch.tensor([text]), logits_to_keep=1).logits[0]
+        front = model(torch.tensor([text[:100]]), logits_to_keep=1).logits[0]
+    reads, own = list[int](), Step.read
+
+    def read(self: Step, layer: int, *args: Any, **how: Any) -> torch.Tensor:
+        reads.append(layer)
+        return own(self, layer, *args, **how)
+
+    monkeypatch.setattr(Step, "read", read)
+    with attached(model) as kv:
+        runner = runner_of(make_runner_parts(model, kv), kv)
+        row, other = _open(runner, text), _open(runner, text[::-1])
+        reads.clear()
+        found = _give(runner, row, text[:100])
+        if attention == "sdpa":
+            assert not reads and torch.equal(found, front)
+        else:  # its function needs a mask that says what is causal
+            assert reads
+            torch.testing.assert_close(found, front, atol=2e-4, rtol=2e-4)
+        reads.clear()
+        torch.testing.assert_close(_give(runner, row, text[100:]), whole, atol=2e-4, rtol=2e-4)
+        assert reads  # it has a past now
+        reads.clear()
+        row.close()
+        row = _open(runner, text[1:])
+        given = [np.asarray(one, np.uint32) for one in (text[1:20], text[::-1][:9])]
+        runner.step([row, other], given)
+        assert reads  # two rows that begin beside each other do not see each other
+        row.close()
+        other.close()
 
 
 def test_a_row_whose_states_are_half_way_is_not_gone_on_with() -> None:

@@ -196,7 +196,7 @@ class Packing:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._count = int(step.counts.sum())
+        self._count, self._begins = int(step.counts.sum()), step.begins
         # Layer, window, K, V and `Step.decode` by the id of K, which no other tensor has meanwhile.
         self._written: dict[int, tuple[Any, ...]] = {}
         self._masks: dict[tuple[int | None, torch.dtype], MaskRecipe] = {}
@@ -247,10 +247,15 @@ class Packing:
         dtype = _mask_dtype(previous, arguments)
         found = self._masks.get((window, dtype))
         if found is None:
-            shape = dict(batch_size=1, q_length=self._count, kv_length=self._count)
-            shown = dict(shape, device=arguments.get("device", "cpu"))
-            found = self._masks[window, dtype] = MaskRecipe(_unbuilt, shown, window, dtype)
+            device = arguments.get("device", "cpu")
+            found = self._masks[window, dtype] = packed_mask(self._count, window, dtype, device)
         return found
+
+    def begins(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """Whether tokens see these keys causally, and no others: those of a single row's start."""
+        _, window, _, own, _ = self._written.get(id(key), (None,) * 5)
+        plain = type(mask) is MaskRecipe and mask.build is _unbuilt and mask.window is None
+        return self._begins and plain and window is None and own is value
 
     def attend(
         self,
@@ -296,6 +301,14 @@ class Packing:
             _refuse(f"queries are {tuple(query.shape)}")
         q, read = query[0].transpose(0, 1), self._step.read
         return read(placed.index, q, scale=scale, softcap=softcap, sinks=sinks).unsqueeze(0)
+
+
+def packed_mask(
+    count: int, window: int | None, dtype: torch.dtype, device: torch.device | str
+) -> MaskRecipe:
+    """The mask of a packed forward over so many tokens: which of them meet, the step knows."""
+    shape = dict(batch_size=1, q_length=count, kv_length=count, device=device)
+    return MaskRecipe(_unbuilt, shape, window, dtype)
 
 
 def exact(device: torch.device) -> AbstractContextManager[object]:
@@ -400,6 +413,10 @@ def attend(
     packing = RUNNING.get()
     if packing is not None:
         obeyed = _OBEYED[previous]
+        begins = previous == "sdpa" and packing.begins(key, value, attention_mask)
+        if begins and not _unserved(arguments, obeyed):
+            own = _function(previous, module)  # as alone: nothing is gathered out of pages
+            return own(module, query, key, value, None, **arguments)
         return packing.attend(query, key, value, attention_mask, arguments, obeyed), None
     if type(key) is PagedView and type(value) is PagedView and key.gathered is None:
         layer = key.layer

@@ -224,7 +224,8 @@ class ForwardHook:
         if args:
             given = dict(zip(self.names.parameters, args, strict=False)) | given
         cache = _own(given.get("past_key_values"))
-        aside = getattr(self._aside, "on", False)
+        packed = RUNNING.get() is not None
+        aside = packed or getattr(self._aside, "on", False)
         key = threading.get_ident(), id(cache)
         self._inside.add(key)
         if self._leaving and isinstance(cache, PagedCache):
@@ -234,8 +235,7 @@ class ForwardHook:
         except BaseException:
             self._inside.discard(key)
             raise
-        paged = isinstance(cache, PagedCache) or RUNNING.get() is not None
-        if paged and key not in self._switched:
+        if (packed or isinstance(cache, PagedCache)) and key not in self._switched:
             self._switched.add(key)
             self.switch.on()
         return changed

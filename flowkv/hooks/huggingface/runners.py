@@ -28,7 +28,7 @@ from flowkv.core.errors import (
     UnsupportedModelError,
 )
 from flowkv.hooks.huggingface.attach import base_model, door_of
-from flowkv.hooks.huggingface.attention import RUNNING, Packing, exact
+from flowkv.hooks.huggingface.attention import RUNNING, Packing, exact, packed_mask
 from flowkv.hooks.huggingface.cache import LayerSpec, ModelPlan, PagedCache, PlacedLayer
 from flowkv.hooks.huggingface.door import ForwardHook
 from flowkv.hooks.huggingface.inputs import MODEL_INPUTS, Prompt
@@ -282,10 +282,13 @@ class PackedForward:
         model: The model.
         door: Its door; held by the model's hooks.
         by_index: The model computes logits at given places only.
+        masked: It is given its mask, all of whose layers have the same: to have it made by
+            transformers takes as long as everything else that a step of one row does here.
     """
 
-    def __init__(self, model: Any, door: ForwardHook, *, by_index: bool) -> None:
+    def __init__(self, model: Any, door: ForwardHook, *, by_index: bool, masked: bool) -> None:
         self._model, self._door, self._by_index = model, door, by_index
+        self._masked, self._mask = masked, packed_mask(0, None, torch.bool, "cpu")
         self._plan: ModelPlan | None = None
         self._cache: Any = None
 
@@ -306,19 +309,23 @@ class PackedForward:
         assert step.tokens is not None
         door, model = self._door, self._model
         device = model.get_input_embeddings().weight.device
-        names = door.names
-        last = last.to(device)
+        names, count = door.names, step.tokens.shape[1]
+        every = len(last) == count  # they decode, each row with one token
         given = {
             names.ids: step.tokens.to(device),
             names.positions: step.positions.to(device),
             "past_key_values": self._fresh(step),
             "use_cache": True,
         }
-        if self._by_index:
-            given["logits_to_keep"] = last
+        if self._by_index and not every:
+            given["logits_to_keep"] = last = last.to(device)
+        if self._masked:
+            if self._mask.shape[2] != count or self._mask.device != device:
+                self._mask = packed_mask(count, None, torch.bool, device)
+            given[names.mask] = self._mask
         running = RUNNING.set(Packing(step))
         try:
-            with door.aside(), exact(device):
+            with exact(device):
                 logits = model(**given).logits[0]
         finally:
             RUNNING.reset(running)
@@ -326,7 +333,7 @@ class PackedForward:
         if model.training or (step.fills and not door.identity.same(model)):
             for seq in step.seqs:
                 seq.publishable = False
-        found: torch.Tensor = logits if self._by_index else logits[last]
+        found: torch.Tensor = logits if self._by_index or every else logits[last.to(device)]
         return found
 
     def _fresh(self, step: Step) -> Any:
@@ -381,8 +388,13 @@ def choose_way(
     beside, names = PaddedRunner(model, kv, door), door.names
     reason = _unpackable(door)
     if not reason:
-        for by_index in (True, False) if "logits_to_keep" in names.parameters else (False,):
-            forward = PackedForward(model, door, by_index=by_index)
+        indexed = "logits_to_keep" in names.parameters
+        windows = any(spec.kind == "sliding" for spec in door.plan.specs)
+        masked = names.mask in names.parameters and not windows
+        for by_index, given in dict.fromkeys(
+            [(indexed, masked), (indexed, False), (False, False)]  # the fastest first
+        ):
+            forward = PackedForward(model, door, by_index=by_index, masked=given)
             reason = _try(model, kv, door, _packed(kv, forward))
             if not reason:
                 return forward, beside, ""
