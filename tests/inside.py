@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowkv.cache import export, pinned, stack, step, store, swap
+    from flowkv.cache import export, mover, pinned, stack, step, store, swap
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import relocate
@@ -375,6 +375,14 @@ if TYPE_CHECKING:
     from flowkv.tiers.disk.store import Index, open_journal, slot_granules
     from flowkv.tiers.disk.tier import DiskScheduler, Unsealed, seal_all
     from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame
+    from flowkv.tiers.erasure_log import (
+        CELLS,
+        MOST_KEYS,
+        WORD_BYTES,
+        Erased,
+        ErasureLog,
+        realm_name,
+    )
     from flowkv.tiers.frame import (
         AES_256_GCM,
         DIGEST_AT,

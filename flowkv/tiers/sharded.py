@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -296,6 +297,11 @@ class ShardedTier:
     def shared(self) -> bool:
         """What the inner tier says."""
         return self.inner.shared
+
+    @property
+    def erasure_log(self) -> Path | None:
+        """What the inner tier says: prompts have one name, whatever the ranks."""
+        return getattr(self.inner, "erasure_log", None)
 
     def in_use(self, namespace: bytes) -> bool:
         """What the inner tier says, if it knows."""
