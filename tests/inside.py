@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowkv.cache import export, mover, pinned, stack, step, store, swap
+    from flowkv.cache import erasure, export, mover, pinned, stack, step, store, swap
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import relocate
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy
     from flowkv.cache.kv import PagedRow, bind, end, follow, levels, source, warn
     from flowkv.cache.kv import plan as kv_plan
-    from flowkv.cache.mover import SHARE, IOPriority, Mover, Schedule, SubmitResult, TransferRequest
+    from flowkv.cache.mover import (
+        SHARE,
+        IOPriority,
+        Lane,
+        Mover,
+        Schedule,
+        SubmitResult,
+        TransferRequest,
+    )
     from flowkv.cache.pinned import Copies, CudaStreams, open_copies
     from flowkv.cache.pool import PagePool
     from flowkv.cache.requests import Prefetch
@@ -343,7 +351,7 @@ if TYPE_CHECKING:
     from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
     from flowkv.testing.storage import Frame, Model, TierRequest, page_of
     from flowkv.testing.stories import VerificationError, require
-    from flowkv.tiers import envelope, host
+    from flowkv.tiers import envelope, erasure_log, host
     from flowkv.tiers.base import UNBOUNDED
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, swapped, xxh3_128
     from flowkv.tiers.disk import journal
