@@ -228,7 +228,7 @@ def _erase(
             if log.alone:
                 log.publish(*names, proven=number not in problems)
         except StoreError as error:
-            problems[number] = f"{store.tiers[number].name}: {error.problem}"
+            problems.setdefault(number, f"{store.tiers[number].name}: {error.problem}")
     if problems:
         raise StoreError(
             f"{len(doomed)} blocks are forgotten, but not proven to be erased: "

@@ -35,6 +35,7 @@ from flowkv.policy.tenants import Tenants
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Tier, TierAnswer
 from flowkv.tiers.erasure_log import ErasureLog
 from flowkv.tiers.host import HostTier
+from flowkv.tiers.remote.erasures import RemoteErasures
 
 # Pages whose weights are not proven yet: known in the process, kept out of all other places.
 #
@@ -409,7 +410,7 @@ class PageStore:
         give_up_late: Callable[[], None],
     ) -> None:
         self.geometry = geometry
-        self.erasure_logs: dict[int, ErasureLog] = {}
+        self.erasure_logs: dict[int, ErasureLog | RemoteErasures] = {}
         self.behind = False
         self.forms = make_forms(geometry, config)
         self.fidelity = max(codec for forms in self.forms for codec in forms.layouts)
@@ -470,10 +471,11 @@ class PageStore:
         if states_only:
             self._states_only.add(number)
         self.tiers.append(tier)
-        if (path := getattr(tier, "erasure_log", None)) is None:
+        if (found := getattr(tier, "erasure_log", None)) is None:
             self.mover.add(tier)
         else:  # before it is listed: what is erased from now on is heard
-            log = self.erasure_logs[number] = ErasureLog(path)
+            log = found if isinstance(found, RemoteErasures) else ErasureLog(found)
+            self.erasure_logs[number] = log
             self.mover.add(tier, partial(self._storing, log))
         policy = self._policies(tier.kind, tier.capacity_bytes)
         self.tier_places.append(PolicyPlace(tier.name, tier.kind, policy))
@@ -485,7 +487,7 @@ class PageStore:
         self._enter(number, listed)
 
     @contextmanager
-    def _storing(self, log: ErasureLog) -> Iterator[bool]:
+    def _storing(self, log: ErasureLog | RemoteErasures) -> Iterator[bool]:
         """Whether a tier may be given frames: nobody erases there, and all that was is known."""
         with log.storing() as free:
             self.behind |= free and log.changed()

@@ -155,13 +155,13 @@ class ErasureLog:
             if now_s < self._look_s:
                 return False
             self._look_s = now_s + _LOOK_S
-            return self._lies() != self._file
+            return self._replaced()
         except OSError:
             return True
 
     def news(self) -> Erased:
         """What others erased since the last call."""
-        if self._fd < 0 or self._lies() != self._file:
+        if self._fd < 0 or self._replaced():
             self.close()
             self._open()
             return ALL
@@ -316,6 +316,10 @@ class ErasureLog:
         except OSError:
             return 0, 0
         return status.st_dev, status.st_ino
+
+    def _replaced(self) -> bool:
+        """Whether another file lies there: where none does, nobody has noted anything in it."""
+        return self._lies() not in (self._file, (0, 0))
 
     def _mend(self) -> None:
         """Makes a damaged file anew, if that can be done now: under a name that nobody has seen."""

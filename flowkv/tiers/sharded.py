@@ -18,6 +18,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
 from flowkv.core.keys import KEY_BYTES, Shard
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.remote.erasures import RemoteErasures
 
 # Which KV heads a frame holds, what it is called for that, and how heads move between frames.
 #
@@ -299,7 +300,7 @@ class ShardedTier:
         return self.inner.shared
 
     @property
-    def erasure_log(self) -> Path | None:
+    def erasure_log(self) -> Path | RemoteErasures | None:
         """What the inner tier says: prompts have one name, whatever the ranks."""
         return getattr(self.inner, "erasure_log", None)
 
