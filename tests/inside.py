@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowkv.cache import export, pinned, stack, step, store, swap
+    from flowkv.cache import erasure, export, mover, pinned, stack, step, store, swap
     from flowkv.cache import pool as cache_pool
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import relocate
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy
     from flowkv.cache.kv import PagedRow, bind, end, follow, levels, source, warn
     from flowkv.cache.kv import plan as kv_plan
-    from flowkv.cache.mover import SHARE, IOPriority, Mover, Schedule, SubmitResult, TransferRequest
+    from flowkv.cache.mover import (
+        SHARE,
+        IOPriority,
+        Lane,
+        Mover,
+        Schedule,
+        SubmitResult,
+        TransferRequest,
+    )
     from flowkv.cache.pinned import Copies, CudaStreams, open_copies
     from flowkv.cache.pool import PagePool
     from flowkv.cache.requests import Prefetch
@@ -343,7 +351,7 @@ if TYPE_CHECKING:
     from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
     from flowkv.testing.storage import Frame, Model, TierRequest, page_of
     from flowkv.testing.stories import VerificationError, require
-    from flowkv.tiers import envelope, host
+    from flowkv.tiers import envelope, erasure_log, host
     from flowkv.tiers.base import UNBOUNDED
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, swapped, xxh3_128
     from flowkv.tiers.disk import journal
@@ -375,6 +383,14 @@ if TYPE_CHECKING:
     from flowkv.tiers.disk.store import Index, open_journal, slot_granules
     from flowkv.tiers.disk.tier import DiskScheduler, Unsealed, seal_all
     from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame
+    from flowkv.tiers.erasure_log import (
+        CELLS,
+        MOST_KEYS,
+        WORD_BYTES,
+        Erased,
+        ErasureLog,
+        realm_name,
+    )
     from flowkv.tiers.frame import (
         AES_256_GCM,
         DIGEST_AT,
@@ -421,6 +437,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.lossless import AGAIN, SAMPLES, Lossless, unpack_stripe
     from flowkv.tiers.remote import mooncake, objects
     from flowkv.tiers.remote.backend import Listed
+    from flowkv.tiers.remote.erasures import AGAIN_S, MOST_ENTRIES, RemoteErasures
     from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier
     from flowkv.tiers.remote.objects import (
         MOST_CATALOGS,

@@ -448,6 +448,11 @@ class PrefixIndex:
             found.append(branch)
         return found
 
+    def below(self, meant: Callable[[bytes], bool]) -> list[Block]:
+        """Known blocks below those keys that are meant, all the way down."""
+        above = [key for key in self._children if meant(key)]
+        return [block for key in above for branch in self.branches(key) for block in branch]
+
     def _haunt(self, block: Block) -> None:
         most = max(self._least_ghosts, GHOSTS_PER_BLOCK * len(self._by_key))
         realm = block.namespace, block.tenant, block.group

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache import export, swap
+from flowkv.cache import erasure, export, swap
 from flowkv.cache import stack as learned
 from flowkv.cache.audit import Auditor, Explanation, explain
 from flowkv.cache.block_table import Planner
@@ -553,6 +553,13 @@ class KV:
             )
         return self.planner
 
+    def _agreed(self) -> Planner:
+        """The planner, once all is dropped that other caches erased."""
+        planner = self._bound()
+        if planner.store.outdated() and erasure.hear(planner.store, list(self._open.values())):
+            self._purge()
+        return planner
+
     def open(  # noqa: PLR0913 - what may be said of a request belongs to one call
         self,
         tokens: Tokens,
@@ -600,7 +607,7 @@ class KV:
         """
         ids = as_tokens(plain(tokens))
         with self.lock:
-            planner = self._bound()
+            planner = self._agreed()
             planner.store.drain()
             seq = self._sequence(planner, tenant, salts)
             try:
@@ -724,6 +731,7 @@ class KV:
             CapacityError: It does not fit now; it stays suspended.
         """
         with self.lock:
+            self._agreed()
             swap.resume(Planner.of(seq), seq)
             # Shared again with whoever has the same by now, and known again.
             Planner.of(seq).publish(seq, exact=True)
@@ -731,7 +739,7 @@ class KV:
     @contextmanager
     def _probe(self, tokens: Tokens, tenant: str | None, salts: Items[Salt]) -> Iterator[Sequence]:
         with self.lock:
-            planner = self._bound()
+            planner = self._agreed()
             planner.store.drain()
             planner.look_ahead()
             seq = self._lineless(planner, tenant, salts)
@@ -752,7 +760,7 @@ class KV:
             CapacityError: Too many sequences are open.
         """
         with self.lock:
-            seq = self._sequence(self._bound(), tenant, salts)
+            seq = self._sequence(self._agreed(), tenant, salts)
             try:
                 seq.note(as_tokens(plain(tokens)))
                 return self.restorer.restore(seq, len(seq.tokens))
@@ -890,9 +898,9 @@ class KV:
             store = Planner.of(seq).store
             store.flush(self.config.load_deadline_s)
             if tokens is None:
-                return self._forget_realm(export.Realm(seq.tenant, None))
+                return self._forget_realm(erasure.Realm(seq.tenant, None))
             try:
-                return export.forget_prompt(store, seq)
+                return erasure.forget_prompt(store, seq)
             finally:
                 for open_seq in self._open.values():
                     known = min(open_seq.known, seq.known)  # which may fill no page
@@ -913,10 +921,10 @@ class KV:
             StoreError: See `forget`.
         """
         with self.lock:
-            self._bound().store.flush(self.config.load_deadline_s)
+            self._agreed().store.flush(self.config.load_deadline_s)
             drop_unproven(self)
             with self._purged():
-                return self._forget_realm(export.Realm(None, self.namespace))
+                return self._forget_realm(erasure.Realm(None, self.namespace))
 
     @contextmanager
     def _purged(self) -> Iterator[None]:
@@ -925,16 +933,17 @@ class KV:
             yield
         finally:
             self._purge()
+            self._agreed()  # all else that was erased meanwhile, so that nothing waits for it
 
     def _purge(self) -> None:
         """Requests name nothing that was forgotten."""
         self.visits.purge()
         self.queue.purge(self._bound().store.index.slot)
 
-    def _forget_realm(self, realm: export.Realm) -> int:
+    def _forget_realm(self, realm: erasure.Realm) -> int:
         for seq in self._open.values():
             seq.publishable &= seq.tenant != realm.tenant
-        return export.forget_realm(self._bound().store, realm)
+        return erasure.forget_realm(self._bound().store, realm)
 
     def save_state(self, seq: Sequence, values: dict[str, Any]) -> bool:
         """Keeps the state of recurrent layers after exactly `seq.length` tokens.
@@ -1016,7 +1025,7 @@ class KV:
         store, blocks = self._bound().store, dict[int, Any]()
         if tokens is None:
             with self._probe((), tenant, salts) as seq:
-                mine = export.Realm(seq.tenant, seq.namespace)
+                mine = erasure.Realm(seq.tenant, seq.namespace)
                 blocks = {id(b): b for b in store.index if mine.holds(b)}
         for prompt in () if tokens is None else _prompts(tokens):
             with self._probe(prompt, tenant, salts) as seq:
@@ -1223,7 +1232,7 @@ class KV:
         asked, coming = known, None
         while known < pages and now_s() < end_s:
             with self.lock:
-                planner.store.drain()
+                self._agreed().store.drain()
                 found = self.restorer.match(seq, pages)
                 if found > known:
                     known, end_s = found, now_s() + patience_s
@@ -1323,7 +1332,7 @@ class KV:
 
     def _flush(self, timeout_s: float = 60.0) -> bool:
         with self.lock:
-            return self.planner is None or self.planner.store.flush(timeout_s)
+            return self.planner is None or self._agreed().store.flush(timeout_s)
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers: tokens seen and reused, hit rate, pages, bytes and events by place."""
@@ -1402,6 +1411,8 @@ class KV:
                     last.callback(trace.close)
                 for tier in self.planner.store.tiers if self.planner else self._tiers:
                     last.callback(tier.close)
+                if self.planner:
+                    last.callback(self.planner.store.close_logs)
                 last.callback(setattr, self, "closed", True)
                 if self.planner:
                     last.callback(self.planner.store.mover.cancel)
@@ -1510,6 +1521,9 @@ def plan(
     """
     kv._alive()
     planner = Planner.of(seqs[0]) if seqs else kv._bound()
+    if planner.store.behind:  # a store found that others erased something
+        with kv.lock:
+            kv._agreed()
     return Step(planner, seqs, np.asarray(counts, np.int64), last)
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, IntEnum
 from functools import partial
 from typing import NamedTuple, cast
@@ -126,6 +127,7 @@ class Schedule:
         chunk_bytes: Likewise.
         joined: Requests that needed no transfer of their own.
         refused: Requests that found the queue full.
+        barred: No write-back is sent now.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Schedule:
         self.demand_bytes, self.background_bytes = demand_bytes, background_bytes
         self.queue_bytes, self.chunk_bytes = queue_bytes, chunk_bytes
         self.joined = self.refused = 0
+        self.barred = False
         self._queues: tuple[dict[TransferRequest, None], ...] = tuple({} for _ in IOPriority)
         self._queued_bytes = [0 for _ in IOPriority]
         self._flying: dict[TransferRequest, IOPriority] = {}
@@ -245,13 +248,17 @@ class Schedule:
                 return True
         return False
 
-    def _part(self, request: TransferRequest) -> tuple[TransferRequest, ...]:
-        """Nobody follows a request any more; those that did, the widest first."""
+    def stand_alone(self, request: TransferRequest) -> None:
+        """Lets nobody follow a request from now on."""
         leaders = self._leaders.get(request.alike, [])
         if request in leaders:
             leaders.remove(request)
         if not leaders:
             self._leaders.pop(request.alike, None)
+
+    def _part(self, request: TransferRequest) -> tuple[TransferRequest, ...]:
+        """Nobody follows a request any more; those that did, the widest first."""
+        self.stand_alone(request)
         if not request.followers:
             return ()
         followers = sorted(request.followers, key=lambda one: -one.n_bytes)
@@ -300,7 +307,7 @@ class Schedule:
     def _next(self) -> TransferRequest | None:
         demands, prefetches, write_backs = self._queues
         demand = next(iter(demands), None)
-        write_back = next(iter(write_backs), None) if write_backs else None
+        write_back = next(iter(write_backs), None) if write_backs and not self.barred else None
         credit = self._credit[IOPriority.DEMAND]
         if demand is None and not self._demanding:
             credit += self._credit[IOPriority.PREFETCH]
@@ -333,6 +340,10 @@ class Schedule:
 # The way to one tier and back: sends what the schedule says, matches answers, measures.
 
 _STORE_DEADLINE_S = 60.0
+_BARRED_S, _PAUSE_S = 1.0, 0.002
+"""So long stores wait while others erase; whoever is stopped meanwhile holds nobody up."""
+Admission = Callable[[], AbstractContextManager[bool]]
+_ALWAYS: Admission = lambda: nullcontext(True)  # noqa: E731
 _BACKGROUND_S = 0.1
 _LEAST_BYTES, _MOST_BYTES = 1 << 23, 1 << 26
 """A demand may find writes before it that take so long, and are so many bytes."""
@@ -357,6 +368,7 @@ class Lane:
         deadline_s: Longest wait for a load.
         loads: What loads from it take.
         clock_ns: Tells the guard the time.
+        storing: Stores are sent within it, if it gives True: then nobody erases there.
 
     Attributes:
         schedule: What waits and what is in flight.
@@ -373,8 +385,10 @@ class Lane:
         deadline_s: float,
         loads: Rates,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        storing: Admission = _ALWAYS,
     ) -> None:
         self.tier, self.deadline_s, self.clock_ns = tier, deadline_s, clock_ns
+        self._storing, self._barred_s = storing, 0.0
         self.guard = RegretGuard()
         self.schedule, self.loads, self.stores = Schedule(), loads, Rates()
         self.overdue = self.cancelled = 0
@@ -398,6 +412,37 @@ class Lane:
             self.schedule.chunk_bytes = self.guard.chunk_bytes(self.loads)
             if not self.guard.allows(self.clock_ns()):
                 self.cancel(None)
+        if not self.schedule.waits(IOPriority.WRITE_BACK):
+            return self._send_all()
+        with self._storing() as free:
+            self._bar(not free)
+            return self._send_all()
+
+    def _bar(self, barred: bool) -> None:
+        """Has write-backs wait, or fail where that takes long."""
+        now_s = time.monotonic()
+        self.schedule.barred = barred
+        self._barred_s = (self._barred_s or now_s) if barred else 0.0
+        if barred and now_s - self._barred_s > _BARRED_S:
+            self._barred_s = now_s
+            self.retract(None, "busy")
+
+    def retract(self, keys: Collection[bytes] | None, reason: str = "cancelled") -> None:
+        """Takes back stores of some keys, or all, that were not sent yet.
+
+        Nobody follows what is in flight of them: it may bring what was there before.
+        """
+        known = [one for request in self.schedule for one in (request, *request.followers)]
+        for request in known:
+            if keys is not None and request.item.key not in keys:
+                continue
+            if request.stores and self.schedule.withdraw(request):
+                request.ended = True
+                request.done(TierAnswer(0, 0, request.item.key, Outcome.FAILED, reason))
+            elif request.flying and keys is not None:
+                self.schedule.stand_alone(request)
+
+    def _send_all(self) -> int:
         batch, jobs = self.schedule.take(), dict[tuple[bool, int], list[TransferRequest]]()
         for request in batch:
             jobs.setdefault((request.stores, id(request.owner)), []).append(request)
@@ -444,6 +489,8 @@ class Lane:
     def poll(self, timeout_s: float = 0.0) -> int:
         """Handles answers that are there, or the first within `timeout_s`. Returns how many."""
         if not self._jobs:
+            if self.schedule.barred and timeout_s > 0:
+                time.sleep(min(timeout_s, _PAUSE_S))
             return 0
         answers = self.tier.poll(timeout_s)
         for answer in answers:
@@ -641,9 +688,10 @@ class Mover:
         """Whether something waits, is in flight, or is owed: else there is nothing to `drain`."""
         return any(lane.busy for lane in self.lanes)
 
-    def add(self, tier: Tier) -> None:
-        """Puts a tier below the others."""
-        self.lanes.append(Lane(tier, self.deadline_s, self.rates.setdefault(tier.name, Rates())))
+    def add(self, tier: Tier, storing: Admission = _ALWAYS) -> None:
+        """Puts a tier below the others; see `Lane`."""
+        rates = self.rates.setdefault(tier.name, Rates())
+        self.lanes.append(Lane(tier, self.deadline_s, rates, storing=storing))
 
     def forget(self) -> None:
         """Leaves the tiers; who still waits for an answer will get none."""
@@ -667,7 +715,7 @@ class Mover:
 
         def answered(answer: TierAnswer) -> None:
             self._storing -= 1
-            left = [one for one in self._bodies.pop(key) if one.store is not item]
+            left = [one for one in self._bodies.pop(key, ()) if one.store is not item]
             if left:
                 self._bodies[key] = left
             done(answer)
@@ -689,6 +737,13 @@ class Mover:
         """A frame that is being stored, to be read from memory meanwhile."""
         found = self._bodies.get(key)
         return found[0] if found else None
+
+    def retract(self, keys: Collection[bytes]) -> None:
+        """Stores of these keys are not wanted any more; what was sent is read from no more."""
+        for lane in self.lanes:
+            lane.retract(keys)
+        for key in keys:
+            self._bodies.pop(key, None)
 
     def drain(self, timeout_s: float = 0.0) -> int:
         """Sends and answers what can be, or waits for the first answer. Returns how many came."""

@@ -33,7 +33,9 @@ from flowkv.policy.base import NO_SLOTS, Policy, Slots
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.tenants import Tenants
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Tier, TierAnswer
+from flowkv.tiers.erasure_log import ErasureLog
 from flowkv.tiers.host import HostTier
+from flowkv.tiers.remote.erasures import RemoteErasures
 
 # Pages whose weights are not proven yet: known in the process, kept out of all other places.
 #
@@ -382,6 +384,8 @@ class PageStore:
         samples: Restored pages that are to be audited.
         coming: Who has a device page for a block that is on its way (`load.PageLoad`).
         provisional: Blocks that must not leave the process yet.
+        erasure_logs: Of tiers that other caches use, too: what was erased there.
+        behind: Others erased something, and stores wait until it is dropped here.
         loaded_bytes: Bytes loaded, by tier name.
         stored_bytes: Bytes stored, by tier name.
         refused: Frames that a tier gave and that were refused, by tier name.
@@ -406,6 +410,8 @@ class PageStore:
         give_up_late: Callable[[], None],
     ) -> None:
         self.geometry = geometry
+        self.erasure_logs: dict[int, ErasureLog | RemoteErasures] = {}
+        self.behind = False
         self.forms = make_forms(geometry, config)
         self.fidelity = max(codec for forms in self.forms for codec in forms.layouts)
         self.clock, self.bus, self.write_back = clock, bus, config.write_back
@@ -465,7 +471,12 @@ class PageStore:
         if states_only:
             self._states_only.add(number)
         self.tiers.append(tier)
-        self.mover.add(tier)
+        if (found := getattr(tier, "erasure_log", None)) is None:
+            self.mover.add(tier)
+        else:  # before it is listed: what is erased from now on is heard
+            log = found if isinstance(found, RemoteErasures) else ErasureLog(found)
+            self.erasure_logs[number] = log
+            self.mover.add(tier, partial(self._storing, log))
         policy = self._policies(tier.kind, tier.capacity_bytes)
         self.tier_places.append(PolicyPlace(tier.name, tier.kind, policy))
         most = _MOST_LISTED if tier.kind == "remote" else None
@@ -474,6 +485,20 @@ class PageStore:
             if entry.info.fidelity <= self.fidelity and entry.info.group < len(self.forms):
                 self.forms[entry.info.group].meet(entry.info)
         self._enter(number, listed)
+
+    @contextmanager
+    def _storing(self, log: ErasureLog | RemoteErasures) -> Iterator[bool]:
+        """Whether a tier may be given frames: nobody erases there, and all that was is known."""
+        with log.storing() as free:
+            self.behind |= free and log.changed()
+            yield free and not self.behind
+
+    def outdated(self) -> bool:
+        """Whether others erased something that is not dropped here."""
+        for log in self.erasure_logs.values():  # noqa: SIM110 - a microsecond less for each `open`
+            if log.changed():
+                return True
+        return False
 
     def _enter(self, number: int, entries: Iterable[Entry]) -> None:
         """Makes frames that a tier holds known, the oldest first."""
@@ -545,6 +570,7 @@ class PageStore:
 
     def detach_tiers(self) -> None:
         """Leaves the tiers to another store; only device pages stay known here."""
+        self.close_logs()
         self._incoming.clear()
         self.tiers.clear()
         self._strangers.clear()
@@ -553,6 +579,12 @@ class PageStore:
         for block in self.index:
             block.tiers = block.moving = 0
             self.settle(block)
+
+    def close_logs(self) -> None:
+        """Lets go of the erasure_logs: nothing is stored or looked up here any more."""
+        for log in self.erasure_logs.values():
+            log.close()
+        self.erasure_logs.clear()
 
     def answers(self, number: int) -> bool:
         """Whether a tier may be asked now: it owes nothing, and did not fail to answer lately."""
@@ -833,8 +865,8 @@ class PageStore:
             self.bus.emit(Failed(tier=tier.name, operation="store", reason=answer.reason))
             if answer.reason in AWAY:
                 self.rest(number, _REST_S)
-        elif block.gone:
-            self._take_back(block, number)
+        elif block.gone:  # it was forgotten while it was stored
+            self._wipe(number, [block.key])
         else:
             # Where others write too, theirs may have been there before.
             block.enter(number, UNKNOWN if tier.shared else codec)
@@ -846,13 +878,13 @@ class PageStore:
         self.settle(block)
         self._note_unwritten(block, number, answer)
 
-    def _take_back(self, block: Block, number: int) -> None:
-        """Erases what was forgotten while it was stored."""
+    def _wipe(self, number: int, keys: list[bytes]) -> None:
+        """Erases what was forgotten, as well as that can be done now."""
         tier = self.tiers[number]
         try:
-            tier.erase([block.key])
+            tier.erase(keys)
         except StoreError as error:
-            tier.delete([block.key])
+            tier.delete(keys)
             self.bus.emit(Failed(tier=tier.name, operation="erase", reason=error.problem))
 
     def _make_room(self, number: int, body_bytes: int) -> bool:
@@ -1515,6 +1547,21 @@ class PageStore:
             if block.tiers >> number & 1 and not tier.writable:
                 self._condemned.add((number, block.key))
         self.forget(block)
+
+    def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
+        """Forgets blocks that another cache erased, from one tier at least (-1: from none)."""
+        for number, tier in enumerate(self.tiers):
+            keys = [block.key for block in blocks if block.tiers >> number & 1]
+            if number == erased_from or not keys:
+                continue
+            if tier.writable:
+                self._wipe(number, keys)
+            else:
+                self._condemned |= {(number, key) for key in keys}
+        self.mover.retract({block.key for block in blocks})
+        for block in blocks:
+            self.strike(block)
+            self.forget(block)
 
     def forget(self, block: Block) -> None:
         """Deletes a block everywhere; open sequences keep their own use of its page."""

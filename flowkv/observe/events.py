@@ -183,6 +183,13 @@ class Quarantined(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class Forgotten(Event, frozen=True, kw_only=True):
+    """Blocks were dropped here as another cache, which shares a tier with this one, erased them."""
+
+    tier: str
+    blocks: int
+
+
 class StepPlanned(Event, frozen=True, kw_only=True):
     """A forward pass over a ragged batch was planned."""
 

@@ -167,6 +167,8 @@ audit_worst | g | | | Greatest error of a sound page as a share of its bound
 failures_total | c | tier operation | Failed | Operations that a tier did not do
 failed_items_total | c | tier operation | Failed.items | Items of them
 quarantined_total | c | tier | Quarantined | Stored pages that failed their check
+forgotten_total | c | tier | Forgotten | Times that another cache erased something on a shared tier
+forgotten_blocks_total | c | tier | Forgotten.blocks | Blocks that were dropped for that
 steps_total | c | | StepPlanned | Forward passes that were planned (not counted unless followed)
 step_tokens_total | c | | StepPlanned.new_tokens | New tokens of them
 step_rows | h | | StepPlanned.rows | Rows of one

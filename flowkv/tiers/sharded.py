@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
 from flowkv.core.keys import KEY_BYTES, Shard
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.remote.erasures import RemoteErasures
 
 # Which KV heads a frame holds, what it is called for that, and how heads move between frames.
 #
@@ -296,6 +298,11 @@ class ShardedTier:
     def shared(self) -> bool:
         """What the inner tier says."""
         return self.inner.shared
+
+    @property
+    def erasure_log(self) -> Path | RemoteErasures | None:
+        """What the inner tier says: prompts have one name, whatever the ranks."""
+        return getattr(self.inner, "erasure_log", None)
 
     def in_use(self, namespace: bytes) -> bool:
         """What the inner tier says, if it knows."""

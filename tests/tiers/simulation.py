@@ -807,7 +807,7 @@ class SimulatedStack:
 HAZARDS = frozenset({"kill", "power", "flips", "file errors", "full", "hangs", "remote", "erase"})
 """What may go wrong beyond eviction, cancellation and missed deadlines."""
 DIRECTORY = "/simulated/kv"
-HOST_BYTES, DISK_BYTES, REMOTE_BYTES = 80 << 10, 448 << 10, 192 << 10
+HOST_BYTES, DISK_BYTES, REMOTE_BYTES = 80 << 10, 464 << 10, 192 << 10
 _TROUBLES = {"write": 0.1, "enospc": 0.1, "short": 0.2, "torn": 0.1, "read": 0.1}
 _TROUBLES |= {"short read": 0.2, "sync": 0.2, "names": 0.1}
 _MOODS = Faults(fail=0.05, lose=0.02, flip=0.02, latency_s=0.05)

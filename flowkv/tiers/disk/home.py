@@ -5,6 +5,7 @@
     journal           which frame lies where                       `disk.journal`
     slab-<granules>   the frames                                   `disk.store`
     learned           what policies learned, if they do            `flowkv.cache.stack`
+    erased            what caches erased, for others               `tiers.erasure_log`
     aside-<n>         a store of another format, moved out of the way and never deleted
 
 The directory is 0700 and its files 0600; no link is followed, and no name in it comes from a key.
@@ -37,6 +38,7 @@ from flowkv.tiers.io.engine import FileIO, read_file, replace_file
 
 FORMAT = 2
 SUPERBLOCK, LOCK, JOURNAL, LEARNED = "superblock.json", "lock", "journal", "learned"
+ERASED = "erased"
 MOST_NAMED = 4096
 """Tenants and geometries that a superblock names at most; fewer where the capacity is small."""
 
@@ -44,7 +46,7 @@ RECENT_S = 7 * 86400
 """Frames of a namespace that no cache was bound to for so long are the first to go."""
 _NOTED_S, _MOST_NAMESPACES, _NAME_LETTERS = 3600, 256, 200
 
-_OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|slab-\d{8}|aside-\d+")
+_OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|erased|slab-\d{8}|aside-\d+")
 _MOST_BYTES = 1 << 20
 
 

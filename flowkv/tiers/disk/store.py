@@ -95,7 +95,8 @@ class Contents:
 # What a directory may occupy: the capacity, and what of it managing the frames may take.
 
 LEAST_BYTES = 256 << 10
-_FIXED_BYTES = 32 << 10  # superblock, lock, directory, unfinished journal pages, their copies
+_FIXED_BYTES = 48 << 10
+"""Superblock, lock, log of what was erased, directory, unfinished journal pages, their copies."""
 
 
 class DirectoryQuota:

@@ -23,6 +23,7 @@ from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, StoreError
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
+from flowkv.tiers.disk.home import ERASED
 from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
 from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
 from flowkv.tiers.envelope import Envelope
@@ -963,6 +964,11 @@ class DiskTier:
     def path(self) -> Path:
         """The directory."""
         return self._store.path
+
+    @property
+    def erasure_log(self) -> Path:
+        """Where caches tell each other what was erased, see `tiers.erasure_log`."""
+        return self._store.path / ERASED
 
     @property
     def corrupt(self) -> int:

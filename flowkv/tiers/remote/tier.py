@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 from flowkv.core import compiling
@@ -27,8 +27,10 @@ from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.erasure_log import Erased
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
+from flowkv.tiers.remote.erasures import RemoteErasures
 from flowkv.tiers.worker import Item, ThreadMemory, Workers
 
 __all__ = ["RemoteLimits", "RemoteTier"]
@@ -642,6 +644,11 @@ class RemoteTier:
         """How often the breaker opened."""
         return self._breaker.trips
 
+    @cached_property
+    def erasure_log(self) -> RemoteErasures:
+        """What caches of all nodes tell each other was erased; looked at once it is asked for."""
+        return RemoteErasures(self.backend, self._aside.call, self.limits.call_s, self._clock)
+
     @property
     def retired_bytes(self) -> int:
         """Memory in the hands of calls that hang."""
@@ -856,12 +863,41 @@ class RemoteTier:
                     looked_ns = self._clock.now_ns()
                     self.refresh() if learnt else self.learn()
                     learnt = True
+                    self._agree()
             except Exception:  # a client library may raise anything, and this thread must go on
                 continue  # loads and stores find out by themselves
         if self._ready():
             with contextlib.suppress(Exception):
                 self._delete_condemned()
                 self.flush()
+
+    def _agree(self) -> None:
+        """Hears what others erased; erases once more what ended late."""
+        if "erasure_log" not in vars(self):  # no cache asked for it
+            return
+        self.erasure_log.look()
+        due = self.erasure_log.due()
+        if due:
+            self._list({})
+            self._describe(self.limits.open_s)
+        for erased in due:
+            self.known.condemn(self._meant(erased))
+        self._delete_condemned()
+
+    def _meant(self, erased: Erased) -> list[bytes]:
+        """Known frames that were erased, and those that continue them."""
+        found = dict[bytes, None]()
+        left = [(key, fact.info) for key, fact in self.known.facts() if fact.info is not None]
+        for key, info in left:
+            if erased.has(key) or erased.covers(info.tenant, info.namespace):
+                found[key] = None
+        more = True
+        while more:
+            left = [(key, info) for key, info in left if key not in found]
+            below = [key for key, i in left if erased.ends(i.parent) or i.parent in found]
+            found |= dict.fromkeys(below)
+            more = bool(below)
+        return list(found)
 
     def _remove(self, keys: Sequence[bytes], strange: Sequence[bytes], timeout_s: float) -> int:
         """Deletes frames and sees that they are gone; returns how many strange ones there were."""

@@ -461,6 +461,12 @@ class SharedTier(Immediate):
             )
         self._move_in(self._memory)
 
+    @property
+    def erasure_log(self) -> Path:
+        """Where caches tell each other what was erased, see `tiers.erasure_log`."""
+        path = self._memory.path
+        return path.with_name(f"{path.name}.erased")
+
     # ---- what it holds
 
     def used_bytes(self) -> int:
@@ -547,6 +553,7 @@ class SharedTier(Immediate):
         """Closes the tier and gives its memory back, once no other process uses it any more."""
         if self._usable():
             self._memory.remove()
+            self.erasure_log.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:

@@ -1,0 +1,313 @@
+"""What is erased for good: prompts, tenants and models, from every tier, with a proof.
+
+First what others wrote is learnt from the tiers' own lists, then all is erased, and then the tiers
+are asked again. A tier that cannot prove it is named, after all others have erased. Meanwhile no
+other cache stores on a tier that has an erasure log, and before it is over all that was erased is
+noted there: whoever shares the tier drops it before the next prompt is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowkv.cache.index import Block
+from flowkv.cache.sequence import Sequence
+from flowkv.cache.store import PageStore
+from flowkv.core.errors import StoreError
+from flowkv.core.keys import ROOT
+from flowkv.observe.events import Forgotten
+from flowkv.tiers.base import FrameInfo, Tier
+from flowkv.tiers.erasure_log import MOST_KEYS, Erased, realm_name
+
+_ERASING_S = 0.1
+
+
+class Realm(NamedTuple):
+    """A selection of frames: those that carry what is said here.
+
+    Attributes:
+        tenant: Tenant salt; None for any.
+        namespace: Namespace digest; None for any.
+    """
+
+    tenant: bytes | None
+    namespace: bytes | None
+
+    def holds(self, info: FrameInfo | Block) -> bool:
+        """Whether a frame or block is meant."""
+        tenant, namespace = self.tenant in (None, info.tenant), self.namespace
+        return tenant and namespace in (None, info.namespace)
+
+    def covers(self, realm: tuple[bytes, bytes, int]) -> bool:
+        """Whether ghosts of a namespace, tenant and group are meant."""
+        namespace, tenant, _ = realm
+        return self.tenant in (None, tenant) and self.namespace in (None, namespace)
+
+
+def forget_realm(store: PageStore, realm: Realm) -> int:
+    """Erases all blocks of a tenant or a model, and proves it. Callers hold the KV lock.
+
+    Returns:
+        Blocks erased.
+
+    Raises:
+        StoreError: A tier cannot prove that it holds nothing of them any more.
+    """
+    store.drop_tails()
+    names = _Names(realms=[realm_name(*realm)])
+    try:
+        with _alone(store) as problems:
+            problems |= _learn(store, realm) | problems
+            doomed = [block for block in store.index if realm.holds(block)]
+            return _erase(store, doomed, realm.holds, names, problems)
+    finally:
+        store.index.ghosts.bury_realm(realm.covers)
+
+
+def forget_prompt(store: PageStore, seq: Sequence) -> int:
+    """Erases what only a prompt, and what continues it, uses. Callers hold the KV lock.
+
+    Pages that other prompts continue stay. Pages whose tokens this process does not know (after a
+    restart) go with the last full page of the prompt, be it that they continue it otherwise.
+
+    Args:
+        store: Where the blocks are known.
+        seq: A sequence of the prompt, freshly opened.
+
+    Returns:
+        Blocks erased.
+
+    Raises:
+        StoreError: A tier cannot prove that it holds nothing of them any more.
+    """
+    doomed: dict[int, Block] = {}
+    shared = [0] * len(seq.blocks)
+    store.drop_tails()
+    try:
+        with _alone(store) as problems:
+            problems |= _learn(store, Realm(seq.tenant, seq.namespace)) | problems
+            shared = [_doom(store, seq, group, doomed) for group in range(len(seq.blocks))]
+            names = _names(seq, shared)
+            return _erase(store, list(doomed.values()), lambda _: False, names, problems)
+    finally:
+        keys = {block.key for block in doomed.values()}
+        for group, pages in enumerate(shared):
+            _bury(store, seq, group, pages, keys)
+
+
+def _bury(store: PageStore, seq: Sequence, group: int, shared: int, keys: set[bytes]) -> None:
+    """Drops what is left of a group's pages behind the shared ones, and of all that went on."""
+    last = len(seq.tokens) // seq.chains[group].page_size
+    if last:
+        own = {seq.key(group, page) for page in range(min(shared, last - 1), last)}
+        store.index.ghosts.bury(keys | own)
+    else:  # what began with it is not known by its tokens any more: all beginnings go
+        realm = seq.namespace, seq.tenant, group
+        store.index.ghosts.bury_realm(lambda other: other == realm)
+
+
+def _doom(store: PageStore, seq: Sequence, group: int, doomed: dict[int, Block]) -> int:
+    """Adds a group's blocks; returns how many pages at the beginning stay, as others use them."""
+    size, realm = seq.chains[group].page_size, (seq.namespace, seq.tenant, group)
+    last = len(seq.tokens) // size
+    for page in range(last, -1, -1):
+        above, rest, others = seq.parent_key(group, page), seq.tokens[page * size :], False
+        parts: dict[int, Block] = {}  # single layers of the page above, of an earlier version
+        for branch in store.index.branches(above):
+            head = branch[0]
+            if (head.namespace, head.tenant, head.group) != realm or head.slot in doomed:
+                continue
+            if head.kind == "memo":
+                parts |= {block.slot: block for block in branch}
+                continue
+            # Above the last page, states that end within the prompt are its own.
+            if (page == last or head.kind == "state") and _continues(head, above, rest):
+                doomed |= {block.slot: block for block in branch}
+            else:
+                others = True
+        if others or page == 0:
+            return page
+        doomed |= parts
+        own = store.index.find(above)
+        if own is not None:
+            doomed[own.slot] = own
+    return 0
+
+
+def _continues(head: Block, above: bytes, rest: NDArray[np.uint32]) -> bool:
+    """Whether a branch below a key is that of the tokens that follow it."""
+    if head.parent != above or head.tokens is None:
+        return len(rest) == 0 or above != ROOT
+    both = min(len(rest), len(head.tokens))
+    return bool(np.array_equal(head.tokens[:both], rest[:both]))
+
+
+def _learn(store: PageStore, realm: Realm) -> dict[int, str]:
+    """Makes those frames known that others wrote, or that are only in a tier's own list.
+
+    Returns:
+        Numbers of tiers that cannot say what they hold, and why.
+    """
+    unseen = {}
+    for number, tier in enumerate(store.tiers):
+        if problem := _survey(tier):
+            unseen[number] = problem
+        store.learn(number, realm.holds)
+    return unseen
+
+
+def _survey(tier: Tier) -> str:
+    """Has a tier look anew at what others wrote; why it cannot, "" if it has."""
+    survey: Callable[[], None] | None = getattr(tier, "survey", None)
+    try:
+        if survey is not None:
+            survey()
+    except StoreError as error:
+        return error.problem
+    return ""
+
+
+class _Names(NamedTuple):
+    """By what other caches find what they hold of it, see `ErasureLog.publish`."""
+
+    keys: Iterable[bytes] = ()
+    below: Iterable[bytes] = ()
+    realms: Iterable[bytes] = ()
+
+
+def _names(seq: Sequence, shared: list[int]) -> _Names:
+    """What a prompt is called, of which so many pages in each group stay."""
+    keys, below = list[bytes](), list[bytes]()
+    whole = _Names(realms=[realm_name(seq.tenant, seq.namespace)])
+    for group, stay in enumerate(shared):
+        last = len(seq.tokens) // seq.chains[group].page_size
+        if not last:  # other caches know what lies below a key, and not which tokens it has
+            return whole
+        keys += (seq.key(group, page) for page in range(stay, last))
+        below += [seq.key(group, last - 1)] if stay == last else []
+    return _Names(keys, below) if len(keys) + len(below) <= MOST_KEYS else whole
+
+
+@contextmanager
+def _alone(store: PageStore) -> Iterator[dict[int, str]]:
+    """Within it no other cache stores; gives numbers of tiers where it may, and why."""
+    problems: dict[int, str] = {}
+    with ExitStack() as held:
+        # In the order of their names, so that no two wait for each other.
+        for number, log in sorted(store.erasure_logs.items(), key=lambda one: one[1].path):
+            try:
+                held.enter_context(log.erasing())
+            except StoreError as error:
+                problems[number] = f"{store.tiers[number].name}: {error.problem}"
+        yield problems
+
+
+def _erase(
+    store: PageStore,
+    doomed: list[Block],
+    meant: Callable[[FrameInfo], bool],
+    names: _Names,
+    problems: dict[int, str],
+) -> int:
+    """Erases blocks from everywhere, asks every tier whether that is so, and tells other caches."""
+    keys = {block.key for block in doomed}
+    for number in range(len(store.tiers)):
+        if problem := _erase_from(store, number, keys, meant):
+            problems[number] = problem
+    for block in doomed:
+        store.strike(block)
+        store.forget(block)
+    for number, log in store.erasure_logs.items():
+        try:
+            if log.alone:
+                log.publish(*names, proven=number not in problems)
+        except StoreError as error:
+            problems.setdefault(number, f"{store.tiers[number].name}: {error.problem}")
+    if problems:
+        raise StoreError(
+            f"{len(doomed)} blocks are forgotten, but not proven to be erased: "
+            + "; ".join(problems[number] for number in sorted(problems)),
+            "Mend or close those tiers, and forget again",
+        )
+    return len(doomed)
+
+
+def _erase_from(
+    store: PageStore, number: int, keys: set[bytes], meant: Callable[[FrameInfo], bool]
+) -> str:
+    """Erases frames of one tier; why it cannot be proven that none is left, "" if it was."""
+    tier, gone = store.tiers[number], set(keys)
+    if any((moving := store.mover.on_the_way(key)) and moving.tier == number for key in keys):
+        return f"{tier.name} has not answered yet whether it stored some"
+    for last in (False, False, True):
+        if tier.writable:
+            try:
+                tier.erase(list(gone))
+            except StoreError as error:
+                if last or not store.mover.lanes[number].busy:
+                    return f"{tier.name}: {error.problem}"
+                store.drain(_ERASING_S)  # some may just be read
+                continue
+        if problem := _survey(tier):
+            return problem
+        left = {entry.key for entry in tier.scan() if entry.key in keys or meant(entry.info)}
+        if not left and (tier.writable or number not in store.erasure_logs):
+            return ""
+        if not tier.writable:  # its owner, who may be storing some just now, hears of it
+            count = len(left) or "perhaps some"
+            return f"{tier.name} holds {count} of them and can only be read here"
+        gone |= left
+    return f"{tier.name} holds {len(left)} of them still, or again: others write to it"
+
+
+# What other caches erased: dropped from everywhere before anything else is looked up.
+
+
+def hear(store: PageStore, seqs: Iterable[Sequence]) -> int:
+    """Drops what other caches erased since the last call. Callers hold the KV lock.
+
+    Args:
+        store: Where the blocks are known.
+        seqs: Those that are open: they keep their pages, and publish nothing more of them.
+
+    Returns:
+        Blocks dropped.
+    """
+    store.behind, dropped = False, 0
+    for number, log in store.erasure_logs.items():
+        if log.changed() and (erased := log.news()):
+            dropped += _drop(store, number, erased)
+            for seq in seqs:
+                seq.publishable &= not (seq.forgotten or _hit(seq, erased))
+    return dropped
+
+
+def _drop(store: PageStore, number: int, erased: Erased) -> int:
+    """Drops what the log of a tier says; returns how many blocks were known of it."""
+    store.drop_tails()
+    covers, index = lru_cache(erased.covers), store.index
+    doomed = {b: None for b in index if erased.has(b.key) or covers(b.tenant, b.namespace)}
+    doomed |= dict.fromkeys(index.below(erased.ends))
+    store.lose(list(doomed), number if erased.proven else -1)
+    index.ghosts.bury({block.key for block in doomed})
+    index.ghosts.bury_realm(lambda realm: covers(realm[1], realm[0]))
+    store.bus.emit(Forgotten(tier=store.tiers[number].name, blocks=len(doomed)))
+    return len(doomed)
+
+
+def _hit(seq: Sequence, erased: Erased) -> bool:
+    """Whether a sequence began with what was erased."""
+    if erased.covers(seq.tenant, seq.namespace):
+        return True
+    for group, chain in enumerate(seq.chains):
+        for page in range(seq.known // chain.page_size):
+            key, end = seq.key(group, page), (page + 1) * chain.page_size
+            if erased.has(key) or (erased.ends(key) and seq.known > end):
+                return True
+    return False

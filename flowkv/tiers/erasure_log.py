@@ -1,0 +1,430 @@
+"""What was erased where several caches meet: a small file beside the frames, and its lock.
+
+    word 64 B | cell 64 B | cell | ...                       all little-endian, 16 KiB together
+    word = magic 8 | version u32 | cells u32 | incarnation 16 | erased u64 | 0 16 | check u64
+    cell = number u64 | kind u8 | count u8 | flags u16 | 0 u32 | names 40 | check u64
+
+Who erases notes it here before that is over; who has copies compares the word with what it was, and
+reads the cells only if it differs. The cells are a ring: whoever has fallen behind its end, or
+finds anything odd in it, takes everything as erased, which costs hits and never an answer.
+
+The file is read with `pread`: cut short by somebody, it ends early, where a mapping would kill the
+process. A store begins under a shared lock, and erasing goes on under an exclusive one, which the
+kernel takes from the dead: so nobody stores what was erased because he did not know of it yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import stat
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from flowkv.core.errors import StoreError
+
+FILE_BYTES, WORD_BYTES = 16 << 10, 64
+CELLS = FILE_BYTES // WORD_BYTES - 1
+MAGIC, VERSION = b"FKVERASE", 1
+KEY_NAME_BYTES, REALM_NAME_BYTES = 8, 16
+_KEYS, _BELOW, _REALMS = 1, 2, 3
+_WIDTH = {_KEYS: KEY_NAME_BYTES, _BELOW: KEY_NAME_BYTES, _REALMS: REALM_NAME_BYTES}
+_PROVEN = 1  # flag: the place itself holds nothing of it any more
+_NAMES_BYTES = 40
+_WORD, _CELL = struct.Struct("<8sII16sQ16xQ"), struct.Struct("<QBBH4x40sQ")
+MOST_KEYS = CELLS // 2 * (_NAMES_BYTES // KEY_NAME_BYTES)
+"""Names that fit into half of the ring: of more, say the realm."""
+_GATE_AT, _STORES_AT = 1 << 60, (1 << 60) + 1
+_PAUSE_S, _TRIES = 0.0005, 4
+_LOOK_S = 0.1
+"""So often it is looked whether the file was taken away or replaced, which nobody but people do."""
+PATIENCE_S = 5.0
+"""Longest wait for others that store just now, which takes them milliseconds."""
+
+
+class Erased(NamedTuple):
+    """What was erased, by name.
+
+    Attributes:
+        keys: First bytes of keys: those, and all that continues them.
+        below: First bytes of keys: what continues those.
+        realms: Names of tenants and models, see `realm_name`.
+        everything: All of it may be.
+        proven: The place where it was read holds nothing of it any more.
+    """
+
+    keys: frozenset[bytes] = frozenset()
+    below: frozenset[bytes] = frozenset()
+    realms: frozenset[bytes] = frozenset()
+    everything: bool = False
+    proven: bool = True
+
+    def __bool__(self) -> bool:
+        return self.everything or bool(self.keys or self.below or self.realms)
+
+    def covers(self, tenant: bytes, namespace: bytes) -> bool:
+        """Whether everything of a tenant with a model was."""
+        pairs = (tenant, None), (None, namespace), (tenant, namespace)
+        return self.everything or any(realm_name(*pair) in self.realms for pair in pairs)
+
+    def has(self, key: bytes) -> bool:
+        """Whether a key itself is named."""
+        return key[:KEY_NAME_BYTES] in self.keys
+
+    def ends(self, key: bytes) -> bool:
+        """Whether what continues a key was erased."""
+        return key[:KEY_NAME_BYTES] in self.below or self.has(key)
+
+
+ALL = Erased(everything=True)
+
+
+def realm_name(tenant: bytes | None, namespace: bytes | None) -> bytes:
+    """What a tenant's frames, a model's, or those of both, are called here."""
+    said = (b"\0" if part is None else b"\1" + part for part in (tenant, namespace))
+    return hashlib.sha256(b"flowkv.realm/1" + b"".join(said)).digest()[:REALM_NAME_BYTES]
+
+
+class _Word(NamedTuple):
+    incarnation: bytes
+    erased: int
+
+
+def _read_word(raw: bytes) -> _Word | None:
+    """What a word says; None if it is none."""
+    if len(raw) != WORD_BYTES:
+        return None
+    magic, version, cells, incarnation, erased, check = _WORD.unpack(raw)
+    sound = xxhash.xxh3_64_intdigest(raw[:-8]) == check
+    ours = sound and (magic, version, cells) == (MAGIC, VERSION, CELLS)
+    return _Word(incarnation, erased) if ours else None
+
+
+def _pack_word(word: _Word) -> bytes:
+    raw = _WORD.pack(MAGIC, VERSION, CELLS, *word, 0)[:-8]
+    return raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")
+
+
+def _check(cell: bytes, incarnation: bytes) -> bytes:
+    return xxhash.xxh3_64_intdigest(cell[:-8] + incarnation).to_bytes(8, "little")
+
+
+class ErasureLog:
+    """The log of one place, as one cache sees it. Callers hold the lock of that cache.
+
+    Args:
+        path: The file; made if it is not there. Where it cannot be, there is none until it can.
+        patience_s: Longest wait of `erasing`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, patience_s: float = PATIENCE_S) -> None:
+        self.path, self._patience_s = Path(path), patience_s
+        self._fd, self._writable, self._file = -1, False, (0, 0)
+        self._seen = b""
+        self._word: _Word | None = None
+        self._let_go: Callable[[], object] = int  # of nothing yet
+        self._erasing = False
+        self._look_s = 0.0
+        self._own: set[tuple[bytes, int]] = set()
+        self._open()
+        _logs.add(self)
+
+    # ---- readers
+
+    @property
+    def alone(self) -> bool:
+        """Whether this cache is within `erasing`."""
+        return self._erasing
+
+    def changed(self) -> bool:
+        """Whether anything was erased since the last `news`, by others."""
+        try:
+            if self._fd < 0:
+                return self._lies() != self._file
+            if os.pread(self._fd, WORD_BYTES, 0) != self._seen:
+                return True
+            now_s = time.monotonic()
+            if now_s < self._look_s:
+                return False
+            self._look_s = now_s + _LOOK_S
+            return self._replaced()
+        except OSError:
+            return True
+
+    def news(self) -> Erased:
+        """What others erased since the last call."""
+        if self._fd < 0 or self._replaced():
+            self.close()
+            self._open()
+            return ALL
+        before = self._word
+        for _ in range(_TRIES):
+            raw = self._pread(FILE_BYTES)
+            word = _read_word(raw[:WORD_BYTES])
+            if word is not None:
+                self._seen, self._word = raw[:WORD_BYTES], word
+                own, self._own = self._own, set()
+                return _between(before, word, raw, own)
+            time.sleep(_PAUSE_S)  # it may just be written
+        self._mend()
+        return ALL
+
+    # ---- writers
+
+    @contextlib.contextmanager
+    def storing(self) -> Iterator[bool]:
+        """Within it nobody erases, if it gives True; False while somebody does.
+
+        What was erased before is among the `news` by then: look, and store nothing of that.
+        """
+        self._look_s = 0.0  # `changed` shall see whether the lock is that of the file
+        if self._fd < 0 or self._erasing:
+            yield not self._erasing
+            return
+        free = self._may_lock(_GATE_AT) and self._lock(_STORES_AT, fcntl.F_RDLCK)
+        try:
+            yield free
+        finally:
+            if free:
+                self._lock(_STORES_AT, fcntl.F_UNLCK)
+
+    @contextlib.contextmanager
+    def erasing(self) -> Iterator[None]:
+        """Within it nobody stores, and nobody else erases.
+
+        Raises:
+            StoreError: The file cannot be written, or somebody does not end what he began.
+        """
+        if self._fd < 0 or self._lies() != self._file:
+            self.close()
+            self._open(anew=True)
+            self._seen, self._word = b"", None  # what others erased meanwhile is news all the same
+        if self._fd < 0 or not self._writable:
+            raise StoreError(
+                f"{self.path} cannot be written, so that no other cache is told",
+                "Forget in a process that may write there, or mend that file",
+            )
+        self._take(time.monotonic() + self._patience_s)
+        self._erasing = True
+        try:
+            yield
+        finally:
+            self._erasing = False
+            self._release()
+
+    def publish(
+        self,
+        keys: Iterable[bytes] = (),
+        below: Iterable[bytes] = (),
+        realms: Iterable[bytes] = (),
+        *,
+        proven: bool = True,
+    ) -> None:
+        """Notes what was erased; whoever looks from now on finds it. Within `erasing`.
+
+        Args:
+            keys: Keys, with all that continues them.
+            below: Keys of which only what continues them was.
+            realms: Names of tenants and models.
+            proven: The place holds nothing of it any more.
+
+        Raises:
+            StoreError: It cannot be written.
+        """
+        word = _read_word(self._pread(WORD_BYTES)) or _Word(os.urandom(16), 0)
+        cells = []
+        for kind, names in ((_KEYS, keys), (_BELOW, below), (_REALMS, realms)):
+            width, held = _WIDTH[kind], _NAMES_BYTES // _WIDTH[kind]
+            some = sorted({name[:width] for name in names})
+            for part in (some[at : at + held] for at in range(0, len(some), held)):
+                cells.append((kind, len(part), _PROVEN * proven, b"".join(part)))
+        if len(cells) > CELLS:
+            raise StoreError(f"{len(cells)} cells of names", "Name realms")
+        try:
+            for number, cell in enumerate(cells, word.erased + 1):
+                raw = _CELL.pack(number, *cell, 0)
+                os.pwrite(self._fd, raw[:-8] + _check(raw, word.incarnation), _cell_at(number))
+            first, word = word.erased + 1, word._replace(erased=word.erased + len(cells))
+            # Last: until it is there, nobody reads the cells. The news still has those of others.
+            os.pwrite(self._fd, _pack_word(word), 0)
+            self._own |= {(word.incarnation, one) for one in range(first, word.erased + 1)}
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be written ({error.strerror})", "Mend that file system"
+            ) from error
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        self._let_go()
+        self._fd, self._writable = -1, False
+
+    # ---- the file
+
+    def _open(self, *, anew: bool = False) -> None:
+        """Opens or makes the file; what cannot be used is left, or replaced if `anew`."""
+        self._seen, self._word, self._file = b"", None, self._lies()
+        try:
+            fd, self._writable = self._descriptor()
+        except OSError:
+            if anew and self._file != (0, 0):
+                self._replace()
+            return
+        self._fd, self._let_go = fd, weakref.finalize(self, os.close, fd)
+        status = os.fstat(fd)
+        self._file = status.st_dev, status.st_ino
+        plain = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if not plain or status.st_mode & 0o022:  # others may write to it
+            self.close()
+            if anew:
+                self._replace()
+            return
+        self._seen = self._pread(WORD_BYTES)
+        self._word = _read_word(self._seen)
+        if self._word is None or status.st_size != FILE_BYTES:
+            self._mend()
+
+    def _descriptor(self) -> tuple[int, bool]:
+        """A descriptor of the file, and whether it can be written.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            return os.open(self.path, flags | os.O_RDWR | os.O_CREAT, 0o600), True
+        except OSError:
+            return os.open(self.path, flags | os.O_RDONLY), False
+
+    def _replace(self) -> None:
+        """Takes away what lies there and cannot be used, once."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+            self._open()
+
+    def _lies(self) -> tuple[int, int]:
+        """Which file lies at the path."""
+        try:
+            status = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return 0, 0
+        return status.st_dev, status.st_ino
+
+    def _replaced(self) -> bool:
+        """Whether another file lies there: where none does, nobody has noted anything in it."""
+        return self._lies() not in (self._file, (0, 0))
+
+    def _mend(self) -> None:
+        """Makes a damaged file anew, if that can be done now: under a name that nobody has seen."""
+        self._seen, self._word = self._pread(WORD_BYTES), None
+        if not self._writable or self._erasing:
+            return
+        try:
+            self._take(time.monotonic() + 20 * _PAUSE_S)
+        except StoreError:
+            return
+        with contextlib.suppress(OSError):
+            self._seen = self._pread(WORD_BYTES)
+            self._word = _read_word(self._seen)
+            if self._word is None or os.fstat(self._fd).st_size != FILE_BYTES:
+                os.ftruncate(self._fd, FILE_BYTES)
+                os.posix_fallocate(self._fd, 0, FILE_BYTES)  # so that a full disk hinders nobody
+                self._write(_Word(os.urandom(16), 0))
+        self._release()
+
+    def _write(self, word: _Word) -> None:
+        raw = _pack_word(word)
+        os.pwrite(self._fd, raw, 0)
+        self._seen, self._word = raw, word
+
+    def _pread(self, n_bytes: int) -> bytes:
+        try:
+            return os.pread(self._fd, n_bytes, 0)
+        except OSError:
+            return b""
+
+    # ---- its locks, which belong to the descriptor and go with it
+
+    def _take(self, end_s: float) -> None:
+        """Takes both locks alone.
+
+        Raises:
+            StoreError: Somebody has one for too long.
+        """
+        for at in (_GATE_AT, _STORES_AT):
+            while not self._lock(at, fcntl.F_WRLCK):
+                if time.monotonic() >= end_s:
+                    self._release()
+                    raise StoreError(
+                        f"a process that does not go on has locked {self.path}",
+                        "Continue or end that process, and forget again",
+                    )
+                time.sleep(_PAUSE_S)
+
+    def _release(self) -> None:
+        for at in (_STORES_AT, _GATE_AT):
+            self._lock(at, fcntl.F_UNLCK)
+
+    def _lock(self, at: int, how: int) -> bool:
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _range(at, how))
+        except (OSError, ValueError):  # or it was closed meanwhile
+            return False
+        return True
+
+    def _may_lock(self, at: int) -> bool:
+        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _range(at, fcntl.F_RDLCK))
+        return bool(struct.unpack_from("h", found)[0] == fcntl.F_UNLCK)
+
+
+def _range(at: int, how: int) -> bytes:
+    return struct.pack("hhqqi4x", how, os.SEEK_SET, at, 1, 0)
+
+
+def _cell_at(number: int) -> int:
+    return WORD_BYTES * (1 + (number - 1) % CELLS)
+
+
+def _between(before: _Word | None, word: _Word, raw: bytes, own: set[tuple[bytes, int]]) -> Erased:
+    """What the cells say that came after a word, and are not our own."""
+    if before is None or before.incarnation != word.incarnation:
+        return ALL
+    if not 0 <= word.erased - before.erased <= CELLS:
+        return ALL
+    names: dict[int, set[bytes]] = {kind: set() for kind in _WIDTH}
+    proven = True
+    for number in range(before.erased + 1, word.erased + 1):
+        if (word.incarnation, number) in own:
+            continue
+        at = _cell_at(number)
+        cell = raw[at : at + WORD_BYTES]
+        if len(cell) != WORD_BYTES or cell[-8:] != _check(cell, word.incarnation):
+            return ALL
+        found, kind, count, flags, held, _ = _CELL.unpack(cell)
+        width = _WIDTH.get(kind, 0)
+        if found != number or not width or count * width > _NAMES_BYTES:
+            return ALL
+        proven &= bool(flags & _PROVEN)
+        names[kind].update(held[at : at + width] for at in range(0, count * width, width))
+    keys, below, realms = (frozenset(names[kind]) for kind in _WIDTH)
+    return Erased(keys, below, realms, proven=proven)
+
+
+_logs: weakref.WeakSet[ErasureLog] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """Closes a child's copies: else locks of a dead parent would live on in them."""
+    for log in list(_logs):
+        with contextlib.suppress(OSError):
+            log.close()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,195 @@
+"""What was erased on a remote tier, for caches of all nodes: one small object beside the frames.
+
+    xxh3_64 of the rest | MessagePack: version, the last entries: a number drawn by lot, and names
+
+Who erases adds an entry, and puts it back for some minutes if another node's write took it away.
+Everybody else reads the object now and then (`RemoteLimits.every_s`). As with the log of a place on
+the host (`tiers.erasure_log`), whatever is odd is taken as everything, and so is an object all of
+whose entries are new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from flowkv.core.clock import Clock
+from flowkv.core.errors import StoreError
+from flowkv.tiers.erasure_log import ALL, KEY_NAME_BYTES, Erased
+from flowkv.tiers.remote.backend import Backend
+
+NAME = "erased"
+"""Of the object; no listing of frames has it, as it is no key."""
+MOST_ENTRIES, _MOST_BYTES = 64, 1 << 20
+AGAIN_S = 75.0
+"""Stores that were under way when something was erased have ended by then, or failed."""
+_KEPT_S = 600.0
+_VERSION = 1
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    lot: bytes
+    keys: tuple[bytes, ...] = ()
+    below: tuple[bytes, ...] = ()
+    realms: tuple[bytes, ...] = ()
+
+    def erased(self) -> Erased:
+        """What it says."""
+        return Erased(frozenset(self.keys), frozenset(self.below), frozenset(self.realms))
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    version: int
+    entries: tuple[_Entry, ...]
+
+
+class RemoteErasures:
+    """The log of a remote tier: what caches ask of an `ErasureLog`.
+
+    Args:
+        backend: The engine.
+        call: `call(work, timeout_s)` runs work that may hang.
+        call_s: Seconds for one request.
+        clock: Source of time.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        call: Callable[[Callable[[], Any], float], Any],
+        call_s: float,
+        clock: Clock,
+    ) -> None:
+        self.path, self._backend = Path(backend.name), backend
+        self._call, self._call_s, self._clock = call, call_s, clock
+        self._lock, self._looking = threading.Lock(), threading.Lock()
+        self._heard = list[Erased]()
+        self._seen: set[bytes] | None = None
+        self._mine: dict[bytes, tuple[_Entry, int]] = {}
+        self._again: list[tuple[int, Erased]] = []
+        self.alone = False
+
+    # ---- what caches ask
+
+    def changed(self) -> bool:
+        """Whether others erased something, as far as is known here."""
+        return bool(self._heard)
+
+    def news(self) -> Erased:
+        """What others erased since the last call."""
+        with self._lock:
+            heard, self._heard = self._heard, []
+        if any(one.everything for one in heard):
+            return ALL
+        fields = ([one[i] for one in heard] for i in range(3))
+        return Erased(*(frozenset().union(*names) for names in fields))  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def storing(self) -> Iterator[bool]:
+        """Nobody can be kept from erasing here: what ends late is erased later, see `due`."""
+        yield True
+
+    @contextlib.contextmanager
+    def erasing(self) -> Iterator[None]:
+        """Within it `publish` may be called."""
+        self.alone = True
+        try:
+            yield
+        finally:
+            self.alone = False
+
+    def publish(
+        self,
+        keys: Iterable[bytes] = (),
+        below: Iterable[bytes] = (),
+        realms: Iterable[bytes] = (),
+        *,
+        proven: bool = True,
+    ) -> None:
+        """Tells the caches of all nodes; see `ErasureLog.publish`.
+
+        Raises:
+            StoreError: The engine did not confirm it.
+        """
+        short, ends = (tuple({key[:KEY_NAME_BYTES] for key in some}) for some in (keys, below))
+        entry = _Entry(os.urandom(16), short, ends, tuple(realms))
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            self._mine[entry.lot] = entry, now_ns
+            self._again.append((now_ns + round(AGAIN_S * 1e9), entry.erased()))
+        try:
+            self._call(self.look, 4 * self._call_s)
+            if self._seen is None or entry.lot not in self._seen:
+                raise OSError("it is not there")
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} did not confirm that other nodes are told ({error})",
+                "Forget again when it answers",
+            ) from error
+
+    def close(self) -> None:
+        """Nothing is open here."""
+
+    # ---- what the tier's own thread does
+
+    def look(self) -> None:
+        """Reads what others erased, and puts back what is missing of our own.
+
+        Raises:
+            OSError: The engine failed.
+        """
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
+        told = self._read()
+        there = {entry.lot: entry for entry in told.entries} if told is not None else {}
+        oldest_ns = self._clock.now_ns() - round(_KEPT_S * 1e9)
+        with self._lock:
+            self._mine = {lot: one for lot, one in self._mine.items() if one[1] > oldest_ns}
+            mine, seen = {lot: one[0] for lot, one in self._mine.items()}, self._seen
+        lacking = mine.keys() - there.keys()
+        if lacking or told is None:
+            entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)]
+            self._write(entries[-MOST_ENTRIES:])
+        old = (seen or set()) | mine.keys()
+        fresh = [entry.erased() for lot, entry in there.items() if lot not in old]
+        # If nothing is left of what others had said, nobody knows how much went with it.
+        theirs = (seen or set()) - mine.keys()
+        lost = told is None or (bool(theirs) and not theirs & there.keys())
+        with self._lock:
+            self._heard += [ALL] if lost else fresh
+            self._seen = {*there, *mine}
+
+    def due(self) -> list[Erased]:
+        """What is to be erased once more, as stores may have ended late; each once."""
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            due = [erased for end_ns, erased in self._again if end_ns <= now_ns]
+            self._again = [one for one in self._again if one[0] > now_ns]
+        return due
+
+    def _read(self) -> _Told | None:
+        """The object, empty if there is none; None if it is damaged."""
+        data = self._backend.get(NAME, 0, memoryview(bytearray(_MOST_BYTES)), self._call_s)
+        if data is None:
+            return _Told(_VERSION, ())
+        check, body = bytes(data[:8]), bytes(data[8:])
+        try:
+            if xxhash.xxh3_64_digest(body) != check:
+                return None
+            told = msgspec.msgpack.decode(body, type=_Told)
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+        return told if told.version == _VERSION else None
+
+    def _write(self, entries: list[_Entry]) -> None:
+        body = msgspec.msgpack.encode(_Told(_VERSION, tuple(entries)))
+        self._backend.put(NAME, memoryview(xxhash.xxh3_64_digest(body) + body), self._call_s)

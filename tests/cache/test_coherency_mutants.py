@@ -1,0 +1,844 @@
+"""Protocols of one fault each: the checker of histories, or who reads the log, must find them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowkv import KV
+from flowkv.testing import MemoryTier
+from tests.cache.fakes import Deferred, Silent, Wrapped
+from tests.cache.histories import PROMPTS, Operation, Witness, explain, fill, pages_of
+from tests.cache.peer import cache_over, evict
+from tests.cache.toy import PAGE, make_kv, simple
+from tests.inside import (
+    CELLS,
+    Erased,
+    ErasureLog,
+    Lane,
+    PageStore,
+    PrefixIndex,
+    Schedule,
+    StoreError,
+    erasure,
+    erasure_log,
+)
+
+Patch = pytest.MonkeyPatch
+
+
+class World:
+    """Caches over one place, and what they witness."""
+
+    def __init__(self, directory: Path, patch: Patch) -> None:
+        self.directory, self.patch, self.seen = directory, patch, Witness()
+        self.caches: list[KV] = []
+        self.frames = MemoryTier(name="pool")
+
+    def cache(self, place: str = "pool", *, private: bool = False) -> KV:
+        return self._open(cache_over(place, str(self.directory), private=private))
+
+    def over(self, tier: type[Wrapped] = Wrapped, **changes: Any) -> tuple[KV, Any]:
+        """A cache over memory that answers as the test says."""
+        named = {"kind": "disk", "shared": True, "erasure_log": self.directory / "log"}
+        opened = tier(self.frames, **named | changes)
+        return self._open(make_kv(simple(), pages=16, tiers=[opened])), opened
+
+    def _open(self, kv: KV) -> KV:
+        self.caches.append(kv)
+        return kv
+
+    def shared(self, *, private: bool = False) -> tuple[KV, KV]:
+        """Two caches that both have a prompt on their devices."""
+        a, b = self.cache(), self.cache(private=private)
+        self.seen.ask(a, "a")
+        a.flush()
+        assert self.seen.ask(b, "a") == 2
+        return a, b
+
+    @contextmanager
+    def held(self, kv: KV) -> Iterator[None]:
+        """Nothing is sent to the tier within it."""
+        (lane,) = kv.planner.store.mover.lanes
+        lane.pump, pump = (lambda: 0), lane.pump
+        try:
+            yield
+        finally:
+            lane.pump = pump
+
+    def apart(self) -> tuple[KV, KV]:
+        """Two caches that store nothing by themselves."""
+        both = self.cache("host"), self.cache("host")
+        for kv in both:
+            kv.planner.store.write_back = False
+        return both
+
+    def end(self) -> None:
+        try:
+            wrong = explain(self.seen.history)
+            assert not wrong, wrong
+        finally:
+            for kv in self.caches:
+                kv.close()
+
+
+# ---- stories: what happens, whatever the protocol
+
+
+def forgotten(world: World) -> None:
+    a, b = world.shared()
+    world.seen.forget(a, "a")
+    world.seen.ask(b, "a")
+
+
+def forgotten_tenant(world: World) -> None:
+    a, b = world.shared()
+    world.seen.forget_tenant(a, "")
+    world.seen.ask(b, "a")
+
+
+def invalidated(world: World) -> None:
+    a, b = world.shared()
+    world.seen.invalidate(a)
+    world.seen.ask(b, "a")
+
+
+def only_others_had_it(world: World) -> None:
+    """Nothing of it lies where who forgets could see it."""
+    a, b = world.apart()
+    world.seen.ask(b, "a")
+    world.seen.forget(a, "a")
+    world.seen.ask(b, "a")
+
+
+def only_the_end(world: World) -> None:
+    """The first page stays, as another prompt has it."""
+    a, b = world.shared()
+    with a.open([*PROMPTS["a"][:PAGE], *[9] * PAGE, 0]) as seq:
+        for step in a.prefill([seq]):
+            fill(step, 77)
+    with world.seen.erases([("", "a", 1)]):
+        a.forget(PROMPTS["a"])
+    world.seen.ask(b, "a")
+
+
+def what_goes_on(world: World) -> None:
+    """The last page is not full, and who forgets the prompt has another one that goes on there."""
+    a, b = world.apart()
+    for kv, tail in ((a, [7] * PAGE), (b, [8] * PAGE)):
+        with kv.open([*PROMPTS["a"], *tail, 0]) as seq:
+            for step in kv.prefill([seq]):
+                fill(step, tail[0])
+    a.forget([*PROMPTS["a"], 8, 8, 8])
+    assert b.explain([*PROMPTS["a"], *[8] * PAGE, 0]).known <= 2 * PAGE, "it is still known"
+
+
+def in_private_memory(world: World) -> None:
+    a, b = world.shared(private=True)
+    evict(b)
+    b.flush()
+    world.seen.forget(a, "a")
+    b.explain([1])
+    assert not list(b.planner.store.tiers[0].scan()), "its bytes are left"
+    world.seen.ask(b, "a")
+
+
+def twice(world: World) -> None:
+    a, b = world.shared()
+    world.seen.ask(b, "b")
+    world.seen.forget(a, "a")
+    world.seen.forget(a, "b")
+    for name in "ab":
+        world.seen.ask(b, name)
+
+
+def both_forget(world: World) -> None:
+    """Each hears of the other, also of what came before his own."""
+    a, b = world.shared()
+    c = world.cache()
+    for name in "ab":
+        world.seen.ask(c, name)
+        world.seen.ask(b, name)
+    c.flush()
+    before = erasure._alone
+
+    @contextmanager
+    def late(store: PageStore) -> Iterator[dict[int, str]]:
+        if store is b.planner.store:  # who forgets has looked, and has no lock yet
+            world.patch.setattr(erasure, "_alone", before)
+            world.seen.forget(a, "a")
+        with before(store) as problems:
+            yield problems
+
+    world.patch.setattr(erasure, "_alone", late)
+    world.seen.forget(b, "b")
+    for name in "ab":
+        world.seen.ask(b, name)
+        world.seen.ask(c, name)
+
+
+def open_sequence(world: World) -> None:
+    """One that goes on must not make it known again; nor one that was set aside."""
+    a, b = world.shared()
+    seq = b.open([*PROMPTS["a"], 0])
+    world.seen.forget(a, "a")
+    world.seen.ask(b, "b")
+    b.suspend(seq)
+    b.resume(seq)
+    seq.close()
+    world.seen.ask(b, "a")
+
+
+def half_open_sequence(world: World) -> None:
+    """It is computed before, and its pages are full afterwards."""
+    a, b = world.cache(), world.cache()
+    value = 55
+    seq = b.open([*PROMPTS["a"], 0])
+    with b.step([seq], [PROMPTS["a"][:PAGE]]) as step:
+        fill(step, value)
+    with world.seen.erases(pages_of("a")):
+        a.forget(PROMPTS["a"])
+    world.seen.ask(b, "b")
+    with b.step([seq], [PROMPTS["a"][PAGE:]]) as step:
+        fill(step, value)
+    seq.close()
+    # All of it belongs to the time before.
+    world.seen.history += [Operation("write", pages_of("a"), value, 0.0, 0.1)]
+    world.seen.ask(b, "a")
+
+
+def resumed(world: World) -> None:
+    a, b = world.shared()
+    seq = b.open([*PROMPTS["a"], 0])
+    b.suspend(seq)
+    evict(b)
+    world.seen.forget(a, "a")
+    b.resume(seq)
+    world.seen.ask(b, "a")
+    seq.close()
+    world.seen.ask(b, "a")
+
+
+def looked_up(world: World) -> None:
+    """By other ways than `open`."""
+    a, b = world.shared()
+    world.seen.forget(a, "a")
+    assert b.warm(PROMPTS["a"]) == 0, "warm"
+    world.seen.ask(a, "a", known=False)
+    a.flush()
+    assert world.seen.ask(b, "a") == 2
+    world.seen.forget(a, "a")
+    assert b.explain([*PROMPTS["a"], 0]).known == 0, "explain"
+
+
+def store_that_waits(world: World) -> None:
+    """Its bytes were given to the lane before; it is sent after."""
+    a, b = world.cache(), world.cache()
+    with world.held(b):
+        world.seen.ask(b, "a")
+        world.seen.forget(a, "a")
+    b.planner.store.drain()
+    b.flush()
+    world.seen.ask(world.cache(), "a")
+
+
+def store_that_begins(world: World) -> None:
+    """Somebody erases after a store looked, and before it is done."""
+    a, b = world.cache(), world.cache()
+    world.patch.setattr(a.planner.store.erasure_logs[0], "_patience_s", 0.02)
+    tier = b.planner.store.tiers[0].inner
+    submit = tier.submit_store
+
+    def meanwhile(items: Any, **options: Any) -> int:
+        tier.submit_store = submit
+        with suppress(StoreError):
+            world.seen.forget(a, "a")
+        return int(submit(items, **options))
+
+    with world.held(b):
+        world.seen.ask(b, "a")
+    tier.submit_store = meanwhile
+    b.planner.store.drain()
+    world.seen.ask(a, "a")
+
+
+def erased_while_others_store(world: World) -> None:
+    """A store comes between the erasing of a tier and the word."""
+    a, b = world.shared()
+    before = ErasureLog.publish
+
+    def meanwhile(log: ErasureLog, *names: Any, **options: Any) -> None:
+        world.patch.setattr(ErasureLog, "publish", before)
+        store = b.planner.store
+        for block in list(store.index):
+            block.tiers = 0
+            store._save_page(block, 0)
+        b.planner.store.drain()
+        before(log, *names, **options)
+
+    world.patch.setattr(ErasureLog, "publish", meanwhile)
+    world.seen.forget(a, "a")
+    world.seen.ask(world.cache(), "a")
+
+
+def loaded_while_others_erase(world: World) -> None:
+    """Others look prompts up while it is erased."""
+    a, b = world.shared()
+    before = erasure._erase_from
+
+    def meanwhile(*given: Any) -> str:
+        world.patch.setattr(erasure, "_erase_from", before)
+        world.seen.ask(b, "a")
+        return before(*given)
+
+    world.patch.setattr(erasure, "_erase_from", meanwhile)
+    world.seen.forget(a, "a")
+    world.seen.ask(b, "a")
+
+
+def store_that_ends_late(world: World) -> None:
+    b, tier = world.over(Deferred)
+    world.seen.ask(b, "a")
+    b.planner.store.drain()
+    keys = [block.key for block in b.planner.store.index]
+    other = ErasureLog(world.directory / "log")
+    with world.seen.erases(pages_of("a")), other.erasing():
+        other.publish(keys)
+    world.seen.ask(b, "b")
+    tier.work()
+    b.planner.store.drain()
+    tier.work()
+    world.seen.ask(b, "a")
+
+
+def load_that_ends_late(world: World) -> None:
+    """What is under way has what was there before; nobody who comes later may have it, too."""
+    writer, _ = world.over()
+    b, tier = world.over(Silent)
+    world.seen.ask(writer, "a")
+    writer.flush()
+    old = b.prefetch(PROMPTS["a"])
+    b.planner.store.drain()
+    world.seen.forget(writer, "a")
+    world.seen.ask(writer, "a")
+    writer.flush()
+    new = b.prefetch(PROMPTS["a"])
+    b.planner.store.drain()
+    assert b.planner.store.mover.lanes[0].schedule.joined == 0, "it follows what was before"
+    tier.speak()
+    old.cancel()
+    new.cancel()
+
+
+def read_from_a_store(world: World) -> None:
+    """A frame that is just being stored is read from memory, unless it was erased since."""
+    b, tier = world.over(Deferred)
+    world.seen.ask(b, "a")
+    b.planner.store.drain()
+    keys = [block.key for block in b.planner.store.index]
+    other = ErasureLog(world.directory / "log")
+    with world.seen.erases(pages_of("a")), other.erasing():
+        other.publish(keys)
+    world.seen.ask(b, "b")
+    assert not any(b.planner.store.mover.on_the_way(key) for key in keys), "it can still be read"
+    tier.work()
+
+
+def tails(world: World) -> None:
+    """What fills no page, and is known as long as a page in memory has it."""
+    a, b = world.cache(), world.cache()
+    for _ in range(2):
+        with b.open([*PROMPTS["a"], 8, 8, 8, 8]) as seq:
+            for step in b.prefill([seq]):
+                fill(step, 5)
+    assert b.planner.store.tails
+    a.forget([*PROMPTS["a"], 8, 8, 8, 8])
+    b.explain([1])
+    assert not b.planner.store.tails, "a tail is left"
+
+
+def opened_while_others_erase(world: World) -> None:
+    """The log is read before the tier is listed."""
+    a = world.cache()
+    world.seen.ask(a, "a")
+    a.flush()
+    enter = PageStore._enter
+
+    def meanwhile(store: PageStore, *given: Any) -> None:
+        world.patch.setattr(PageStore, "_enter", enter)
+        world.seen.forget(a, "a")
+        enter(store, *given)
+
+    world.patch.setattr(PageStore, "_enter", meanwhile)
+    b = world.cache()
+    assert not len(b.planner.store.index) or b.planner.store.outdated(), "nobody tells it"
+
+
+def two_places(world: World) -> None:
+    """The second of two shared tiers is heard of, too."""
+    other = Wrapped(MemoryTier(name="other"), kind="host", erasure_log=world.directory / "other")
+    pool = Wrapped(world.frames, kind="disk", erasure_log=world.directory / "log")
+    b = world._open(make_kv(simple(), pages=16, tiers=[other, pool]))
+    a, _ = world.over()
+    world.seen.ask(b, "a")
+    world.seen.forget(a, "a")
+    world.seen.ask(b, "a")
+
+
+def short_prompt(world: World) -> None:
+    """One that fills no page: others do not know what begins with it."""
+    a, b = world.apart()
+    world.seen.ask(b, "a")
+    with world.seen.erases(pages_of("a")):
+        a.forget(PROMPTS["a"][: PAGE // 2])
+    world.seen.ask(b, "a")
+
+
+def continued(world: World) -> None:
+    """What only another cache knows to continue it goes, too."""
+    a, b = world.apart()
+    world.seen.ask(b, "a")
+    with world.seen.erases(pages_of("a")):
+        a.forget(PROMPTS["a"][:PAGE])
+    b.explain([1])
+    assert not len(b.planner.store.index), "what continues it is left"
+    world.seen.ask(b, "a")
+
+
+def opened_before(world: World) -> None:
+    """It has computed nothing yet, and publishes nothing all the same."""
+    a, b = world.cache(), world.cache()
+    seq = b.open([*PROMPTS["a"], 0])
+    world.seen.forget(a, "a")
+    b.explain([1])
+    assert not seq.publishable, "it would be known again"
+    seq.close()
+
+
+# ---- stories of the log alone
+
+KEYS = [bytes([n]) * 32 for n in range(1, 12)]
+
+
+def told(log: ErasureLog, keys: list[bytes], **names: Any) -> None:
+    with log.erasing():
+        log.publish(keys, **names)
+
+
+def log_of_many(world: World) -> None:
+    a, b = ErasureLog(world.directory / "log"), ErasureLog(world.directory / "log")
+    told(a, KEYS)
+    assert b.changed() and all(map(b.news().has, KEYS))
+
+
+def log_overtaken(world: World) -> None:
+    a, b = ErasureLog(world.directory / "log"), ErasureLog(world.directory / "log")
+    for number in range(CELLS + 5):
+        told(a, [number.to_bytes(32, "little")])
+    assert b.changed() and b.news().everything
+
+
+def log_damaged(world: World) -> None:
+    path = world.directory / "log"
+    a, b = ErasureLog(path), ErasureLog(path)
+    for at in (9, 70):  # in the word, in a cell
+        told(a, KEYS[:1])
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+        assert b.changed()
+        news = b.news()
+        assert news.everything or news.has(KEYS[0])
+
+
+def log_cell_damaged(world: World) -> None:
+    path = world.directory / "log"
+    a, b = ErasureLog(path), ErasureLog(path)
+    told(a, KEYS[:1])
+    data = bytearray(path.read_bytes())
+    data[64 + 20] ^= 1
+    path.write_bytes(data)
+    assert b.changed() and b.news().everything
+
+
+def log_made_anew(world: World) -> None:
+    path = world.directory / "log"
+    a, b = ErasureLog(path), ErasureLog(path)
+    told(a, KEYS[:1])
+    assert b.news().has(KEYS[0])
+    path.write_bytes(b"")
+    told(ErasureLog(path), KEYS[1:2])
+    assert b.changed() and b.news().everything
+
+
+def log_replaced(world: World) -> None:
+    path = world.directory / "log"
+    a, b = ErasureLog(path), ErasureLog(path)
+    path.unlink()
+    told(a, KEYS[:1])
+    b._look_s = 0.0
+    assert b.changed() and b.news().everything
+    assert a.changed() and a.news().everything
+
+
+def log_read_while_it_is_written(world: World) -> None:
+    path = world.directory / "log"
+    a, b = ErasureLog(path), ErasureLog(path)
+    heard, before = set[bytes](), os.pwrite
+
+    def watched(fd: int, data: bytes, at: int) -> int:
+        done = before(fd, data, at)
+        if b.changed():
+            news = b.news()
+            heard.update(KEYS if news.everything else (key for key in KEYS if news.has(key)))
+        return done
+
+    world.patch.setattr(os, "pwrite", watched)
+    told(a, KEYS)
+    world.patch.setattr(os, "pwrite", before)
+    assert heard == set(KEYS)
+
+
+# ---- what is wrong in each mutant, and the story that shows it
+
+changed, news, publish = ErasureLog.changed, ErasureLog.news, ErasureLog.publish
+between, lose, drop, hit = erasure_log._between, PageStore.lose, erasure._drop, erasure._hit
+Change = Callable[[Patch], None]
+MUTANTS: dict[str, tuple[Callable[[World], None], Change]] = {}
+
+
+def mutant(*stories: Callable[[World], None]) -> Callable[[Change], Change]:
+    """A protocol that is changed, and the stories each of which must show it."""
+
+    def add(change: Change) -> Change:
+        for story in stories:
+            MUTANTS[f"{change.__name__}-{story.__name__}"] = story, change
+        return change
+
+    return add
+
+
+def replaces(owner: Any, name: str, by: Any, *stories: Callable[[World], None], said: str) -> None:
+    def change(patch: Patch) -> None:
+        patch.setattr(owner, name, by)
+
+    change.__name__ = said
+    mutant(*stories)(change)
+
+
+def news_of(*fields: str) -> Callable[[ErasureLog], Erased]:
+    """News without what some fields say."""
+
+    def less(log: ErasureLog) -> Erased:
+        return news(log)._replace(**dict.fromkeys(fields, frozenset()))
+
+    return less
+
+
+def publishing(**less: Any) -> Callable[..., None]:
+    def said(
+        log: ErasureLog, keys: Any = (), below: Any = (), realms: Any = (), **how: Any
+    ) -> None:
+        names = {"keys": keys, "below": below, "realms": realms} | less
+        publish(log, **names, **how)
+
+    return said
+
+
+def lost(**less: Any) -> Callable[..., Any]:
+    """`_between` that takes what is odd as nothing."""
+
+    def found(*given: Any) -> Erased:
+        said = between(*given)
+        return Erased() if said.everything else said
+
+    return found
+
+
+# the log
+replaces(ErasureLog, "changed", lambda log: False, forgotten, said="never_looks")
+replaces(
+    ErasureLog,
+    "changed",
+    lambda log: log._fd >= 0 and os.pread(log._fd, 32, 0) != log._seen[:32],
+    forgotten,
+    said="compares_no_count",
+)
+replaces(
+    ErasureLog,
+    "changed",
+    lambda log: os.pread(log._fd, 64, 0) != log._seen,
+    log_replaced,
+    said="does_not_notice_another_file",
+)
+replaces(ErasureLog, "news", news_of("keys"), forgotten, said="hears_no_keys")
+replaces(ErasureLog, "news", news_of("below"), what_goes_on, said="hears_nothing_below")
+replaces(
+    ErasureLog, "news", news_of("realms"), forgotten_tenant, invalidated, said="hears_no_realms"
+)
+replaces(
+    erasure_log,
+    "_between",
+    lost(),
+    log_overtaken,
+    log_cell_damaged,
+    log_made_anew,
+    said="odd_is_nothing",
+)
+replaces(erasure_log, "ALL", Erased(), log_damaged, log_replaced, said="damage_is_nothing")
+replaces(
+    erasure_log,
+    "_between",
+    lambda before, word, raw, own: between(
+        before and before._replace(erased=max(before.erased, word.erased - 1)), word, raw, own
+    ),
+    log_of_many,
+    twice,
+    said="reads_the_last_cell_only",
+)
+replaces(
+    erasure_log,
+    "_between",
+    lambda before, word, raw, own: between(
+        before and before._replace(erased=min(before.erased + 1, word.erased)), word, raw, own
+    ),
+    log_of_many,
+    forgotten,
+    said="leaves_the_first_cell_out",
+)
+replaces(
+    erasure_log,
+    "_between",
+    lambda before, word, raw, own: Erased() if own else between(before, word, raw, own),
+    both_forget,
+    said="his_own_hide_those_of_others",
+)
+replaces(ErasureLog, "publish", publishing(keys=()), forgotten, said="names_no_keys")
+replaces(ErasureLog, "publish", publishing(below=()), what_goes_on, said="names_nothing_below")
+replaces(ErasureLog, "publish", publishing(realms=()), invalidated, said="names_no_realms")
+replaces(ErasureLog, "publish", lambda *_, **__: None, forgotten, said="tells_nobody")
+
+
+@mutant(both_forget)
+def takes_what_it_did_not_hear_as_heard(patch: Patch) -> None:
+    def deaf(log: ErasureLog, *names: Any, **how: Any) -> None:
+        publish(log, *names, **how)
+        news(log)
+
+    patch.setattr(ErasureLog, "publish", deaf)
+
+
+# locks
+@mutant(erased_while_others_store, store_that_begins)
+def stores_without_a_lock(patch: Patch) -> None:
+    patch.setattr(ErasureLog, "storing", lambda log: nullcontext(True))
+
+
+@mutant(store_that_begins)
+def erases_without_a_lock(patch: Patch) -> None:
+    patch.setattr(ErasureLog, "_take", lambda log, end_s: None)
+
+
+@mutant(store_that_waits)
+def stores_without_looking(patch: Patch) -> None:
+    @contextmanager
+    def blind(store: PageStore, log: ErasureLog) -> Iterator[bool]:
+        with log.storing() as free:
+            yield free
+
+    patch.setattr(PageStore, "_storing", blind)
+
+
+replaces(
+    Lane,
+    "_bar",
+    lambda lane, barred: None,
+    store_that_waits,
+    erased_while_others_store,
+    said="looks_and_stores_all_the_same",
+)
+
+
+@mutant(store_that_begins)
+def lets_go_before_it_stores(patch: Patch) -> None:
+    @contextmanager
+    def early(store: PageStore, log: ErasureLog) -> Iterator[bool]:
+        with log.storing() as free:
+            store.behind |= free and log.changed()
+        yield free and not store.behind
+
+    patch.setattr(PageStore, "_storing", early)
+
+
+# who erases
+@mutant(loaded_while_others_erase)
+def tells_before_it_erases(patch: Patch) -> None:
+    erase = erasure._erase
+
+    def early(store: PageStore, doomed: Any, meant: Any, names: Any, problems: Any) -> int:
+        for log in store.erasure_logs.values():
+            publish(log, *names)
+        patch.setattr(ErasureLog, "publish", lambda *_, **__: None)
+        return erase(store, doomed, meant, names, problems)
+
+    patch.setattr(erasure, "_erase", early)
+
+
+@mutant(only_others_had_it)
+def tells_only_of_what_it_had(patch: Patch) -> None:
+    erase = erasure._erase
+
+    def known(store: PageStore, doomed: Any, meant: Any, names: Any, problems: Any) -> int:
+        return erase(store, doomed, meant, names if doomed else erasure._Names(), problems)
+
+    patch.setattr(erasure, "_erase", known)
+
+
+def names(change: Callable[[Any], Any], *stories: Callable[[World], None], said: str) -> None:
+    before = erasure._names
+    replaces(erasure, "_names", lambda *given: change(before(*given)), *stories, said=said)
+
+
+names(
+    lambda said: said._replace(keys=list(said.keys)[1:]),
+    forgotten,
+    said="leaves_the_first_page_out",
+)
+names(lambda said: said._replace(below=()), what_goes_on, said="forgets_what_goes_on")
+names(lambda said: said._replace(realms=()), short_prompt, said="names_no_short_prompts")
+
+
+# who hears
+replaces(KV, "_agreed", KV._bound, forgotten, invalidated, resumed, said="opens_without_looking")
+replaces(
+    erasure, "_drop", lambda store, number, erased: 0, forgotten, said="hears_and_drops_nothing"
+)
+replaces(PrefixIndex, "below", lambda index, meant: [], continued, said="drops_nothing_below")
+replaces(
+    PageStore,
+    "lose",
+    lambda store, blocks, number: (
+        lose(store, blocks, -2 if number < 0 else number)
+        if not blocks
+        else [store.strike(b) for b in blocks]
+    ),
+    forgotten,
+    said="drops_no_device_pages",
+)
+
+
+@mutant(in_private_memory)
+def leaves_private_memory(patch: Patch) -> None:
+    patch.setattr(PageStore, "_wipe", lambda store, number, keys: None)
+    patch.setattr(PageStore, "delete", PageStore.strike)
+
+
+@mutant(store_that_waits)
+def lets_waiting_stores_go_out(patch: Patch) -> None:
+    patch.setattr(Lane, "retract", lambda lane, keys, reason="": None)
+    patch.setattr(PageStore, "_wipe", lambda store, number, keys: None)
+
+
+@mutant(store_that_ends_late)
+def keeps_what_ends_late(patch: Patch) -> None:
+    patch.setattr(PageStore, "_wipe", lambda store, number, keys: None)
+
+
+@mutant(load_that_ends_late)
+def follows_old_loads(patch: Patch) -> None:
+    retract = Lane.retract
+
+    def less(lane: Lane, keys: Any, reason: str = "cancelled") -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Schedule, "stand_alone", lambda schedule, wish: None)
+            retract(lane, keys, reason)
+
+    patch.setattr(Lane, "retract", less)
+
+
+replaces(PageStore, "drop_tails", lambda store, tails=None: None, tails, said="keeps_tails")
+replaces(
+    Erased,
+    "covers",
+    lambda erased, tenant, namespace: False,
+    forgotten_tenant,
+    invalidated,
+    said="covers_nobody",
+)
+replaces(
+    Erased, "has", lambda erased, key: key[:4] in erased.keys, forgotten, said="compares_too_little"
+)
+
+
+@mutant(opened_before)
+def lets_open_sequences_publish(patch: Patch) -> None:
+    patch.setattr(erasure, "_hit", lambda seq, erased: False)
+
+
+@mutant(two_places)
+def hears_of_the_first_place_only(patch: Patch) -> None:
+    def first(store: PageStore) -> bool:
+        return next(iter(store.erasure_logs.values())).changed()
+
+    patch.setattr(PageStore, "outdated", first)
+
+
+@mutant(opened_while_others_erase)
+def lists_before_it_reads_the_log(patch: Patch) -> None:
+    add = PageStore.add_tier
+
+    def late(store: PageStore, *given: Any, **how: Any) -> None:
+        add(store, *given, **how)
+        for log in store.erasure_logs.values():
+            news(log)
+
+    patch.setattr(PageStore, "add_tier", late)
+
+
+@mutant(read_from_a_store)
+def reads_from_old_stores(patch: Patch) -> None:
+    def kept(mover: Any, keys: Any) -> None:
+        for lane in mover.lanes:
+            lane.retract(keys)
+
+    patch.setattr("flowkv.cache.mover.Mover.retract", kept)
+
+
+STORIES = sorted(
+    {story for story, _ in MUTANTS.values()}
+    | {open_sequence, half_open_sequence, looked_up, only_the_end, log_read_while_it_is_written},
+    key=str,
+)
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_the_protocol_explains_every_story(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[World], None]
+) -> None:
+    world = World(tmp_path, monkeypatch)
+    try:
+        story(world)
+    finally:
+        world.end()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    story, change = MUTANTS[name]
+    world = World(tmp_path, monkeypatch)
+    change(monkeypatch)
+    with pytest.raises(AssertionError):
+        try:
+            story(world)
+        finally:
+            monkeypatch.undo()
+            world.end()
+
+
+def test_there_are_enough() -> None:
+    assert len({name.partition("-")[0] for name in MUTANTS}) >= 30
