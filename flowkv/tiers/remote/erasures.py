@@ -76,6 +76,12 @@ class RemoteErasures:
         self._again: list[tuple[int, Erased]] = []
         self.alone = False
 
+    def begin(self) -> None:
+        """Takes what is there as known; where the engine fails, all of it is news later."""
+        with contextlib.suppress(OSError):
+            if (told := self._call(self._read, min(1.0, self._call_s))) is not None:
+                self._seen = {entry.lot for entry in told.entries}
+
     # ---- what caches ask
 
     def changed(self) -> bool:

@@ -647,7 +647,9 @@ class RemoteTier:
     @cached_property
     def erasure_log(self) -> RemoteErasures:
         """What caches of all nodes tell each other was erased; looked at once it is asked for."""
-        return RemoteErasures(self.backend, self._aside.call, self.limits.call_s, self._clock)
+        log = RemoteErasures(self.backend, self._aside.call, self.limits.call_s, self._clock)
+        log.begin()
+        return log
 
     @property
     def retired_bytes(self) -> int:
@@ -886,18 +888,17 @@ class RemoteTier:
 
     def _meant(self, erased: Erased) -> list[bytes]:
         """Known frames that were erased, and those that continue them."""
-        found = dict[bytes, None]()
-        left = [(key, fact.info) for key, fact in self.known.facts() if fact.info is not None]
-        for key, info in left:
-            if erased.has(key) or erased.covers(info.tenant, info.namespace):
-                found[key] = None
-        more = True
-        while more:
-            left = [(key, info) for key, info in left if key not in found]
-            below = [key for key, i in left if erased.ends(i.parent) or i.parent in found]
-            found |= dict.fromkeys(below)
-            more = bool(below)
-        return list(found)
+        found, below = list[bytes](), dict[bytes, list[bytes]]()
+        for key, fact in self.known.facts():
+            if (info := fact.info) is None:
+                continue
+            below.setdefault(info.parent, []).append(key)
+            realm = erased.covers(info.tenant, info.namespace)
+            if realm or erased.has(key) or erased.ends(info.parent):
+                found.append(key)
+        for key in found:  # and what is added meanwhile
+            found += below.pop(key, ())
+        return list(dict.fromkeys(found))
 
     def _remove(self, keys: Sequence[bytes], strange: Sequence[bytes], timeout_s: float) -> int:
         """Deletes frames and sees that they are gone; returns how many strange ones there were."""

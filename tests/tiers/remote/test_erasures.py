@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,27 @@ def test_other_nodes_hear_of_it_within_the_bound(how: str) -> None:
     with b.open([*P, 0]) as seq:
         assert seq.reused == 0
     a.close()
+    b.close()
+
+
+def test_what_was_erased_before_a_cache_began_is_no_news(tmp_path: Path) -> None:
+    """Else each start would throw away what was stored since, also in a directory of its own."""
+
+    def beside(engine: FaultyBackend) -> KV:
+        tier = RemoteTier(engine, name="pool", limits=RemoteLimits(every_s=0.02))
+        return make_kv(simple(), pages=16, tiers=[f"disk:{tmp_path}:8MiB", Wrapped(tier)])
+
+    engine = FaultyBackend()
+    a = beside(engine)
+    published(a, P)
+    assert a.flush() and a.invalidate() == 3
+    published(a, P)
+    assert a.flush()
+    a.close()
+    b, looks = beside(engine), engine.count("get")
+    wait_for(lambda: engine.count("get") > looks + 3)
+    with b.open([*P, 0]) as seq:
+        assert seq.reused == 24
     b.close()
 
 
