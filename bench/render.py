@@ -268,7 +268,11 @@ def real_all(results: Results) -> str:
 def _named(row: dict[str, Any], *less: str) -> Iterable[str]:
     for name, value in row.items():
         if name not in less:
-            yield f"{name.replace('_', ' ')} {'yes' if value is True else between(value, '')}"
+            yield f"{name.replace('_', ' ')} {_said(value)}"
+
+
+def _said(value: Any) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else between(value, "")
 
 
 @block
