@@ -416,7 +416,7 @@ def attend(
         begins = previous == "sdpa" and packing.begins(key, value, attention_mask)
         if begins and not _unserved(arguments, obeyed):
             own = _function(previous, module)  # as alone: nothing is gathered out of pages
-            return own(module, query, key, value, None, **arguments)
+            return own(module, query, key, value, None, **{**arguments, "is_causal": True})
         return packing.attend(query, key, value, attention_mask, arguments, obeyed), None
     if type(key) is PagedView and type(value) is PagedView and key.gathered is None:
         layer = key.layer
