@@ -320,7 +320,7 @@ def test_S7_hostile_names_make_no_paths(tmp_path: Path, tenant: str, model: str)
     except (FlowKVError, ValueError):
         pass  # refused, with a sentence
     names = {path.relative_to(home).as_posix() for path in home.rglob("*")}
-    assert names <= {"kv", "kv/lock", "kv/journal", "kv/superblock.json"} | {
+    assert names <= {"kv", "kv/lock", "kv/erased", "kv/journal", "kv/superblock.json"} | {
         name for name in names if name.startswith("kv/slab-") and name[8:].isdigit()
     }
     assert {path.name for path in tmp_path.iterdir()} == {"house"}
