@@ -380,7 +380,10 @@ class ErasureLog:
         return True
 
     def _may_lock(self, at: int) -> bool:
-        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _range(at, fcntl.F_RDLCK))
+        try:
+            found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _range(at, fcntl.F_RDLCK))
+        except (OSError, ValueError):  # a file system without locks, or it was closed meanwhile
+            return False
         return bool(struct.unpack_from("h", found)[0] == fcntl.F_UNLCK)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import stat
@@ -308,3 +310,21 @@ def test_who_was_killed_while_he_noted_something_leaves_no_half(path: Path) -> N
     assert not reader.changed()
     tell(ErasureLog(path), KEYS[0])
     assert heard(reader).keys == {KEYS[0][:8]}
+
+
+def test_where_nothing_can_be_locked_nothing_is_stored_and_nothing_raises(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network file systems: nobody could be kept from erasing."""
+
+    def refuse(*_: object) -> bytes:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    log = ErasureLog(path, patience_s=0.01)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    with log.storing() as free:
+        assert not free
+    with pytest.raises(StoreError, match="locked"), log.erasing():
+        pass
+    assert not log.changed()
+    log.close()
