@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.command import read_prompts, write_replay_report
     from flowkv.connect.identity import fingerprint
-    from flowkv.connect.keeper import HOLD_S
     from flowkv.core import compiling, errors
     from flowkv.core.clock import Clock, ManualClock, SystemClock
     from flowkv.core.compiling import Intervals
@@ -314,6 +313,7 @@ if TYPE_CHECKING:
         put,
         rehash,
     )
+    from flowkv.residency.keeper import HOLD_S
     from flowkv.residency.keyed import KeyedPolicy
     from flowkv.sim import formats
     from flowkv.sim.character import lru_hit_ratios, stack_distances

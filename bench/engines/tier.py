@@ -9,8 +9,8 @@ import os
 from typing import Any
 
 import flowkv.connect.vllm as door
-from flowkv.connect.keeper import Keeper, open_keeper
 from flowkv.connect.vllm import FlowKVTier
+from flowkv.residency.keeper import Keeper, open_keeper
 from flowkv.testing import Faults, FlakyTier
 
 __all__ = ["FlowKVTier"]

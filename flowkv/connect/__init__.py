@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from flowkv.connect.keeper import Caller, Keeper, open_keeper
+from flowkv.residency.keeper import Caller, Keeper, open_keeper
 
 __all__ = ["Caller", "Keeper", "open_keeper"]

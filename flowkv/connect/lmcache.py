@@ -27,11 +27,11 @@ import torch
 import xxhash
 
 from flowkv.connect.identity import fingerprint, identify
-from flowkv.connect.keeper import open_keeper
 from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.kernels import transcode
+from flowkv.residency.keeper import open_keeper
 from flowkv.tiers.base import UNBOUNDED, FrameInfo, Load, Outcome, Store, TierAnswer
 
 TESTED = "0.5"

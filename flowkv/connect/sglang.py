@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from flowkv.connect.identity import fingerprint, identify
-from flowkv.connect.keeper import HOLD_S, Caller, open_keeper
 from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT
+from flowkv.residency.keeper import HOLD_S, Caller, open_keeper
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 
 TESTED = "0.5"

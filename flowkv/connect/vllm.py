@@ -20,10 +20,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from flowkv.connect.identity import identify
-from flowkv.connect.keeper import open_keeper
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.policy import CATALOGUE, make_policy
+from flowkv.residency.keeper import open_keeper
 from flowkv.residency.keyed import KeyedPolicy
 from flowkv.sim.formats import Writer
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
