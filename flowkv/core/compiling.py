@@ -3,8 +3,8 @@
 A function is compiled, or read from a cache of compiled ones, when it is first called: for seconds,
 in whatever was under way just then, and whoever needs numba's lock meanwhile waits as long. `watch`
 hears of all of it from numba itself, so that functions count that nobody here knows of; what is
-compiled otherwise says so by `around`. Deadlines are set by `now_ns`, which stands still meanwhile;
-a time that was measured goes through `measured_s` before anybody believes it. What takes longer
+compiled otherwise says so by `around`. Deadlines are set by `now_ns`, which stands still meanwhile, but for
+a nanosecond from call to call; a time that was measured goes through `measured_s` before anybody believes it. What takes longer
 than a second is told to whoever waits: in a line on a terminal, as log records elsewhere.
 """
 
@@ -51,7 +51,7 @@ class Intervals:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may compile as well
         self._depths: dict[int, int] = {}  # of threads that compile
-        self._begun_ns = self._spent_ns = 0
+        self._begun_ns = self._spent_ns = self._last_ns = 0
         self._past: deque[tuple[int, int]] = deque(maxlen=_KEPT)
         self._told = False  # a thread watches, to tell what takes long
 
@@ -94,6 +94,16 @@ class Intervals:
                 self._close(self._begun_ns + round(MOST_S * 1e9))
                 return now_ns, self._spent_ns
             return now_ns, self._spent_ns + now_ns - self._begun_ns
+
+    def stopped_ns(self) -> int:
+        """This moment less the time in which something was compiled, later with every call.
+
+        What happens while that stands still has an order all the same: policies go by it.
+        """
+        with self._lock:
+            now_ns, spent_ns = self.at()
+            self._last_ns = max(self._last_ns + 1, now_ns - spent_ns)
+            return self._last_ns
 
     def within_ns(self, begun_ns: int, ended_ns: int) -> int:
         """How much of a stretch of time something was compiled."""
@@ -187,11 +197,10 @@ def around() -> Iterator[None]:
 
 
 def now_ns() -> int:
-    """`time.monotonic_ns` less all the time in which this process compiled."""
+    """`time.monotonic_ns` less all the time in which this process compiled; no two are equal."""
     if not _WATCHING:
         watch()
-    moment_ns, spent_ns = _INTERVALS.at()
-    return moment_ns - spent_ns
+    return _INTERVALS.stopped_ns()
 
 
 def spent_ns() -> int:

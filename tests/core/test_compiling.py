@@ -130,7 +130,7 @@ def test_who_waits_for_the_compiler_is_waiting_for_it(monkeypatch: pytest.Monkey
             time.sleep(0.001)
         before = compiling.now_ns()
         time.sleep(0.01)
-        assert compiling.now_ns() == before
+        assert before < compiling.now_ns() < before + 10**6
     waiting.join()
     assert not compiling._INTERVALS._depths
 
