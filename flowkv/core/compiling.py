@@ -3,9 +3,10 @@
 A function is compiled, or read from a cache of compiled ones, when it is first called: for seconds,
 in whatever was under way just then, and whoever needs numba's lock meanwhile waits as long. `watch`
 hears of all of it from numba itself, so that functions count that nobody here knows of; what is
-compiled otherwise says so by `around`. Deadlines are set by `now_ns`, which stands still meanwhile, but for
-a nanosecond from call to call; a time that was measured goes through `measured_s` before anybody believes it. What takes longer
-than a second is told to whoever waits: in a line on a terminal, as log records elsewhere.
+compiled otherwise says so by `around`. Deadlines are set by `now_ns`, which stands still meanwhile,
+but for a nanosecond from call to call; a time that was measured goes through `measured_s` before
+anybody believes it. What takes longer than a second is told to whoever waits: in a line on a
+terminal, as log records elsewhere.
 """
 
 from __future__ import annotations
