@@ -15,8 +15,10 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain, compress, groupby, islice
+from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
@@ -25,13 +27,14 @@ from flowkv.core.clock import Clock, SystemClock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import tenant_salt
-from flowkv.observe.events import Bus, Closing, Evicted, Failed, Quarantined, Stored
+from flowkv.observe.events import Bus, Closing, Evicted, Failed, Forgotten, Quarantined, Stored
 from flowkv.policy import Policy, make_policy
 from flowkv.policy.restore.costs import LoadGate, Rates
 from flowkv.policy.tenants import Tenants
 from flowkv.residency.keyed import KeyedPolicy
 from flowkv.residency.places import open_tiers, policy_of
-from flowkv.tiers.base import UNBOUNDED, Entry, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLog
 from flowkv.tiers.worker import Completions
 
 _log = logging.getLogger("flowkv")
@@ -62,11 +65,14 @@ class _Item:
         begun_ns: When it was submitted.
         request: Whose later look-ups are told if a load fails.
         left: Tiers that owe an answer to a store.
+        news: How often others had erased something, as far as was heard then.
         best: The answer so far.
         over: Cancelled: no other tier is asked.
     """
 
-    __slots__ = tuple("begun_ns best caller end_ns index job left operation over request".split())
+    __slots__ = tuple(
+        "begun_ns best caller end_ns index job left news operation over request".split()
+    )
 
     def __init__(
         self,
@@ -79,17 +85,21 @@ class _Item:
         self.caller, self.job, self.index = caller, job, index
         self.operation: Any = operation
         self.request, self.left, self.over = request, 0, False
-        self.begun_ns = self.end_ns = 0
+        self.begun_ns = self.end_ns = self.news = 0
         self.best = TierAnswer(job, index, operation.key, Outcome.MISS)
 
 
 class _Flight:
-    """An item at one tier: the bytes it may take there, and whether it brings a new frame."""
+    """An item at one tier: the bytes it may take there, and whether it brings a new frame.
 
-    __slots__ = ("fresh", "item", "n_bytes", "tries")
+    One that is `erased` meanwhile does not stay.
+    """
+
+    __slots__ = ("erased", "fresh", "item", "n_bytes", "tries")
 
     def __init__(self, item: _Item, n_bytes: int = 0, fresh: bool = False) -> None:
         self.item, self.n_bytes, self.fresh, self.tries = item, n_bytes, fresh, 0
+        self.erased = False
 
 
 class _Level:
@@ -105,6 +115,8 @@ class _Level:
         incoming_bytes: Most that those will take.
         scanned_s: When it was asked last what others have stored.
         local: Whether it says at once what is there.
+        log: What others who share it erased, if it says so.
+        sweeps: How many look through it, far away, for what was erased: nothing is there meanwhile.
         pump: The thread that fetches its answers.
     """
 
@@ -114,7 +126,9 @@ class _Level:
         self.storing: Counter[bytes] = Counter()
         self.hit_bytes: Counter[int] = Counter()
         self.incoming_bytes, self.scanned_s = 0, -_RESCAN_S
-        self.local = tier.kind != "remote"
+        self.local, self.sweeps = tier.kind != "remote", 0
+        found = getattr(tier, "erasure_log", None)
+        self.log = ErasureLog(found) if isinstance(found, Path) else found
         self.pump: threading.Thread | None = None
 
     @property
@@ -128,6 +142,8 @@ class _Level:
 
     def has(self, key: bytes) -> bool:
         """Whether a key is believed to be there, as far as is known without asking far away."""
+        if self.sweeps:
+            return False
         return self.tier.contains([key])[0] if self.local else key in self.book
 
 
@@ -204,7 +220,7 @@ class Keeper(Closing):
         self.on_evicted: Callable[[list[bytes]], object] = lambda keys: None
         self._clock, self._lock = clock or SystemClock(), threading.RLock()
         self._tenants = {salt: number for number, salt in enumerate(tenants)}
-        self._open, self._refill_bytes, self.gate = True, 0, LoadGate()
+        self._open, self._refill_bytes, self._news, self.gate = True, 0, 0, LoadGate()
         self.gate.rates = rates if rates is not None else {}
         self._levels = [
             _Level(tier, policies(tier.kind, tier.capacity_bytes), self._rates(tier))
@@ -242,6 +258,8 @@ class Keeper(Closing):
             self._open = False
         for level in self._levels:
             level.tier.close()
+            if level.log is not None:
+                level.log.close()
         self._questions.put(None)
         for thread in (self._asker, *(level.pump for level in self._levels)):
             if thread is not None and thread is not threading.current_thread():
@@ -311,6 +329,74 @@ class Keeper(Closing):
 
     def _tenant(self, salt: bytes) -> int:
         return self._tenants.get(salt, len(self._tenants))
+
+    # ---- what was erased
+
+    def _hear(self) -> None:
+        """Drops from everywhere what others erased, before anything else is looked up."""
+        for level in self._levels:
+            if level.log is None or not level.log.changed() or not (erased := level.log.news()):
+                continue
+            self._news += 1
+            for other in self._levels:
+                if other.local:
+                    self._drop(other, erased)
+                elif other is not level or not erased.proven:
+                    other.sweeps += 1
+                    sweep = threading.Thread(target=self._sweep, args=(other, erased), daemon=True)
+                    sweep.start()
+
+    def _sweep(self, level: _Level, erased: Erased) -> None:
+        """Looks for what was erased where that may take long."""
+        try:
+            meant = _meant(erased, level.tier.scan())
+        except Exception:  # of a client that may be anybody's: what is known of it goes
+            _log.warning("%s cannot be looked through", level.tier.name, exc_info=True)
+            with self._lock:
+                meant = set(level.book)
+        with self._lock:
+            self._drop(level, erased, meant)
+            level.sweeps -= 1
+
+    def _drop(self, level: _Level, erased: Erased, meant: Collection[bytes] | None = None) -> None:
+        meant = _meant(erased, level.tier.scan()) if meant is None else meant
+        known = [key for key in level.book if key in meant or erased.everything or erased.has(key)]
+        self._withdraw(level, lambda store: _means(erased, store.key, store.info, meant))
+        level.tier.delete(list(meant))
+        self.bus.emit(Forgotten(tier=level.tier.name, blocks=len(known)))
+        level.book.remove([key for key in known if not level.storing[key]])
+        self._lost(known)
+
+    def _withdraw(self, level: _Level, meant: Callable[[Store], bool]) -> bool:
+        """What is being stored of it does not stay; whether there is any."""
+        found = [
+            flight
+            for flights in level.flights.values()
+            for flight in flights.values()
+            if isinstance(flight.item.operation, Store) and meant(flight.item.operation)
+        ]
+        for flight in found:
+            flight.erased = True
+        return bool(found)
+
+    def _erase(self, keys: Sequence[bytes]) -> int:
+        """Erases frames from all tiers, and tells others who share those."""
+        with self._lock, ExitStack() as held:
+            logs = [level.log for level in self._levels if level.log is not None]
+            for log in sorted(logs, key=lambda log: log.path):  # no two wait for each other
+                held.enter_context(log.erasing())
+            named, proven, most = set(keys), True, 0
+            for level in self._levels:
+                proven &= not self._withdraw(level, lambda store: store.key in named)
+                level.book.remove([key for key in keys if not level.storing[key]])
+            for level in self._levels:
+                most = max(most, level.tier.erase(keys))
+                proven &= level.tier.writable
+            for log in logs:
+                for at in range(0, len(keys), MOST_KEYS):
+                    log.publish(keys[at : at + MOST_KEYS], proven=proven)
+            self._news += 1
+            return most
 
     def _make_room(self, level: _Level, need: int, kept: Collection[bytes] = ()) -> bool:
         """Gives up what the policy would until so many bytes fit; False if it cannot."""
@@ -404,12 +490,20 @@ class Keeper(Closing):
             self._landed(level, new.pop(), there=False)
 
     def _send(self, level: _Level, flights: list[_Flight]) -> None:
-        if flights:
-            left_s = (flights[0].item.end_ns - self._clock.now_ns()) / 1e9
-            operations = [flight.item.operation for flight in flights]
-            number = level.tier.submit_store(operations, deadline_s=max(0.0, left_s))
-            level.flights[number] = dict(enumerate(flights))
-            self._start(level)
+        if not flights:
+            return
+        log = level.log
+        with log.storing() if log else nullcontext(True) as free:
+            free = free and not (log and log.changed())  # else others erased what may be among it
+            if free:
+                left_s = (flights[0].item.end_ns - self._clock.now_ns()) / 1e9
+                operations = [flight.item.operation for flight in flights]
+                number = level.tier.submit_store(operations, deadline_s=max(0.0, left_s))
+                level.flights[number] = dict(enumerate(flights))
+                self._start(level)
+        for flight in () if free else flights:
+            self._landed(level, flight, there=False)
+            self._stored(flight.item, "busy")
 
     def _landed(self, level: _Level, flight: _Flight, *, there: bool) -> None:
         """A store is over at a tier."""
@@ -443,6 +537,9 @@ class Keeper(Closing):
             nearest = first
             while nearest < last and not self._levels[nearest].has(item.operation.key):
                 nearest += 1
+            if self._levels[nearest].sweeps:
+                self._answer(item)
+                continue
             wanted.setdefault(nearest, []).append(_Flight(item))
         for nearest, flights in wanted.items():
             level, now = self._levels[nearest], self._clock.now_ns()
@@ -456,7 +553,8 @@ class Keeper(Closing):
         key, number = item.operation.key, self._levels.index(level)
         if answer.outcome is Outcome.HIT:
             level.hit_bytes[answer.job] += answer.n_bytes
-            if copy is not None and answer.info is not None and self._open:
+            current = self._open and item.news == self._news
+            if copy is not None and answer.info is not None and current:
                 self._refill(number, Store(key, answer.info, memoryview(copy)))
         elif answer.outcome is Outcome.FAILED:
             self.bus.emit(Failed(tier=level.tier.name, operation="load", reason=answer.reason))
@@ -479,7 +577,7 @@ class Keeper(Closing):
         """What was found in one tier comes back into the faster ones."""
         levels = [level for level in self._levels[:below] if level.tier.writable]
         item = _Item(None, 0, 0, store)
-        item.begun_ns = self._clock.now_ns()
+        item.begun_ns, item.news = self._clock.now_ns(), self._news
         item.end_ns = item.begun_ns + round(HOLD_S * 1e9)
         self._refill_bytes += store.body.nbytes
         self._store([item], [level for level in levels if not level.has(store.key)])
@@ -604,6 +702,9 @@ class Keeper(Closing):
                 self._send(level, [flight])
             else:
                 there = answer.outcome is Outcome.STORED
+                if there and flight.erased:
+                    level.tier.delete([item.operation.key])
+                    there, answer = False, answer._replace(reason="busy")
                 self._landed(level, flight, there=there)
                 name, n_bytes = level.tier.name, answer.n_bytes
                 if there:
@@ -619,7 +720,8 @@ class Keeper(Closing):
         """Whether a tier that says it is full has more room now: frames lie in it in slabs."""
         item, now = flight.item, self._clock.now_ns()
         flight.tries += 1
-        if item.over or not self._open or flight.tries > _TRIES or now >= item.end_ns:
+        over = item.over or flight.erased or not self._open
+        if over or flight.tries > _TRIES or now >= item.end_ns:
             return False
         victims = level.book.evict(now, 1 << flight.tries) or level.book.evict(now, 1) or ()
         self._give_up(level, victims, "space")
@@ -640,6 +742,28 @@ class Keeper(Closing):
         ):
             hold.failed.add(best.key)
         caller.answers.put([best._replace(seconds=seconds)])
+
+
+def _means(erased: Erased, key: bytes, info: FrameInfo, gone: Collection[bytes]) -> bool:
+    """Whether a frame was erased; `gone` are keys of others that were."""
+    if key in gone or info.parent in gone or erased.has(key) or erased.ends(info.parent):
+        return True
+    return erased.covers(info.tenant, info.namespace)
+
+
+def _meant(erased: Erased, entries: Iterable[Entry]) -> set[bytes]:
+    """Keys of what was erased, and of what continues it."""
+    gone, rest = set[bytes](), list(entries)
+    while True:
+        left = list[Entry]()
+        for entry in rest:  # root to leaf mostly, so that once is enough
+            if _means(erased, entry.key, entry.info, gone):
+                gone.add(entry.key)
+            else:
+                left.append(entry)
+        if len(left) == len(rest):
+            return gone
+        rest = left
 
 
 class Caller:
@@ -669,6 +793,7 @@ class Caller:
             None for what a remote tier is being asked about: ask again in a moment.
         """
         with self.keeper._lock:
+            self.keeper._hear()
             return [self.keeper._lookup(key, self, request) for key in keys]
 
     def release(self, request: Hashable) -> None:
@@ -707,7 +832,10 @@ class Caller:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are believed to be there; asks remote tiers, for 50 ms at most."""
-        there = [tier.contains(keys) for tier in self._tiers]
+        with self.keeper._lock:
+            self.keeper._hear()
+            asked = [level.tier for level in self.keeper.levels if not level.sweeps]
+        there = [tier.contains(keys) for tier in asked] or [[False] * len(keys)]
         return [any(one) for one in zip(*there, strict=True)]
 
     def submit_load(
@@ -743,12 +871,14 @@ class Caller:
         with keeper._lock:
             if not keeper.open:
                 raise StateError(f"{self.name} is closed", "Open a keeper anew")
+            keeper._hear()
             job, now = self.answers.new_job(), keeper._clock.now_ns()
             items = [
                 _Item(self, job, i, operation, request) for i, operation in enumerate(operations)
             ]
             for item in items:
                 item.begun_ns, item.end_ns = now, now + round(min(deadline_s, 1e9) * 1e9)
+                item.news = keeper._news
             if operations and isinstance(operations[0], Load):
                 for level in keeper.levels:
                     level.book.access(now, [operation.key for operation in operations])
@@ -782,21 +912,18 @@ class Caller:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forgets frames in all tiers; returns how many were there."""
-        return self._remove(keys, lambda tier: tier.delete(keys))
+        with self.keeper._lock:
+            for level in self.keeper.levels:
+                level.book.remove([key for key in keys if not level.storing[key]])
+        return max([tier.delete(keys) for tier in self._tiers])
 
     def erase(self, keys: Sequence[bytes]) -> int:
-        """Forgets frames in all tiers, and leaves no copy of their bytes.
+        """Forgets frames in all tiers, leaves no copy of their bytes, and tells who shares a tier.
 
         Raises:
             StoreError: Some may still be there; the message says which tier and why.
         """
-        return self._remove(keys, lambda tier: tier.erase(keys))
-
-    def _remove(self, keys: Sequence[bytes], how: Callable[[Tier], int]) -> int:
-        with self.keeper._lock:
-            for level in self.keeper.levels:
-                level.book.remove([key for key in keys if not level.storing[key]])
-        return max([how(tier) for tier in self._tiers])
+        return self.keeper._erase(keys)
 
     def scan(self) -> Iterator[Entry]:
         """All frames, each once, oldest store of the slowest tier first."""

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,15 @@ from tests.inside import (
     HOLD_S,
     Bus,
     ConfigError,
+    Erased,
+    ErasureLog,
     Faults,
     HostTier,
     Quarantined,
     Quota,
     StateError,
     Tenants,
+    realm_name,
     tenant_salt,
 )
 from tests.tiers.frames import (
@@ -374,6 +378,173 @@ def test_a_reader_of_a_directory_finds_what_its_owner_stores(tmp_path: Path) -> 
     assert outcomes(put(theirs, ["b"])) == [("failed", "read-only")]
     reader.close()
     owner.close()
+
+
+# ---- what was erased
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Caller, Caller]]:
+    """The owner of a directory, and who reads it with memory of its own."""
+    owner = Keeper([host(32, "theirs"), DiskTier(tmp_path / "kv", 4 << 20)], lru)
+    with pytest.warns(UserWarning, match="another process owns"):
+        reader = Keeper([host(32), DiskTier(tmp_path / "kv", 4 << 20)], lru)
+    yield owner.caller(), reader.caller()
+    reader.close()
+    owner.close()
+
+
+def in_memory(caller: Caller, names: Sequence[object]) -> list[bool]:
+    return caller.keeper.levels[0].tier.contains([key_of(name) for name in names])
+
+
+def chained(caller: Caller, names: Sequence[int]) -> None:
+    for name in names:
+        stored(caller, [name], parent=key_of(name - 1) if name else bytes(32))
+
+
+def test_what_one_keeper_erased_no_other_has(two: tuple[Caller, Caller]) -> None:
+    owner, reader = two
+    chained(owner, range(6))
+    assert hits(reader, range(6)) == 6
+    wait(lambda: all(in_memory(reader, range(6))))
+    assert owner.erase([key_of(3)]) == 1
+    keys = [key_of(name) for name in range(6)]
+    assert reader.lookup(keys, "r") == [True] * 3 + [False] + [True] * 2
+    assert in_memory(reader, range(6)) == [True] * 3 + [False] * 3  # with what continues it
+    assert hits(reader, range(6)) == 5
+    chained(owner, [3])  # computed anew
+    assert hits(reader, range(6)) == 6
+
+
+def test_a_tenant_that_was_erased_leaves_every_tier(two: tuple[Caller, Caller]) -> None:
+    owner, reader = two
+    stored(owner, ["a"], tenant=key_of("alice"))
+    stored(owner, ["b"], tenant=key_of("bob"))
+    assert hits(reader, ["a", "b"]) == 2
+    wait(lambda: all(in_memory(reader, ["a", "b"])))
+    log = ErasureLog(owner.keeper.levels[1].tier.erasure_log)
+    with log.erasing():
+        log.publish(realms=[realm_name(key_of("alice"), None)])
+    assert in_memory(reader, ["a", "b"]) == [True, True]
+    assert reader.contains([key_of("a"), key_of("b")])[0] is True  # the directory was not erased
+    assert in_memory(reader, ["a", "b"]) == [False, True]
+    log.close()
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_an_owner_erases_what_a_reader_could_not(two: tuple[Caller, Caller], proven: bool) -> None:
+    owner, _ = two
+    stored(owner, ["a"])
+    log = ErasureLog(owner.keeper.levels[1].tier.erasure_log)
+    with log.erasing():
+        log.publish([key_of("a")], proven=proven)
+    assert owner.lookup([key_of("a")], "r") == [False]
+    assert hits(owner, ["a"]) == 0
+    log.close()
+
+
+def test_what_was_under_way_when_it_was_erased_does_not_come_back(tmp_path: Path) -> None:
+    """Of a load the copy for faster tiers, and of a store all."""
+    with Keeper([DiskTier(tmp_path / "kv", 4 << 20)], lru) as other:
+        stored(other.caller(), ["a"])
+    disk, held, go = DiskTier(tmp_path / "kv", 4 << 20), threading.Event(), threading.Event()
+    take = disk.poll
+
+    def poll(timeout_s: float = 0.0) -> list[object]:
+        if found := take(timeout_s):
+            held.set()
+            go.wait(20)
+        return found
+
+    disk.poll = poll
+    keeper = Keeper([host(32), disk], lru)
+    caller, target = keeper.caller(), bytearray(SIZE)
+    job = caller.submit_load([Load(key_of("a"), memoryview(target), LAYOUT)])
+    assert held.wait(20)
+    log = ErasureLog(disk.erasure_log)
+    with log.erasing():
+        log.publish([key_of("a")], proven=False)
+    assert caller.lookup([key_of("a")], "r") == [False]
+    go.set()
+    (answer,) = answers(caller, job, 1)
+    assert answer.outcome is Outcome.HIT  # it was asked for before
+    go.clear()
+    held.clear()
+    stores = caller.submit_store([Store(key_of("b"), info_of(SIZE), memoryview(body_of("b")))])
+    assert held.wait(20)
+    erase, disk.erase = disk.erase, lambda keys: 0  # it comes after that
+    assert caller.erase([key_of("b")]) == 1
+    disk.erase = erase
+    go.set()
+    answers(caller, stores, 1)
+    wait(lambda: not any(level.flights for level in keeper.levels))
+    assert hits(caller, ["a", "b"]) == 0
+    assert list(caller.scan()) == []
+    log.close()
+    keeper.close()
+
+
+def test_nothing_is_stored_by_who_does_not_know_what_was_erased(
+    two: tuple[Caller, Caller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, _ = two
+    log = ErasureLog(owner.keeper.levels[1].tier.erasure_log)
+    monkeypatch.setattr(owner.keeper, "_hear", lambda: None)  # it comes just afterwards
+    with log.erasing():
+        put(owner, ["a"])
+        log.publish([key_of("a")])
+    put(owner, ["a"])
+    log.close()
+    assert owner.keeper.levels[1].tier.contains([key_of("a")]) == [False]
+    assert owner.keeper.counts == {"stored": 2}  # in memory
+    monkeypatch.undo()
+    assert owner.contains([key_of("a")]) == [False]
+    stored(owner, ["a"])
+    assert owner.keeper.levels[1].tier.contains([key_of("a")]) == [True]
+
+
+def test_who_cannot_look_at_once_finds_nothing_until_it_has() -> None:
+    go, far = threading.Event(), FarTier(1 << 20, name="far")
+    look = far.scan
+
+    def scan() -> Iterator[object]:
+        go.wait(20)
+        return look()
+
+    keeper = Keeper([far], lru)
+    caller = keeper.caller()
+    stored(caller, ["a", "b"])
+    far.scan = scan
+    keeper.levels[0].log = Told(Erased(keys=frozenset({key_of("a")[:8]}), proven=False))
+    assert hits(caller, ["a", "b"]) == 0
+    assert caller.lookup([key_of("a"), key_of("b")], None) == [False, False]
+    assert caller.contains([key_of("a"), key_of("b")]) == [False, False]
+    go.set()
+    wait(lambda: not keeper.levels[0].sweeps)
+    assert (hits(caller, ["a"]), hits(caller, ["b"])) == (0, 1)
+    keeper.close()
+
+
+class Told:
+    """A log with one piece of news."""
+
+    path = Path("far")
+
+    def __init__(self, news: Erased) -> None:
+        self._news = [news]
+
+    def changed(self) -> bool:
+        return bool(self._news)
+
+    def news(self) -> Erased:
+        return self._news.pop()
+
+    def storing(self) -> AbstractContextManager[bool]:
+        return nullcontext(True)
+
+    def close(self) -> None:
+        pass
 
 
 # ---- restarts
