@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import bench.engines.command
 import bench.hierarchy
 import bench.policy.command
+import bench.policy.restarts
 import bench.real
 import bench.restore.command
 import bench.serve.command
@@ -24,6 +25,7 @@ def parser() -> Parser:
     verb = adder(made.add_subparsers(title="verbs", metavar="VERB", required=True))
     bench.real.add_verbs(verb)
     bench.hierarchy.add_verbs(verb)
+    bench.policy.restarts.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):
         measured.command.add_verbs(verb)
     return made
