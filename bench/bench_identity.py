@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from flowkv.hooks.huggingface.door import drawn
-from flowkv.hooks.huggingface.identity import CALLS, Identity
+from flowkv.hooks.identity import CALLS, Identity
 
 PAGE_TOKENS = 64
 

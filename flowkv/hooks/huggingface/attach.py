@@ -20,7 +20,6 @@ from flowkv.core.errors import ConfigError, FlowKVError, StateError, Unsupported
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.cache import PagedCache, plan_geometry
 from flowkv.hooks.huggingface.door import ForwardHook, warn_inherited
-from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import ForwardCall, Names
 from flowkv.hooks.huggingface.probe import (
     encoder_inputs,
@@ -35,6 +34,7 @@ from flowkv.hooks.huggingface.probe import (
 from flowkv.hooks.huggingface.restore import NOTHING, ReuseLimits, admit
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
+from flowkv.hooks.identity import Identity
 
 Reads = Literal["auto", "dense"]
 
