@@ -500,8 +500,8 @@ class Walk:
 
     def _attribute(self, path: str, module: torch.nn.Module, name: str, value: Any) -> None:
         placed = _root(value) in ("accelerate", "flowkv")  # around the model's own
-        if name == "forward" and placed and "_old_forward" in vars(module):
-            original = module.__dict__.get("_old_forward")
+        original = _around(module, value) if name == "forward" and placed else None
+        if original is not None:
             if getattr(original, "__func__", None) is not type(module).forward:
                 self._value(path, original)
         elif isinstance(value, _GENERATORS) and _root(type(module)) in _LIBRARIES:
@@ -1282,6 +1282,12 @@ def _slots(cls: type) -> tuple[str, ...]:
         for name in names
         if name not in ("__dict__", "__weakref__")
     )
+
+
+def _around(module: torch.nn.Module, forward: Any) -> Any:
+    """The forward that one of accelerate's, or of FlowKV's, stands in for; None if it does not."""
+    own = vars(module).get("_old_forward")
+    return own if own is not None else getattr(getattr(forward, "__self__", None), "around", None)
 
 
 def _offloaded(module: torch.nn.Module, name: str, tensor: Any) -> Any:

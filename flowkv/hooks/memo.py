@@ -14,10 +14,11 @@ import atexit
 import functools
 import hashlib
 import inspect
+import os
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -282,10 +283,7 @@ class Memo(Closing):
         self._declined = Counter[str]()
         self._root = _root(function)
         called = getattr(function, "forward", function)
-        try:
-            self._signature = inspect.signature(called)
-        except (TypeError, ValueError):  # of C
-            self._signature = inspect.signature(lambda *args, **kwargs: None)
+        self._positional = _positional(called)
         label = getattr(called, "__qualname__", type(function).__qualname__)
         self.name = key if isinstance(key, str) else f"{called.__module__}.{label}"
         self._layout = hashlib.sha256(_TAG + self.name.encode()).digest()[:16]
@@ -293,7 +291,7 @@ class Memo(Closing):
         self._callers: list[Caller] = []
         self._rows = _Rows(keeper, self._proven)
         self._epoch, self._rest_until_s, self._named, self._changed = 0, 0.0, b"", False
-        self._computed = 0
+        self._computed, self._pid = 0, os.getpid()
         self._target = function if isinstance(function, torch.nn.Module) else _Called(function)
         self._identity = None if key is not None else self._identify()
         _OPEN.add(self)
@@ -378,6 +376,8 @@ class Memo(Closing):
 
     def close(self) -> None:
         """Stores what waits, and closes the places that it opened. Safe to call again."""
+        if os.getpid() != self._pid:
+            return
         self._rows.close()
         if self._mine:
             self.keeper.close()
@@ -385,6 +385,8 @@ class Memo(Closing):
     # ---- a call
 
     def _call(self, part: _Part, args: Any, kwargs: Any) -> Any:
+        if os.getpid() != self._pid:  # its places and threads are the parent's
+            return self._function(*args, **kwargs)
         began_s = time.perf_counter()
         try:
             found = self._answer(part, args, kwargs)
@@ -435,7 +437,7 @@ class Memo(Closing):
         if len(missing) == len(keys):
             return result, len(keys), {**counts, "found": 0, "computed": len(keys)}
         if not _alike([*rows.values(), *made.values()]):
-            whole = self._run(question.some(range(question.rows)))
+            whole = self._function(*args, **kwargs)
             return whole, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
         return self._joined(question, keys, rows, made, leaves), len(keys), counts
 
@@ -483,29 +485,17 @@ class Memo(Closing):
             return self._named
 
     def _question(self, args: Any, kwargs: Any) -> _Question:
-        try:
-            bound = self._signature.bind(*args, **kwargs)
-        except TypeError:
-            raise _Declined("arguments") from None  # the function says what is wrong
-        arguments, beyond = dict(bound.arguments), self._beyond
-        arguments |= arguments.pop(beyond, {})
-        return _Question(arguments, self._batch)
+        names = [*self._positional, *(f"*{i}" for i in range(len(self._positional), len(args)))]
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        if len(arguments) < len(args) + len(kwargs):
+            raise _Declined("arguments")  # the function says what is wrong with them
+        return _Question({name: arguments[name] for name in sorted(arguments)}, self._batch)
 
-    @functools.cached_property
-    def _beyond(self) -> str:
-        """The parameter that takes all other keywords; "" for none."""
-        kinds = self._signature.parameters.values()
-        return next((p.name for p in kinds if p.kind is p.VAR_KEYWORD), "")
-
-    def _run(self, arguments: dict[str, Any]) -> Any:
-        """Calls the function with arguments by name."""
-        known = self._signature.parameters
-        held = OrderedDict((n, arguments[n]) for n in known if n in arguments and n != self._beyond)
-        rest = {n: v for n, v in arguments.items() if n not in held}
-        if rest:
-            held[self._beyond] = rest
-        bound = inspect.BoundArguments(self._signature, held)
-        return self._function(*bound.args, **bound.kwargs)
+    def _run(self, arguments: dict[str, Any], args: Any) -> Any:
+        """Calls the function with arguments by name; as many by position as there were."""
+        names = [*self._positional, *(f"*{i}" for i in range(len(self._positional), len(args)))]
+        first = [arguments.pop(name) for name in names[: len(args)]]
+        return self._function(*first, **arguments)
 
     def _wants_grad(self, leaves: Sequence[Any]) -> bool:
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
@@ -526,7 +516,7 @@ class Memo(Closing):
         if whole:
             result = self._function(*args, **kwargs)
         else:
-            result = self._run(question.some(missing))
+            result = self._run(question.some(missing), args)
         seconds = time.perf_counter() - began_s
         form, infos, leaves = self._parts_of(result, len(missing))
         self.keeper.gate.computed(len(missing), seconds)
@@ -871,6 +861,16 @@ def _root(function: Any) -> torch.nn.Module | None:
         if isinstance(one, torch.nn.Module):
             return one
     return None
+
+
+def _positional(function: Any) -> list[str]:
+    """Names of the parameters that may be passed by position."""
+    try:
+        known = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of C
+        return []
+    by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [parameter.name for parameter in known if parameter.kind in by_place]
 
 
 def _autocasts(kind: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -552,6 +553,18 @@ def test_threads_agree() -> None:
             thread.join()
         assert failures == []
         assert remembered.stats()["rows"] == 600
+
+
+def test_a_forked_child_computes() -> None:
+    x = rows(1, 2)
+    with remember(Encoder()) as remembered:
+        remembered(x)
+        child = os.fork()
+        if not child:
+            right = torch.equal(remembered(x), x * Encoder().weight * 2.0) and len(COMPUTED) == 2
+            os._exit(0 if right else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(COMPUTED) == 1
 
 
 def test_it_decorates_and_tells() -> None:
