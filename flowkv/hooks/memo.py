@@ -57,7 +57,7 @@ _LEAST_S = 0.002
 _REST_S = 1.0  # after tiers were late
 _POLL_S = 0.001
 _STORE_S = 10.0
-_READING_SHARE = 0.02  # of the time, what reading weights again may take before rows are stored
+_READING_SHARE = 0.005  # of the time, what reading weights again may take before rows are stored
 _MOST_SIZES = 1024
 _OPEN: weakref.WeakSet[Memo] = weakref.WeakSet()
 
@@ -316,8 +316,8 @@ class Memo(Closing):
 
         Raises:
             ConfigError: Inputs have different numbers of rows.
-            UnsupportedModelError: The result has not one row for each row of the inputs.
-            UnnamedError: An input is neither a tensor, an array nor a plain value.
+            UnsupportedModelError: The result has not one row for each row of the inputs, or one of
+                these is neither a tensor, an array, text nor a plain value.
         """
         return self._call(self._part, args, kwargs)
 
@@ -354,12 +354,15 @@ class Memo(Closing):
     def forget(self, *args: Any, **kwargs: Any) -> int:
         """Erases the rows of these inputs, or without inputs all rows of this tenant.
 
+        Rows of inputs are those of the computation as it is; without, also those of earlier ones.
+
         Calls that began before it returned store nothing.
 
         Returns:
             How many frames were there.
 
         Raises:
+            StateError: With inputs: nothing can be named now, as the module trains.
             StoreError: Some may still be there; the message says which tier and why.
         """
         with self._lock:
@@ -367,8 +370,13 @@ class Memo(Closing):
         self._rows.flush()
         caller = self.keeper.caller()
         if args or kwargs:
-            name = self._name()
-            keys = self._question(args, kwargs).keys(name, self._part.salt) if name else []
+            try:
+                keys = self._question(args, kwargs).keys(self._may_answer(), self._part.salt)
+            except _Declined as why:
+                raise StateError(
+                    f"rows of {self.name} cannot be named now ({why})",
+                    "Call forget() without inputs, or name them as when they were computed",
+                ) from None
         else:
             own = self._layout, self._part.salt
             keys = [e.key for e in caller.scan() if (e.info.layout, e.info.tenant) == own]
@@ -425,21 +433,26 @@ class Memo(Closing):
         if not _alike([*rows.values()]):
             missing = [*range(len(keys))]
         if not missing:
-            return self._joined(question, keys, rows), len(keys), counts
+            try:
+                return self._joined(question, keys, rows), len(keys), counts
+            except (TypeError, ValueError):  # a class or dtype of theirs is not there
+                missing = [*range(len(keys))]
         result, fresh = self._compute(question, missing, args, kwargs)
         if fresh is None:  # it is the result for all rows, and to be remembered by nobody
             return result, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
         form, infos, leaves = fresh
         made = self._made([keys[i] for i in missing], form, infos, leaves)
         self._learn_size(question, next(iter(made.values())))
-        if self._still(name) and epoch == self._epoch:
-            self._rows.add(made, self._info(name, part.salt))
+        if self._still(name):
+            with self._lock:  # nothing that began before a `forget` is stored behind it
+                if epoch == self._epoch:
+                    self._rows.add(made, self._info(name, part.salt))
         if len(missing) == len(keys):
-            return result, len(keys), {**counts, "found": 0, "computed": len(keys)}
-        if not _alike([*rows.values(), *made.values()]):
-            whole = self._function(*args, **kwargs)
-            return whole, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
-        return self._joined(question, keys, rows, made, leaves), len(keys), counts
+            return result, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
+        if _alike([*rows.values(), *made.values()]):
+            return self._joined(question, keys, rows, made, leaves), len(keys), counts
+        whole = self._function(*args, **kwargs)
+        return whole, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
 
     def _may_answer(self) -> bytes:
         """The computation's name at this moment.
@@ -489,7 +502,13 @@ class Memo(Closing):
         arguments = dict(zip(names, args, strict=False)) | kwargs
         if len(arguments) < len(args) + len(kwargs):
             raise _Declined("arguments")  # the function says what is wrong with them
-        return _Question({name: arguments[name] for name in sorted(arguments)}, self._batch)
+        try:
+            return _Question({name: arguments[name] for name in sorted(arguments)}, self._batch)
+        except UnnamedError as error:
+            raise UnsupportedModelError(
+                f"an input of {self.name} is {error}",
+                "Pass tensors, arrays, texts and plain values, in tuples, dicts or dataclasses",
+            ) from None
 
     def _run(self, arguments: dict[str, Any], args: Any) -> Any:
         """Calls the function with arguments by name; as many by position as there were."""

@@ -28,7 +28,6 @@ from tests.inside import (
     HostTier,
     ManualClock,
     Remembered,
-    UnnamedError,
     UnsupportedModelError,
 )
 
@@ -344,7 +343,10 @@ def test_what_cannot_be_named_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="key="):
         remember(draws)
-    with remember(lambda x: x, key="same") as remembered, pytest.raises(UnnamedError):
+    with (
+        remember(lambda x: x, key="same") as remembered,
+        pytest.raises(UnsupportedModelError, match="an input"),
+    ):
         remembered(object())
     with remember(Encoder()) as remembered, pytest.raises(ConfigError, match="batch="):
         remembered(rows(1, 2), mask=torch.ones(3))
@@ -426,6 +428,38 @@ def test_flipped_bytes_are_computed_again(tmp_path: Path) -> None:
         with remember(Encoder(), places=places) as remembered:
             assert torch.equal(remembered(x), first)
             assert expected == COMPUTED
+
+
+def test_a_class_that_is_gone_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, x = f"disk:{tmp_path}/memo:16MiB", rows(1, 2)
+    with remember(Output, key="gone", places=places) as remembered:
+        remembered(x)
+    monkeypatch.delattr(f"{__name__}.Output")
+    with remember(lambda x: x * 2, key="gone", places=places) as remembered:
+        assert torch.equal(remembered(x), x * 2)
+
+
+def test_a_call_that_began_before_forget_stores_nothing_behind_it() -> None:
+    begun, held = threading.Event(), threading.Event()
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        LOG.append(len(x))
+        begun.set()
+        held.wait(10)
+        return x * 1.0
+
+    with remember(slow, key="slow") as remembered:
+        thread = threading.Thread(target=remembered, args=(rows(1),))
+        thread.start()
+        assert begun.wait(10)
+        assert remembered.forget() == 0
+        held.set()
+        thread.join()
+        remembered.flush()
+        remembered(rows(1))
+        assert COMPUTED == [1, 1]
 
 
 def test_old_rows_are_computed_again() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from flowkv.cache.kv import KV, follow, warn
 from flowkv.core.errors import FlowKVError
-from flowkv.hooks.fingerprint import UnnamedError
 from flowkv.hooks.memo import Memo
 from flowkv.observe.events import Remembered
 from flowkv.residency.keeper import Keeper, open_keeper
@@ -44,7 +43,7 @@ class RememberedForward:
         if not self._off and not self._kv.closed:
             try:
                 return self._memo(*args, **kwargs)
-            except (FlowKVError, UnnamedError) as error:
+            except FlowKVError as error:
                 self._off = str(error)
                 name = type(self._module).__name__
                 warn(self._kv, f"memo: {name}", f"FlowKV remembers nothing of {name}: {error}")
