@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
-from flowkv.core.errors import ConfigError, FlowKVError, StateError, UnsupportedModelError
+from flowkv.core.errors import ConfigError, StateError, UnsupportedModelError
 from flowkv.core.keys import tenant_salt
 from flowkv.hooks.fingerprint import UnnamedError
 from flowkv.hooks.identity import SMALL_BYTES, Identity, drawn, modes
@@ -43,21 +43,16 @@ from flowkv.hooks.nested import (
     rows_of,
     take,
 )
+from flowkv.hooks.write_behind import PART_BYTES, WriteBehind, answers_of, stripes_of
 from flowkv.observe.events import Closing, Remembered
 from flowkv.residency.keeper import Caller, Keeper, open_keeper
-from flowkv.tiers import FrameInfo, Load, Outcome, Store, TierAnswer
+from flowkv.tiers import FrameInfo, Load, Outcome
 
 _TAG = b"flowkv.memo/1\0\0\0"
-_PART_BYTES = 1 << 16  # of a row whose size nobody knows, and of a stripe
-_GRANULE = 4096
-_PENDING_BYTES = 64 << 20
-_BATCH_BYTES = 16 << 20
 _LONG_S = 1.0  # of a load, where nobody knows what computing takes
 _LEAST_S = 0.002
 _REST_S = 1.0  # after tiers were late
 _POLL_S = 0.001
-_STORE_S = 10.0
-_READING_SHARE = 0.005  # of the time, what reading weights again may take before rows are stored
 _MOST_SIZES = 1024
 _OPEN: weakref.WeakSet[Memo] = weakref.WeakSet()
 
@@ -78,109 +73,6 @@ class _Called(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
-
-
-class _Rows:
-    """Rows on their way into the tiers: a thread stores them, and meanwhile they are found here.
-
-    Args:
-        keeper: Where they go.
-        proven: Whether a computation still is what its name says, by all bytes of its weights.
-    """
-
-    def __init__(self, keeper: Keeper, proven: Callable[[bytes], bool]) -> None:
-        self.dropped = self.pending_bytes = 0
-        self._keeper, self._proven = keeper, proven
-        self._waiting: deque[tuple[bytes, FrameInfo]] = deque()
-        self._fresh: dict[bytes, StoredRow] = {}
-        self._changed = threading.Condition()
-        self._hurried = self._closing = False
-        self._next_s = 0.0  # when weights may be read again
-        self._thread: threading.Thread | None = None
-
-    def get(self, key: bytes) -> StoredRow | None:
-        """A row that is on its way."""
-        return self._fresh.get(key)
-
-    def add(self, rows: Mapping[bytes, StoredRow], info: FrameInfo) -> None:
-        """Stores rows later, as far as there is room for what waits."""
-        with self._changed:
-            for key, row in rows.items():
-                full = self.pending_bytes + row.n_bytes > _PENDING_BYTES
-                if full or self._closing or key in self._fresh:
-                    self.dropped += full
-                    continue
-                self._fresh[key] = row
-                self.pending_bytes += row.n_bytes
-                self._waiting.append((key, info))
-            if self._thread is None and self._waiting:
-                self._thread = threading.Thread(target=self._run, name="flowkv memo", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
-    def flush(self, timeout_s: float = _STORE_S) -> bool:
-        """Waits until all that waits is stored or given up; whether it is."""
-        with self._changed:
-            self._hurried = True
-            self._changed.notify_all()
-            done = self._changed.wait_for(lambda: not self._fresh, timeout_s)
-            self._hurried = False
-            return done
-
-    def close(self) -> None:
-        """Stores what waits, and ends."""
-        self.flush()
-        with self._changed:
-            self._closing = True
-            self._waiting.clear()
-            self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_STORE_S)
-
-    def _run(self) -> None:
-        caller = self._keeper.caller()
-        while batch := self._take():
-            began_s = time.monotonic()
-            names = {info.namespace for _, info in batch}
-            sound = {name for name in names if self._proven(name)}
-            ended_s = time.monotonic()
-            self._next_s = ended_s + (ended_s - began_s) / _READING_SHARE
-            try:
-                self._store(caller, [item for item in batch if item[1].namespace in sound])
-            except FlowKVError:  # closed by somebody else
-                pass
-            finally:
-                with self._changed:
-                    for key, _ in batch:
-                        self.pending_bytes -= self._fresh.pop(key).n_bytes
-                    self._changed.notify_all()
-
-    def _take(self) -> list[tuple[bytes, FrameInfo]]:
-        """What is stored next; nothing once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closing)
-            self._changed.wait_for(
-                lambda: self._hurried or self._closing or self.pending_bytes > _PENDING_BYTES // 2,
-                max(0.0, self._next_s - time.monotonic()),
-            )
-            batch, n_bytes = [], 0
-            while self._waiting and n_bytes < _BATCH_BYTES:
-                batch.append(self._waiting.popleft())
-                n_bytes += self._fresh[batch[-1][0]].n_bytes
-            return batch
-
-    def _store(self, caller: Caller, batch: Sequence[tuple[bytes, FrameInfo]]) -> None:
-        if not batch:
-            return
-        operations = []
-        for key, info in batch:
-            pieces = self._fresh[key].encode()
-            length = sum(map(len, pieces))
-            stripes, step = _stripes(length)
-            body = b"".join((*pieces, bytes(stripes * step - length)))
-            operations.append(Store(key, info._replace(stripe_bytes=step), memoryview(body)))
-        job = caller.submit_store(operations, deadline_s=_STORE_S)
-        _answers(caller, job, len(operations), time.monotonic() + 2 * _STORE_S)
 
 
 class _Part(NamedTuple):
@@ -289,7 +181,7 @@ class Memo(Closing):
         self._layout = hashlib.sha256(_TAG + self.name.encode()).digest()[:16]
         self._sizes: dict[bytes, int] = {}
         self._callers: list[Caller] = []
-        self._rows = _Rows(keeper, self._proven)
+        self._rows = WriteBehind(keeper, self._proven)
         self._epoch, self._rest_until_s, self._named, self._changed = 0, 0.0, b"", False
         self._computed, self._pid = 0, os.getpid()
         self._target = function if isinstance(function, torch.nn.Module) else _Called(function)
@@ -679,7 +571,7 @@ class Memo(Closing):
                 known = caller.lookup(keys, request)
             there = [key for key, is_there in zip(keys, known, strict=True) if is_there]
             size = self._sizes.get(self._size_key(question), 0)
-            if not there or not self.keeper.worth(there, size or _PART_BYTES, len(there)):
+            if not there or not self.keeper.worth(there, size or PART_BYTES, len(there)):
                 return {}
             rows, longer = self._fetch(caller, dict.fromkeys(there, size), until_s)
             rows |= self._fetch(caller, longer, until_s)[0] if longer else {}
@@ -702,14 +594,14 @@ class Memo(Closing):
         Returns:
             What came, and the sizes of those whose bodies are of another size.
         """
-        targets = [memoryview(bytearray(size or _PART_BYTES)) for size in sizes.values()]
+        targets = [memoryview(bytearray(size or PART_BYTES)) for size in sizes.values()]
         loads = [
             Load(key, target, self._layout, 0, 0, 0 if size else 1)
             for (key, size), target in zip(sizes.items(), targets, strict=True)
         ]
         left_s = max(until_s - time.monotonic(), 0.0)
         job = caller.submit_load(loads, deadline_s=left_s)
-        answers = _answers(caller, job, len(loads), until_s)
+        answers = answers_of(caller, job, len(loads), until_s)
         if len(answers) < len(loads) or any(a.reason == "deadline" for a in answers):
             caller.cancel(job)
             self._rest_until_s = time.monotonic() + _REST_S
@@ -730,7 +622,7 @@ class Memo(Closing):
             if row.parts or not row.infos:
                 rows[answer.key] = row
             else:
-                stripes, step = _stripes(end)
+                stripes, step = stripes_of(end)
                 longer[answer.key] = stripes * step
         return rows, longer
 
@@ -738,7 +630,7 @@ class Memo(Closing):
         return msgspec.msgpack.encode(question.infos)
 
     def _learn_size(self, question: _Question, row: StoredRow) -> None:
-        stripes, step = _stripes(sum(map(len, row.encode()[:2])) + row.n_bytes)
+        stripes, step = stripes_of(sum(map(len, row.encode()[:2])) + row.n_bytes)
         if len(self._sizes) >= _MOST_SIZES:
             self._sizes.clear()
         self._sizes[self._size_key(question)] = stripes * step
@@ -909,17 +801,3 @@ def _bare(form: Any) -> bool:
 def _alike(rows: Sequence[StoredRow]) -> bool:
     """Whether rows fit into one batch: others depend on what else was in theirs."""
     return all((row.form, row.infos) == (rows[0].form, rows[0].infos) for row in rows)
-
-
-def _stripes(n_bytes: int) -> tuple[int, int]:
-    """Stripes of a body of so many bytes, and the bytes of each."""
-    count = -(-n_bytes // _PART_BYTES)
-    return count, n_bytes if count == 1 else -(-n_bytes // (count * _GRANULE)) * _GRANULE
-
-
-def _answers(caller: Caller, job: int, count: int, until_s: float) -> list[TierAnswer]:
-    """What was answered of a job in time; answers to earlier ones, which were late, are dropped."""
-    answers: list[TierAnswer] = []
-    while len(answers) < count and (left_s := until_s - time.monotonic()) > 0:
-        answers += [answer for answer in caller.poll(left_s) if answer.job == job]
-    return answers

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -310,6 +312,19 @@ def test_weights_written_while_rows_wait_are_not_stored_under_the_old_name() -> 
     keeper.close()
 
 
+def test_what_cannot_be_stored_is_computed_again() -> None:
+    def fails(name: bytes) -> bool:
+        raise RuntimeError(name)
+
+    with remember(Encoder()) as remembered:
+        remembered._rows._proven = fails
+        for calls in (1, 2):
+            remembered(rows(1))
+            assert COMPUTED == [1] * calls
+            assert remembered.flush()
+        assert remembered.stats()["pending_bytes"] == 0
+
+
 def test_training_gradients_and_chance_are_only_computed() -> None:
     encoder, x = Encoder(), rows(1, 2)
     with remember(encoder) as remembered:
@@ -395,6 +410,28 @@ def test_other_names_of_batched_arguments() -> None:
         assert COMPUTED == [2, 2]
         remembered(rows(1, 2), classes=rows(8, 7))
         assert COMPUTED == [2, 2, 2]
+
+
+def test_names_need_no_transformers_and_are_the_same_beside_it() -> None:
+    program = """
+import sys, torch, flowkv
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
+with torch.no_grad():
+    for tensor in net.parameters():
+        tensor.fill_(0.5)
+print(flowkv.memo(net, places="host:1MiB")._name().hex(), "transformers" in sys.modules)
+"""
+    found = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", first + program],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for first in ("", "import transformers")
+    ]
+    assert found[0][0] == found[1][0]
+    assert [loaded for _, loaded in found] == ["False", "True"]
 
 
 # ---- places
