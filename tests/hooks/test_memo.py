@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import flowkv
 from flowkv.connect import Keeper
+from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
 from tests.inside import (
     Bus,
@@ -84,6 +85,11 @@ def rows(*seeds: int) -> torch.Tensor:
 
 def remember(function: Any, **options: Any) -> Any:
     return flowkv.memo(function, **{"places": "host:8MiB", **options})
+
+
+def keeper_over(tier: Any) -> Keeper:
+    """A keeper whose policy needs no compiler."""
+    return Keeper([tier], lambda kind, capacity_bytes: make_policy("lru"))
 
 
 # ---- what is answered
@@ -240,7 +246,7 @@ def test_rows_longer_than_what_is_asked_for_first() -> None:
         return x[:, :1] * torch.arange(50_001)
 
     x = rows(1, 2)
-    keeper = Keeper([HostTier(8 << 20)])
+    keeper = keeper_over(HostTier(8 << 20))
     with remember(wide, places=keeper) as remembered:
         first = remembered(x)
         assert remembered.flush()
@@ -297,7 +303,7 @@ def test_a_changed_module_computes_anew() -> None:
 
 def test_weights_written_while_rows_wait_are_not_stored_under_the_old_name() -> None:
     encoder, x = Encoder(), rows(1, 2)
-    keeper = Keeper([HostTier(8 << 20)])
+    keeper = keeper_over(HostTier(8 << 20))
     held = threading.Event()
     with remember(encoder, places=keeper) as remembered:
         proven = remembered._rows._proven
@@ -320,7 +326,7 @@ def test_what_cannot_be_stored_is_computed_again() -> None:
         remembered._rows._proven = fails
         for calls in (1, 2):
             remembered(rows(1))
-            assert COMPUTED == [1] * calls
+            assert [1] * calls == COMPUTED
             assert remembered.flush()
         assert remembered.stats()["pending_bytes"] == 0
 
@@ -382,7 +388,7 @@ def test_functions_are_named_by_code_and_what_it_refers_to() -> None:
 
         return shifted
 
-    keeper = Keeper([HostTier(8 << 20)])
+    keeper = keeper_over(HostTier(8 << 20))
     x = rows(1, 2)
     for offset, calls in ((1.0, 1), (1.0, 1), (2.0, 2)):
         with remember(make(offset), places=keeper) as remembered:
@@ -551,7 +557,7 @@ def test_quotas_hold() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_tiers_that_fail_cost_no_answer(seed: int) -> None:
     faults = Faults(fail=0.2, lose=0.2, flip=0.1, latency_s=0.01)
-    keeper = Keeper([FlakyTier(HostTier(1 << 20), seed, faults)])
+    keeper = keeper_over(FlakyTier(HostTier(1 << 20), seed, faults))
     with remember(Encoder(), places=keeper) as remembered:
         for step in range(12):
             x = rows(*range(step, step + 4))
@@ -570,7 +576,7 @@ class Hanging(HostTier):
 
 def test_what_is_computed_sooner_than_loaded_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    keeper, x = Keeper([HostTier(1 << 20)]), rows(1)
+    keeper, x = keeper_over(HostTier(1 << 20)), rows(1)
     with remember(Encoder(), places=keeper) as remembered:
         remembered(x)
         assert remembered.flush()
@@ -591,7 +597,7 @@ def test_a_tier_that_hangs_delays_no_longer_than_computing(
         time.sleep(0.05)
         return x * 1.0
 
-    keeper, x = Keeper([Hanging(1 << 20)]), rows(1)
+    keeper, x = keeper_over(Hanging(1 << 20)), rows(1)
     with remember(slow, key="slow", places=keeper) as remembered:
         remembered(x)
         assert remembered.flush()
