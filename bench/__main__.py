@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import bench.engines.command
 import bench.hierarchy
+import bench.memo
 import bench.policy.command
 import bench.policy.restarts
 import bench.real
@@ -26,6 +27,7 @@ def parser() -> Parser:
     bench.real.add_verbs(verb)
     bench.hierarchy.add_verbs(verb)
     bench.policy.restarts.add_verbs(verb)
+    bench.memo.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):
         measured.command.add_verbs(verb)
     return made

@@ -16,8 +16,7 @@ from collections.abc import Callable
 import torch
 import transformers
 
-from flowkv.hooks.huggingface.door import drawn
-from flowkv.hooks.huggingface.identity import CALLS, Identity
+from flowkv.hooks.identity import CALLS, Identity, drawn
 
 PAGE_TOKENS = 64
 

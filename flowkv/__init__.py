@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.attention import intercept as intercept
     from flowkv.hooks.huggingface.attach import attach as attach
     from flowkv.hooks.huggingface.attach import verify as verify
+    from flowkv.hooks.memo import memo as memo
     from flowkv.policy.base import Lease as Lease
     from flowkv.policy.base import Policy as Policy
     from flowkv.tiers.base import Tier as Tier
@@ -67,6 +68,7 @@ __all__ = [
     "attention",
     "intercept",
     "kernels",
+    "memo",
     "sim",
     "testing",
     "verify",
@@ -97,6 +99,7 @@ _HOMES = {
     "attention": "flowkv.hooks.attention",
     "intercept": "flowkv.hooks.attention",
     "kernels": "flowkv.kernels",
+    "memo": "flowkv.hooks.memo",
     "sim": "flowkv.sim",
     "testing": "flowkv.testing",
     "verify": "flowkv.hooks.huggingface",

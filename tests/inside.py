@@ -103,19 +103,20 @@ if TYPE_CHECKING:
     from flowkv.engine.runner import Forward, OpenRow, PackedRunner, Runner, own_model
     from flowkv.engine.sampling import UNEVEN, Choice, Drawn, Largest, OwnSampler, draw, seed_of
     from flowkv.engine.scheduler import RunningRequest
-    from flowkv.hooks.huggingface import door, identity, load, restore, smollm2
+    from flowkv.hooks import identity
+    from flowkv.hooks.fingerprint import Weights
+    from flowkv.hooks.huggingface import door, load, restore, smollm2
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask
     from flowkv.hooks.huggingface.cache import PagedCache, place_layers, read_layer
     from flowkv.hooks.huggingface.door import ForwardHook
-    from flowkv.hooks.huggingface.identity import CALLS, Identity
     from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids
     from flowkv.hooks.huggingface.load import load_model
     from flowkv.hooks.huggingface.restore import Nested, Restoring, discard
     from flowkv.hooks.huggingface.restore import Part as restore_Part
     from flowkv.hooks.huggingface.rows import Rows as rows_Rows
     from flowkv.hooks.huggingface.runners import ApartRow, GenerateSampler, PaddedRunner, Parts
-    from flowkv.hooks.huggingface.weights import Weights
+    from flowkv.hooks.identity import CALLS, Identity
     from flowkv.kernels import dispatch, reference, registry
     from flowkv.kernels.cascade import Group, shared_prefixes
     from flowkv.kernels.cpu import entries
@@ -157,6 +158,7 @@ if TYPE_CHECKING:
         Published,
         Quarantined,
         Queued,
+        Remembered,
         Restored,
         RestoreEnded,
         RestoreSpan,

@@ -190,6 +190,17 @@ class Forgotten(Event, frozen=True, kw_only=True):
     blocks: int
 
 
+class Remembered(Event, frozen=True, kw_only=True):
+    """A call of something that `flowkv.memo` made: of its rows, some were found, some computed."""
+
+    name: str
+    rows: int
+    found: int
+    computed: int
+    seconds: float
+    tenant: str = ""
+
+
 class StepPlanned(Event, frozen=True, kw_only=True):
     """A forward pass over a ragged batch was planned."""
 

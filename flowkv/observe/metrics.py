@@ -167,6 +167,10 @@ audit_worst | g | | | Greatest error of a sound page as a share of its bound
 failures_total | c | tier operation | Failed | Operations that a tier did not do
 failed_items_total | c | tier operation | Failed.items | Items of them
 quarantined_total | c | tier | Quarantined | Stored pages that failed their check
+remembered_calls_total | c | | Remembered | Calls of what `flowkv.memo` made
+remembered_rows_total | c | | Remembered.rows | Their rows
+remembered_found_rows_total | c | | Remembered.found | Those of them that had been computed before
+remembered_computed_rows_total | c | | Remembered.computed | Those of them that were computed
 forgotten_total | c | tier | Forgotten | Times that another cache erased something on a shared tier
 forgotten_blocks_total | c | tier | Forgotten.blocks | Blocks that were dropped for that
 steps_total | c | | StepPlanned | Forward passes that were planned (not counted unless followed)

@@ -399,7 +399,7 @@ def test_an_edit_that_is_taken_back_finds_what_was() -> None:
 PROGRAM = """
 import json, sys
 import torch
-from flowkv.hooks.huggingface.identity import Identity
+from flowkv.hooks.identity import Identity
 from tests.hooks import models
 from tests.hooks.compare import attached, generate
 model = models.causal(sys.argv[1])

@@ -376,7 +376,7 @@ def test_what_a_value_holds_is_in_the_name(name: str) -> None:
 
 PROGRAM = """
 import json
-from flowkv.hooks.huggingface.identity import Identity
+from flowkv.hooks.identity import Identity
 from tests.hooks.test_identity_contents import CASES
 print(json.dumps([Identity(case.model()[0]).namespace.digest().hex() for case in CASES.values()]))
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,6 @@ from flowkv.core.errors import ConfigError, FlowKVError, StateError, Unsupported
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.cache import PagedCache, plan_geometry
 from flowkv.hooks.huggingface.door import ForwardHook, warn_inherited
-from flowkv.hooks.huggingface.identity import Identity
 from flowkv.hooks.huggingface.inputs import ForwardCall, Names
 from flowkv.hooks.huggingface.probe import (
     encoder_inputs,
@@ -32,9 +31,11 @@ from flowkv.hooks.huggingface.probe import (
     rows_alike,
     settle,
 )
+from flowkv.hooks.huggingface.remember import remember
 from flowkv.hooks.huggingface.restore import NOTHING, ReuseLimits, admit
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
+from flowkv.hooks.identity import Identity
 
 Reads = Literal["auto", "dense"]
 
@@ -43,7 +44,13 @@ _ATTACHED: weakref.WeakKeyDictionary[torch.nn.Module, ForwardHook] = weakref.Wea
 _DOORS: weakref.WeakKeyDictionary[KV, weakref.ref[ForwardHook]] = weakref.WeakKeyDictionary()
 
 
-def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
+def attach(
+    model: Any,
+    *,
+    reads: Reads = "auto",
+    memo: str | Sequence[str] | None = None,
+    **config: Any,
+) -> KV:
     """Gives a model a cache. `model.generate(...)` and everything else stay as they are.
 
     Prompts that begin like earlier ones, of this process or (with a disk) of another, are not
@@ -54,6 +61,8 @@ def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
         model: A transformers model; of an adapter-wrapped model, its base is taken.
         reads: "auto" reads pages where they lie, wherever the model's attention allows it; "dense"
             gathers K and V for the model's own attention.
+        memo: Places, as "host:256MiB", in which encoders of images, of sound, or of what a decoder
+            attends to keep their results: rows seen before are not computed again (`flowkv.memo`).
         **config: Fields of `flowkv.Config`, `tiers=` and `policy=` as `flowkv.KV` takes them.
 
     Returns:
@@ -76,6 +85,8 @@ def attach(model: Any, *, reads: Reads = "auto", **config: Any) -> KV:
             raise StateError("the model has a FlowKV cache already", "Call kv.detach() before")
         kv = KV(**config)
         try:
+            if memo is not None:
+                remember(model, kv, memo)
             door = install(model, kv, reads=reads)
         except UnsupportedModelError as error:
             warn(kv, "unsupported", f"FlowKV leaves the model to its own cache: {error}")

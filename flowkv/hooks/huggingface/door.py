@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._device import DeviceContext
 
 from flowkv.cache.kv import KV, bind, drop_unproven, follow, warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, FlowKVError, StateError, UnsupportedModelError
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import ModelPlan, PagedCache, configured_layers
-from flowkv.hooks.huggingface.identity import Identity, Proof
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, usual
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
@@ -34,6 +32,7 @@ from flowkv.hooks.huggingface.restore import (
 )
 from flowkv.hooks.huggingface.rows import Rows, check_paired, refuse_lost, wants_last, without_known
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
+from flowkv.hooks.identity import Identity, Proof, drawn, modes
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
 _HOOKS = frozenset(
@@ -358,7 +357,7 @@ class ForwardHook:
         if self.names.encoder and not call.keep and wants_last(self.model):
             call.keep = 1
         pads = None if call.problem else call.pads()
-        problem = call.problem or self.identity.unshared or _modes()
+        problem = call.problem or self.identity.unshared or modes()
         if self.identity.random:
             problem = "its code draws random numbers by itself"
         elif self.identity.compiled:
@@ -561,7 +560,7 @@ class ForwardHook:
             training
             or not (filled or call.continues)
             or not (self.names.encoder or call.conditioned(cache.options))
-            or _modes()
+            or modes()
             or not rows.padded_by(call.mask, rows.base + call.columns)
         ):
             rows.disable_publishing()
@@ -738,23 +737,3 @@ def warn_inherited(kv: KV) -> None:
 def _own(cache: Any) -> Any:
     """The decoder's own cache of an encoder-decoder pair; any other cache unchanged."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-
-
-def drawn() -> tuple[bytes, ...]:
-    """Where torch's generators stand: the same before and after a forward that draws nothing."""
-    states = [torch.get_rng_state().numpy().tobytes()]
-    if torch.cuda.is_initialized():
-        for device in range(torch.cuda.device_count()):
-            states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return tuple(states)
-
-
-def _modes() -> str:
-    """Why what torch computes at this moment is not what the code says; "" if it is."""
-    if torch._C._len_torch_dispatch_stack():
-        return "a dispatch mode stands between the model and torch"
-    if torch._C._len_torch_function_stack():
-        stack = torch.overrides._get_current_function_mode_stack()
-        if any(not isinstance(mode, DeviceContext) for mode in stack):
-            return "a function mode stands between the model and torch"
-    return ""

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.keys import Salt
+from flowkv.hooks.fingerprint import parts_of
 from flowkv.hooks.huggingface.versions import MODAL_INPUTS
-from flowkv.hooks.huggingface.weights import parts_of
 
 # What keys and values depend on beside token ids and images: encoder outputs, options, types.
 

@@ -62,7 +62,6 @@ __all__ = [
     "chosen_functions",
     "layer_types",
     "library_release",
-    "library_version",
     "native_layer",
     "overlay_window",
     "removed",
@@ -206,8 +205,3 @@ def chosen_functions(model: Any) -> list[tuple[Any, str, Any]]:
 def library_release() -> str:
     """The release of transformers, whose code is in no other part of a model's name."""
     return f"transformers {transformers.__version__}"
-
-
-def library_version(module: Any) -> str:
-    """A release, without what says for which device it was built."""
-    return str(module.__version__).partition("+")[0]

@@ -46,17 +46,7 @@ import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
 
-from flowkv.hooks.huggingface.versions import (
-    BOOKKEEPING,
-    CACHES,
-    PreTrainedConfig,
-    PreTrainedModel,
-    chosen_functions,
-    library_version,
-    settings,
-    settled,
-)
-from flowkv.hooks.huggingface.weights import Weights, readable
+from flowkv.hooks.fingerprint import Weights, readable
 
 MISSING: Any = object()
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
@@ -140,6 +130,26 @@ _CLOCKS = (
 )
 
 
+_NO_TRANSFORMERS = types.SimpleNamespace(
+    BOOKKEEPING=frozenset(),
+    CACHES=(),
+    PreTrainedConfig=(),
+    PreTrainedModel=(),
+    chosen_functions=lambda model: [],
+    library_release=str,
+)
+
+
+def transformers() -> Any:
+    """What is known of transformers' releases; while it is not loaded, nothing that is met is its.
+
+    Only its own door imports it, and that stands on this module.
+    """
+    if "transformers" not in sys.modules:
+        return _NO_TRANSFORMERS
+    return importlib.import_module("flowkv.hooks.huggingface.versions")
+
+
 class Written(dict[str, tuple[tuple[str, str], ...]]):
     """Paths that forwards write, and the leaves that stand for them in the name.
 
@@ -170,6 +180,7 @@ class Walk:
         random: Code is seen that draws random numbers behind torch's back.
         compiled: Parts are compiled by `torch.compile`.
         training: Submodules are in training mode.
+        pretrained: Submodules are of transformers, whose release is a part of what they compute.
 
     Args:
         model: The model.
@@ -197,7 +208,7 @@ class Walk:
         self.rings: set[str] = set()
         self.unnamed: list[str] = []
         self.foreign: list[str] = []
-        self.random = self.compiled = self.training = False
+        self.random = self.compiled = self.training = self.pretrained = False
         self._written, self._passing, self._numbers = Written(written), passing, numbers
         self._unused: set[str] = set()
         self._foreign_names: frozenset[str] = frozenset()
@@ -417,7 +428,9 @@ class Walk:
         tensors = [item for kind in _TENSORS for item in held[kind].items()]
         free = self._free(path, [*held, *held["_buffers"], *held["_parameters"]])
         free |= {name for name, t in tensors if _offloaded(module, name, t) is not None}
-        skipped = (BOOKKEEPING if _keeps_books(cls) else _MARKS) | _STANDARD | free
+        books = _keeps_books(cls)
+        self.pretrained |= books
+        skipped = (transformers().BOOKKEEPING if books else _MARKS) | _STANDARD | free
         own = {name: value for name, value in held.items() if name not in skipped}
         for name in free:
             self._spot(f"{path}.{name}", _attribute_of, held, name)
@@ -487,8 +500,8 @@ class Walk:
 
     def _attribute(self, path: str, module: torch.nn.Module, name: str, value: Any) -> None:
         placed = _root(value) in ("accelerate", "flowkv")  # around the model's own
-        if name == "forward" and placed and "_old_forward" in vars(module):
-            original = module.__dict__.get("_old_forward")
+        original = _around(module, value) if name == "forward" and placed else None
+        if original is not None:
             if getattr(original, "__func__", None) is not type(module).forward:
                 self._value(path, original)
         elif isinstance(value, _GENERATORS) and _root(type(module)) in _LIBRARIES:
@@ -556,7 +569,7 @@ class Walk:
             self._leaf(path, "device")  # the same model has the same name wherever it lies
         elif isinstance(value, _TEXTS):
             self._leaf(path, str(value))
-        elif isinstance(value, PreTrainedConfig):
+        elif isinstance(value, transformers().PreTrainedConfig):
             self._config(path, value)
         elif not self._library and isinstance(value, _ELSEWHERE):
             self._elsewhere(path, value)
@@ -635,8 +648,9 @@ class Walk:
             self._watch(_count, tensor, depth=1)
         beside = tensor.__dict__
         self._watch(len, beside)
-        if beside.keys() - BOOKKEEPING:
-            self._space(path, _without, beside, BOOKKEEPING)
+        books = transformers().BOOKKEEPING
+        if beside.keys() - books:
+            self._space(path, _without, beside, books)
 
     def _array(self, path: str, array: Any) -> None:
         plain, layout = np.asarray(array), _layout_of(array)
@@ -677,7 +691,7 @@ class Walk:
             text = ""
         self._leaf(path, f"config {self._class(type(config))} {text}")
         for name, value in held.items():
-            if name not in free and (not settled(value) or not text):
+            if name not in free and (not transformers().settled(value) or not text):
                 self._value(f"{path}.{name}", value)
         frozen = {name: _frozen(value) for name, value in held.items()}
         self.configs[path] = config, frozen
@@ -958,7 +972,8 @@ class Walk:
         for owner in lineage:
             if _root(owner) not in _LIBRARIES or not _own_code(owner):
                 self.foreign.append(label)
-                skipped = _CLASS_ITEMS | BOOKKEEPING if _keeps_books(owner) else _CLASS_ITEMS
+                books = transformers().BOOKKEEPING if _keeps_books(owner) else frozenset()
+                skipped = _CLASS_ITEMS | books
                 todo |= vars(owner).keys() - skipped
             self._watch(_size, owner)
         done = set[str]()
@@ -1000,7 +1015,7 @@ class Walk:
 
     def _environment(self, model: torch.nn.Module) -> None:
         self._leaf("python", f"{sys.version_info.major}.{sys.version_info.minor}")
-        self._leaf("torch", library_version(torch))
+        self._leaf("torch", str(torch.__version__).partition("+")[0])
         for name, value in _flags().items():
             self._leaf(f"torch/{name}", str(value))
         self._watch(_flags, depth=1)
@@ -1019,9 +1034,10 @@ class Walk:
                 if not own:
                     self._value(f"torch.Tensor.{name}", value)
         self._watch(_size, torch.Tensor)
-        for cls in CACHES:  # FlowKV's own stand in for theirs
+        library = transformers() if self.pretrained else _NO_TRANSFORMERS
+        for cls in library.CACHES:  # FlowKV's own stand in for theirs
             self._part(f"{cls.__name__}.update", getattr, cls, "update")
-        for registry, name, _ in chosen_functions(model):
+        for registry, name, _ in library.chosen_functions(model):
             self._part(f"{type(registry).__name__} {name}", registry.get, name)
 
 
@@ -1182,7 +1198,7 @@ def _count(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _keeps_books(cls: type) -> bool:
     """Whether attributes of a class have the meanings that `BOOKKEEPING` says."""
-    return issubclass(cls, PreTrainedModel) or _root(cls) == "peft"
+    return issubclass(cls, transformers().PreTrainedModel) or _root(cls) == "peft"
 
 
 _MARKS = frozenset(
@@ -1266,6 +1282,12 @@ def _slots(cls: type) -> tuple[str, ...]:
         for name in names
         if name not in ("__dict__", "__weakref__")
     )
+
+
+def _around(module: torch.nn.Module, forward: Any) -> Any:
+    """The forward that one of accelerate's, or of FlowKV's, stands in for; None if it does not."""
+    own = vars(module).get("_old_forward")
+    return own if own is not None else getattr(getattr(forward, "__self__", None), "around", None)
 
 
 def _offloaded(module: torch.nn.Module, name: str, tensor: Any) -> Any:
@@ -1426,7 +1448,7 @@ def settles(value: Any) -> bool:
 
 def _settings(config: Any, free: set[str]) -> str:
     """The settings of a configuration without those that forwards write."""
-    text = settings(config)
+    text = transformers().settings(config)
     if not free:
         return text
     held = {name: value for name, value in json.loads(text).items() if name not in free}

@@ -23,11 +23,12 @@ import msgspec
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._device import DeviceContext
 
 from flowkv.cache.kv import KV, drop_unproven
 from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.keys import Namespace
-from flowkv.hooks.huggingface.computation import (
+from flowkv.hooks.computation import (
     LONG,
     MISSING,
     PLAIN,
@@ -36,9 +37,9 @@ from flowkv.hooks.huggingface.computation import (
     items_of,
     key_text,
     settles,
+    transformers,
 )
-from flowkv.hooks.huggingface.versions import chosen_functions, library_release
-from flowkv.hooks.huggingface.weights import Weights, bytes_of, version_of
+from flowkv.hooks.fingerprint import Weights, bytes_of, version_of
 
 SMALL_BYTES = 8 << 20
 """Weights up to this size are read whole for every cache and before pages become known."""
@@ -69,7 +70,7 @@ class Identity:
     """
 
     def __init__(self, model: Any, name: str = "") -> None:
-        self.switch = _switch(model.config)
+        self.switch = _switch(getattr(model, "config", None))
         # Encodings that depend on length rewrite these in every forward.
         self._passing = "inv_freq" if self.switch is not None else ""
         self._name, self._first_weights = name, ""
@@ -111,14 +112,15 @@ class Identity:
         self._first_weights = self._first_weights or weights
         self._places = _places(model)
         self._take(walk)
-        config: Any = model.config
+        config: Any = getattr(model, "config", None)
         own_name = str(getattr(config, "_name_or_path", "")) or type(model).__name__
+        release = transformers().library_release() if walk.pretrained else ""
         trusted = bool(self._name) and weights == self._first_weights
         self._plain = Namespace(
             model=self._name or own_name,
             revision="" if self._name else str(getattr(config, "_commit_hash", None) or ""),
             weights="" if trusted else weights,
-            computation=f"{library_release()} {walk.digest}",
+            computation=f"{release} {walk.digest}",
         )
         name = self._with_edits()
         self.weights_changed = weights != getattr(self, "_last_weights", weights)
@@ -328,7 +330,10 @@ class Identity:
             getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
             for module in model.modules()
         ]
-        functions = [*(f for _, _, f in chosen_functions(model)), *dict.fromkeys(own)]
+        functions = [
+            *(f for _, _, f in transformers().chosen_functions(model)),
+            *dict.fromkeys(own),
+        ]
         return functions, self._walk.libraries
 
     @property
@@ -350,6 +355,16 @@ class Identity:
     def foreign(self) -> list[str]:
         """What takes part that is neither torch's nor transformers'."""
         return self._walk.foreign
+
+    @property
+    def training(self) -> bool:
+        """Whether submodules are in training mode."""
+        return self._walk.training
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients may flow to its tensors."""
+        return any(tensor.requires_grad for tensor in self._walk.tensors.values())
 
     @property
     def draws(self) -> bool:
@@ -421,6 +436,26 @@ def _stepped(optimizer: Any, *_: Any) -> None:
 register_optimizer_step_post_hook(_stepped)
 
 
+def drawn() -> tuple[bytes, ...]:
+    """Where torch's generators stand: the same before and after a forward that draws nothing."""
+    states = [torch.get_rng_state().numpy().tobytes()]
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return tuple(states)
+
+
+def modes() -> str:
+    """Why what torch computes at this moment is not what the code says; "" if it is."""
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode stands between the model and torch"
+    if torch._C._len_torch_function_stack():
+        stack = torch.overrides._get_current_function_mode_stack()
+        if any(not isinstance(mode, DeviceContext) for mode in stack):
+            return "a function mode stands between the model and torch"
+    return ""
+
+
 def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
     return {(t.dtype, t.device) for t in (*model.parameters(), *model.buffers())}
 
@@ -444,6 +479,8 @@ def _within(path: str, above: str) -> bool:
 
 def _switch(config: Any) -> int | None:
     """Length from which positions are encoded otherwise, for encodings that depend on length."""
+    if not hasattr(config, "get_text_config"):  # no model of transformers
+        return None
     text = config.get_text_config(decoder=True)
     rope: Any = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     if not isinstance(rope, dict):

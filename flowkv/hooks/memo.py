@@ -1,0 +1,803 @@
+"""`memo` answers what an encoder has computed before by content, row by row of a batch.
+
+    encoder = flowkv.memo(encoder, places="host:256MiB")
+    features = encoder(pixel_values)            # rows seen before are loaded, the rest is computed
+
+A row is named by the computation (`hooks.identity`, as K and V are) and by the bytes, dtype and
+shape of its inputs. It lies in tiers as one verified frame (`residency.keeper`); what is missing,
+late, damaged or too old is computed, all such rows of a call in one smaller batch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import inspect
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from flowkv.core.clock import Clock
+from flowkv.core.config import Config
+from flowkv.core.errors import ConfigError, StateError, UnsupportedModelError
+from flowkv.core.keys import tenant_salt
+from flowkv.hooks.fingerprint import UnnamedError
+from flowkv.hooks.identity import SMALL_BYTES, Identity, drawn, modes
+from flowkv.hooks.nested import (
+    LeafInfo,
+    StoredRow,
+    bytes_by_row,
+    count_rows,
+    decode_row,
+    info_of,
+    joined,
+    put,
+    rows_of,
+    take,
+)
+from flowkv.hooks.write_behind import PART_BYTES, WriteBehind, answers_of, stripes_of
+from flowkv.observe.events import Closing, Remembered
+from flowkv.residency.keeper import Caller, Keeper, open_keeper
+from flowkv.tiers import FrameInfo, Load, Outcome
+
+_TAG = b"flowkv.memo/1\0\0\0"
+_LONG_S = 1.0  # of a load, where nobody knows what computing takes
+_LEAST_S = 0.002
+_REST_S = 1.0  # after tiers were late
+_POLL_S = 0.001
+_MOST_SIZES = 1024
+_OPEN: weakref.WeakSet[Memo] = weakref.WeakSet()
+
+
+class _WallClock:
+    """Time that other processes have, too: rows outlive this one."""
+
+    now_ns = staticmethod(time.time_ns)
+
+
+class _Called(torch.nn.Module):
+    """A function as a module, so that it is named as modules are."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class _Part(NamedTuple):
+    """A tenant, and what was asked for."""
+
+    salt: bytes
+    tenant: str
+
+
+class _Question:
+    """The arguments of a call, and the names of its rows.
+
+    Attributes:
+        arguments: Their form, a dict.
+        leaves: Their leaves.
+        batched: Which of them have the rows.
+        rows: How many.
+        devices: Device of the first leaf on each type of device.
+        head: What all rows are named by, besides the computation.
+    """
+
+    def __init__(self, arguments: dict[str, Any], batch: bool | Collection[str]) -> None:
+        self.leaves: list[Any] = []
+        self.batched: set[int] = set()
+        forms = []
+        for name, value in arguments.items():
+            first = len(self.leaves)
+            chosen = batch is True or (batch is not False and name in batch)
+            forms.append(take(value, self.leaves, texts=chosen))
+            if chosen:
+                self.batched.update(range(first, len(self.leaves)))
+        self.arguments = ["dict", [*arguments], forms]
+        counts = {count_rows(self.leaves[i]) for i in self.batched}
+        if batch is not False and (len(counts) != 1 or -1 in counts):
+            raise ConfigError(
+                f"inputs of {sorted(counts)} rows",
+                "Name those that have one row for each result, as in batch=('input_ids',), or "
+                "pass batch=False to remember whole calls",
+            )
+        self.rows = counts.pop() if counts else 1
+        self.devices: dict[str, torch.device] = {}
+        for leaf in self.leaves:
+            if isinstance(leaf, torch.Tensor):
+                self.devices.setdefault(leaf.device.type, leaf.device)
+        self.infos = [info_of(leaf, rows=i in self.batched) for i, leaf in enumerate(self.leaves)]
+        kinds = sorted({*self.devices, "cpu"})
+        casts = [(k, str(torch.get_autocast_dtype(k))) for k in kinds if _autocasts(k)]
+        said = msgspec.msgpack.encode([self.arguments, sorted(self.batched), self.infos, casts])
+        self.head = hashlib.sha256(said)
+        for i, leaf in enumerate(self.leaves):
+            if i not in self.batched:
+                self.head.update(bytes_by_row(leaf, rows=False)[0])
+
+    def keys(self, name: bytes, salt: bytes) -> list[bytes]:
+        """The name of each row: nobody else's, of whatever computation and tenant."""
+        base = hashlib.sha256(_TAG + name + salt + self.head.digest())
+        states = [base.copy() for _ in range(self.rows)]
+        for i in sorted(self.batched):
+            for state, row in zip(states, bytes_by_row(self.leaves[i], rows=True), strict=True):
+                state.update(row)
+        return [state.digest() for state in states]
+
+    def some(self, index: Sequence[int]) -> dict[str, Any]:
+        """The arguments for some of the rows."""
+        leaves = [
+            rows_of(leaf, index) if i in self.batched else leaf
+            for i, leaf in enumerate(self.leaves)
+        ]
+        found: dict[str, Any] = put(self.arguments, iter(leaves))
+        return found
+
+
+class Memo(Closing):
+    """A function or module that remembers; `flowkv.memo` makes it. Thread-safe.
+
+    Attributes:
+        keeper: Where rows lie.
+        bus: Where events go: `Remembered` of each call, and what tiers do.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        keeper: Keeper,
+        *,
+        key: str | Callable[[], str] | None = None,
+        ttl: float | None = None,
+        tenant: str = "",
+        batch: bool | Collection[str] = True,
+        clock: Clock | None = None,
+        secret: bytes = b"",
+    ) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.keeper, self.bus = keeper, keeper.bus
+        self._function, self._key, self._ttl_ns = function, key, _nanoseconds(ttl)
+        self._batch = (batch,) if isinstance(batch, str) else batch
+        self._clock, self._secret, self._mine = clock or _WallClock(), secret, False
+        self._part = self._part_of(tenant)
+        self._lock, self._counts = threading.RLock(), Counter[str]()
+        self._declined = Counter[str]()
+        self._root = _root(function)
+        called = getattr(function, "forward", function)
+        self._positional = _positional(called)
+        label = getattr(called, "__qualname__", type(function).__qualname__)
+        self.name = key if isinstance(key, str) else f"{called.__module__}.{label}"
+        self._layout = hashlib.sha256(_TAG + self.name.encode()).digest()[:16]
+        self._sizes: dict[bytes, int] = {}
+        self._callers: list[Caller] = []
+        self._rows = WriteBehind(keeper, self._proven)
+        self._epoch, self._rest_until_s, self._named, self._changed = 0, 0.0, b"", False
+        self._computed, self._pid = 0, os.getpid()
+        self._target = function if isinstance(function, torch.nn.Module) else _Called(function)
+        self._identity = None if key is not None else self._identify()
+        _OPEN.add(self)
+
+    def _identify(self) -> Identity:
+        identity = Identity(self._target)
+        why = [*identity.unnamed, *(["it draws random numbers"] if identity.random else [])]
+        if why:
+            raise UnsupportedModelError(
+                f"{self.name} cannot be named by what it computes ({'; '.join(why[:3])})",
+                "Pass key='...', a name that you change whenever it computes something else",
+            )
+        return identity
+
+    def _part_of(self, tenant: str) -> _Part:
+        return _Part(tenant_salt(tenant, self._secret), tenant)
+
+    # ---- use
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function gives; rows that were computed before are not computed again.
+
+        Raises:
+            ConfigError: Inputs have different numbers of rows.
+            UnsupportedModelError: The result has not one row for each row of the inputs, or one of
+                these is neither a tensor, an array, text nor a plain value.
+        """
+        return self._call(self._part, args, kwargs)
+
+    def tenant(self, name: str) -> Callable[..., Any]:
+        """The function for one tenant, who sees only what was computed for the same one."""
+        return functools.partial(self._of, self._part_of(name))
+
+    def _of(self, part: _Part, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call(part, args, kwargs)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON.
+
+        `rows` of all `calls` were `found`, `computed`, or equal to another one of their call
+        (`duplicates`). `declined` counts calls that were only computed, by reason; `expired` rows
+        were too old, `late` ones did not come in time, `dropped` ones were not stored because too
+        many were waiting.
+        """
+        with self._lock:
+            names = ("calls", "rows", "found", "computed", "duplicates", "expired", "late")
+            held: dict[str, Any] = {name: self._counts[name] for name in names}
+            held["declined"] = dict(self._declined)
+        return {
+            **held,
+            "dropped": self._rows.dropped,
+            "pending_bytes": self._rows.pending_bytes,
+            **self.keeper.report(),
+        }
+
+    def flush(self) -> bool:
+        """Waits until what was computed is in the tiers; whether it is, after ten seconds."""
+        return self._rows.flush()
+
+    def forget(self, *args: Any, **kwargs: Any) -> int:
+        """Erases the rows of these inputs, or without inputs all rows of this tenant.
+
+        Rows of inputs are those of the computation as it is; without, also those of earlier ones.
+
+        Calls that began before it returned store nothing.
+
+        Returns:
+            How many frames were there.
+
+        Raises:
+            StateError: With inputs: nothing can be named now, as the module trains.
+            StoreError: Some may still be there; the message says which tier and why.
+        """
+        with self._lock:
+            self._epoch += 1
+        self._rows.flush()
+        caller = self.keeper.caller()
+        if args or kwargs:
+            try:
+                keys = self._question(args, kwargs).keys(self._may_answer(), self._part.salt)
+            except _Declined as why:
+                raise StateError(
+                    f"rows of {self.name} cannot be named now ({why})",
+                    "Call forget() without inputs, or name them as when they were computed",
+                ) from None
+        else:
+            own = self._layout, self._part.salt
+            keys = [e.key for e in caller.scan() if (e.info.layout, e.info.tenant) == own]
+        return caller.erase([*dict.fromkeys(keys)]) if keys else 0
+
+    def close(self) -> None:
+        """Stores what waits, and closes the places that it opened. Safe to call again."""
+        if os.getpid() != self._pid:
+            return
+        self._rows.close()
+        if self._mine:
+            self.keeper.close()
+
+    # ---- a call
+
+    def _call(self, part: _Part, args: Any, kwargs: Any) -> Any:
+        if os.getpid() != self._pid:  # its places and threads are the parent's
+            return self._function(*args, **kwargs)
+        began_s = time.perf_counter()
+        try:
+            found = self._answer(part, args, kwargs)
+        except _Declined as why:
+            with self._lock:
+                self._declined[str(why)] += 1
+            return self._function(*args, **kwargs)
+        result, rows, counts = found
+        with self._lock:
+            self._counts.update(calls=1, rows=rows, **counts)
+        if self.bus.wants(Remembered):
+            told = {name: counts[name] for name in ("found", "computed")}
+            seconds = time.perf_counter() - began_s
+            self.bus.emit(
+                Remembered(name=self.name, rows=rows, seconds=seconds, tenant=part.tenant, **told)
+            )
+        return result
+
+    def _answer(self, part: _Part, args: Any, kwargs: Any) -> tuple[Any, int, dict[str, int]]:
+        name = self._may_answer()
+        question = self._question(args, kwargs)
+        if not question.rows:
+            raise _Declined("no rows")
+        if torch.is_grad_enabled() and self._wants_grad(question.leaves):
+            raise _Declined("gradients")
+        epoch = self._epoch
+        keys = question.keys(name, part.salt)
+        rows = self._find(name, question, keys)
+        if rows and not self._same_content():  # its weights were written to without a count
+            return self._answer(part, args, kwargs)
+        first = {key: i for i, key in reversed([*enumerate(keys)])}
+        missing = sorted(i for key, i in first.items() if key not in rows)
+        found = sum(key in rows for key in keys)
+        counts = {"found": found, "computed": len(missing)}
+        counts["duplicates"] = len(keys) - found - len(missing)
+        if not _alike([*rows.values()]):
+            missing = [*range(len(keys))]
+        if not missing:
+            try:
+                return self._joined(question, keys, rows), len(keys), counts
+            except (TypeError, ValueError):  # a class or dtype of theirs is not there
+                missing = [*range(len(keys))]
+        result, fresh = self._compute(question, missing, args, kwargs)
+        if fresh is None:  # it is the result for all rows, and to be remembered by nobody
+            return result, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
+        form, infos, leaves = fresh
+        made = self._made([keys[i] for i in missing], form, infos, leaves)
+        self._learn_size(question, next(iter(made.values())))
+        if self._still(name):
+            with self._lock:  # nothing that began before a `forget` is stored behind it
+                if epoch == self._epoch:
+                    self._rows.add(made, self._info(name, part.salt))
+        if len(missing) == len(keys):
+            return result, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
+        if _alike([*rows.values(), *made.values()]):
+            return self._joined(question, keys, rows, made, leaves), len(keys), counts
+        whole = self._function(*args, **kwargs)
+        return whole, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
+
+    def _may_answer(self) -> bytes:
+        """The computation's name at this moment.
+
+        Raises:
+            _Declined: Nothing may be remembered now.
+        """
+        if self._root is not None and self._root.training:
+            raise _Declined("training")
+        if torch.compiler.is_compiling():
+            raise _Declined("compiling")
+        if why := modes():
+            raise _Declined(why)
+        if not self.keeper.open:
+            raise _Declined("closed")
+        if name := self._name():
+            return name
+        raise _Declined("unnamed")
+
+    def _name(self) -> bytes:
+        """32 bytes that no other computation has; none if this one cannot be named now."""
+        if self._key is not None:
+            said = self._key if isinstance(self._key, str) else self._key()
+            return hashlib.sha256(_TAG + b"key" + said.encode()).digest()
+        identity = self._identity
+        assert identity is not None
+        with self._lock:
+            try:
+                identity.begin()
+                same = identity.same(self._target)
+                if not same or self._changed:
+                    identity.read(self._target, anew=self._changed)
+                    self._changed = False
+                else:
+                    identity.restate()
+            except UnsupportedModelError:
+                return b""
+            if identity.training:
+                raise _Declined("training")
+            if identity.unnamed or identity.unshared or identity.random:
+                return b""
+            self._named = identity.namespace.digest()
+            return self._named
+
+    def _question(self, args: Any, kwargs: Any) -> _Question:
+        names = [*self._positional, *(f"*{i}" for i in range(len(self._positional), len(args)))]
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        if len(arguments) < len(args) + len(kwargs):
+            raise _Declined("arguments")  # the function says what is wrong with them
+        try:
+            return _Question({name: arguments[name] for name in sorted(arguments)}, self._batch)
+        except UnnamedError as error:
+            raise UnsupportedModelError(
+                f"an input of {self.name} is {error}",
+                "Pass tensors, arrays, texts and plain values, in tuples, dicts or dataclasses",
+            ) from None
+
+    def _run(self, arguments: dict[str, Any], args: Any) -> Any:
+        """Calls the function with arguments by name; as many by position as there were."""
+        names = [*self._positional, *(f"*{i}" for i in range(len(self._positional), len(args)))]
+        first = [arguments.pop(name) for name in names[: len(args)]]
+        return self._function(*first, **arguments)
+
+    def _wants_grad(self, leaves: Sequence[Any]) -> bool:
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            return True
+        if self._root is not None and any(p.requires_grad for p in self._root.parameters()):
+            return True
+        return self._identity is not None and self._identity.trains
+
+    # ---- computing
+
+    def _compute(
+        self, question: _Question, missing: Sequence[int], args: Any, kwargs: Any
+    ) -> tuple[Any, tuple[Any, tuple[LeafInfo, ...], list[Any]] | None]:
+        """Computes some rows; the result, and what it is made of if it may be remembered."""
+        whole = len(missing) == question.rows
+        asks = self._identity is None or self._identity.draws
+        before, began_s = drawn() if asks else (), time.perf_counter()
+        if whole:
+            result = self._function(*args, **kwargs)
+        else:
+            result = self._run(question.some(missing), args)
+        seconds = time.perf_counter() - began_s
+        form, infos, leaves = self._parts_of(result, len(missing))
+        self.keeper.gate.computed(len(missing), seconds)
+        grads = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        if grads or (asks and before != drawn()):
+            why = "gradients" if grads else "random"
+            with self._lock:
+                self._declined[why] += 1
+            return (result if whole else self._function(*args, **kwargs)), None
+        return result, (form, infos, leaves)
+
+    def _parts_of(self, result: Any, count: int) -> tuple[Any, tuple[LeafInfo, ...], list[Any]]:
+        """Form, leaves and what these are of a result that has so many rows.
+
+        Raises:
+            UnsupportedModelError: It has not.
+        """
+        leaves, rows = list[Any](), self._batch is not False
+        try:
+            form = take(result, leaves)
+            infos = tuple(info_of(leaf, rows=rows) for leaf in leaves)
+        except UnnamedError as error:
+            raise UnsupportedModelError(
+                f"the result of {self.name} holds {error}", "Return tensors or arrays"
+            ) from None
+        counts = {count_rows(leaf) for leaf in leaves} if rows else {count}
+        if counts != {count} or (rows and not _bare(form)):
+            raise UnsupportedModelError(
+                f"the result of {self.name} has {sorted(counts)} rows for {count} of its inputs",
+                "Return one row for each and nothing else, or pass batch=False",
+            )
+        return form, infos, leaves
+
+    def _made(
+        self, keys: Sequence[bytes], form: Any, infos: tuple[LeafInfo, ...], leaves: Sequence[Any]
+    ) -> dict[bytes, StoredRow]:
+        """What was computed, copied: whoever gets the result may write to it."""
+        rows, now = self._batch is not False, self._clock.now_ns()
+        parts = [bytes_by_row(leaf, rows=rows, own=True) for leaf in leaves]
+        return {
+            key: StoredRow(form, infos, now, [part[i] for part in parts])
+            for i, key in enumerate(keys)
+        }
+
+    def _still(self, name: bytes) -> bool:
+        """Whether the computation is what it was when the call began; its own writes are noted."""
+        identity = self._identity
+        if identity is None:
+            return True
+        with self._lock:
+            try:
+                identity.end()
+                if self._computed < 2:
+                    identity.learn(self._target, named=False)
+                    self._computed += 1
+                    if self._computed == 2:
+                        identity.settle(self._target)
+                else:
+                    identity.learn(self._target)
+                return not identity.unshared and identity.namespace.digest() == name
+            except UnsupportedModelError:
+                return False
+
+    def _same_content(self) -> bool:
+        """Reads weights, before what was found is handed out: some may be written uncounted."""
+        identity = self._identity
+        if identity is None:
+            return True
+        with self._lock:
+            small = identity.n_bytes <= SMALL_BYTES
+            self._changed = not (identity.same_content() if small else identity.roll(0.0))
+            return not self._changed
+
+    def _proven(self, name: bytes) -> bool:
+        """Whether all weights, read from the beginning, are still what a name says."""
+        identity = self._identity
+        if identity is None:
+            return True
+        with self._lock:
+            if name != self._named or self._changed:
+                return False
+            identity.weights.restart()
+            passes = identity.weights.passes
+        while True:
+            with self._lock:
+                if name != self._named or self._changed or not identity.roll(0.0):
+                    self._changed |= name == self._named
+                    return False
+                if identity.weights.passes > passes:
+                    return True
+
+    # ---- tiers
+
+    def _info(self, name: bytes, salt: bytes) -> FrameInfo:
+        zeros = bytes(32)
+        return FrameInfo("memo", 0, 0, self._layout, zeros, name, 0, 1, 1, tenant=salt)
+
+    def _find(
+        self, name: bytes, question: _Question, keys: Sequence[bytes]
+    ) -> dict[bytes, StoredRow]:
+        """The rows that are known, and came in time."""
+        wanted = [*dict.fromkeys(keys)]
+        rows = {key: row for key in wanted if (row := self._rows.get(key)) is not None}
+        wanted = [key for key in wanted if key not in rows]
+        if wanted and time.monotonic() >= self._rest_until_s:
+            caller = self._caller()
+            try:
+                rows |= self._load(caller, question, wanted)
+            except StateError:  # closed meanwhile
+                pass
+            finally:
+                with self._lock:
+                    self._callers.append(caller)
+        old = [key for key, row in rows.items() if self._too_old(row)]
+        if old:
+            self._rows.flush(_LONG_S)
+            self.keeper.caller().delete(old)
+            with self._lock:
+                self._counts["expired"] += len(old)
+        return {key: row for key, row in rows.items() if key not in old}
+
+    def _caller(self) -> Caller:
+        with self._lock:
+            return self._callers.pop() if self._callers else self.keeper.caller()
+
+    def _too_old(self, row: StoredRow) -> bool:
+        age_ns = self._clock.now_ns() - row.made_ns
+        return self._ttl_ns is not None and not 0 <= age_ns < self._ttl_ns
+
+    def _load(
+        self, caller: Caller, question: _Question, keys: Sequence[bytes]
+    ) -> dict[bytes, StoredRow]:
+        each_s = self.keeper.gate.seconds_per_token
+        patience_s = max(_LEAST_S, each_s * len(keys)) if each_s else _LONG_S
+        until_s = time.monotonic() + patience_s
+        request = object()
+        known = caller.lookup(keys, request)
+        try:
+            while None in known and time.monotonic() < until_s:  # somebody far away is asked
+                time.sleep(_POLL_S)
+                known = caller.lookup(keys, request)
+            there = [key for key, is_there in zip(keys, known, strict=True) if is_there]
+            size = self._sizes.get(self._size_key(question), 0)
+            if not there or not self.keeper.worth(there, size or PART_BYTES, len(there)):
+                return {}
+            rows, longer = self._fetch(caller, dict.fromkeys(there, size), until_s)
+            rows |= self._fetch(caller, longer, until_s)[0] if longer else {}
+        finally:
+            caller.release(request)
+        if rows:
+            self._learn_size(question, next(iter(rows.values())))
+        return rows
+
+    def _fetch(
+        self, caller: Caller, sizes: Mapping[bytes, int], until_s: float
+    ) -> tuple[dict[bytes, StoredRow], dict[bytes, int]]:
+        """Loads rows.
+
+        Args:
+            caller: Asks.
+            sizes: Bytes of each body; 0 where nobody knows: its first part says it.
+            until_s: Until when they have to be there.
+
+        Returns:
+            What came, and the sizes of those whose bodies are of another size.
+        """
+        targets = [memoryview(bytearray(size or PART_BYTES)) for size in sizes.values()]
+        loads = [
+            Load(key, target, self._layout, 0, 0, 0 if size else 1)
+            for (key, size), target in zip(sizes.items(), targets, strict=True)
+        ]
+        left_s = max(until_s - time.monotonic(), 0.0)
+        job = caller.submit_load(loads, deadline_s=left_s)
+        answers = answers_of(caller, job, len(loads), until_s)
+        if len(answers) < len(loads) or any(a.reason == "deadline" for a in answers):
+            caller.cancel(job)
+            self._rest_until_s = time.monotonic() + _REST_S
+            with self._lock:
+                self._counts["late"] += len(loads) - sum(a.outcome is Outcome.HIT for a in answers)
+        rows: dict[bytes, StoredRow] = {}
+        longer: dict[bytes, int] = {}
+        for answer in answers:
+            if answer.reason == "target":  # it is longer than its like
+                longer[answer.key] = 0
+            if answer.outcome is not Outcome.HIT:
+                continue
+            try:
+                row, end = decode_row(targets[answer.item][: answer.n_bytes])
+            except ValueError:  # verified, and no row: somebody else's frame
+                caller.delete([answer.key])
+                continue
+            if row.parts or not row.infos:
+                rows[answer.key] = row
+            else:
+                stripes, step = stripes_of(end)
+                longer[answer.key] = stripes * step
+        return rows, longer
+
+    def _size_key(self, question: _Question) -> bytes:
+        return msgspec.msgpack.encode(question.infos)
+
+    def _learn_size(self, question: _Question, row: StoredRow) -> None:
+        stripes, step = stripes_of(sum(map(len, row.encode()[:2])) + row.n_bytes)
+        if len(self._sizes) >= _MOST_SIZES:
+            self._sizes.clear()
+        self._sizes[self._size_key(question)] = stripes * step
+
+    # ---- results
+
+    def _joined(
+        self,
+        question: _Question,
+        keys: Sequence[bytes],
+        rows: Mapping[bytes, StoredRow],
+        made: Mapping[bytes, StoredRow] | None = None,
+        computed: Sequence[Any] = (),
+    ) -> Any:
+        """The result for all rows, in order, of what was found and what was computed."""
+        order = {key: i for i, key in enumerate((*(made or {}), *rows))}
+        index = [order[key] for key in keys]
+        like = next(iter((made or rows).values()))
+        kept = [row.parts for row in rows.values()]
+        leaves = []
+        for number, info in enumerate(like.infos):
+            parts = [computed[number]] if made else []
+            if kept:
+                device = self._device(question, info)
+                parts.append(info.join([part[number] for part in kept], device))
+            leaf = joined(parts)
+            if self._batch is False:
+                leaf = leaf.reshape(info.shape)
+            elif index != [*range(len(order))]:
+                leaf = rows_of(leaf, index)
+            leaves.append(leaf)
+        return put(like.form, iter(leaves))
+
+    def _device(self, question: _Question, info: LeafInfo) -> torch.device:
+        """Where a result lies: with the inputs, or else with the weights."""
+        if info.device in question.devices:
+            return question.devices[info.device]
+        tensors = () if self._root is None else self._root.parameters()
+        where = next((t.device for t in tensors if t.device.type == info.device), None)
+        return where or torch.device(info.device)
+
+
+class _Declined(Exception):
+    """Why a call is only computed."""
+
+
+def memo(
+    function: Callable[..., Any] | None = None,
+    *,
+    places: str | Sequence[str] | Keeper = "host:256MiB",
+    key: str | Callable[[], str] | None = None,
+    ttl: float | None = None,
+    tenant: str = "",
+    batch: bool | Collection[str] = True,
+    clock: Clock | None = None,
+    **options: Any,
+) -> Any:
+    """Remembers the results of a deterministic encoder, by content, row by row.
+
+    Of a batch, rows that were computed before are loaded, and the others computed in one smaller
+    batch, each once. Calls that train, want gradients or draw random numbers are only computed. A
+    row that was computed in a batch of another size may differ in its last bits, as it does without
+    `memo`; what was computed first is what is remembered.
+
+    Args:
+        function: A module, or a function whose result depends on nothing but its arguments and what
+            it refers to. Without one, a decorator is returned.
+        places: Where rows are kept, fastest first, as in "host:1GiB" or "disk:./memo:20GiB"; or a
+            `flowkv.connect.Keeper` that several share.
+        key: A name instead of the computation's own, which covers weights, code and settings; or
+            what gives the name at each call. Whoever names it changes the name with the function.
+        ttl: Seconds after which a row is computed again; default never.
+        tenant: Whose rows these are. `memo(...).tenant("name")` is the same for somebody else.
+        batch: Whether dimension 0 of all tensors, and lists of texts, are the rows; the names of
+            the arguments of which that is so; or False: a call is one row.
+        clock: Time for `ttl`, in nanoseconds that other processes share; default the time of day.
+        **options: For the places: policy, policy_options, quotas, durability, integrity, secret,
+            lossless, exclusive, bus.
+
+    Returns:
+        A `Memo`, to be called as the function is. `close()` it, or use it in a `with` block.
+
+    Raises:
+        ConfigError: A place or an option is none.
+        UnsupportedModelError: The function cannot be named, and `key` is not given.
+
+    Example:
+        >>> encoder = flowkv.memo(encoder, places=["host:256MiB", "disk:./memo:2GiB"])
+        >>> features = encoder(pixel_values)
+    """
+    if function is None:
+        made: dict[str, Any] = {"places": places, "key": key, "ttl": ttl, "tenant": tenant}
+        return functools.partial(memo, **made, batch=batch, clock=clock, **options)
+    if isinstance(places, Keeper):
+        if options:
+            raise ConfigError(f"options {sorted(options)}", "Give them to the keeper")
+        return Memo(function, places, key=key, ttl=ttl, tenant=tenant, batch=batch, clock=clock)
+    said = {"secret": options["secret"]} if "secret" in options else {}
+    secret = Config(**said).secret_bytes
+    listed = (places,) if isinstance(places, str) else tuple(places)
+    keeper = open_keeper(*listed, **options)
+    try:
+        held = Memo(
+            function,
+            keeper,
+            key=key,
+            ttl=ttl,
+            tenant=tenant,
+            batch=batch,
+            clock=clock,
+            secret=secret,
+        )
+    except BaseException:
+        keeper.close()
+        raise
+    held._mine = True
+    return held
+
+
+def _close_all() -> None:
+    for one in [*_OPEN]:
+        one.close()
+
+
+atexit.register(_close_all)
+
+
+def _nanoseconds(ttl: float | None) -> int | None:
+    if ttl is not None and not ttl > 0:
+        raise ConfigError(f"ttl={ttl!r}", "Give a number of seconds, or None for no end")
+    return None if ttl is None else round(ttl * 1e9)
+
+
+def _root(function: Any) -> torch.nn.Module | None:
+    """The module that a function is, or is a method of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    for one in (function, getattr(function, "__self__", None)):
+        if isinstance(one, torch.nn.Module):
+            return one
+    return None
+
+
+def _positional(function: Any) -> list[str]:
+    """Names of the parameters that may be passed by position."""
+    try:
+        known = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of C
+        return []
+    by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [parameter.name for parameter in known if parameter.kind in by_place]
+
+
+def _autocasts(kind: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(kind)
+    except RuntimeError:  # a device that has none
+        return False
+
+
+def _bare(form: Any) -> bool:
+    """Whether a form has nothing but leaves, and places without one."""
+    if form[0] == "plain":
+        return form[1] is None
+    return form[0] == "leaf" or all(map(_bare, form[-1]))
+
+
+def _alike(rows: Sequence[StoredRow]) -> bool:
+    """Whether rows fit into one batch: others depend on what else was in theirs."""
+    return all((row.form, row.infos) == (rows[0].form, rows[0].infos) for row in rows)

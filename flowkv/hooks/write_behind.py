@@ -1,0 +1,142 @@
+"""Rows on their way into the tiers: whoever computed them does not wait until they are stored."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from flowkv.hooks.nested import StoredRow
+from flowkv.residency.keeper import Caller, Keeper
+from flowkv.tiers import FrameInfo, Store, TierAnswer
+
+PART_BYTES = 1 << 16
+"""Most bytes of a stripe; all of a row is in the first one, or else how long it is."""
+_GRANULE = 4096
+_PENDING_BYTES = 64 << 20
+_BATCH_BYTES = 16 << 20
+_STORE_S = 10.0
+_READING_SHARE = 0.005  # of the time, what reading weights again may take before rows are stored
+_log = logging.getLogger("flowkv")
+
+
+class WriteBehind:
+    """Rows on their way into the tiers: a thread stores them, and meanwhile they are found here.
+
+    Args:
+        keeper: Where they go.
+        proven: Whether a computation still is what its name says, by all bytes of its weights.
+
+    Attributes:
+        pending_bytes: Bytes of what waits; bounded.
+        dropped: Rows for which there was no room.
+    """
+
+    def __init__(self, keeper: Keeper, proven: Callable[[bytes], bool]) -> None:
+        self.dropped = self.pending_bytes = 0
+        self._keeper, self._proven = keeper, proven
+        self._waiting: deque[tuple[bytes, FrameInfo]] = deque()
+        self._fresh: dict[bytes, StoredRow] = {}
+        self._changed = threading.Condition()
+        self._hurried = self._closing = False
+        self._next_s = 0.0  # when weights may be read again
+        self._thread: threading.Thread | None = None
+
+    def get(self, key: bytes) -> StoredRow | None:
+        """A row that is on its way."""
+        return self._fresh.get(key)
+
+    def add(self, rows: Mapping[bytes, StoredRow], info: FrameInfo) -> None:
+        """Stores rows later, as far as there is room for what waits."""
+        with self._changed:
+            for key, row in rows.items():
+                full = self.pending_bytes + row.n_bytes > _PENDING_BYTES
+                if full or self._closing or key in self._fresh:
+                    self.dropped += full
+                    continue
+                self._fresh[key] = row
+                self.pending_bytes += row.n_bytes
+                self._waiting.append((key, info))
+            if self._thread is None and self._waiting:
+                self._thread = threading.Thread(target=self._run, name="flowkv memo", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float = _STORE_S) -> bool:
+        """Waits until all that waits is stored or given up; whether it is."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: not self._fresh, timeout_s)
+            self._hurried = False
+            return done
+
+    def close(self) -> None:
+        """Stores what waits, and ends."""
+        self.flush()
+        with self._changed:
+            self._closing = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_STORE_S)
+
+    def _run(self) -> None:
+        caller = self._keeper.caller()
+        while batch := self._take():
+            began_s = time.monotonic()
+            try:
+                sound = {name for name in {i.namespace for _, i in batch} if self._proven(name)}
+                ended_s = time.monotonic()
+                self._next_s = ended_s + (ended_s - began_s) / _READING_SHARE
+                self._store(caller, [item for item in batch if item[1].namespace in sound])
+            except Exception:  # nothing is lost but that they are remembered
+                _log.warning("%d rows are not remembered", len(batch), exc_info=True)
+            finally:
+                with self._changed:
+                    for key, _ in batch:
+                        self.pending_bytes -= self._fresh.pop(key).n_bytes
+                    self._changed.notify_all()
+
+    def _take(self) -> list[tuple[bytes, FrameInfo]]:
+        """What is stored next; nothing once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            self._changed.wait_for(
+                lambda: self._hurried or self._closing or self.pending_bytes > _PENDING_BYTES // 2,
+                max(0.0, self._next_s - time.monotonic()),
+            )
+            batch, n_bytes = [], 0
+            while self._waiting and n_bytes < _BATCH_BYTES:
+                batch.append(self._waiting.popleft())
+                n_bytes += self._fresh[batch[-1][0]].n_bytes
+            return batch
+
+    def _store(self, caller: Caller, batch: Sequence[tuple[bytes, FrameInfo]]) -> None:
+        if not batch or not self._keeper.open:
+            return
+        operations = []
+        for key, info in batch:
+            pieces = self._fresh[key].encode()
+            length = sum(map(len, pieces))
+            stripes, step = stripes_of(length)
+            body = b"".join((*pieces, bytes(stripes * step - length)))
+            operations.append(Store(key, info._replace(stripe_bytes=step), memoryview(body)))
+        job = caller.submit_store(operations, deadline_s=_STORE_S)
+        answers_of(caller, job, len(operations), time.monotonic() + 2 * _STORE_S)
+
+
+def stripes_of(n_bytes: int) -> tuple[int, int]:
+    """Stripes of a body of so many bytes, and the bytes of each."""
+    count = -(-n_bytes // PART_BYTES)
+    return count, n_bytes if count == 1 else -(-n_bytes // (count * _GRANULE)) * _GRANULE
+
+
+def answers_of(caller: Caller, job: int, count: int, until_s: float) -> list[TierAnswer]:
+    """What was answered of a job in time; answers to earlier ones, which were late, are dropped."""
+    answers: list[TierAnswer] = []
+    while len(answers) < count and (left_s := until_s - time.monotonic()) > 0:
+        answers += [answer for answer in caller.poll(left_s) if answer.job == job]
+    return answers
