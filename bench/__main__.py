@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import bench.embedding
 import bench.engines.command
 import bench.hierarchy
 import bench.memo
@@ -26,6 +27,7 @@ def parser() -> Parser:
     verb = adder(made.add_subparsers(title="verbs", metavar="VERB", required=True))
     bench.real.add_verbs(verb)
     bench.hierarchy.add_verbs(verb)
+    bench.embedding.add_verbs(verb)
     bench.policy.restarts.add_verbs(verb)
     bench.memo.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):

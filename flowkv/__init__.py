@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flowkv.engine.request import Request as Request
     from flowkv.hooks.attention import attention as attention
     from flowkv.hooks.attention import intercept as intercept
+    from flowkv.hooks.embedding import attach_embedding as attach_embedding
     from flowkv.hooks.huggingface.attach import attach as attach
     from flowkv.hooks.huggingface.attach import verify as verify
     from flowkv.hooks.memo import memo as memo
@@ -65,6 +66,7 @@ __all__ = [
     "Step",
     "Tier",
     "attach",
+    "attach_embedding",
     "attention",
     "intercept",
     "kernels",
@@ -96,6 +98,7 @@ _HOMES = {
     "Step": "flowkv.cache.step",
     "Tier": "flowkv.tiers.base",
     "attach": "flowkv.hooks.huggingface",
+    "attach_embedding": "flowkv.hooks.embedding",
     "attention": "flowkv.hooks.attention",
     "intercept": "flowkv.hooks.attention",
     "kernels": "flowkv.kernels",

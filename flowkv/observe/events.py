@@ -201,6 +201,15 @@ class Remembered(Event, frozen=True, kw_only=True):
     tenant: str = ""
 
 
+class RowsRead(Event, frozen=True, kw_only=True):
+    """Rows of an embedding on disk were looked up: different ones, and those found in memory."""
+
+    rows: int
+    found: int
+    n_bytes: int
+    seconds: float
+
+
 class StepPlanned(Event, frozen=True, kw_only=True):
     """A forward pass over a ragged batch was planned."""
 

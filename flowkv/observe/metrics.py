@@ -173,6 +173,10 @@ remembered_found_rows_total | c | | Remembered.found | Those of them that had be
 remembered_computed_rows_total | c | | Remembered.computed | Those of them that were computed
 forgotten_total | c | tier | Forgotten | Times that another cache erased something on a shared tier
 forgotten_blocks_total | c | tier | Forgotten.blocks | Blocks that were dropped for that
+embedding_lookups_total | c | | RowsRead | Look-ups in embeddings on disk
+embedding_rows_total | c | | RowsRead.rows | Different rows of those
+embedding_found_rows_total | c | | RowsRead.found | Those of them that were in memory
+embedding_read_bytes_total | c | | RowsRead.n_bytes | Bytes that were read for the others
 steps_total | c | | StepPlanned | Forward passes that were planned (not counted unless followed)
 step_tokens_total | c | | StepPlanned.new_tokens | New tokens of them
 step_rows | h | | StepPlanned.rows | Rows of one

@@ -1,0 +1,275 @@
+"""Embeddings on disk: the same bits as in memory, or an error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flowkv
+from tests.inside import (
+    LEAST_KNOWN,
+    ROW_KNOWN_BYTES,
+    Bus,
+    ConfigError,
+    EmbeddingTable,
+    RowsRead,
+    StateError,
+    StoreError,
+    write_table,
+)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def made(rows: int, width: int, dtype: torch.dtype = torch.float32) -> torch.nn.Embedding:
+    module = torch.nn.Embedding(rows, width, dtype=torch.float32)
+    return module.to(dtype).eval()
+
+
+def host(rows: int, width: int, dtype: torch.dtype = torch.float32) -> int:
+    """Memory for so many rows, some hundreds at most."""
+    size = width * dtype.itemsize
+    held = LEAST_KNOWN * ROW_KNOWN_BYTES + rows * size + max(4096, 2 * size)
+    return 8 * (held + (1 << 13)) // 7
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    rows=st.integers(1, 600),
+    width=st.sampled_from([1, 3, 64, 100, 1023, 2049]),
+    dtype=st.sampled_from(DTYPES),
+    pool=st.integers(1, 700),
+    policy=st.sampled_from(["lfu-ttl", "lru", "arc"]),
+)
+def test_rows_are_those_of_the_table(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    pool: int,
+    policy: str,
+) -> None:
+    torch.manual_seed(seed)
+    module, disk = made(rows, width, dtype), tmp_path_factory.mktemp("table")
+    weight, budget = module.weight.clone(), host(pool, width, dtype)
+    attached = flowkv.attach_embedding(module, disk=disk, host=budget, policy=policy)
+    for shape in [(3, 5), (1,), (0,), (2, 0), (rows,), (2, 3, 7), (), (64,), (700,)]:
+        ids = (torch.rand(shape) ** 3 * rows).long()
+        got = module(ids)
+        assert got.dtype == dtype
+        assert torch.equal(got, weight[ids])
+    stats = attached.stats()
+    assert 0 < stats["resident_rows"] <= stats["pool_rows"] <= rows
+    assert stats["pool_rows"] >= min(pool, rows)
+    attached.detach()
+    assert torch.equal(module.weight, weight)
+    assert torch.equal(module(torch.arange(rows)), weight)
+
+
+def test_hot_rows_stay_and_are_not_read_again(tmp_path: Path) -> None:
+    module, ids, told = made(1000, 64), torch.arange(20), []
+    bus = Bus()
+    bus.subscribe(told.append, RowsRead)
+    with flowkv.attach_embedding(module, disk=tmp_path / "t", host=host(30, 64), bus=bus) as held:
+        for _ in range(3):
+            module(ids)
+        assert [(one.rows, one.found) for one in told] == [(20, 0), (20, 20), (20, 20)]
+        assert held.stats()["read_bytes"] == told[0].n_bytes == 2 * 4096
+        for n in range(20, 1000, 10):  # what comes once does not push them out for long
+            module(torch.cat((ids, torch.arange(n, n + 2))))
+        stats = held.stats()
+        assert stats["hits"] >= 0.85 * 20 * 98
+
+
+def test_the_table_serves_another_process_without_its_weights(tmp_path: Path) -> None:
+    module = made(500, 32)
+    weight, ids = module.weight.clone(), torch.tensor([[3, 499], [0, 3]])
+    flowkv.attach_embedding(module, disk=tmp_path / "t").close()
+    with pytest.raises(StateError):
+        module(ids)
+    empty = torch.nn.Embedding(500, 32, device="meta").eval()
+    attached = flowkv.attach_embedding(empty, disk=tmp_path / "t")
+    assert torch.equal(empty(ids), weight[ids])
+    attached.detach()
+    assert torch.equal(empty.weight, weight)
+    again = made(500, 32)
+    with pytest.raises(ConfigError, match="other weights"):
+        flowkv.attach_embedding(again, disk=tmp_path / "t")
+    assert again.weight.device.type == "cpu"
+    again.weight.copy_(weight)
+    with flowkv.attach_embedding(again, disk=tmp_path / "t"):
+        assert torch.equal(again(ids), weight[ids])
+
+
+def test_a_table_larger_than_memory_is_written_in_parts(tmp_path: Path) -> None:
+    parts = [torch.randn(n, 24) for n in (1, 700, 43, 42, 0, 5)]
+    write_table(tmp_path / "t", (part for part in parts))
+    with EmbeddingTable(tmp_path / "t") as table:
+        assert torch.equal(table.all_rows(), torch.cat(parts))
+        raw = table.look_up(np.array([790, 0, 744]))
+        want = torch.cat(parts)[[790, 0, 744]]
+        assert torch.equal(torch.from_numpy(raw).view(torch.float32), want)
+
+
+@pytest.mark.parametrize("parts", [[], [torch.zeros(0, 4)], [torch.zeros(3)]])
+def test_what_is_no_table_is_not_written(tmp_path: Path, parts: list[torch.Tensor]) -> None:
+    with pytest.raises((ConfigError, StoreError)):
+        write_table(tmp_path / "t", parts)
+    assert list((tmp_path / "t").iterdir()) == []
+
+
+def test_parts_of_different_widths_leave_the_old_table(tmp_path: Path) -> None:
+    write_table(tmp_path / "t", [torch.ones(10, 4)])
+    with pytest.raises(ConfigError, match="part of shape"):
+        write_table(tmp_path / "t", [torch.zeros(10, 4), torch.zeros(10, 5)])
+    assert len(list((tmp_path / "t").iterdir())) == 2
+    with EmbeddingTable(tmp_path / "t") as table:
+        assert (table.all_rows() == 1).all()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_damage_is_an_error_and_never_a_row(tmp_path: Path, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    weight = torch.randn(800, 100)
+    write_table(tmp_path / "t", [weight])
+    files = sorted((tmp_path / "t").iterdir())
+    path = files[seed % 2]
+    data = bytearray(path.read_bytes())
+    at, kind = int(draw.integers(len(data))), seed // 2 % 4
+    if kind == 0:
+        data[at] ^= 1 << int(draw.integers(8))
+    elif kind == 1:
+        del data[at:]
+    elif kind == 2:
+        data += b"\0" * 4096
+    else:
+        data[at : at + 4096] = bytes(len(data[at : at + 4096]))
+    path.write_bytes(data)
+    errors, ids = 0, np.arange(800)
+    try:
+        with EmbeddingTable(tmp_path / "t", host=host(64, 100)) as table:
+            for _ in range(2):
+                for some in np.array_split(ids, 40):
+                    try:
+                        raw = table.look_up(some)
+                    except StoreError as error:
+                        errors += "Delete the directory" in str(error)
+                        continue
+                    want = weight[torch.from_numpy(some)]
+                    assert torch.equal(torch.from_numpy(raw).view(torch.float32), want)
+    except StoreError as error:
+        errors += "Delete the directory" in str(error)
+    assert errors or kind == 3
+
+
+def test_a_table_that_is_changed_under_it_is_noticed(tmp_path: Path) -> None:
+    write_table(tmp_path / "t", [torch.ones(800, 100)])
+    (path,) = (tmp_path / "t").glob("table-*")
+    with EmbeddingTable(tmp_path / "t", host=host(8, 100)) as table:
+        path.write_bytes(bytes(path.stat().st_size))
+        with pytest.raises(StoreError, match="is not what was written"):
+            table.look_up(np.arange(4))
+        path.write_bytes(b"")
+        with pytest.raises(StoreError, match="cannot be read"):
+            table.look_up(np.arange(4))
+
+
+def test_what_would_write_to_rows_is_refused(tmp_path: Path) -> None:
+    for options in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
+        with pytest.raises(ConfigError, match="writes to its rows"):
+            flowkv.attach_embedding(torch.nn.Embedding(4, 4, **options), disk=tmp_path / "t")
+    with pytest.raises(ConfigError, match=r"no torch\.nn\.Embedding"):
+        flowkv.attach_embedding(torch.nn.Linear(4, 4), disk=tmp_path / "t")
+    module = torch.nn.Embedding(4, 4)
+    ids = torch.tensor([1])
+    with flowkv.attach_embedding(module, disk=tmp_path / "t"), torch.enable_grad():
+        with pytest.raises(StateError, match="cannot be trained"):
+            module(ids)
+        module.eval()
+        assert not module(ids).requires_grad
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="has no table"):
+        flowkv.attach_embedding(torch.nn.Embedding(4, 4, device="meta"), disk=tmp_path / "none")
+    module = made(100, 16)
+    with flowkv.attach_embedding(module, disk=tmp_path / "t", host="1MiB"):
+        for ids in ([100], [-1], [0, 1 << 40]):
+            with pytest.raises(IndexError, match="out of range"):
+                module(torch.tensor(ids))
+        with pytest.raises(ConfigError, match="attached already"):
+            flowkv.attach_embedding(module, disk=tmp_path / "t")
+    with pytest.raises(ConfigError, match="holds no row"):
+        flowkv.attach_embedding(made(100, 16), disk=tmp_path / "u", host=100)
+    for other in (made(101, 16), made(100, 17), made(100, 16, torch.float16)):
+        with pytest.raises(ConfigError, match="Name another directory"):
+            flowkv.attach_embedding(other, disk=tmp_path / "t")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be written"):
+        flowkv.attach_embedding(made(100, 16), disk=tmp_path / "file")
+
+
+def test_threads_get_their_own_rows(tmp_path: Path) -> None:
+    module, wrong = made(3000, 16), []
+    weight = module.weight.clone()
+    attached = flowkv.attach_embedding(module, disk=tmp_path / "t", host=host(200, 16))
+
+    def ask(seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        for _ in range(60):
+            ids = torch.from_numpy((draw.random(50) ** 4 * 3000).astype(np.int64))
+            wrong.extend([] if torch.equal(module(ids), weight[ids]) else [seed])
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert attached.stats()["lookups"] == 240
+    attached.close()
+    attached.close()
+
+
+def _write_slowly(folder: str, ready: object) -> None:
+    def parts() -> Iterator[torch.Tensor]:
+        yield torch.zeros(5000, 64)
+        ready.set()  # type: ignore[attr-defined]
+        signal.pause()
+
+    write_table(folder, parts())
+
+
+def test_a_process_that_is_killed_leaves_the_old_table(tmp_path: Path) -> None:
+    write_table(tmp_path / "t", [torch.ones(10, 64)])
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_write_slowly, args=(str(tmp_path / "t"), ready))
+    process.start()
+    assert ready.wait(60)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    with EmbeddingTable(tmp_path / "t") as table:
+        assert (table.all_rows() == 1).all()
+    write_table(tmp_path / "t", [torch.zeros(10, 64)])
+    assert len(list((tmp_path / "t").iterdir())) == 2
+    with EmbeddingTable(tmp_path / "t") as table:
+        assert (table.all_rows() == 0).all()
