@@ -36,8 +36,8 @@ from flowkv.report.screen import Screen
 from flowkv.residency import Ledger, Meta, Place
 
 ZIPF, WIDTH = 1.05, 64
-SIZES = {64: 200, 1024: 100}  # ids of a look-up: look-ups that are timed
-WARM = 200  # look-ups of the larger size before that
+SIZES = {64: 100, 1024: 40}  # ids of a look-up: look-ups that are timed
+WARM = 120  # look-ups of the larger size before that
 WAYS = ("flowkv", "mapping", "mapping, random")
 _GROUPS = ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")
 
