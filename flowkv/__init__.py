@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.attach import attach as attach
     from flowkv.hooks.huggingface.attach import verify as verify
     from flowkv.hooks.memo import memo as memo
+    from flowkv.hooks.weights import attach_weights as attach_weights
     from flowkv.policy.base import Lease as Lease
     from flowkv.policy.base import Policy as Policy
     from flowkv.tiers.base import Tier as Tier
@@ -67,6 +68,7 @@ __all__ = [
     "Tier",
     "attach",
     "attach_embedding",
+    "attach_weights",
     "attention",
     "intercept",
     "kernels",
@@ -99,6 +101,7 @@ _HOMES = {
     "Tier": "flowkv.tiers.base",
     "attach": "flowkv.hooks.huggingface",
     "attach_embedding": "flowkv.hooks.embedding",
+    "attach_weights": "flowkv.hooks.weights",
     "attention": "flowkv.hooks.attention",
     "intercept": "flowkv.hooks.attention",
     "kernels": "flowkv.kernels",

@@ -189,6 +189,8 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     Raises:
         UnnamedError: There are none.
     """
+    if getattr(tensor, "streamed_weight", False):
+        raise UnnamedError("a weight that is read while the model computes, by attach_weights")
     x: Any = tensor.detach()
     try:
         if is_traceable_wrapper_subclass(x):

@@ -1,0 +1,391 @@
+"""Safetensors files read in place, and the manifest of digests that every read is held against.
+
+A tensor is cut into parts of 1 MiB, and the manifest holds the digest of each. It is made in
+passing: the first read of a part, in whatever process, says what the part is from then on, so no
+file is read only to be named. A manifest belongs to one state of one file (path, size, inode, time
+of the last write, header); a file that was written to has another manifest, and no read that is
+under way goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from flowkv.core.errors import StoreError
+from flowkv.tiers.io import open_best
+from flowkv.tiers.io.engine import (
+    ALIGNMENT,
+    OPERATION,
+    READ,
+    Arena,
+    FileIO,
+    IOEngine,
+    ThreadsEngine,
+    read_file,
+    replace_file,
+)
+
+PART_BYTES = 1 << 20
+_DIGEST_BYTES = 16
+_MOST_HEADER_BYTES = 100_000_000  # as in the library of the format
+_WAIT_S = 30.0
+_REMEDY = "Fetch or write the checkpoint again"
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file: where it lies, what it is, and the number of its first part there."""
+
+    file: int
+    offset: int
+    n_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first_part: int
+
+
+class Layout(NamedTuple):
+    """How tensors that are read together lie in one buffer.
+
+    Attributes:
+        pieces: File, offset, length and place in the buffer of what is read, all aligned.
+        places: Where each tensor begins in the buffer.
+        n_bytes: Bytes that the buffer needs, which are the bytes that are read.
+    """
+
+    pieces: tuple[tuple[int, int, int, int], ...]
+    places: tuple[int, ...]
+    n_bytes: int
+
+
+class Checkpoint:
+    """Tensors of safetensors files, by name. One thread at a time may `fill`.
+
+    Args:
+        path: A file, or a directory with files or with an index of them.
+        manifests: Directory of manifests; it is made where it is missing.
+
+    Attributes:
+        tensors: What is there.
+        verified_bytes: Bytes that were held against a digest that was known before.
+
+    Raises:
+        StoreError: Files are missing, or are no safetensors files.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], manifests: Path) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+        self.verified_bytes = self._tag = 0
+        self._files: list[_File] = []
+        self._engine: IOEngine | None = None
+        try:
+            manifests.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for number, name in enumerate(_paths(Path(path))):
+                file = _File(os.path.realpath(name), manifests)
+                self._files.append(file)
+                self.tensors.update(file.tensors(number))
+            self._engine = _engine(os.path.dirname(self._files[0].path))
+            for file in self._files:
+                file.fd = self._engine.open(file.path, write=False)
+                file.check()
+        except OSError as error:
+            self.close()
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"{path} cannot be read ({error})", "Pass a readable one") from error
+
+    def layout(self, tensors: Iterable[StoredTensor]) -> Layout:
+        """How tensors lie in a buffer: each aligned range of a file is read once."""
+        tensors = list(tensors)
+        runs: list[list[int]] = []  # file, start, end
+        for t in sorted(tensors):
+            start = t.offset // ALIGNMENT * ALIGNMENT
+            end = -(-(t.offset + t.n_bytes) // ALIGNMENT) * ALIGNMENT
+            if runs and runs[-1][0] == t.file and start <= runs[-1][2]:
+                runs[-1][2] = max(end, runs[-1][2])
+            else:
+                runs.append([t.file, start, end])
+        pieces, at, bases = [], 0, []
+        for file, start, end in runs:
+            bases.append(at - start)
+            for offset in range(start, end, PART_BYTES):
+                length = min(PART_BYTES, end - offset)
+                pieces.append((file, offset, length, at))
+                at += length
+        places = [
+            next(
+                base + t.offset
+                for base, (file, start, end) in zip(bases, runs, strict=True)
+                if file == t.file and start <= t.offset and t.offset + t.n_bytes <= end
+            )
+            for t in tensors
+        ]
+        return Layout(tuple(pieces), tuple(places), at)
+
+    def fill(
+        self, target: NDArray[np.uint8], layout: Layout, tensors: Iterable[StoredTensor]
+    ) -> None:
+        """Reads tensors into memory, and verifies every byte of them.
+
+        Args:
+            target: At least `layout.n_bytes`, aligned to 4096; undefined where this raises.
+            layout: What `layout(tensors)` gave.
+            tensors: The tensors.
+
+        Raises:
+            StoreError: The file was changed or cannot be read, or a part is not what it was.
+        """
+        engine = self._engine
+        if engine is None:
+            raise StoreError("the checkpoint is closed", "Attach the weights again")
+        for number in {piece[0] for piece in layout.pieces}:
+            self._files[number].check()
+        self._move(engine, target, layout)
+        for t, place in zip(tensors, layout.places, strict=True):
+            self._files[t.file].verify(t, target[place : place + t.n_bytes])
+            self.verified_bytes += t.n_bytes
+        # A write that came while this was read shows in the time of the file.
+        for number in {piece[0] for piece in layout.pieces}:
+            self._files[number].check()
+
+    def _move(self, engine: IOEngine, target: NDArray[np.uint8], layout: Layout) -> None:
+        address, expected, rows = target.ctypes.data, {}, []
+        for number, offset, length, at in layout.pieces:
+            file, self._tag = self._files[number], self._tag + 1
+            expected[self._tag] = file, offset, min(length, file.size - offset)
+            rows.append((READ, file.fd, offset, address + at, length, self._tag))
+        if not rows:
+            return
+        engine.submit(np.array(rows, OPERATION))
+        failed = ""
+        while expected:  # the memory is the engine's until the last completion
+            for tag, result in engine.wait(_WAIT_S).tolist():
+                file, offset, least = expected.pop(tag)
+                if result < least:
+                    said = os.strerror(-result) if result < 0 else "it ends there"
+                    failed = f"{file.path} cannot be read at byte {offset} ({said})"
+        if failed:
+            raise StoreError(failed, _REMEDY)
+
+    def save(self) -> None:
+        """Writes manifests that have learned something."""
+        for file in self._files:
+            file.save()
+
+    def unlink(self) -> None:
+        """Takes the files' names away: they go with the process, whatever ends it."""
+        for file in self._files:
+            os.unlink(file.path)
+            file.named = False
+
+    def close(self) -> None:
+        """Saves manifests, and closes files. Safe to call again."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+            self.save()
+        for file in self._files:
+            if file.fd >= 0:
+                os.close(file.fd)
+                file.fd = -1
+
+
+class _File:
+    """One safetensors file, and the digests of its parts as far as they are known."""
+
+    def __init__(self, path: str, manifests: Path) -> None:
+        self.path, self.fd, self.named = path, -1, True
+        status = os.stat(path)
+        self.size, self._state = status.st_size, _state(status)
+        self._header, self._data_at, text = _header(path, self.size)
+        said = f"{path}|{self._state}|{hashlib.sha256(text).hexdigest()}|{PART_BYTES}"
+        self._manifest = manifests / f"{hashlib.sha256(said.encode()).hexdigest()[:40]}.digests"
+        self._digests, self._fresh = bytearray(), False
+
+    def tensors(self, number: int) -> dict[str, StoredTensor]:
+        """What the header names.
+
+        Raises:
+            StoreError: The header contradicts itself or the file.
+        """
+        found, parts = {}, 0
+        for name, said in self._header.items():
+            if name == "__metadata__":
+                continue
+            try:
+                dtype, shape = DTYPES[said["dtype"]], tuple(map(int, said["shape"]))
+                first, end = map(int, said["data_offsets"])
+                n_bytes = dtype.itemsize * math.prod(shape)
+                right = 0 <= first <= end <= self.size - self._data_at and end - first == n_bytes
+            except (KeyError, TypeError, ValueError):
+                right = False
+            if not right or min(shape, default=0) < 0:
+                raise StoreError(f"{self.path} says of {name!r} what cannot be", _REMEDY)
+            found[name] = StoredTensor(
+                number, self._data_at + first, n_bytes, dtype, shape, first_part=parts
+            )
+            parts += -(-n_bytes // PART_BYTES)
+        self._digests = self._known(parts * _DIGEST_BYTES)
+        return found
+
+    def _known(self, n_bytes: int) -> bytearray:
+        with contextlib.suppress(OSError):
+            data = read_file(FileIO(), str(self._manifest), n_bytes + _DIGEST_BYTES, ours=True)
+            body = data[_DIGEST_BYTES:]
+            if len(body) == n_bytes and xxhash.xxh3_128_digest(body) == data[:_DIGEST_BYTES]:
+                return bytearray(body)
+        return bytearray(n_bytes)
+
+    def check(self) -> None:
+        """Raises `StoreError` where the file is no longer what it was."""
+        if _state(os.fstat(self.fd)) != self._state:
+            raise StoreError(
+                f"{self.path} was changed while its weights are in use",
+                "Attach the weights again: what was read before stays as it was",
+            )
+
+    def verify(self, tensor: StoredTensor, data: NDArray[np.uint8]) -> None:
+        """Holds a tensor's bytes against the digests of its parts; unknown ones are learned."""
+        at = tensor.first_part * _DIGEST_BYTES
+        for start in range(0, tensor.n_bytes, PART_BYTES):
+            digest = xxhash.xxh3_128_digest(data[start : start + PART_BYTES].data)
+            known = bytes(self._digests[at : at + _DIGEST_BYTES])
+            if known == bytes(_DIGEST_BYTES):
+                self._digests[at : at + _DIGEST_BYTES] = digest
+                self._fresh = True
+            elif known != digest:
+                raise StoreError(
+                    f"{self.path} is damaged at byte {tensor.offset + start}: it is not what was "
+                    "read there before",
+                    f"{_REMEDY}, or check the disk",
+                )
+            at += _DIGEST_BYTES
+
+    def save(self) -> None:
+        if not (self._fresh and self.named):
+            return
+        body = bytes(self._digests)
+        try:
+            replace_file(FileIO(), str(self._manifest), xxhash.xxh3_128_digest(body) + body)
+            self._fresh = False
+        except OSError as error:
+            warnings.warn(
+                f"{self._manifest} cannot be written ({error}): later processes will not know what "
+                "these weights were. Pass a directory that can be written to as disk=",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _header(path: str, size: int) -> tuple[dict[str, Any], int, bytes]:
+    """The header of a file, where its data begins, and the header's bytes."""
+    with open(path, "rb") as file:
+        n_bytes = int.from_bytes(file.read(8), "little")
+        if size < 8 or n_bytes > min(size - 8, _MOST_HEADER_BYTES):
+            raise StoreError(f"{path} is no safetensors file", "Convert the weights first")
+        text = file.read(n_bytes)
+    try:
+        header = json.loads(text)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise StoreError(f"{path} is no safetensors file", "Convert the weights first")
+    return header, 8 + n_bytes, text
+
+
+def _paths(path: Path) -> list[Path]:
+    """The files of a checkpoint."""
+    if not path.is_dir():
+        return [path]
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    if indexes:
+        try:
+            names = sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise StoreError(f"{indexes[0]} is no index of files", _REMEDY) from error
+        found = [path / name for name in names]
+    else:
+        found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise StoreError(f"{path} has no safetensors files", "Pass a directory that has")
+    return found
+
+
+def _engine(directory: str) -> IOEngine:
+    try:
+        return open_best(Arena(ALIGNMENT), directory)
+    except OSError:  # it cannot be written to, so nobody knows whether O_DIRECT works there
+        return ThreadsEngine()
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a safetensors file, which appears whole or not at all.
+
+    Raises:
+        StoreError: A tensor has no memory or a dtype unknown to the format, or the disk is full.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    # The widest first, so that all lie aligned.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in order:
+        tensor = tensors[name]
+        if tensor.is_meta or tensor.dtype not in _CODES:
+            raise StoreError(
+                f"{name} of {tensor.dtype} on {tensor.device} cannot be written", "Pass checkpoint="
+            )
+        first, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [first, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                data = tensors[name].detach().cpu().contiguous().view(-1)
+                file.write(data.view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreError(
+            f"{path} cannot be written ({error})", "Make room, or pass disk="
+        ) from error

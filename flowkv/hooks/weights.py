@@ -1,0 +1,725 @@
+"""Models whose weights are larger than their memory: they are read while the model computes.
+
+    with flowkv.attach_weights(model, "checkpoint/", budget="50%"):
+        model(inputs)
+
+Modules that follow each other form units of a few MiB. A forward reads the same units in the same
+order every time, a cyclic scan, for which the best is known: a fixed set stays, the rest passes
+through a few buffers, each read ahead while others compute. A hook before a module's forward waits
+for its unit, and the weights of units that were left are empty tensors, with which nothing
+computes: use outside of forwards raises or has no elements, but never meets other values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from flowkv.core.config import format_size, parse_place, parse_size
+from flowkv.core.errors import CapacityError, ConfigError, StateError, StoreError
+from flowkv.hooks.checkpoint import Checkpoint, StoredTensor, write
+
+MOST_UNIT_BYTES = 4 << 20
+"""Modules are read together up to this size, and up to a 128th of all weights."""
+_HANDED_UP = (nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward: their parameters are read with the module above."""
+
+
+def attach_weights(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | None = None,
+    *,
+    budget: int | str = "50%",
+    disk: str | None = None,
+) -> StreamedWeights:
+    """Reads a model's weights from files while it computes, in so much memory and no more.
+
+    Outputs are those of the plain model. For inference: parameters need no gradients meanwhile.
+    One forward at a time computes; others wait.
+
+    Args:
+        model: Any module on the CPU. Parameters may be on the meta device where `checkpoint` is
+            given: then nothing is loaded first. Buffers that the checkpoint does not have must
+            hold their values.
+        checkpoint: Safetensors file, or directory of such files, read in place. Without, the
+            model's own weights are written to `disk`, to a file that goes with the process.
+        budget: Memory for weights, in bytes ("700MiB") or as a share of all of them ("50%").
+        disk: Directory, with or without the most it may hold ("./weights:2GiB"), for manifests of
+            digests and for weights without a checkpoint. Manifests are otherwise kept in
+            `$XDG_CACHE_HOME/flowkv`.
+
+    Returns:
+        What gives the weights back (`detach`) and counts (`stats`).
+
+    Raises:
+        ConfigError: The budget is too small, or the model cannot be served so.
+        StoreError: The checkpoint lacks a weight, has another shape or dtype, or cannot be read.
+    """
+    return StreamedWeights(model, checkpoint, budget=budget, disk=disk)
+
+
+class _Entry:
+    """A parameter, and what it was when its memory was last set."""
+
+    def __init__(self, names: list[str], parameter: nn.Parameter, stored: StoredTensor) -> None:
+        self.names, self.parameter, self.stored = names, parameter, stored
+        self.version = self.address = 0
+        self.empty = torch.empty(0, dtype=stored.dtype)
+
+    def set(self, data: torch.Tensor) -> None:
+        self.parameter.data = data
+        self.version, self.address = self.parameter._version, self.parameter.data_ptr()
+
+    @property
+    def changed(self) -> bool:
+        p = self.parameter
+        return p._version != self.version or p.data_ptr() != self.address
+
+
+class _Buffer:
+    """Aligned memory; a view that somebody still holds is never written to again."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self.unit: _Unit | None = None
+        self._lent: weakref.ref[Any] | None = None
+        self._map = mmap.mmap(-1, max(n_bytes, mmap.PAGESIZE))
+
+    def lend(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """A fresh view of the memory, which is replaced if one from before is still held."""
+        if self._lent is not None and self._lent() is not None:
+            self._map = mmap.mmap(-1, len(self._map))
+        view = np.frombuffer(self._map, np.uint8)
+        self._lent = weakref.ref(view)
+        return view
+
+
+class _Unit:
+    """What is read and given up together."""
+
+    def __init__(self, entries: list[_Entry], checkpoint: Checkpoint) -> None:
+        self.entries = entries
+        self.layout = checkpoint.layout(e.stored for e in entries)
+        self.n_bytes = self.layout.n_bytes
+        self.resident = self.bound = False
+        self.pins, self.uses = 0, 1
+        self.buffer: _Buffer | None = None
+        self.reading: Future[torch.Tensor] | None = None
+
+    def bind(self, base: torch.Tensor) -> None:
+        """Sets the parameters to what was read.
+
+        Raises:
+            StateError: One was written to while it was empty.
+        """
+        for entry, place in zip(self.entries, self.layout.places, strict=True):
+            if entry.changed:
+                if entry.parameter.numel() == 0 and entry.stored.n_bytes:
+                    raise StateError(
+                        f"{entry.names[0]} was written to while it was not in memory",
+                        "Call detach(), change it, and attach the weights again",
+                    )
+                continue  # somebody gave it memory of its own, which stays
+            entry.set(view_of(base, place, entry.stored))
+        self.bound = True
+
+    @property
+    def changed(self) -> bool:
+        return any(entry.changed for entry in self.entries)
+
+    def unbind(self) -> None:
+        for entry in self.entries:
+            if not entry.changed:
+                entry.set(entry.empty)
+        self.bound, self.reading = False, None
+
+
+def view_of(base: torch.Tensor, place: int, stored: StoredTensor) -> torch.Tensor:
+    """A tensor in a buffer of bytes, without a copy where it lies aligned."""
+    data = base[place : place + stored.n_bytes]
+    if place % stored.dtype.itemsize:
+        data = data.clone()
+    return data.view(stored.dtype).view(stored.shape)
+
+
+class StreamedWeights:
+    """The weights of a model, while they are read as they are needed. Thread-safe.
+
+    Leaving it as a context gives the weights back, as `detach` does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: str | os.PathLike[str] | None,
+        *,
+        budget: int | str,
+        disk: str | None,
+    ) -> None:
+        self._lock = threading.RLock()
+        self._model, self._handles = model, list[Any]()
+        self._counts = dict.fromkeys(("reads", "hits", "read_bytes", "changed_bytes"), 0)
+        self._blocked_s, self._state = 0.0, "attached"
+        self._stack: list[nn.Module] = []
+        self._calls: list[nn.Module] = []
+        self._met: list[_Unit] = []
+        owners = dict(_owners(model))
+        _check(model, owners)
+        directory, most_bytes = _directory(disk)
+        own = checkpoint is None
+        if checkpoint is None:
+            checkpoint = _written(model, directory, most_bytes)
+        self._checkpoint = Checkpoint(checkpoint, directory)
+        if own:
+            self._checkpoint.unlink()
+        self._reader = ThreadPoolExecutor(1, "flowkv-weights")
+        try:
+            entries = _entries(model, self._checkpoint)
+            self._total_bytes = sum(e.stored.n_bytes for e in entries.values())
+            self._budget = parse_size(budget, total_bytes=self._total_bytes)
+            self._owned = {m: [entries[id(p)] for p in ps] for m, ps in owners.items()}
+            self._plan(list(owners))
+            _fill_buffers(model, self._checkpoint)
+        except BaseException:
+            self._reader.shutdown()
+            self._checkpoint.close()
+            raise
+        self._learned = False
+        self._needed_gradients = [p for p in model.parameters() if p.requires_grad]
+        self._take(model, entries)
+        self._hook(model)
+
+    def _take(self, model: nn.Module, entries: dict[int, _Entry]) -> None:
+        """Lets go of all weights; those without memory become parameters of the CPU."""
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is None:
+                    continue
+                entry = entries[id(p)]
+                if p.is_meta:
+                    if entry.parameter is p:
+                        entry.parameter = nn.Parameter(entry.empty, requires_grad=False)
+                    module._parameters[name] = entry.parameter
+        for entry in entries.values():
+            entry.parameter.requires_grad_(False)
+            entry.parameter.streamed_weight = True  # type: ignore[attr-defined]
+            entry.set(entry.empty)
+
+    def _hook(self, model: nn.Module) -> None:
+        for module in self._owned if model in self._owned else (model, *self._owned):
+            self._handles += [
+                module.register_forward_pre_hook(self._before, prepend=True),
+                module.register_forward_hook(self._after, always_call=True),
+                module.register_state_dict_pre_hook(_refuse_copy),  # type: ignore[no-untyped-call]
+            ]
+
+    def _plan(self, order: list[nn.Module]) -> None:
+        """Cuts modules into units, and decides which of them stay."""
+        most = min(MOST_UNIT_BYTES, self._total_bytes // 128)
+        groups: list[list[_Entry]] = []
+        of: dict[int, int] = {}
+        size = most + 1
+        for module in order:
+            new = [e for e in dict.fromkeys(self._owned[module]) if id(e) not in of]
+            n_bytes = sum(e.stored.n_bytes for e in new)
+            if new and (size + n_bytes > most or not groups):
+                groups.append([])
+                size = 0
+            size += n_bytes
+            for entry in new:
+                of[id(entry)] = len(groups) - 1
+                groups[-1].append(entry)
+        units = [_Unit(group, self._checkpoint) for group in groups]
+        units_of = {
+            m: list(dict.fromkeys(units[of[id(e)]] for e in es)) for m, es in self._owned.items()
+        }
+        met = [u for m in order for u in units_of[m]]
+        sequence = [u for i, u in enumerate(met) if not i or met[i - 1] is not u]
+        for unit in units:
+            unit.uses = max(1, sequence.count(unit))
+        slots = 1 + _depth(self._model, units_of)
+        size = _settle(units, self._budget, slots)
+        self._slots = [_Buffer(size) for _ in range(slots if size else 0)]
+        self._order, self._units, self._units_of = order, units, units_of
+        self._sequence, self._at, self._last = sequence, -1, None
+
+    _last: _Unit | None
+
+    # Hooks. All that follows runs in the thread that computes, under the lock.
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self._lock.acquire()
+        taken: list[_Unit] = []
+        try:
+            if self._state != "attached":
+                raise StateError("the weights of this model are closed", "Attach them again")
+            for unit in self._units_of.get(module, ()):
+                self._acquire(unit)
+                taken.append(unit)
+            self._stack.append(module)
+            if not self._learned and module in self._owned:
+                self._calls.append(module)
+        except BaseException:
+            for unit in taken:
+                unit.pins -= 1
+            self._lock.release()
+            raise
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._stack or self._stack[-1] is not module:
+            return  # its forward did not begin
+        try:
+            self._stack.pop()
+            for unit in self._units_of.get(module, ()):
+                unit.pins -= 1
+                if unit is not self._last:
+                    self._leave(unit)
+            if not self._stack:
+                self._end(module is self._model)
+        finally:
+            self._lock.release()
+
+    def _end(self, whole: bool) -> None:
+        """The outermost forward is over."""
+        if self._last is not None:
+            self._leave(self._last)
+        if not whole:
+            return
+        if not self._learned:
+            self._learned = True
+            order = list(dict.fromkeys(self._calls))
+            order += [m for m in self._order if m not in set(order)]
+            twice = any(self._met.count(u) > 1 and not u.resident for u in set(self._met))
+            self._calls = []
+            if (order != self._order or twice) and not any(u.changed for u in self._units):
+                self._drop()
+                self._met = []
+                with contextlib.suppress(ConfigError):  # the first order needs less memory
+                    self._plan(order)
+            self._checkpoint_saved()
+        if self._met:
+            self._sequence, self._at = self._met, len(self._met) - 1
+        self._met, self._last = [], None
+        self._ahead()
+
+    def _checkpoint_saved(self) -> None:
+        # By the reader, which is the one that learns digests.
+        self._reader.submit(self._checkpoint.save)
+
+    def _acquire(self, unit: _Unit) -> None:
+        if unit is not self._last:
+            if self._last is not None:
+                self._leave(self._last)
+            self._last = unit
+            self._met.append(unit)
+            self._move_to(unit)
+        if not unit.bound:
+            held = unit.reading is not None
+            if not held:
+                self._read(unit, self._room(unit, set(), demanded=True))
+            self._ahead()
+            self._await(unit)
+        else:
+            held = True
+            self._ahead()
+        self._counts["hits"] += held
+        unit.pins += 1
+
+    def _move_to(self, unit: _Unit) -> None:
+        n = len(self._sequence)
+        for step in range(1, n + 1):
+            if self._sequence[(self._at + step) % n] is unit:
+                self._at = (self._at + step) % n
+                return
+
+    def _await(self, unit: _Unit) -> None:
+        assert unit.reading is not None
+        start = time.perf_counter()
+        try:
+            base = unit.reading.result()
+        except BaseException:
+            if unit.buffer is not None:
+                unit.buffer.unit = None
+            unit.buffer = unit.reading = None
+            self._last = None
+            raise
+        finally:
+            self._blocked_s += time.perf_counter() - start
+        with torch.inference_mode(False), torch.no_grad():
+            unit.bind(base)
+
+    def _leave(self, unit: _Unit) -> None:
+        """Empties the weights of a unit that is not in use, unless it stays."""
+        if unit.resident or unit.pins or not unit.bound:
+            return
+        if unit.changed:
+            self._keep(unit)
+            return
+        reading = unit.reading
+        with torch.inference_mode(False), torch.no_grad():
+            unit.unbind()
+        # What was read may serve again, as long as nothing else needs the memory.
+        unit.reading = reading
+
+    def _keep(self, unit: _Unit) -> None:
+        """A unit that was written to stays; another gives up its memory for it, if one can."""
+        unit.resident = True
+        buffer, unit.buffer = unit.buffer, None
+        self._counts["changed_bytes"] += unit.n_bytes
+        if buffer is None:
+            return
+        self._slots.remove(buffer)
+        self._slots.append(_Buffer(buffer.n_bytes))
+        for other in self._units:
+            fits = unit.n_bytes <= other.n_bytes <= buffer.n_bytes
+            if fits and other.resident and not (other.pins or other.changed):
+                if other.reading is not None and not other.reading.cancel():
+                    other.reading.exception()
+                with torch.inference_mode(False), torch.no_grad():
+                    other.unbind()
+                other.resident, other.buffer = False, None
+                return
+
+    # Reading.
+
+    def _read(self, unit: _Unit, buffer: _Buffer | None) -> bool:
+        """Has a unit read; False if there is no room now."""
+        if buffer is None:
+            return False
+        view = buffer.lend()
+        buffer.unit, unit.buffer = unit, buffer
+        stored = [e.stored for e in unit.entries]
+        self._counts["reads"] += 1
+        self._counts["read_bytes"] += unit.n_bytes
+        unit.reading = self._reader.submit(_fill, self._checkpoint, view, unit.layout, stored)
+        return True
+
+    def _room(self, unit: _Unit, needed: set[int], *, demanded: bool = False) -> _Buffer | None:
+        """A buffer for a unit: its own where it stays, or one that nobody needs sooner."""
+        if unit.resident:
+            return _Buffer(unit.n_bytes)
+        free = [b for b in self._slots if b.unit is None]
+        if free:
+            return free[0]
+        idle = [
+            b
+            for b in self._slots
+            if b.unit and not (b.unit.bound or b.unit.pins or b.unit is self._last)
+        ]
+        victims = [b for b in idle if id(b.unit) not in needed]
+        if demanded and not victims:
+            victims = idle[-1:]
+        if not victims:
+            if demanded:
+                raise CapacityError(
+                    "more weights are in use at a time than their budget holds",
+                    "Call attach_weights with a larger budget",
+                )
+            return None
+        buffer = victims[0]
+        old = buffer.unit
+        assert old is not None
+        if old.reading is not None and not old.reading.cancel():
+            old.reading.exception()  # it was not wanted after all; its memory is busy until then
+        old.reading = old.buffer = buffer.unit = None
+        return buffer
+
+    def _ahead(self) -> None:
+        """Has the next units read, as far as there is room."""
+        needed: set[int] = set()
+        n, waiting = len(self._sequence), 0
+        for step in range(1, n):
+            unit = self._sequence[(self._at + step) % n]
+            missing = unit.reading is None and not unit.bound
+            if missing and not self._read(unit, self._room(unit, needed)):
+                return
+            needed.add(id(unit))
+            waiting += unit.reading is not None and not unit.reading.done()
+            if waiting > len(self._slots):
+                return
+
+    def _drop(self) -> None:
+        """Lets go of everything that was read."""
+        for unit in self._units:
+            if unit.reading is not None and not unit.reading.cancel():
+                unit.reading.exception()
+            if unit.bound:
+                with torch.inference_mode(False), torch.no_grad():
+                    unit.unbind()
+            unit.reading = unit.buffer = None
+
+    # What users call.
+
+    def stats(self) -> dict[str, float]:
+        """Counts since it was attached.
+
+        Returns:
+            `total_bytes` of all weights, `budget_bytes`, `resident_bytes` that stay,
+            `buffer_bytes` of memory through which the others pass, `units`, `resident_units`,
+            `reads` of units and `read_bytes` of files, `hits` (units that were there or on their
+            way when a module needed them), `changed_bytes` of units that stay because they were
+            written to, and `blocked_s`, the seconds that forwards waited.
+        """
+        with self._lock:
+            kept = [u for u in self._units if u.resident]
+            return {
+                "total_bytes": self._total_bytes,
+                "budget_bytes": self._budget,
+                "resident_bytes": sum(u.n_bytes for u in kept),
+                "buffer_bytes": sum(b.n_bytes for b in self._slots),
+                "units": len(self._units),
+                "resident_units": len(kept),
+                **self._counts,
+                "blocked_s": self._blocked_s,
+            }
+
+    def detach(self) -> None:
+        """Takes the hooks off, and makes all weights ordinary tensors; changed ones as changed.
+
+        Raises:
+            StateError: A forward is under way, the weights are closed, or one was written to
+                while it was not in memory.
+            StoreError: A weight cannot be read; the weights are still attached.
+        """
+        with self._lock:
+            if self._state == "detached":
+                return
+            if self._stack or self._state != "attached":
+                raise StateError("weights are in use or closed", "Detach between forwards")
+            self._last = None
+            with torch.inference_mode(False), torch.no_grad():
+                for unit in self._units:
+                    if not unit.bound:
+                        if unit.reading is None:
+                            self._read(unit, _Buffer(unit.n_bytes))
+                        self._await(unit)
+                    for entry in unit.entries:
+                        if not entry.changed:
+                            entry.set(entry.parameter.data.clone())
+                    # From here on nothing ever empties them, also if the next cannot be read.
+                    unit.resident, unit.reading = True, None
+                    if unit.buffer in self._slots:
+                        unit.buffer.unit = None
+                    unit.buffer = None
+            for parameter in self._needed_gradients:
+                parameter.requires_grad_(True)
+            self._finish("detached")
+
+    def close(self) -> None:
+        """Takes it off without reading anything: weights that are not in memory stay empty.
+
+        The model raises when it is called, and cannot be used without loading it anew.
+        """
+        with self._lock:
+            if self._stack:
+                raise StateError("weights are in use", "Close between forwards")
+            if self._state == "attached":
+                self._drop()
+                self._finish("closed")
+
+    def _finish(self, state: str) -> None:
+        self._state = state
+        if state == "detached":  # hooks of a closed one stay: they say what is wrong
+            for handle in self._handles:
+                handle.remove()
+            for unit in self._units:
+                for entry in unit.entries:
+                    del entry.parameter.streamed_weight  # type: ignore[attr-defined]
+        self._reader.shutdown()
+        self._checkpoint.close()
+        self._slots = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._state == "attached":
+            self.detach()
+
+
+def _refuse_copy(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raises where a copy of the weights is asked for, of which some would be empty."""
+    raise StateError("weights that are read as needed cannot be copied", "Call detach() first")
+
+
+def _fill(checkpoint: Checkpoint, view: Any, layout: Any, stored: Any) -> torch.Tensor:
+    checkpoint.fill(view, layout, stored)
+    return torch.from_numpy(view)  # which holds the view as long as any tensor looks at it
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Modules whose forward needs parameters, and those, in the order of the module tree."""
+
+    def handed_up(module: nn.Module) -> list[nn.Parameter]:
+        # Attention of torch computes with the weights of its projection, and does not call it.
+        kinds: Any = nn.Module if isinstance(module, nn.MultiheadAttention) else _HANDED_UP
+        own = list(module.parameters(recurse=False))
+        for child in module.children():
+            if isinstance(child, kinds):
+                own += handed_up(child)
+        return own
+
+    skipped: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            skipped.update(id(m) for m in module.modules() if m is not module)
+        own = [] if id(module) in skipped else handed_up(module)
+        if own and not isinstance(module, _HANDED_UP):
+            yield module, own
+
+
+def _check(model: nn.Module, owners: dict[nn.Module, list[nn.Parameter]]) -> None:
+    """Refuses what cannot be served."""
+    covered = {id(p) for own in owners.values() for p in own}
+    for name, p in model.named_parameters():
+        if getattr(p, "streamed_weight", False):
+            raise StateError("the weights of this model are attached already", "Detach them first")
+        if p.device.type not in ("cpu", "meta"):
+            raise ConfigError(f"{name} is on {p.device}", "Move the model to the CPU first")
+        if type(p) is not nn.Parameter or p.layout is not torch.strided or p.is_inference():
+            raise ConfigError(f"{name} is no plain parameter", "Load the model without that")
+        if id(p) not in covered:
+            raise ConfigError(f"{name} belongs to no module with a forward", "Put it into one")
+    if not owners:
+        raise ConfigError(f"{type(model).__name__} has no weights", "Pass a model that has")
+
+
+def _directory(disk: str | None) -> tuple[Path, int | None]:
+    if disk is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return root / "flowkv" / "weights", None
+    place = parse_place(f"disk:{disk}")
+    return Path(place.path), place.size_bytes()
+
+
+def _written(model: nn.Module, directory: Path, most_bytes: int | None) -> Path:
+    """The model's own weights in a file, which is written."""
+    unique: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        unique.setdefault(id(p), (name, p))
+    n_bytes = sum(p.numel() * p.element_size() for _, p in unique.values())
+    if most_bytes is not None and n_bytes > most_bytes:
+        raise ConfigError(
+            f"the weights are {format_size(n_bytes)}, and {directory} may hold "
+            f"{format_size(most_bytes)}",
+            "Pass disk= with more, or checkpoint=",
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StoreError(f"{directory} cannot be made ({error})", "Pass another disk=") from error
+    path = directory / f"weights-{os.getpid()}-{time.time_ns()}.safetensors"
+    write(path, dict(unique.values()))
+    return path
+
+
+def _entries(model: nn.Module, checkpoint: Checkpoint) -> dict[int, _Entry]:
+    """Parameters by id, each with its tensor of the checkpoint.
+
+    Raises:
+        StoreError: One is missing, or is something else there.
+    """
+    names: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, p in parameters.items():
+        names.setdefault(id(p), []).append(name)
+    prefix = f"{getattr(model, 'base_model_prefix', '') or 'model'}."
+    found = {}
+    for key, own in names.items():
+        p = parameters[own[0]]
+        near = [*own, *(prefix + n for n in own), *(n.removeprefix(prefix) for n in own)]
+        stored = next((checkpoint.tensors[n] for n in near if n in checkpoint.tensors), None)
+        if stored is None:
+            raise StoreError(f"the checkpoint has no {own[0]}", "Pass the one of this model")
+        if stored.shape != tuple(p.shape) or stored.dtype != p.dtype:
+            raise StoreError(
+                f"{own[0]} is {p.dtype} {list(p.shape)} in the model, and {stored.dtype} "
+                f"{list(stored.shape)} in the checkpoint",
+                "Make the model with the checkpoint's dtype and sizes",
+            )
+        found[key] = _Entry(own, p, stored)
+    return found
+
+
+def _fill_buffers(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Loads module buffers that are on the meta device."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            full = f"{path}.{name}" if path else name
+            stored = checkpoint.tensors.get(full)
+            if stored is None or stored.shape != tuple(buffer.shape):
+                raise ConfigError(
+                    f"buffer {full} is on the meta device, and not in the checkpoint",
+                    "Make only the parameters there, and buffers on the CPU",
+                )
+            layout = checkpoint.layout([stored])
+            base = _fill(checkpoint, _Buffer(layout.n_bytes).lend(), layout, [stored])
+            module._buffers[name] = view_of(base, layout.places[0], stored).clone()
+
+
+def _depth(model: nn.Module, units_of: dict[nn.Module, list[_Unit]]) -> int:
+    """The most units in use at a time: of a module and of those above it."""
+    deepest = 1
+
+    def walk(module: nn.Module, above: frozenset[int]) -> None:
+        nonlocal deepest
+        held = above | {id(u) for u in units_of.get(module, ())}
+        deepest = max(deepest, len(held))
+        for child in module.children():
+            walk(child, held)
+
+    walk(model, frozenset())
+    return deepest
+
+
+def _settle(units: list[_Unit], budget: int, slots: int) -> int:
+    """Decides which units stay, and returns the bytes of a buffer for the others (0: none)."""
+    for unit in units:
+        unit.resident = True
+    if sum(u.n_bytes for u in units) <= budget:
+        return 0
+    best: tuple[int, int, set[int]] | None = None
+    least = sum(u.n_bytes for u in units)
+    for size in sorted({u.n_bytes for u in units}):
+        stay = {id(u) for u in units if u.n_bytes > size}
+        fixed = sum(u.n_bytes for u in units if u.n_bytes > size) + slots * size
+        least = min(least, fixed)
+        room = budget - fixed
+        if room < 0:
+            continue
+        # First what is used twice, then spread evenly, so that buffers fill while others compute.
+        for i in sorted(range(len(units)), key=lambda i: (-units[i].uses, _spread(i))):
+            if id(units[i]) not in stay and units[i].n_bytes <= room:
+                stay.add(id(units[i]))
+                room -= units[i].n_bytes
+        streamed = sum(u.n_bytes * u.uses for u in units if id(u) not in stay)
+        if best is None or streamed < best[0]:
+            best = streamed, size, stay
+    if best is None:
+        raise ConfigError(
+            f"a budget of {format_size(budget)} holds neither the largest weights nor the buffers "
+            "beside them",
+            f"Give it at least {least} bytes ({format_size(least)})",
+        )
+    for unit in units:
+        unit.resident = id(unit) in best[2]
+    return best[1]
+
+
+def _spread(i: int) -> float:
+    """A sequence of low discrepancy: its first numbers lie evenly, however many are taken."""
+    return (i * 0.6180339887498949) % 1.0
