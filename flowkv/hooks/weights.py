@@ -46,8 +46,10 @@ def attach_weights(
 ) -> StreamedWeights:
     """Reads a model's weights from files while it computes, in so much memory and no more.
 
-    Outputs are those of the plain model. For inference: parameters need no gradients meanwhile.
-    One forward at a time computes; others wait.
+    Outputs are bit for bit those of the model with weights as `safetensors` loads them from the
+    same file. Beside weights at other addresses they may differ in rounding: libraries of the CPU
+    add up in another order where memory is not aligned to 16 bytes. For inference: parameters need
+    no gradients meanwhile. One forward at a time computes; others wait.
 
     Args:
         model: Any module on the CPU. Parameters may be on the meta device where `checkpoint` is
