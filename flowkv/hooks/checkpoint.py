@@ -10,6 +10,7 @@ under way goes on.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import math
@@ -40,6 +41,7 @@ from flowkv.tiers.io.engine import (
 
 PART_BYTES = 1 << 20
 _DIGEST_BYTES = 16
+_TENSOR_ALIGNMENT = 64  # of torch on the CPU
 _MOST_HEADER_BYTES = 100_000_000  # as in the library of the format
 _WAIT_S = 30.0
 _REMEDY = "Fetch or write the checkpoint again"
@@ -77,12 +79,17 @@ class Layout(NamedTuple):
 
     Attributes:
         pieces: File, offset, length and place in the buffer of what is read, all aligned.
-        places: Where each tensor begins in the buffer.
-        n_bytes: Bytes that the buffer needs, which are the bytes that are read.
+        read_at: Where each tensor begins in the buffer when it was read.
+        places: Where it begins afterwards: as aligned as memory of torch's own, with which
+            libraries of the CPU add up in the same order.
+        read_bytes: Bytes that are read.
+        n_bytes: Bytes that the buffer needs.
     """
 
     pieces: tuple[tuple[int, int, int, int], ...]
+    read_at: tuple[int, ...]
     places: tuple[int, ...]
+    read_bytes: int
     n_bytes: int
 
 
@@ -140,7 +147,7 @@ class Checkpoint:
                 length = min(PART_BYTES, end - offset)
                 pieces.append((file, offset, length, at))
                 at += length
-        places = [
+        read_at = [
             next(
                 base + t.offset
                 for base, (file, start, end) in zip(bases, runs, strict=True)
@@ -148,7 +155,13 @@ class Checkpoint:
             )
             for t in tensors
         ]
-        return Layout(tuple(pieces), tuple(places), at)
+        places, end = dict[int, int](), 0
+        for i in sorted(range(len(tensors)), key=read_at.__getitem__):
+            places[i] = -(-max(read_at[i], end) // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
+            end = places[i] + tensors[i].n_bytes
+        n_bytes = -(-max(at, end) // ALIGNMENT) * ALIGNMENT
+        moved = tuple(places[i] for i in range(len(tensors)))
+        return Layout(tuple(pieces), tuple(read_at), moved, at, n_bytes)
 
     def fill(
         self, target: NDArray[np.uint8], layout: Layout, tensors: Iterable[StoredTensor]
@@ -168,15 +181,22 @@ class Checkpoint:
             raise StoreError("the checkpoint is closed", "Attach the weights again")
         for number in {piece[0] for piece in layout.pieces}:
             self._files[number].check()
-        self._move(engine, target, layout)
-        for t, place in zip(tensors, layout.places, strict=True):
+        tensors = list(tensors)
+        self._read(engine, target, layout)
+        for t, place in zip(tensors, layout.read_at, strict=True):
             self._files[t.file].verify(t, target[place : place + t.n_bytes])
             self.verified_bytes += t.n_bytes
+        # The last first: each only moves up, and where it comes from nothing else went before.
+        for i in sorted(range(len(tensors)), key=layout.places.__getitem__, reverse=True):
+            if layout.places[i] != layout.read_at[i]:
+                here = target.ctypes.data
+                to, at = here + layout.places[i], here + layout.read_at[i]
+                ctypes.memmove(to, at, tensors[i].n_bytes)
         # A write that came while this was read shows in the time of the file.
         for number in {piece[0] for piece in layout.pieces}:
             self._files[number].check()
 
-    def _move(self, engine: IOEngine, target: NDArray[np.uint8], layout: Layout) -> None:
+    def _read(self, engine: IOEngine, target: NDArray[np.uint8], layout: Layout) -> None:
         address, expected, rows = target.ctypes.data, {}, []
         for number, offset, length, at in layout.pieces:
             file, self._tag = self._files[number], self._tag + 1

