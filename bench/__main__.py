@@ -13,6 +13,7 @@ import bench.policy.restarts
 import bench.real
 import bench.restore.command
 import bench.serve.command
+import bench.weights
 from flowkv.cli.arguments import Parser, adder
 from flowkv.cli.command import run
 
@@ -28,6 +29,7 @@ def parser() -> Parser:
     bench.real.add_verbs(verb)
     bench.hierarchy.add_verbs(verb)
     bench.embedding.add_verbs(verb)
+    bench.weights.add_verbs(verb)
     bench.policy.restarts.add_verbs(verb)
     bench.memo.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):

@@ -67,7 +67,8 @@ def attach_weights(
         ConfigError: The budget is too small, or the model cannot be served so.
         StoreError: The checkpoint lacks a weight, has another shape or dtype, or cannot be read.
     """
-    return StreamedWeights(model, checkpoint, budget=budget, disk=disk)
+    with torch.inference_mode(False), torch.no_grad():  # else what is made here counts no writes
+        return StreamedWeights(model, checkpoint, budget=budget, disk=disk)
 
 
 class _Entry:

@@ -275,6 +275,20 @@ def test_nothing_is_loaded_first(tmp_path: Path) -> None:
     assert model.head.weight is model.embed.weight
 
 
+def test_weights_are_attached_within_inference_mode(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    path, x = saved(model, tmp_path / "w.safetensors"), torch.rand(3, 64)
+    expected = model(x).detach()
+    with torch.device("meta"):
+        empty = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    with (
+        torch.inference_mode(),
+        flowkv.attach_weights(empty, path, budget="50%", disk=str(tmp_path)),
+    ):
+        assert torch.equal(empty(x), expected)
+    assert torch.equal(empty(x), expected)
+
+
 def test_threads_take_turns(tmp_path: Path) -> None:
     model = stack()
     xs = [torch.rand(1, 128) for _ in range(4)]
