@@ -234,7 +234,9 @@ def test_second_process_answers_from_disk(
     assert [said.partition(" ")[0] for said in found["restores"]] == ["measured:", "from"]
     assert all("computed" in said or "loaded" in said for said in found["restores"])
     restores = read_chrome(trace.read_text()).on("restores")
-    assert len(restores) >= 2 and all(one.args["n_bytes"] > 0 for one in restores)
+    assert len(restores) >= 2
+    loaded = [one.args["n_bytes"] for one in restores]  # nothing where computing was faster
+    assert sum(loaded) > 0 and min(loaded) >= 0
     assert "Time to the first token" in err, "people read on standard error"
 
 
