@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flowkv
+from tests.fixture_model import load_tiny
 from tests.inside import (
     LEAST_KNOWN,
     ROW_KNOWN_BYTES,
@@ -190,6 +191,21 @@ def test_a_table_that_is_changed_under_it_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(b"")
         with pytest.raises(StoreError, match="cannot be read"):
             table.look_up(np.arange(4))
+
+
+def test_a_cache_on_top_never_takes_one_table_for_another(tmp_path: Path) -> None:
+    prompt, names = torch.arange(10, 80)[None], set[bytes]()
+    for n, scale in enumerate((1, 3)):
+        model = load_tiny()
+        embedding = model.get_input_embeddings()
+        embedding.weight.mul_(scale)
+        plain = model.generate(prompt, max_new_tokens=6, do_sample=False)
+        held = flowkv.attach_embedding(embedding, disk=tmp_path / str(n), host="2MiB")
+        with held, flowkv.attach(model, disk=f"{tmp_path}/kv:64MiB") as kv:
+            for _ in range(2):
+                assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), plain)
+            names.add(kv.namespace)
+    assert len(names) == 2
 
 
 def test_what_would_write_to_rows_is_refused(tmp_path: Path) -> None:
