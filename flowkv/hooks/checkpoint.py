@@ -133,7 +133,7 @@ class Checkpoint:
         """How tensors lie in a buffer: each aligned range of a file is read once."""
         tensors = list(tensors)
         runs: list[list[int]] = []  # file, start, end
-        for t in sorted(tensors):
+        for t in sorted(tensors, key=lambda t: t[:3]):  # dtypes have no order
             start = t.offset // ALIGNMENT * ALIGNMENT
             end = -(-(t.offset + t.n_bytes) // ALIGNMENT) * ALIGNMENT
             if runs and runs[-1][0] == t.file and start <= runs[-1][2]:

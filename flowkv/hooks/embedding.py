@@ -468,7 +468,6 @@ class AttachedEmbedding(Closing):
         self.table, self._module = table, module
         weight = module.weight
         self._trains, self._device = weight.requires_grad, weight.device
-        self._forward = module.__dict__.get("forward")
         empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         module.weight = torch.nn.Parameter(empty, requires_grad=False)
         module.forward = self.__call__  # type: ignore[method-assign]
@@ -478,7 +477,8 @@ class AttachedEmbedding(Closing):
 
         Raises:
             IndexError: A number is none of a row.
-            StateError: The embedding is trained, or was detached.
+            TypeError: Numbers are of another type.
+            StateError: The embedding is trained, was detached, or is to be of another dtype.
             StoreError: A block cannot be read, or is not what was written.
         """
         if self._trains and self._module.training and torch.is_grad_enabled():
@@ -487,6 +487,13 @@ class AttachedEmbedding(Closing):
                 "Call eval() or use torch.no_grad(), or detach the embedding first",
             )
         table = self.table
+        if input.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"numbers of rows are int32 or int64, not {input.dtype}")
+        if self._module.weight.dtype != table.dtype:
+            raise StateError(
+                f"the table holds {table.dtype}, the module was made {self._module.weight.dtype}",
+                "Detach the embedding, change its dtype, and attach it to another directory",
+            )
         raw = table.look_up(input.detach().reshape(-1).cpu().numpy())
         rows = torch.from_numpy(raw.reshape(-1)).view(table.dtype)
         return rows.reshape(*input.shape, table.width).to(input.device)
@@ -506,8 +513,6 @@ class AttachedEmbedding(Closing):
             weight = self.table.all_rows().to(device)
             self._module.weight = torch.nn.Parameter(weight, requires_grad=self._trains)
             del self._module.forward
-            if self._forward is not None:
-                self._module.forward = self._forward  # type: ignore[method-assign]
         self.close()
 
     def close(self) -> None:
@@ -550,6 +555,11 @@ def attach_embedding(
             raise ConfigError(f"an embedding with {name} writes to its rows", f"Unset {name}")
     if isinstance(getattr(module.__dict__.get("forward"), "__self__", None), AttachedEmbedding):
         raise ConfigError("the embedding is attached already", "Detach it first")
+    if type(module).forward is not torch.nn.Embedding.forward or "forward" in module.__dict__:
+        raise ConfigError(
+            f"{type(module).__name__} has a forward of its own, which would not be called",
+            "Attach the plain embedding inside it, if there is one",
+        )
     weight, there = module.weight, (Path(disk) / _MANIFEST).exists()
     if not there and weight.device.type != "meta":
         write_table(disk, [weight])

@@ -27,7 +27,7 @@ import torch
 
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
-from flowkv.core.errors import ConfigError, StateError, UnsupportedModelError
+from flowkv.core.errors import ConfigError, StateError, StoreError, UnsupportedModelError
 from flowkv.core.keys import tenant_salt
 from flowkv.hooks.fingerprint import UnnamedError
 from flowkv.hooks.identity import SMALL_BYTES, Identity, drawn, modes
@@ -94,7 +94,9 @@ class _Question:
         head: What all rows are named by, besides the computation.
     """
 
-    def __init__(self, arguments: dict[str, Any], batch: bool | Collection[str]) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], batch: bool | Collection[str], places: Collection[str] = ()
+    ) -> None:
         self.leaves: list[Any] = []
         self.batched: set[int] = set()
         forms = []
@@ -105,6 +107,8 @@ class _Question:
             if chosen:
                 self.batched.update(range(first, len(self.leaves)))
         self.arguments = ["dict", [*arguments], forms]
+        if any(map(_classes, forms)):
+            raise UnnamedError("of a class with code of its own, which is in no name")
         counts = {count_rows(self.leaves[i]) for i in self.batched}
         if batch is not False and (len(counts) != 1 or -1 in counts):
             raise ConfigError(
@@ -118,9 +122,12 @@ class _Question:
             if isinstance(leaf, torch.Tensor):
                 self.devices.setdefault(leaf.device.type, leaf.device)
         self.infos = [info_of(leaf, rows=i in self.batched) for i, leaf in enumerate(self.leaves)]
-        kinds = sorted({*self.devices, "cpu"})
+        kinds = sorted({*self.devices, *places, torch.get_default_device().type, "cpu"})
         casts = [(k, str(torch.get_autocast_dtype(k))) for k in kinds if _autocasts(k)]
-        said = msgspec.msgpack.encode([self.arguments, sorted(self.batched), self.infos, casts])
+        dtype = str(torch.get_default_dtype())
+        said = msgspec.msgpack.encode(
+            [self.arguments, sorted(self.batched), self.infos, casts, kinds, dtype]
+        )
         self.head = hashlib.sha256(said)
         for i, leaf in enumerate(self.leaves):
             if i not in self.batched:
@@ -259,7 +266,10 @@ class Memo(Closing):
         """
         with self._lock:
             self._epoch += 1
-        self._rows.flush()
+        if not self._rows.flush():
+            raise StoreError(
+                f"rows of {self.name} are still being stored", "Forget again once the tiers answer"
+            )
         caller = self.keeper.caller()
         if args or kwargs:
             try:
@@ -335,7 +345,7 @@ class Memo(Closing):
         form, infos, leaves = fresh
         made = self._made([keys[i] for i in missing], form, infos, leaves)
         self._learn_size(question, next(iter(made.values())))
-        if self._still(name):
+        if self._still(name) and self._same_content():  # also what was written without a count
             with self._lock:  # nothing that began before a `forget` is stored behind it
                 if epoch == self._epoch:
                     self._rows.add(made, self._info(name, part.salt))
@@ -352,7 +362,7 @@ class Memo(Closing):
         Raises:
             _Declined: Nothing may be remembered now.
         """
-        if self._root is not None and self._root.training:
+        if self._root is not None and any(one.training for one in self._root.modules()):
             raise _Declined("training")
         if torch.compiler.is_compiling():
             raise _Declined("compiling")
@@ -395,11 +405,14 @@ class Memo(Closing):
         if len(arguments) < len(args) + len(kwargs):
             raise _Declined("arguments")  # the function says what is wrong with them
         try:
-            return _Question({name: arguments[name] for name in sorted(arguments)}, self._batch)
+            tensors = () if self._root is None else self._root.parameters()
+            places = {tensor.device.type for tensor in tensors}
+            named = {name: arguments[name] for name in sorted(arguments)}
+            return _Question(named, self._batch, places)
         except UnnamedError as error:
             raise UnsupportedModelError(
                 f"an input of {self.name} is {error}",
-                "Pass tensors, arrays, texts and plain values, in tuples, dicts or dataclasses",
+                "Pass tensors, arrays, texts and plain values, in tuples, lists or dicts",
             ) from None
 
     def _run(self, arguments: dict[str, Any], args: Any) -> Any:
@@ -498,7 +511,7 @@ class Memo(Closing):
             return True
         with self._lock:
             small = identity.n_bytes <= SMALL_BYTES
-            self._changed = not (identity.same_content() if small else identity.roll(0.0))
+            self._changed |= not (identity.same_content() if small else identity.roll(0.0))
             return not self._changed
 
     def _proven(self, name: bytes) -> bool:
@@ -789,6 +802,14 @@ def _autocasts(kind: str) -> bool:
         return torch.is_autocast_enabled(kind)
     except RuntimeError:  # a device that has none
         return False
+
+
+def _classes(form: Any) -> bool:
+    """Whether classes are in a form, whose own code is in no name."""
+    if form[0] in ("leaf", "plain", "dtype", "device"):
+        return False
+    named = form[0] not in ("tuple", "list", "dict")
+    return named or any(map(_classes, form[-1]))
 
 
 def _bare(form: Any) -> bool:

@@ -74,7 +74,12 @@ def put(form: Any, leaves: Iterator[Any]) -> Any:
         return tuple(items) if kind == "tuple" else items
     _, names, parts = form
     values = {name: put(part, leaves) for name, part in zip(names, parts, strict=True)}
-    return values if kind == "dict" else _class(kind)(**values)
+    if kind == "dict":
+        return values
+    made = _class(kind)(**values)
+    if any(getattr(made, name) is not value for name, value in values.items()):
+        raise ValueError(f"{kind} changes what it is made of")
+    return made
 
 
 def _is_texts(value: Any) -> bool:

@@ -77,7 +77,8 @@ class _Entry:
     def __init__(self, names: list[str], parameter: nn.Parameter, stored: StoredTensor) -> None:
         self.names, self.parameter, self.stored = names, parameter, stored
         self.version = self.address = 0
-        self.empty = torch.empty(0, dtype=stored.dtype)
+        # Of a shape that nothing takes for something else: `cat` would pass over one of [0].
+        self.empty = torch.empty((0,) * 9, dtype=stored.dtype)
 
     def set(self, data: torch.Tensor) -> None:
         self.parameter.data = data
@@ -86,7 +87,8 @@ class _Entry:
     @property
     def changed(self) -> bool:
         p = self.parameter
-        return p._version != self.version or p.data_ptr() != self.address
+        written = p._version != self.version or p.data_ptr() != self.address
+        return written or p.dtype != self.stored.dtype
 
 
 class _Buffer:

@@ -355,8 +355,10 @@ class Keeper(Closing):
             with self._lock:
                 meant = set(level.book)
         with self._lock:
-            self._drop(level, erased, meant)
-            level.sweeps -= 1
+            try:
+                self._drop(level, erased, meant)
+            finally:
+                level.sweeps -= 1
 
     def _drop(self, level: _Level, erased: Erased, meant: Collection[bytes] | None = None) -> None:
         meant = _meant(erased, level.tier.scan()) if meant is None else meant

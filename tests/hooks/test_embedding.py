@@ -243,6 +243,23 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         flowkv.attach_embedding(made(100, 16), disk=tmp_path / "file")
 
 
+def test_a_forward_of_its_own_is_not_lost(tmp_path: Path) -> None:
+    class Scaled(torch.nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) * 4
+
+    with pytest.raises(ConfigError, match="forward of its own"):
+        flowkv.attach_embedding(Scaled(4, 4), disk=tmp_path / "t")
+    module = made(100, 16)
+    with flowkv.attach_embedding(module, disk=tmp_path / "t"):
+        for ids in (torch.tensor([1.7]), torch.tensor([True])):
+            with pytest.raises(TypeError, match="int32 or int64"):
+                module(ids)
+        module.half()
+        with pytest.raises(StateError, match="was made"):
+            module(torch.tensor([1]))
+
+
 def test_threads_get_their_own_rows(tmp_path: Path) -> None:
     module, wrong = made(3000, 16), []
     weight = module.weight.clone()

@@ -664,3 +664,30 @@ def test_it_decorates_and_tells() -> None:
     doubled.close()
     doubled.close()
     assert torch.equal(doubled(rows(1)), rows(1) * 2)  # closed, it is the function
+
+
+def test_weights_written_uncounted_and_back_leave_no_row() -> None:
+    module = torch.nn.Linear(4, 4, bias=False).eval().requires_grad_(False)
+    right, x = module.weight.clone(), torch.ones(1, 4)
+    with flowkv.memo(module, places="host:16MiB", policy="lru") as held:
+        held(torch.zeros(1, 4))
+        module.weight.data.copy_(right * 3)  # an average of weights, for one call
+        held(x)
+        module.weight.data.copy_(right)
+        assert torch.equal(held(x), module(x))
+        held.flush()
+        assert torch.equal(held(x), module(x))
+
+
+def test_where_and_as_what_results_are_made_is_in_the_name() -> None:
+    def ones(names: list[str]) -> torch.Tensor:
+        return torch.ones(len(names), 2)
+
+    with flowkv.memo(ones, places="host:16MiB", policy="lru") as held:
+        assert held(["a"]).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert held(["a"]).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert held(["a"]).dtype == torch.float32

@@ -289,6 +289,26 @@ def test_weights_are_attached_within_inference_mode(tmp_path: Path) -> None:
     assert torch.equal(empty(x), expected)
 
 
+def test_what_is_away_is_taken_for_nothing_else(tmp_path: Path) -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prompt, self.body = nn.Linear(8, 4), stack()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.prompt.weight, self.body(x)[:, :8]])
+
+    model, x = Parent(), torch.rand(2, 128)
+    weights = flowkv.attach_weights(model, budget="30%", disk=str(tmp_path))
+    away = [p for p in model.parameters() if not p.numel()]
+    with pytest.raises(RuntimeError):
+        torch.cat([away[0], torch.rand(2, 8)])
+    model.double()  # while they are away
+    with pytest.raises((StateError, RuntimeError)):
+        model(x)
+    weights.close()
+
+
 def test_threads_take_turns(tmp_path: Path) -> None:
     model = stack()
     xs = [torch.rand(1, 128) for _ in range(4)]

@@ -31,7 +31,9 @@ class RememberedForward:
     def __init__(self, module: Any, kv: KV, keeper: Keeper) -> None:
         self.around = module.forward
         self._module, self._kv, self._off = module, kv, ""
-        self._memo = Memo(self.around, keeper, tenant=kv.config.tenant)
+        self._memo = Memo(
+            self.around, keeper, tenant=kv.config.tenant, secret=kv.config.secret_bytes
+        )
         self._own = "forward" in vars(module)
 
     def hang(self) -> None:
