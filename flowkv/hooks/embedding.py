@@ -17,6 +17,7 @@ stays in the pool a policy decides (`residency.Ledger`), row by row, since hot r
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -310,6 +311,11 @@ class EmbeddingTable(Closing):
                 return True
         return False
 
+    def absent(self, weight: torch.Tensor) -> torch.Tensor:
+        """What stands for a weight whose rows lie here, and holds none of them."""
+        digest = hashlib.sha256(self._digests.data).hexdigest()
+        return _Absent(weight, f"{self._said.block_rows} {digest}")
+
     def stats(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON: of different rows of each look-up, those in memory."""
         with self._lock:
@@ -457,19 +463,59 @@ def _read_manifest(folder: Path) -> tuple[_Description, NDArray[np.uint64]]:
     raise StoreError(f"{folder / _MANIFEST} is damaged, or of another version", _ANEW)
 
 
+class _Absent(torch.Tensor):
+    """Stands for a table on disk, with its shape, dtype and device: models ask where they are.
+
+    Whatever would read it raises. `content`, a digest of the table, is what it holds to those who
+    name a model by that.
+    """
+
+    content: str
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, content: str) -> _Absent:
+        device = torch.device("cpu") if like.is_meta else like.device
+        made: _Absent = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=device
+        )
+        made.content = content
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return [], self.content
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, content: str, size: Any, stride: Any) -> _Absent:
+        return _Absent(torch.empty_strided(size, stride, device="meta"), content)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0], args[0].content)
+        raise StateError(
+            f"the rows of an attached embedding lie on disk: {func} has nothing to read",
+            "Call the module, or detach the embedding first",
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"a table on disk, {list(self.shape)} of {self.dtype}"
+
+
 class AttachedEmbedding(Closing):
     """An embedding that looks its rows up in a table; `attach_embedding` makes it.
 
     Attributes:
         table: Where the rows lie.
+        around: The forward of the module's own, instead of which it is called.
     """
 
     def __init__(self, module: torch.nn.Embedding, table: EmbeddingTable) -> None:
-        self.table, self._module = table, module
+        self.table, self._module, self.around = table, module, module.forward
         weight = module.weight
         self._trains, self._device = weight.requires_grad, weight.device
-        empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        module.weight = torch.nn.Parameter(empty, requires_grad=False)
+        module.weight = torch.nn.Parameter(table.absent(weight), requires_grad=False)
         module.forward = self.__call__  # type: ignore[method-assign]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:

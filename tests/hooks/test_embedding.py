@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
@@ -194,18 +195,49 @@ def test_a_table_that_is_changed_under_it_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_cache_on_top_never_takes_one_table_for_another(tmp_path: Path) -> None:
-    prompt, names = torch.arange(10, 80)[None], set[bytes]()
+    prompt = torch.arange(10, 80)[None]
     for n, scale in enumerate((1, 3)):
-        model = load_tiny()
-        embedding = model.get_input_embeddings()
-        embedding.weight.mul_(scale)
-        plain = model.generate(prompt, max_new_tokens=6, do_sample=False)
-        held = flowkv.attach_embedding(embedding, disk=tmp_path / str(n), host="2MiB")
-        with held, flowkv.attach(model, disk=f"{tmp_path}/kv:64MiB") as kv:
-            for _ in range(2):
-                assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), plain)
-            names.add(kv.namespace)
-    assert len(names) == 2
+        names = list[bytes]()
+        for seen in (0, 64):  # a table is known again, also by a model that never held it
+            model = load_tiny()
+            embedding = model.get_input_embeddings()
+            embedding.weight.mul_(scale)
+            plain = model.generate(prompt, max_new_tokens=6, do_sample=False)
+            if seen:
+                embedding.to("meta")
+            held = flowkv.attach_embedding(embedding, disk=tmp_path / str(n), host="2MiB")
+            with held, flowkv.attach(model, disk=f"{tmp_path}/kv:64MiB") as kv:
+                assert kv.explain(prompt[0].tolist()).known == seen
+                names.append(kv.namespace)
+                for _ in range(2):
+                    found = model.generate(prompt, max_new_tokens=6, do_sample=False)
+                    assert torch.equal(found, plain)
+        assert names[0] == names[1]
+
+
+def test_a_model_knows_where_it_is_and_nothing_reads_what_is_not_there(tmp_path: Path) -> None:
+    model = load_tiny()
+    plain = model.generate(torch.tensor([[7, 9]]), max_new_tokens=4, do_sample=False)
+    embedding = model.get_input_embeddings()
+    shape = embedding.weight.shape
+    with flowkv.attach_embedding(embedding, disk=tmp_path / "t"):
+        assert (model.device.type, model.dtype) == ("cpu", torch.float32)
+        assert embedding.weight.shape == shape
+        model.to("cpu").float()
+        ids = torch.tensor([[7, 9]]).to(model.device)
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), plain)
+        for use in (
+            lambda: embedding.weight + 1,
+            lambda: embedding.weight[3],
+            lambda: copy.deepcopy(embedding),
+            lambda: torch.nn.functional.linear(torch.ones(1, shape[1]), embedding.weight),
+            embedding.weight.data.clone,
+            embedding.weight.zero_,
+            embedding.half,
+        ):
+            with pytest.raises(StateError, match="lie on disk"):
+                use()
+        assert "on disk" in repr(embedding.weight)
 
 
 def test_what_would_write_to_rows_is_refused(tmp_path: Path) -> None:
@@ -255,9 +287,8 @@ def test_a_forward_of_its_own_is_not_lost(tmp_path: Path) -> None:
         for ids in (torch.tensor([1.7]), torch.tensor([True])):
             with pytest.raises(TypeError, match="int32 or int64"):
                 module(ids)
-        module.half()
-        with pytest.raises(StateError, match="was made"):
-            module(torch.tensor([1]))
+        with pytest.raises(StateError, match="lie on disk"):
+            module.half()
 
 
 def test_threads_get_their_own_rows(tmp_path: Path) -> None:
