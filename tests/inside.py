@@ -104,9 +104,10 @@ if TYPE_CHECKING:
     from flowkv.engine.sampling import UNEVEN, Choice, Drawn, Largest, OwnSampler, draw, seed_of
     from flowkv.engine.scheduler import RunningRequest
     from flowkv.hooks import identity
+    from flowkv.hooks.checkpoint import Checkpoint
     from flowkv.hooks.embedding import KNOWN_BYTES as ROW_KNOWN_BYTES
     from flowkv.hooks.embedding import LEAST_KNOWN, EmbeddingTable, write_table
-    from flowkv.hooks.fingerprint import Weights
+    from flowkv.hooks.fingerprint import UnnamedError, Weights
     from flowkv.hooks.huggingface import door, load, restore, smollm2
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask

@@ -4,7 +4,9 @@ A tensor is cut into parts of 1 MiB, and the manifest holds the digest of each. 
 passing: the first read of a part, in whatever process, says what the part is from then on, so no
 file is read only to be named. A manifest belongs to one state of one file (path, size, inode, time
 of the last write, header); a file that was written to has another manifest, and no read that is
-under way goes on.
+under way goes on. Behind those digests stand the sums that name a model by its weights
+(`fingerprint`), of blocks of 4 MiB, once somebody has asked for them: the same as of the model in
+memory, without that anything is read again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import ctypes
 import hashlib
 import json
 import math
+import mmap
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -26,6 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StoreError
+from flowkv.hooks.fingerprint import BLOCK_BYTES, sums_of
 from flowkv.tiers.io import open_best
 from flowkv.tiers.io.engine import (
     ALIGNMENT,
@@ -64,7 +68,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: where it lies, what it is, and the number of its first part there."""
+    """A tensor in a file: where it lies, what it is, and its first part and block there."""
 
     file: int
     offset: int
@@ -72,6 +76,7 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     first_part: int
+    first_block: int
 
 
 class Layout(NamedTuple):
@@ -215,6 +220,32 @@ class Checkpoint:
         if failed:
             raise StoreError(failed, _REMEDY)
 
+    def sums(self, tensor: StoredTensor) -> bytes:
+        """What names a tensor's content; it is read for that if it never was.
+
+        Raises:
+            StoreError: As from `fill`.
+        """
+        file = self._files[tensor.file]
+        file.check()
+        known = file.sums(tensor)
+        if known is None:
+            known = b""
+            for start in range(0, tensor.n_bytes, BLOCK_BYTES):
+                n_bytes = min(BLOCK_BYTES, tensor.n_bytes - start)
+                piece = tensor._replace(
+                    offset=tensor.offset + start,
+                    n_bytes=n_bytes,
+                    first_part=tensor.first_part + start // PART_BYTES,
+                )
+                layout = self.layout([piece])
+                memory = np.frombuffer(mmap.mmap(-1, layout.n_bytes), np.uint8)
+                self.fill(memory, layout, [piece])
+                place = layout.places[0]
+                known += sums_of(torch.from_numpy(memory[place : place + n_bytes]))
+            file.learn_sums(tensor, known)
+        return known
+
     def save(self) -> None:
         """Writes manifests that have learned something."""
         for file in self._files:
@@ -248,7 +279,7 @@ class _File:
         self._header, self._data_at, text = _header(path, self.size)
         said = f"{path}|{self._state}|{hashlib.sha256(text).hexdigest()}|{PART_BYTES}"
         self._manifest = manifests / f"{hashlib.sha256(said.encode()).hexdigest()[:40]}.digests"
-        self._digests, self._fresh = bytearray(), False
+        self._digests, self._sums, self._fresh = bytearray(), bytearray(), False
 
     def tensors(self, number: int) -> dict[str, StoredTensor]:
         """What the header names.
@@ -256,7 +287,7 @@ class _File:
         Raises:
             StoreError: The header contradicts itself or the file.
         """
-        found, parts = {}, 0
+        found, parts, blocks = {}, 0, 0
         for name, said in self._header.items():
             if name == "__metadata__":
                 continue
@@ -270,11 +301,28 @@ class _File:
             if not right or min(shape, default=0) < 0:
                 raise StoreError(f"{self.path} says of {name!r} what cannot be", _REMEDY)
             found[name] = StoredTensor(
-                number, self._data_at + first, n_bytes, dtype, shape, first_part=parts
+                number, self._data_at + first, n_bytes, dtype, shape, parts, blocks
             )
             parts += -(-n_bytes // PART_BYTES)
-        self._digests = self._known(parts * _DIGEST_BYTES)
+            blocks += -(-n_bytes // BLOCK_BYTES)
+        known = self._known((parts + blocks) * _DIGEST_BYTES)
+        self._digests = known[: parts * _DIGEST_BYTES]
+        self._sums = known[parts * _DIGEST_BYTES :]
         return found
+
+    def sums(self, tensor: StoredTensor) -> bytes | None:
+        """The sums of a tensor's blocks, if they are known."""
+        first, end = _range_of_sums(tensor)
+        known = bytes(self._sums[first:end])
+        unknown = bytes(_DIGEST_BYTES)
+        each = (known[i : i + _DIGEST_BYTES] for i in range(0, len(known), _DIGEST_BYTES))
+        return None if unknown in each else known
+
+    def learn_sums(self, tensor: StoredTensor, sums: bytes) -> None:
+        """Takes the sums of a tensor's blocks, which were read and verified."""
+        first, end = _range_of_sums(tensor)
+        self._sums[first:end] = sums
+        self._fresh = True
 
     def _known(self, n_bytes: int) -> bytearray:
         with contextlib.suppress(OSError):
@@ -312,7 +360,7 @@ class _File:
     def save(self) -> None:
         if not (self._fresh and self.named):
             return
-        body = bytes(self._digests)
+        body = bytes(self._digests + self._sums)
         try:
             replace_file(FileIO(), str(self._manifest), xxhash.xxh3_128_digest(body) + body)
             self._fresh = False
@@ -323,6 +371,11 @@ class _File:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _range_of_sums(tensor: StoredTensor) -> tuple[int, int]:
+    first = tensor.first_block * _DIGEST_BYTES
+    return first, first + -(-tensor.n_bytes // BLOCK_BYTES) * _DIGEST_BYTES
 
 
 def _state(status: os.stat_result) -> tuple[int, ...]:

@@ -648,7 +648,7 @@ class Walk:
             self._watch(_count, tensor, depth=1)
         beside = tensor.__dict__
         self._watch(len, beside)
-        books = transformers().BOOKKEEPING
+        books = {*transformers().BOOKKEEPING, "streamed_weight"}
         if beside.keys() - books:
             self._space(path, _without, beside, books)
 

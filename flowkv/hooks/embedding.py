@@ -509,10 +509,12 @@ class AttachedEmbedding(Closing):
     Attributes:
         table: Where the rows lie.
         around: The forward of the module's own, instead of which it is called.
+        bus: Where `RowsRead` of each look-up goes; caches that are attached later hear it too.
     """
 
     def __init__(self, module: torch.nn.Embedding, table: EmbeddingTable) -> None:
         self.table, self._module, self.around = table, module, module.forward
+        self.bus = table.bus
         weight = module.weight
         self._trains, self._device = weight.requires_grad, weight.device
         module.weight = torch.nn.Parameter(table.absent(weight), requires_grad=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -24,6 +24,31 @@ class UnnamedError(TypeError):
     """A tensor's content cannot be read: it is on the meta device, or of an opaque kind."""
 
 
+class Streamed(Protocol):
+    """Where the content of a parameter lies that is only in memory while it is used.
+
+    It is the parameter's attribute `streamed_weight`. Any thread may ask.
+
+    Attributes:
+        like: A tensor without memory, of the parameter's shape and dtype.
+    """
+
+    like: torch.Tensor
+
+    def stays(self) -> bool:
+        """Whether nobody wrote to the parameter in the open, or gave it memory of its own."""
+
+    def sums(self) -> bytes:
+        """What `sums_of` gives of its content.
+
+        Raises:
+            UnnamedError: It can no longer be read.
+        """
+
+    def data(self) -> torch.Tensor | None:
+        """What is in memory of it now."""
+
+
 class _Read(NamedTuple):
     """A tensor when it was read."""
 
@@ -33,9 +58,12 @@ class _Read(NamedTuple):
     version: int
     parts: list[torch.Tensor]  # plain tensors that hold its content
     sums: bytes
+    streamed: Streamed | None = None  # then parts have no memory
 
     def counted(self) -> bool:
         """Whether nothing was written to it in the open, and it lies where it lay."""
+        if self.streamed is not None:
+            return _streamed(self.tensor) is self.streamed
         return (
             version_of(self.tensor) == self.version
             and _address(self.tensor) == self.address
@@ -54,7 +82,7 @@ class Weights:
     def __init__(self) -> None:
         self.n_bytes = self.passes = self._next = 0
         self._reads: dict[int, _Read]
-        self._blocks: list[tuple[torch.Tensor, int, bytes]] | None
+        self._blocks: list[tuple[torch.Tensor | Streamed, int, int, bytes]] | None
         self._hold({})
 
     def read(self, named: Mapping[str, torch.Tensor]) -> str:
@@ -71,6 +99,9 @@ class Weights:
             known = self._reads.get(id(tensor))
             if known is not None and known.tensor is tensor and known.counted():
                 reads[id(tensor)] = known
+            elif (streamed := _streamed(tensor)) is not None:
+                parts = list(_ordered(streamed.like))
+                reads[id(tensor)] = _Read(tensor, None, 0, 0, parts, streamed.sums(), streamed)
             else:
                 fresh.setdefault(id(tensor), (tensor, list(parts_of(tensor))))
         # Counted before they are read: a write meanwhile is seen as one afterwards.
@@ -84,7 +115,8 @@ class Weights:
         for name, tensor in sorted(named.items()):
             read = reads[id(tensor)]
             heads = [f"{part.dtype}|{tuple(part.shape)}" for part in read.parts]
-            head = f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{heads}".encode()
+            whole = tensor if read.streamed is None else read.streamed.like
+            head = f"{name}|{whole.dtype}|{tuple(whole.shape)}|{heads}".encode()
             digest.update(len(head).to_bytes(4, "little") + head + read.sums)
         return digest.hexdigest()
 
@@ -98,19 +130,18 @@ class Weights:
     def _all_counted(self) -> bool:
         tensors, *columns = self._columns
         try:  # by column: a decode step pays for this
-            return [
+            same = [
                 [t._version for t in tensors],
                 [t.data_ptr() for t in tensors],
                 [(t.dtype, t.shape, t.stride()) for t in tensors],
             ] == columns
+            return same and all(read.counted() for read in self._streamed)
         except RuntimeError:  # some have no versions, addresses or strides
             return all(read.counted() for read in self._reads.values())
 
     def differing(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Ids of those tensors that do not hold any more what they held when they were read."""
-        reads = {id(t): self._reads[id(t)] for t in tensors if id(t) in self._reads}
-        found = _sums({key: read.parts for key, read in reads.items()})
-        return {key for key, read in reads.items() if found[key] != read.sums}
+        return _differing({id(t): self._reads[id(t)] for t in tensors if id(t) in self._reads})
 
     def forget(self) -> None:
         """Lets go of all tensors."""
@@ -118,7 +149,8 @@ class Weights:
 
     def _hold(self, reads: dict[int, _Read]) -> None:
         self._reads, self._blocks, self._next = reads, None, 0
-        met = reads.values()
+        met = [read for read in reads.values() if read.streamed is None]
+        self._streamed = [read for read in reads.values() if read.streamed is not None]
         self._columns: list[list[Any]] = [
             [read.tensor for read in met],
             [read.version for read in met],
@@ -131,9 +163,10 @@ class Weights:
         blocks = self._all_blocks()
         done = 0
         while self._next < len(blocks) and (done < n_bytes or not done):
-            part, first, known = blocks[self._next]
-            size = min(_n_bytes(part) - first * BLOCK_BYTES, BLOCK_BYTES)
-            if _block_sums(part, first) != known:
+            held, first, size, known = blocks[self._next]
+            part = held if isinstance(held, torch.Tensor) else held.data()
+            # What is not in memory cannot be written to, and is verified when it is read.
+            if part is not None and _block_sums(part, first) != known:
                 self._next = 0
                 return False
             self._next += 1
@@ -148,29 +181,47 @@ class Weights:
 
     def same(self) -> bool:
         """Whether all bytes are what they were; reads them."""
-        reads = list(self._reads.values())
-        found = _sums({i: read.parts for i, read in enumerate(reads)})
-        return all(found[i] == read.sums for i, read in enumerate(reads))
+        return not _differing(self._reads)
 
     @property
     def rolling(self) -> bool:
         """Whether a rolling reading is under way; it proves nothing computed since it began."""
         return self._next > 0
 
-    def _all_blocks(self) -> list[tuple[torch.Tensor, int, bytes]]:
+    def _all_blocks(self) -> list[tuple[torch.Tensor | Streamed, int, int, bytes]]:
         if self._blocks is None:
             self._blocks = []
             for read in self._reads.values():
                 at = 0
                 for part in read.parts:
                     for first in range(-(-_n_bytes(part) // BLOCK_BYTES)):
-                        self._blocks.append((part, first, read.sums[at : at + 16]))
+                        size = min(_n_bytes(part) - first * BLOCK_BYTES, BLOCK_BYTES)
+                        block = read.streamed or part, first, size, read.sums[at : at + 16]
+                        self._blocks.append(block)
                         at += 16
         return self._blocks
 
 
+def _differing(reads: Mapping[int, _Read]) -> set[int]:
+    """Of tensors that were read, those that hold something else now."""
+    parts = {key: read.parts for key, read in reads.items() if read.streamed is None}
+    for key, read in reads.items():
+        if read.streamed is not None and (data := read.streamed.data()) is not None:
+            parts[key] = [data]
+    found = _sums(parts)
+    return {key for key, sums in found.items() if sums != reads[key].sums}
+
+
+def _streamed(tensor: torch.Tensor) -> Streamed | None:
+    """Where a tensor's content lies, unless it lies in the tensor."""
+    where: Streamed | None = getattr(tensor, "streamed_weight", None)
+    return where if where is not None and where.stays() else None
+
+
 def readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor's content can be read."""
+    if _streamed(tensor) is not None:
+        return True
     try:
         for part in parts_of(tensor):
             if part.dtype not in _COMMON:
@@ -189,8 +240,6 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     Raises:
         UnnamedError: There are none.
     """
-    if getattr(tensor, "streamed_weight", False):
-        raise UnnamedError("a weight that is read while the model computes, by attach_weights")
     x: Any = tensor.detach()
     try:
         if is_traceable_wrapper_subclass(x):
@@ -216,16 +265,21 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
                 with torch._C.DisableTorchFunctionSubclass():
                     x = x.as_subclass(torch.Tensor)
             x.data_ptr()  # raises where there is no memory
-            # In the order of memory, so that a transposed tensor is read without a copy.
-            order = sorted(range(x.dim()), key=lambda d: (x.shape[d] == 1, -x.stride(d)))
-            wide = [d for d in order if x.shape[d] > 1]
-            if wide != sorted(wide):
-                yield torch.tensor(order, dtype=torch.uint8, device="cpu")
-            yield x.permute(order)
+            yield from _ordered(x)
         else:
             raise UnnamedError(f"a tensor of type {type(tensor).__name__} on {tensor.device}")
     except (RuntimeError, NotImplementedError) as error:
         raise UnnamedError(f"a tensor of type {type(tensor).__name__}: {error}") from error
+
+
+def _ordered(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in the order of memory, so that a transposed one is read without a copy."""
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: (x.shape[d] == 1, -strides[d]))
+    wide = [d for d in order if x.shape[d] > 1]
+    if wide != sorted(wide):
+        yield torch.tensor(order, dtype=torch.uint8, device="cpu")
+    yield x.permute(order)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -261,9 +315,13 @@ def _words(data: torch.Tensor) -> torch.Tensor:
     return (data if aligned else data.clone()).view(torch.int64)
 
 
-def _block_sums(part: torch.Tensor, block: int) -> bytes:
-    data = bytes_of(part)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+def sums_of(data: torch.Tensor) -> bytes:
+    """Two 64-bit sums over each block of bytes, u8 [n]: what names weights is made of these."""
     return checksum(_words(data), _BLOCK_WORDS).cpu().numpy().tobytes()
+
+
+def _block_sums(part: torch.Tensor, block: int) -> bytes:
+    return sums_of(bytes_of(part)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
 
 
 def _sums(parts: Mapping[int, list[torch.Tensor]]) -> dict[int, bytes]:

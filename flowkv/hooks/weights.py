@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +30,8 @@ from torch import nn
 from flowkv.core.config import format_size, parse_place, parse_size
 from flowkv.core.errors import CapacityError, ConfigError, StateError, StoreError
 from flowkv.hooks.checkpoint import Checkpoint, StoredTensor, write
+from flowkv.hooks.fingerprint import UnnamedError
+from flowkv.observe.events import Bus, WeightsRead
 
 MOST_UNIT_BYTES = 4 << 20
 """Modules are read together up to this size, and up to a 128th of all weights."""
@@ -43,6 +45,7 @@ def attach_weights(
     *,
     budget: int | str = "50%",
     disk: str | None = None,
+    bus: Bus | None = None,
 ) -> StreamedWeights:
     """Reads a model's weights from files while it computes, in so much memory and no more.
 
@@ -59,6 +62,7 @@ def attach_weights(
         disk: Directory, with or without the most it may hold ("./weights:2GiB"), for manifests of
             digests and for weights without a checkpoint. Manifests are otherwise kept in
             `$XDG_CACHE_HOME/flowkv`.
+        bus: Where `WeightsRead` of each forward goes; caches that are attached later hear it too.
 
     Returns:
         What gives the weights back (`detach`) and counts (`stats`).
@@ -68,27 +72,59 @@ def attach_weights(
         StoreError: The checkpoint lacks a weight, has another shape or dtype, or cannot be read.
     """
     with torch.inference_mode(False), torch.no_grad():  # else what is made here counts no writes
-        return StreamedWeights(model, checkpoint, budget=budget, disk=disk)
+        return StreamedWeights(model, checkpoint, budget=budget, disk=disk, bus=bus)
 
 
 class _Entry:
-    """A parameter, and what it was when its memory was last set."""
+    """A parameter, and what it was when its memory was last set; `fingerprint.Streamed`.
 
-    def __init__(self, names: list[str], parameter: nn.Parameter, stored: StoredTensor) -> None:
-        self.names, self.parameter, self.stored = names, parameter, stored
-        self.version = self.address = 0
+    Args:
+        names: What the model calls it.
+        parameter: The parameter.
+        stored: Where its content lies.
+        sums: Gives what names that content.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        parameter: nn.Parameter,
+        stored: StoredTensor,
+        sums: Callable[[StoredTensor], bytes],
+    ) -> None:
+        self.names, self.parameter, self.stored, self._sums = names, parameter, stored, sums
+        self.version = self.address = self._turns = 0
         # Of a shape that nothing takes for something else: `cat` would pass over one of [0].
         self.empty = torch.empty((0,) * 9, dtype=stored.dtype)
+        self.like = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
     def set(self, data: torch.Tensor) -> None:
+        self._turns += 1
         self.parameter.data = data
         self.version, self.address = self.parameter._version, self.parameter.data_ptr()
+        self._turns += 1
 
     @property
     def changed(self) -> bool:
         p = self.parameter
         written = p._version != self.version or p.data_ptr() != self.address
         return written or p.dtype != self.stored.dtype
+
+    def stays(self) -> bool:
+        """Whether its content is what is stored. From threads that hold no lock."""
+        while True:
+            turns = self._turns
+            if not self.changed:
+                return True
+            if turns == self._turns and turns % 2 == 0:  # nobody was setting it meanwhile
+                return False
+
+    def sums(self) -> bytes:
+        return self._sums(self.stored)
+
+    def data(self) -> torch.Tensor | None:
+        data = self.parameter.data
+        return data if data.shape == self.stored.shape and self.stays() else None
 
 
 class _Buffer:
@@ -170,11 +206,14 @@ class StreamedWeights:
         *,
         budget: int | str,
         disk: str | None,
+        bus: Bus | None,
     ) -> None:
+        self.bus = Bus() if bus is None else bus
         self._lock = threading.RLock()
         self._model, self._handles = model, list[Any]()
-        self._counts = dict.fromkeys(("reads", "hits", "read_bytes", "changed_bytes"), 0)
+        self._counts = dict.fromkeys(("met", "hits", "reads", "read_bytes", "changed_bytes"), 0)
         self._blocked_s, self._state = 0.0, "attached"
+        self._told = dict(self._counts), 0.0
         self._stack: list[nn.Module] = []
         self._calls: list[nn.Module] = []
         self._met: list[_Unit] = []
@@ -189,7 +228,7 @@ class StreamedWeights:
             self._checkpoint.unlink()
         self._reader = ThreadPoolExecutor(1, "flowkv-weights")
         try:
-            entries = _entries(model, self._checkpoint)
+            entries = _entries(model, self._checkpoint, self._sums)
             self._total_bytes = sum(e.stored.n_bytes for e in entries.values())
             self._budget = parse_size(budget, total_bytes=self._total_bytes)
             self._owned = {m: [entries[id(p)] for p in ps] for m, ps in owners.items()}
@@ -217,7 +256,7 @@ class StreamedWeights:
                     module._parameters[name] = entry.parameter
         for entry in entries.values():
             entry.parameter.requires_grad_(False)
-            entry.parameter.streamed_weight = True  # type: ignore[attr-defined]
+            entry.parameter.streamed_weight = entry  # type: ignore[attr-defined]
             entry.set(entry.empty)
 
     def _hook(self, model: nn.Module) -> None:
@@ -300,6 +339,7 @@ class StreamedWeights:
             self._leave(self._last)
         if not whole:
             return
+        self._tell()
         if not self._learned:
             self._learned = True
             order = list(dict.fromkeys(self._calls))
@@ -316,6 +356,25 @@ class StreamedWeights:
             self._sequence, self._at = self._met, len(self._met) - 1
         self._met, self._last = [], None
         self._ahead()
+
+    def _tell(self) -> None:
+        """Says what a forward met and read."""
+        if self.bus.wants(WeightsRead):
+            before, blocked_s = self._told
+            units, found, n_bytes = (
+                self._counts[name] - before[name] for name in ("met", "hits", "read_bytes")
+            )
+            seconds = self._blocked_s - blocked_s
+            event = WeightsRead(units=units, found=found, n_bytes=n_bytes, seconds=seconds)
+            self.bus.emit(event)
+        self._told = dict(self._counts), self._blocked_s
+
+    def _sums(self, stored: StoredTensor) -> bytes:
+        """What names the content of a weight."""
+        try:
+            return self._reader.submit(self._checkpoint.sums, stored).result()
+        except RuntimeError as error:  # the reader is shut down
+            raise UnnamedError("a weight of a model that was closed") from error
 
     def _checkpoint_saved(self) -> None:
         # By the reader, which is the one that learns digests.
@@ -337,6 +396,7 @@ class StreamedWeights:
         else:
             held = True
             self._ahead()
+        self._counts["met"] += 1
         self._counts["hits"] += held
         unit.pins += 1
 
@@ -462,6 +522,8 @@ class StreamedWeights:
                 with torch.inference_mode(False), torch.no_grad():
                     unit.unbind()
             unit.reading = unit.buffer = None
+        for buffer in self._slots:
+            buffer.unit = None
 
     # What users call.
 
@@ -471,9 +533,9 @@ class StreamedWeights:
         Returns:
             `total_bytes` of all weights, `budget_bytes`, `resident_bytes` that stay,
             `buffer_bytes` of memory through which the others pass, `units`, `resident_units`,
-            `reads` of units and `read_bytes` of files, `hits` (units that were there or on their
-            way when a module needed them), `changed_bytes` of units that stay because they were
-            written to, and `blocked_s`, the seconds that forwards waited.
+            `met` (units that modules needed one after the other), `hits` (those that were there or
+            on their way then), `reads` of units and `read_bytes` of files, `changed_bytes` of units
+            that stay because they were written to, and `blocked_s`, the seconds that forwards waited.
         """
         with self._lock:
             kept = [u for u in self._units if u.resident]
@@ -587,7 +649,7 @@ def _check(model: nn.Module, owners: dict[nn.Module, list[nn.Parameter]]) -> Non
     """Refuses what cannot be served."""
     covered = {id(p) for own in owners.values() for p in own}
     for name, p in model.named_parameters():
-        if getattr(p, "streamed_weight", False):
+        if hasattr(p, "streamed_weight"):
             raise StateError("the weights of this model are attached already", "Detach them first")
         if p.device.type not in ("cpu", "meta"):
             raise ConfigError(f"{name} is on {p.device}", "Move the model to the CPU first")
@@ -628,7 +690,9 @@ def _written(model: nn.Module, directory: Path, most_bytes: int | None) -> Path:
     return path
 
 
-def _entries(model: nn.Module, checkpoint: Checkpoint) -> dict[int, _Entry]:
+def _entries(
+    model: nn.Module, checkpoint: Checkpoint, sums: Callable[[StoredTensor], bytes]
+) -> dict[int, _Entry]:
     """Parameters by id, each with its tensor of the checkpoint.
 
     Raises:
@@ -652,7 +716,7 @@ def _entries(model: nn.Module, checkpoint: Checkpoint) -> dict[int, _Entry]:
                 f"{list(stored.shape)} in the checkpoint",
                 "Make the model with the checkpoint's dtype and sizes",
             )
-        found[key] = _Entry(own, p, stored)
+        found[key] = _Entry(own, p, stored, sums)
     return found
 
 

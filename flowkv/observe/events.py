@@ -210,6 +210,16 @@ class RowsRead(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class WeightsRead(Event, frozen=True, kw_only=True):
+    """A forward ended whose weights were read as it went: units it met, those that were there."""
+
+    units: int
+    found: int
+    n_bytes: int
+    seconds: float
+    """That it waited for the others."""
+
+
 class StepPlanned(Event, frozen=True, kw_only=True):
     """A forward pass over a ragged batch was planned."""
 

@@ -177,6 +177,11 @@ embedding_lookups_total | c | | RowsRead | Look-ups in embeddings on disk
 embedding_rows_total | c | | RowsRead.rows | Different rows of those
 embedding_found_rows_total | c | | RowsRead.found | Those of them that were in memory
 embedding_read_bytes_total | c | | RowsRead.n_bytes | Bytes that were read for the others
+weights_forwards_total | c | | WeightsRead | Forwards of models whose weights are read meanwhile
+weights_units_total | c | | WeightsRead.units | Units of weights that they met
+weights_found_units_total | c | | WeightsRead.found | Those of them that were there or under way
+weights_read_bytes_total | c | | WeightsRead.n_bytes | Bytes that were read for the others
+weights_blocked_seconds | h | | WeightsRead.seconds | Time that a forward waited for them
 steps_total | c | | StepPlanned | Forward passes that were planned (not counted unless followed)
 step_tokens_total | c | | StepPlanned.new_tokens | New tokens of them
 step_rows | h | | StepPlanned.rows | Rows of one

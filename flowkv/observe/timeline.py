@@ -368,6 +368,11 @@ MEMORY = ("device_used_bytes", "tier_used_bytes")
 
 _MOVES = {kind for kind, told in RULES.items() if "tier" in next(iter(told.values())).labels}
 _MOVES.add(events.Miss)
+_BESIDE: dict[str, tuple[str, str, type[Event]]] = {
+    "results": ("remembered", "rows", events.Remembered),
+    "embedding rows": ("embedding", "rows", events.RowsRead),
+    "units of weights": ("weights", "units", events.WeightsRead),
+}
 
 
 class Serving(Closing):
@@ -409,7 +414,7 @@ class Serving(Closing):
         self._busy_s = self._used_s = self._row_s = 0.0
         self._begun_s, self._until_s = float("inf"), 0.0  # of all steps
         self._subscriptions = [
-            self.moves.follow(bus, *_MOVES),
+            self.moves.follow(bus, *_MOVES, *(kind for _, _, kind in _BESIDE.values())),
             bus.subscribe(self.note, *OF_REQUESTS, events.EngineStep, events.RestoreEnded),
             bus.subscribe(self._moved, *_MOVES),
         ]
@@ -510,7 +515,8 @@ class Serving(Closing):
         Each of `LATENCIES` is {"count", "mean", "p50", "p90", "p95", "p99", "max"} in seconds,
         quantiles being within 1 % of the true ones. `tokens_per_s` counts new tokens from the
         beginning of the first step to the end of the last one. The means of `rows` and
-        `kv_utilisation` are over the time of steps: a step weighs as much as it took.
+        `kv_utilisation` are over the time of steps: a step weighs as much as it took. `beside` has
+        what was `asked` for and `found`, and `read_bytes`, of results, embeddings and weights.
         """
         with self._lock:
             span_s = max(0.0, self._until_s - self._begun_s)
@@ -535,8 +541,19 @@ class Serving(Closing):
                 "preempted": {"kept": totals["kept"], "dropped": totals["dropped"]},
                 "hit_rate": {tier: tokens / known for tier, tokens in found.items() if known},
                 "tenants": self.tenants.report(),
+                "beside": self._beside(),
                 **{name: spread.summary() for name, spread in self.spreads.items()},
             }
+
+    def _beside(self) -> dict[str, dict[str, float]]:
+        """What was asked for beside K and V, as far as it was."""
+        told = {}
+        for what, (begin, unit, _) in _BESIDE.items():
+            if asked := self.moves.total(f"{begin}_{unit}_total"):
+                found = self.moves.total(f"{begin}_found_{unit}_total")
+                n_bytes = self.moves.total(f"{begin}_read_bytes_total")
+                told[what] = {"asked": asked, "found": found, "read_bytes": n_bytes}
+        return told
 
     def close(self) -> None:
         """Ends the collecting; what was collected stays."""

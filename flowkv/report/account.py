@@ -169,6 +169,7 @@ def serving_sections(
         ("Requests over time", _REQUESTS, _requests(serving)),
         ("Memory", _MEMORY, _memory(serving, by_place)),
         ("Reuse", _REUSE, _reuse(serving, told, by_place, tenants=tenants)),
+        ("Beside K and V", _BESIDE, _beside(told)),
         ("Audits", _AUDITS, _audits(serving, levels)),
         ("Given up and failed", _TROUBLE, _trouble(serving)),
     ]
@@ -180,6 +181,7 @@ _REQUESTS = "A row per request, in order of submission; below, how many there we
 _MEMORY = "Bytes in use by place. Pages that are merely remembered give way when room is needed."
 _AUDITS = "Restored pages that were computed again and compared; a mismatch is never served again."
 _TROUBLE = "Evictions are everyday business where more is remembered than fits; the rest is not."
+_BESIDE = "Results, rows of embeddings and weights: what was asked for, and what was there already."
 _REUSE = "Where prompt tokens were found, and what was brought and kept for that."
 
 
@@ -329,6 +331,20 @@ def _reuse(
         ]
         parts.append(Table(["tenant", "prompt tokens", "found"], rows))
     return parts
+
+
+def _beside(told: dict[str, Any]) -> list[Any]:
+    rows: list[list[object]] = [
+        [
+            what,
+            int(of["asked"]),
+            int(of["found"]),
+            share(of["found"] / of["asked"]),
+            None if what == "results" else _bytes(of["read_bytes"]),
+        ]
+        for what, of in told["beside"].items()
+    ]
+    return [Table(["what", "asked for", "found", "share", "read"], rows)] if rows else []
 
 
 def _tenant(report: dict[str, Any]) -> list[object]:

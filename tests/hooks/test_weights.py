@@ -16,7 +16,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 import flowkv
-from tests.inside import ConfigError, StateError, StoreError, belady
+from tests.inside import (
+    Checkpoint,
+    ConfigError,
+    StateError,
+    StoreError,
+    UnnamedError,
+    Weights,
+    belady,
+)
 
 
 class Decoder(nn.Module):
@@ -363,23 +371,77 @@ def test_attention_of_torch_and_lists_of_parameters(tmp_path: Path) -> None:
         assert weights.stats()["resident_units"] < weights.stats()["units"]
 
 
-def test_a_cache_on_top_answers_alike_and_names_nothing_for_others(tmp_path: Path) -> None:
+def test_a_cache_on_top_knows_what_the_plain_model_computed(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.fixture_model import load_tiny
 
     model = load_tiny()
     ids = torch.randint(32, 120, (1, 200), generator=torch.Generator().manual_seed(5))
     asked: Any = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
-    plain = model.generate(ids, **asked)
-    place = str(tmp_path / "kv")
-    for _ in range(2):
-        weights = flowkv.attach_weights(model, budget="70%", disk=str(tmp_path))
-        kv = flowkv.attach(model, disk=f"{place}:1GiB")
-        assert kv.explain(ids[0].tolist()).known == 0, "their weights are in no name"
+    place = f"{tmp_path / 'kv'}:1GiB"
+    with flowkv.attach(model, disk=place) as kv:
+        plain, name = model.generate(ids, **asked), kv.namespace
+    weights = flowkv.attach_weights(model, budget="70%", disk=str(tmp_path))
+    with flowkv.attach(model, disk=place) as kv:
+        assert kv.namespace == name
+        assert kv.explain(ids[0].tolist()).known > 0
         for _ in range(2):
             assert torch.equal(model.generate(ids, **asked), plain)
-        kv.close()
+        assert kv.namespace == name, "weights that come and go are the same weights"
+        model.lm_head.weight.mul_(2)
+        other = model.generate(ids, **asked)
+        assert kv.namespace != name, "a changed weight is another weight"
+    weights.detach()
+    assert torch.equal(model.generate(ids, **asked), other)
+    model.lm_head.weight.detach().div_(2)
+    with flowkv.attach(model, disk=place) as kv:
+        assert kv.namespace == name
+
+
+def test_a_name_is_read_once(tmp_path: Path) -> None:
+    """Later processes name weights by the manifest, without reading them."""
+    torch.manual_seed(7)
+    big = [nn.Linear(1100, 1100) for _ in range(5)]  # of several blocks
+    model = nn.Sequential(*big, nn.Conv2d(3, 1, (1, 5)), nn.LayerNorm(7))
+    plain = Weights().read(dict(model.named_parameters()))
+    path = saved(model, tmp_path / "w.safetensors")
+    for _ in range(2):
+        weights = flowkv.attach_weights(model, path, budget="80%", disk=str(tmp_path))
+        named, found = dict(model.named_parameters()), Weights()
+        assert found.read(named) == plain
+        assert found.counted()
+        assert found.same()
         weights.detach()
-    with flowkv.attach(model, disk=f"{place}:1GiB") as kv:
-        assert kv.explain(ids[0].tolist()).known == 0
-        assert torch.equal(model.generate(ids, **asked), plain)
+        assert not found.counted(), "they have memory of their own now"
+        assert found.read(named) == plain
+        later = Checkpoint(path, tmp_path)
+        assert sum(len(later.sums(stored)) for stored in later.tensors.values()) > 10 * 16
+        assert later.verified_bytes == 0, "the manifest says it"
+        later.close()
+    with torch.no_grad():
+        big[0].bias[3] += 1
+    assert found.read(named) != plain
+    weights = flowkv.attach_weights(model, budget="80%", disk=str(tmp_path))
+    assert found.read(dict(model.named_parameters())) != plain
+    weights.close()
+    with pytest.raises(UnnamedError, match="closed"):
+        Weights().read(dict(model.named_parameters()))
+
+
+def test_a_write_without_a_count_to_a_weight_that_stays_is_found(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    with flowkv.attach_weights(model, budget="80%", disk=str(tmp_path)):
+        model(torch.ones(1, 64))
+        found = Weights()
+        found.read(dict(model.named_parameters()))
+        while not found.passes:
+            assert found.roll(1)
+        stays = next(p for p in model.parameters() if p.numel() == 64 * 64)
+        stays.data.numpy()[3, 5] += 1
+        assert found.counted()
+        assert not found.same()
+        passes = found.passes
+        with pytest.raises(StopIteration):
+            while found.passes == passes:
+                if not found.roll(1 << 16):
+                    raise StopIteration

@@ -17,6 +17,7 @@ import transformers
 
 from flowkv.cache.kv import KV, bind, follow, warn
 from flowkv.core.errors import ConfigError, FlowKVError, StateError, UnsupportedModelError
+from flowkv.hooks.embedding import AttachedEmbedding
 from flowkv.hooks.huggingface.attention import Switch
 from flowkv.hooks.huggingface.cache import PagedCache, plan_geometry
 from flowkv.hooks.huggingface.door import ForwardHook, warn_inherited
@@ -36,6 +37,8 @@ from flowkv.hooks.huggingface.restore import NOTHING, ReuseLimits, admit
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
 from flowkv.hooks.identity import Identity
+from flowkv.hooks.weights import StreamedWeights
+from flowkv.observe.events import Bus, RowsRead, WeightsRead
 
 Reads = Literal["auto", "dense"]
 
@@ -95,8 +98,21 @@ def attach(
             kv.close()
             raise
         _ATTACHED[model] = door
+        _hear(model, kv)
         follow(kv, detach=partial(_forget, weakref.ref(model)))
         return kv
+
+
+def _hear(model: torch.nn.Module, kv: KV) -> None:
+    """Tells on the bus of a cache what attached weights and embeddings of its model read."""
+    found = dict[int, Bus]()
+    for module in model.modules():
+        for called in (vars(module).get("forward"), *module._forward_pre_hooks.values()):
+            by = getattr(called, "__self__", None)
+            if isinstance(by, (AttachedEmbedding, StreamedWeights)) and by.bus is not kv.bus:
+                found[id(by.bus)] = by.bus
+    for bus in found.values():
+        follow(kv, close=bus.subscribe(kv.bus.emit, RowsRead, WeightsRead).close)
 
 
 def install(model: Any, kv: KV, *, reads: Reads = "auto") -> ForwardHook:
