@@ -30,15 +30,14 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import StoreError
 from flowkv.hooks.fingerprint import BLOCK_BYTES, sums_of
-from flowkv.tiers.io import open_best
 from flowkv.tiers.io.engine import (
     ALIGNMENT,
     OPERATION,
     READ,
-    Arena,
     FileIO,
     IOEngine,
     ThreadsEngine,
+    allows_direct,
     read_file,
     replace_file,
 )
@@ -417,8 +416,10 @@ def _paths(path: Path) -> list[Path]:
 
 
 def _engine(directory: str) -> IOEngine:
+    # Pieces of a MiB come as fast through threads as through a ring, which would first have to be
+    # loaded: a second that a process waits for its first token.
     try:
-        return open_best(Arena(ALIGNMENT), directory)
+        return ThreadsEngine(direct=allows_direct(directory))
     except OSError:  # it cannot be written to, so nobody knows whether O_DIRECT works there
         return ThreadsEngine()
 

@@ -13,6 +13,7 @@ computes: use outside of forwards raises or has no elements, but never meets oth
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import threading
@@ -35,6 +36,9 @@ from flowkv.observe.events import Bus, WeightsRead
 
 MOST_UNIT_BYTES = 4 << 20
 """Modules are read together up to this size, and up to a 128th of all weights."""
+_SMALL_BYTES = 64 << 10
+_SMALL_SHARE = 16
+"""Weights of up to 64 KiB stay, if all of them take no more than a sixteenth of the budget."""
 _HANDED_UP = (nn.ParameterList, nn.ParameterDict)
 """Modules without a forward: their parameters are read with the module above."""
 
@@ -270,8 +274,14 @@ class StreamedWeights:
     def _plan(self, order: list[nn.Module]) -> None:
         """Cuts modules into units, and decides which of them stay."""
         most = min(MOST_UNIT_BYTES, self._total_bytes // 128)
+        entries = dict.fromkeys(itertools.chain.from_iterable(self._owned.values()))
+        small = [e for e in entries if e.stored.n_bytes <= _SMALL_BYTES]
+        if sum(e.stored.n_bytes for e in small) * _SMALL_SHARE > self._budget:
+            small = []
+        self._small = _Unit(small, self._checkpoint)
+        self._small.resident = True
         groups: list[list[_Entry]] = []
-        of: dict[int, int] = {}
+        of: dict[int, int] = dict.fromkeys(map(id, small), -1)
         size = most + 1
         for module in order:
             new = [e for e in dict.fromkeys(self._owned[module]) if id(e) not in of]
@@ -283,16 +293,17 @@ class StreamedWeights:
             for entry in new:
                 of[id(entry)] = len(groups) - 1
                 groups[-1].append(entry)
-        units = [_Unit(group, self._checkpoint) for group in groups]
+        passing = [_Unit(group, self._checkpoint) for group in groups]
+        units = [*passing, self._small] if small else passing
         units_of = {
             m: list(dict.fromkeys(units[of[id(e)]] for e in es)) for m, es in self._owned.items()
         }
-        met = [u for m in order for u in units_of[m]]
+        met = [u for m in order for u in units_of[m] if u is not self._small]
         sequence = [u for i, u in enumerate(met) if not i or met[i - 1] is not u]
         for unit in units:
             unit.uses = max(1, sequence.count(unit))
-        slots = 1 + _depth(self._model, units_of)
-        size = _settle(units, self._budget, slots)
+        slots = 1 + _depth(self._model, units_of, self._small)
+        size = _settle(passing, self._budget - self._small.n_bytes, slots)
         self._slots = [_Buffer(size) for _ in range(slots if size else 0)]
         self._order, self._units, self._units_of = order, units, units_of
         self._sequence, self._at, self._last = sequence, -1, None
@@ -344,9 +355,13 @@ class StreamedWeights:
             self._learned = True
             order = list(dict.fromkeys(self._calls))
             order += [m for m in self._order if m not in set(order)]
+            small = [m for m, us in self._units_of.items() if us == [self._small]]
+            other = [m for m in order if m not in small] != [
+                m for m in self._order if m not in small
+            ]
             twice = any(self._met.count(u) > 1 and not u.resident for u in set(self._met))
             self._calls = []
-            if (order != self._order or twice) and not any(u.changed for u in self._units):
+            if (other or twice) and not any(u.changed for u in self._units):
                 self._drop()
                 self._met = []
                 with contextlib.suppress(ConfigError):  # the first order needs less memory
@@ -381,7 +396,7 @@ class StreamedWeights:
         self._reader.submit(self._checkpoint.save)
 
     def _acquire(self, unit: _Unit) -> None:
-        if unit is not self._last:
+        if unit is not self._last and unit is not self._small:
             if self._last is not None:
                 self._leave(self._last)
             self._last = unit
@@ -535,7 +550,7 @@ class StreamedWeights:
             `buffer_bytes` of memory through which the others pass, `units`, `resident_units`,
             `met` (units that modules needed one after the other), `hits` (those that were there or
             on their way then), `reads` of units and `read_bytes` of files, `changed_bytes` of units
-            that stay because they were written to, and `blocked_s`, the seconds that forwards waited.
+            that stay because they were written to, and `blocked_s`: seconds that forwards waited.
         """
         with self._lock:
             kept = [u for u in self._units if u.resident]
@@ -738,13 +753,13 @@ def _fill_buffers(model: nn.Module, checkpoint: Checkpoint) -> None:
             module._buffers[name] = view_of(base, layout.places[0], stored).clone()
 
 
-def _depth(model: nn.Module, units_of: dict[nn.Module, list[_Unit]]) -> int:
-    """The most units in use at a time: of a module and of those above it."""
+def _depth(model: nn.Module, units_of: dict[nn.Module, list[_Unit]], small: _Unit) -> int:
+    """The most units in use at a time, beside small ones: of a module and of those above it."""
     deepest = 1
 
     def walk(module: nn.Module, above: frozenset[int]) -> None:
         nonlocal deepest
-        held = above | {id(u) for u in units_of.get(module, ())}
+        held = above | {id(u) for u in units_of.get(module, ()) if u is not small}
         deepest = max(deepest, len(held))
         for child in module.children():
             walk(child, held)
